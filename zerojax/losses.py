@@ -1,0 +1,70 @@
+"""What is minimised: losses as a sum and a weight, so that they can be divided once, globally.
+
+Knows arrays; never knows how many devices or microbatches a batch is cut into.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def next_token(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy of the target tokens, in float32.
+
+    Args:
+      logits: [batch, seq, vocab], any float dtype; upcast to float32 before the softmax.
+      targets: [batch, seq] integers in [0, vocab): the token that follows each position.
+      weights: [batch, seq]; a position of weight 0 does not count. None: every position counts 1.
+
+    Returns:
+      (sum over positions of weight x negative log-likelihood in nats, sum of weights), float32.
+    """
+    logits = logits.astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    negative_log_likelihood = jax.nn.logsumexp(logits, axis=-1) - picked
+    return weighted(negative_log_likelihood, weights)
+
+
+def mean_squared_error(
+    predictions: jax.Array, targets: jax.Array, weights: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Squared error per element, in float32.
+
+    Args:
+      predictions: any shape, any float dtype.
+      targets: the same shape.
+      weights: the same shape, or None for 1 everywhere.
+
+    Returns:
+      (sum of weight x (prediction - target)^2, sum of weights), float32.
+    """
+    difference = predictions.astype(jnp.float32) - targets.astype(jnp.float32)
+    return weighted(difference * difference, weights)
+
+
+def classification(
+    logits: jax.Array, labels: jax.Array, weights: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy of class labels, in float32.
+
+    Args:
+      logits: [batch, classes]; labels: [batch] integers in [0, classes); weights: [batch] or None.
+
+    Returns:
+      (sum of weight x negative log-likelihood in nats, sum of weights), float32.
+    """
+    logits = logits.astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+    return weighted(jax.nn.logsumexp(logits, axis=-1) - picked, weights)
+
+
+def weighted(values: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """`(sum of values x weights, sum of weights)` in float32; weights None counts each value once."""
+    values = values.astype(jnp.float32)
+    if weights is None:
+        return jnp.sum(values), jnp.float32(values.size)
+    weights = weights.astype(jnp.float32)
+    return jnp.sum(values * weights), jnp.sum(weights)

@@ -1,0 +1,113 @@
+"""How a parameter is named and how trees of named arrays are measured. One name per array, everywhere.
+
+Knows path names and shapes; never touches devices, shardings or Flax.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+PyTree = Any
+SEPARATOR = "/"
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """The name of one leaf: its path parts joined by "/".
+
+    Args:
+      path: keys of a JAX tree path (`DictKey`, `GetAttrKey`, ...) or plain strings and integers.
+
+    Returns:
+      For example `"blocks/attention/query/kernel"`.
+    """
+    parts = []
+    for part in path:
+        for attribute in ("key", "name", "idx"):
+            if hasattr(part, attribute):
+                part = getattr(part, attribute)
+                break
+        parts.append(str(part))
+    return SEPARATOR.join(parts)
+
+
+def flatten_names(tree: PyTree) -> dict[str, Any]:
+    """`{name: leaf}` of any tree, in the tree's own leaf order.
+
+    Raises:
+      ValueError: two leaves have the same name (a key that itself contains "/").
+    """
+    flat: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = path_name(path)
+        if name in flat:
+            raise ValueError(
+                f"two leaves are named {name!r}: a key of the tree contains {SEPARATOR!r}; rename it"
+            )
+        flat[name] = leaf
+    return flat
+
+
+def unflatten_like(template: PyTree, flat: Mapping[str, Any]) -> PyTree:
+    """The inverse of `flatten_names` for a tree of `template`'s structure."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(template)
+    return jax.tree_util.tree_unflatten(treedef, [flat[path_name(path)] for path, _ in paths])
+
+
+def num_elements(shape: Sequence[int]) -> int:
+    """Number of elements of an array of this shape (1 for a scalar)."""
+    return math.prod(shape)
+
+
+def num_bytes(tree: PyTree) -> int:
+    """Bytes of all leaves of a tree of arrays or `ShapeDtypeStruct`s, unsharded."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def match_names(names: Iterable[str], patterns: Sequence[str], *, option: str) -> frozenset[str]:
+    """The names that any of the regular expressions finds (`re.search`).
+
+    Args:
+      names: all parameter names.
+      patterns: regular expressions.
+      option: the user's option that holds the patterns, for the error text.
+
+    Raises:
+      ValueError: a pattern is not a regular expression, or matches no name at all.
+    """
+    names = tuple(names)
+    matched: set[str] = set()
+    for pattern in patterns:
+        try:
+            found = {name for name in names if re.search(pattern, name)}
+        except re.error as error:
+            raise ValueError(f"{option}: {pattern!r} is not a regular expression: {error}") from None
+        if not found:
+            sample = ", ".join(names[:4])
+            raise ValueError(
+                f"{option}: {pattern!r} matches none of the {len(names)} parameters"
+                f" (such as {sample}); the names are listed by plan.table()"
+            )
+        matched |= found
+    return frozenset(matched)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes for people, in binary units: `format_bytes(1536) == "1.5 KiB"`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_count(count: float) -> str:
+    """A count for people, in decimal units: `format_count(3_487_232) == "3.49M"`."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= limit:
+            return f"{count / limit:.2f}{unit}"
+    return f"{count:.0f}"
