@@ -1,0 +1,53 @@
+# Every target does its own set-up: a virtual environment in .venv, made once (see tools/setup.sh).
+# PYTHON=/path/to/python3 chooses the Python; ARGS="..." is passed on, as in: make train ARGS="zero=3 steps=50"
+
+VENV ?= .venv
+CONFIG ?= configs/tiny_shakespeare.yaml
+RUN := "$(VENV)/bin/python"
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test train test test-slow test-gpu lint format types bench wheel clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | \
+	  while IFS='|' read -r target text; do printf '%-18s %s\n' "$$target" "$$text"; done
+
+setup: ## make .venv and install zerojax into it
+	@sh tools/setup.sh "$(VENV)"
+
+setup-test: setup
+	@sh tools/setup.sh "$(VENV)" test
+
+train: setup ## train a small GPT on Shakespeare under ZeRO on 8 virtual CPU devices
+	@$(RUN) -m zerojax train "$(CONFIG)" $(ARGS)
+
+test: setup-test ## the test suite without its slow part
+	@$(RUN) -m pytest $(ARGS)
+
+test-slow: setup-test ## the slow part
+	@$(RUN) -m pytest -m "slow and not gpu" $(ARGS)
+
+test-gpu: setup-test ## what needs a GPU
+	@$(RUN) -m pytest -m gpu $(ARGS)
+
+lint: setup-test ## ruff: rules and format
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+format: setup-test ## let ruff mend what it can
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+types: setup-test ## pyrefly
+	@$(RUN) -m pyrefly check --python-interpreter-path $(RUN)
+
+bench: setup-test ## the benchmarks of this machine (benchmarks/README.md)
+	@$(RUN) -m benchmarks $(ARGS)
+
+wheel: setup-test ## dist/: wheel and sdist
+	@$(RUN) -m pip install --quiet --disable-pip-version-check build
+	@$(RUN) -m build
+
+clean: ## remove .venv, caches and build results; runs/ stays
+	rm -rf "$(VENV)" .venv-* .*.lock build dist .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

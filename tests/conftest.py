@@ -1,0 +1,37 @@
+"""What every test runs on: 8 virtual CPU devices, and no silent rank promotion.
+
+Tests marked `gpu` are for a machine that has one and run when they are asked for: `pytest -m gpu`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import pytest
+
+NUM_CPU_DEVICES = 8
+
+
+def _gpu_was_asked_for(config: pytest.Config) -> bool:
+    expression = config.getoption("markexpr") or ""
+    return "gpu" in expression.replace("not gpu", "")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Runs before any test module is imported, so before JAX starts its devices."""
+    if not _gpu_was_asked_for(config):
+        # Also for the processes that tests start.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A `gpu` test outside `-m gpu` (as with -m "") is skipped by name, not failed."""
+    if _gpu_was_asked_for(config):
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: run pytest -m gpu"))
