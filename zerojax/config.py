@@ -1,0 +1,373 @@
+"""Every option of a run: its name, unit, default, and the reason of the default.
+
+Frozen values, checked when made; knows no JAX, no devices and no files (reading is `config_loader`).
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from zerojax.config_loader import (
+    ConfigError,
+    coerce_fields,
+    from_dict,
+    is_null,
+    load_dataclass,
+    to_dict,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "LogConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "as_mesh_config",
+    "from_dict",
+    "load",
+    "to_dict",
+]
+
+T = TypeVar("T")
+Rules = tuple[tuple[str, tuple[str | None, ...]], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How the devices are laid out, and what each axis splits."""
+
+    data: int = -1
+    """Devices that split the batch and, with ZeRO, the state; -1 takes all that the others leave."""
+    model: int = 1
+    """Devices that split each matrix (tensor parallelism); 1 = whole, since it pays only when a layer
+    does not fit or the batch cannot be split further."""
+    stage: int = 1
+    """Pipeline stages; 1 = none."""
+    replica: int = 1
+    """Copies of the ZeRO-sharded state: shard inside a node, replicate across. 1 = shard over all."""
+    zero: int = 1
+    """ZeRO 0..3. 0: nothing split; 1: optimizer state; 2: and gradients; 3: and parameters. 1 = the
+    largest saving that adds no communication."""
+    persistence_threshold: int = 100_000
+    """Elements. At zero=3 a smaller leaf stays whole: gathering it costs more time than it saves
+    memory (DeepSpeed's default)."""
+    reduce_bucket_size: int = 500_000_000
+    """Elements of gradient per reduction: one collective for many leaves (DeepSpeed's default)."""
+    allgather_bucket_size: int = 500_000_000
+    """Elements of parameters per gather outside the layer loop (DeepSpeed's default)."""
+    sequence_sharding: bool = False
+    """Also split norms and residuals over `model`, along the sequence. Off: no use at model=1."""
+    offload: None = None
+    """Reserved for state outside device memory; only None is accepted yet."""
+    rules: Rules | None = None
+    """Tensor-parallel rules, first match wins: (regex on the parameter's name, mesh axis or null for
+    each trailing dim). None: the model's own `tensor_parallel_rules` if it has some."""
+
+    def __post_init__(self) -> None:
+        if not is_null(self.offload):
+            _refuse("offload", self.offload, "is not built yet; leave it None and use zero=3")
+        coerce_fields(self)
+        if self.data < 1 and self.data != -1:
+            _refuse("data", self.data, "must be >= 1, or -1 for all devices the other axes leave")
+        for name in ("model", "stage", "replica"):
+            _at_least(self, name, 1)
+        if self.zero not in range(4):
+            _refuse("zero", self.zero, "must be 0, 1, 2 or 3")
+        _at_least(self, "persistence_threshold", 0)
+        _at_least(self, "reduce_bucket_size", 1)
+        _at_least(self, "allgather_bucket_size", 1)
+        for pattern, _ in self.rules or ():
+            _check_regex("rules", pattern)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One of the built-in language models. The defaults are a 3-million-parameter GPT."""
+
+    name: Literal["gpt2", "llama"] = "gpt2"
+    """Architecture."""
+    vocab_size: int | None = None
+    """Rows of the embedding. None: what the tokenizer has."""
+    max_seq_len: int = 256
+    """Tokens. The longest sequence the position embedding (gpt2) or the cache (llama) holds."""
+    num_layers: int = 4
+    """Blocks; they are stacked and scanned, so compile time does not grow with this."""
+    num_heads: int = 4
+    """Query heads; 4 x 64 = 256, the usual head width of 64."""
+    num_kv_heads: int | None = None
+    """Key and value heads (llama only). None: as many as query heads."""
+    embed_dim: int = 256
+    """Width of the residual stream."""
+    mlp_dim: int | None = None
+    """Hidden width of the MLP. None: 4 x embed_dim (gpt2), 8/3 x embed_dim rounded up (llama)."""
+    dropout: float = 0.0
+    """Probability; 0 since most pretraining sees each token about once."""
+    remat: Literal["none", "full", "dots"] = "none"
+    """Activation checkpointing of each block: none keeps all, dots keeps matrix products, full keeps
+    the block's input only."""
+    tie_embeddings: bool | None = None
+    """Whether the head reuses the embedding. None: true for gpt2, false for llama."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary positions (llama only)."""
+    norm_eps: float = 1e-5
+    """Added to the variance in norms; the value of GPT-2 and Llama."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        for name in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "embed_dim"):
+            _at_least(self, name, 1)
+        for name in ("num_kv_heads", "mlp_dim"):
+            _at_least(self, name, 1)
+        _fraction(self, "dropout", below_one=True)
+        _positive(self, "rope_theta")
+        _positive(self, "norm_eps")
+        if self.embed_dim % self.num_heads:
+            near = self.embed_dim - self.embed_dim % self.num_heads or self.num_heads
+            _refuse(
+                "embed_dim",
+                self.embed_dim,
+                f"is not divisible by num_heads ({self.num_heads}); use {near}",
+            )
+        if self.num_kv_heads and self.num_heads % self.num_kv_heads:
+            _refuse(
+                "num_kv_heads",
+                self.num_kv_heads,
+                f"does not divide num_heads ({self.num_heads}); use 1 or {self.num_heads}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    path: str | None = None
+    """A text file, a folder of text files, or a token file of `zerojax data prepare`. None: the
+    Shakespeare text inside the package, so that a first run needs no download."""
+    tokenizer: str = "bytes"
+    """"bytes" (256 tokens, nothing to train), "bpe:2048" (trained on the corpus), or a file."""
+    seq_len: int = 256
+    """Tokens of one training example."""
+    validation_fraction: float = 0.05
+    """Part of the corpus, from its end, that is never trained on."""
+    shuffle_seed: int | None = None
+    """Order of the examples. None: the run's seed."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        _at_least(self, "seq_len", 1)
+        _fraction(self, "validation_fraction", below_one=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and its learning-rate schedule. The defaults are those of GPT-3-style training."""
+
+    name: Literal["adamw", "lion", "sgd", "lamb"] = "adamw"
+    """Update rule."""
+    learning_rate: float = 3e-4
+    """Peak of the schedule."""
+    beta1: float = 0.9
+    """Decay of the first moment; for sgd the momentum."""
+    beta2: float = 0.95
+    """Decay of the second moment; 0.95 forgets faster than 0.999 and survives loss spikes better."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Per unit of learning rate, on matrices only: never on biases, norms and scales."""
+    clip_norm: float | None = 1.0
+    """Limit of the global gradient norm; None: no clipping."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """After the warm-up: cosine or linear to the end, wsd = constant then a linear tail, constant."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up from 0. None: 2 % of the run, at least 10 (second moments need about
+    1 / (1 - beta2) = 20 steps before they mean something)."""
+    final_lr_fraction: float = 0.1
+    """Learning rate at the last step, as a part of the peak."""
+    decay_fraction: float = 0.2
+    """wsd only: the part of the run spent in the tail."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        _positive(self, "learning_rate")
+        _positive(self, "eps")
+        _positive(self, "clip_norm")
+        _fraction(self, "beta1", below_one=True)
+        _fraction(self, "beta2", below_one=True)
+        _fraction(self, "final_lr_fraction")
+        _fraction(self, "decay_fraction")
+        _at_least(self, "weight_decay", 0)
+        _at_least(self, "warmup_steps", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the whole state is saved, and how many are kept."""
+
+    path: str | None = None
+    """Folder. None: `checkpoints` in the run folder."""
+    every: int = 500
+    """Steps between saves; saving overlaps with training, so the cost is disk."""
+    keep: int = 3
+    """Newest checkpoints kept; one is not enough when the newest turns out to be damaged."""
+    save_on_exit: bool = True
+    """Also save after the last step and on Ctrl-C."""
+    asynchronous: bool = True
+    """Write in the background after one copy to the host."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        _at_least(self, "every", 1)
+        _at_least(self, "keep", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is reported, where and how often. metrics.jsonl is always written."""
+
+    every: int = 10
+    """Steps between reports; reading a metric waits for the device, so not every step."""
+    tensorboard: bool = True
+    """Write TensorBoard event files; they cost microseconds and no dependency."""
+    wandb: str | None = None
+    """Weights & Biases project; None: not used."""
+    console: Literal["auto", "live", "lines", "quiet"] = "auto"
+    """auto: one live line on a terminal, one line per report elsewhere."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        _at_least(self, "every", 1)
+
+
+Dtype = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole training run; `zerojax train FILE.yaml key=value ...` reads one of these."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    precision: Dtype = "bf16"
+    """Dtype of forward and backward; masters, moments, norms and losses are float32 either way."""
+    reduce_dtype: Dtype | None = None
+    """Dtype of gradients while devices add them up. None: that of `precision`."""
+    accumulate_dtype: Dtype | None = None
+    """Dtype of the sum over microbatches. None: fp32, since small terms vanish in a bf16 sum."""
+    global_batch_size: int = 32
+    """Examples per optimizer step, over all devices and microbatches."""
+    num_microbatches: int = 1
+    """Parts the batch is cut into so that activations fit; the result does not change."""
+    steps: int = 300
+    """Batches to train on."""
+    eval_every: int | None = 100
+    """Steps between evaluations; None: only after the last step."""
+    eval_batches: int = 8
+    """Validation batches per evaluation."""
+    seed: int = 0
+    """Of initial parameters, dropout and, unless data.shuffle_seed is set, the order of examples."""
+    run_dir: str = "runs/default"
+    """Folder of everything the run writes. From a file tiny.yaml the default is runs/tiny."""
+    freeze: tuple[str, ...] = ()
+    """Regexes on parameter names; what matches gets no gradient and no optimizer state."""
+    cpu_devices: int | None = None
+    """Virtual CPU devices to make; None: use the devices there are."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        for name in ("global_batch_size", "num_microbatches", "steps", "eval_every"):
+            _at_least(self, name, 1)
+        _at_least(self, "eval_batches", 1)
+        _at_least(self, "cpu_devices", 1)
+        _at_least(self, "seed", 0)
+        batch, parts = self.global_batch_size, self.num_microbatches
+        if batch % parts:
+            low = batch // parts * parts
+            near = f"{low} or {low + parts}" if low else str(parts)
+            _refuse(
+                "global_batch_size",
+                batch,
+                f"is not divisible by num_microbatches ({parts}); use {near}",
+            )
+        if self.data.seq_len > self.model.max_seq_len:
+            raise ConfigError(
+                f"{self.data.seq_len} is above model.max_seq_len ({self.model.max_seq_len}); "
+                "lower it or raise model.max_seq_len",
+                ("data", "seq_len"),
+            )
+        warmup = self.optimizer.warmup_steps
+        if warmup is not None and warmup > self.steps:
+            raise ConfigError(
+                f"{warmup} is above steps ({self.steps}); lower it or train longer",
+                ("optimizer", "warmup_steps"),
+            )
+        for pattern in self.freeze:
+            _check_regex("freeze", pattern)
+
+
+def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
+    """The configuration in a YAML file with KEY=VALUE overrides laid over it.
+
+    Args:
+      cls: RunConfig, or any dataclass of this module.
+      path: YAML file; None: the defaults.
+      overrides: "mesh.zero=3"; "zero=3" where only one field has that name.
+
+    Raises:
+      ConfigError: with the key, the value, the nearest known key, and file:line.
+    """
+    defaults: dict[str, Any] = {}
+    if cls is RunConfig and path is not None:
+        defaults["run_dir"] = f"runs/{Path(path).stem}"
+    return load_dataclass(cls, path, overrides, defaults=defaults)
+
+
+def as_mesh_config(value: MeshConfig | Mapping[str, Any] | None) -> MeshConfig:
+    """A MeshConfig from itself, a mapping of its fields, or None (the defaults)."""
+    if value is None:
+        return MeshConfig()
+    if isinstance(value, MeshConfig):
+        return value
+    if isinstance(value, Mapping):
+        return from_dict(MeshConfig, value)
+    raise TypeError(
+        f"mesh_config is a {type(value).__name__}; give a MeshConfig, a dict of its fields, or None"
+    )
+
+
+def _refuse(name: str, value: Any, reason: str) -> None:
+    raise ConfigError(f"{value!r} {reason}", (name,))
+
+
+def _at_least(config: Any, name: str, limit: int) -> None:
+    value = getattr(config, name)
+    if value is not None and not value >= limit:
+        _refuse(name, value, f"must be >= {limit}")
+
+
+def _positive(config: Any, name: str) -> None:
+    value = getattr(config, name)
+    if value is not None and not value > 0:
+        _refuse(name, value, "must be above 0")
+
+
+def _fraction(config: Any, name: str, *, below_one: bool = False) -> None:
+    value = getattr(config, name)
+    if not (0 <= value < 1 or (value == 1 and not below_one)):
+        _refuse(name, value, "must be in [0, 1)" if below_one else "must be in [0, 1]")
+
+
+def _check_regex(name: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        _refuse(name, pattern, f"is not a regular expression: {error}")
