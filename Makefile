@@ -49,5 +49,5 @@ wheel: setup-test ## dist/: wheel and sdist
 	@$(RUN) -m build
 
 clean: ## remove .venv, caches and build results; runs/ stays
-	rm -rf "$(VENV)" .venv-* .*.lock build dist .pytest_cache .ruff_cache
+	rm -rf "$(VENV)" .venv-* .venv*.lock build dist .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -96,8 +96,7 @@ install() {
 
 # Two commands started at once: the second waits for the first.
 if command -v flock >/dev/null 2>&1; then
-  lock=.$(printf '%s' "$venv" | tr '/ ' '__').lock
-  exec 9>"$lock"
+  exec 9>"$(printf '%s' "$venv" | tr '/ ' '__').lock"
   flock 9
 fi
 install
