@@ -1,6 +1,6 @@
 """Every option of a run: its name, unit, default, and the reason of the default.
 
-Frozen values, checked when made; knows no JAX, no devices and no files (reading is `config_loader`).
+Frozen and checked when made; knows no JAX, no devices and no files (`config_loader` reads them).
 """
 
 import dataclasses
@@ -43,14 +43,14 @@ class MeshConfig:
     """How the devices are laid out, and what each axis splits."""
 
     data: int = -1
-    """Devices that split the batch and, with ZeRO, the state; -1 takes all that the others leave."""
+    """Devices that split the batch and, with ZeRO, the state; -1 takes all the others leave."""
     model: int = 1
-    """Devices that split each matrix (tensor parallelism); 1 = whole, since it pays only when a layer
-    does not fit or the batch cannot be split further."""
+    """Devices that split each matrix (tensor parallelism); 1 = whole, since it pays only when a
+    layer does not fit or the batch cannot be split further."""
     stage: int = 1
     """Pipeline stages; 1 = none."""
     replica: int = 1
-    """Copies of the ZeRO-sharded state: shard inside a node, replicate across. 1 = shard over all."""
+    """Copies of the ZeRO-sharded state: shard in a node, replicate across. 1 = shard over all."""
     zero: int = 1
     """ZeRO 0..3. 0: nothing split; 1: optimizer state; 2: and gradients; 3: and parameters. 1 = the
     largest saving that adds no communication."""
@@ -66,8 +66,8 @@ class MeshConfig:
     offload: None = None
     """Reserved for state outside device memory; only None is accepted yet."""
     rules: Rules | None = None
-    """Tensor-parallel rules, first match wins: (regex on the parameter's name, mesh axis or null for
-    each trailing dim). None: the model's own `tensor_parallel_rules` if it has some."""
+    """Tensor-parallel rules, first match wins: (regex on the parameter's name, mesh axis or null
+    for each trailing dim). None: the model's own `tensor_parallel_rules` if it has some."""
 
     def __post_init__(self) -> None:
         if not is_null(self.offload):
@@ -109,8 +109,8 @@ class ModelConfig:
     dropout: float = 0.0
     """Probability; 0 since most pretraining sees each token about once."""
     remat: Literal["none", "full", "dots"] = "none"
-    """Activation checkpointing of each block: none keeps all, dots keeps matrix products, full keeps
-    the block's input only."""
+    """Activation checkpointing of each block: none keeps all, dots keeps matrix products, full
+    keeps the block's input only."""
     tie_embeddings: bool | None = None
     """Whether the head reuses the embedding. None: true for gpt2, false for llama."""
     rope_theta: float = 10_000.0
@@ -166,7 +166,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer and its learning-rate schedule. The defaults are those of GPT-3-style training."""
+    """The optimizer and its learning-rate schedule. The defaults are those of GPT-3."""
 
     name: Literal["adamw", "lion", "sgd", "lamb"] = "adamw"
     """Update rule."""
@@ -175,7 +175,7 @@ class OptimizerConfig:
     beta1: float = 0.9
     """Decay of the first moment; for sgd the momentum."""
     beta2: float = 0.95
-    """Decay of the second moment; 0.95 forgets faster than 0.999 and survives loss spikes better."""
+    """Decay of the second moment; 0.95 forgets faster than 0.999 and survives spikes better."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
@@ -183,7 +183,7 @@ class OptimizerConfig:
     clip_norm: float | None = 1.0
     """Limit of the global gradient norm; None: no clipping."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """After the warm-up: cosine or linear to the end, wsd = constant then a linear tail, constant."""
+    """After the warm-up: cosine or linear to the end, constant, or wsd: constant, linear tail."""
     warmup_steps: int | None = None
     """Steps of linear warm-up from 0. None: 2 % of the run, at least 10 (second moments need about
     1 / (1 - beta2) = 20 steps before they mean something)."""
@@ -274,7 +274,7 @@ class RunConfig:
     eval_batches: int = 8
     """Validation batches per evaluation."""
     seed: int = 0
-    """Of initial parameters, dropout and, unless data.shuffle_seed is set, the order of examples."""
+    """Of initial parameters, dropout and, unless data.shuffle_seed is set, the data order."""
     run_dir: str = "runs/default"
     """Folder of everything the run writes. From a file tiny.yaml the default is runs/tiny."""
     freeze: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
-"""How text becomes a configuration: YAML files, KEY=VALUE overrides, types, and the sentence for each mistake.
+"""How text becomes a configuration, and the sentence for each mistake in it.
 
-Knows dataclasses and YAML; never what a field means. Which fields exist is `zerojax.config`.
+Knows dataclasses, YAML and KEY=VALUE; never which fields exist nor what they mean.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def load_dataclass(
 
 
 def coerce_fields(config: Any) -> None:
-    """Gives every field of a frozen dataclass its declared type, in place; call it in __post_init__.
+    """Gives every field of a frozen dataclass its declared type, in place, from __post_init__.
 
     Raises:
       ConfigError: naming the field, the type it wants and the value it got.
@@ -297,9 +297,8 @@ def _expect(holds: bool, wanted: str, value: Any) -> None:
 
 
 def _convert_union(args: tuple[Any, ...], value: Any) -> Any:
-    if type(None) in args:
-        if is_null(value):
-            return None
+    if type(None) in args and is_null(value):
+        return None
     first_error: ConfigError | None = None
     for arg in args:
         if arg is not type(None):
