@@ -99,8 +99,9 @@ def load_dataclass(
             _apply(cls, override, values, where)
         return from_dict(cls, {**(defaults or {}), **values})
     except ConfigError as error:
-        found = next((where[k] for k in _prefixes(error.key) if k in where), error.where)
-        raise ConfigError(error.message, error.key, found) from None
+        known = [where[key] for key in _prefixes(error.key) if key in where]
+        found = [*known, error.where, str(path or "")]
+        raise ConfigError(error.message, error.key, next(filter(None, found), "")) from None
 
 
 def coerce_fields(config: Any) -> None:
@@ -150,16 +151,16 @@ def _check_keys(cls: type, values: Any, prefix: Key = (), root: type | None = No
         known = ", ".join(_hints(cls))
         raise ConfigError(f"expected a section with the keys {known}; got {values!r}", prefix)
     for name, value in values.items():
-        hint = _hints(cls).get(name)
-        if hint is None:
-            raise ConfigError(f"unknown key; {_nearest(name, cls, prefix, root)}", (*prefix, name))
-        if dataclasses.is_dataclass(hint) and not isinstance(value, hint):  # type: ignore[arg-type]
-            _check_keys(typing.cast(type, hint), value, (*prefix, name), root)
+        field = _hints(cls).get(name)
+        if field is None:
+            hint = _nearest(str(name), cls, prefix, root)
+            raise ConfigError(f"unknown key; {hint}", (*prefix, str(name)))
+        if dataclasses.is_dataclass(field) and not isinstance(value, field):  # type: ignore[arg-type]
+            _check_keys(typing.cast(type, field), value, (*prefix, name), root)
 
 
-def _nearest(name: Any, cls: type, prefix: Key, root: type) -> str:
+def _nearest(name: str, cls: type, prefix: Key, root: type) -> str:
     """The end of an unknown-key sentence: the key that was probably meant, or all there are."""
-    name = str(name)
     here = [*_hints(cls)]
     if match := _closest(name, here):
         return f"did you mean '{'.'.join((*prefix, match))}'?"
