@@ -1,0 +1,293 @@
+"""How a decoder is put together: embed, blocks stacked and scanned, head; its loss and its cache.
+
+Knows layers and their order; never knows a mesh, a batch's origin, or the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from zerojax.activations import constrain
+from zerojax.losses import next_token
+from zerojax.models.layers import Attention, Dropout, Embedding, Projection
+
+RESIDUAL_DIMS = ("batch", "sequence", "embed")
+TensorParallelRules = tuple[tuple[str, tuple[str | None, ...]], ...]
+
+# What the backward pass keeps of a layer instead of computing it again. Every one but "none" gives
+# up gathered weights: they are no output of a dot product.
+REMAT_POLICIES: Mapping[str, Callable[..., bool] | None] = {
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+REMAT_NAMES = ("none", *REMAT_POLICIES)
+
+# Megatron's cut (arXiv:1909.08053): heads and the MLP's width over `model`, one sum per sub-layer
+# after the row-parallel output; the vocabulary over `model` at both ends. Axes are those of the
+# trailing dimensions, so the rules hold for stacked and single layers.
+MEGATRON_RULES: TensorParallelRules = (
+    (r"attention/(query|key|value)/kernel$", (None, "model", None)),
+    (r"attention/(query|key|value)/bias$", ("model", None)),
+    (r"attention/output/kernel$", ("model", None, None)),
+    (r"mlp/(gate|up)/kernel$", (None, "model")),
+    (r"mlp/(gate|up)/bias$", ("model",)),
+    (r"mlp/down/kernel$", ("model", None)),
+    (r"token_embedding/embedding$", ("model", None)),
+    (r"lm_head/kernel$", (None, "model")),
+)
+
+
+class KVCache(NamedTuple):
+    """Keys and values of every layer: [layers, batch, length, kv_heads, head_dim] each."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+class DecoderConfig(Protocol):
+    """What `Decoder` asks of a model's configuration."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def embed_dim(self) -> int: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+    @property
+    def remat(self) -> str: ...
+
+
+class Block(nnx.Module):
+    """One pre-norm residual layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        *,
+        attention_norm: Callable[[jax.Array], jax.Array],
+        attention: Attention,
+        mlp_norm: Callable[[jax.Array], jax.Array],
+        mlp: Callable[[jax.Array], jax.Array],
+        dropout: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.attention_dropout = Dropout(dropout, rngs=rngs)
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.mlp_dropout = Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, embed] -> the same shape and dtype."""
+        x = self._add(x, self.attention_dropout(self.attention(self.attention_norm(x))))
+        return self._add(x, self.mlp_dropout(self.mlp(self.mlp_norm(x))))
+
+    def extend(
+        self, x: jax.Array, cache: tuple[jax.Array, jax.Array], position: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """`__call__` for new tokens after cached ones, without dropout; see `Attention.extend`."""
+        change, cache = self.attention.extend(self.attention_norm(x), cache, position)
+        x = self._add(x, change)
+        return self._add(x, self.mlp(self.mlp_norm(x))), cache
+
+    def _add(self, x: jax.Array, change: jax.Array) -> jax.Array:
+        return constrain(x + change.astype(x.dtype), RESIDUAL_DIMS)
+
+
+def stack_blocks(build: Callable[[nnx.Rngs], Block], num_layers: int, *, rngs: nnx.Rngs) -> Block:
+    """`num_layers` layers as one `Block` whose arrays have a leading dimension of that size.
+
+    Each layer gets its own random keys, for its initial values and for its dropout.
+    """
+    return nnx.vmap(build, in_axes=0, out_axes=0)(rngs.split(num_layers))
+
+
+def scan_blocks(blocks: Block, x: jax.Array, *, remat: str) -> jax.Array:
+    """Applies stacked layers one after the other; the program's size does not grow with depth.
+
+    A layer is merged from its slice inside the loop, and inside the checkpoint, so that whatever
+    reading a parameter does (a gather) happens there, per layer, and again in the backward pass.
+
+    Args:
+      blocks: stacked by `stack_blocks`; random counts advance in place.
+      x: [batch, seq, embed].
+      remat: "none" keeps every residual; "full" keeps only `x` of each layer; "dots" also keeps
+        the outputs of matrix products of activations with weights.
+    """
+    graphdef, params, rest = nnx.split(blocks, nnx.Param, ...)
+
+    def layer(x: jax.Array, slices: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, nnx.State]:
+        before = _raw_values(slices[1])
+        block = nnx.merge(graphdef, *slices)
+        x = block(x)
+        return x, _changed(before, nnx.split(block, nnx.Param, ...)[2])
+
+    if remat != "none":
+        # prevent_cse guards against undoing the recomputation; a scan's body needs no guard.
+        layer = jax.checkpoint(layer, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    x, changed = lax.scan(layer, x, (params, rest))
+    if jax.tree.leaves(changed):
+        nnx.update(blocks, changed)
+    return x
+
+
+def _raw_values(state: nnx.State) -> dict[tuple[Any, ...], Any]:
+    return {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(state)}
+
+
+def _changed(before: Mapping[tuple[Any, ...], Any], after: nnx.State) -> nnx.State:
+    """The variables that a layer has written to; none in evaluation, where nothing is drawn."""
+    written = [
+        (path, variable)
+        for path, variable in nnx.to_flat_state(after)
+        if variable.get_raw_value() is not before[path]
+    ]
+    return nnx.from_flat_state(written)
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model: `head(blocks(embed(tokens)))`.
+
+    A subclass gives `look_up` and builds the attributes named below.
+    """
+
+    tensor_parallel_rules: ClassVar[TensorParallelRules] = MEGATRON_RULES
+
+    config: DecoderConfig
+    token_embedding: Embedding
+    embed_dropout: Dropout
+    blocks: Block
+    final_norm: Callable[[jax.Array], jax.Array]
+    lm_head: Projection | None
+
+    def look_up(self, tokens: jax.Array, position: jax.Array | int) -> jax.Array:
+        """[batch, new] tokens that begin at `position` -> [batch, new, embed], without dropout."""
+        raise NotImplementedError(f"{type(self).__name__} must define look_up(tokens, position)")
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Integers [batch, seq] -> [batch, seq, embed].
+
+        Raises:
+          TypeError: tokens are not integers.
+          ValueError: not two dimensions, or longer than the model's `max_seq_len`.
+        """
+        check_tokens(tokens, max_seq_len=self.config.max_seq_len)
+        return constrain(self.embed_dropout(self.look_up(tokens, 0)), RESIDUAL_DIMS)
+
+    def head(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, embed] -> logits [batch, seq, vocab], in the dtype of the output weights."""
+        x = self.final_norm(x)
+        return self.token_embedding.attend(x) if self.lm_head is None else self.lm_head(x)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Integers [batch, seq] -> logits [batch, seq, vocab] of the token that follows each."""
+        return self.head(scan_blocks(self.blocks, self.embed(tokens), remat=self.config.remat))
+
+    def loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+        """Next-token cross-entropy in float32, as (sum, weight).
+
+        Args:
+          batch: "tokens" and "targets", integers [batch, seq]; "weights" [batch, seq] if some
+            positions do not count.
+        """
+        return next_token(self(batch["tokens"]), batch["targets"], batch.get("weights"))
+
+    def init_cache(self, batch_size: int, length: int) -> KVCache:
+        """A cache of zeros for `length` positions, in the dtype of the activations."""
+        config, dtype = self.config, self.token_embedding.embedding[...].dtype
+        head_dim = config.embed_dim // config.num_heads
+        shape = (config.num_layers, batch_size, length, config.num_kv_heads, head_dim)
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def extend(
+        self, tokens: jax.Array, cache: KVCache, position: jax.Array
+    ) -> tuple[jax.Array, KVCache]:
+        """What the blocks make of new tokens, given the cache of the earlier ones; no dropout.
+
+        Args:
+          tokens: integers [batch, new].
+          cache: from `init_cache` or an earlier call.
+          position: i32[], number of tokens that the cache holds.
+
+        Returns:
+          (hidden states [batch, new, embed] for `head`, the longer cache).
+        """
+        graphdef, state = nnx.split(self.blocks)
+
+        def layer(
+            x: jax.Array, slices: tuple[nnx.State, KVCache]
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            return nnx.merge(graphdef, slices[0]).extend(x, slices[1], position)
+
+        x, cache = lax.scan(layer, self.look_up(tokens, position), (state, cache))
+        return x, KVCache(*cache)
+
+
+def build_lm_head(config: DecoderConfig, *, stddev: float, rngs: nnx.Rngs) -> Projection | None:
+    """The output weights `[embed, vocab]`, or None when the token table serves for them."""
+    if config.tie_embeddings:
+        return None
+    shapes = (config.embed_dim,), (config.vocab_size,)
+    return Projection(*shapes, stddev=stddev, use_bias=False, rngs=rngs)
+
+
+def check_tokens(tokens: jax.Array, *, max_seq_len: int) -> None:
+    """Raises TypeError or ValueError for tokens that a decoder cannot take; looks at the shape."""
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens are {tokens.dtype}, but must be integers; encode the text first")
+    if tokens.ndim != 2:
+        raise ValueError(
+            f"tokens have shape {tokens.shape}, but must be [batch, seq];"
+            " write tokens[None] for a single text"
+        )
+    if tokens.shape[1] > max_seq_len:
+        raise ValueError(
+            f"tokens are {tokens.shape[1]} long, but the model takes at most"
+            f" max_seq_len={max_seq_len}; cut them or build the model with a larger max_seq_len"
+        )
+
+
+def check_decoder_sizes(config: Any) -> None:
+    """Checks the sizes that every decoder's configuration has.
+
+    Raises:
+      ValueError: a size below 1, heads that do not divide, a dropout outside [0, 1) or an unknown
+        remat name.
+    """
+    for field in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "num_kv_heads"):
+        _check_at_least_one(field, getattr(config, field))
+    for field in ("embed_dim", "mlp_dim"):
+        _check_at_least_one(field, getattr(config, field))
+    if config.embed_dim % config.num_heads:
+        raise ValueError(
+            f"embed_dim={config.embed_dim} is not divisible by num_heads={config.num_heads};"
+            f" use embed_dim={-(-config.embed_dim // config.num_heads) * config.num_heads}"
+        )
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            f"num_heads={config.num_heads} is not divisible by num_kv_heads={config.num_kv_heads};"
+            " each key/value head serves the same number of query heads"
+        )
+    if not 0.0 <= config.dropout < 1.0:
+        raise ValueError(f"dropout={config.dropout} is not in [0, 1); use 0.0 for none")
+    if config.remat not in REMAT_NAMES:
+        raise ValueError(f"remat={config.remat!r} is unknown; use one of {', '.join(REMAT_NAMES)}")
+
+
+def _check_at_least_one(field: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{field}={value!r} must be a whole number of at least 1")

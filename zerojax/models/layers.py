@@ -1,0 +1,251 @@
+"""The parts of a decoder: projection, embedding, norms, rotary positions, attention, MLPs.
+
+Knows shapes and arithmetic; never knows a mesh, how layers are stacked, or where parameters are.
+
+Parameters are created in float32. Every layer reads each of its parameters once per call, through
+`param[...]`, and computes in the dtype that the reading returns: cast the parameters to bfloat16
+and the activations are bfloat16. Norms, rotary angles and the softmax are always in float32.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+
+def expand_rank(array: jax.Array, ndim: int) -> jax.Array:
+    """`array` with leading dimensions of size 1, so that it broadcasts without rank promotion."""
+    return lax.expand_dims(array, range(ndim - array.ndim))
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float) -> nnx.Param[jax.Array]:
+    """A float32 parameter drawn from N(0, stddev^2)."""
+    return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+class Projection(nnx.Module):
+    """A linear map from the last dimensions of its input (`in_shape`) to new ones (`out_shape`).
+
+    Head dimensions stay separate, `kernel: [embed, heads, head_dim]`, so that splitting the heads
+    over devices is one entry of a PartitionSpec.
+    """
+
+    def __init__(
+        self,
+        in_shape: tuple[int, ...],
+        out_shape: tuple[int, ...],
+        *,
+        stddev: float,
+        use_bias: bool,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.num_inputs = len(in_shape)
+        self.use_bias = use_bias
+        self.kernel = normal(rngs, (*in_shape, *out_shape), stddev)
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(out_shape, jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., *in_shape] -> [..., *out_shape], in the kernel's dtype."""
+        kernel = self.kernel[...]
+        contracted = tuple(range(x.ndim - self.num_inputs, x.ndim)), tuple(range(self.num_inputs))
+        y = lax.dot_general(x.astype(kernel.dtype), kernel, (contracted, ((), ())))
+        return y + expand_rank(self.bias[...].astype(y.dtype), y.ndim) if self.use_bias else y
+
+
+class Embedding(nnx.Module):
+    """A table of vectors, `embedding: [num_embeddings, features]`; the output map too when tied."""
+
+    def __init__(
+        self, num_embeddings: int, features: int, *, stddev: float, rngs: nnx.Rngs
+    ) -> None:
+        self.embedding = normal(rngs, (num_embeddings, features), stddev)
+
+    def __call__(self, indices: jax.Array) -> jax.Array:
+        """Integers [...] -> [..., features]; an index outside the table gives NaN, never a clip."""
+        return jnp.take(self.embedding[...], indices, axis=0, mode="fill")
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, features] -> dot products with every row [batch, seq, num_embeddings]."""
+        table = self.embedding[...]
+        return lax.dot_general(x.astype(table.dtype), table, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation over the last dimension (arXiv:1607.06450), computed in float32."""
+
+    def __init__(self, features: int, *, eps: float) -> None:
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((features,), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., features] -> the same shape and dtype."""
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        scale = expand_rank(self.scale[...].astype(jnp.float32), x.ndim)
+        bias = expand_rank(self.bias[...].astype(jnp.float32), x.ndim)
+        return (wide * scale + bias).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation (arXiv:1910.07467), computed in float32."""
+
+    def __init__(self, features: int, *, eps: float) -> None:
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., features] -> the same shape and dtype."""
+        wide = x.astype(jnp.float32)
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * expand_rank(self.scale[...].astype(jnp.float32), x.ndim)).astype(x.dtype)
+
+
+def rotate_positions(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
+    """Rotary position embedding (arXiv:2104.09864), pairing feature i with i + head_dim / 2.
+
+    Args:
+      x: [batch, seq, heads, head_dim], head_dim even.
+      positions: [seq] integers, the position of each token in its text.
+      theta: base of the wavelengths; pair i turns by position * theta^(-2 i / head_dim) radians.
+
+    Returns:
+      The same shape and dtype; the angles and the rotation are computed in float32.
+    """
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
+    cosine, sine = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * cosine - second * sine, second * cosine + first * sine]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with grouped key/value heads (arXiv:2305.13245).
+
+    Query, key and value are separate, so that each splits over its own heads.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        use_bias: bool,
+        stddev: float,
+        output_stddev: float,
+        rope_theta: float | None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        heads = (num_heads, embed_dim // num_heads)
+        kv_heads = (num_kv_heads, embed_dim // num_heads)
+        self.rope_theta = rope_theta
+
+        def projection(in_shape: tuple[int, ...], out_shape: tuple[int, ...], scale: float):
+            return Projection(in_shape, out_shape, stddev=scale, use_bias=use_bias, rngs=rngs)
+
+        self.query = projection((embed_dim,), heads, stddev)
+        self.key = projection((embed_dim,), kv_heads, stddev)
+        self.value = projection((embed_dim,), kv_heads, stddev)
+        self.output = projection(heads, (embed_dim,), output_stddev)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, embed] -> the same shape; position i sees positions 0..i."""
+        query, key, value = self._project(x, jnp.arange(x.shape[1]))
+        return self.output(jax.nn.dot_product_attention(query, key, value, is_causal=True))
+
+    def extend(
+        self, x: jax.Array, cache: tuple[jax.Array, jax.Array], position: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Attention of new tokens to themselves and to all earlier ones, held in a cache.
+
+        Args:
+          x: [batch, new, embed], the tokens at position .. position + new - 1.
+          cache: keys and values, each [batch, length, kv_heads, head_dim]; what lies at and after
+            `position` is overwritten or not looked at.
+          position: i32[], number of tokens before `x`; position + new <= length.
+
+        Returns:
+          ([batch, new, embed], the cache with the new keys and values written).
+        """
+        positions = position + jnp.arange(x.shape[1])
+        query, key, value = self._project(x, positions)
+        keys = lax.dynamic_update_slice_in_dim(cache[0], key.astype(cache[0].dtype), position, 1)
+        values = lax.dynamic_update_slice_in_dim(
+            cache[1], value.astype(cache[1].dtype), position, 1
+        )
+        visible = jnp.arange(keys.shape[1])[None, :] <= positions[:, None]
+        mixed = jax.nn.dot_product_attention(
+            query, keys.astype(query.dtype), values.astype(query.dtype), mask=visible[None, None]
+        )
+        return self.output(mixed), (keys, values)
+
+    def _project(
+        self, x: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if self.rope_theta is not None:
+            query = rotate_positions(query, positions, theta=self.rope_theta)
+            key = rotate_positions(key, positions, theta=self.rope_theta)
+        return query, key, value
+
+
+class GeluMlp(nnx.Module):
+    """down(gelu(up(x))) with biases and the tanh form of GELU, as in GPT-2."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        mlp_dim: int,
+        *,
+        stddev: float,
+        output_stddev: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.up = Projection((embed_dim,), (mlp_dim,), stddev=stddev, use_bias=True, rngs=rngs)
+        self.down = Projection(
+            (mlp_dim,), (embed_dim,), stddev=output_stddev, use_bias=True, rngs=rngs
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., embed] -> [..., embed]."""
+        return self.down(jax.nn.gelu(self.up(x), approximate=True))
+
+
+class SwiGluMlp(nnx.Module):
+    """down(silu(gate(x)) * up(x)) without biases (arXiv:2002.05202), as in Llama."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        mlp_dim: int,
+        *,
+        stddev: float,
+        output_stddev: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.gate = Projection((embed_dim,), (mlp_dim,), stddev=stddev, use_bias=False, rngs=rngs)
+        self.up = Projection((embed_dim,), (mlp_dim,), stddev=stddev, use_bias=False, rngs=rngs)
+        self.down = Projection(
+            (mlp_dim,), (embed_dim,), stddev=output_stddev, use_bias=False, rngs=rngs
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., embed] -> [..., embed]."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Dropout(nnx.Dropout):
+    """Stock dropout that owns random state only when it has something to drop.
+
+    So a model without dropout has no random state to carry, checkpoint or advance.
+    """
+
+    def __init__(self, rate: float, *, rngs: nnx.Rngs) -> None:
+        super().__init__(rate, rngs=rngs if rate > 0 else None)
