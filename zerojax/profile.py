@@ -1,6 +1,6 @@
 """How much arithmetic a function asks for, and how much memory the devices hold now.
 
-Counts from the jaxpr, before anything compiles; never runs the function, never knows what it is for.
+Counts from the jaxpr, before anything compiles; never runs the function nor knows its purpose.
 """
 
 import math
@@ -19,9 +19,9 @@ from jax.extend import core
 def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
     """Floating-point operations of the matrix products and convolutions in one call of `fn`.
 
-    A multiply-add is two. Loops count as often as they run, a `cond` as its dearest branch, the body
-    of a `shard_map` once per device, so the result is the sum over all devices. Elementwise work is
-    left out, as in every published MFU. What remat computes again is counted when `fn` contains its
+    A multiply-add is two. Loops count as often as they run, a `cond` as its dearest branch, the
+    body of a `shard_map` once per device: the result is a sum over all devices. Elementwise work
+    is left out, as in every published MFU. What remat computes again is counted when `fn` contains its
     backward pass; for MFU (model FLOPs) count the forward pass and use `TRAINING_FACTOR`.
 
     Args:
@@ -62,7 +62,7 @@ def _times_run(equation: core.JaxprEqn) -> int:
     if name == "while":
         return _trip_count(equation)
     if name == "shard_map":
-        return math.prod(params["mesh"].shape[axis] for axis in params["manual_axes"])
+        return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     if name == "pallas_call":
         return math.prod(params["grid_mapping"].grid)
     return 1
@@ -104,7 +104,7 @@ def _shape(var: Any) -> tuple[int, ...]:
 
 
 def _trip_count(equation: core.JaxprEqn) -> int:
-    """Iterations of `while i < n: ...; i += c` with constants; 1 and a warning for anything else."""
+    """Iterations of `while i < n: i += c` with constants; 1 and a warning for anything else."""
     params = equation.params
     cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
     cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
@@ -171,8 +171,5 @@ def _host_memory() -> dict[str, int]:
     page = os.sysconf("SC_PAGE_SIZE")
     statm = Path("/proc/self/statm")
     in_use = int(statm.read_text().split()[1]) * page if statm.exists() else peak
-    return {
-        "in_use": in_use,
-        "peak": max(peak, in_use),
-        "limit": os.sysconf("SC_PHYS_PAGES") * page,
-    }
+    installed = os.sysconf("SC_PHYS_PAGES") * page
+    return {"in_use": in_use, "peak": max(peak, in_use), "limit": installed}
