@@ -1,0 +1,151 @@
+"""The arrays of a plan: how a state is born in its shards, and how it moves from one plan to another.
+
+Knows plans and arrays; never knows what a step computes or what a checkpoint looks like.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from zerojax.plan import Plan
+from zerojax.state import TrainState, run_key_data, zero_counter
+
+
+def init_state(plan: Plan, seed: int = 0) -> TrainState:
+    """A new state, born in its shards: no device ever holds more than its part.
+
+    An `nnx.Module` instance brings its own values, which are copied (the instance stays usable after the first
+    donated step); every other kind of model is initialised from `seed`. The values do not depend on the mesh.
+
+    Args:
+      plan: over a real mesh.
+      seed: of parameters and dropout.
+
+    Raises:
+      ValueError: the plan is over an `AbstractMesh`.
+    """
+    if not isinstance(plan.mesh, jax.sharding.Mesh):
+        raise ValueError(
+            "this plan is over an abstract mesh, for devices that are not here; plan with "
+            "zerojax.make_mesh(...) to train"
+        )
+    key_data = np.asarray(run_key_data(seed))
+    if plan.model.initial_arrays() is not None:
+        return _copy_initial(plan, key_data)
+
+    def build(key_data: jax.Array, batch: Any) -> TrainState:
+        key = jax.random.wrap_key_data(key_data)
+        params, extras = plan.model.init(jax.random.fold_in(key, 0), batch, plan.loss)
+        return _assemble(plan, params, extras, key_data)
+
+    # Zeros of the batch's shape: initialisation looks at shapes only, and this costs no transfer.
+    def build_from_key(key_data: jax.Array) -> TrainState:
+        batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract_batch)
+        return build(key_data, batch)
+
+    return jax.jit(build_from_key, out_shardings=plan.state_shardings)(key_data)
+
+
+def _copy_initial(plan: Plan, key_data: np.ndarray) -> TrainState:
+    """The state from the arrays that the user's module holds."""
+    params, extras = plan.model.initial_arrays()
+    stored = {**plan.abstract_state["params"], **plan.abstract_state["frozen"]}
+    placed = {name: _place(np.asarray(params[name]), leaf) for name, leaf in stored.items()}
+    host_extras = {name: np.asarray(value) for name, value in extras.items()}
+
+    # A jitted function that donates nothing: on CPU a placed array may share memory with the user's, and the
+    # first donated step would write into it (tests/test_arrays.py::test_users_own_arrays_survive).
+    def build(placed: dict, extras: dict, key_data: jax.Array) -> TrainState:
+        return _assemble(plan, placed, extras, key_data)
+
+    jitted = jax.jit(build, out_shardings=plan.state_shardings)
+    return jitted(placed, host_extras, key_data)
+
+
+def _place(value: np.ndarray, stored: jax.ShapeDtypeStruct) -> jax.Array:
+    """A host array in its stored shards; each device receives its own part only."""
+    widths = [(0, new - old) for new, old in zip(stored.shape, value.shape, strict=True)]
+    padded = np.pad(value, widths) if value.shape != stored.shape else value
+    cast = padded.astype(stored.dtype, copy=False)
+    return jax.make_array_from_callback(stored.shape, stored.sharding, lambda index: cast[index])
+
+
+def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> TrainState:
+    """Traced: the whole state from parameters of true or stored shape."""
+    abstract = plan.abstract_state
+
+    def fit(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        x = params[name]
+        widths = [(0, new - old, 0) for new, old in zip(leaf.shape, x.shape, strict=True)]
+        return jax.lax.pad(x.astype(leaf.dtype), jnp.zeros((), leaf.dtype), widths)
+
+    trained = {name: fit(name, leaf) for name, leaf in abstract["params"].items()}
+    return TrainState(
+        step=zero_counter(),
+        skipped=zero_counter(),
+        rng=key_data,
+        params=trained,
+        frozen={name: fit(name, leaf) for name, leaf in abstract["frozen"].items()},
+        opt_state=plan.tx.init(trained),
+        extras={name: jnp.asarray(extras[name]) for name in abstract["extras"]},
+    )
+
+
+def to_canonical(plan: Plan, state: TrainState) -> TrainState:
+    """The state without padding, in `plan.abstract_canonical`'s shardings.
+
+    Leaves without padding are passed on as they are, not copied.
+    """
+    return jax.tree.map(_resize, state, plan.abstract_state, plan.abstract_canonical)
+
+
+def from_canonical(plan: Plan, canonical: TrainState) -> TrainState:
+    """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says."""
+    return jax.tree.map(_resize, canonical, plan.abstract_canonical, plan.abstract_state)
+
+
+def reshard_state(old: Plan, new: Plan, state: TrainState) -> TrainState:
+    """The same state under another plan: another ZeRO stage, another mesh, or both.
+
+    Args:
+      old: the plan that `state` follows.
+      new: a plan of the same model and optimizer.
+      state: stays valid; drop it to free its memory.
+
+    Raises:
+      ValueError: the two plans describe different states.
+    """
+    if old.fingerprint != new.fingerprint:
+        raise ValueError(
+            f"the plans describe different states (fingerprints {old.fingerprint} and "
+            f"{new.fingerprint}): model, optimizer and freeze= have to be the same"
+        )
+    canonical = to_canonical(old, state)
+    target = jax.tree.map(lambda leaf: leaf.sharding, new.abstract_canonical)
+    return from_canonical(new, jax.tree.map(_move, canonical, target))
+
+
+def _move(array: jax.Array, sharding: Sharding) -> jax.Array:
+    return array if array.sharding == sharding else jax.device_put(array, sharding)
+
+
+def _resize(array: jax.Array, source: Any, target: Any) -> jax.Array:
+    """Cuts, or pads with zeros, to `target`'s shape where the two differ."""
+    if source.shape == target.shape:
+        return array
+    return _resizer(tuple(target.shape), target.sharding)(array)
+
+
+@functools.cache
+def _resizer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+    def resize(x: jax.Array) -> jax.Array:
+        widths = [(0, new - old, 0) for new, old in zip(shape, x.shape, strict=True)]
+        return jax.lax.pad(x, jnp.zeros((), x.dtype), widths)
+
+    return jax.jit(resize, out_shardings=sharding)

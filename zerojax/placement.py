@@ -1,0 +1,294 @@
+"""Where each array lives: the one table of role -> (partition spec, tier), and the rules that fill it.
+
+Knows names, shapes and axis sizes; never touches arrays, devices or Flax. Sources: ZeRO, Rajbhandari et al. 2019
+(arXiv:1910.02054); tensor parallelism, Shoeybi et al. 2019 (arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec as P
+
+from zerojax import trees
+from zerojax.mesh import AXES, DATA, MODEL
+
+Shape = tuple[int, ...]
+Rules = Sequence[tuple[str, Sequence[str | None]]]
+
+
+class Access(enum.Enum):
+    """How forward and backward get at a parameter, and where its gradient goes."""
+
+    WHOLE = "whole"
+    """Stored whole on every data shard; its gradient is summed once per step."""
+    GATHER_ONCE = "gather once"
+    """Stored in shards, gathered once per step; its gradient is scattered once per step."""
+    GATHER_ONCE_SCATTER_EARLY = "gather once, scatter early"
+    """Gathered once per step; its gradient is scattered inside the backward pass."""
+    GATHER_ON_USE = "gather on use"
+    """Gathered where the model reads it, again in the backward pass; scattered inside the backward pass."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafPlacement:
+    """The row of one parameter.
+
+    Attributes:
+      name: "blocks/attention/query/kernel".
+      shape: the true shape.
+      stack_dims: leading dimensions that a layer scan slices away; never sharded.
+      axes: mesh axis per dimension from tensor parallelism, None where there is none.
+      zero_dim: the dimension that `data` shards, counted from the end (negative, so that it survives
+        the slicing of leading dimensions); None when ZeRO leaves the parameter whole.
+      padded_size: stored size of `zero_dim`, a multiple of the `data` axis.
+      access: how forward and backward get at it.
+      frozen: no gradient and no optimizer state.
+      reasons: why this row is an exception to its stage's rule, if it is.
+    """
+
+    name: str
+    shape: Shape
+    stack_dims: int
+    axes: tuple[str | None, ...]
+    zero_dim: int | None
+    padded_size: int | None
+    access: Access
+    frozen: bool = False
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The shape in the state, padded where `data` does not divide."""
+        if self.zero_dim is None:
+            return self.shape
+        index = len(self.shape) + self.zero_dim
+        return (*self.shape[:index], self.padded_size, *self.shape[index + 1 :])
+
+    @property
+    def is_padded(self) -> bool:
+        return self.stored_shape != self.shape
+
+    @property
+    def model_spec(self) -> P:
+        """Tensor parallelism alone: how the gathered parameter lies."""
+        return P(*self.axes)
+
+    @property
+    def stored_spec(self) -> P:
+        """How masters, optimizer state and reduced gradients lie."""
+        axes = list(self.axes)
+        if self.zero_dim is not None:
+            axes[len(axes) + self.zero_dim] = DATA
+        return P(*axes)
+
+    @property
+    def data_spec(self) -> P:
+        """The part of `stored_spec` that the manual region over `data` sees."""
+        return P(*(axis if axis == DATA else None for axis in self.stored_spec))
+
+    def canonical_spec(self, data_size: int) -> P:
+        """A spec that divides the true shape evenly: the form on disk and between two placements."""
+        if not self.is_padded:
+            return self.stored_spec
+        axes: list[str | None] = list(self.axes)
+        free = [i for i, axis in enumerate(axes) if axis is None and self.shape[i] % data_size == 0]
+        if free:
+            axes[max(free, key=lambda i: self.shape[i])] = DATA
+        return P(*axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The table: one row per parameter.
+
+    Attributes:
+      leaves: name -> row, in the model's order.
+      zero: the ZeRO stage that filled it.
+      axis_sizes: mesh axis -> size.
+    """
+
+    leaves: Mapping[str, LeafPlacement]
+    zero: int
+    axis_sizes: Mapping[str, int]
+
+    def num_parameters(self, *, frozen: bool | None = None) -> int:
+        """True parameters, without padding; all of them, or only the frozen or the trained ones."""
+        return sum(
+            trees.num_elements(leaf.shape)
+            for leaf in self.leaves.values()
+            if frozen is None or leaf.frozen == frozen
+        )
+
+    def shard_elements(self, leaf: LeafPlacement) -> int:
+        """Elements of this parameter's master on one device."""
+        split = math.prod(self.axis_sizes[axis] for axis in leaf.stored_spec if axis is not None)
+        return trees.num_elements(leaf.stored_shape) // split
+
+    def exceptions(self) -> list[tuple[str, str]]:
+        """(name, reason) of every parameter that is not placed by its stage's plain rule."""
+        return [(leaf.name, reason) for leaf in self.leaves.values() for reason in leaf.reasons]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacementRules:
+    """What the user can say about placement.
+
+    Attributes:
+      zero: ZeRO stage. 0: all whole; 1: optimizer state and masters sharded; 2: and gradients; 3: and
+        the parameters that forward and backward read.
+      tensor_parallel: (regular expression on the name, mesh axis per trailing dimension); the first
+        that matches counts; dimensions it does not mention stay whole.
+      freeze: regular expressions on names.
+      persistence_threshold: elements; at stage 3 a smaller parameter is gathered once per step instead
+        of at every use, which saves a collective per use.
+    """
+
+    zero: int = 1
+    tensor_parallel: Rules = ()
+    freeze: Sequence[str] = ()
+    persistence_threshold: int = 100_000
+
+
+def place_parameters(
+    shapes: Mapping[str, Shape],
+    read_shapes: Mapping[str, frozenset[Shape]],
+    axis_sizes: Mapping[str, int],
+    rules: PlacementRules,
+    *,
+    always_frozen: Mapping[str, str] | None = None,
+    reads_lazily: bool = True,
+) -> Placement:
+    """Fills the table.
+
+    The ZeRO dimension of a parameter is the largest one that `data` divides, among those that neither a
+    layer scan slices nor tensor parallelism splits (both on one dimension would permute the stored
+    weights); where none is divisible, the largest free one, padded.
+
+    Args:
+      shapes: name -> true shape.
+      read_shapes: name -> shapes with which the model reads it; tells which dimensions a scan slices.
+      axis_sizes: mesh axis -> size.
+      rules: the user's wishes.
+      always_frozen: name -> reason, for parameters that can have no gradient (integers); kept whole.
+      reads_lazily: False when the model has no point of use (a pair of functions).
+
+    Raises:
+      ValueError: a rule names an unknown axis, does not fit a shape, or does not divide it.
+    """
+    frozen = dict(always_frozen or {})
+    frozen_by_user = trees.match_names(shapes, rules.freeze, option="freeze") if rules.freeze else ()
+    axes_of = _tensor_parallel_axes(shapes, axis_sizes, rules.tensor_parallel)
+    leaves = {}
+    for name, shape in shapes.items():
+        stack_dims, sliced_reason = _stack_dims(shape, read_shapes.get(name))
+        reasons = [frozen[name]] if name in frozen else []
+        zero_dim = padded = None
+        axes = axes_of[name]
+        if axis_sizes[DATA] > 1 and rules.zero > 0 and name not in (always_frozen or {}):
+            if sliced_reason is not None:
+                reasons.append(sliced_reason)
+            else:
+                zero_dim, padded, reason = _zero_dim(shape, axes, stack_dims, axis_sizes[DATA])
+                reasons += [reason] if reason else []
+        access, reason = _access(name, shape, zero_dim, read_shapes, rules, reads_lazily)
+        reasons += [reason] if reason else []
+        leaves[name] = LeafPlacement(
+            name=name,
+            shape=shape,
+            stack_dims=stack_dims,
+            axes=axes,
+            zero_dim=zero_dim,
+            padded_size=padded,
+            access=access,
+            frozen=name in frozen or name in frozen_by_user,
+            reasons=tuple(reasons),
+        )
+    return Placement(leaves, rules.zero, dict(axis_sizes))
+
+
+def _access(
+    name: str,
+    shape: Shape,
+    zero_dim: int | None,
+    read_shapes: Mapping[str, frozenset[Shape]],
+    rules: PlacementRules,
+    reads_lazily: bool,
+) -> tuple[Access, str | None]:
+    if zero_dim is None:
+        return Access.WHOLE, None
+    if name not in read_shapes or rules.zero == 1:
+        return Access.GATHER_ONCE, None if name in read_shapes else "never read by the loss"
+    if rules.zero == 2:
+        return Access.GATHER_ONCE_SCATTER_EARLY, None
+    elements = trees.num_elements(shape)
+    if elements < rules.persistence_threshold:
+        return Access.GATHER_ONCE, (
+            f"{elements} elements < persistence_threshold {rules.persistence_threshold}: gathered once per step"
+        )
+    reason = None if reads_lazily else "functions have no point of use: all are gathered as apply starts"
+    return Access.GATHER_ON_USE, reason
+
+
+def _stack_dims(shape: Shape, reads: frozenset[Shape] | None) -> tuple[int, str | None]:
+    """How many leading dimensions a scan slices away, and why that makes sharding impossible, if so."""
+    shortest = min(reads, key=len) if reads else shape
+    count = len(shape) - len(shortest)
+    if all(read == shape[len(shape) - len(read) :] for read in reads or ()):
+        return count, None
+    return 0, f"read with shape {list(shortest)}, which is no trailing slice of {list(shape)}: kept whole"
+
+
+def _zero_dim(
+    shape: Shape, axes: tuple[str | None, ...], stack_dims: int, data_size: int
+) -> tuple[int | None, int | None, str | None]:
+    """(negative dimension, stored size, reason if this is an exception)."""
+    free = [i for i in range(stack_dims, len(shape)) if axes[i] is None and shape[i] > 0]
+    if not free:
+        return None, None, "no dimension is free of layer stack and tensor parallelism: kept whole"
+    divisible = [i for i in free if shape[i] % data_size == 0]
+    index = max(divisible or free, key=lambda i: shape[i])
+    padded = -(-shape[index] // data_size) * data_size
+    reason = None
+    if not divisible:
+        reason = f"dim {index} of {shape[index]} is padded to {padded} to divide by data {data_size}"
+    return index - len(shape), padded, reason
+
+
+def _tensor_parallel_axes(
+    shapes: Mapping[str, Shape], axis_sizes: Mapping[str, int], rules: Rules
+) -> dict[str, tuple[str | None, ...]]:
+    """Mesh axis per dimension of every parameter, from the first rule that matches its name."""
+    compiled = []
+    for pattern, axes in rules:
+        for axis in axes:
+            if axis is not None and (axis not in AXES or axis == DATA):
+                raise ValueError(
+                    f"tensor-parallel rule {pattern!r} names the axis {axis!r}; use {MODEL!r} or null"
+                )
+        try:
+            compiled.append((re.compile(pattern), tuple(axes)))
+        except re.error as error:
+            raise ValueError(f"tensor-parallel rule {pattern!r} is not a regular expression: {error}") from None
+    result = {}
+    for name, shape in shapes.items():
+        axes = next((axes for pattern, axes in compiled if pattern.search(name)), ())
+        if len(axes) > len(shape):
+            raise ValueError(
+                f"a tensor-parallel rule gives {len(axes)} axes {axes} for {name}, which has "
+                f"{len(shape)} dimensions {list(shape)}; give at most one axis per trailing dimension"
+            )
+        full = (None,) * (len(shape) - len(axes)) + axes
+        for index, axis in enumerate(full):
+            size = axis_sizes[axis] if axis else 1
+            if shape[index] % size:
+                raise ValueError(
+                    f"{name}: dim {index} of size {shape[index]} is not divisible by {axis}={size}; "
+                    f"choose a {axis} size that divides {shape[index]}, or change its tensor-parallel rule"
+                )
+        result[name] = tuple(axis if axis and axis_sizes[axis] > 1 else None for axis in full)
+    return result

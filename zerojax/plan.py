@@ -1,0 +1,404 @@
+"""The plan of a run: every array's shape, dtype, place and bytes, and the reason of every choice. No arrays.
+
+Puts model, mesh, placement, precision and optimizer together by tracing alone; an `AbstractMesh` of devices that
+are not here does as well. Never runs a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import mesh as meshes
+from zerojax import model as models
+from zerojax import optim, trees
+from zerojax.config import MeshConfig, as_mesh_config
+from zerojax.mesh import DATA, DATA_AXES, STAGE
+from zerojax.placement import LeafPlacement, Placement, PlacementRules, place_parameters
+from zerojax.plan_table import plan_dict, plan_line, plan_table
+from zerojax.precision import Precision, as_precision
+from zerojax.state import TrainState
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that is decided before the first array exists.
+
+    Attributes:
+      mesh: `Mesh`, or `AbstractMesh` for devices that are not here.
+      model: the internal form of the model; loss: `loss(model, batch)`.
+      settings: the mesh options with every size resolved.
+      placement: the table, one row per parameter.
+      precision: the dtypes.
+      tx: the optimizer; learning_rate: its schedule over updates applied, where it is known.
+      num_microbatches: pieces a device's rows are cut into.
+      abstract_state: `TrainState` of `ShapeDtypeStruct`s with shardings, as stored.
+      abstract_canonical: the same with true shapes and evenly dividing shardings: the form on disk and
+        between two plans.
+      abstract_batch: the global batch, with shardings.
+      regather: whether the step makes the model forget gathered parameters (zero=3, see `zero`).
+      reasons: one line per default or exception that a reader should know.
+    """
+
+    mesh: Mesh | AbstractMesh
+    model: models.Model
+    loss: models.Loss
+    settings: MeshConfig
+    placement: Placement
+    precision: Precision
+    tx: optax.GradientTransformation
+    learning_rate: optim.Schedule | None
+    num_microbatches: int
+    abstract_state: TrainState
+    abstract_canonical: TrainState
+    abstract_batch: Tree
+    regather: bool
+    reasons: tuple[str, ...]
+
+    @property
+    def zero(self) -> int:
+        return self.settings.zero
+
+    @property
+    def state_shardings(self) -> Tree:
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Dimension 0 over the data axes; fits every leaf of a batch."""
+        return NamedSharding(self.mesh, P(DATA_AXES))
+
+    @property
+    def global_batch_size(self) -> int:
+        return jax.tree.leaves(self.abstract_batch)[0].shape[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the names, shapes or dtypes of the canonical state change; not with the mesh."""
+        leaves = trees.flatten_names(self.abstract_canonical)
+        rows = [[name, list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()]
+        return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()[:16]
+
+    def table(self) -> str:
+        """The plan for people: bytes per device by role, one line per parameter, every exception."""
+        return plan_table(self)
+
+    def describe(self) -> str:
+        """One line."""
+        return plan_line(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for programs, as JSON takes it."""
+        return plan_dict(self)
+
+
+def make_plan(
+    model: models.ModelLike,
+    mesh: Mesh | AbstractMesh | MeshConfig | Mapping[str, Any] | None,
+    *,
+    example_batch: Tree,
+    loss: models.Loss | None = None,
+    optimizer: Any = None,
+    zero: int | None = None,
+    precision: Precision | str = "bf16",
+    reduce_dtype: str | None = None,
+    accumulate_dtype: str | None = None,
+    num_microbatches: int = 1,
+    freeze: tuple[str, ...] = (),
+    steps: int | None = None,
+    **mesh_options: Any,
+) -> Plan:
+    """Plans a run without making an array.
+
+    Args:
+      model: see `zerojax.model.as_model`.
+      mesh: from `make_mesh`; or a `MeshConfig` (or its fields as a dict), from which the mesh is made.
+      example_batch: a global batch, as arrays or `ShapeDtypeStruct`s; dimension 0 is the batch.
+      loss: `loss(model, batch) -> scalar | (sum, weight)`; None takes the model's method `loss(batch)`.
+      optimizer: an optax transformation, an `OptimizerConfig`, or None for AdamW.
+      zero: ZeRO stage 0..3; None takes the mesh config's, or 1.
+      precision: "bf16", "fp32" or a `Precision`.
+      reduce_dtype, accumulate_dtype: "fp32" or "bf16"; None: see `as_precision`.
+      num_microbatches: pieces each device's rows are cut into; gradients are accumulated.
+      freeze: regular expressions on parameter names that get no gradient.
+      steps: length of the run, for the learning-rate schedule.
+      **mesh_options: other fields of `MeshConfig`: rules, persistence_threshold, reduce_bucket_size,
+        allgather_bucket_size, sequence_sharding.
+
+    Raises:
+      ValueError, TypeError: with the value, the limit and the remedy.
+    """
+    settings, mesh = _resolve_mesh(mesh, zero, mesh_options)
+    internal = models.as_model(model)
+    loss = loss or models.default_loss(internal)
+    precision = as_precision(
+        precision, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype
+    )
+    optimizer_built = optim.build_optimizer(optimizer, steps)
+    batch = _abstract(example_batch)
+    check_batch(batch, mesh, num_microbatches)
+    params, extras = _abstract_model(internal, batch, loss)
+    microbatch = _slice_batch(batch, meshes.num_data_shards(mesh) * num_microbatches)
+    trace = models.trace_model(internal, _as_read(params, precision), extras, microbatch, loss)
+    check_loss(trace.result)
+    placement = _place(internal, params, trace, settings, mesh, freeze)
+    regather = settings.zero == 3 and internal.reads_lazily and not trace.checkpoints
+    abstract_batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(DATA_AXES))),
+        batch,
+    )
+    build = functools.partial(
+        _abstract_state, params, extras, placement, optimizer_built.tx, precision, mesh
+    )
+    return Plan(
+        mesh=mesh,
+        model=internal,
+        loss=loss,
+        settings=settings,
+        placement=placement,
+        precision=precision,
+        tx=optimizer_built.tx,
+        learning_rate=optimizer_built.learning_rate,
+        num_microbatches=num_microbatches,
+        abstract_state=build(canonical=False),
+        abstract_canonical=build(canonical=True),
+        abstract_batch=abstract_batch,
+        regather=regather,
+        reasons=_reasons(settings, mesh, precision, placement, optimizer_built, regather, trace),
+    )
+
+
+def _resolve_mesh(
+    mesh: Any, zero: int | None, options: Mapping[str, Any]
+) -> tuple[MeshConfig, Mesh | AbstractMesh]:
+    """The options with their sizes resolved, and the mesh itself."""
+    if isinstance(mesh, (Mesh, AbstractMesh)):
+        if isinstance(mesh, Mesh):
+            mesh = meshes.normalise_mesh(mesh)
+        settings = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in meshes.AXES}, **options)
+    else:
+        settings = dataclasses.replace(as_mesh_config(mesh), **options)
+        mesh = meshes.make_mesh(settings)
+    settings = dataclasses.replace(settings, data=mesh.shape[DATA])
+    if zero is not None:
+        settings = dataclasses.replace(settings, zero=zero)
+    if mesh.shape[STAGE] > 1:
+        raise ValueError(
+            f"stage={mesh.shape[STAGE]}: pipeline parallelism is not part of this version; use stage=1"
+        )
+    return settings, mesh
+
+
+def _abstract(tree: Tree) -> Tree:
+    """`ShapeDtypeStruct`s of arrays, numbers or structs, with the dtypes JAX would give them."""
+
+    def one(leaf: Any) -> jax.ShapeDtypeStruct:
+        if not hasattr(leaf, "shape"):
+            leaf = np.asarray(leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    return jax.tree.map(one, tree)
+
+
+def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> None:
+    """Refuses a batch that cannot be cut evenly over data shards and microbatches.
+
+    Raises:
+      ValueError: no arrays, different batch sizes, or an uneven cut.
+    """
+    leaves = trees.flatten_names(batch)
+    if not leaves or any(len(leaf.shape) == 0 for leaf in leaves.values()):
+        raise ValueError(
+            f"example_batch has leaves {list(leaves)}: every leaf needs a leading batch dimension"
+        )
+    sizes = {name: leaf.shape[0] for name, leaf in leaves.items()}
+    first = next(iter(sizes.values()))
+    for name, size in sizes.items():
+        if size != first:
+            raise ValueError(
+                f"batch leaf {name!r} has {size} rows, others have {first}; dimension 0 is the batch"
+            )
+    shards = meshes.num_data_shards(mesh)
+    unit = shards * num_microbatches
+    if num_microbatches < 1 or first % unit:
+        low, high = first // unit * unit if unit else 0, (first // unit + 1) * unit if unit else 1
+        near = f"{low} or {high}" if low else f"{high}"
+        raise ValueError(
+            f"global batch size {first} is not divisible by data shards ({shards}) x "
+            f"num_microbatches ({num_microbatches}) = {unit}; use {near}"
+        )
+
+
+def _slice_batch(batch: Tree, parts: int) -> Tree:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
+    )
+
+
+def _abstract_model(model: models.Model, batch: Tree, loss: models.Loss) -> tuple[dict, dict]:
+    arrays = model.initial_arrays()
+    if arrays is not None:
+        params, extras = (dict(_abstract(part)) for part in arrays)
+    else:
+        params, extras = jax.eval_shape(
+            lambda batch: model.init(jax.random.key(0), batch, loss), batch
+        )
+    if not params:
+        raise ValueError(
+            f"the {model.kind} has no parameters; give a model that holds at least one nnx.Param"
+        )
+    for name, leaf in params.items():
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError(f"parameter {name} is {leaf.dtype.name}; use real parameters")
+    return params, extras
+
+
+def _as_read(params: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
+    def one(leaf: Any) -> jax.ShapeDtypeStruct:
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(leaf.shape, precision.compute_dtype if floating else leaf.dtype)
+
+    return {name: one(leaf) for name, leaf in params.items()}
+
+
+def check_loss(result: Any) -> None:
+    """Refuses a loss that is neither a scalar nor a pair of scalars.
+
+    Raises:
+      ValueError: with what it returned instead.
+    """
+    parts = result if isinstance(result, tuple) else (result,)
+    shapes = [getattr(part, "shape", None) for part in parts]
+    if len(parts) not in (1, 2) or any(shape != () for shape in shapes):
+        found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
+        raise ValueError(
+            f"the loss returned {found}; it has to return a scalar, or a pair of scalars (sum, weight)"
+        )
+
+
+def _place(
+    model: models.Model,
+    params: Mapping[str, Any],
+    trace: models.ModelTrace,
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    freeze: tuple[str, ...],
+) -> Placement:
+    integers = {
+        name: f"{leaf.dtype.name} has no gradient: frozen and kept whole"
+        for name, leaf in params.items()
+        if not jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+    rules = settings.rules
+    if rules is None:
+        rules = models.bound_attribute(model, "tensor_parallel_rules") or ()
+    return place_parameters(
+        {name: tuple(leaf.shape) for name, leaf in params.items()},
+        trace.read_shapes,
+        mesh.shape,
+        PlacementRules(
+            zero=settings.zero,
+            tensor_parallel=rules if mesh.shape[meshes.MODEL] > 1 else (),
+            freeze=freeze,
+            persistence_threshold=settings.persistence_threshold,
+        ),
+        always_frozen=integers,
+        reads_lazily=model.reads_lazily,
+    )
+
+
+def _abstract_state(
+    params: Mapping[str, Any],
+    extras: Mapping[str, Any],
+    placement: Placement,
+    tx: optax.GradientTransformation,
+    precision: Precision,
+    mesh: Mesh | AbstractMesh,
+    *,
+    canonical: bool,
+) -> TrainState:
+    """The state as `ShapeDtypeStruct`s: padded as stored, or in its canonical form."""
+    data_size = placement.axis_sizes[DATA]
+
+    def place(leaf: LeafPlacement) -> jax.ShapeDtypeStruct:
+        shape = leaf.shape if canonical else leaf.stored_shape
+        spec = leaf.canonical_spec(data_size) if canonical else leaf.stored_spec
+        floating = jnp.issubdtype(params[leaf.name].dtype, jnp.floating)
+        dtype = precision.param_dtype if floating else params[leaf.name].dtype
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def replicate(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P()))
+
+    placed = {name: place(leaf) for name, leaf in placement.leaves.items()}
+    frozen = {name for name, leaf in placement.leaves.items() if leaf.frozen}
+    trained = {name: leaf for name, leaf in placed.items() if name not in frozen}
+    counter = replicate(jax.ShapeDtypeStruct((), jnp.int32))
+    return TrainState(
+        step=counter,
+        skipped=counter,
+        rng=replicate(jax.ShapeDtypeStruct((2,), jnp.uint32)),
+        params=trained,
+        frozen={name: placed[name] for name in placed if name in frozen},
+        opt_state=_abstract_opt_state(tx, trained, replicate),
+        extras={name: replicate(leaf) for name, leaf in extras.items()},
+    )
+
+
+def _abstract_opt_state(
+    tx: optax.GradientTransformation, trained: Mapping[str, Any], replicate: Any
+) -> Tree:
+    """The optimizer's state: what has a parameter's shape lies where the parameter does."""
+    bare = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in trained.items()}
+    state = jax.eval_shape(tx.init, bare)
+
+    def like(leaf: Any, param: Any) -> Any:
+        if tuple(leaf.shape) != tuple(param.shape):
+            return replicate(leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding)
+
+    return optax.tree_utils.tree_map_params(
+        tx, like, state, trained, transform_non_params=replicate
+    )
+
+
+def _reasons(
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    precision: Precision,
+    placement: Placement,
+    optimizer: optim.BuiltOptimizer,
+    regather: bool,
+    trace: models.ModelTrace,
+) -> tuple[str, ...]:
+    shards = mesh.shape[DATA]
+    lines = [f"mesh {meshes.describe_mesh(mesh)}: {meshes.num_data_shards(mesh)} shards of the batch"]
+    if shards == 1 and settings.zero:
+        lines.append(f"zero={settings.zero} shards nothing: the data axis has one device")
+    else:
+        kept = ("nothing", "optimizer state", "optimizer state and gradients", "all state")[settings.zero]
+        lines.append(f"zero={settings.zero}: {kept} split over {shards} devices")
+    lines.append(f"precision: {precision.describe()}")
+    lines += optimizer.reasons
+    if regather:
+        lines.append("parameters are gathered again in the backward pass: the model keeps none")
+    unread = [name for name in placement.leaves if name not in trace.read_shapes]
+    if unread:
+        lines.append(f"{len(unread)} parameters are never read by the loss, such as {unread[0]}")
+    exceptions = placement.exceptions()
+    if exceptions:
+        lines.append(f"{len(exceptions)} placements differ from the plain rule: see plan.table()")
+    return tuple(lines)

@@ -1,0 +1,147 @@
+"""How a plan is shown: one line, one page, or JSON. Formats; decides nothing.
+
+Takes a plan by its attributes (see `zerojax.plan.Plan`), and never makes one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import trees
+from zerojax.mesh import MODEL, describe_mesh
+from zerojax.placement import Access, Placement
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes per device of a tree of `ShapeDtypeStruct`s with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def role_bytes(plan: Any) -> dict[str, int]:
+    """Bytes per device by role. State roles are exact; the last three are the stage's formula.
+
+    Returns:
+      masters, optimizer state, frozen, extras: what the state holds between steps.
+      gathered weights: copies in the compute dtype that forward and backward read.
+      gradients: as the backward pass leaves them, and the accumulator where microbatches need one.
+    """
+    state = plan.abstract_state
+    weights, gradients = _formula_bytes(plan)
+    return {
+        "master weights": shard_bytes(state["params"]),
+        "optimizer state": shard_bytes(state["opt_state"]),
+        "frozen": shard_bytes(state["frozen"]),
+        "extras": shard_bytes(state["extras"]),
+        "gathered weights": weights,
+        "gradients": gradients,
+    }
+
+
+def _formula_bytes(plan: Any) -> tuple[int, int]:
+    """(weights that forward and backward hold, gradients they leave), bytes per device."""
+    placement: Placement = plan.placement
+    compute = jnp.dtype(plan.precision.compute_dtype).itemsize
+    accumulate = jnp.dtype(plan.precision.accumulate_dtype).itemsize
+    reduce = jnp.dtype(plan.precision.reduce_dtype).itemsize
+    weights = gradients = 0
+    on_use: dict[str, int] = {}
+    for leaf in placement.leaves.values():
+        split = math.prod(placement.axis_sizes[axis] for axis in leaf.axes if axis is not None)
+        whole = trees.num_elements(leaf.shape) // split
+        shard = placement.shard_elements(leaf)
+        if leaf.access is Access.GATHER_ON_USE:
+            layers = math.prod(leaf.shape[: leaf.stack_dims])
+            group = leaf.name.split(trees.SEPARATOR)[0] if leaf.stack_dims else leaf.name
+            on_use[group] = on_use.get(group, 0) + whole // layers * compute
+            weights += shard * reduce
+        else:
+            weights += whole * compute
+        if not leaf.frozen:
+            scattered = leaf.access in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
+            held = accumulate if plan.num_microbatches > 1 else reduce if scattered else compute
+            gradients += (shard if scattered else whole) * held
+    return weights + max(on_use.values(), default=0), gradients
+
+
+def plan_line(plan: Any) -> str:
+    """One line: model size, mesh, stage, precision, batch, bytes of state per device."""
+    counts = trees.format_count(plan.placement.num_parameters())
+    state = trees.format_bytes(shard_bytes(plan.abstract_state))
+    batch = f"batch {plan.global_batch_size}"
+    if plan.num_microbatches > 1:
+        batch += f" in {plan.num_microbatches} microbatches"
+    return (
+        f"{counts} parameters, mesh {describe_mesh(plan.mesh)}, zero={plan.zero}, "
+        f"{jnp.dtype(plan.precision.compute_dtype).name}, {batch}, {state} of state per device"
+    )
+
+
+def plan_table(plan: Any) -> str:
+    """One page: bytes by role, one line per parameter, every exception, every reason."""
+    lines = [plan_line(plan), "", "bytes per device"]
+    roles = role_bytes(plan)
+    for role, count in roles.items():
+        if count or role in ("master weights", "optimizer state"):
+            lines.append(f"  {role:<18} {trees.format_bytes(count):>11}")
+    lines.append(f"  {'sum':<18} {trees.format_bytes(sum(roles.values())):>11}  + activations")
+    lines += ["", *_leaf_lines(plan.placement)]
+    exceptions = plan.placement.exceptions()
+    if exceptions:
+        lines += ["", "exceptions", *(f"  {name}: {reason}" for name, reason in exceptions)]
+    lines += ["", "why", *(f"  {reason}" for reason in plan.reasons)]
+    return "\n".join(lines)
+
+
+def _leaf_lines(placement: Placement) -> list[str]:
+    rows = [("parameter", "shape", "stored as", "per device", "read")]
+    for leaf in placement.leaves.values():
+        spec = ", ".join(axis or "-" for axis in leaf.stored_spec) or "whole"
+        size = trees.format_bytes(placement.shard_elements(leaf) * 4)
+        access = "frozen, " * leaf.frozen + leaf.access.value
+        rows.append((leaf.name, "x".join(map(str, leaf.shape)) or "scalar", spec, size, access))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def plan_dict(plan: Any) -> dict[str, Any]:
+    """The same as JSON takes it."""
+    placement: Placement = plan.placement
+    return {
+        "summary": plan_line(plan),
+        "fingerprint": plan.fingerprint,
+        "mesh": dict(plan.mesh.shape),
+        "zero": plan.zero,
+        "precision": {
+            name: jnp.dtype(getattr(plan.precision, name)).name
+            for name in ("param_dtype", "compute_dtype", "reduce_dtype", "accumulate_dtype")
+        },
+        "num_microbatches": plan.num_microbatches,
+        "global_batch_size": plan.global_batch_size,
+        "num_parameters": placement.num_parameters(),
+        "num_frozen_parameters": placement.num_parameters(frozen=True),
+        "tensor_parallel": placement.axis_sizes[MODEL],
+        "bytes_per_device": role_bytes(plan),
+        "parameters": [
+            {
+                "name": leaf.name,
+                "shape": list(leaf.shape),
+                "stored_shape": list(leaf.stored_shape),
+                "spec": list(leaf.stored_spec),
+                "access": leaf.access.value,
+                "frozen": leaf.frozen,
+                "reasons": list(leaf.reasons),
+            }
+            for leaf in placement.leaves.values()
+        ],
+        "reasons": list(plan.reasons),
+    }

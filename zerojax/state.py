@@ -1,0 +1,51 @@
+"""What a training state is: a plain dict of arrays, so that the loop pays nothing for its shape.
+
+Knows names and roles; never knows a mesh or where anything lies.
+
+"step" is the number of batches the optimizer loop has consumed, so that the data position follows from it.
+Updates applied are `step - skipped`; optax's own counts follow those.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+
+
+class TrainState(TypedDict):
+    """The whole state of a run, donated to each step.
+
+    Fields:
+      step: int32 []; batches consumed.
+      skipped: int32 []; steps whose gradients were not finite and that changed nothing else.
+      rng: uint32 [2]; key data of the run's PRNG key; step keys are folded from it.
+      params: {name: float32 array}, the trained master weights, padded as the placement says.
+      frozen: {name: array}, parameters without gradient.
+      opt_state: what the optax transformation keeps for `params`.
+      extras: {name: array}, the model's own state (batch statistics, random counts), replicated.
+    """
+
+    step: Any
+    skipped: Any
+    rng: Any
+    params: dict[str, Any]
+    frozen: dict[str, Any]
+    opt_state: Any
+    extras: dict[str, Any]
+
+
+def step_key(rng: jax.Array, step: jax.Array) -> jax.Array:
+    """The typed PRNG key of one step, from stored key data; the same on every device."""
+    return jax.random.fold_in(jax.random.wrap_key_data(rng), step)
+
+
+def run_key_data(seed: int) -> jax.Array:
+    """uint32 [2]: the stored key data of a run's seed."""
+    return jax.random.key_data(jax.random.key(seed))
+
+
+def zero_counter() -> jax.Array:
+    """int32 []."""
+    return jnp.zeros((), jnp.int32)

@@ -1,0 +1,307 @@
+"""The forward and backward pass of every ZeRO stage: what is gathered when, and what is scattered when.
+
+One `shard_map`, manual over the data axes; tensor-parallel axes stay with the compiler. Knows a model only as
+something to run and parameters only by their placement; never sees the optimizer, which runs outside on
+global arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from zerojax import collectives
+from zerojax.activations import activation_rules
+from zerojax.mesh import DATA, DATA_AXES, MODEL, REPLICA
+from zerojax.model import Loss, Model
+from zerojax.placement import Access, Placement
+from zerojax.precision import Precision
+
+Arrays = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassConfig:
+    """What a pass over a batch depends on, besides its arrays.
+
+    Attributes:
+      model, loss: what to run.
+      mesh: a `Mesh`, or an `AbstractMesh` when only a program is wanted.
+      placement, precision: where parameters lie and in which dtypes they are read and reduced.
+      num_microbatches: pieces of each device's rows; their gradients are accumulated.
+      reduce_bucket_size, allgather_bucket_size: elements per collective.
+      sequence_sharding: split the residual stream over `model` along the sequence.
+      regather: at stage 3, wrap the loss so that gathered parameters are never kept for the backward
+        pass. Off for a model that checkpoints its own activations.
+    """
+
+    model: Model
+    loss: Loss
+    mesh: Any
+    placement: Placement
+    precision: Precision
+    num_microbatches: int
+    reduce_bucket_size: int
+    allgather_bucket_size: int
+    sequence_sharding: bool
+    regather: bool
+
+
+def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
+    """A function of `(params, frozen, extras, key_data, batch)`, to be traced inside a jitted step.
+
+    Its arguments: `params` and `frozen` as stored (float32 shards of global arrays); `key_data` uint32, the key
+    of the step; `batch` {key: [global batch, ...]}.
+
+    Returns:
+      A function giving `({"loss": sum, "weight": sum}, grads, extras)`: sums over the global batch, float32;
+      grads {name: float32, stored shape and spec}, summed, not yet divided by the weight.
+    """
+    table = config.placement.leaves
+    specs = {name: leaf.data_spec for name, leaf in table.items()}
+
+    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+        key = _shard_key(key_data)
+        inputs, constants = _prepare(config, params, frozen)
+        on_read = _reads(config, frozen)
+
+        def loss_of(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
+            values = _values_to_read(config, inputs, constants, frozen)
+            result, after = _run(config, values, extras, key, batch, on_read, train=True)
+            return result[0], (result[1], after)
+
+        if config.regather:
+            loss_of = jax.checkpoint(loss_of, policy=_keep_all_but_gathers)
+        differentiate = jax.value_and_grad(loss_of, has_aux=True)
+        sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
+        grads = _reduce(config, grads)
+        return collectives.sum_replicated(sums), grads, _agree(extras, after)
+
+    def gradients(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+        params_specs = {name: specs[name] for name in params}
+        mapped = jax.shard_map(
+            local,
+            mesh=config.mesh,
+            in_specs=(params_specs, {name: specs[name] for name in frozen}, P(), P(), P(DATA_AXES)),
+            out_specs=(P(), params_specs, P()),
+            axis_names=set(DATA_AXES),
+            check_vma=False,
+        )
+        return mapped(params, frozen, extras, key_data, batch)
+
+    return gradients
+
+
+def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
+    """A function of `(params, frozen, extras, key_data, batch)` giving `{"loss": sum, "weight": sum}`.
+
+    Runs `function(model, batch)` in evaluation mode; nothing is differentiated and extras do not change.
+    """
+    table = config.placement.leaves
+
+    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+        inputs, constants = _prepare(config, params, frozen)
+        values = _values_to_read(config, inputs, constants, frozen)
+        evaluated = dataclasses.replace(config, loss=function)
+        key = _shard_key(key_data)
+        on_read = _reads(config, frozen)
+        (loss, weight), _ = _run(evaluated, values, extras, key, batch, on_read, train=False)
+        return collectives.sum_replicated({"loss": loss, "weight": weight})
+
+    def forward(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+        specs = lambda arrays: {name: table[name].data_spec for name in arrays}  # noqa: E731
+        mapped = jax.shard_map(
+            local,
+            mesh=config.mesh,
+            in_specs=(specs(params), specs(frozen), P(), P(), P(DATA_AXES)),
+            out_specs=P(),
+            axis_names=set(DATA_AXES),
+            check_vma=False,
+        )
+        return mapped(params, frozen, extras, key_data, batch)
+
+    return forward
+
+
+def as_sum_and_weight(result: Any) -> tuple[jax.Array, jax.Array]:
+    """A loss as float32 `(sum, weight)`; a scalar counts as the mean of one equally sized piece."""
+    loss, weight = result if isinstance(result, tuple) else (result, 1.0)
+    return jnp.asarray(loss, jnp.float32), jnp.asarray(weight, jnp.float32)
+
+
+def cast_batch(batch: Arrays, dtype: Any) -> Arrays:
+    """Floating-point leaves in `dtype`; integers and booleans as they are."""
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch
+    )
+
+
+def _keep_all_but_gathers(primitive: Any, *_: Any, **params: Any) -> bool:
+    return not collectives.is_gather(primitive, params)
+
+
+def _shard_key(key_data: jax.Array) -> jax.Array:
+    """The step's key folded with this data shard's index, so that shards drop different units."""
+    index = lax.axis_index(REPLICA) * lax.axis_size(DATA) + lax.axis_index(DATA)
+    return jax.random.fold_in(jax.random.wrap_key_data(key_data), index)
+
+
+def _run(
+    config: PassConfig,
+    values: Arrays,
+    extras: Arrays,
+    key: jax.Array,
+    batch: Arrays,
+    on_read: Mapping[str, Any],
+    *,
+    train: bool,
+) -> tuple[tuple[jax.Array, jax.Array], Arrays]:
+    rules = {"sequence": MODEL} if config.sequence_sharding else None
+    batch = cast_batch(batch, config.precision.compute_dtype)
+    with activation_rules(rules):
+        result, after = config.model.run(
+            values,
+            extras,
+            key,
+            lambda bound: config.loss(bound, batch),
+            train=train,
+            on_read=on_read,
+        )
+    return as_sum_and_weight(result), after
+
+
+def _of_access(config: PassConfig, names: Any, *accesses: Access) -> list[str]:
+    return [name for name in names if config.placement.leaves[name].access in accesses]
+
+
+def _leaf_collectives(config: PassConfig, names: Any) -> dict[str, collectives.LeafCollectives]:
+    return {
+        name: collectives.leaf_collectives(
+            config.placement.leaves[name],
+            config.placement.axis_sizes[DATA],
+            compute_dtype=config.precision.compute_dtype,
+            reduce_dtype=config.precision.reduce_dtype,
+        )
+        for name in names
+    }
+
+
+def _prepare(config: PassConfig, params: Arrays, frozen: Arrays) -> tuple[Arrays, Arrays]:
+    """Once per step: gathers what is gathered once, casts the rest.
+
+    Returns:
+      ({name: what is differentiated}, {name: whole value that is only read}).
+    """
+    compute, reduce = config.precision.compute_dtype, config.precision.reduce_dtype
+    stored = {**params, **frozen}
+    once = _of_access(config, stored, Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY)
+    sharded = {name: _cast(stored[name], compute) for name in once}
+    wholes = collectives.gather_buckets(
+        sharded, _leaf_collectives(config, once), config.allgather_bucket_size
+    )
+    inputs, constants = {}, {}
+    for name, value in stored.items():
+        access = config.placement.leaves[name].access
+        if access is Access.WHOLE:
+            inputs[name] = _cast(value, compute)
+        elif access is Access.GATHER_ONCE:
+            inputs[name] = wholes[name]
+        else:
+            inputs[name] = _cast(value, reduce)
+            if access is Access.GATHER_ONCE_SCATTER_EARLY:
+                constants[name] = wholes[name]
+    for name in frozen:
+        value = inputs.pop(name)
+        constants.setdefault(name, value)
+    return inputs, constants
+
+
+def _cast(value: jax.Array, dtype: Any) -> jax.Array:
+    return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
+
+
+def _values_to_read(
+    config: PassConfig, inputs: Arrays, constants: Arrays, frozen: Arrays
+) -> Arrays:
+    """What is bound into the model: a value, a shard, or (whole, shard) for the early scatter."""
+    values = {name: constants[name] for name in frozen}
+    for name, value in inputs.items():
+        values[name] = (constants[name], value) if name in constants else value
+    return {name: values[name] for name in config.placement.leaves if name in values}
+
+
+def _reads(config: PassConfig, frozen: Arrays) -> dict[str, Any]:
+    """What reading does, for the parameters where it does something."""
+    leaves = config.placement.leaves
+    on_use = _of_access(config, leaves, Access.GATHER_ON_USE)
+    early = _of_access(config, leaves, Access.GATHER_ONCE_SCATTER_EARLY)
+    table = _leaf_collectives(config, on_use + early)
+    reads: dict[str, Any] = {name: collectives.GatherOnUse(table[name]) for name in on_use}
+    reads |= {name: collectives.ScatterEarly(table[name]) for name in early if name not in frozen}
+    return reads
+
+
+def _accumulate(
+    config: PassConfig,
+    differentiate: Callable[..., Any],
+    inputs: Arrays,
+    extras: Arrays,
+    key: jax.Array,
+    batch: Arrays,
+) -> tuple[Arrays, Arrays, Arrays]:
+    """Loss sums and gradients of all microbatches of this data shard, nothing reduced yet."""
+    if config.num_microbatches == 1:
+        (loss, (weight, extras)), grads = differentiate(inputs, extras, key, batch)
+        return {"loss": loss, "weight": weight}, grads, extras
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(config.num_microbatches, -1, *x.shape[1:])
+
+    def one(carry: Any, item: Any) -> tuple[Any, None]:
+        sums, grads, extras = carry
+        index, microbatch = item
+        microbatch_key = jax.random.fold_in(key, index)
+        (loss, (weight, extras)), new = differentiate(inputs, extras, microbatch_key, microbatch)
+        sums = {"loss": sums["loss"] + loss, "weight": sums["weight"] + weight}
+        return (sums, jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, new), extras), None
+
+    dtype = config.precision.accumulate_dtype
+    zeros = {name: jnp.zeros(value.shape, dtype) for name, value in inputs.items()}
+    start = {"loss": jnp.float32(0), "weight": jnp.float32(0)}, zeros, extras
+    items = jnp.arange(config.num_microbatches), jax.tree.map(split, batch)
+    (sums, grads, extras), _ = lax.scan(one, start, items)
+    return sums, grads, extras
+
+
+def _reduce(config: PassConfig, grads: Arrays) -> Arrays:
+    """Gradients summed over the data axes, as stored: float32, sharded where the placement says."""
+    leaves = config.placement.leaves
+    bucket_size, dtype = config.reduce_bucket_size, config.precision.reduce_dtype
+    axes = {name: leaf.axes for name, leaf in leaves.items()}
+    wholes = {n: grads[n].astype(dtype) for n in _of_access(config, grads, Access.WHOLE)}
+    reduced = collectives.sum_buckets(wholes, axes, bucket_size)
+    once = {n: grads[n] for n in _of_access(config, grads, Access.GATHER_ONCE)}
+    shards = collectives.scatter_buckets(once, _leaf_collectives(config, once), bucket_size)
+    shards |= {n: grads[n] for n in grads if n not in shards and n not in reduced}
+    if config.placement.axis_sizes[REPLICA] > 1:
+        shards = {name: shard.astype(dtype) for name, shard in shards.items()}
+        shards = collectives.sum_over_replicas(shards, axes, bucket_size)
+    reduced |= shards
+    return {name: reduced[name].astype(jnp.float32) for name in grads}
+
+
+def _agree(before: Arrays, after: Arrays) -> Arrays:
+    """Extras made the same on every data shard: floating-point ones (running averages) by their mean."""
+    floating = {n: x for n, x in after.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    if not floating:
+        return after
+    count = lax.axis_size(DATA) * lax.axis_size(REPLICA)
+    summed = collectives.sum_replicated({n: x.astype(jnp.float32) for n, x in floating.items()})
+    agreed = {n: (x / count).astype(before[n].dtype) for n, x in summed.items()}
+    return {**after, **agreed}
