@@ -1,0 +1,93 @@
+"""Which errors are a user's to mend, and the sentence for each.
+
+Knows exceptions and where they were raised; never what the program was doing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+PACKAGES = ("zerojax", "pallas_kernels")
+_BAD_PATHS = (
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+
+
+def explain(error: Exception) -> tuple[str | None, bool]:
+    """The sentence for `error` and whether the input was at fault.
+
+    An error that zerojax raises on purpose carries its own sentence. One that comes out of another
+    library is a defect of zerojax, except for the few that any program can meet: files, memory, a
+    missing accelerator. For a defect the sentence is None, so that the traceback is shown.
+    """
+    if isinstance(error, OSError):
+        return _about_file(error), isinstance(error, _BAD_PATHS)
+    if isinstance(error, ImportError):
+        return _about_import(error), False
+    if _is_ours(type(error)):
+        return str(error), True
+    if isinstance(error, ValueError | TypeError) and _raising_module(error) in PACKAGES:
+        return str(error), True
+    return _about_machine(error), False
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in PACKAGES
+
+
+def _raising_module(error: Exception) -> str:
+    """The import package whose code raised `error`."""
+    trace = error.__traceback__
+    if trace is None:
+        return ""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_globals.get("__name__", "").split(".")[0]
+
+
+def _about_file(error: OSError) -> str:
+    if error.errno is None:
+        return str(error)
+    reason = error.strerror or os.strerror(error.errno)
+    if reason != os.strerror(error.errno):  # a sentence of zerojax's own
+        return reason
+    where = f"{error.filename}: " if error.filename else ""
+    remedy = {
+        errno.ENOSPC: "; free some space or choose another run_dir",
+        errno.EACCES: "; choose a place you may write to, such as run_dir=runs/mine",
+        errno.EROFS: "; choose a place you may write to, such as run_dir=runs/mine",
+    }
+    return f"{where}{reason}{remedy.get(error.errno, '')}"
+
+
+def _about_import(error: ImportError) -> str | None:
+    """A package that is not installed; a broken import inside zerojax is a defect."""
+    if (error.name or "").split(".")[0] in PACKAGES:
+        return None
+    return (
+        str(error)
+        if "pip install" in str(error)
+        else f"{error}; `zerojax env` lists what is missing"
+    )
+
+
+def _about_machine(error: Exception) -> str | None:
+    text = str(error)
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        return (
+            "out of memory; raise num_microbatches (activations), mesh.zero (state) or set "
+            f"model.remat=full. {text.splitlines()[0] if text else ''}".rstrip()
+        )
+    if "Unable to initialize backend" in text or "Unknown backend" in text:
+        return f"JAX found no such accelerator ({text.splitlines()[0]}); see `zerojax env`"
+    if isinstance(error, AssertionError) and not text and _raising_module(error) == "jax":
+        # What JAX 0.10 says when JAX_PLATFORMS names a platform it has no plugin for.
+        platforms = os.environ.get("JAX_PLATFORMS")
+        if platforms not in (None, "", "cpu"):
+            return f"JAX_PLATFORMS={platforms} names nothing that is installed; see `zerojax env`"
+    return None

@@ -1,0 +1,33 @@
+"""Which devices JAX will start with, decided before it starts.
+
+Knows environment variables; imports no JAX.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def use_cpu_devices(number: int | None) -> None:
+    """Makes JAX start with `number` virtual CPU devices; None leaves it as it is.
+
+    Raises:
+      ValueError: JAX_PLATFORMS asks for another kind of device.
+      RuntimeError: JAX has started with another number already.
+    """
+    if number is None:
+        return
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms not in ("", "cpu"):
+        raise ValueError(
+            f"cpu_devices={number} makes virtual CPU devices, but JAX_PLATFORMS is {platforms!r}; "
+            "set cpu_devices=null to use what JAX_PLATFORMS names, or unset JAX_PLATFORMS"
+        )
+    if "jax" in sys.modules:
+        jax = sys.modules["jax"]
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", number)
+    else:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(number)

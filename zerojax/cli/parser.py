@@ -1,0 +1,177 @@
+"""Which words the `zerojax` command takes, and its help.
+
+Knows names and text; runs nothing and imports nothing of zerojax but its version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from typing import NoReturn
+
+import zerojax
+
+_TRAIN = """\
+CONFIG is a YAML file; without one the defaults train a small GPT on Shakespeare.
+KEY=VALUE changes one setting: mesh.zero=3, or zero=3 where only one setting ends in that name.
+
+examples:
+  zerojax train configs/tiny_shakespeare.yaml
+  zerojax train configs/tiny_shakespeare.yaml zero=3 steps=100 run_dir=runs/mine
+  zerojax train data.path=my_text.txt tokenizer=bpe:2048
+
+The same command continues a run that was stopped: it looks for checkpoints in the run folder.
+`zerojax keys` lists every setting."""
+
+_GENERATE = """\
+examples:
+  zerojax generate runs/tiny_shakespeare "To be, or"
+  zerojax generate runs/tiny_shakespeare "ROMEO:" --tokens 100 --temperature 0.5 --seed 7"""
+
+_PREPARE = """\
+Cuts text into tokens once, so that training only reads them.
+
+examples:
+  zerojax data prepare book.txt runs/tokens
+  zerojax data prepare folder_of_text runs/tokens --tokenizer bpe:4096
+then:
+  zerojax train CONFIG data.path=runs/tokens"""
+
+_EXIT_CODES = """\
+exit codes: 0 it worked, 1 it failed, 2 the input was wrong, 130 stopped with Ctrl-C.
+ZEROJAX_DEBUG=1 shows the traceback of an error."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line, naming the nearest word, and says where the help is."""
+
+    def error(self, message: str) -> NoReturn:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and "invalid choice" in message:
+                typed = message.partition("invalid choice: '")[2].partition("'")[0]
+                match = difflib.get_close_matches(typed, list(action.choices), 1, 0.5)
+                nearest = (
+                    f"did you mean {match[0]!r}?"
+                    if match
+                    else f"known: {', '.join(action.choices)}"
+                )
+                message = f"no command {typed!r}; {nearest}"
+        print(f"zerojax: error: {message} (help: {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command; `args.module` is the module whose `run(args)` carries it out."""
+    parser = _Parser(
+        prog="zerojax",
+        description="Train JAX models under ZeRO: state the model and the mesh.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"zerojax {zerojax.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_generate(commands)
+    _add_eval(commands)
+    _add_report(commands)
+    _add_keys(commands)
+    _add_env(commands)
+    _add_data(commands)
+    return parser
+
+
+def _add(
+    commands, name: str, module: str, help_line: str, epilog: str = ""
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=help_line,
+        description=help_line[0].upper() + help_line[1:] + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(module=f"zerojax.cli.{module}")
+    return parser
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/tiny_shakespeare")
+
+
+def _add_train(commands) -> None:
+    parser = _add(commands, "train", "train", "train a model, or continue a run", _TRAIN)
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings laid over it")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved settings and stop"
+    )
+
+
+def _add_generate(commands) -> None:
+    parser = _add(
+        commands, "generate", "generate", "continue a text with a trained model", _GENERATE
+    )
+    _add_run(parser)
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="tokens to add (200, or as many as the model holds)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0 takes the likeliest token, 1 samples as the model believes (%(default)s)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="sample among the K likeliest tokens (all)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the sampling (%(default)s)"
+    )
+
+
+def _add_eval(commands) -> None:
+    parser = _add(commands, "eval", "evaluate", "measure the loss of a trained model")
+    _add_run(parser)
+    parser.add_argument(
+        "--batches", type=int, metavar="N", help="validation batches (the run's eval_batches)"
+    )
+
+
+def _add_report(commands) -> None:
+    parser = _add(commands, "report", "report", "draw a run as one HTML page that needs no network")
+    _add_run(parser)
+
+
+def _add_keys(commands) -> None:
+    parser = _add(commands, "keys", "keys", "list every setting, its default and what it means")
+    parser.add_argument("word", metavar="WORD", nargs="?", help="only settings that mention it")
+
+
+def _add_env(commands) -> None:
+    parser = _add(commands, "env", "env", "show versions, devices, memory and what is missing")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _add_data(commands) -> None:
+    data = commands.add_parser("data", help="make token files", description="Make token files.")
+    inner = data.add_subparsers(metavar="COMMAND", required=True)
+    parser = _add(inner, "prepare", "prepare", "cut text into token files", _PREPARE)
+    parser.add_argument("source", metavar="IN", help="text file, or folder of text files")
+    parser.add_argument("target", metavar="OUT", help="folder to write to")
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help="bytes, bpe:SIZE (trained on IN), or a tokenizer.json (%(default)s)",
+    )
+    parser.add_argument(
+        "--validation-fraction",
+        type=float,
+        default=0.05,
+        metavar="F",
+        help="part, from the end, that is never trained on (%(default)s)",
+    )

@@ -1,0 +1,29 @@
+"""`zerojax data prepare`: text in, token files out.
+
+Knows the words of the command; cutting and writing is `zerojax.data.prepare`.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from zerojax.data.prepare import prepare
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the token files and says what is in them and how to train on them."""
+    made = prepare(
+        args.source,
+        args.target,
+        tokenizer=args.tokenizer,
+        validation_fraction=args.validation_fraction,
+    )
+    num_tokens = made.num_train_tokens + made.num_validation_tokens
+    print(
+        f"{made.num_train_tokens:,} tokens to train on, {made.num_validation_tokens:,} to "
+        f"validate with, from {made.num_documents:,} documents of {made.num_text_bytes:,} bytes "
+        f"({made.num_text_bytes / max(num_tokens, 1):.2f} bytes per token)"
+    )
+    print(f"vocabulary of {made.vocab_size:,} tokens, written to {made.folder}")
+    print(f"next: zerojax train CONFIG.yaml data.path={made.folder}")
+    return 0

@@ -1,0 +1,16 @@
+"""`zerojax report`: where the page of a run is written.
+
+Knows the run folder; drawing is `zerojax.metrics.report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from zerojax.metrics.report import write_report
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the page and prints its path."""
+    print(write_report(args.run))
+    return 0

@@ -1,0 +1,36 @@
+"""`zerojax train`: the words of the command as the settings of a run.
+
+Knows settings; imports no JAX, so that a mistake in them is answered at once and the number of
+virtual CPU devices is set before JAX starts. The run itself is `zerojax.cli.training`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+from pathlib import Path
+
+import yaml
+
+from zerojax.cli.devices import use_cpu_devices
+from zerojax.config import RunConfig, load, to_dict
+
+
+def split_words(config: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
+    """CONFIG may be left out: a first word with `=` in it that is no file is an override."""
+    if config is not None and "=" in config and not Path(config).exists():
+        return None, [config, *overrides]
+    return config, overrides
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads the settings, then trains or prints them."""
+    path, overrides = split_words(args.config, args.overrides)
+    config = load(RunConfig, path, overrides)
+    if args.print_config:
+        print(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
+        return 0
+    use_cpu_devices(config.cpu_devices)
+    command = shlex.join(["zerojax", "train", *([path] if path else []), *overrides])
+    return importlib.import_module("zerojax.cli.training").train(config, command)
