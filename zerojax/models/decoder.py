@@ -62,7 +62,7 @@ class DecoderConfig(Protocol):
     @property
     def num_heads(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
+    def num_kv_heads(self) -> int | None: ...
     @property
     def embed_dim(self) -> int: ...
     @property
@@ -134,7 +134,8 @@ def scan_blocks(blocks: Block, x: jax.Array, *, remat: str) -> jax.Array:
         before = _raw_values(slices[1])
         block = nnx.merge(graphdef, *slices)
         x = block(x)
-        return x, _changed(before, nnx.split(block, nnx.Param, ...)[2])
+        _, _, after = nnx.split(block, nnx.Param, ...)
+        return x, _changed(before, after)
 
     if remat != "none":
         # prevent_cse guards against undoing the recomputation; a scan's body needs no guard.
@@ -210,7 +211,8 @@ class Decoder(nnx.Module):
         """A cache of zeros for `length` positions, in the dtype of the activations."""
         config, dtype = self.config, self.token_embedding.embedding[...].dtype
         head_dim = config.embed_dim // config.num_heads
-        shape = (config.num_layers, batch_size, length, config.num_kv_heads, head_dim)
+        kv_heads = config.num_kv_heads or config.num_heads
+        shape = (config.num_layers, batch_size, length, kv_heads, head_dim)
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def extend(
@@ -233,8 +235,8 @@ class Decoder(nnx.Module):
         ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             return nnx.merge(graphdef, slices[0]).extend(x, slices[1], position)
 
-        x, cache = lax.scan(layer, self.look_up(tokens, position), (state, cache))
-        return x, KVCache(*cache)
+        x, longer = lax.scan(layer, self.look_up(tokens, position), (state, cache))
+        return x, KVCache(*longer)
 
 
 def build_lm_head(config: DecoderConfig, *, stddev: float, rngs: nnx.Rngs) -> Projection | None:
