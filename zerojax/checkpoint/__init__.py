@@ -1,0 +1,11 @@
+"""What a run resumes from: one folder of complete, atomic checkpoints, written in the background.
+
+Knows trees of arrays and JSON; never touches models, plans or how a state is padded.
+"""
+
+from zerojax.checkpoint.checkpointer import Checkpointer, Restored
+from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.metadata import Metadata
+from zerojax.checkpoint.retention import Retention
+
+__all__ = ["CheckpointError", "Checkpointer", "Metadata", "Restored", "Retention"]

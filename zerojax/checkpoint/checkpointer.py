@@ -1,0 +1,385 @@
+"""When a state is saved, when its failure is told, which steps stay, and what a run resumes from.
+
+Knows steps, threads and processes; never touches meshes, plans, padding or how arrays are encoded.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import operator
+import os
+import shutil
+import types
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+from zerojax.checkpoint import agreement, arrays, folders
+from zerojax.checkpoint.errors import CheckpointError, is_disk_full, reason
+from zerojax.checkpoint.metadata import (
+    Metadata,
+    check_same_arrays,
+    make_metadata,
+    read_metadata,
+    write_metadata,
+)
+from zerojax.checkpoint.retention import Retention, as_retention
+from zerojax.trees import flatten_names, format_bytes, num_bytes, unflatten_like
+
+PyTree = Any
+_ARRAYS = "arrays"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+    """One checkpoint, read back."""
+
+    step: int
+    state: PyTree
+    """Same tree, shapes, dtypes and shardings as the abstract state that was asked for."""
+
+    data_state: dict[str, Any]
+    config: dict[str, Any]
+    plan: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Save:
+    """One save on its way to disk."""
+
+    metadata: Metadata
+    partial: Path
+    leaves: dict[str, jax.Array]
+    """Emptied once the values are copied, so that the device memory is free again."""
+
+    state_bytes: int
+    started: concurrent.futures.Future[bool]
+    """Done when the caller may donate the arrays; False when the save has failed before that."""
+
+
+class Checkpointer:
+    """Saves and restores states in one folder.
+
+    With several processes, all must call every method except `steps`, `latest_step` and `metadata`,
+    in the same order and with the same arguments, on a shared file system.
+
+    Use it as a context manager: `close` waits for the write in flight, which is lost when the
+    interpreter exits first (the earlier checkpoints are not).
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, keep: int | Retention = 3, asynchronous: bool = True
+    ) -> None:
+        """Creates and deletes nothing before the first save, so a running folder may be read.
+
+        Args:
+          path: folder of a mounted file system; created by the first save.
+          keep: number of newest checkpoints to keep, or a `Retention`.
+          asynchronous: False: `save` returns only when the checkpoint is visible.
+
+        Raises:
+          ValueError: the path is a URL, or `keep` is below 1.
+        """
+        if "://" in os.fspath(path):
+            raise ValueError(
+                f"checkpoint path {os.fspath(path)!r} is a URL; only folders of a mounted file"
+                " system work; mount the bucket, or copy finished checkpoints to it"
+            )
+        self.path = Path(path).expanduser().absolute()
+        self.keep = as_retention(keep)
+        self.asynchronous = asynchronous
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: concurrent.futures.Future[list[str]] | None = None
+        self._attempts = 0
+        self._closed = False
+
+    def steps(self) -> tuple[int, ...]:
+        """The saved steps, oldest first. A write in progress is not among them."""
+        try:
+            return folders.list_steps(self.path)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint folder cannot be listed: {reason(error)}") from error
+
+    def latest_step(self) -> int | None:
+        """The newest saved step, or None when there is none."""
+        return max(self.steps(), default=None)
+
+    def metadata(self, step: int | None = None) -> Metadata:
+        """What is stored beside the arrays of a step (None: the newest). Reads no arrays.
+
+        Raises:
+          CheckpointError: no such step, damaged, or of a newer format.
+        """
+        return read_metadata(folders.step_folder(self.path, self._existing_step(step)))
+
+    def check_writable(self, state_bytes: int = 0) -> None:
+        """Finds out, before a run starts, whether its checkpoints can be written.
+
+        Args:
+          state_bytes: size of one unsharded state; 0 leaves the free space unchecked.
+
+        Raises:
+          CheckpointError: the folder cannot be created or written, or has too little space.
+        """
+        error = None
+        if _is_first_process():
+            error = folders.writable_error(self.path, state_bytes)
+        agreement.raise_together(error)
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        *,
+        data_state: dict[str, Any],
+        config: dict[str, Any],
+        plan: dict[str, Any],
+    ) -> None:
+        """Saves a state; returns when `state` may be donated, the rest happens in the background.
+
+        Waits first for the previous save; its failure is raised here, and nothing is saved then.
+
+        Args:
+          step: batches consumed; above every saved step.
+          state: canonical (unpadded) tree of `jax.Array`.
+          data_state: position of the data source; JSON values; the same on all processes.
+          config: the resolved configuration; JSON values.
+          plan: the plan; JSON values.
+
+        Raises:
+          CheckpointError: this or the previous save failed. Earlier checkpoints are intact.
+          TypeError: a leaf is no array, or an argument is not made of JSON values.
+        """
+        if self._closed:
+            raise CheckpointError(f"the checkpointer of {self.path} is closed; make a new one")
+        self.wait()
+        step = self._new_step(step)
+        leaves = arrays.named_arrays(state)
+        metadata = make_metadata(step, leaves, data_state=data_state, config=config, plan=plan)
+        self._attempts += 1
+        agreement.same_everywhere(
+            json.dumps([step, self._attempts, metadata.arrays, data_state]),
+            what="the step, the shapes of the state, or data_state",
+        )
+        save = _Save(
+            metadata=metadata,
+            partial=folders.partial_folder(self.path, step, self._attempts),
+            leaves=leaves,
+            state_bytes=num_bytes(leaves),
+            started=concurrent.futures.Future(),
+        )
+        # All of it runs in the writer's thread, so that a Ctrl-C here interrupts only the waiting:
+        # the save goes on, and `close` waits for it.
+        self._pending = self._writer.submit(self._run, save)
+        if not save.started.result() or not self.asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the last save is visible.
+
+        Raises:
+          CheckpointError: it failed. Told once; the next save starts afresh.
+        """
+        if self._pending is None:
+            return
+        concurrent.futures.wait([self._pending])
+        pending, self._pending = self._pending, None
+        agreement.raise_together(pending.exception())
+        for text in pending.result():
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def close(self) -> None:
+        """Waits for the last save and ends the writer's thread. May be called twice.
+
+        A first Ctrl-C during the wait is raised after the save has finished, a second one at once.
+
+        Raises:
+          CheckpointError: the last save failed.
+        """
+        self._closed = True
+        try:
+            self.wait()
+        except KeyboardInterrupt:
+            self.wait()
+            raise
+        finally:
+            self._writer.shutdown(wait=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            error.add_note(f"Also: {failure}")
+
+    def restore(
+        self, abstract: PyTree, step: int | None = None, *, subset: bool = False
+    ) -> Restored:
+        """Reads a state into the shardings of `abstract`, whatever mesh it was saved on.
+
+        Args:
+          abstract: tree of `ShapeDtypeStruct` with shardings, canonical (unpadded) shapes.
+          step: a saved step; None: the newest.
+          subset: True: `abstract` may lack leaves of the checkpoint, which are then not read
+            (for example only `{"params": ...}`, to generate text).
+
+        Raises:
+          CheckpointError: no such step; damaged; saved by another model (names the first differing
+            leaf); or of a newer format.
+          TypeError: a leaf of `abstract` has no sharding.
+        """
+        self.wait()
+        wanted = flatten_names(abstract)
+        for name, leaf in wanted.items():
+            if getattr(leaf, "sharding", None) is None:
+                raise TypeError(
+                    f"abstract state: {name!r} has no sharding; pass plan.abstract_canonical, or"
+                    " ShapeDtypeStructs with sharding="
+                )
+        metadata = self._matching_metadata(wanted, step, subset)
+        folder = folders.step_folder(self.path, metadata.step)
+        try:
+            flat = arrays.read(folder / _ARRAYS, wanted, subset=subset)
+        except Exception as error:
+            raise self._unreadable(metadata.step, error) from error
+        return Restored(
+            step=metadata.step,
+            state=unflatten_like(abstract, flat),
+            data_state=metadata.data_state,
+            config=metadata.config,
+            plan=metadata.plan,
+        )
+
+    def _existing_step(self, step: int | None) -> int:
+        steps = self.steps()
+        if step is None and not steps:
+            raise CheckpointError(f"{self.path} has no checkpoints; check the path, or train first")
+        if step is not None and step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise CheckpointError(f"{self.path} has no step {step}; the saved steps are: {there}")
+        return steps[-1] if step is None else step
+
+    def _new_step(self, step: int) -> int:
+        step = operator.index(step)
+        latest = self.latest_step()
+        if step < 0:
+            raise CheckpointError(f"step {step} cannot be saved; steps are 0 or more")
+        if latest is not None and step <= latest:
+            raise CheckpointError(
+                f"step {step} cannot be saved: {self.path} already has step {latest}; remove the"
+                f" folders of steps {step} and above there, or use another checkpoint folder"
+            )
+        return step
+
+    def _matching_metadata(
+        self, wanted: Mapping[str, Any], step: int | None, subset: bool
+    ) -> Metadata:
+        """The metadata of the step that process 0 chooses; refuses, on all processes together."""
+        error, metadata = None, None
+        try:
+            chosen = self._existing_step(step)
+        except CheckpointError as failure:
+            error, chosen = failure, -1
+        chosen = agreement.from_process_0(chosen)
+        try:
+            if error is None:
+                folder = folders.step_folder(self.path, chosen)
+                metadata = read_metadata(folder)
+                check_same_arrays(metadata.arrays, wanted, where=str(folder), subset=subset)
+        except CheckpointError as failure:
+            error = failure
+        agreement.raise_together(error)
+        assert metadata is not None
+        return metadata
+
+    def _run(self, save: _Save) -> list[str]:
+        """The whole of one save, in the writer's thread. Returns warnings."""
+        try:
+            write = self._start(save)
+            save.started.set_result(True)
+            write.result()
+            return self._commit(save)
+        except Exception as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise self._lost(save, error) from error
+        finally:
+            if not save.started.done():
+                save.started.set_result(False)
+
+    def _start(self, save: _Save) -> arrays.Write:
+        """Creates the partial folder and copies the arrays to the host."""
+        error = None
+        if _is_first_process():
+            try:
+                folders.make_partial(save.partial)
+                write_metadata(save.partial, save.metadata)
+            except OSError as failure:
+                error = self._lost(save, failure)
+        agreement.raise_together(error)
+        write = None
+        try:
+            write = arrays.start_write(save.partial / _ARRAYS, save.leaves)
+        except Exception as failure:
+            error = self._lost(save, failure)
+        save.leaves.clear()
+        agreement.raise_together(error)
+        assert write is not None
+        return write
+
+    def _commit(self, save: _Save) -> list[str]:
+        """Makes the checkpoint visible, then deletes expired ones."""
+        if not _is_first_process():
+            return []
+        step = save.metadata.step
+        folders.commit(save.partial, step)
+        texts = []
+        for old in self.keep.expired(folders.list_steps(self.path)):
+            try:
+                folders.remove(self.path, old)
+            except OSError as error:
+                texts.append(
+                    f"step {step} is saved, but the expired step {old} in {self.path} cannot be"
+                    f" deleted: {reason(error)}; delete it by hand"
+                )
+        return texts
+
+    def _lost(self, save: _Save, error: BaseException) -> CheckpointError:
+        """Frees the space of a failed save and says what happened."""
+        step = save.metadata.step
+        if _is_first_process():
+            shutil.rmtree(save.partial, ignore_errors=True)
+        text = f"step {step} was not saved in {self.path}: {reason(error)}"
+        if is_disk_full(error):
+            text += f" (needs {format_bytes(save.state_bytes)}, {folders.free_text(self.path)})"
+        steps = ", ".join(map(str, folders.list_steps(self.path))) or "none"
+        return CheckpointError(
+            f"{text}; earlier checkpoints are intact: {steps};"
+            " free some space, mend the folder, or use another one"
+        )
+
+    def _unreadable(self, step: int, error: BaseException) -> CheckpointError:
+        earlier = [other for other in self.steps() if other < step]
+        remedy = f"restore step {earlier[-1]}" if earlier else "no earlier step is saved"
+        return CheckpointError(
+            f"the arrays in {folders.step_folder(self.path, step)} cannot be read"
+            f" ({reason(error)}): files are damaged or missing; {remedy}"
+        )
+
+
+def _is_first_process() -> bool:
+    return jax.process_index() == 0

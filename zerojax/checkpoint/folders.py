@@ -1,0 +1,111 @@
+"""How a folder becomes a visible checkpoint and how it goes away. Each by one rename.
+
+Knows files and names; never touches arrays or what the files mean.
+
+    path/20            a complete checkpoint: the name is nothing but the step
+    path/30.partial-1  being written or given up: invisible, removed by the next save
+    path/10.expired    being deleted: invisible, removed by the next save
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from zerojax.checkpoint.errors import CheckpointError, reason
+from zerojax.trees import format_bytes
+
+_INVISIBLE = re.compile(r"\d+\.(partial-\d+|expired)")
+
+
+def list_steps(path: Path) -> tuple[int, ...]:
+    """The complete checkpoints in a folder, oldest first; none when the folder does not exist."""
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
+
+
+def step_folder(path: Path, step: int) -> Path:
+    """Where a complete checkpoint lies."""
+    return path / str(step)
+
+
+def partial_folder(path: Path, step: int, attempt: int) -> Path:
+    """Where a checkpoint is written before it is complete.
+
+    Threads of a failed attempt may still be writing when the next attempt begins, so each has a
+    folder of its own.
+    """
+    return path / f"{step}.partial-{attempt}"
+
+
+def make_partial(partial: Path) -> None:
+    """Creates a partial folder, empty; removes what interrupted saves have left beside it."""
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    for name in os.listdir(partial.parent):
+        if _INVISIBLE.fullmatch(name):
+            shutil.rmtree(partial.parent / name, ignore_errors=True)
+    partial.mkdir()
+
+
+def commit(partial: Path, step: int) -> None:
+    """Gives a partial folder the name of a complete one, after all its bytes are on disk."""
+    for folder, _, names in os.walk(partial):
+        for name in names:
+            _to_disk(os.path.join(folder, name))
+        _to_disk(folder)
+    os.rename(partial, step_folder(partial.parent, step))
+    _to_disk(partial.parent)
+
+
+def remove(path: Path, step: int) -> None:
+    """Deletes a complete checkpoint; an interruption never leaves a visible half."""
+    expired = path / f"{step}.expired"
+    os.rename(step_folder(path, step), expired)
+    shutil.rmtree(expired)
+
+
+def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:
+    """What keeps a state of this many bytes from being saved in a folder, if anything.
+
+    Creates the folder, and writes, syncs and deletes a small file in it.
+    """
+    file = path / f".probe-{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            file.write_bytes(b"\0" * 4096)
+            _to_disk(file)
+        finally:
+            file.unlink(missing_ok=True)
+        free = shutil.disk_usage(path).free
+    except OSError as error:
+        return CheckpointError(
+            f"checkpoints cannot be written: {reason(error)}; use a folder that you may write"
+        )
+    if free < state_bytes:
+        return CheckpointError(
+            f"checkpoints cannot be written to {path}: one needs {format_bytes(state_bytes)},"
+            f" {free_text(path)}; free some space or use another folder"
+        )
+    return None
+
+
+def free_text(path: Path) -> str:
+    """Free space for an error text: `"1.5 GiB free"`."""
+    try:
+        return f"{format_bytes(shutil.disk_usage(path).free)} free"
+    except OSError:
+        return "free space unknown"
+
+
+def _to_disk(path: str | os.PathLike[str]) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,196 @@
+"""What is written beside the arrays, and whether a saved state is the one that is asked for.
+
+Knows names, shapes, dtypes and JSON; never touches array values, devices or Orbax.
+
+The file is one readable JSON object. Keys that a reader does not know are ignored, so later
+versions may add some; `format` is raised only when an older reader would misread the checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import platform
+from collections.abc import Mapping
+from importlib import metadata as packages
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zerojax.checkpoint.errors import CheckpointError, reason
+
+FORMAT = 1
+FILE_NAME = "metadata.json"
+_PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metadata:
+    """Everything of one checkpoint except the arrays."""
+
+    step: int
+    """Batches consumed when the state was saved."""
+
+    arrays: dict[str, str]
+    """Name -> dtype and unpadded shape, such as `"float32[64,64]"`, sorted by name."""
+
+    data_state: dict[str, Any]
+    config: dict[str, Any]
+    plan: dict[str, Any]
+
+    versions: dict[str, str]
+    """Package name -> version that wrote the checkpoint."""
+
+    saved: str
+    """Time of the save, ISO 8601, UTC."""
+
+    num_devices: int
+    num_processes: int
+
+
+def describe(leaf: Any) -> str:
+    """dtype and shape of an array or `ShapeDtypeStruct`.
+
+    >>> describe(jax.ShapeDtypeStruct((2, 3), "float32"))
+    'float32[2,3]'
+    """
+    return f"{leaf.dtype}[{','.join(str(size) for size in leaf.shape)}]"
+
+
+def make_metadata(
+    step: int,
+    leaves: Mapping[str, Any],
+    *,
+    data_state: dict[str, Any],
+    config: dict[str, Any],
+    plan: dict[str, Any],
+) -> Metadata:
+    """The metadata of a state that is about to be saved.
+
+    Raises:
+      TypeError: `data_state`, `config` or `plan` is not made of JSON values; names the place.
+    """
+    for name, value in (("data_state", data_state), ("config", config), ("plan", plan)):
+        if not isinstance(value, dict):
+            raise TypeError(f"{name} is a {type(value).__name__}; a checkpoint stores a dict")
+        _check_json(value, name)
+    return Metadata(
+        step=step,
+        arrays={name: describe(leaves[name]) for name in sorted(leaves)},
+        data_state=data_state,
+        config=config,
+        plan=plan,
+        versions=_versions(),
+        saved=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        num_devices=jax.device_count(),
+        num_processes=jax.process_count(),
+    )
+
+
+def write_metadata(folder: Path, metadata: Metadata) -> None:
+    """Writes `metadata.json` into `folder`."""
+    body = {"format": FORMAT} | dataclasses.asdict(metadata)
+    (folder / FILE_NAME).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Reads `metadata.json` of one saved step.
+
+    Raises:
+      CheckpointError: no such file, not readable, not ours, or of a newer format.
+    """
+    path = folder / FILE_NAME
+    remedy = "remove this folder to continue from an earlier step"
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is not a complete zerojax checkpoint: {FILE_NAME} is missing; {remedy}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({reason(error)}); {remedy}") from error
+    number = body.get("format") if isinstance(body, dict) else None
+    if not isinstance(number, int):
+        raise CheckpointError(f"{path} has no format number, so zerojax did not write it; {remedy}")
+    if number > FORMAT:
+        writer = body.get("versions", {}).get("zerojax", "unknown")
+        raise CheckpointError(
+            f"{folder} has checkpoint format {number}, written by zerojax {writer}; this version"
+            f" reads formats up to {FORMAT}; update zerojax"
+        )
+    fields = [field.name for field in dataclasses.fields(Metadata)]
+    missing = [name for name in fields if name not in body]
+    if missing:
+        raise CheckpointError(f"{path} lacks {missing[0]!r}: it was changed by hand; {remedy}")
+    return Metadata(**{name: body[name] for name in fields})
+
+
+def check_same_arrays(
+    saved: Mapping[str, str], wanted: Mapping[str, Any], *, where: str, subset: bool
+) -> None:
+    """Compares a saved state with the one asked for, before any array is read.
+
+    Args:
+      saved: `Metadata.arrays`.
+      wanted: name -> anything with `.shape` and `.dtype`.
+      where: the checkpoint, for the error text.
+      subset: allow the checkpoint to hold more than what is wanted.
+
+    Raises:
+      CheckpointError: names the first differing leaf in name order, what both sides have, how many
+        more differ, and what to do.
+    """
+    described = {name: describe(leaf) for name, leaf in wanted.items()}
+    names = described.keys() if subset else described.keys() | saved.keys()
+    different = sorted(name for name in names if described.get(name) != saved.get(name))
+    if not different:
+        return
+    name = different[0]
+    ours, theirs = described.get(name), saved.get(name)
+    if theirs is None:
+        what = f"{name!r} ({ours}) is not in the checkpoint"
+    elif ours is None:
+        what = f"the checkpoint holds {name!r} ({theirs}), which this run does not have"
+    else:
+        kind = "dtype" if theirs.split("[")[0] != ours.split("[")[0] else "shape"
+        what = f"{kind} of {name!r}: the checkpoint has {theirs}, this run has {ours}"
+    more = f" ({len(different) - 1} more leaves differ)" if len(different) > 1 else ""
+    raise CheckpointError(
+        f"{where} was saved by another model or optimizer: {what}{more}; use the model and"
+        " optimizer settings stored in its metadata.json, or start in an empty checkpoint folder"
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = packages.version(name)
+        except packages.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _check_json(value: Any, where: str) -> None:
+    """Refuses what JSON would lose or change: integer keys, arrays, non-finite numbers."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"{where} has the key {key!r} of type {type(key).__name__}; a checkpoint stores"
+                    f" only string keys; use {str(key)!r}"
+                )
+            _check_json(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_json(item, f"{where}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise TypeError(f"{where} is {value}, which JSON does not have; use None or a string")
+    elif value is not None and type(value) not in (bool, int, float, str):
+        raise TypeError(
+            f"{where} is a {type(value).__name__}; a checkpoint stores None, bool, int, float, str,"
+            " lists and dicts of these"
+        )
