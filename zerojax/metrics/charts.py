@@ -1,0 +1,147 @@
+"""Line charts as HTML and SVG text that need no script to be read.
+
+Knows pixels, ticks and curves; never which metric it draws. Curves are drawn in a 1000 x 1000 box
+that the page stretches, and labels are HTML beside it, so that a chart fits any width.
+"""
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+BOX = 1000
+MAX_POINTS = 800
+
+Points = list[tuple[float, float | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve."""
+
+    label: str
+    points: Points
+    """(step, value), ascending; None where the value was not finite."""
+    style: str
+    """CSS class: "first", "second"; "faint" for what another curve smooths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Curves over steps, on common axes."""
+
+    title: str
+    unit: str
+    series: Sequence[Series]
+    text: Callable[[float], str]
+    """How a value is written beside the axis and above the curve."""
+    from_zero: bool = False
+    wide: bool = False
+
+
+def thin(points: Points, limit: int = MAX_POINTS) -> Points:
+    """At most about `limit` points that keep every peak: lowest and highest of each bucket."""
+    if len(points) <= limit:
+        return points
+    buckets = limit // 2
+    kept: Points = []
+    for i in range(buckets):
+        bucket = points[len(points) * i // buckets : len(points) * (i + 1) // buckets]
+        finite = [(value, step) for step, value in bucket if value is not None]
+        if not finite:
+            kept.append(bucket[0])
+            continue
+        extremes = sorted({(step, value) for value, step in (min(finite), max(finite))})
+        kept.extend(extremes)
+    if kept[-1] != points[-1]:
+        kept.append(points[-1])
+    return kept
+
+
+def smooth(points: Points, *, half_life: float) -> Points:
+    """Exponential average over points, without the bias of its start."""
+    keep = 0.5 ** (1 / half_life)
+    total = weight = 0.0
+    smoothed: Points = []
+    for step, value in points:
+        if value is not None:
+            total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        smoothed.append((step, total / weight if weight else None))
+    return smoothed
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers, about `count` of them, that lie in [low, high]."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    unit = 10.0 ** math.floor(math.log10(raw))
+    spacing = unit * next(m for m in (1, 2, 2.5, 5, 10) if m * unit >= raw * 0.999)
+    first = math.ceil(low / spacing - 1e-9)
+    last = math.floor(high / spacing + 1e-9)
+    return [round(i * spacing, 12) for i in range(first, last + 1)]
+
+
+def draw(chart: Chart, steps: tuple[float, float]) -> str:
+    """The chart as a `<figure>`; `steps` are the ends of the horizontal axis."""
+    shown = [s for s in chart.series if any(value is not None for _, value in s.points)]
+    low, high = _value_range(chart, shown)
+    first, last = steps
+
+    def x(step: float) -> float:
+        return (step - first) / ((last - first) or 1)
+
+    def y(value: float) -> float:
+        return (value - low) / (high - low)
+
+    rows, columns = nice_ticks(low, high), nice_ticks(first, last, 6)
+    grid = "".join(f'<path d="M0 {BOX * (1 - y(t)):.1f}H{BOX}"/>' for t in rows)
+    left = "".join(
+        f'<span style="bottom:{100 * y(t):.2f}%">{html.escape(chart.text(t))}</span>' for t in rows
+    )
+    below = "".join(f'<span style="left:{100 * x(t):.2f}%">{t:,.0f}</span>' for t in columns)
+    curves = "".join(
+        f'<path class="curve {series.style}" d="{_path(series.points, x, y)}"/>' for series in shown
+    )
+    legend = "".join(_legend_entry(chart, series) for series in shown if series.style != "faint")
+    size = " wide" if chart.wide else ""
+    return f"""<figure class="chart{size}">
+<figcaption><b>{html.escape(chart.title)}</b> <i>{html.escape(chart.unit)}</i>
+<span class="legend">{legend}</span></figcaption>
+<div class="frame"><div class="left">{left}</div>
+<div class="plot"><svg viewBox="0 0 {BOX} {BOX}" preserveAspectRatio="none" role="img"
+ aria-label="{html.escape(chart.title)} over steps"><g class="grid">{grid}</g>{curves}</svg>
+<div class="cursor"></div></div><div class="below">{below}</div></div>
+</figure>
+"""
+
+
+def _value_range(chart: Chart, shown: Sequence[Series]) -> tuple[float, float]:
+    values = [value for series in shown for _, value in series.points if value is not None]
+    low, high = min(values), max(values)
+    if chart.from_zero:
+        low = min(0.0, low)
+    margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+    return (low if chart.from_zero else low - margin), high + margin
+
+
+def _path(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    """Lines through neighbours; a lone point becomes a dot, a missing value a gap."""
+    parts, pen_down = [], False
+    for step, value in points:
+        if value is None:
+            pen_down = False
+            continue
+        place = f"{BOX * x(step):.1f} {BOX * (1 - y(value)):.1f}"
+        parts.append(f"L{place}" if pen_down else f"M{place}h0")
+        pen_down = True
+    return "".join(parts)
+
+
+def _legend_entry(chart: Chart, series: Series) -> str:
+    last = next(value for _, value in reversed(series.points) if value is not None)
+    label = html.escape(series.label)
+    return (
+        f'<span class="entry {series.style}"><span class="swatch"></span>{label} '
+        f'<output data-series="{label}">{html.escape(chart.text(last))}</output></span>'
+    )

@@ -1,0 +1,316 @@
+"""One HTML page about a run: what was planned, how it learned, how fast, in how much memory.
+
+Knows the files of a run folder; never the run itself. The page holds everything it shows: it opens
+without a network, years later, and prints.
+"""
+
+import html
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerojax.metrics.charts import Chart, Points, Series, draw, smooth, thin
+from zerojax.metrics.console import GIB, format_number, format_seconds
+from zerojax.metrics.jsonl import Metrics, read_metrics
+
+FILE_NAME = "report.html"
+SMOOTHED_FROM = 40
+"""Reports; a shorter curve is drawn as it is."""
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Writes `report.html` into a run folder and returns its path.
+
+    Raises:
+      FileNotFoundError: the folder holds no metrics.
+      ValueError: the run reported nothing yet.
+    """
+    run_dir = Path(run_dir)
+    metrics = read_metrics(run_dir)
+    if not metrics.train:
+        raise ValueError(f"'{run_dir}' has no finished report yet; wait for the first one")
+    path = run_dir / FILE_NAME
+    unfinished = path.with_suffix(".html.part")
+    unfinished.write_text(_page(run_dir, metrics), encoding="utf-8")
+    unfinished.replace(path)
+    return path
+
+
+def _page(run_dir: Path, metrics: Metrics) -> str:
+    plan = _text(run_dir / "plan.txt")
+    plan_line, _, plan_rest = plan.partition("\n")
+    charts = make_charts(metrics)
+    last = metrics.train[-1]["step"]
+    ends = (metrics.train[0]["step"], max([last, *(e["step"] for e in metrics.evals)]))
+    name = html.escape(run_dir.resolve().name)
+    here = Path(__file__)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{name} - zerojax run</title>
+<style>
+{_text(here.with_name("report.css"))}</style>
+</head>
+<body>
+<main>
+<header><div class="title"><h1>{name}</h1>{_status(metrics)}</div>
+<p>{html.escape(plan_line)}</p></header>
+<dl class="tiles">
+{_tiles(metrics)}</dl>
+<section class="charts">
+{"".join(draw(chart, ends) for chart in charts)}</section>
+{_panel("Plan", f"<pre>{html.escape(plan_rest.strip())}</pre>" if plan_rest.strip() else "")}
+{_panel("Configuration", _settings(_json(run_dir / "config.json")))}
+<footer>Written by zerojax on {time.strftime("%Y-%m-%d at %H:%M")} from metrics.jsonl, plan.txt and
+config.json in {html.escape(str(run_dir))}.{_unreadable(metrics)}</footer>
+</main>
+<script type="application/json" id="data">{_embedded(charts, ends)}</script>
+<script>
+{_text(here.with_name("report.js"))}</script>
+</body>
+</html>
+"""
+
+
+# Charts
+
+
+def make_charts(metrics: Metrics) -> list[Chart]:
+    """The charts of a page; what a run did not measure has none."""
+    train, evals = metrics.train, metrics.evals
+    speed = "tokens_per_second_per_device"
+    charts = [
+        Chart(
+            title="Loss",
+            unit="",
+            series=[*_loss(train), *_series("validation", evals, "loss", style="second")],
+            text=_plain,
+            wide=True,
+        ),
+        Chart(
+            title="Gradient norm",
+            unit="global, before clipping",
+            series=_series("norm", train, "grad_norm"),
+            text=_plain,
+        ),
+        Chart(
+            title="Learning rate",
+            unit="",
+            series=_series("rate", train, "learning_rate"),
+            text=lambda value: f"{value:.3g}",
+            from_zero=True,
+        ),
+        Chart(
+            title="Throughput",
+            unit="tokens/s per device",
+            series=_series("tokens/s", train, speed),
+            text=_short,
+            from_zero=True,
+        ),
+        Chart(
+            title="Memory",
+            unit=f"GiB, {_memory_source(train)}",
+            series=[
+                *_series("in use", train, "memory_in_use", unit=GIB),
+                *_series("peak", train, "memory_peak", unit=GIB, style="second"),
+            ],
+            text=lambda value: f"{value:.3g}",
+            from_zero=True,
+        ),
+    ]
+    return [chart for chart in charts if any(_finite(s.points) for s in chart.series)]
+
+
+def _loss(train: Sequence[Mapping[str, Any]]) -> list[Series]:
+    points = _points(train, "loss")
+    if len(points) < SMOOTHED_FROM:
+        return [Series(label="training", points=thin(points), style="first")]
+    smoothed = smooth(points, half_life=max(2.0, len(points) / 50))
+    return [
+        Series(label="training, smoothed", points=thin(smoothed), style="first"),
+        Series(label="training", points=thin(points), style="faint"),
+    ]
+
+
+def _series(
+    label: str,
+    records: Sequence[Mapping[str, Any]],
+    key: str,
+    *,
+    unit: float = 1,
+    style: str = "first",
+) -> list[Series]:
+    points = _points(records, key, unit)
+    return [Series(label=label, points=thin(points), style=style)] if points else []
+
+
+def _points(records: Sequence[Mapping[str, Any]], key: str, unit: float = 1) -> Points:
+    return [(r["step"], None if r[key] is None else r[key] / unit) for r in records if key in r]
+
+
+def _finite(points: Points) -> list[float]:
+    return [value for _, value in points if value is not None]
+
+
+def _embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
+    """What the script reads: the same points, with their values already worded."""
+    curves = [
+        [
+            {
+                "label": series.label,
+                "points": [
+                    [step, "not finite" if value is None else chart.text(value)]
+                    for step, value in series.points
+                ],
+            }
+            for series in chart.series
+            if _finite(series.points)
+        ]
+        for chart in charts
+    ]
+    text = json.dumps({"steps": ends, "charts": curves}, separators=(",", ":"))
+    return text.replace("</", "<\\/")
+
+
+# Tiles
+
+
+def _status(metrics: Metrics) -> str:
+    total = metrics.starts[-1].get("total_steps") if metrics.starts else None
+    step = metrics.train[-1]["step"]
+    if not total:
+        return f'<span class="status">step {step:,}</span>'
+    if step >= total:
+        return f'<span class="status finished">finished: {total:,} steps</span>'
+    return f'<span class="status">at step {step:,} of {total:,}</span>'
+
+
+def _tiles(metrics: Metrics) -> str:
+    tiles = [*_learning_tiles(metrics), *_machine_tiles(metrics)]
+    return "".join(
+        f"<div class='tile'><dt>{html.escape(label)}</dt><dd>{html.escape(value)}"
+        f"<small>{html.escape(note) or '&nbsp;'}</small></dd></div>\n"
+        for label, value, note in tiles
+    )
+
+
+def _learning_tiles(metrics: Metrics) -> list[tuple[str, str, str]]:
+    tiles = []
+    losses = _finite(_points(metrics.train, "loss"))
+    if losses:
+        recent = losses[-max(1, min(10, len(losses) // 10)) :]
+        tiles.append(("Training loss", f"{statistics.mean(recent):.4f}", f"from {losses[0]:.3f}"))
+    evals = [e for e in metrics.evals if e.get("loss") is not None]
+    if evals:
+        best = min(evals, key=lambda e: e["loss"])
+        perplexity = f", perplexity {math.exp(best['loss']):,.2f}" if best["loss"] < 15 else ""
+        note = f"at step {best['step']:,}{perplexity}"
+        tiles.append(("Best validation loss", f"{best['loss']:.4f}", note))
+    last = metrics.train[-1]
+    skipped = last.get("skipped")
+    seconds = sum(_seconds_of_each_start(metrics))
+    starts = len(metrics.starts)
+    note = f"in {starts} parts" if starts > 1 else ""
+    if skipped:
+        tiles.append(("Steps skipped", f"{skipped:,}", "loss or gradient not finite"))
+    tiles.append(("Time", format_seconds(seconds), note))
+    tokens = (metrics.starts[-1].get("tokens_per_step") if metrics.starts else None) or 0
+    if tokens:
+        tiles.append(("Tokens seen", _short(tokens * last["step"]), f"{_short(tokens)} per step"))
+    return tiles
+
+
+def _seconds_of_each_start(metrics: Metrics) -> Iterable[float]:
+    """The clock starts anew at each resume, so the last report before one has that part's time."""
+    before = 0.0
+    for record in metrics.train:
+        if record["seconds"] < before:
+            yield before
+        before = record["seconds"]
+    yield before
+
+
+def _machine_tiles(metrics: Metrics) -> list[tuple[str, str, str]]:
+    start = metrics.starts[-1] if metrics.starts else {}
+    devices = start.get("num_devices") or 1
+    tiles = []
+    for label, key, text in [
+        ("Tokens/s per device", "tokens_per_second_per_device", _short),
+        ("TFLOP/s per device", "tflops_per_device", format_number),
+        ("MFU", "mfu", lambda value: f"{value:.1%}"),
+    ]:
+        values = _finite(_points(metrics.train, key))
+        if values:
+            tiles.append((label, text(statistics.median(values)), "median"))
+    peaks = _finite(_points(metrics.train, "memory_peak"))
+    if peaks:
+        note = _memory_source(metrics.train)
+        tiles.append(("Peak memory", f"{max(peaks) / GIB:.2f} GiB", note))
+    kind = start.get("device_kind") or "device"
+    tiles.append(("Devices", str(devices), kind))
+    return tiles
+
+
+def _memory_source(train: Sequence[Mapping[str, Any]]) -> str:
+    source = train[-1].get("memory_source", "device")
+    return "fullest device" if source == "device" else source
+
+
+# Text
+
+
+def _settings(config: Mapping[str, Any]) -> str:
+    loose = {key: value for key, value in config.items() if not isinstance(value, dict)}
+    sections = {"run": loose} if loose else {}
+    sections.update((key, value) for key, value in config.items() if isinstance(value, dict))
+    blocks = []
+    for title, values in sections.items():
+        rows = "".join(
+            f"<tr><td>{html.escape(key)}</td><td>{html.escape(_setting(value))}</td></tr>"
+            for key, value in values.items()
+        )
+        blocks.append(f"<div><h3>{html.escape(title)}</h3><table>{rows}</table></div>")
+    return f'<div class="settings">{"".join(blocks)}</div>' if blocks else ""
+
+
+def _setting(value: Any) -> str:
+    if value is None:
+        return "default"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value if value != [] else "none")
+
+
+def _panel(title: str, content: str) -> str:
+    return f"<h2>{title}</h2>\n<div class='panel'>{content}</div>" if content else ""
+
+
+def _unreadable(metrics: Metrics) -> str:
+    count = metrics.unreadable_lines
+    return f" {count} half-written lines of metrics.jsonl were left out." if count else ""
+
+
+def _plain(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _short(value: float) -> str:
+    """12.3k, 4.5M: for numbers whose size matters more than their digits."""
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(_text(path) or "{}")

@@ -1,0 +1,312 @@
+"""One run's reports: which numbers follow from the clock, and who is told.
+
+Owns the run folder's metrics, events and summary files; never the state, the step or the loop.
+"""
+
+import contextlib
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from zerojax.config import ConfigError, LogConfig
+from zerojax.metrics import console
+from zerojax.metrics.events import EventWriter
+from zerojax.metrics.jsonl import FILE_NAME, MetricsFile
+from zerojax.metrics.peaks import peak_flops
+
+TAGS = {
+    "tokens_per_second_per_device": "speed/tokens_per_second_per_device",
+    "tflops_per_device": "speed/tflops_per_device",
+    "mfu": "speed/mfu",
+    "step_seconds": "speed/step_seconds",
+    "memory_in_use": "memory/in_use_bytes",
+    "memory_peak": "memory/peak_bytes",
+}
+MAX_REASONS = 20
+
+
+class RunLog:
+    """Writes what a run reports to the terminal and to `run_dir`.
+
+    Args:
+      run_dir: made if missing; an earlier run's metrics in it are appended to.
+      config: where to and how often.
+      total_steps: step at which the run ends.
+      tokens_per_step: over all devices; None where examples are not made of tokens.
+      flops_per_step: over all devices, forward and backward, without what remat repeats; None:
+        not known.
+      num_devices: over all processes.
+      device_kind: as the device calls itself; MFU is reported where its peak is published.
+      precision: "bf16" or "fp32": which peak.
+      read_memory: `profile.device_memory` or alike; None: memory is not reported.
+      process_index: only process 0 writes and prints.
+      stream: terminal; None: standard output.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        config: LogConfig,
+        *,
+        total_steps: int,
+        tokens_per_step: int | None = None,
+        flops_per_step: float | None = None,
+        num_devices: int = 1,
+        device_kind: str = "",
+        precision: str = "bf16",
+        read_memory: Callable[[], Mapping[str, Any]] | None = None,
+        process_index: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.run_dir, self._config = Path(run_dir), config
+        self._enabled = process_index == 0
+        self._stream, self._clock, self._read_memory = stream, clock, read_memory
+        self._total_steps, self._num_devices = total_steps, num_devices
+        self._tokens_per_step, self._flops_per_step = tokens_per_step, flops_per_step
+        self._device_kind, self._peak = device_kind, peak_flops(device_kind, precision)
+        self._display: console.Display = console.QuietDisplay()
+        self._file: MetricsFile | None = None
+        self._events: EventWriter | None = None
+        self._wandb: Any = None
+        self._began = self._last_time = self._steady_since = clock()
+        self._start_step = self._last_step = self._steady_step = 0
+        self._first_interval: tuple[int, float] | None = None
+        self._untimed = 0.0
+
+    def start(
+        self,
+        plan_line: str,
+        reasons: Sequence[str],
+        plan_table: str,
+        plan_dict: Mapping[str, Any],
+        config_dict: Mapping[str, Any],
+        *,
+        start_step: int = 0,
+    ) -> None:
+        """Says what will run and why, writes it to the run folder, and starts the clock.
+
+        Args:
+          plan_line: the resolved plan in one line.
+          reasons: why each default is what it is, one sentence each.
+          plan_table: the plan, many lines.
+          plan_dict: the plan, JSON-able.
+          config_dict: the configuration, JSON-able.
+          start_step: steps already done, when the run resumes.
+
+        Raises:
+          OSError: the run folder cannot be written, and what to do.
+        """
+        if not self._enabled:
+            return
+        summary = "\n".join([plan_line, "", *(f"- {reason}" for reason in reasons), "", plan_table])
+        self._make_folder()
+        (self.run_dir / "plan.txt").write_text(summary + "\n", encoding="utf-8")
+        for name, value in (("plan.json", plan_dict), ("config.json", config_dict)):
+            (self.run_dir / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        self._open_files(start_step, config_dict)
+        self._display = console.make_display(
+            self._config.console,
+            self._stream or sys.stdout,
+            total_steps=self._total_steps,
+            start_step=start_step,
+        )
+        self._announce(plan_line, reasons, start_step)
+        self._start_step = self._last_step = self._steady_step = start_step
+        self._began = self._last_time = self._clock()
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Reports a finished step.
+
+        Args:
+          step: batches consumed, this one included.
+          values: numbers; "loss", "grad_norm", "learning_rate" and "skipped" (steps left out so
+            far, since they were not finite) have their places, others follow by name.
+        """
+        if not self._enabled:
+            return
+        numbers = {key: _number(value) for key, value in values.items()}
+        now = self._clock()
+        measured = {**self._speed(step, now), **self._memory()}
+        report = {**numbers, **measured}
+        self._record("train", step, report)
+        tagged = {f"train/{key}": value for key, value in numbers.items()}
+        tagged.update((tag, measured[key]) for key, tag in TAGS.items() if key in measured)
+        self._send(step, tagged)
+        self._display.update(step, report, self._seconds_left(step, now))
+
+    def write_eval(self, step: int, values: Mapping[str, Any]) -> None:
+        """Reports an evaluation of the model after `step` batches."""
+        if not self._enabled:
+            return
+        numbers = {key: _number(value) for key, value in values.items()}
+        self._record("eval", step, numbers)
+        self._send(step, {f"eval/{key}": value for key, value in numbers.items()})
+        line = console.format_line(step, numbers, total_steps=self._total_steps)
+        self._display.message(f"{line}  (validation)")
+
+    def message(self, text: str) -> None:
+        """Prints a line above the live display."""
+        if self._enabled:
+            self._display.message(text)
+
+    @contextlib.contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Time inside the block (evaluation, saving) does not count as time of a training step."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._untimed += self._clock() - began
+
+    def close(self) -> None:
+        """Leaves the terminal as it was and closes the files; a second call does nothing."""
+        self._display.close()
+        self._display = console.QuietDisplay()
+        for writer in (self._file, self._events):
+            if writer is not None:
+                writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._file = self._events = self._wandb = None
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The folder and the files
+
+    def _make_folder(self) -> None:
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.run_dir / FILE_NAME).open("ab").close()
+        except OSError as error:
+            raise type(error)(
+                f"cannot write to the run folder '{self.run_dir}' ({error.strerror}); "
+                "choose another with run_dir="
+            ) from None
+
+    def _open_files(self, start_step: int, config_dict: Mapping[str, Any]) -> None:
+        self._file = MetricsFile(self.run_dir / FILE_NAME)
+        if self._config.tensorboard:
+            self._events = EventWriter(self.run_dir, first_step=start_step + 1)
+        if self._config.wandb is not None:
+            self._wandb = _start_wandb(self._config.wandb, self.run_dir, config_dict)
+        start = {
+            "total_steps": self._total_steps,
+            "num_devices": self._num_devices,
+            "device_kind": self._device_kind,
+            "tokens_per_step": self._tokens_per_step,
+            "flops_per_step": self._flops_per_step,
+            "peak_flops_per_device": self._peak,
+        }
+        self._record("start", start_step, start)
+
+    def _record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        seconds = round(self._clock() - self._began, 3) if kind != "start" else 0.0
+        record = {"kind": kind, "step": step, "time": time.time(), "seconds": seconds, **values}
+        with self._tolerating("metrics.jsonl") as ok:
+            if self._file is not None:
+                self._file.write(record)
+        if not ok[0]:
+            self._file = None
+
+    def _send(self, step: int, tagged: Mapping[str, float]) -> None:
+        with self._tolerating("the TensorBoard file") as ok:
+            if self._events is not None:
+                self._events.scalars(step, tagged)
+        if not ok[0]:
+            self._events = None
+        if self._wandb is not None:
+            self._wandb.log(dict(tagged), step=step)
+
+    @contextlib.contextmanager
+    def _tolerating(self, what: str) -> Iterator[list[bool]]:
+        """A full disk ends the reports to a file, said once, and not the training."""
+        ok = [True]
+        try:
+            yield ok
+        except OSError as error:
+            ok[0] = False
+            self._display.message(
+                f"warning: cannot write {what} ({error.strerror}); training goes on without it"
+            )
+
+    # Words
+
+    def _announce(self, plan_line: str, reasons: Sequence[str], start_step: int) -> None:
+        say = self._display.message
+        say(plan_line)
+        for reason in reasons[:MAX_REASONS]:
+            wrapped = textwrap.wrap(reason, 96, break_long_words=False, break_on_hyphens=False)
+            say("  - " + "\n    ".join(wrapped))
+        if len(reasons) > MAX_REASONS:
+            rest = len(reasons) - MAX_REASONS
+            say(f"  - and {rest} more: {self.run_dir / 'plan.txt'}")
+        if start_step:
+            say(f"resuming after step {start_step} of {self._total_steps}")
+        say(f"run folder {self.run_dir}")
+
+    # Numbers that follow from the clock
+
+    def _speed(self, step: int, now: float) -> dict[str, float]:
+        """Throughput since the last report; not of the first interval, which holds compilation."""
+        steps, seconds = step - self._last_step, now - self._last_time - self._untimed
+        self._last_step, self._last_time, self._untimed = step, now, 0.0
+        if self._first_interval is None:
+            self._first_interval = (steps, seconds)
+            self._steady_step, self._steady_since = step, now
+            return {"first_interval_seconds": seconds}
+        if steps < 1 or seconds <= 0:
+            return {}
+        report = {"step_seconds": seconds / steps}
+        if self._first_interval[0] > 0:
+            count, first = self._first_interval
+            self._first_interval = (0, 0.0)
+            compiling = max(0.0, first - count * report["step_seconds"])
+            report["compile_seconds"] = compiling
+            self._display.message(f"compiling took about {compiling:.1f} s")
+        per_device = steps / seconds / self._num_devices
+        if self._tokens_per_step:
+            report["tokens_per_second_per_device"] = self._tokens_per_step * per_device
+        if self._flops_per_step:
+            flops = self._flops_per_step * per_device
+            report["tflops_per_device"] = flops / 1e12
+            if self._peak:
+                report["mfu"] = flops / self._peak
+        return report
+
+    def _memory(self) -> dict[str, Any]:
+        if self._read_memory is None:
+            return {}
+        return {f"memory_{key}": value for key, value in self._read_memory().items()}
+
+    def _seconds_left(self, step: int, now: float) -> float | None:
+        done = step - self._steady_step
+        if done < 1:
+            return None
+        return (now - self._steady_since) / done * max(0, self._total_steps - step)
+
+
+def _number(value: Any) -> int | float:
+    return value if isinstance(value, int) else float(value)
+
+
+def _start_wandb(project: str, run_dir: Path, config_dict: Mapping[str, Any]) -> Any:
+    try:
+        import wandb  # optional, heavy, and only for those who ask for it
+    except ImportError:
+        raise ConfigError(
+            f"{project!r} needs the package wandb; pip install wandb, or set log.wandb=null",
+            ("log", "wandb"),
+        ) from None
+    return wandb.init(
+        project=project, name=run_dir.name, dir=str(run_dir), config=dict(config_dict)
+    )
