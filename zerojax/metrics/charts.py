@@ -36,11 +36,13 @@ class Chart:
     text: Callable[[float], str]
     """How a value is written beside the axis and above the curve."""
     from_zero: bool = False
+    log_above: float = math.inf
+    """A highest over lowest value from which the axis is logarithmic."""
     wide: bool = False
 
 
 def thin(points: Points, limit: int = MAX_POINTS) -> Points:
-    """At most about `limit` points that keep every peak: lowest and highest of each bucket."""
+    """At most about `limit` points that keep peaks: lowest, highest and gaps of each bucket."""
     if len(points) <= limit:
         return points
     buckets = limit // 2
@@ -51,22 +53,22 @@ def thin(points: Points, limit: int = MAX_POINTS) -> Points:
         if not finite:
             kept.append(bucket[0])
             continue
-        extremes = sorted({(step, value) for value, step in (min(finite), max(finite))})
-        kept.extend(extremes)
+        extremes = {(step, value) for value, step in (min(finite), max(finite))}
+        lost = {point for point in bucket if point[1] is None}
+        kept.extend(sorted(extremes | lost, key=lambda point: point[0]))
     if kept[-1] != points[-1]:
         kept.append(points[-1])
     return kept
 
 
-def smooth(points: Points, *, half_life: float) -> Points:
-    """Exponential average over points, without the bias of its start."""
-    keep = 0.5 ** (1 / half_life)
-    total = weight = 0.0
+def smooth(points: Points, *, half_width: int) -> Points:
+    """Means over a window around each point: no lag behind a falling curve, as averages of the past
+    have. The window shrinks at both ends, so that it stays centred."""
     smoothed: Points = []
-    for step, value in points:
-        if value is not None:
-            total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        smoothed.append((step, total / weight if weight else None))
+    for i, (step, _) in enumerate(points):
+        reach = min(half_width, i, len(points) - 1 - i)
+        window = [v for _, v in points[i - reach : i + reach + 1] if v is not None]
+        smoothed.append((step, sum(window) / len(window) if window else None))
     return smoothed
 
 
@@ -82,47 +84,82 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(i * spacing, 12) for i in range(first, last + 1)]
 
 
+def log_ticks(low: float, high: float, count: int = 7) -> list[float]:
+    """Round numbers in [low, high], at most `count`, about equally far apart as ratios."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 3), (1,)):
+        ticks = [m * 10.0**power for power in powers for m in steps]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if len(inside) <= count:
+            return inside
+    return inside[:: -(-len(inside) // count)]
+
+
 def draw(chart: Chart, steps: tuple[float, float]) -> str:
     """The chart as a `<figure>`; `steps` are the ends of the horizontal axis."""
     shown = [s for s in chart.series if any(value is not None for _, value in s.points)]
-    low, high = _value_range(chart, shown)
+    low, high, log = _value_axis(chart, shown)
     first, last = steps
+    scale = math.log if log else float
 
     def x(step: float) -> float:
-        return (step - first) / ((last - first) or 1)
+        return BOX * (step - first) / ((last - first) or 1)
 
     def y(value: float) -> float:
-        return (value - low) / (high - low)
+        return BOX * (scale(high) - scale(value)) / (scale(high) - scale(low))
 
-    rows, columns = nice_ticks(low, high), nice_ticks(first, last, 6)
-    grid = "".join(f'<path d="M0 {BOX * (1 - y(t)):.1f}H{BOX}"/>' for t in rows)
+    rows = log_ticks(low, high) if log else nice_ticks(low, high)
+    columns = nice_ticks(first, last, 6)
+    grid = "".join(f'<path d="M0 {y(t):.1f}H{BOX}"/>' for t in rows)
     left = "".join(
-        f'<span style="bottom:{100 * y(t):.2f}%">{html.escape(chart.text(t))}</span>' for t in rows
+        f'<span style="top:{100 * y(t) / BOX:.2f}%">{html.escape(chart.text(t))}</span>'
+        for t in rows
     )
-    below = "".join(f'<span style="left:{100 * x(t):.2f}%">{t:,.0f}</span>' for t in columns)
+    below = "".join(
+        f'<span style="left:{100 * x(t) / BOX:.2f}%"{_edge(x(t))}>{t:,.0f}</span>' for t in columns
+    )
+    lost = "".join(f"M{x(step):.1f} 0v{BOX // 25}" for step in _lost_steps(shown))
     curves = "".join(
         f'<path class="curve {series.style}" d="{_path(series.points, x, y)}"/>' for series in shown
     )
     legend = "".join(_legend_entry(chart, series) for series in shown if series.style != "faint")
     size = " wide" if chart.wide else ""
+    notes = [chart.unit, "log scale" if log else "", "red: not finite" if lost else ""]
+    unit = ", ".join(filter(None, notes))
     return f"""<figure class="chart{size}">
-<figcaption><b>{html.escape(chart.title)}</b> <i>{html.escape(chart.unit)}</i>
+<figcaption><b>{html.escape(chart.title)}</b> <i>{html.escape(unit)}</i>
 <span class="legend">{legend}</span></figcaption>
 <div class="frame"><div class="left">{left}</div>
 <div class="plot"><svg viewBox="0 0 {BOX} {BOX}" preserveAspectRatio="none" role="img"
- aria-label="{html.escape(chart.title)} over steps"><g class="grid">{grid}</g>{curves}</svg>
+ aria-label="{html.escape(chart.title)} over steps"><g class="grid">{grid}</g>{curves}
+<path class="lost" d="{lost}"/></svg>
 <div class="cursor"></div></div><div class="below">{below}</div></div>
 </figure>
 """
 
 
-def _value_range(chart: Chart, shown: Sequence[Series]) -> tuple[float, float]:
+def _value_axis(chart: Chart, shown: Sequence[Series]) -> tuple[float, float, bool]:
+    """Lowest and highest value of the axis, and whether it is logarithmic."""
     values = [value for series in shown for _, value in series.points if value is not None]
     low, high = min(values), max(values)
+    if low > 0 and high / low >= chart.log_above:
+        margin = (high / low) ** 0.06
+        return low / margin, high * margin, True
     if chart.from_zero:
         low = min(0.0, low)
     margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
-    return (low if chart.from_zero else low - margin), high + margin
+    return (low if chart.from_zero else low - margin), high + margin, False
+
+
+def _lost_steps(shown: Sequence[Series]) -> list[float]:
+    return sorted({step for series in shown for step, value in series.points if value is None})
+
+
+def _edge(place: float) -> str:
+    """The outermost labels stay inside the frame."""
+    if 0.03 * BOX < place < 0.97 * BOX:
+        return ""
+    return ' class="start"' if place < BOX / 2 else ' class="end"'
 
 
 def _path(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
@@ -132,7 +169,7 @@ def _path(points: Points, x: Callable[[float], float], y: Callable[[float], floa
         if value is None:
             pen_down = False
             continue
-        place = f"{BOX * x(step):.1f} {BOX * (1 - y(value)):.1f}"
+        place = f"{x(step):.1f} {y(value):.1f}"
         parts.append(f"L{place}" if pen_down else f"M{place}h0")
         pen_down = True
     return "".join(parts)

@@ -92,6 +92,7 @@ def make_charts(metrics: Metrics) -> list[Chart]:
             series=[*_loss(train), *_series("validation", evals, "loss", style="second")],
             text=_plain,
             wide=True,
+            log_above=2.5,
         ),
         Chart(
             title="Gradient norm",
@@ -131,7 +132,7 @@ def _loss(train: Sequence[Mapping[str, Any]]) -> list[Series]:
     points = _points(train, "loss")
     if len(points) < SMOOTHED_FROM:
         return [Series(label="training", points=thin(points), style="first")]
-    smoothed = smooth(points, half_life=max(2.0, len(points) / 50))
+    smoothed = smooth(points, half_width=max(2, len(points) // 60))
     return [
         Series(label="training, smoothed", points=thin(smoothed), style="first"),
         Series(label="training", points=thin(points), style="faint"),
@@ -250,7 +251,8 @@ def _machine_tiles(metrics: Metrics) -> list[tuple[str, str, str]]:
             tiles.append((label, text(statistics.median(values)), "median"))
     peaks = _finite(_points(metrics.train, "memory_peak"))
     if peaks:
-        note = _memory_source(metrics.train)
+        limit = metrics.train[-1].get("memory_limit")
+        note = _memory_source(metrics.train) + (f", of {limit / GIB:.1f}" if limit else "")
         tiles.append(("Peak memory", f"{max(peaks) / GIB:.2f} GiB", note))
     kind = start.get("device_kind") or "device"
     tiles.append(("Devices", str(devices), kind))
@@ -281,7 +283,7 @@ def _settings(config: Mapping[str, Any]) -> str:
 
 def _setting(value: Any) -> str:
     if value is None:
-        return "default"
+        return "not set"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value if value != [] else "none")
