@@ -1,0 +1,44 @@
+"""Batches: from text or token files to global arrays, in an order that survives any restart.
+
+Knows a plan's batch; never touches parameters, the step or the loop.
+"""
+
+from zerojax.data.corpus import read_text
+from zerojax.data.feed import Feed, as_feed
+from zerojax.data.placing import local_rows, shard_batch
+from zerojax.data.prefetch import Prefetch, prefetch
+from zerojax.data.prepare import Prepared, prepare
+from zerojax.data.source import TokenSource, as_source
+from zerojax.data.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    as_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+)
+from zerojax.data.tokens import Tokens, open_tokens, tokens_of_array, verify_tokens
+
+__all__ = [
+    "BpeTokenizer",
+    "ByteTokenizer",
+    "Feed",
+    "Prefetch",
+    "Prepared",
+    "TokenSource",
+    "Tokenizer",
+    "Tokens",
+    "as_feed",
+    "as_source",
+    "as_tokenizer",
+    "load_tokenizer",
+    "local_rows",
+    "open_tokens",
+    "prefetch",
+    "prepare",
+    "read_text",
+    "save_tokenizer",
+    "shard_batch",
+    "tokens_of_array",
+    "verify_tokens",
+]

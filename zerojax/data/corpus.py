@@ -1,0 +1,189 @@
+"""Which files make up a text corpus and in which order their documents are read.
+
+Knows paths and UTF-8; never touches token ids, batches or JAX.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+EMBEDDED_NAME = "shakespeare.txt"
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".jsonl")
+TOKEN_SUFFIXES = (".bin", ".npy")
+# A piece is what one tokenizer call sees: large enough to amortise the call, small enough that a
+# corpus of any size is read in constant memory.
+PIECE_CHARACTERS = 1 << 20
+
+
+def read_text(path: str | Path | None = None) -> str:
+    """The whole corpus as one string; `None` is the embedded Shakespeare (1.07 MB, ASCII).
+
+    Documents are joined by a blank line. Meant for small corpora: `read_documents` streams.
+
+    >>> read_text()[:14]
+    'AS YOU LIKE IT'
+
+    Raises:
+      FileNotFoundError: no such path.
+      ValueError: no text in it, or bytes that are not UTF-8 (names the file and the offset).
+    """
+    return "\n\n".join("".join(document) for document in read_documents(find_text_files(path)))
+
+
+def embedded_path() -> Path:
+    """Where the embedded text lies. The package is installed unzipped, so this is a real file."""
+    return Path(str(importlib.resources.files("zerojax.data").joinpath(EMBEDDED_NAME)))
+
+
+def existing_path(path: str | Path) -> Path:
+    """`path` with `~` expanded.
+
+    Raises:
+      FileNotFoundError: it does not exist; names the nearest parent folder that does.
+    """
+    found = Path(path).expanduser()
+    if found.exists():
+        return found
+    parent = next((p for p in found.absolute().parents if p.exists()), Path("/"))
+    raise FileNotFoundError(
+        f"data={str(path)!r} does not exist (the nearest existing folder is {str(parent)!r}); "
+        "pass a folder of text files, one text file, token files (.bin with a .json sidecar, "
+        ".npy), or None for the embedded Shakespeare"
+    )
+
+
+def find_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Files below `folder` with one of `suffixes`, sorted by relative path; hidden ones are left.
+
+    The order is that of the POSIX path strings, so it is the same on every machine.
+    """
+    found = [
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in suffixes
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and path.is_file()
+    ]
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def find_text_files(path: str | Path | None) -> list[Path]:
+    """The text files that `path` means: the embedded one, one file, or all those of a folder.
+
+    Raises:
+      FileNotFoundError: no such path.
+      ValueError: a folder without text files, or files without a single byte.
+    """
+    if path is None:
+        return [embedded_path()]
+    root = existing_path(path)
+    files = find_files(root, TEXT_SUFFIXES) if root.is_dir() else [root]
+    if not files:
+        seen = sorted({p.suffix or p.name for p in root.rglob("*") if p.is_file()})[:8]
+        raise ValueError(
+            f"the folder {str(root)!r} has no text file: found {seen or 'nothing'}, wanted one of "
+            f"{', '.join(TEXT_SUFFIXES)}; rename the files or pass one file by its name"
+        )
+    if not any(file.stat().st_size for file in files):
+        raise ValueError(
+            f"the corpus {str(root)!r} is empty: {len(files)} file(s), 0 bytes; "
+            "at least one batch of text is needed"
+        )
+    return files
+
+
+def num_text_bytes(files: Sequence[Path]) -> int:
+    """Bytes of all files together, from the folder entries alone."""
+    return sum(file.stat().st_size for file in files)
+
+
+def read_documents(files: Sequence[Path]) -> Iterator[Iterator[str]]:
+    """One iterator of text pieces per document, in the order of `files`, in constant memory.
+
+    A text file is one document. Each line of a `.jsonl` file is one document, its `"text"` value.
+    Every document must be consumed before the next one is asked for. Empty documents are left.
+
+    Raises:
+      ValueError: bytes that are not UTF-8, or a `.jsonl` line without a "text" string.
+    """
+    for file in files:
+        if file.suffix.lower() == ".jsonl":
+            for text in _json_lines(file):
+                if text:
+                    yield iter((text,))
+        elif file.stat().st_size:
+            yield _text_pieces(file)
+
+
+def _text_pieces(file: Path) -> Iterator[str]:
+    """Pieces of about PIECE_CHARACTERS that end at line ends."""
+    held = ""
+    # newline="" keeps \r\n as it is, so that the bytes of the text are the bytes of the file.
+    with file.open(encoding="utf-8", newline="") as stream:
+        while True:
+            try:
+                block = stream.read(PIECE_CHARACTERS)
+            except UnicodeDecodeError as error:
+                raise ValueError(_not_utf8(file)) from error
+            if not block:
+                break
+            held += block
+            if cut := _cut_place(held):
+                yield held[:cut]
+                held = held[cut:]
+    if held:
+        yield held
+
+
+def _cut_place(text: str) -> int:
+    """The last place between a single line end and a visible character; 0 if there is none.
+
+    A byte-level BPE splits there in any case, so the ids are those of the uncut text. A text of one
+    endless line is cut anywhere once it is four pieces long.
+    """
+    cut = text.rfind("\n", 0, len(text) - 1) + 1
+    while cut > 1 and (text[cut - 2].isspace() or text[cut].isspace()):
+        cut = text.rfind("\n", 0, cut - 1) + 1
+    if cut > 1:
+        return cut
+    return len(text) if len(text) >= 4 * PIECE_CHARACTERS else 0
+
+
+def _not_utf8(file: Path) -> str:
+    """The sentence for a file that is not UTF-8; scans it to find the exact offset."""
+    offset = 0
+    with file.open("rb") as stream:
+        # By lines: a UTF-8 character never holds the byte of a line end, so no cut can split one.
+        for line in stream:
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                offset += error.start
+                value = line[error.start]
+                return (
+                    f"{str(file)!r} is not UTF-8 text: byte 0x{value:02x} at offset {offset}; "
+                    "convert it (iconv -t utf-8), remove it from the folder, or, if it holds "
+                    "token ids, save it as .npy or as .bin with a .json sidecar"
+                )
+            offset += len(line)
+    return f"{str(file)!r} is not UTF-8 text; convert it (iconv -t utf-8)"
+
+
+def _json_lines(file: Path) -> Iterator[str]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{file}:{number}: not JSON ({error}); fix the line") from error
+            if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+                raise ValueError(
+                    f'{file}:{number}: no "text" string in {str(value)[:80]}; every line must be '
+                    'an object such as {"text": "..."}'
+                )
+            yield value["text"]

@@ -1,0 +1,288 @@
+"""Which batch comes next, and how to come back to the same place after a restart.
+
+Knows sources, iterables and positions; never touches devices, shardings or JAX.
+"""
+
+from __future__ import annotations
+
+import abc
+import base64
+import collections
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerojax.data.source import TokenSource
+
+logger = logging.getLogger("zerojax.data")
+
+Batch = Mapping[str, Any]
+State = dict[str, Any]
+
+
+class Feed(abc.ABC):
+    """An endless (or ending) iterator of batches whose position can be saved and restored.
+
+    `state()` right after `next()` is what resumes with the batch that follows. It is JSON-able.
+    """
+
+    kind: str
+    """Which sort of data this is; part of the state, so that another sort is noticed."""
+
+    def __init__(self, start: int):
+        if start < 0:
+            raise ValueError(f"start={start}: the first step is at least 0")
+        self._position = start
+        self._returned: collections.deque[tuple[Batch, State]] = collections.deque()
+        self._returned_state: State | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._returned:
+            batch, self._returned_state = self._returned.popleft()
+            return batch
+        self._returned_state = None
+        batch = self._next()
+        self._position += 1
+        return batch
+
+    @property
+    def position(self) -> int:
+        """Batches given since the start of the run: the step that the next batch is for."""
+        return int(self.state()["position"])
+
+    def state(self) -> State:
+        """`{"kind": ..., "position": batches given so far, ...}`."""
+        if self._returned_state is not None:
+            return self._returned_state
+        return {"kind": self.kind, "position": self._position, **self._details()}
+
+    def restore(self, state: Mapping[str, Any], *, allow_other_data: bool = False) -> None:
+        """Continues after the batch that `state` was taken after.
+
+        Args:
+          state: what `state()` returned, also of an earlier process.
+          allow_other_data: continue at the same number of batches although the data differ
+            from those the state belongs to.
+
+        Raises:
+          ValueError: the state belongs to other data or another sort of data.
+        """
+        if not isinstance(state, Mapping) or type(state.get("position")) is not int:
+            raise ValueError(f"data state {str(state)[:80]!r} has no 'position'; pass Feed.state()")
+        details = state
+        if state.get("kind") != self.kind:
+            if not allow_other_data:
+                raise ValueError(
+                    f"the saved data position is one of {state.get('kind')!r} data, the data given "
+                    f"now are {self.kind!r}; give the data of the saved run, or allow other data"
+                )
+            details = {}
+        self._restore(int(state["position"]), details, allow_other_data)
+        self._returned.clear()
+        self._returned_state = None
+        self._position = int(state["position"])
+
+    def give_back(self, batches: Iterable[tuple[Batch, State]], state: State) -> None:
+        """Puts batches that were taken but not used before those still to come.
+
+        Args:
+          batches: `(batch, state after it)` in their order.
+          state: the state before the first of them.
+        """
+        for item in reversed(list(batches)):
+            self._returned.appendleft(item)
+        if self._returned:
+            self._returned_state = state
+
+    @abc.abstractmethod
+    def _next(self) -> Batch:
+        """The next batch; raises StopIteration at the end."""
+
+    def _details(self) -> State:
+        """What the state holds besides kind and position."""
+        return {}
+
+    @abc.abstractmethod
+    def _restore(self, position: int, details: Mapping[str, Any], allow_other: bool) -> None:
+        """Goes to `position`; `details` is the whole state, or empty for another sort of data."""
+
+
+class SourceFeed(Feed):
+    """The batches of a `TokenSource`; the position is one row number."""
+
+    kind = "tokens"
+
+    def __init__(self, source: TokenSource, start: int, rows: tuple[int, int] | None):
+        super().__init__(start)
+        size = source.global_batch_size
+        self._source = source
+        self._lo, self._hi = rows or (0, size)
+        if not 0 <= self._lo < self._hi <= size:
+            raise ValueError(f"rows={rows} are not within the {size} rows of a global batch")
+        self._row = start * size
+
+    def _next(self) -> Batch:
+        batch = self._source.rows(self._row + self._lo, self._row + self._hi)
+        self._row += self._source.global_batch_size
+        return batch
+
+    def _details(self) -> State:
+        # The row and not only the step: a run continued with another global_batch_size goes on
+        # at the row where it stopped, so that an epoch still holds every window once.
+        return {"row": self._row, "data": self._source.fingerprint()}
+
+    def _restore(self, position: int, details: Mapping[str, Any], allow_other: bool) -> None:
+        saved, now = details.get("data", {}), self._source.fingerprint()
+        differing = [key for key in now if key in saved and saved[key] != now[key]]
+        if differing and not allow_other:
+            changes = ", ".join(f"{key} was {saved[key]!r}, is {now[key]!r}" for key in differing)
+            raise ValueError(
+                f"the data differ from those of the saved run ({changes}), so its position means "
+                "nothing here; give the same data and seed, start a new run, or allow other data"
+            )
+        row = details.get("row")
+        same = row is not None and not differing
+        self._row = int(row) if same else position * self._source.global_batch_size
+
+
+class FunctionFeed(Feed):
+    """`step -> batch`: any position is reached at once."""
+
+    kind = "function"
+
+    def __init__(self, function: Callable[[int], Batch], start: int):
+        super().__init__(start)
+        self._function = function
+
+    def _next(self) -> Batch:
+        return self._function(self._position)
+
+    def _restore(self, position: int, details: Mapping[str, Any], allow_other: bool) -> None:
+        del position, details, allow_other  # the base class keeps the position
+
+
+class IterableFeed(Feed):
+    """Any iterable. What can be iterated anew starts again at its end; an iterator just ends.
+
+    An iterator with `get_state` and `set_state` (grain) is restored by them. Any other gets back
+    to its place by reading and dropping the batches before it, which a log line says.
+    """
+
+    kind = "iterable"
+
+    def __init__(self, iterable: Iterable[Batch], start: int):
+        super().__init__(start)
+        self._iterable = iterable
+        self._iterator = iter(iterable)
+        self._is_one_shot = self._iterator is iterable
+        self._has_state = all(hasattr(self._iterator, n) for n in ("get_state", "set_state"))
+        if self._has_state:
+            self.kind = "stateful iterator"
+        self._read = 0
+        self._to_skip = start
+
+    def _next(self) -> Batch:
+        if self._to_skip:
+            logger.warning(
+                "data: reading and dropping %d batches to get back to step %d; to resume at once "
+                "give a function of the step, or an iterator with get_state and set_state",
+                self._to_skip,
+                self._position,
+            )
+            while self._to_skip:
+                self._advance()
+                self._to_skip -= 1
+        return self._advance()
+
+    def _advance(self) -> Batch:
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            if self._is_one_shot:
+                raise
+            self._iterator = iter(self._iterable)
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                raise ValueError(
+                    f"the data ({type(self._iterable).__name__}) give no batch at all when "
+                    f"iterated (after {self._read} batches); pass an iterable with at least one"
+                ) from None
+        self._read += 1
+        return batch
+
+    def _details(self) -> State:
+        if not self._has_state or self._to_skip:
+            return {}
+        return {"iterator": _as_json(self._iterator.get_state())}
+
+    def _restore(self, position: int, details: Mapping[str, Any], allow_other: bool) -> None:
+        if self._has_state and "iterator" in details:
+            self._iterator.set_state(_from_json(details["iterator"]))
+            self._to_skip, self._read = 0, position
+            return
+        if self._is_one_shot and position < self._read:
+            raise ValueError(
+                f"the data iterator has already given {self._read} batches and cannot go back to "
+                f"{position}; pass a fresh iterator, a list, or a function of the step"
+            )
+        if not self._is_one_shot:
+            self._iterator = iter(self._iterable)
+            self._read = 0
+        self._to_skip = position - self._read
+
+
+def as_feed(batches: Any, *, start: int = 0, rows: tuple[int, int] | None = None) -> Feed:
+    """A `Feed` of what a user calls batches.
+
+    Args:
+      batches: a `TokenSource`, a function `step -> batch`, a sequence or iterable of batches
+        (repeated at its end), or an iterator (ends with it). With several processes everything
+        but a `TokenSource` gives each process its own rows (`local_rows`).
+      start: the step to start with; `Feed.restore` goes to a saved state more exactly.
+      rows: `(lo, hi)` of each global batch that this process reads from a `TokenSource`; None: all.
+
+    Raises:
+      TypeError: a single batch, a path, or something that is no data at all.
+      ValueError: an empty sequence, a negative start, or rows outside the batch.
+    """
+    if isinstance(batches, Feed):
+        raise TypeError("this is a Feed already; use it as it is, with Feed.restore(state)")
+    if isinstance(batches, TokenSource):
+        return SourceFeed(batches, start, rows)
+    if isinstance(batches, str | Path) or batches is None:
+        raise TypeError(f"batches={batches!r}: turn it into a source first with as_source(...)")
+    if isinstance(batches, Mapping):
+        raise TypeError(
+            f"batches is one batch with keys {sorted(map(str, batches))[:8]}; pass [batch] to "
+            "train on it again and again, or an iterable of batches"
+        )
+    if isinstance(batches, Sequence):
+        if not batches:
+            raise ValueError("batches is empty (length 0); pass at least one batch")
+        return FunctionFeed(lambda step: batches[step % len(batches)], start)
+    if isinstance(batches, Iterable):
+        return IterableFeed(batches, start)
+    if callable(batches):
+        return FunctionFeed(batches, start)
+    raise TypeError(
+        f"batches is a {type(batches).__name__}; pass a TokenSource, an iterable of batches, or a "
+        "function of the step"
+    )
+
+
+def _as_json(value: Any) -> Any:
+    """Bytes become {"base64": ...}; anything else is left to be written as JSON."""
+    if isinstance(value, bytes | bytearray):
+        return {"base64": base64.b64encode(value).decode("ascii")}
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, Mapping) and set(value) == {"base64"}:
+        return base64.b64decode(value["base64"])
+    return value

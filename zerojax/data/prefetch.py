@@ -1,0 +1,153 @@
+"""When batches are read and moved to the devices: ahead of the step that uses them.
+
+Knows threads and queues; never touches what is in a batch, or how it is placed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from zerojax.data.feed import Batch, Feed, State, logger
+
+# How long closing waits for a read that is under way before it leaves the thread to itself.
+JOIN_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+
+
+class Prefetch(Iterator[tuple[Any, State]]):
+    """Yields `(placed batch, data state after it)`; made by `prefetch`.
+
+    A checkpoint stores the state that came with the batch its step consumed, never `feed.state()`,
+    which is up to `depth` batches ahead. Use it as a context manager, or call `close`: batches
+    that were read ahead go back to the feed, so that the feed continues where the consumer was.
+    """
+
+    def __init__(self, feed: Feed, put: Callable[[Batch], Any], depth: int):
+        self._feed = feed
+        self._state = feed.state()  # before the thread starts to move the feed on
+        self._worker = _Worker(feed, put, depth)
+        self._ended = False
+        self.waited_seconds = 0.0
+        """Time the consumer has spent waiting for data: near zero when reading keeps up."""
+        # At exit a thread that still moves arrays would meet a torn down backend. The finalizer
+        # refers to the worker only; a reference to `self` would keep it alive.
+        self._finalizer = weakref.finalize(self, self._worker.stop)
+
+    def __iter__(self) -> Prefetch:
+        return self
+
+    def __next__(self) -> tuple[Any, State]:
+        if self._ended:
+            raise StopIteration
+        before = time.perf_counter()
+        item = self._worker.ready.get()
+        self.waited_seconds += time.perf_counter() - before
+        if isinstance(item, BaseException):
+            self._ended = True
+            raise item
+        _, placed, self._state = item
+        return placed, self._state
+
+    @property
+    def state(self) -> State:
+        """The data state after the last batch that was consumed."""
+        return self._state
+
+    def close(self) -> None:
+        """Stops reading ahead and gives unused batches back to the feed; may be called twice."""
+        if not self._finalizer.alive:
+            return
+        self._finalizer.detach()
+        self._ended = True
+        unused = self._worker.stop()
+        self._feed.give_back(unused, self._state)
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def prefetch(feed: Feed, *, put: Callable[[Batch], Any], depth: int = 2) -> Prefetch:
+    """Reads and places batches in a background thread while the step runs.
+
+    What the feed or `put` raises is raised by `next()` in the consumer, after the batches before
+    it. Ctrl-C in the consumer leaves the thread harmless; `close` or the `with` block ends it.
+
+    Args:
+      feed: is only used by the thread until `close`.
+      put: `batch -> placed batch`, for example `lambda batch: shard_batch(plan, batch)`.
+      depth: batches ready ahead of the consumer, at least 1; each one takes its device memory.
+
+    Raises:
+      ValueError: depth below 1. TypeError: `feed` is not a Feed.
+    """
+    if depth < 1:
+        raise ValueError(f"depth={depth}: at least 1 batch must be read ahead; 2 is a good value")
+    if not isinstance(feed, Feed):
+        raise TypeError(f"feed is a {type(feed).__name__}; make one with as_feed(batches)")
+    return Prefetch(feed, put, depth)
+
+
+class _Worker:
+    """The thread and its queue; knows nothing of the Prefetch that owns it."""
+
+    def __init__(self, feed: Feed, put: Callable[[Batch], Any], depth: int):
+        self.ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
+        self._late: list[tuple[Batch, State]] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(feed, put), name="zerojax-prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, feed: Feed, put: Callable[[Batch], Any]) -> None:
+        try:
+            while not self._stopping.is_set():
+                batch = next(feed)
+                state = feed.state()
+                if self._stopping.is_set():
+                    self._late.append((batch, state))
+                    return
+                if not self._offer((batch, put(batch), state)):
+                    self._late.append((batch, state))
+        except BaseException as error:  # StopIteration too: every end goes to the consumer
+            self._offer(error)
+
+    def _offer(self, item: Any) -> bool:
+        """Puts `item` into the queue; False if it was stopped before there was room."""
+        while not self._stopping.is_set():
+            try:
+                self.ready.put(item, timeout=_POLL_SECONDS)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def stop(self) -> list[tuple[Batch, State]]:
+        """Ends the thread; returns the batches that nobody has consumed, in their order."""
+        self._stopping.set()
+        self._thread.join(JOIN_SECONDS)
+        if self._thread.is_alive():
+            logger.warning(
+                "data: reading the next batch has not ended within %g s; its thread is left alone",
+                JOIN_SECONDS,
+            )
+        unused = []
+        while not self.ready.empty():
+            item = self.ready.get_nowait()
+            if not isinstance(item, BaseException):
+                unused.append((item[0], item[2]))
+        return unused + self._late

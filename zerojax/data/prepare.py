@@ -1,0 +1,200 @@
+"""How a text corpus of any size becomes token files on disk.
+
+Knows text, tokenizers and token files; never touches batches or JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerojax.data.corpus import find_text_files, num_text_bytes, read_documents
+from zerojax.data.tokenizer import Tokenizer, as_tokenizer, save_tokenizer
+from zerojax.data.tokens import FORMAT, TokenPart, Tokens, hash_file, sidecar_path, smallest_dtype
+
+# A BPE learns nothing more from text beyond this; it keeps training on 100 GB to about a minute.
+BPE_SAMPLE_CHARACTERS = 64 << 20
+# Text up to this size is encoded in memory when it is given to `train`; larger text is prepared.
+MAX_TEXT_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What `prepare` has written."""
+
+    folder: Path
+    num_documents: int
+    num_train_tokens: int
+    num_validation_tokens: int
+    num_text_bytes: int
+    vocab_size: int
+
+
+def prepare(
+    data: str | Path | None,
+    out: str | Path,
+    *,
+    tokenizer: Any = "bytes",
+    validation_fraction: float = 0.0,
+) -> Prepared:
+    """Writes `train.bin`, `validation.bin`, their sidecars and `tokenizer.json` into `out`.
+
+    Streams: memory does not grow with the corpus. `zerojax.train(..., data=out)` reads the result.
+    A `.bin` gets its sidecar last, so that what an interrupted run leaves is never taken for whole.
+
+    Args:
+      data: a text file, a folder of them, or None for the embedded Shakespeare.
+      out: a folder; made if missing; must not hold token files yet.
+      tokenizer: "bytes", "bpe:4096" (trained on at most 64 M characters, an equal share of each
+        file), the path of a tokenizer file, or a tokenizer.
+      validation_fraction: the tail of the corpus, in tokens, that goes to `validation.bin`.
+
+    Raises:
+      ValueError: bad fraction, empty or non-UTF-8 text, token files already in `out`.
+      OSError: a full disk or an unwritable folder, in one sentence.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise ValueError(
+            f"validation_fraction={validation_fraction}: it must be at least 0 and below 1"
+        )
+    files = find_text_files(data)
+    folder = Path(out).expanduser()
+    if folder.is_dir() and any(folder.glob("*.bin")):
+        raise ValueError(
+            f"{str(folder)!r} already holds token files; choose another folder or remove them"
+        )
+    ready = make_tokenizer(tokenizer, files)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _write(files, folder, ready, validation_fraction)
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        raise OSError(
+            error.errno or errno.EIO,
+            f"could not write token files into {str(folder)!r}: {reason}; "
+            f"about {num_text_bytes(files)} bytes of text are to be stored, choose another folder",
+        ) from error
+
+
+def _write(files: Sequence[Path], folder: Path, tokenizer: Tokenizer, fraction: float) -> Prepared:
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    train, validation = folder / "train.bin", folder / "validation.bin"
+    partial = folder / "tokens.partial"
+    count = num_documents = 0
+    try:
+        with partial.open("wb") as stream:
+            for starts_document, ids in encode_files(files, tokenizer):
+                num_documents += starts_document
+                count += len(ids)
+                stream.write(ids.astype(dtype).tobytes())
+        num_validation = round(count * fraction)
+        if num_validation:
+            _move_tail(partial, validation, num_validation * dtype.itemsize)
+        partial.replace(train)
+    finally:
+        partial.unlink(missing_ok=True)
+    save_tokenizer(tokenizer, folder / "tokenizer.json")
+    for file, tokens in ((train, count - num_validation), (validation, num_validation)):
+        if tokens:
+            _write_sidecar(file, dtype, tokens, tokenizer)
+    return Prepared(
+        folder=folder,
+        num_documents=num_documents,
+        num_train_tokens=count - num_validation,
+        num_validation_tokens=num_validation,
+        num_text_bytes=num_text_bytes(files),
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
+def _move_tail(source: Path, target: Path, num_bytes: int) -> None:
+    """The last `num_bytes` of `source` become the file `target`; at most 16 MB in memory."""
+    keep = source.stat().st_size - num_bytes
+    with source.open("r+b") as stream:
+        stream.seek(keep)
+        with target.open("wb") as tail:
+            while block := stream.read(16 << 20):
+                tail.write(block)
+        stream.truncate(keep)
+
+
+def _write_sidecar(file: Path, dtype: np.dtype, count: int, tokenizer: Tokenizer) -> None:
+    content = {
+        "format": FORMAT,
+        "version": 1,
+        "dtype": dtype.name,
+        "count": count,
+        "vocab_size": tokenizer.vocab_size,
+        "sha256": hash_file(file),
+        "tokenizer": tokenizer.to_dict(),
+    }
+    path = sidecar_path(file)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def make_tokenizer(spec: Any, files: Sequence[Path]) -> Tokenizer:
+    """`as_tokenizer` that trains a "bpe:..." on an equal share of each of `files`."""
+    return as_tokenizer(spec, _sample(files))
+
+
+def _sample(files: Sequence[Path]) -> Iterator[str]:
+    share = max(BPE_SAMPLE_CHARACTERS // len(files), 1)
+    for file in files:
+        left = share
+        for document in read_documents([file]):
+            for piece in document:
+                yield piece[:left]
+                left -= len(piece)
+                if left <= 0:
+                    break
+            if left <= 0:
+                break
+
+
+def encode_files(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[tuple[bool, np.ndarray]]:
+    """The ids of all documents in order, the tokenizer's separator between two of them.
+
+    Yields:
+      `(starts_document, ids)`: int32 [n], one piece of text at a time.
+    """
+    is_first = True
+    for document in read_documents(files):
+        starts_document = True
+        for piece in document:
+            ids = tokenizer.encode(piece)
+            if starts_document and not is_first:
+                ids = np.concatenate([tokenizer.separator, ids])
+            yield starts_document, ids
+            starts_document = is_first = False
+
+
+def tokens_of_text(path: Path | None, tokenizer: Any) -> tuple[Tokens, Tokenizer]:
+    """Encodes a text corpus in memory.
+
+    Raises:
+      ValueError: more than MAX_TEXT_BYTES of text (with the command that prepares it).
+    """
+    files = find_text_files(path)
+    size = num_text_bytes(files)
+    if size > MAX_TEXT_BYTES:
+        raise ValueError(
+            f"{str(path)!r} holds {size / 2**30:.1f} GiB of text, more than the "
+            f"{MAX_TEXT_BYTES / 2**30:g} GiB that are encoded in memory; run once `zerojax data "
+            f"prepare {path} tokens/ --tokenizer bpe:32768` and pass data='tokens/'"
+        )
+    ready = make_tokenizer(tokenizer, files)
+    dtype = smallest_dtype(ready.vocab_size)
+    pieces = [ids.astype(dtype) for _, ids in encode_files(files, ready)]
+    part = TokenPart(
+        ids=np.concatenate(pieces) if pieces else np.zeros(0, dtype),
+        name="the embedded Shakespeare" if path is None else str(path),
+    )
+    return Tokens(parts=(part,), vocab_size=ready.vocab_size, tokenizer=ready.to_dict()), ready

@@ -1,0 +1,338 @@
+"""What a token file is, and how windows of it are read without reading the rest.
+
+Knows integer arrays and files; never touches the order of reading, batches or JAX.
+
+A `.bin` file is nothing but little-endian uint8, uint16 or uint32 ids. Beside it lies a `.json`
+with the same stem: `dtype` is needed; `count`, `vocab_size`, `tokenizer`, `sha256` are optional.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerojax.data.corpus import TOKEN_SUFFIXES, find_files
+
+FORMAT = "zerojax-tokens"
+DTYPES: Mapping[str, np.dtype] = {
+    "uint8": np.dtype("<u1"),
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+}
+# Files up to this size are searched for ids out of vocabulary when they are opened (about 0.1 s);
+# in larger ones every batch is checked as it is read.
+SCAN_BYTES = 256 << 20
+_BLOCK = 1 << 22
+_VALIDATION_STEM = re.compile(r"(^|[._-])(val|valid|validation)([._-]|$)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TokenPart:
+    """One run of tokens of one file."""
+
+    ids: np.ndarray
+    """Integer [n], usually memory-mapped: nothing is read before it is indexed."""
+    name: str
+    """The file it comes from, for messages."""
+    offset: int = 0
+    """Where in that file `ids[0]` lies, in tokens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Tokens:
+    """Runs of token ids, read by windows that never cross from one run to the next."""
+
+    parts: tuple[TokenPart, ...]
+    vocab_size: int | None = None
+    """Every id is below it (promised by the writer of the file); None: unknown."""
+    tokenizer: Mapping[str, Any] | None = None
+    """`Tokenizer.to_dict` of what made the ids; None: unknown."""
+
+    @property
+    def count(self) -> int:
+        """Number of tokens in all parts."""
+        return sum(len(part.ids) for part in self.parts)
+
+    @property
+    def name(self) -> str:
+        """A short name for messages."""
+        more = f" and {len(self.parts) - 1} more" if len(self.parts) > 1 else ""
+        return f"{self.parts[0].name}{more}" if self.parts else "no tokens"
+
+    def windows_per_part(self, seq_len: int) -> np.ndarray:
+        """int64 [parts]: how many windows of seq_len inputs (and one token more) each part has."""
+        sizes = np.array([len(part.ids) for part in self.parts], np.int64)
+        return np.maximum(sizes - 1, 0) // seq_len
+
+    def split(self, fraction: float) -> tuple[Tokens, Tokens | None]:
+        """The head for training and the tail (`fraction` of all tokens) for validation.
+
+        Deterministic, without a shared token, and nothing is copied. Fraction 0: no validation.
+
+        Raises:
+          ValueError: a fraction outside [0, 1).
+        """
+        if not 0 <= fraction < 1:
+            raise ValueError(f"validation_fraction={fraction}: it must be at least 0 and below 1")
+        left = self.count - round(self.count * fraction)
+        if left == self.count:
+            return self, None
+        head, tail = [], []
+        for part in self.parts:
+            cut = min(left, len(part.ids))
+            left -= cut
+            if cut:
+                head.append(dataclasses.replace(part, ids=part.ids[:cut]))
+            if cut < len(part.ids):
+                offset = part.offset + cut
+                tail.append(dataclasses.replace(part, ids=part.ids[cut:], offset=offset))
+        return (
+            dataclasses.replace(self, parts=tuple(head)),
+            dataclasses.replace(self, parts=tuple(tail)),
+        )
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of the sizes and of a few ids of every part; reads at most 8 KB of each."""
+        digest = hashlib.sha256()
+        for part in self.parts:
+            digest.update(f"{len(part.ids)}:".encode())
+            for piece in (part.ids[:1024], part.ids[len(part.ids) // 2 :][:512], part.ids[-512:]):
+                digest.update(np.asarray(piece, "<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+
+def gather_windows(ids: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """`ids[start : start + length]` for every start, in one indexing operation.
+
+    Args:
+      ids: [n] any integer dtype, memory-mapped or not; only the windows are read.
+      starts: int64 [b] in [0, n - length].
+      length: tokens per window.
+
+    Returns:
+      [b, length], the dtype of `ids`, a new array.
+    """
+    return np.lib.stride_tricks.sliding_window_view(np.asarray(ids), length)[starts]
+
+
+def tokens_of_array(ids: np.ndarray, *, name: str = "the token array") -> Tokens:
+    """Tokens from an integer array [n] in memory.
+
+    Raises:
+      TypeError: not integers. ValueError: not one-dimensional.
+    """
+    return Tokens(parts=(TokenPart(ids=_checked_array(np.asarray(ids), name), name=name),))
+
+
+def is_token_path(path: Path) -> bool:
+    """Whether `path` is a token file or a folder that holds token files (and not text)."""
+    if path.is_dir():
+        return bool(find_files(path, TOKEN_SUFFIXES))
+    return path.suffix.lower() in TOKEN_SUFFIXES
+
+
+def open_tokens(paths: Sequence[Path]) -> tuple[Tokens | None, Tokens | None]:
+    """Maps token files; nothing but the sidecars and the file headers is read.
+
+    Args:
+      paths: files, or folders whose token files are taken in the order of their names.
+
+    Returns:
+      `(train, validation)`: files whose name has a part "val", "valid" or "validation"
+      (`validation.bin`, `corpus_val_000.npy`) are the second, if there are any, unless a single
+      file is given by its name.
+
+    Raises:
+      ValueError: a `.bin` without a usable sidecar, a size that differs from the sidecar's count,
+        an array that is not one row of integers, shards made by different tokenizers.
+    """
+    files: list[Path] = []
+    for path in paths:
+        files += find_files(path, TOKEN_SUFFIXES) if path.is_dir() else [path]
+    if len(files) == 1 and not paths[0].is_dir():
+        return _open_files(files), None
+    validation = [file for file in files if _VALIDATION_STEM.search(file.stem.lower())]
+    train = [file for file in files if file not in validation]
+    return _open_files(train), _open_files(validation)
+
+
+def _open_files(files: Sequence[Path]) -> Tokens | None:
+    if not files:
+        return None
+    opened = [
+        _open_npy(file) if file.suffix.lower() == ".npy" else _open_bin(file) for file in files
+    ]
+    first = opened[0]
+    for file, tokens in zip(files, opened, strict=True):
+        if (tokens.tokenizer, tokens.vocab_size) != (first.tokenizer, first.vocab_size):
+            raise ValueError(
+                f"{str(file)!r} (vocabulary {tokens.vocab_size}) was not made by the tokenizer of "
+                f"{str(files[0])!r} (vocabulary {first.vocab_size}); one corpus must have one "
+                "tokenizer: keep them in separate folders"
+            )
+    parts = tuple(part for tokens in opened for part in tokens.parts)
+    return dataclasses.replace(first, parts=parts)
+
+
+def _open_npy(file: Path) -> Tokens:
+    try:
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is not a readable .npy array: {error}") from error
+    parts = (TokenPart(ids=_checked_array(array, str(file)), name=str(file)),)
+    sidecar = read_sidecar(file) if sidecar_path(file).is_file() else {}
+    return Tokens(
+        parts=parts, vocab_size=sidecar.get("vocab_size"), tokenizer=sidecar.get("tokenizer")
+    )
+
+
+def _open_bin(file: Path) -> Tokens:
+    sidecar = read_sidecar(file)
+    dtype = DTYPES[sidecar["dtype"]]
+    num_bytes = file.stat().st_size
+    count = sidecar.get("count", num_bytes // dtype.itemsize)
+    if num_bytes != count * dtype.itemsize:
+        raise ValueError(
+            f"{str(file)!r} has {num_bytes} bytes, but {count} tokens of {dtype.name} in "
+            f"{sidecar_path(file).name} make {count * dtype.itemsize}; the file is cut or was "
+            "changed: copy or prepare it again"
+        )
+    # An empty file cannot be mapped.
+    ids = np.memmap(file, dtype, mode="r") if count else np.zeros(0, dtype)
+    return Tokens(
+        parts=(TokenPart(ids=np.asarray(ids), name=str(file)),),
+        vocab_size=sidecar.get("vocab_size"),
+        tokenizer=sidecar.get("tokenizer"),
+    )
+
+
+def _checked_array(array: np.ndarray, name: str) -> np.ndarray:
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(
+            f"{name} has dtype {array.dtype}; token ids are integers: save them as such"
+        )
+    if array.ndim != 1:
+        raise ValueError(
+            f"{name} has shape {array.shape}; token ids are one row: save array.reshape(-1)"
+        )
+    return np.asarray(array)
+
+
+def sidecar_path(file: Path) -> Path:
+    """`corpus.json` for `corpus.bin`."""
+    return file.with_suffix(".json")
+
+
+def read_sidecar(file: Path) -> dict[str, Any]:
+    """The checked content of the `.json` beside a token file.
+
+    Raises:
+      ValueError: it is missing, not JSON, or a value in it is of the wrong type.
+    """
+    path = sidecar_path(file)
+    minimal = '{"dtype": "uint16"}'
+    if not path.is_file():
+        raise ValueError(
+            f"{str(file)!r} has no sidecar {path.name!r}, so the width of its ids is unknown; "
+            f"write {minimal} (or uint8, uint32) into {str(path)!r} if it is raw ids without a "
+            "header, or make it again with `zerojax data prepare`"
+        )
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{str(path)!r} is not JSON ({error}); write for example {minimal}"
+        ) from error
+    checks: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "dtype": (lambda x: x in DTYPES or file.suffix == ".npy", f"one of {', '.join(DTYPES)}"),
+        "count": (lambda x: x is None or (type(x) is int and x >= 0), "a number of tokens"),
+        "vocab_size": (lambda x: x is None or (type(x) is int and x >= 1), "a number of ids"),
+        "tokenizer": (lambda x: x is None or isinstance(x, dict), "an object"),
+    }
+    if not isinstance(value, dict):
+        raise ValueError(f"{str(path)!r} holds {type(value).__name__}; write for example {minimal}")
+    for key, (is_good, wanted) in checks.items():
+        if not is_good(value.get(key)):
+            raise ValueError(f"{str(path)!r}: {key}={value.get(key)!r}; it must be {wanted}")
+    return {key: item for key, item in value.items() if item is not None}
+
+
+def smallest_dtype(vocab_size: int) -> np.dtype:
+    """The narrowest dtype of a token file that holds ids below `vocab_size`."""
+    return next(d for d in DTYPES.values() if vocab_size - 1 <= np.iinfo(d).max)
+
+
+def check_ids(tokens: Tokens, vocab_size: int) -> None:
+    """Finds ids outside [0, vocab_size) before training: in the sidecar, else in the file itself.
+
+    Costs nothing when the dtype or the sidecar rules them out. Larger files than SCAN_BYTES are
+    not searched here; `TokenSource` checks each window as it is read.
+
+    Raises:
+      ValueError: names the file, the offset and the id.
+    """
+    if tokens.vocab_size is not None:
+        if tokens.vocab_size > vocab_size:
+            raise ValueError(
+                f"{tokens.name} holds ids of a tokenizer with {tokens.vocab_size} entries, the "
+                f"model's vocab_size is {vocab_size}; set it to {tokens.vocab_size} or more"
+            )
+        return
+    for part in tokens.parts:
+        if part.ids.nbytes <= SCAN_BYTES:
+            for start, block in _blocks(part.ids):
+                check_block(block, vocab_size, name=part.name, offset=part.offset + start)
+
+
+def check_block(block: np.ndarray, vocab_size: int, *, name: str, offset: int) -> None:
+    """Checks consecutive ids [n]; `offset` is where block[0] lies in the file `name`.
+
+    Raises:
+      ValueError: the first id outside [0, vocab_size), with file and offset.
+    """
+    limits = np.iinfo(block.dtype)
+    if not block.size or (limits.min >= 0 and limits.max < vocab_size):
+        return
+    if block.max() < vocab_size and (limits.min >= 0 or block.min() >= 0):
+        return
+    first = int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
+    raise ValueError(
+        f"{name}: token id {block[first]} at offset {offset + first} is outside the vocabulary "
+        f"[0, {vocab_size}); set the model's vocab_size to {block.max() + 1} or more, or make the "
+        "file again with the model's tokenizer"
+    )
+
+
+def verify_tokens(file: str | Path) -> None:
+    """Reads a whole `.bin` file and compares it with the sha256 of its sidecar.
+
+    Raises:
+      ValueError: they differ, or the sidecar has none.
+    """
+    path = Path(file)
+    wanted = read_sidecar(path).get("sha256")
+    found = hash_file(path)
+    if wanted != found:
+        raise ValueError(
+            f"{str(path)!r} has sha256 {found}, its sidecar says {wanted}; copy or prepare it again"
+        )
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file, hex."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _blocks(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    for start in range(0, len(ids), _BLOCK):
+        yield start, ids[start : start + _BLOCK]
