@@ -6,7 +6,7 @@ Knows how to word and align numbers; never where they come from. Nothing is said
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console, Group
@@ -185,11 +185,19 @@ class LineDisplay:
 class LiveDisplay:
     """A few lines at the bottom of a terminal that are redrawn; messages scroll above them."""
 
-    def __init__(self, console: Console, *, total_steps: int, start_step: int = 0):
+    def __init__(
+        self,
+        console: Console,
+        *,
+        total_steps: int,
+        start_step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._console, self._total_steps, self._step = console, total_steps, start_step
+        self._clock = clock
         self._values: Mapping[str, Any] = {}
         self._losses: list[float] = []
-        self._began = self._updated = time.monotonic()
+        self._began = self._updated = clock()
         self._eta: float | None = None
         self._live = Live(
             get_renderable=self.render, console=console, refresh_per_second=2, transient=False
@@ -198,7 +206,7 @@ class LiveDisplay:
 
     def update(self, step: int, values: Mapping[str, Any], eta: float | None) -> None:
         self._step, self._values, self._eta = step, values, eta
-        self._updated = time.monotonic()
+        self._updated = self._clock()
         if "loss" in values:
             self._losses.append(values["loss"])
         self._live.refresh()
@@ -211,7 +219,7 @@ class LiveDisplay:
 
     def render(self) -> Group:
         """What stands at the bottom now."""
-        elapsed = time.monotonic() - self._began
+        elapsed = self._clock() - self._began
         if not self._values:
             return Group(Text(f"compiling the training step ... {format_seconds(elapsed)}"))
         lines = [self._progress(elapsed), _words(learning_words(self._values))]
@@ -227,7 +235,7 @@ class LiveDisplay:
     def _progress(self, elapsed: float) -> Table:
         times = f"{format_seconds(elapsed)} elapsed"
         if self._eta is not None and self._step < self._total_steps:
-            left = max(0.0, self._eta - (time.monotonic() - self._updated))
+            left = max(0.0, self._eta - (self._clock() - self._updated))
             times += f", {format_seconds(left)} left"
         row = Table.grid(padding=(0, 2), expand=False)
         for _ in range(4):
@@ -235,7 +243,13 @@ class LiveDisplay:
         bar_width = max(10, min(40, self._console.width - 60))
         row.add_row(
             f"step {self._step}/{self._total_steps}",
-            ProgressBar(total=self._total_steps, completed=self._step, width=bar_width),
+            ProgressBar(
+                total=self._total_steps,
+                completed=self._step,
+                width=bar_width,
+                complete_style="cyan",
+                finished_style="green",
+            ),
             f"{self._step / self._total_steps:.0%}",
             times,
         )

@@ -168,9 +168,8 @@ class RunLog:
         """Leaves the terminal as it was and closes the files; a second call does nothing."""
         self._display.close()
         self._display = console.QuietDisplay()
-        for writer in (self._file, self._events):
-            if writer is not None:
-                writer.close()
+        _close(self._file)
+        _close(self._events)
         if self._wandb is not None:
             self._wandb.finish()
         self._file = self._events = self._wandb = None
@@ -194,11 +193,11 @@ class RunLog:
             ) from None
 
     def _open_files(self, start_step: int, config_dict: Mapping[str, Any]) -> None:
+        if self._config.wandb is not None:
+            self._wandb = _start_wandb(self._config.wandb, self.run_dir, config_dict)
         self._file = MetricsFile(self.run_dir / FILE_NAME)
         if self._config.tensorboard:
             self._events = EventWriter(self.run_dir, first_step=start_step + 1)
-        if self._config.wandb is not None:
-            self._wandb = _start_wandb(self._config.wandb, self.run_dir, config_dict)
         start = {
             "total_steps": self._total_steps,
             "num_devices": self._num_devices,
@@ -212,32 +211,29 @@ class RunLog:
     def _record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         seconds = round(self._clock() - self._began, 3) if kind != "start" else 0.0
         record = {"kind": kind, "step": step, "time": time.time(), "seconds": seconds, **values}
-        with self._tolerating("metrics.jsonl") as ok:
+        try:
             if self._file is not None:
                 self._file.write(record)
-        if not ok[0]:
+        except OSError as error:
+            self._give_up(self._file, "metrics.jsonl", error)
             self._file = None
 
     def _send(self, step: int, tagged: Mapping[str, float]) -> None:
-        with self._tolerating("the TensorBoard file") as ok:
+        try:
             if self._events is not None:
                 self._events.scalars(step, tagged)
-        if not ok[0]:
+        except OSError as error:
+            self._give_up(self._events, "the TensorBoard file", error)
             self._events = None
         if self._wandb is not None:
             self._wandb.log(dict(tagged), step=step)
 
-    @contextlib.contextmanager
-    def _tolerating(self, what: str) -> Iterator[list[bool]]:
+    def _give_up(self, writer: MetricsFile | EventWriter | None, what: str, error: OSError) -> None:
         """A full disk ends the reports to a file, said once, and not the training."""
-        ok = [True]
-        try:
-            yield ok
-        except OSError as error:
-            ok[0] = False
-            self._display.message(
-                f"warning: cannot write {what} ({error.strerror}); training goes on without it"
-            )
+        self._display.message(
+            f"warning: cannot write {what} ({error.strerror}); training goes on without it"
+        )
+        _close(writer)
 
     # Words
 
@@ -272,7 +268,8 @@ class RunLog:
             self._first_interval = (0, 0.0)
             compiling = max(0.0, first - count * report["step_seconds"])
             report["compile_seconds"] = compiling
-            self._display.message(f"compiling took about {compiling:.1f} s")
+            if compiling >= 0.05:
+                self._display.message(f"compiling took about {compiling:.1f} s")
         per_device = steps / seconds / self._num_devices
         if self._tokens_per_step:
             report["tokens_per_second_per_device"] = self._tokens_per_step * per_device
@@ -297,6 +294,12 @@ class RunLog:
 
 def _number(value: Any) -> int | float:
     return value if isinstance(value, int) else float(value)
+
+
+def _close(writer: MetricsFile | EventWriter | None) -> None:
+    with contextlib.suppress(OSError):  # what a full disk still holds back was reported before
+        if writer is not None:
+            writer.close()
 
 
 def _start_wandb(project: str, run_dir: Path, config_dict: Mapping[str, Any]) -> Any:

@@ -1,0 +1,189 @@
+"""The page about a run is complete, self-contained and true to metrics.jsonl."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from zerojax.config import LogConfig, RunConfig, to_dict
+from zerojax.metrics import RunLog, read_metrics, write_report
+from zerojax.metrics.charts import Chart, Series, draw, log_ticks, nice_ticks, smooth, thin
+from zerojax.metrics.report import make_charts
+
+MEMORY = {"source": "host RSS", "in_use": 2**30, "peak": 2**31, "limit": 2**33}
+
+
+def make_run(folder, *, steps=200, until=None, losses=None, name="plan of <b>this</b> run"):
+    times = [0.0]
+    log = RunLog(
+        folder,
+        LogConfig(console="quiet", tensorboard=False),
+        total_steps=steps,
+        tokens_per_step=512,
+        flops_per_step=1e9,
+        num_devices=8,
+        device_kind="cpu",
+        read_memory=lambda: MEMORY,
+        stream=io.StringIO(),
+        clock=lambda: times[0],
+    )
+    log.start(name, ["zero=1: the default"], "name & shape", {}, to_dict(RunConfig()))
+    for step in range(1, (until or steps) + 1):
+        times[0] += 0.5
+        loss = losses[step - 1] if losses else 2 + 4 * math.exp(-step / 30)
+        log.write(step, {"loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, "skipped": 0})
+        if step % 50 == 0:
+            log.write_eval(step, {"loss": loss + 0.1})
+    log.close()
+    return folder
+
+
+class Tags(HTMLParser):
+    """Checks that every tag is closed, and collects what the page would load."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.loads, self.text = [], [], []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.loads += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "path"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag != "path":
+            assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attrs):
+        self.loads += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_holds_everything_and_loads_nothing(tmp_path):
+    path = write_report(make_run(tmp_path / "my-run"))
+    assert path == tmp_path / "my-run" / "report.html"
+    page = path.read_text()
+    tags = Tags(page)
+    assert tags.loads == []
+    assert not re.findall(r"https?:|@import|url\(", page)
+    text = " ".join(" ".join(tags.text).split())
+    for words in [
+        "my-run", "finished: 200 steps", "plan of <b>this</b> run", "- zero=1: the default",
+        "name & shape", "Loss", "Gradient norm", "Learning rate", "Throughput", "Memory",
+        "GiB, host RSS", "persistence_threshold 100,000", "Best validation loss 2.1051",
+        "Tokens/s per device 128", "Peak memory 2.00 GiB",
+    ]:  # fmt: skip
+        assert words in text
+    assert not list(path.parent.glob("*.part"))
+
+
+def test_the_data_of_the_script_is_that_of_the_file(tmp_path):
+    page = write_report(make_run(tmp_path)).read_text()
+    embedded = re.search(r'<script type="application/json" id="data">(.*)</script>', page)
+    data = json.loads(embedded[1])
+    assert data["steps"] == [1, 200]
+    training = next(s for s in data["charts"][0] if s["label"] == "training")
+    expected = [[m["step"], f"{m['loss']:.4g}"] for m in read_metrics(tmp_path).train]
+    assert training["points"] == expected
+
+
+def test_a_name_cannot_break_out_of_the_script(tmp_path):
+    folder = make_run(tmp_path / "a<b>&", name="</script><script>alert(1)</script>")
+    page = write_report(folder).read_text()
+    assert "<script>alert" not in page
+    Tags(page)
+
+
+def test_an_unfinished_run_and_one_report(tmp_path):
+    page = write_report(make_run(tmp_path, until=1)).read_text()
+    assert "at step 1 of 200" in page
+    assert "Throughput" not in page
+    Tags(page)
+
+
+def test_losses_that_are_not_finite_leave_a_gap_and_a_mark(tmp_path):
+    losses = [3.0, 2.5, math.nan, math.inf, 2.0, 1.5]
+    page = write_report(make_run(tmp_path, steps=6, losses=losses)).read_text()
+    assert "red: not finite" in page
+    assert page.count("v40") == 2
+    assert "NaN" not in page
+
+
+def test_nothing_finite_at_all_still_makes_a_page(tmp_path):
+    page = write_report(make_run(tmp_path, steps=3, losses=[math.nan] * 3)).read_text()
+    assert "Gradient norm" in page
+    assert "<b>Loss</b>" not in page
+
+
+def test_a_resumed_run_says_how_many_parts(tmp_path):
+    make_run(tmp_path, until=100)
+    make_run(tmp_path)
+    page = write_report(tmp_path).read_text()
+    assert "in 2 parts" in page
+    assert [m["step"] for m in read_metrics(tmp_path).train] == list(range(1, 201))
+
+
+def test_a_folder_without_reports_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="give the folder of a run"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n')
+    with pytest.raises(ValueError, match="has no finished report yet"):
+        write_report(tmp_path)
+
+
+def test_long_curves_are_smoothed_and_falling_losses_get_a_log_axis(tmp_path):
+    loss = make_charts(read_metrics(make_run(tmp_path)))[0]
+    assert [s.label for s in loss.series] == ["training, smoothed", "training", "validation"]
+    assert "log scale" in draw(loss, (1, 200))
+
+
+# Charts
+
+
+def points(*values):
+    return [(float(i), value) for i, value in enumerate(values)]
+
+
+def test_curves_go_where_they_should():
+    series = Series(label="a", points=points(0, 5, None, 10, None, 2), style="first")
+    chart = Chart(title="t", unit="", series=[series], text=str, from_zero=True)
+    path = re.search(r'class="curve first" d="([^"]*)"', draw(chart, (0, 5)))[1]
+    # The axis ends 6 % above 10; y grows downwards; a lone point is a dot of length 0.
+    assert path == "M0.0 1000.0h0L200.0 528.3M600.0 56.6h0M1000.0 811.3h0"
+
+
+def test_ticks():
+    assert nice_ticks(0, 10) == [0, 2, 4, 6, 8, 10]
+    assert nice_ticks(-0.1, 0.27) == [-0.1, 0, 0.1, 0.2]
+    assert nice_ticks(1, 3000, 6) == [500, 1000, 1500, 2000, 2500, 3000]
+    assert nice_ticks(2, 2) == [2]
+    assert log_ticks(1.9, 11) == [2, 3, 5, 10]
+    assert log_ticks(2.9, 8.5) == [3, 4, 5, 6, 8]
+    assert log_ticks(1e-9, 1e9) == [1e-9, 1e-6, 1e-3, 1, 1e3, 1e6, 1e9]
+
+
+def test_thinning_keeps_peaks_gaps_and_the_end():
+    curve = [(float(i), math.sin(i / 50)) for i in range(5000)]
+    curve[1234] = (1234.0, 9.0)
+    curve[4321] = (4321.0, None)
+    kept = thin(curve, 200)
+    assert len(kept) <= 202
+    assert kept == sorted(kept, key=lambda point: point[0])
+    assert {(1234.0, 9.0), (4321.0, None), curve[-1]} <= set(kept)
+    assert thin(curve[:100], 200) == curve[:100]
+
+
+def test_smoothing_does_not_lag():
+    line = points(*[10.0 - i for i in range(10)])
+    assert [value for _, value in smooth(line, half_width=3)] == [value for _, value in line]
+    assert smooth(points(1, None, 3), half_width=1)[1] == (1.0, 2.0)
+    assert smooth(points(None, None), half_width=1) == points(None, None)
