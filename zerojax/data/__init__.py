@@ -6,8 +6,7 @@ Knows a plan's batch; never touches parameters, the step or the loop.
 from zerojax.data.corpus import read_text
 from zerojax.data.feed import Feed, as_feed
 from zerojax.data.placing import local_rows, shard_batch
-from zerojax.data.prefetch import Prefetch, prefetch
-from zerojax.data.prepare import Prepared, prepare
+from zerojax.data.prefetching import Prefetch, prefetch
 from zerojax.data.source import TokenSource, as_source
 from zerojax.data.tokenizer import (
     BpeTokenizer,
@@ -24,7 +23,6 @@ __all__ = [
     "ByteTokenizer",
     "Feed",
     "Prefetch",
-    "Prepared",
     "TokenSource",
     "Tokenizer",
     "Tokens",
@@ -35,7 +33,6 @@ __all__ = [
     "local_rows",
     "open_tokens",
     "prefetch",
-    "prepare",
     "read_text",
     "save_tokenizer",
     "shard_batch",

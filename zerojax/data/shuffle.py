@@ -17,7 +17,7 @@ _MULTIPLIER_A = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_B = np.uint64(0x94D049BB133111EB)
 
 
-def permute(positions: np.ndarray, size: int, key: str | int | tuple[int, ...]) -> np.ndarray:
+def permute(positions: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     """Where each position of [0, size) goes under the permutation that `key` names.
 
     A Feistel network over the smallest power of two >= size, walked along its cycles until the
@@ -88,7 +88,8 @@ def _mix(values: np.ndarray, round_key: np.uint64) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _round_keys(key: str | int | tuple[int, ...]) -> list[np.uint64]:
+def _round_keys(key: tuple[int, ...]) -> list[np.uint64]:
     # hashlib and not hash(): the same on every machine, Python and process.
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * NUM_ROUNDS).digest()
+    text = ",".join(str(int(part)) for part in key)
+    digest = hashlib.blake2b(text.encode(), digest_size=8 * NUM_ROUNDS).digest()
     return [np.uint64(word) for word in np.frombuffer(digest, "<u8")]
