@@ -8,6 +8,8 @@ import json
 import sys
 from types import SimpleNamespace
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from zerojax.config import ConfigError, LogConfig, RunConfig, to_dict
@@ -184,6 +186,15 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
         "train/loss",
     ]
     assert events.Scalars("speed/tokens_per_second_per_device")[0].value == 125.0
+
+
+def test_numbers_of_numpy_and_jax_are_taken(tmp_path):
+    run = Run(tmp_path)
+    run.write(1, 1, skipped=jnp.int32(2), grad_norm=np.float32(0.5), learning_rate=jnp.float32(2))
+    run.log.close()
+    (report,) = read_metrics(tmp_path).train
+    assert (report["skipped"], report["grad_norm"], report["learning_rate"]) == (2, 0.5, 2.0)
+    assert type(report["skipped"]) is int
 
 
 def test_tensorboard_can_be_left_out(tmp_path):

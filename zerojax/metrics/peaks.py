@@ -68,5 +68,7 @@ def find_peak(device_kind: str) -> Peak | None:
 def peak_flops(device_kind: str, precision: str = "bf16") -> float | None:
     """FLOP/s of one device in "bf16" or "fp32"; None if not known."""
     peak = find_peak(device_kind)
-    tflops = peak and {"bf16": peak.bf16, "fp32": peak.fp32}[precision]
+    if peak is None:
+        return None
+    tflops = {"bf16": peak.bf16, "fp32": peak.fp32}[precision]
     return tflops * 1e12 if tflops else None

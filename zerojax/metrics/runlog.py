@@ -4,7 +4,9 @@ Owns the run folder's metrics, events and summary files; never the state, the st
 """
 
 import contextlib
+import importlib
 import json
+import operator
 import sys
 import textwrap
 import time
@@ -293,7 +295,11 @@ class RunLog:
 
 
 def _number(value: Any) -> int | float:
-    return value if isinstance(value, int) else float(value)
+    """A Python number from one of Python, NumPy or JAX (a scalar already on the host)."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value)
 
 
 def _close(writer: MetricsFile | EventWriter | None) -> None:
@@ -304,7 +310,8 @@ def _close(writer: MetricsFile | EventWriter | None) -> None:
 
 def _start_wandb(project: str, run_dir: Path, config_dict: Mapping[str, Any]) -> Any:
     try:
-        import wandb  # optional, heavy, and only for those who ask for it
+        # Optional and heavy, so only for those who ask for it.
+        wandb = importlib.import_module("wandb")
     except ImportError:
         raise ConfigError(
             f"{project!r} needs the package wandb; pip install wandb, or set log.wandb=null",
