@@ -225,12 +225,12 @@ class IterableFeed(Feed):
             self._iterator.set_state(_from_json(details["iterator"]))
             self._to_skip, self._read = 0, position
             return
-        if self._is_one_shot and position < self._read:
-            raise ValueError(
-                f"the data iterator has already given {self._read} batches and cannot go back to "
-                f"{position}; pass a fresh iterator, a list, or a function of the step"
-            )
-        if not self._is_one_shot:
+        if position < self._read:
+            if self._is_one_shot:
+                raise ValueError(
+                    f"the data iterator has already given {self._read} batches and cannot go back "
+                    f"to {position}; pass a fresh iterator, a list, or a function of the step"
+                )
             self._iterator = iter(self._iterable)
             self._read = 0
         self._to_skip = position - self._read
