@@ -1,26 +1,99 @@
 """The public face: every name a user needs, imported when it is first asked for.
 
-Knows where each public name lives; imports nothing at once, so that `zerojax --help` and
-`import zerojax` do not wait for JAX.
+Knows where each public name lives; imports nothing at once, so that `import zerojax` and
+`zerojax --help` do not wait for JAX.
 """
 
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerojax.api import LoadedRun, load_run, run_from_config, train
+    from zerojax.arrays import from_canonical, init_state, reshard_state, to_canonical
+    from zerojax.checkpoint import Checkpointer, CheckpointError
+    from zerojax.config import ConfigError, MeshConfig, OptimizerConfig, RunConfig
+    from zerojax.data import TokenSource, shard_batch
+    from zerojax.mesh import make_abstract_mesh, make_mesh
+    from zerojax.optim import adamw
+    from zerojax.plan import Plan, make_plan
+    from zerojax.state import TrainState
+    from zerojax.step import build_evaluation, build_step
+    from zerojax.trainer import Trainer
 
 __version__ = "0.1.0"
 
-_HOME_OF_NAME: dict[str, str] = {}
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "ConfigError",
+    "LoadedRun",
+    "MeshConfig",
+    "OptimizerConfig",
+    "Plan",
+    "RunConfig",
+    "TokenSource",
+    "TrainState",
+    "Trainer",
+    "__version__",
+    "adamw",
+    "build_evaluation",
+    "build_step",
+    "from_canonical",
+    "init_state",
+    "load_run",
+    "make_abstract_mesh",
+    "make_mesh",
+    "make_plan",
+    "reshard_state",
+    "run_from_config",
+    "shard_batch",
+    "to_canonical",
+    "train",
+]
 
-__all__ = ["__version__"]
+# Name -> module. The block above says the same to type checkers; tests/test_public_api.py compares them.
+_HOME_OF_NAME = {
+    "CheckpointError": "checkpoint",
+    "Checkpointer": "checkpoint",
+    "ConfigError": "config",
+    "LoadedRun": "api",
+    "MeshConfig": "config",
+    "OptimizerConfig": "config",
+    "Plan": "plan",
+    "RunConfig": "config",
+    "TokenSource": "data",
+    "TrainState": "state",
+    "Trainer": "trainer",
+    "adamw": "optim",
+    "build_evaluation": "step",
+    "build_step": "step",
+    "from_canonical": "arrays",
+    "init_state": "arrays",
+    "load_run": "api",
+    "make_abstract_mesh": "mesh",
+    "make_mesh": "mesh",
+    "make_plan": "plan",
+    "reshard_state": "arrays",
+    "run_from_config": "api",
+    "shard_batch": "data",
+    "to_canonical": "arrays",
+    "train": "api",
+}
+_PUBLIC_MODULES = ("config", "losses", "models")
 
 
-def __getattr__(name: str) -> object:
-    """Imports the module a public name lives in (PEP 562)."""
+def __getattr__(name: str) -> Any:
+    """Imports what a public name needs (PEP 562); the next access no longer comes here."""
+    if name in _PUBLIC_MODULES:
+        return importlib.import_module(f"zerojax.{name}")
     if name not in _HOME_OF_NAME:
         raise AttributeError(f"module 'zerojax' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF_NAME[name]), name)
+    value = getattr(importlib.import_module(f"zerojax.{_HOME_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted({*globals(), *__all__, *_PUBLIC_MODULES})

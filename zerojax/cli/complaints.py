@@ -31,8 +31,11 @@ def explain(error: Exception) -> tuple[str | None, bool]:
         return _about_import(error), False
     if _is_ours(type(error)):
         return str(error), True
-    if isinstance(error, ValueError | TypeError) and _raising_module(error) in PACKAGES:
-        return str(error), True
+    if _raising_module(error) in PACKAGES:
+        if isinstance(error, ValueError | TypeError):
+            return str(error), True
+        if isinstance(error, FloatingPointError | RuntimeError):  # what a run can meet on its way
+            return str(error), False
     return _about_machine(error), False
 
 

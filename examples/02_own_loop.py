@@ -1,0 +1,57 @@
+"""The five calls that `zerojax.train` is made of, with a loop of your own.
+
+A plan needs no arrays, so it can be read before anything is allocated. The step is one jitted
+function; it takes a state and a batch and gives the next state.
+"""
+
+import jax
+import numpy as np
+from flax import nnx
+
+import zerojax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+class Regressor(nnx.Module):
+    """A model of your own: any nnx.Module will do. Its loss is a sum and a weight."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.hidden = nnx.Linear(4, 128, rngs=rngs)
+        self.out = nnx.Linear(128, 1, rngs=rngs)
+
+    def loss(self, batch):
+        predictions = self.out(nnx.tanh(self.hidden(batch["x"])))
+        return zerojax.losses.mean_squared_error(predictions, batch["y"])
+
+
+def make_batch(step: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(step)
+    x = rng.normal(size=(64, 4)).astype(np.float32)
+    return {"x": x, "y": np.sin(x.sum(axis=1, keepdims=True))}
+
+
+mesh = zerojax.make_mesh({"data": 8})
+plan = zerojax.make_plan(
+    Regressor,
+    mesh,
+    example_batch=make_batch(0),
+    optimizer=zerojax.adamw(1e-2, weight_decay=0.0),
+    zero=3,
+    precision="fp32",
+    persistence_threshold=0,
+)
+print(plan.table())
+
+state = zerojax.init_state(plan, seed=0)  # born in eight pieces
+step = zerojax.build_step(plan)
+
+losses = []
+for number in range(150):
+    state, metrics = step(state, zerojax.shard_batch(plan, make_batch(number)))
+    losses.append(metrics["loss"])  # still on the devices: the loop does not wait
+
+first, last = float(losses[0]), float(losses[-1])
+print(f"loss {first:.3f} -> {last:.3f} in {int(state['step'])} steps")
+assert last < 0.2 * first
+assert int(state["step"]) == 150

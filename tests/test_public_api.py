@@ -1,0 +1,76 @@
+"""The names of `zerojax` exist, are documented, and the lazy table agrees with what type checkers see."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zerojax
+
+SOURCE = Path(zerojax.__file__).read_text()
+NAMES = [name for name in zerojax.__all__ if name != "__version__"]
+
+
+def names_for_type_checkers() -> dict[str, str]:
+    """Name -> module, from the imports under `if TYPE_CHECKING`."""
+    block = next(node for node in ast.parse(SOURCE).body if isinstance(node, ast.If))
+    return {
+        alias.name: statement.module.removeprefix("zerojax.")
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom) and statement.module
+        for alias in statement.names
+    }
+
+
+def test_the_lazy_table_is_what_type_checkers_see():
+    assert zerojax._HOME_OF_NAME == names_for_type_checkers()
+    assert sorted(zerojax._HOME_OF_NAME) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_exists_and_is_documented(name):
+    value = getattr(zerojax, name)
+    assert inspect.getdoc(value), f"zerojax.{name} has no docstring"
+    assert value is getattr(importlib.import_module(f"zerojax.{zerojax._HOME_OF_NAME[name]}"), name)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if inspect.isfunction(getattr(zerojax, name))]
+)
+def test_public_functions_take_at_most_three_things_by_position(name):
+    """What, where, data; the rest by keyword, so that a call reads aloud."""
+    parameters = inspect.signature(getattr(zerojax, name)).parameters.values()
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert len(by_position) <= 3
+    assert not any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'zerojax' has no attribute 'trian'"):
+        zerojax.trian  # noqa: B018
+    assert set(NAMES) <= set(dir(zerojax))
+
+
+def test_importing_zerojax_does_not_import_jax():
+    program = "import sys, zerojax; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(zerojax.__file__).parents[1])
+
+
+def test_no_part_of_the_package_starts_devices_when_imported():
+    """Work at import would fix the number of devices before a user can say it."""
+    program = (
+        "import importlib, pkgutil, zerojax\n"
+        "for module in pkgutil.walk_packages(zerojax.__path__, 'zerojax.'):\n"
+        "    if not module.name.endswith('__main__'):\n"
+        "        importlib.import_module(module.name)\n"
+        "import jax\n"
+        "jax.config.update('jax_num_cpu_devices', 3)\n"
+        "assert jax.device_count() == 3\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(zerojax.__file__).parents[1])

@@ -1,0 +1,75 @@
+"""`zerojax train` after its settings are known: the run, a sample of what it learned, what to do next.
+
+Knows what to say around a run; the run itself is `zerojax.api`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from zerojax.api import run_from_config
+from zerojax.cli.generate import continue_text
+from zerojax.config import RunConfig
+from zerojax.data.tokenizer import load_tokenizer
+
+# An empty line: the start of a paragraph in any text.
+SAMPLE_PROMPT = "\n\n"
+SAMPLE_TOKENS = 160
+
+
+def train(config: RunConfig, command: str) -> int:
+    """Runs `config` to its end.
+
+    Args:
+      command: the words that started it, which also resume it.
+
+    Returns:
+      0, or 128 + the number of the signal that stopped the run.
+    """
+    try:
+        trainer = run_from_config(config)
+    except KeyboardInterrupt as error:
+        print(f"\nzerojax: {error or 'stopped'}", file=sys.stderr)
+        print(f"to go on: {command}", file=sys.stderr)
+        return 128 + signal.Signals[getattr(error, "signal_name", "SIGINT")]
+    sample = draw_sample(trainer, config)
+    if sample is not None:
+        print(f"\nWhat the model writes after {trainer.num_steps} steps:\n")
+        print("\n".join(f"    {line}" for line in sample.splitlines()))
+    print(next_commands(config))
+    return 0
+
+
+def draw_sample(trainer: Any, config: RunConfig) -> str | None:
+    """Text written by the trained model; None when its tokens have no text."""
+    file = Path(config.run_dir) / "tokenizer.json"
+    if not file.exists():
+        return None
+    text = continue_text(
+        trainer.to_model(),
+        load_tokenizer(file),
+        SAMPLE_PROMPT,
+        num_tokens=min(SAMPLE_TOKENS, config.model.max_seq_len - 8),
+        temperature=0.7,
+        top_k=None,
+        seed=config.seed,
+    )
+    return text.strip("\n")
+
+
+def next_commands(config: RunConfig) -> str:
+    """Where the run lies and what can be done with it."""
+    run = shlex.quote(config.run_dir)
+    lines = [
+        ("generate", f'zerojax generate {run} "To be, or"'),
+        ("evaluate", f"zerojax eval {run}"),
+        ("look at it", f"zerojax report {run}"),
+    ]
+    if config.log.tensorboard:
+        lines.append(("watch it", f"tensorboard --logdir {run}"))
+    rows = "\n".join(f"  {what:<11} {command}" for what, command in lines)
+    return f"\nThe run is in {config.run_dir}. Next:\n{rows}"
