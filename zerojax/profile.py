@@ -21,8 +21,8 @@ def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
 
     A multiply-add is two. Loops count as often as they run, a `cond` as its dearest branch, the
     body of a `shard_map` once per device: the result is a sum over all devices. Elementwise work
-    is left out, as in every published MFU. What remat computes again is counted when `fn` contains its
-    backward pass; for MFU (model FLOPs) count the forward pass and use `TRAINING_FACTOR`.
+    is left out, as in every published MFU. What remat computes again is counted when `fn` contains
+    its backward pass; for MFU (model FLOPs) count the forward pass times `TRAINING_FACTOR`.
 
     Args:
       fn: any function that JAX can trace.
