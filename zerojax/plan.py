@@ -50,6 +50,7 @@ class Plan:
         between two plans.
       abstract_batch: the global batch, with shardings.
       regather: whether the step makes the model forget gathered parameters (zero=3, see `zero`).
+      forward: the traced forward pass of one microbatch on one data shard (a jaxpr), for counting.
       reasons: one line per default or exception that a reader should know.
     """
 
@@ -66,6 +67,7 @@ class Plan:
     abstract_canonical: TrainState
     abstract_batch: Tree
     regather: bool
+    forward: Any
     reasons: tuple[str, ...]
 
     @property
@@ -177,6 +179,7 @@ def make_plan(
         abstract_canonical=build(canonical=True),
         abstract_batch=abstract_batch,
         regather=regather,
+        forward=trace.jaxpr,
         reasons=_reasons(settings, mesh, precision, placement, optimizer_built, regather, trace),
     )
 

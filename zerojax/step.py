@@ -44,7 +44,7 @@ def build_step(plan: Plan) -> Any:
             for name, grad in grads.items()
         }
         loss = sums["loss"] / sums["weight"]
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         updates, opt_state = plan.tx.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)

@@ -1,0 +1,335 @@
+"""The loop: owns the state, the batches in flight, the log and the checkpoints of one run.
+
+Knows when things happen; every what is in a lower room. Written with the five public calls a user has as well:
+`make_mesh` and `make_plan` (behind `replan`), `init_state`, `build_step`, `shard_batch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.arrays import from_canonical, init_state, reshard_state, to_canonical
+from zerojax.checkpoint import Checkpointer
+from zerojax.data import Feed, TokenSource, as_feed, local_rows, prefetch, shard_batch
+from zerojax.interruption import Interrupted, StopRequest
+from zerojax.metrics import RunLog
+from zerojax.plan import Plan
+from zerojax.step import build_evaluation, build_step
+
+Metrics = dict[str, float]
+Callback = Callable[["Trainer", Metrics], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Habits:
+    """What a run does besides stepping, and how often.
+
+    Attributes:
+      log_every: steps between reports.
+      eval_every: steps between evaluations; None evaluates at the end only.
+      eval_batches: batches per evaluation.
+      save_every: steps between checkpoints.
+      save_on_exit: also save at the end and when interrupted.
+      max_skipped: consecutive reports in which every step was skipped as non-finite before the run stops.
+      callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the run.
+      resume_hint: what to tell a user whose run was interrupted.
+    """
+
+    log_every: int = 10
+    eval_every: int | None = None
+    eval_batches: int = 8
+    save_every: int = 500
+    save_on_exit: bool = True
+    max_skipped: int = 5
+    callbacks: Sequence[Callback] = ()
+    resume_hint: str = "call train again with the same checkpoint to resume"
+
+
+class Trainer:
+    """One run. Made by `zerojax.train`.
+
+    Attributes:
+      plan: the current plan (changes with `reshard`).
+      state: the current state; donated to each step, so do not keep references to its arrays.
+      num_steps: batches consumed.
+      metrics: the last report, on the host.
+      history: every report, oldest first.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        replan: Callable[[Any], Plan],
+        seed: int = 0,
+        habits: Habits | None = None,
+        log: RunLog | None = None,
+        checkpointer: Checkpointer | None = None,
+        config: Mapping[str, Any] | None = None,
+        validation: TokenSource | Iterable[Any] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.habits = habits or Habits()
+        self.state = init_state(plan, seed)
+        self.num_steps = 0
+        self.metrics: Metrics = {}
+        self.history: list[Metrics] = []
+        self._replan = replan
+        self._log = log
+        self._checkpointer = checkpointer
+        self._config = dict(config or {})
+        self._validation = validation
+        self._data_state: dict[str, Any] | None = None
+        self._saved_step: int | None = None
+        self._late: tuple[int, Any] | None = None
+        self._skipped_before = 0
+        self._all_skipped = 0
+        self._step = build_step(plan)
+        self._evaluate = build_evaluation(plan)
+
+    # --- stepping ---------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> dict[str, jax.Array]:
+        """One step on one host batch; its metrics stay on the devices (`float(...)` waits for them)."""
+        return self._step_on_devices(shard_batch(self.plan, batch))
+
+    def _step_on_devices(self, batch: Any) -> dict[str, jax.Array]:
+        self.state, metrics = self._step(self.state, batch)
+        self.num_steps += 1
+        return metrics
+
+    def fit(self, batches: Any, steps: int | None = None) -> Self:
+        """Trains until `steps` batches are consumed in the whole run, or the batches end.
+
+        Args:
+          batches: what `zerojax.data.as_feed` takes.
+          steps: total of the run, counting those before a resume; None goes on until the batches end.
+
+        Raises:
+          Interrupted: Ctrl-C or SIGTERM; the state was saved first if the run has checkpoints.
+          FloatingPointError: loss or gradients stayed non-finite.
+        """
+        feed = self._as_feed(batches)
+        try:
+            with StopRequest() as stop:
+                while self._fit_plan(feed, steps, stop):
+                    pass
+                self._report()
+                if stop.signal_name is not None:
+                    self._interrupted(stop.signal_name)
+        except BaseException:
+            self._late = None
+            raise
+        if self._validation is not None and self.num_steps:
+            self.evaluate()
+        if self.habits.save_on_exit:
+            self.save()
+        return self
+
+    def _as_feed(self, batches: Any) -> Feed:
+        """The batches, at the position that follows the last consumed one."""
+        rows = local_rows(self.plan) if isinstance(batches, TokenSource) else None
+        feed = batches if isinstance(batches, Feed) else as_feed(batches, start=self.num_steps, rows=rows)
+        if self._data_state is not None and feed.state() != self._data_state:
+            feed.restore(self._data_state)
+        return feed
+
+    def _fit_plan(self, feed: Feed, steps: int | None, stop: StopRequest) -> bool:
+        """Steps under one plan; True when the plan has changed and there is more to do."""
+        plan = self.plan
+        with prefetch(feed, put=lambda batch: shard_batch(plan, batch)) as incoming:
+            while (steps is None or self.num_steps < steps) and stop.signal_name is None:
+                try:
+                    batch, data_state = next(incoming)
+                except StopIteration:
+                    return False
+                metrics = self._step_on_devices(batch)
+                self._data_state = data_state
+                done = self._report()
+                last = self.num_steps == steps
+                if self.num_steps % self.habits.log_every == 0 or self.num_steps == 1 or last:
+                    self._late = self.num_steps, metrics
+                self._evaluate_and_save_if_due(last)
+                if done:
+                    return False
+                if self.plan is not plan:
+                    return True
+        return False
+
+    def _evaluate_and_save_if_due(self, last: bool) -> None:
+        habits = self.habits
+        if last:
+            return
+        if habits.eval_every and self.num_steps % habits.eval_every == 0:
+            if self._validation is not None:
+                self._report()
+                with self._untimed():
+                    self.evaluate()
+        if self._checkpointer is not None and self.num_steps % habits.save_every == 0:
+            with self._untimed():
+                self.save()
+
+    def _untimed(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._log is None else self._log.untimed()
+
+    def _report(self) -> bool:
+        """Reads the metrics of an earlier step, whose work has been overtaken by now."""
+        if self._late is None:
+            return False
+        (step, metrics), self._late = self._late, None
+        values: Metrics = {"step": step} | {name: float(x) for name, x in metrics.items()}
+        skipped = int(self.state["skipped"]) if values["skipped"] else self._skipped_before
+        if self.plan.learning_rate is not None:
+            values["learning_rate"] = float(self.plan.learning_rate(step - 1 - skipped))
+        self._check_finite(values, skipped)
+        self.metrics = values
+        self.history.append(values)
+        if self._log is not None:
+            shown = {name: x for name, x in values.items() if name != "step"}
+            self._log.write(step, {**shown, "skipped": skipped})
+        return any([callback(self, values) is True for callback in self.habits.callbacks])
+
+    def _check_finite(self, values: Metrics, skipped: int) -> None:
+        step = int(values["step"])
+        newly = skipped - self._skipped_before
+        if values["skipped"] and self._log is not None:
+            self._log.message(
+                f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}: not finite, "
+                f"the update was skipped ({newly} skipped since the last report, {skipped} in all)"
+            )
+        self._all_skipped = self._all_skipped + 1 if values["skipped"] else 0
+        self._skipped_before = skipped
+        if self._all_skipped >= self.habits.max_skipped:
+            raise FloatingPointError(
+                f"loss or gradients were not finite at {self._all_skipped} reports in a row, up to step "
+                f"{step}; {skipped} of {self.num_steps} updates were skipped. Lower the learning rate, use "
+                "precision='fp32', or look at the data; the parameters are those before the first of them"
+            )
+
+    # --- evaluation -------------------------------------------------------------------------------
+
+    def evaluate(self, batches: Any = None, num_batches: int | None = None) -> Metrics:
+        """Mean loss over batches in evaluation mode, weighted by each batch's weight.
+
+        Args:
+          batches: an iterable of host batches, or a `TokenSource`; None takes the run's validation data.
+          num_batches: at most this many; None takes `habits.eval_batches` for a source, all otherwise.
+
+        Raises:
+          ValueError: there is nothing to evaluate on.
+        """
+        batches = self._validation if batches is None else batches
+        if isinstance(batches, TokenSource):
+            count = min(num_batches or self.habits.eval_batches, max(1, int(batches.steps_per_epoch)))
+            rows = local_rows(self.plan)
+            batches = (batches.batch(index, *rows) for index in range(count))
+        elif batches is None:
+            raise ValueError("no validation data: pass batches to evaluate, or validation= to train")
+        loss = weight = 0.0
+        for index, batch in enumerate(batches):
+            if num_batches is not None and index >= num_batches:
+                break
+            sums = self._evaluate(self.state, shard_batch(self.plan, batch))
+            loss += float(sums["loss"])
+            weight += float(sums["weight"])
+        if weight == 0:
+            raise ValueError("nothing to evaluate: the batches are empty, or all their weights are 0")
+        result = {"loss": loss / weight, "weight": weight}
+        if self._log is not None:
+            self._log.write_eval(self.num_steps, {"loss": result["loss"]})
+        return result
+
+    # --- saving, moving, handing over -------------------------------------------------------------
+
+    def save(self) -> None:
+        """Saves the state now, if the run has checkpoints and this step is not saved yet."""
+        if self._checkpointer is None or self._saved_step == self.num_steps:
+            return
+        self._checkpointer.save(
+            self.num_steps,
+            to_canonical(self.plan, self.state),
+            data_state=self._data_state or {},
+            config=self._config,
+            plan=self.plan.as_dict(),
+        )
+        self._saved_step = self.num_steps
+
+    def restore(self, step: int | None = None) -> Self:
+        """Goes back to a checkpoint, which may come from any stage, mesh and number of devices.
+
+        Raises:
+          ValueError: the run has no checkpoints.
+          CheckpointError: there is none, or it belongs to another model.
+        """
+        if self._checkpointer is None:
+            raise ValueError("this run has no checkpoints; pass checkpoint='runs/name' to train")
+        restored = self._checkpointer.restore(self.plan.abstract_canonical, step)
+        self.state = from_canonical(self.plan, restored.state)
+        self.num_steps = self._saved_step = restored.step
+        self._data_state = restored.data_state or None
+        self._skipped_before = int(self.state["skipped"])
+        self._late = None
+        return self
+
+    def reshard(self, mesh_config: Any) -> Self:
+        """Changes ZeRO stage or mesh in the middle of a run, without a restart.
+
+        Args:
+          mesh_config: as `zerojax.train` takes it; the batch stays the same.
+        """
+        self._report()
+        plan = self._replan(mesh_config)
+        self.state = reshard_state(self.plan, plan, self.state)
+        self.plan = plan
+        self._step = build_step(plan)
+        self._evaluate = build_evaluation(plan)
+        if self._log is not None:
+            self._log.message(f"step {self.num_steps}: resharded to {plan.describe()}")
+        return self
+
+    def to_model(self) -> Any:
+        """The trained model as the user's kind of object: an `nnx.Module`, linen variables, or a tree.
+
+        Every process gets whole arrays, so the model has to fit on one device.
+        """
+        state = to_canonical(self.plan, self.state)
+        named = {"params": state["params"], "frozen": state["frozen"], "extras": state["extras"]}
+        replicated = NamedSharding(self.plan.mesh, P())
+        whole = jax.jit(lambda tree: tree, out_shardings=replicated)(named)
+        host = jax.tree.map(np.asarray, whole)
+        values = {**host["params"], **host["frozen"]}
+        params = {name: jax.numpy.asarray(values[name]) for name in self.plan.placement.leaves}
+        extras = {name: jax.numpy.asarray(value) for name, value in host["extras"].items()}
+        return self.plan.model.to_source(params, extras)
+
+    def close(self) -> None:
+        """Waits for the last checkpoint and ends the log. May be called twice."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+        if self._log is not None:
+            self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _interrupted(self, signal_name: str) -> None:
+        message = f"{signal_name} after step {self.num_steps}"
+        if self._checkpointer is not None and self.habits.save_on_exit:
+            self.save()
+            self._checkpointer.wait()
+            message += f": saved in {self._checkpointer.path}; {self.habits.resume_hint}"
+        else:
+            message += ": not saved, since the run has no checkpoints"
+        self.close()
+        raise Interrupted(message, signal_name)
