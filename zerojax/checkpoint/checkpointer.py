@@ -6,6 +6,7 @@ Knows steps, threads and processes; never touches meshes, plans, padding or how 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import operator
@@ -209,6 +210,10 @@ class Checkpointer:
             raise
         finally:
             self._writer.shutdown(wait=False)
+            if self._attempts and self._pending is None and _is_first_process():
+                # Threads of a failed save may have gone on writing after it was removed.
+                with contextlib.suppress(OSError):
+                    folders.remove_leftovers(self.path)
 
     def __enter__(self) -> Self:
         return self
@@ -255,7 +260,7 @@ class Checkpointer:
         try:
             flat = arrays.read(folder / _ARRAYS, wanted, subset=subset)
         except Exception as error:
-            raise self._unreadable(metadata.step, error) from error
+            raise self._damaged(metadata.step, reason(error)) from error
         return Restored(
             step=metadata.step,
             state=unflatten_like(abstract, flat),
@@ -289,21 +294,31 @@ class Checkpointer:
         self, wanted: Mapping[str, Any], step: int | None, subset: bool
     ) -> Metadata:
         """The metadata of the step that process 0 chooses; refuses, on all processes together."""
-        error, metadata = None, None
+        error, metadata, chosen = None, None, -1
         try:
             chosen = self._existing_step(step)
         except CheckpointError as failure:
-            error, chosen = failure, -1
+            error = failure
         chosen = agreement.from_process_0(chosen)
         try:
             if error is None:
-                folder = folders.step_folder(self.path, chosen)
-                metadata = read_metadata(folder)
-                check_same_arrays(metadata.arrays, wanted, where=str(folder), subset=subset)
+                metadata = self._checked_metadata(wanted, chosen, subset)
         except CheckpointError as failure:
             error = failure
         agreement.raise_together(error)
         assert metadata is not None
+        return metadata
+
+    def _checked_metadata(self, wanted: Mapping[str, Any], step: int, subset: bool) -> Metadata:
+        folder = folders.step_folder(self.path, step)
+        metadata = read_metadata(folder)
+        check_same_arrays(metadata.arrays, wanted, where=str(folder), subset=subset)
+        try:
+            damage = folders.first_damage(folder, metadata.files)
+        except OSError as error:
+            damage = reason(error)
+        if damage is not None:
+            raise self._damaged(step, damage)
         return metadata
 
     def _run(self, save: _Save) -> list[str]:
@@ -327,7 +342,6 @@ class Checkpointer:
         if _is_first_process():
             try:
                 folders.make_partial(save.partial)
-                write_metadata(save.partial, save.metadata)
             except OSError as failure:
                 error = self._lost(save, failure)
         agreement.raise_together(error)
@@ -346,6 +360,8 @@ class Checkpointer:
         if not _is_first_process():
             return []
         step = save.metadata.step
+        files = folders.file_sizes(save.partial)
+        write_metadata(save.partial, dataclasses.replace(save.metadata, files=files))
         folders.commit(save.partial, step)
         texts = []
         for old in self.keep.expired(folders.list_steps(self.path)):
@@ -372,13 +388,11 @@ class Checkpointer:
             " free some space, mend the folder, or use another one"
         )
 
-    def _unreadable(self, step: int, error: BaseException) -> CheckpointError:
+    def _damaged(self, step: int, damage: str) -> CheckpointError:
         earlier = [other for other in self.steps() if other < step]
         remedy = f"restore step {earlier[-1]}" if earlier else "no earlier step is saved"
-        return CheckpointError(
-            f"the arrays in {folders.step_folder(self.path, step)} cannot be read"
-            f" ({reason(error)}): files are damaged or missing; {remedy}"
-        )
+        folder = folders.step_folder(self.path, step)
+        return CheckpointError(f"checkpoint {folder} is damaged: {damage}; {remedy}")
 
 
 def _is_first_process() -> bool:

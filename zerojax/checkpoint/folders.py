@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from zerojax.checkpoint.errors import CheckpointError, reason
@@ -46,10 +47,32 @@ def partial_folder(path: Path, step: int, attempt: int) -> Path:
 def make_partial(partial: Path) -> None:
     """Creates a partial folder, empty; removes what interrupted saves have left beside it."""
     partial.parent.mkdir(parents=True, exist_ok=True)
-    for name in os.listdir(partial.parent):
-        if _INVISIBLE.fullmatch(name):
-            shutil.rmtree(partial.parent / name, ignore_errors=True)
+    remove_leftovers(partial.parent)
     partial.mkdir()
+
+
+def remove_leftovers(path: Path) -> None:
+    """Deletes the invisible folders. Only for the one who saves here, while no save is in flight."""
+    for name in os.listdir(path):
+        if _INVISIBLE.fullmatch(name):
+            shutil.rmtree(path / name, ignore_errors=True)
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Relative name -> bytes of every file in a folder and below, sorted by name."""
+    files = (Path(at, name) for at, _, names in os.walk(folder) for name in names)
+    return {str(file.relative_to(folder)): file.stat().st_size for file in sorted(files)}
+
+
+def first_damage(folder: Path, sizes: Mapping[str, int]) -> str | None:
+    """What is wrong with the first file, in name order, that is missing or has another size."""
+    there = file_sizes(folder)
+    for name, size in sorted(sizes.items()):
+        if name not in there:
+            return f"{name} is missing"
+        if there[name] != size:
+            return f"{name} has {there[name]} bytes instead of {size}"
+    return None
 
 
 def commit(partial: Path, step: int) -> None:

@@ -37,6 +37,9 @@ class Metadata:
     arrays: dict[str, str]
     """Name -> dtype and unpadded shape, such as `"float32[64,64]"`, sorted by name."""
 
+    files: dict[str, int]
+    """Bytes of every file of the arrays, relative to the folder of the step; added last."""
+
     data_state: dict[str, Any]
     config: dict[str, Any]
     plan: dict[str, Any]
@@ -80,6 +83,7 @@ def make_metadata(
     return Metadata(
         step=step,
         arrays={name: describe(leaves[name]) for name in sorted(leaves)},
+        files={},
         data_state=data_state,
         config=config,
         plan=plan,
