@@ -211,21 +211,27 @@ def test_what_was_read_ahead_is_not_lost(kind: str):
 
 
 def test_reading_overlaps_the_step_and_is_bounded():
-    read_numbers = []
+    started, gate = [], threading.Event()
 
-    def slow(step: int):
-        time.sleep(0.02)
-        read_numbers.append(step)
+    def gated(step: int):
+        started.append(step)
+        if step >= 4:
+            assert gate.wait(30)
         return batch_of(step)
 
-    with prefetch(as_feed(slow), put=number_of, depth=2) as batches:
+    with prefetch(as_feed(gated), put=number_of, depth=2) as batches:
         assert next(batches)[0] == 0
-        time.sleep(0.5)
-        # Two in the queue and one in the hand of the thread.
-        assert read_numbers == [0, 1, 2, 3]
-        before = batches.waited_seconds
-        assert next(batches)[0] == 1
-        assert batches.waited_seconds - before < 0.02
+        deadline = time.monotonic() + 30
+        while len(started) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        # Two in the queue and one in the hand of the thread: no more is read.
+        assert started == [0, 1, 2, 3]
+        # These are there although reading the next one has not ended.
+        assert [next(batches)[0] for _ in range(3)] == [1, 2, 3]
+        gate.set()
+        assert next(batches)[0] == 4
+        assert 0 < batches.waited_seconds < 30
 
 
 def test_errors_reach_the_consumer_after_the_good_batches():

@@ -121,8 +121,9 @@ def check_finite(name: str, array: np.ndarray) -> None:
     if not jax.numpy.issubdtype(array.dtype, np.floating) or not array.size:
         return
     # Both are NaN if any value is: no temporary array for the good case.
-    if np.isfinite(array.min()) and np.isfinite(array.max()):
-        return
+    with np.errstate(invalid="ignore"):  # bfloat16 warns of the very NaN that is looked for
+        if np.isfinite(array.min()) and np.isfinite(array.max()):
+            return
     bad = np.argwhere(~np.isfinite(array))
     first = tuple(int(i) for i in bad[0])
     raise ValueError(
