@@ -1,0 +1,40 @@
+"""Every script of examples/ runs to its end, where it asserts what it shows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.examples
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_example_runs(script, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,  # what it writes, such as runs/, stays there
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_example_is_short_and_asserts_something(script):
+    text = script.read_text()
+    assert len(text.splitlines()) < 120
+    assert "assert" in text.splitlines()[-1] + text.splitlines()[-2]
+
+
+def test_the_examples_are_numbered_without_gaps():
+    assert [path.name[:3] for path in SCRIPTS] == [f"{i:02}_" for i in range(1, len(SCRIPTS) + 1)]
