@@ -34,7 +34,9 @@ def test_reference_models_equal_one_device(name, zero, num_microbatches, model):
     run = train_for(reference_model(name), devices=devices, mesh=mesh, zero=zero, **rules)
     expected = one_device(name)
     np.testing.assert_allclose(run.losses, expected.losses, rtol=0, atol=TOLERANCE)
-    assert expected.losses[-1] < expected.losses[0] - 0.05, "the run has to learn, or equality is cheap"
+    assert expected.losses[-1] < expected.losses[0] - 0.05, (
+        "the run has to learn, or equality is cheap"
+    )
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -156,9 +158,13 @@ def test_batch_statistics_are_the_mean_over_shards_and_dropout_differs_between_t
     run = train_for(model, zero=1, steps=3, **options)
     mean = np.asarray(run.state["extras"]["norm/mean"])
     assert np.abs(mean).max() > 0
-    shards = {np.asarray(s.data).tobytes() for s in run.state["extras"]["norm/mean"].addressable_shards}
+    shards = {
+        np.asarray(s.data).tobytes() for s in run.state["extras"]["norm/mean"].addressable_shards
+    }
     assert len(shards) == 1, "statistics have to agree on all devices"
-    again = train_for(small_models.WithStatistics(nnx.Rngs(0), rate=0.5), zero=3, steps=3, **options)
+    again = train_for(
+        small_models.WithStatistics(nnx.Rngs(0), rate=0.5), zero=3, steps=3, **options
+    )
     np.testing.assert_allclose(again.losses, run.losses, rtol=0, atol=TOLERANCE)
     other = train_for(model, zero=1, steps=3, seed=1, **options)
     assert abs(other.losses[0] - run.losses[0]) > 1e-4, "the seed has to reach dropout"

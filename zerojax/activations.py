@@ -1,7 +1,7 @@
 """Which mesh axis a dimension of an activation is split over while a model is traced.
 
-Models name dimensions ("batch", "sequence", "embed"); they never know a mesh. Without rules in force
-`constrain` is the identity, so that a model runs alone as well as inside a training step.
+Models name dimensions ("batch", "sequence", "embed"); they never know a mesh. Without rules in
+force `constrain` is the identity, so that a model runs alone as well as inside a training step.
 """
 
 from __future__ import annotations

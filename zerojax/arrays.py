@@ -20,8 +20,9 @@ from zerojax.state import TrainState, run_key_data, zero_counter
 def init_state(plan: Plan, seed: int = 0) -> TrainState:
     """A new state, born in its shards: no device ever holds more than its part.
 
-    An `nnx.Module` instance brings its own values, which are copied (the instance stays usable after the first
-    donated step); every other kind of model is initialised from `seed`. The values do not depend on the mesh.
+    An `nnx.Module` instance brings its own values, which are copied (the instance stays usable
+    after the first donated step); every other kind of model is initialised from `seed`. The values
+    do not depend on the mesh.
 
     Args:
       plan: over a real mesh.
@@ -59,8 +60,9 @@ def _copy_initial(plan: Plan, key_data: np.ndarray) -> TrainState:
     placed = {name: _place(np.asarray(params[name]), leaf) for name, leaf in stored.items()}
     host_extras = {name: np.asarray(value) for name, value in extras.items()}
 
-    # A jitted function that donates nothing: on CPU a placed array may share memory with the user's, and the
-    # first donated step would write into it (tests/test_arrays.py::test_users_own_arrays_survive).
+    # A jitted function that donates nothing: on CPU a placed array may share memory with the
+    # user's, and the first donated step would write into it
+    # (tests/test_arrays.py::test_users_own_arrays_survive).
     def build(placed: dict, extras: dict, key_data: jax.Array) -> TrainState:
         return _assemble(plan, placed, extras, key_data)
 

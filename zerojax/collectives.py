@@ -1,11 +1,13 @@
 """How sharded parameters are gathered and gradients reduced over the data axes: one collective per bucket.
 
-Knows arrays inside a region that is manual over the data axes; knows nothing of models, stages or optimizers.
+Knows arrays inside a region that is manual over the data axes; knows nothing of models, stages or
+optimizers.
 
-Every collective sits in a nested `shard_map` over the axes that are still with the compiler. XLA does not
-partition a manual collective over automatic axes: it would gather tensor-parallel shards first, and send 5.15
-instead of 3.33 units at data 4 x model 2. The nesting also avoids an abort of XLA on CPU for bfloat16
-reductions in partially manual regions.
+Every collective sits in a nested `shard_map` over the axes that are still with the compiler. XLA
+does not
+partition a manual collective over automatic axes: it would gather tensor-parallel shards first, and
+  send 5.15 instead of 3.33 units at data 4 x model 2. The nesting also avoids an abort of XLA on
+  CPU for bfloat16 reductions in partially manual regions.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class LeafCollectives:
         def local(shard: jax.Array) -> jax.Array:
             dim = shard.ndim + self.zero_dim
             whole = lax.all_gather(shard.astype(self.compute_dtype), DATA, axis=dim, tiled=True)
-            # Sliced in here, so that the padded value is no separate intermediate that autodiff may keep.
+            # Sliced in here, so that the padded value is no separate intermediate that autodiff may
+            # keep.
             return lax.slice_in_dim(whole, 0, self.size, axis=dim)
 
         spec = self.spec(shard.ndim)
@@ -138,7 +141,7 @@ def pad_dim(x: jax.Array, dim: int, size: int) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), widths)
 
 
-# --- reads: what a model gets when it reads a sharded parameter ------------------------------------------
+# --- reads: what a model gets when it reads a sharded parameter -----------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -191,8 +194,8 @@ _scatter_early.defvjp(_tap_forward, _tap_backward)
 class ScatterEarly:
     """ZeRO-2's read of `(whole, shard)`: gives the whole; the gradient lands scattered on the shard.
 
-    The scatter thus runs where the backward pass makes the gradient, and whole gradients of all layers never
-    live together.
+    The scatter thus runs where the backward pass makes the gradient, and whole gradients of all
+    layers never live together.
     """
 
     leaf: LeafCollectives
@@ -211,7 +214,7 @@ def is_gather(primitive: Any, params: Mapping[str, Any]) -> bool:
     return any(eqn.primitive.name == "all_gather" for eqn in params["jaxpr"].eqns)
 
 
-# --- buckets: many leaves, one collective -----------------------------------------------------------------
+# --- buckets: many leaves, one collective ---------------------------------------------------------
 
 
 def make_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:

@@ -16,8 +16,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from zerojax.config import MeshConfig, as_mesh_config
 
 REPLICA, DATA, STAGE, MODEL = "replica", "data", "stage", "model"
-# Outermost first: neighbours along the last axis are the closest devices, so that tensor parallelism,
-# which talks most, gets the fastest links, and replicas are the groups furthest apart (nodes).
+# Outermost first: neighbours along the last axis are the closest devices, so that tensor
+# parallelism, which talks most, gets the fastest links, and replicas are the groups furthest apart
+# (nodes).
 AXES = (REPLICA, DATA, STAGE, MODEL)
 DATA_AXES = (REPLICA, DATA)
 """Axes over which the batch is split. Parameters are sharded over `data` alone."""
@@ -69,7 +70,9 @@ def make_mesh(
     )
 
 
-def make_abstract_mesh(config: MeshConfig | Mapping[str, Any] | None, num_devices: int) -> AbstractMesh:
+def make_abstract_mesh(
+    config: MeshConfig | Mapping[str, Any] | None, num_devices: int
+) -> AbstractMesh:
     """The same mesh without devices: enough for a plan of `num_devices` devices that are not here."""
     sizes = resolve_axis_sizes(as_mesh_config(config), num_devices)
     return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -79,7 +82,8 @@ def normalise_mesh(mesh: Mesh) -> Mesh:
     """A user's own `jax.sharding.Mesh` with zerojax's four axes in zerojax's order.
 
     Args:
-      mesh: axes named `data` and optionally `replica`, `stage`, `model`, in any order and of any type.
+      mesh: axes named `data` and optionally `replica`, `stage`, `model`, in any order and of any
+        type.
 
     Raises:
       ValueError: an axis has another name.

@@ -1,6 +1,7 @@
 """Which optimizer and which learning rate: optax transformations with zerojax's defaults.
 
-Knows parameter names and steps; never where anything lies. Any `optax.GradientTransformation` does as well.
+Knows parameter names and steps; never where anything lies. Any `optax.GradientTransformation` does
+as well.
 """
 
 from __future__ import annotations
@@ -125,7 +126,11 @@ def build_schedule(config: OptimizerConfig, steps: int | None) -> tuple[Schedule
     else:
         warmup = 10 if steps is None else min(max(10, round(0.02 * steps)), steps // 2)
     if steps is None or config.schedule == "constant":
-        why = "constant" if steps is not None else "constant, since the length of the run is not known"
+        why = (
+            "constant"
+            if steps is not None
+            else "constant, since the length of the run is not known"
+        )
         after: Schedule = optax.constant_schedule(peak)
         return _with_warmup(after, peak, warmup), f"{warmup} warm-up steps, then {why}"
     rest = max(steps - warmup, 1)
@@ -139,7 +144,9 @@ def build_schedule(config: OptimizerConfig, steps: int | None) -> tuple[Schedule
         after = optax.join_schedules(
             [optax.constant_schedule(peak), optax.linear_schedule(peak, final, tail)], [hold]
         )
-    return _with_warmup(after, peak, warmup), f"{warmup} warm-up steps, then {config.schedule} to {final:g}"
+    return _with_warmup(
+        after, peak, warmup
+    ), f"{warmup} warm-up steps, then {config.schedule} to {final:g}"
 
 
 def _with_warmup(after: Schedule, peak: float, warmup: int) -> Schedule:

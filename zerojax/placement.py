@@ -1,7 +1,8 @@
 """Where each array lives: the one table of role -> (partition spec, tier), and the rules that fill it.
 
-Knows names, shapes and axis sizes; never touches arrays, devices or Flax. Sources: ZeRO, Rajbhandari et al. 2019
-(arXiv:1910.02054); tensor parallelism, Shoeybi et al. 2019 (arXiv:1909.08053).
+Knows names, shapes and axis sizes; never touches arrays, devices or Flax. Sources: ZeRO,
+Rajbhandari et al. 2019 (arXiv:1910.02054); tensor parallelism, Shoeybi et al. 2019
+(arXiv:1909.08053).
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class LeafPlacement:
       shape: the true shape.
       stack_dims: leading dimensions that a layer scan slices away; never sharded.
       axes: mesh axis per dimension from tensor parallelism, None where there is none.
-      zero_dim: the dimension that `data` shards, counted from the end (negative, so that it survives
-        the slicing of leading dimensions); None when ZeRO leaves the parameter whole.
+      zero_dim: the dimension that `data` shards, counted from the end (negative, so that it
+        survives the slicing of leading dimensions); None when ZeRO leaves the parameter whole.
       padded_size: stored size of `zero_dim`, a multiple of the `data` axis.
       access: how forward and backward get at it.
       frozen: no gradient and no optimizer state.
@@ -139,13 +140,13 @@ class PlacementRules:
     """What the user can say about placement.
 
     Attributes:
-      zero: ZeRO stage. 0: all whole; 1: optimizer state and masters sharded; 2: and gradients; 3: and
-        the parameters that forward and backward read.
+      zero: ZeRO stage. 0: all whole; 1: optimizer state and masters sharded; 2: and gradients; 3:
+        and the parameters that forward and backward read.
       tensor_parallel: (regular expression on the name, mesh axis per trailing dimension); the first
         that matches counts; dimensions it does not mention stay whole.
       freeze: regular expressions on names.
-      persistence_threshold: elements; at stage 3 a smaller parameter is gathered once per step instead
-        of at every use, which saves a collective per use.
+      persistence_threshold: elements; at stage 3 a smaller parameter is gathered once per step
+        instead of at every use, which saves a collective per use.
     """
 
     zero: int = 1
@@ -165,23 +166,27 @@ def place_parameters(
 ) -> Placement:
     """Fills the table.
 
-    The ZeRO dimension of a parameter is the largest one that `data` divides, among those that neither a
-    layer scan slices nor tensor parallelism splits (both on one dimension would permute the stored
-    weights); where none is divisible, the largest free one, padded.
+    The ZeRO dimension of a parameter is the largest one that `data` divides, among those that
+    neither a layer scan slices nor tensor parallelism splits (both on one dimension would permute
+    the stored weights); where none is divisible, the largest free one, padded.
 
     Args:
       shapes: name -> true shape.
-      read_shapes: name -> shapes with which the model reads it; tells which dimensions a scan slices.
+      read_shapes: name -> shapes with which the model reads it; tells which dimensions a scan
+        slices.
       axis_sizes: mesh axis -> size.
       rules: the user's wishes.
-      always_frozen: name -> reason, for parameters that can have no gradient (integers); kept whole.
+      always_frozen: name -> reason, for parameters that can have no gradient (integers); kept
+        whole.
       reads_lazily: False when the model has no point of use (a pair of functions).
 
     Raises:
       ValueError: a rule names an unknown axis, does not fit a shape, or does not divide it.
     """
     frozen = dict(always_frozen or {})
-    frozen_by_user = trees.match_names(shapes, rules.freeze, option="freeze") if rules.freeze else ()
+    frozen_by_user = (
+        trees.match_names(shapes, rules.freeze, option="freeze") if rules.freeze else ()
+    )
     axes_of = _tensor_parallel_axes(shapes, axis_sizes, rules.tensor_parallel)
     leaves = {}
     for name, shape in shapes.items():
@@ -230,7 +235,9 @@ def _access(
         return Access.GATHER_ONCE, (
             f"{elements} elements < persistence_threshold {rules.persistence_threshold}: gathered once per step"
         )
-    reason = None if reads_lazily else "functions have no point of use: all are gathered as apply starts"
+    reason = (
+        None if reads_lazily else "functions have no point of use: all are gathered as apply starts"
+    )
     return Access.GATHER_ON_USE, reason
 
 
@@ -240,7 +247,11 @@ def _stack_dims(shape: Shape, reads: frozenset[Shape] | None) -> tuple[int, str 
     count = len(shape) - len(shortest)
     if all(read == shape[len(shape) - len(read) :] for read in reads or ()):
         return count, None
-    return 0, f"read with shape {list(shortest)}, which is no trailing slice of {list(shape)}: kept whole"
+    return (
+        0,
+        f"read with shape {list(shortest)}, which is no trailing slice of {list(shape)}: kept
+    whole",
+    )
 
 
 def _zero_dim(
@@ -255,7 +266,9 @@ def _zero_dim(
     padded = -(-shape[index] // data_size) * data_size
     reason = None
     if not divisible:
-        reason = f"dim {index} of {shape[index]} is padded to {padded} to divide by data {data_size}"
+        reason = (
+            f"dim {index} of {shape[index]} is padded to {padded} to divide by data {data_size}"
+        )
     return index - len(shape), padded, reason
 
 
@@ -273,7 +286,9 @@ def _tensor_parallel_axes(
         try:
             compiled.append((re.compile(pattern), tuple(axes)))
         except re.error as error:
-            raise ValueError(f"tensor-parallel rule {pattern!r} is not a regular expression: {error}") from None
+            raise ValueError(
+                f"tensor-parallel rule {pattern!r} is not a regular expression: {error}"
+            ) from None
     result = {}
     for name, shape in shapes.items():
         axes = next((axes for pattern, axes in compiled if pattern.search(name)), ())

@@ -1,7 +1,7 @@
 """The plan of a run: every array's shape, dtype, place and bytes, and the reason of every choice. No arrays.
 
-Puts model, mesh, placement, precision and optimizer together by tracing alone; an `AbstractMesh` of devices that
-are not here does as well. Never runs a step.
+Puts model, mesh, placement, precision and optimizer together by tracing alone; an `AbstractMesh` of
+devices that are not here does as well. Never runs a step.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from zerojax import optim, trees
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.mesh import DATA, DATA_AXES, STAGE
 from zerojax.placement import LeafPlacement, Placement, PlacementRules, place_parameters
+from zerojax.plan_checks import check_batch, check_loss
 from zerojax.plan_table import plan_dict, plan_line, plan_table
 from zerojax.precision import Precision, as_precision
 from zerojax.state import TrainState
@@ -46,8 +47,8 @@ class Plan:
       tx: the optimizer; learning_rate: its schedule over updates applied, where it is known.
       num_microbatches: pieces a device's rows are cut into.
       abstract_state: `TrainState` of `ShapeDtypeStruct`s with shardings, as stored.
-      abstract_canonical: the same with true shapes and evenly dividing shardings: the form on disk and
-        between two plans.
+      abstract_canonical: the same with true shapes and evenly dividing shardings: the form on disk
+        and between two plans.
       abstract_batch: the global batch, with shardings.
       regather: whether the step makes the model forget gathered parameters (zero=3, see `zero`).
       forward: the traced forward pass of one microbatch on one data shard (a jaxpr), for counting.
@@ -127,9 +128,11 @@ def make_plan(
 
     Args:
       model: see `zerojax.model.as_model`.
-      mesh: from `make_mesh`; or a `MeshConfig` (or its fields as a dict), from which the mesh is made.
+      mesh: from `make_mesh`; or a `MeshConfig` (or its fields as a dict), from which the mesh is
+        made.
       example_batch: a global batch, as arrays or `ShapeDtypeStruct`s; dimension 0 is the batch.
-      loss: `loss(model, batch) -> scalar | (sum, weight)`; None takes the model's method `loss(batch)`.
+      loss: `loss(model, batch) -> scalar | (sum, weight)`; None takes the model's method
+        `loss(batch)`.
       optimizer: an optax transformation, an `OptimizerConfig`, or None for AdamW.
       zero: ZeRO stage 0..3; None takes the mesh config's, or 1.
       precision: "bf16", "fp32" or a `Precision`.
@@ -137,8 +140,8 @@ def make_plan(
       num_microbatches: pieces each device's rows are cut into; gradients are accumulated.
       freeze: regular expressions on parameter names that get no gradient.
       steps: length of the run, for the learning-rate schedule.
-      **mesh_options: other fields of `MeshConfig`: rules, persistence_threshold, reduce_bucket_size,
-        allgather_bucket_size, sequence_sharding.
+      **mesh_options: other fields of `MeshConfig`: rules, persistence_threshold,
+        reduce_bucket_size, allgather_bucket_size, sequence_sharding.
 
     Raises:
       ValueError, TypeError: with the value, the limit and the remedy.
@@ -159,7 +162,9 @@ def make_plan(
     placement = _place(internal, params, trace, settings, mesh, freeze)
     regather = settings.zero == 3 and internal.reads_lazily and not trace.checkpoints
     abstract_batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(DATA_AXES))),
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, P(DATA_AXES))
+        ),
         batch,
     )
     build = functools.partial(
@@ -216,35 +221,6 @@ def _abstract(tree: Tree) -> Tree:
     return jax.tree.map(one, tree)
 
 
-def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> None:
-    """Refuses a batch that cannot be cut evenly over data shards and microbatches.
-
-    Raises:
-      ValueError: no arrays, different batch sizes, or an uneven cut.
-    """
-    leaves = trees.flatten_names(batch)
-    if not leaves or any(len(leaf.shape) == 0 for leaf in leaves.values()):
-        raise ValueError(
-            f"example_batch has leaves {list(leaves)}: every leaf needs a leading batch dimension"
-        )
-    sizes = {name: leaf.shape[0] for name, leaf in leaves.items()}
-    first = next(iter(sizes.values()))
-    for name, size in sizes.items():
-        if size != first:
-            raise ValueError(
-                f"batch leaf {name!r} has {size} rows, others have {first}; dimension 0 is the batch"
-            )
-    shards = meshes.num_data_shards(mesh)
-    unit = shards * num_microbatches
-    if num_microbatches < 1 or first % unit:
-        low, high = first // unit * unit if unit else 0, (first // unit + 1) * unit if unit else 1
-        near = f"{low} or {high}" if low else f"{high}"
-        raise ValueError(
-            f"global batch size {first} is not divisible by data shards ({shards}) x "
-            f"num_microbatches ({num_microbatches}) = {unit}; use {near}"
-        )
-
-
 def _slice_batch(batch: Tree, parts: int) -> Tree:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
@@ -275,21 +251,6 @@ def _as_read(params: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(leaf.shape, precision.compute_dtype if floating else leaf.dtype)
 
     return {name: one(leaf) for name, leaf in params.items()}
-
-
-def check_loss(result: Any) -> None:
-    """Refuses a loss that is neither a scalar nor a pair of scalars.
-
-    Raises:
-      ValueError: with what it returned instead.
-    """
-    parts = result if isinstance(result, tuple) else (result,)
-    shapes = [getattr(part, "shape", None) for part in parts]
-    if len(parts) not in (1, 2) or any(shape != () for shape in shapes):
-        found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
-        raise ValueError(
-            f"the loss returned {found}; it has to return a scalar, or a pair of scalars (sum, weight)"
-        )
 
 
 def _place(
@@ -388,11 +349,15 @@ def _reasons(
     trace: models.ModelTrace,
 ) -> tuple[str, ...]:
     shards = mesh.shape[DATA]
-    lines = [f"mesh {meshes.describe_mesh(mesh)}: {meshes.num_data_shards(mesh)} shards of the batch"]
+    lines = [
+        f"mesh {meshes.describe_mesh(mesh)}: {meshes.num_data_shards(mesh)} shards of the batch"
+    ]
     if shards == 1 and settings.zero:
         lines.append(f"zero={settings.zero} shards nothing: the data axis has one device")
     else:
-        kept = ("nothing", "optimizer state", "optimizer state and gradients", "all state")[settings.zero]
+        kept = ("nothing", "optimizer state", "optimizer state and gradients", "all state")[
+            settings.zero
+        ]
         lines.append(f"zero={settings.zero}: {kept} split over {shards} devices")
     lines.append(f"precision: {precision.describe()}")
     lines += optimizer.reasons

@@ -74,7 +74,9 @@ def as_precision(
         compute = _dtype(precision, "precision")
         precision = Precision(compute_dtype=compute, reduce_dtype=compute)
     if not isinstance(precision, Precision):
-        raise TypeError(f"precision={precision!r} is a {type(precision).__name__}; use 'fp32', 'bf16' or Precision(...)")
+        raise TypeError(
+            f"precision={precision!r} is a {type(precision).__name__}; use 'fp32', 'bf16' or Precision(...)"
+        )
     changes = {}
     if reduce_dtype is not None:
         changes["reduce_dtype"] = _dtype(reduce_dtype, "reduce_dtype")

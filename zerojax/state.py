@@ -2,8 +2,8 @@
 
 Knows names and roles; never knows a mesh or where anything lies.
 
-"step" is the number of batches the optimizer loop has consumed, so that the data position follows from it.
-Updates applied are `step - skipped`; optax's own counts follow those.
+"step" is the number of batches the optimizer loop has consumed, so that the data position follows
+from it. Updates applied are `step - skipped`; optax's own counts follow those.
 """
 
 from __future__ import annotations

@@ -25,10 +25,11 @@ def build_step(plan: Plan) -> Any:
     """The training step of a plan, jitted once.
 
     Returns:
-      `step(state, batch) -> (state, metrics)`. `state` is donated: use only what comes back. `batch` comes from
-      `shard_batch`. Metrics are replicated scalars on the devices: "loss" (float32, the global sum divided by the
-      global weight), "weight" (float32), "grad_norm" (float32, before clipping) and "skipped" (int32, 1 when
-      loss or gradients were not finite and nothing but the counters changed). `step.lower(...)` gives the program.
+      `step(state, batch) -> (state, metrics)`. `state` is donated: use only what comes back.
+      `batch` comes from `shard_batch`. Metrics are replicated scalars on the devices: "loss"
+      (float32, the global sum divided by the global weight), "weight" (float32), "grad_norm"
+      (float32, before clipping) and "skipped" (int32, 1 when loss or gradients were not finite and
+      nothing but the counters changed). `step.lower(...)` gives the program.
     """
     gradients = zero.build_gradients(pass_config(plan))
     replicated = NamedSharding(plan.mesh, P())
@@ -48,7 +49,8 @@ def build_step(plan: Plan) -> Any:
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         updates, opt_state = plan.tx.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        # where, not cond: a cond costs 4 to 14 bytes per parameter of traffic and a copy of the state.
+        # where, not cond: a cond costs 4 to 14 bytes per parameter of traffic and a copy of the
+        # state.
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         skipped = 1 - finite.astype(jnp.int32)
         new_state = TrainState(
@@ -78,8 +80,8 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
       loss: what to evaluate, as the training loss; None takes the plan's.
 
     Returns:
-      `evaluate(state, batch) -> {"loss": sum, "weight": sum}`, float32 scalars over the global batch. The model
-      runs in evaluation mode; the state is not donated and does not change.
+      `evaluate(state, batch) -> {"loss": sum, "weight": sum}`, float32 scalars over the global
+      batch. The model runs in evaluation mode; the state is not donated and does not change.
     """
     forward = zero.build_forward(pass_config(plan), loss or plan.loss)
 

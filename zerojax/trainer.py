@@ -1,7 +1,8 @@
 """The loop: owns the state, the batches in flight, the log and the checkpoints of one run.
 
-Knows when things happen; every what is in a lower room. Written with the five public calls a user has as well:
-`make_mesh` and `make_plan` (behind `replan`), `init_state`, `build_step`, `shard_batch`.
+Knows when things happen; every what is in a lower room. Written with the five public calls a user
+has as well: `make_mesh` and `make_plan` (behind `replan`), `init_state`, `build_step`,
+`shard_batch`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ class Habits:
       eval_batches: batches per evaluation.
       save_every: steps between checkpoints.
       save_on_exit: also save at the end and when interrupted.
-      max_skipped: consecutive reports in which every step was skipped as non-finite before the run stops.
-      callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the run.
+      max_skipped: consecutive reports in which every step was skipped as non-finite before the run
+        stops.
+      callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the
+        run.
       resume_hint: what to tell a user whose run was interrupted.
     """
 
@@ -111,7 +114,8 @@ class Trainer:
 
         Args:
           batches: what `zerojax.data.as_feed` takes.
-          steps: total of the run, counting those before a resume; None goes on until the batches end.
+          steps: total of the run, counting those before a resume; None goes on until the batches
+            end.
 
         Raises:
           Interrupted: Ctrl-C or SIGTERM; the state was saved first if the run has checkpoints.
@@ -137,7 +141,11 @@ class Trainer:
     def _as_feed(self, batches: Any) -> Feed:
         """The batches, at the position that follows the last consumed one."""
         rows = local_rows(self.plan) if isinstance(batches, TokenSource) else None
-        feed = batches if isinstance(batches, Feed) else as_feed(batches, start=self.num_steps, rows=rows)
+        feed = (
+            batches
+            if isinstance(batches, Feed)
+            else as_feed(batches, start=self.num_steps, rows=rows)
+        )
         if self._data_state is not None and feed.state() != self._data_state:
             feed.restore(self._data_state)
         return feed
@@ -220,19 +228,25 @@ class Trainer:
         """Mean loss over batches in evaluation mode, weighted by each batch's weight.
 
         Args:
-          batches: an iterable of host batches, or a `TokenSource`; None takes the run's validation data.
-          num_batches: at most this many; None takes `habits.eval_batches` for a source, all otherwise.
+          batches: an iterable of host batches, or a `TokenSource`; None takes the run's validation
+            data.
+          num_batches: at most this many; None takes `habits.eval_batches` for a source, all
+            otherwise.
 
         Raises:
           ValueError: there is nothing to evaluate on.
         """
         batches = self._validation if batches is None else batches
         if isinstance(batches, TokenSource):
-            count = min(num_batches or self.habits.eval_batches, max(1, int(batches.steps_per_epoch)))
-            rows = local_rows(self.plan)
-            batches = (batches.batch(index, *rows) for index in range(count))
+            source, rows = batches, local_rows(self.plan)
+            count = min(
+                num_batches or self.habits.eval_batches, max(1, int(source.steps_per_epoch))
+            )
+            batches = (source.batch(index, *rows) for index in range(count))
         elif batches is None:
-            raise ValueError("no validation data: pass batches to evaluate, or validation= to train")
+            raise ValueError(
+                "no validation data: pass batches to evaluate, or validation= to train"
+            )
         loss = weight = 0.0
         for index, batch in enumerate(batches):
             if num_batches is not None and index >= num_batches:
@@ -241,7 +255,9 @@ class Trainer:
             loss += float(sums["loss"])
             weight += float(sums["weight"])
         if weight == 0:
-            raise ValueError("nothing to evaluate: the batches are empty, or all their weights are 0")
+            raise ValueError(
+                "nothing to evaluate: the batches are empty, or all their weights are 0"
+            )
         result = {"loss": loss / weight, "weight": weight}
         if self._log is not None:
             self._log.write_eval(self.num_steps, {"loss": result["loss"]})

@@ -85,7 +85,9 @@ def match_names(names: Iterable[str], patterns: Sequence[str], *, option: str) -
         try:
             found = {name for name in names if re.search(pattern, name)}
         except re.error as error:
-            raise ValueError(f"{option}: {pattern!r} is not a regular expression: {error}") from None
+            raise ValueError(
+                f"{option}: {pattern!r} is not a regular expression: {error}"
+            ) from None
         if not found:
             sample = ", ".join(names[:4])
             raise ValueError(

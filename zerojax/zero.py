@@ -1,8 +1,8 @@
 """The forward and backward pass of every ZeRO stage: what is gathered when, and what is scattered when.
 
-One `shard_map`, manual over the data axes; tensor-parallel axes stay with the compiler. Knows a model only as
-something to run and parameters only by their placement; never sees the optimizer, which runs outside on
-global arrays.
+One `shard_map`, manual over the data axes; tensor-parallel axes stay with the compiler. Knows a
+model only as something to run and parameters only by their placement; never sees the optimizer,
+which runs outside on global arrays.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class PassConfig:
       num_microbatches: pieces of each device's rows; their gradients are accumulated.
       reduce_bucket_size, allgather_bucket_size: elements per collective.
       sequence_sharding: split the residual stream over `model` along the sequence.
-      regather: at stage 3, wrap the loss so that gathered parameters are never kept for the backward
-        pass. Off for a model that checkpoints its own activations.
+      regather: at stage 3, wrap the loss so that gathered parameters are never kept for the
+        backward pass. Off for a model that checkpoints its own activations.
     """
 
     model: Model
@@ -56,12 +56,12 @@ class PassConfig:
 def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
     """A function of `(params, frozen, extras, key_data, batch)`, to be traced inside a jitted step.
 
-    Its arguments: `params` and `frozen` as stored (float32 shards of global arrays); `key_data` uint32, the key
-    of the step; `batch` {key: [global batch, ...]}.
+    Its arguments: `params` and `frozen` as stored (float32 shards of global arrays); `key_data`
+      uint32, the key of the step; `batch` {key: [global batch, ...]}.
 
     Returns:
-      A function giving `({"loss": sum, "weight": sum}, grads, extras)`: sums over the global batch, float32;
-      grads {name: float32, stored shape and spec}, summed, not yet divided by the weight.
+      A function giving `({"loss": sum, "weight": sum}, grads, extras)`: sums over the global batch,
+      float32; grads {name: float32, stored shape and spec}, summed, not yet divided by the weight.
     """
     table = config.placement.leaves
     specs = {name: leaf.data_spec for name, leaf in table.items()}
@@ -101,7 +101,8 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
     """A function of `(params, frozen, extras, key_data, batch)` giving `{"loss": sum, "weight": sum}`.
 
-    Runs `function(model, batch)` in evaluation mode; nothing is differentiated and extras do not change.
+    Runs `function(model, batch)` in evaluation mode; nothing is differentiated and extras do not
+    change.
     """
     table = config.placement.leaves
 

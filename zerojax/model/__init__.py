@@ -1,0 +1,22 @@
+"""What a user's model is to zerojax: named arrays, and a way to call the model with other arrays.
+
+The only room that knows Flax, besides the reference models. Knows nothing of meshes, shardings or
+ZeRO: it lets a caller say what happens when the model reads a parameter (`on_read`).
+"""
+
+from zerojax.model.door import as_model, bound_attribute, default_loss
+from zerojax.model.protocol import Arrays, Loss, Model, ModelLike, OnRead
+from zerojax.model.tracing import ModelTrace, trace_model
+
+__all__ = [
+    "Arrays",
+    "Loss",
+    "Model",
+    "ModelLike",
+    "ModelTrace",
+    "OnRead",
+    "as_model",
+    "bound_attribute",
+    "default_loss",
+    "trace_model",
+]

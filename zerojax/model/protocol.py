@@ -1,0 +1,69 @@
+"""What the rest of zerojax may ask of a model: arrays, and a call with other arrays.
+
+Knows no Flax; the modules beside it implement this for each kind of model that users bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+
+Arrays = dict[str, Any]
+OnRead = Mapping[str, Callable[[Any], jax.Array]]
+Loss = Callable[[Any, Any], Any]
+ModelLike = Any
+
+
+class Model(Protocol):
+    """The internal form of every model.
+
+    Attributes:
+      kind: what the user gave, for people: "nnx module", "nnx factory", "linen module",
+        "functions".
+      source: the user's own object.
+      reads_lazily: whether `on_read` runs where the model uses a parameter (True), or for all
+        parameters before the model starts (False: a pair of functions has no point of use).
+    """
+
+    kind: str
+    source: Any
+    reads_lazily: bool
+
+    def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
+        """New arrays, traceable: `({name: parameter}, {name: extra})`; extras hold PRNG key data."""
+        ...
+
+    def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
+        """The arrays that the user's object already holds, or None when `init` has to make them."""
+        ...
+
+    def run(
+        self,
+        params: Arrays,
+        extras: Arrays,
+        key: jax.Array,
+        function: Callable[[Any], Any],
+        *,
+        train: bool = True,
+        on_read: OnRead | None = None,
+    ) -> tuple[Any, Arrays]:
+        """Calls `function(model)` with these arrays bound into the model.
+
+        Args:
+          params: {name: array, or whatever pytree `on_read[name]` takes}.
+          extras: {name: array}.
+          key: typed PRNG key of this call; every random stream of the model is folded with it.
+          function: usually a loss; gets an object to call like the user's model.
+          train: False switches dropout off and uses running averages, as the model itself defines.
+          on_read: per name, what the model gets when it reads that parameter.
+
+        Returns:
+          (what `function` returned, the extras afterwards).
+        """
+        ...
+
+    def to_source(self, params: Arrays, extras: Arrays) -> Any:
+        """The user's kind of object holding these arrays."""
+        ...

@@ -1,0 +1,60 @@
+"""What a plan refuses before it is made: batches that cannot be cut, losses that are no loss.
+
+Knows shapes; formats the value, the limit and the remedy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax import mesh as meshes
+from zerojax import trees
+
+Tree = Any
+
+
+def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> None:
+    """Refuses a batch that cannot be cut evenly over data shards and microbatches.
+
+    Raises:
+      ValueError: no arrays, different batch sizes, or an uneven cut.
+    """
+    leaves = trees.flatten_names(batch)
+    if not leaves or any(len(leaf.shape) == 0 for leaf in leaves.values()):
+        raise ValueError(
+            f"example_batch has leaves {list(leaves)}: every leaf needs a leading batch dimension"
+        )
+    sizes = {name: leaf.shape[0] for name, leaf in leaves.items()}
+    first = next(iter(sizes.values()))
+    for name, size in sizes.items():
+        if size != first:
+            raise ValueError(
+                f"batch leaf {name!r} has {size} rows, others have {first}; dimension 0 is the batch"
+            )
+    shards = meshes.num_data_shards(mesh)
+    unit = shards * num_microbatches
+    if num_microbatches < 1 or first % unit:
+        low, high = first // unit * unit if unit else 0, (first // unit + 1) * unit if unit else 1
+        near = f"{low} or {high}" if low else f"{high}"
+        raise ValueError(
+            f"global batch size {first} is not divisible by data shards ({shards}) x "
+            f"num_microbatches ({num_microbatches}) = {unit}; use {near}"
+        )
+
+
+def check_loss(result: Any) -> None:
+    """Refuses a loss that is neither a scalar nor a pair of scalars.
+
+    Raises:
+      ValueError: with what it returned instead.
+    """
+    parts = result if isinstance(result, tuple) else (result,)
+    shapes = [getattr(part, "shape", None) for part in parts]
+    if len(parts) not in (1, 2) or any(shape != () for shape in shapes):
+        found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
+        raise ValueError(
+            f"the loss returned {found}; it has to return a scalar, or a pair of scalars (sum, weight)"
+        )

@@ -1,0 +1,142 @@
+"""How a planned run is started: its folder, log and checkpoints opened, resumed, trained, closed.
+
+Knows files and order; decides nothing about the model or the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jax_core
+
+from zerojax import mesh as meshes
+from zerojax import profile
+from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.config import CheckpointConfig, LogConfig
+from zerojax.data import Feed, TokenSource
+from zerojax.metrics import RunLog
+from zerojax.plan import Plan
+from zerojax.trainer import Habits, Trainer
+
+CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json", "checkpoints"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """What a run writes and where."""
+
+    folder: Path | None
+    log: LogConfig
+    checkpoint: CheckpointConfig | None
+    config: dict[str, Any]
+    reasons: Sequence[str]
+    steps: int | None
+    tokens_per_step: int | None
+
+
+def start_run(
+    run: RunFiles,
+    plan: Plan,
+    replan: Callable[[Any], Plan],
+    habits: Habits,
+    feed: Feed,
+    seed: int,
+    validation: Any,
+) -> Trainer:
+    """Opens log and checkpoints, resumes if there is something to resume from, and trains."""
+    checkpointer = _open_checkpoints(run, plan)
+    log = _open_log(run, plan)
+    try:
+        latest = checkpointer.latest_step() if checkpointer is not None else None
+        if log is not None:
+            log.start(
+                plan.describe(),
+                run.reasons,
+                plan.table(),
+                plan.as_dict(),
+                run.config,
+                start_step=latest or 0,
+            )
+        trainer = Trainer(
+            plan,
+            replan=replan,
+            seed=seed,
+            habits=habits,
+            log=log,
+            checkpointer=checkpointer,
+            config=run.config,
+            validation=validation,
+        )
+        if latest is not None:
+            trainer.restore()
+        trainer.fit(feed, run.steps)
+    except BaseException:
+        _close_quietly(checkpointer, log)
+        raise
+    if checkpointer is not None:
+        checkpointer.wait()
+    return trainer
+
+
+def _close_quietly(checkpointer: Checkpointer | None, log: RunLog | None) -> None:
+    """Closes what is open while another error is on its way; that one matters more."""
+    if log is not None:
+        log.close()
+    if checkpointer is not None:
+        try:
+            checkpointer.close()
+        except CheckpointError:
+            pass
+
+
+def _open_checkpoints(run: RunFiles, plan: Plan) -> Checkpointer | None:
+    if run.checkpoint is None or run.checkpoint.path is None:
+        return None
+    checkpointer = Checkpointer(
+        run.checkpoint.path, keep=run.checkpoint.keep, asynchronous=run.checkpoint.asynchronous
+    )
+    leaves = jax.tree.leaves(plan.abstract_canonical)
+    checkpointer.check_writable(sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves))
+    return checkpointer
+
+
+def _open_log(run: RunFiles, plan: Plan) -> RunLog | None:
+    if run.folder is None:
+        return None
+    return RunLog(
+        run.folder,
+        run.log,
+        total_steps=run.steps or 0,
+        tokens_per_step=run.tokens_per_step,
+        flops_per_step=flops_per_step(plan),
+        num_devices=plan.mesh.size,
+        device_kind=profile.device_kind(),
+        precision="fp32" if plan.precision.compute_dtype == jnp.float32 else "bf16",
+        read_memory=profile.device_memory,
+        process_index=jax.process_index(),
+    )
+
+
+def flops_per_step(plan: Plan) -> float:
+    """FLOPs of one step over all devices: three times the forward pass, without recomputation."""
+    forward = profile.count_flops(jax_core.jaxpr_as_fun(plan.forward), *plan.forward.in_avals)
+    return 3.0 * forward * plan.num_microbatches * meshes.num_data_shards(plan.mesh)
+
+
+def tokens_per_step(plan: Plan) -> int | None:
+    tokens = plan.abstract_batch.get("tokens") if isinstance(plan.abstract_batch, Mapping) else None
+    return None if tokens is None else math.prod(tokens.shape)
+
+
+def rows_of_process(batches: Any) -> tuple[int, int] | None:
+    """Rows of a text batch that this process reads; other batches are cut by the user."""
+    if not isinstance(batches, TokenSource) or jax.process_count() == 1:
+        return None
+    share = batches.global_batch_size // jax.process_count()
+    return jax.process_index() * share, (jax.process_index() + 1) * share
