@@ -1,4 +1,4 @@
-"""A run stops, goes on under another ZeRO stage on another mesh, and changes once more while it runs.
+"""A run stops, goes on under another ZeRO stage on another mesh, and changes again as it runs.
 
 A checkpoint holds whole arrays, not one device's pieces, so that any mesh can read it.
 """

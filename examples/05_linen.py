@@ -1,6 +1,6 @@
 """A `flax.linen` model, unchanged, under ZeRO-3; batch statistics are carried along.
 
-A linen module arrives bound in the loss, so that it is called as in `apply`, without naming variables.
+The loss gets the module bound to its variables, so that it is called without naming them.
 """
 
 import flax.linen as nn

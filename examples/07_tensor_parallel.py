@@ -1,7 +1,7 @@
 """Tensor parallelism by rules: which axis of the mesh splits which dimension of which parameter.
 
-The models of zerojax bring rules of their own; for another model they are a few regular expressions on
-the names of its parameters. They combine with every ZeRO stage.
+The models of zerojax bring rules of their own; for another model they are a few regular expressions
+on the names of its parameters. They combine with every ZeRO stage.
 """
 
 import jax

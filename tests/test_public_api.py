@@ -1,4 +1,4 @@
-"""The names of `zerojax` exist, are documented, and the lazy table agrees with what type checkers see."""
+"""The names of `zerojax` exist, have docstrings, and are the same for type checkers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def names_for_type_checkers() -> dict[str, str]:
 
 
 def test_the_lazy_table_is_what_type_checkers_see():
-    assert zerojax._HOME_OF_NAME == names_for_type_checkers()
+    assert names_for_type_checkers() == zerojax._HOME_OF_NAME
     assert sorted(zerojax._HOME_OF_NAME) == sorted(NAMES)
 
 
@@ -59,7 +59,9 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_importing_zerojax_does_not_import_jax():
     program = "import sys, zerojax; sys.exit('jax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(zerojax.__file__).parents[1])
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, cwd=Path(zerojax.__file__).parents[1]
+    )
 
 
 def test_no_part_of_the_package_starts_devices_when_imported():
@@ -73,4 +75,6 @@ def test_no_part_of_the_package_starts_devices_when_imported():
         "jax.config.update('jax_num_cpu_devices', 3)\n"
         "assert jax.device_count() == 3\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(zerojax.__file__).parents[1])
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, cwd=Path(zerojax.__file__).parents[1]
+    )

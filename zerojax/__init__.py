@@ -53,7 +53,7 @@ __all__ = [
     "train",
 ]
 
-# Name -> module. The block above says the same to type checkers; tests/test_public_api.py compares them.
+# Name -> module: what the block above says to type checkers (tests/test_public_api.py).
 _HOME_OF_NAME = {
     "CheckpointError": "checkpoint",
     "Checkpointer": "checkpoint",

@@ -1,4 +1,4 @@
-"""`zerojax train` after its settings are known: the run, a sample of what it learned, what to do next.
+"""`zerojax train` once its settings are known: the run, a sample of its text, what to do next.
 
 Knows what to say around a run; the run itself is `zerojax.api`.
 """
