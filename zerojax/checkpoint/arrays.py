@@ -101,7 +101,7 @@ def _orbax() -> tuple[Any, Any]:
     for name in ("absl", "asyncio"):  # asyncio tells of tasks that Orbax leaves behind a failure
         logging.getLogger(name).addFilter(_not_from_orbax)  # adds the same filter only once
     context = orbax.Context()
-    # float32 masters and moments are close to random bits: compression saves 8 % of the bytes and
+    # float32 masters and moments are close to random bits: compression saves 7 % of the bytes and
     # costs 4.7 times the processor time (README.md, 2026-11-21).
     context.array_options.saving.use_compression = False
     return orbax, context

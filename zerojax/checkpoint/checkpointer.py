@@ -11,29 +11,25 @@ import dataclasses
 import json
 import operator
 import os
-import shutil
 import types
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import jax
-
 from zerojax.checkpoint import agreement, arrays, folders
-from zerojax.checkpoint.errors import CheckpointError, is_disk_full, reason
+from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.metadata import (
     Metadata,
     check_same_arrays,
     make_metadata,
     read_metadata,
-    write_metadata,
 )
 from zerojax.checkpoint.retention import Retention, as_retention
-from zerojax.trees import flatten_names, format_bytes, num_bytes, unflatten_like
+from zerojax.checkpoint.saving import ARRAYS, Save, is_first_process, write
+from zerojax.trees import flatten_names, num_bytes, unflatten_like
 
 PyTree = Any
-_ARRAYS = "arrays"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,20 +43,6 @@ class Restored:
     data_state: dict[str, Any]
     config: dict[str, Any]
     plan: dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Save:
-    """One save on its way to disk."""
-
-    metadata: Metadata
-    partial: Path
-    leaves: dict[str, jax.Array]
-    """Emptied once the values are copied, so that the device memory is free again."""
-
-    state_bytes: int
-    started: concurrent.futures.Future[bool]
-    """Done when the caller may donate the arrays; False when the save has failed before that."""
 
 
 class Checkpointer:
@@ -128,7 +110,7 @@ class Checkpointer:
           CheckpointError: the folder cannot be created or written, or has too little space.
         """
         error = None
-        if _is_first_process():
+        if is_first_process():
             error = folders.writable_error(self.path, state_bytes)
         agreement.raise_together(error)
 
@@ -167,16 +149,17 @@ class Checkpointer:
             json.dumps([step, self._attempts, metadata.arrays, data_state]),
             what="the step, the shapes of the state, or data_state",
         )
-        save = _Save(
+        save = Save(
             metadata=metadata,
             partial=folders.partial_folder(self.path, step, self._attempts),
+            keep=self.keep,
             leaves=leaves,
             state_bytes=num_bytes(leaves),
             started=concurrent.futures.Future(),
         )
         # All of it runs in the writer's thread, so that a Ctrl-C here interrupts only the waiting:
         # the save goes on, and `close` waits for it.
-        self._pending = self._writer.submit(self._run, save)
+        self._pending = self._writer.submit(write, save)
         if not save.started.result() or not self.asynchronous:
             self.wait()
 
@@ -210,7 +193,7 @@ class Checkpointer:
             raise
         finally:
             self._writer.shutdown(wait=False)
-            if self._attempts and self._pending is None and _is_first_process():
+            if self._attempts and self._pending is None and is_first_process():
                 # Threads of a failed save may have gone on writing after it was removed.
                 with contextlib.suppress(OSError):
                     folders.remove_leftovers(self.path)
@@ -258,7 +241,7 @@ class Checkpointer:
         metadata = self._matching_metadata(wanted, step, subset)
         folder = folders.step_folder(self.path, metadata.step)
         try:
-            flat = arrays.read(folder / _ARRAYS, wanted, subset=subset)
+            flat = arrays.read(folder / ARRAYS, wanted, subset=subset)
         except Exception as error:
             raise self._damaged(metadata.step, reason(error)) from error
         return Restored(
@@ -321,79 +304,8 @@ class Checkpointer:
             raise self._damaged(step, damage)
         return metadata
 
-    def _run(self, save: _Save) -> list[str]:
-        """The whole of one save, in the writer's thread. Returns warnings."""
-        try:
-            write = self._start(save)
-            save.started.set_result(True)
-            write.result()
-            return self._commit(save)
-        except Exception as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise self._lost(save, error) from error
-        finally:
-            if not save.started.done():
-                save.started.set_result(False)
-
-    def _start(self, save: _Save) -> arrays.Write:
-        """Creates the partial folder and copies the arrays to the host."""
-        error = None
-        if _is_first_process():
-            try:
-                folders.make_partial(save.partial)
-            except OSError as failure:
-                error = self._lost(save, failure)
-        agreement.raise_together(error)
-        write = None
-        try:
-            write = arrays.start_write(save.partial / _ARRAYS, save.leaves)
-        except Exception as failure:
-            error = self._lost(save, failure)
-        save.leaves.clear()
-        agreement.raise_together(error)
-        assert write is not None
-        return write
-
-    def _commit(self, save: _Save) -> list[str]:
-        """Makes the checkpoint visible, then deletes expired ones."""
-        if not _is_first_process():
-            return []
-        step = save.metadata.step
-        files = folders.file_sizes(save.partial)
-        write_metadata(save.partial, dataclasses.replace(save.metadata, files=files))
-        folders.commit(save.partial, step)
-        texts = []
-        for old in self.keep.expired(folders.list_steps(self.path)):
-            try:
-                folders.remove(self.path, old)
-            except OSError as error:
-                texts.append(
-                    f"step {step} is saved, but the expired step {old} in {self.path} cannot be"
-                    f" deleted: {reason(error)}; delete it by hand"
-                )
-        return texts
-
-    def _lost(self, save: _Save, error: BaseException) -> CheckpointError:
-        """Frees the space of a failed save and says what happened."""
-        step = save.metadata.step
-        if _is_first_process():
-            shutil.rmtree(save.partial, ignore_errors=True)
-        text = f"step {step} was not saved in {self.path}: {reason(error)}"
-        if is_disk_full(error):
-            text += f" (needs {format_bytes(save.state_bytes)}, {folders.free_text(self.path)})"
-        steps = ", ".join(map(str, folders.list_steps(self.path))) or "none"
-        return CheckpointError(
-            f"{text}; earlier checkpoints are intact: {steps};"
-            " free some space, mend the folder, or use another one"
-        )
-
     def _damaged(self, step: int, damage: str) -> CheckpointError:
         earlier = [other for other in self.steps() if other < step]
         remedy = f"restore step {earlier[-1]}" if earlier else "no earlier step is saved"
         folder = folders.step_folder(self.path, step)
         return CheckpointError(f"checkpoint {folder} is damaged: {damage}; {remedy}")
-
-
-def _is_first_process() -> bool:
-    return jax.process_index() == 0

@@ -52,7 +52,7 @@ def make_partial(partial: Path) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Deletes the invisible folders. Only for the one who saves here, while no save is in flight."""
+    """Deletes the invisible folders; only for the one who saves here, with no save in flight."""
     for name in os.listdir(path):
         if _INVISIBLE.fullmatch(name):
             shutil.rmtree(path / name, ignore_errors=True)
