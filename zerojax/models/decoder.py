@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -247,7 +248,7 @@ def build_lm_head(config: DecoderConfig, *, stddev: float, rngs: nnx.Rngs) -> Pr
     return Projection(*shapes, stddev=stddev, use_bias=False, rngs=rngs)
 
 
-def check_tokens(tokens: jax.Array, *, max_seq_len: int) -> None:
+def check_tokens(tokens: jax.Array | np.ndarray, *, max_seq_len: int) -> None:
     """Raises TypeError or ValueError for tokens that a decoder cannot take; looks at the shape."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens are {tokens.dtype}, but must be integers; encode the text first")

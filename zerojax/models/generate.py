@@ -43,19 +43,20 @@ def generate(
     Raises:
       TypeError, ValueError: prompts of the wrong kind, a sum too long, or an option out of range.
     """
-    tokens = jnp.asarray(tokens)
+    tokens = np.asarray(tokens)
     limit, vocab_size = model.config.max_seq_len, model.config.vocab_size
     check_tokens(tokens, max_seq_len=limit)
     prompt = tokens.shape[1]
     _check_request(prompt, num_tokens, limit=limit)
+    _check_vocabulary(tokens, vocab_size=vocab_size)
     _check_sampling(temperature, top_k, vocab_size=vocab_size)
     padded_length = min(-(-prompt // PROMPT_MULTIPLE) * PROMPT_MULTIPLE, limit)
-    padded = jnp.zeros((tokens.shape[0], padded_length), jnp.int32)
-    padded = padded.at[:, :prompt].set(tokens.astype(jnp.int32))
+    padded = np.zeros((tokens.shape[0], padded_length), np.int32)
+    padded[:, :prompt] = tokens
     graphdef, state = nnx.split(model)
     added = _continue(
         state,
-        padded,
+        jnp.asarray(padded),
         prompt,
         temperature,
         jax.random.key(seed),
@@ -64,7 +65,7 @@ def generate(
         top_k=top_k,
         is_greedy=temperature == 0,
     )
-    return jnp.concatenate([padded[:, :prompt], added], axis=1)
+    return jnp.concatenate([jnp.asarray(padded[:, :prompt]), added], axis=1)
 
 
 # The one jitted function outside step, plan and kernels: a decoding loop is worthless without it.
@@ -123,6 +124,15 @@ def _check_request(prompt: int, num_tokens: int, *, limit: int) -> None:
             f" but the model takes at most max_seq_len={limit}; ask for at most"
             f" {max(limit - prompt, 0)} or cut the prompt"
         )
+
+
+def _check_vocabulary(tokens: np.ndarray, *, vocab_size: int) -> None:
+    for token in (tokens.min(initial=0), tokens.max(initial=0)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"the prompt has token {token}, but the model's table has {vocab_size} rows; encode"
+                " the text with the tokenizer that the model was trained with"
+            )
 
 
 def _check_sampling(temperature: float, top_k: int | None, *, vocab_size: int) -> None:
