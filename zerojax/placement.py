@@ -249,8 +249,7 @@ def _stack_dims(shape: Shape, reads: frozenset[Shape] | None) -> tuple[int, str 
         return count, None
     return (
         0,
-        f"read with shape {list(shortest)}, which is no trailing slice of {list(shape)}: kept
-    whole",
+        f"read with shape {list(shortest)}, no trailing slice of {list(shape)}: kept whole",
     )
 
 
