@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerojax.api import LoadedRun, load_run, run_from_config, train
+    from zerojax.api import train
     from zerojax.arrays import from_canonical, init_state, reshard_state, to_canonical
     from zerojax.checkpoint import Checkpointer, CheckpointError
     from zerojax.config import ConfigError, MeshConfig, OptimizerConfig, RunConfig
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zerojax.mesh import make_abstract_mesh, make_mesh
     from zerojax.optim import adamw
     from zerojax.plan import Plan, make_plan
+    from zerojax.runs import LoadedRun, load_run, run_from_config
     from zerojax.state import TrainState
     from zerojax.step import build_evaluation, build_step
     from zerojax.trainer import Trainer
@@ -58,7 +59,7 @@ _HOME_OF_NAME = {
     "CheckpointError": "checkpoint",
     "Checkpointer": "checkpoint",
     "ConfigError": "config",
-    "LoadedRun": "api",
+    "LoadedRun": "runs",
     "MeshConfig": "config",
     "OptimizerConfig": "config",
     "Plan": "plan",
@@ -71,12 +72,12 @@ _HOME_OF_NAME = {
     "build_step": "step",
     "from_canonical": "arrays",
     "init_state": "arrays",
-    "load_run": "api",
+    "load_run": "runs",
     "make_abstract_mesh": "mesh",
     "make_mesh": "mesh",
     "make_plan": "plan",
     "reshard_state": "arrays",
-    "run_from_config": "api",
+    "run_from_config": "runs",
     "shard_batch": "data",
     "to_canonical": "arrays",
     "train": "api",

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from zerojax.api import load_run
 from zerojax.data.source import TokenSource, as_source
+from zerojax.runs import load_run
 
 
 def validation_source(loaded: Any) -> TokenSource:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.api import load_run
 from zerojax.models.generate import generate
+from zerojax.runs import load_run
 
 DEFAULT_NUM_TOKENS = 200
 

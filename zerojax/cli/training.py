@@ -1,6 +1,6 @@
 """`zerojax train` once its settings are known: the run, a sample of its text, what to do next.
 
-Knows what to say around a run; the run itself is `zerojax.api`.
+Knows what to say around a run; the run itself is `zerojax.runs`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zerojax.api import run_from_config
 from zerojax.cli.generate import continue_text
 from zerojax.config import RunConfig
 from zerojax.data.tokenizer import load_tokenizer
+from zerojax.runs import run_from_config
 
 # An empty line: the start of a paragraph in any text.
 SAMPLE_PROMPT = "\n\n"
