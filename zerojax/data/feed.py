@@ -177,7 +177,7 @@ class IterableFeed(Feed):
     def __init__(self, iterable: Iterable[Batch], start: int):
         super().__init__(start)
         self._iterable = iterable
-        self._iterator = iter(iterable)
+        self._iterator: Any = iter(iterable)
         self._is_one_shot = self._iterator is iterable
         self._has_state = all(hasattr(self._iterator, n) for n in ("get_state", "set_state"))
         if self._has_state:

@@ -96,8 +96,8 @@ def _local_rows(sharding: NamedSharding, size: int) -> tuple[int, int]:
             f"the plan was made for a mesh {dict(sharding.mesh.shape)} without devices, so nothing "
             "can be placed; make the plan with make_mesh(...) on the machine that trains"
         )
-    slices = [index[0] for index in sharding.addressable_devices_indices_map((size,)).values()]
-    rows = sorted({rows.indices(size)[:2] for rows in slices})
+    places = sharding.addressable_devices_indices_map((size,)).values()
+    rows = sorted({place[0].indices(size)[:2] for place in places if place is not None})
     if not rows:
         raise ValueError(
             f"process {jax.process_index()} has no device in the mesh "

@@ -5,6 +5,7 @@ Knows strings and ids; never touches files of tokens, batches or JAX.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import re
@@ -267,13 +268,9 @@ def _checked_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray
 
 
 def _import_tokenizers() -> Any:
-    # Lazy: an optional package, and bytes need none of its start-up time.
+    # Lazy: an optional package, and bytes need none of its start-up time. By name: a type checker
+    # without the package has nothing to complain about.
     try:
-        import tokenizers
-        import tokenizers.decoders
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
+        return importlib.import_module("tokenizers")
     except ImportError as error:
         raise ImportError(_MISSING) from error
-    return tokenizers
