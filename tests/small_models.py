@@ -1,4 +1,7 @@
-"""Models of users, as users write them: none knows zerojax. Small, with shapes that no mesh divides."""
+"""Models of users, as users write them: none knows zerojax.
+
+Small, with shapes that no mesh divides.
+"""
 
 from __future__ import annotations
 

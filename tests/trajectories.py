@@ -1,4 +1,7 @@
-"""Short trainings whose losses are compared: the same model and batches, another way of computing."""
+"""Short trainings whose losses are compared.
+
+The same model and batches, another way of computing.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,11 @@ def regression_batch(index: int, rows: int = 16) -> dict[str, np.ndarray]:
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Clipped AdamW. eps is large, since Adam would blow the rounding noise of gradients that are truly
-    zero (attention key biases) up to full updates."""
+    """Clipped AdamW.
+
+    eps is large, since Adam would blow the rounding noise of gradients that are truly zero
+    (attention key biases) up to full updates.
+    """
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, eps=1e-5))
 
 

@@ -1,4 +1,4 @@
-"""The arrays of a plan: how a state is born in its shards, and how it moves from one plan to another.
+"""How a state is born in its shards, and how it moves from one plan to another.
 
 Knows plans and arrays; never knows what a step computes or what a checkpoint looks like.
 """
@@ -55,7 +55,9 @@ def init_state(plan: Plan, seed: int = 0) -> TrainState:
 
 def _copy_initial(plan: Plan, key_data: np.ndarray) -> TrainState:
     """The state from the arrays that the user's module holds."""
-    params, extras = plan.model.initial_arrays()
+    arrays = plan.model.initial_arrays()
+    assert arrays is not None
+    params, extras = arrays
     stored = {**plan.abstract_state["params"], **plan.abstract_state["frozen"]}
     placed = {name: _place(np.asarray(params[name]), leaf) for name, leaf in stored.items()}
     host_extras = {name: np.asarray(value) for name, value in extras.items()}

@@ -1,13 +1,12 @@
-"""How sharded parameters are gathered and gradients reduced over the data axes: one collective per bucket.
+"""How sharded parameters are gathered and gradients reduced: one collective per bucket.
 
 Knows arrays inside a region that is manual over the data axes; knows nothing of models, stages or
 optimizers.
 
 Every collective sits in a nested `shard_map` over the axes that are still with the compiler. XLA
-does not
-partition a manual collective over automatic axes: it would gather tensor-parallel shards first, and
-  send 5.15 instead of 3.33 units at data 4 x model 2. The nesting also avoids an abort of XLA on
-  CPU for bfloat16 reductions in partially manual regions.
+does not partition a manual collective over automatic axes: it would gather tensor-parallel shards
+first, and send 5.15 instead of 3.33 units at data 4 x model 2. The nesting also avoids an abort of
+XLA on CPU for bfloat16 reductions in partially manual regions.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class LeafCollectives:
         return lax.slice_in_dim(stacked.reshape(shape), 0, self.size, axis=dim)
 
     def split_rows(self, whole: jax.Array) -> jax.Array:
-        """[data_size, elements of a shard]: a whole value cut into the shards that each device owns."""
+        """[data_size, elements of a shard]: a whole value cut into the devices' shards."""
         dim = whole.ndim + self.zero_dim
         padded = pad_dim(whole, dim, self.padded_size)
         chunk = self.padded_size // self.data_size
@@ -120,7 +119,8 @@ def leaf_collectives(
     leaf: LeafPlacement, data_size: int, *, compute_dtype: Any, reduce_dtype: Any
 ) -> LeafCollectives:
     """The collectives of a parameter that its placement shards over `data`."""
-    assert leaf.zero_dim is not None and leaf.padded_size is not None
+    assert leaf.zero_dim is not None
+    assert leaf.padded_size is not None
     return LeafCollectives(
         zero_dim=leaf.zero_dim,
         size=leaf.shape[leaf.zero_dim],
@@ -192,7 +192,7 @@ _scatter_early.defvjp(_tap_forward, _tap_backward)
 
 @dataclasses.dataclass(frozen=True)
 class ScatterEarly:
-    """ZeRO-2's read of `(whole, shard)`: gives the whole; the gradient lands scattered on the shard.
+    """ZeRO-2's read of `(whole, shard)`: the whole; its gradient lands scattered on the shard.
 
     The scatter thus runs where the backward pass makes the gradient, and whole gradients of all
     layers never live together.
@@ -206,7 +206,7 @@ class ScatterEarly:
 
 
 def is_gather(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """Whether a traced operation is a gather of ours (for a policy that refuses to keep its result)."""
+    """Whether a traced operation is a gather of ours, whose result a policy must not keep."""
     if primitive.name in ("all_gather", "custom_vjp_call"):
         return True
     if primitive.name != "shard_map":
@@ -271,7 +271,7 @@ def _gather_bucket(shards: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arr
 def scatter_buckets(
     wholes: Arrays, leaves: Mapping[str, LeafCollectives], bucket_size: int
 ) -> Arrays:
-    """This device's shards of the sums over `data`, one reduce-scatter per bucket, in `reduce_dtype`."""
+    """This device's shards of the sums over `data` in `reduce_dtype`, one collective per bucket."""
     sizes = {name: trees.num_elements(whole.shape) for name, whole in wholes.items()}
     result: Arrays = {}
     for names in make_buckets(sizes, bucket_size):

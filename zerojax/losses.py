@@ -62,7 +62,7 @@ def classification(
 
 
 def weighted(values: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """`(sum of values x weights, sum of weights)` in float32; weights None counts each value once."""
+    """`(sum of values x weights, sum of weights)` in float32; None counts each value once."""
     values = values.astype(jnp.float32)
     if weights is None:
         return jnp.sum(values), jnp.float32(values.size)

@@ -37,14 +37,16 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     if data == -1:
         if num_devices % fixed:
             raise ValueError(
-                f"mesh replica={config.replica} x stage={config.stage} x model={config.model} = {fixed} "
-                f"does not divide the {num_devices} devices; choose sizes whose product divides {num_devices}"
+                f"mesh replica={config.replica} x stage={config.stage} x model={config.model} = "
+                f"{fixed} does not divide the {num_devices} devices; choose sizes whose product "
+                f"divides {num_devices}"
             )
         data = num_devices // fixed
     if data * fixed != num_devices:
         raise ValueError(
-            f"mesh replica={config.replica} x data={data} x stage={config.stage} x model={config.model} "
-            f"needs {data * fixed} devices, found {num_devices}; use data=-1 to take what is there"
+            f"mesh replica={config.replica} x data={data} x stage={config.stage} x "
+            f"model={config.model} needs {data * fixed} devices, found {num_devices}; "
+            "use data=-1 to take what is there"
         )
     return {REPLICA: config.replica, DATA: data, STAGE: config.stage, MODEL: config.model}
 
@@ -73,7 +75,7 @@ def make_mesh(
 def make_abstract_mesh(
     config: MeshConfig | Mapping[str, Any] | None, num_devices: int
 ) -> AbstractMesh:
-    """The same mesh without devices: enough for a plan of `num_devices` devices that are not here."""
+    """The same mesh without devices: enough to plan for `num_devices` that are not here."""
     sizes = resolve_axis_sizes(as_mesh_config(config), num_devices)
     return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 

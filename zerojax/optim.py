@@ -93,8 +93,8 @@ def build_optimizer(
         return BuiltOptimizer(optimizer, None)
     if optimizer is not None and not isinstance(optimizer, OptimizerConfig):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; give an optax.GradientTransformation such as "
-            "optax.adamw(3e-4), an OptimizerConfig, or None for AdamW with the defaults"
+            f"optimizer is a {type(optimizer).__name__}; give an optax.GradientTransformation such "
+            "as optax.adamw(3e-4), an OptimizerConfig, or None for AdamW with the defaults"
         )
     config = optimizer or OptimizerConfig()
     schedule, reason = build_schedule(config, steps)
@@ -126,11 +126,7 @@ def build_schedule(config: OptimizerConfig, steps: int | None) -> tuple[Schedule
     else:
         warmup = 10 if steps is None else min(max(10, round(0.02 * steps)), steps // 2)
     if steps is None or config.schedule == "constant":
-        why = (
-            "constant"
-            if steps is not None
-            else "constant, since the length of the run is not known"
-        )
+        why = "constant" + ", since the length of the run is not known" * (steps is None)
         after: Schedule = optax.constant_schedule(peak)
         return _with_warmup(after, peak, warmup), f"{warmup} warm-up steps, then {why}"
     rest = max(steps - warmup, 1)
@@ -144,9 +140,8 @@ def build_schedule(config: OptimizerConfig, steps: int | None) -> tuple[Schedule
         after = optax.join_schedules(
             [optax.constant_schedule(peak), optax.linear_schedule(peak, final, tail)], [hold]
         )
-    return _with_warmup(
-        after, peak, warmup
-    ), f"{warmup} warm-up steps, then {config.schedule} to {final:g}"
+    reason = f"{warmup} warm-up steps, then {config.schedule} to {final:g}"
+    return _with_warmup(after, peak, warmup), reason
 
 
 def _with_warmup(after: Schedule, peak: float, warmup: int) -> Schedule:

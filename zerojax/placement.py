@@ -1,4 +1,4 @@
-"""Where each array lives: the one table of role -> (partition spec, tier), and the rules that fill it.
+"""Where each parameter lives: a table of partition specs, and the rules that fill it.
 
 Knows names, shapes and axis sizes; never touches arrays, devices or Flax. Sources: ZeRO,
 Rajbhandari et al. 2019 (arXiv:1910.02054); tensor parallelism, Shoeybi et al. 2019
@@ -32,7 +32,8 @@ class Access(enum.Enum):
     GATHER_ONCE_SCATTER_EARLY = "gather once, scatter early"
     """Gathered once per step; its gradient is scattered inside the backward pass."""
     GATHER_ON_USE = "gather on use"
-    """Gathered where the model reads it, again in the backward pass; scattered inside the backward pass."""
+    """Gathered where the model reads it and again in the backward pass, which scatters its gradient
+    on the spot."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class LeafPlacement:
     @property
     def stored_shape(self) -> Shape:
         """The shape in the state, padded where `data` does not divide."""
-        if self.zero_dim is None:
+        if self.zero_dim is None or self.padded_size is None:
             return self.shape
         index = len(self.shape) + self.zero_dim
         return (*self.shape[:index], self.padded_size, *self.shape[index + 1 :])
@@ -93,7 +94,7 @@ class LeafPlacement:
         return P(*(axis if axis == DATA else None for axis in self.stored_spec))
 
     def canonical_spec(self, data_size: int) -> P:
-        """A spec that divides the true shape evenly: the form on disk and between two placements."""
+        """A spec that divides the true shape evenly: on disk and between two placements."""
         if not self.is_padded:
             return self.stored_spec
         axes: list[str | None] = list(self.axes)
@@ -233,7 +234,8 @@ def _access(
     elements = trees.num_elements(shape)
     if elements < rules.persistence_threshold:
         return Access.GATHER_ONCE, (
-            f"{elements} elements < persistence_threshold {rules.persistence_threshold}: gathered once per step"
+            f"{elements} elements < persistence_threshold {rules.persistence_threshold}: "
+            "gathered once per step"
         )
     reason = (
         None if reads_lazily else "functions have no point of use: all are gathered as apply starts"
@@ -242,7 +244,7 @@ def _access(
 
 
 def _stack_dims(shape: Shape, reads: frozenset[Shape] | None) -> tuple[int, str | None]:
-    """How many leading dimensions a scan slices away, and why that makes sharding impossible, if so."""
+    """(leading dimensions that a scan slices away, why the parameter cannot be sharded)."""
     shortest = min(reads, key=len) if reads else shape
     count = len(shape) - len(shortest)
     if all(read == shape[len(shape) - len(read) :] for read in reads or ()):
@@ -280,7 +282,8 @@ def _tensor_parallel_axes(
         for axis in axes:
             if axis is not None and (axis not in AXES or axis == DATA):
                 raise ValueError(
-                    f"tensor-parallel rule {pattern!r} names the axis {axis!r}; use {MODEL!r} or null"
+                    f"tensor-parallel rule {pattern!r} names the axis {axis!r}; "
+                    f"use {MODEL!r} or null"
                 )
         try:
             compiled.append((re.compile(pattern), tuple(axes)))
@@ -294,15 +297,17 @@ def _tensor_parallel_axes(
         if len(axes) > len(shape):
             raise ValueError(
                 f"a tensor-parallel rule gives {len(axes)} axes {axes} for {name}, which has "
-                f"{len(shape)} dimensions {list(shape)}; give at most one axis per trailing dimension"
+                f"{len(shape)} dimensions {list(shape)}; give at most one axis per trailing "
+                "dimension"
             )
         full = (None,) * (len(shape) - len(axes)) + axes
         for index, axis in enumerate(full):
             size = axis_sizes[axis] if axis else 1
             if shape[index] % size:
                 raise ValueError(
-                    f"{name}: dim {index} of size {shape[index]} is not divisible by {axis}={size}; "
-                    f"choose a {axis} size that divides {shape[index]}, or change its tensor-parallel rule"
+                    f"{name}: dim {index} of size {shape[index]} is not divisible by "
+                    f"{axis}={size}; choose a {axis} size that divides {shape[index]}, or change "
+                    "its tensor-parallel rule"
                 )
         result[name] = tuple(axis if axis and axis_sizes[axis] > 1 else None for axis in full)
     return result

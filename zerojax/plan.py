@@ -1,4 +1,4 @@
-"""The plan of a run: every array's shape, dtype, place and bytes, and the reason of every choice. No arrays.
+"""Every array's shape, dtype and place, and the reason of every choice, before a run. No arrays.
 
 Puts model, mesh, placement, precision and optimizer together by tracing alone; an `AbstractMesh` of
 devices that are not here does as well. Never runs a step.
@@ -90,13 +90,13 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the names, shapes or dtypes of the canonical state change; not with the mesh."""
+        """Changes with the names, shapes or dtypes of the canonical state; not with the mesh."""
         leaves = trees.flatten_names(self.abstract_canonical)
         rows = [[name, list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()]
         return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()[:16]
 
     def table(self) -> str:
-        """The plan for people: bytes per device by role, one line per parameter, every exception."""
+        """The plan for people: bytes per device by role, each parameter, every exception."""
         return plan_table(self)
 
     def describe(self) -> str:
@@ -205,7 +205,8 @@ def _resolve_mesh(
         settings = dataclasses.replace(settings, zero=zero)
     if mesh.shape[STAGE] > 1:
         raise ValueError(
-            f"stage={mesh.shape[STAGE]}: pipeline parallelism is not part of this version; use stage=1"
+            f"stage={mesh.shape[STAGE]}: pipeline parallelism is not part of this version; "
+            "use stage=1"
         )
     return settings, mesh
 
@@ -335,7 +336,7 @@ def _abstract_opt_state(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding)
 
     return optax.tree_utils.tree_map_params(
-        tx, like, state, trained, transform_non_params=replicate
+        tx.init, like, state, trained, transform_non_params=replicate
     )
 
 

@@ -32,7 +32,8 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
     for name, size in sizes.items():
         if size != first:
             raise ValueError(
-                f"batch leaf {name!r} has {size} rows, others have {first}; dimension 0 is the batch"
+                f"batch leaf {name!r} has {size} rows, others have {first}; "
+                "dimension 0 is the batch"
             )
     shards = meshes.num_data_shards(mesh)
     unit = shards * num_microbatches
@@ -56,5 +57,6 @@ def check_loss(result: Any) -> None:
     if len(parts) not in (1, 2) or any(shape != () for shape in shapes):
         found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
         raise ValueError(
-            f"the loss returned {found}; it has to return a scalar, or a pair of scalars (sum, weight)"
+            f"the loss returned {found}; it has to return a scalar, or a pair of scalars "
+            "(sum, weight)"
         )

@@ -75,7 +75,8 @@ def as_precision(
         precision = Precision(compute_dtype=compute, reduce_dtype=compute)
     if not isinstance(precision, Precision):
         raise TypeError(
-            f"precision={precision!r} is a {type(precision).__name__}; use 'fp32', 'bf16' or Precision(...)"
+            f"precision={precision!r} is a {type(precision).__name__}; "
+            "use 'fp32', 'bf16' or Precision(...)"
         )
     changes = {}
     if reduce_dtype is not None:

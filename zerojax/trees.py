@@ -1,4 +1,4 @@
-"""How a parameter is named and how trees of named arrays are measured. One name per array, everywhere.
+"""How a parameter is named, one name everywhere, and how trees of arrays are measured.
 
 Knows path names and shapes; never touches devices, shardings or Flax.
 """
@@ -46,7 +46,8 @@ def flatten_names(tree: PyTree) -> dict[str, Any]:
         name = path_name(path)
         if name in flat:
             raise ValueError(
-                f"two leaves are named {name!r}: a key of the tree contains {SEPARATOR!r}; rename it"
+                f"two leaves are named {name!r}: a key of the tree contains {SEPARATOR!r}; "
+                "rename it"
             )
         flat[name] = leaf
     return flat

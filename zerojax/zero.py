@@ -1,4 +1,4 @@
-"""The forward and backward pass of every ZeRO stage: what is gathered when, and what is scattered when.
+"""What is gathered when, and what is scattered when, in the pass of every ZeRO stage.
 
 One `shard_map`, manual over the data axes; tensor-parallel axes stay with the compiler. Knows a
 model only as something to run and parameters only by their placement; never sees the optimizer,
@@ -99,7 +99,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """A function of `(params, frozen, extras, key_data, batch)` giving `{"loss": sum, "weight": sum}`.
+    """`(params, frozen, extras, key_data, batch) -> {"loss": sum, "weight": sum}`, to be traced.
 
     Runs `function(model, batch)` in evaluation mode; nothing is differentiated and extras do not
     change.
@@ -298,7 +298,7 @@ def _reduce(config: PassConfig, grads: Arrays) -> Arrays:
 
 
 def _agree(before: Arrays, after: Arrays) -> Arrays:
-    """Extras made the same on every data shard: floating-point ones (running averages) by their mean."""
+    """Extras made the same on every data shard: floating-point ones (averages) by their mean."""
     floating = {n: x for n, x in after.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     if not floating:
         return after

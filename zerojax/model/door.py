@@ -44,8 +44,8 @@ def as_model(model: ModelLike) -> Model:
             "it has to return an nnx.Module: lambda rngs: MyModel(..., rngs=rngs)"
         )
     raise TypeError(
-        f"cannot train a {type(model).__name__}: give a flax nnx.Module, a callable rngs -> nnx.Module, "
-        "a flax linen.Module, or a pair of functions (init, apply)"
+        f"cannot train a {type(model).__name__}: give a flax nnx.Module, a callable "
+        "rngs -> nnx.Module, a flax linen.Module, or a pair of functions (init, apply)"
     )
 
 

@@ -5,7 +5,6 @@ Knows trees of arrays; has no point of use, so every parameter is read as `apply
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -29,23 +28,20 @@ class BoundFunction:
         return self._apply(self.params, *args, **kwargs)
 
 
-@dataclasses.dataclass
 class FunctionModel:
     """`(init, apply)`: `init(key)` or `init(key, batch)` makes a tree of parameters; no extras."""
 
-    init_function: Callable
-    apply_function: Callable
     kind = "functions"
     reads_lazily = False
-    _template: Any = None
 
-    @property
-    def source(self) -> tuple[Callable, Callable]:
-        return self.init_function, self.apply_function
+    def __init__(self, init: Callable, apply: Callable):
+        self.source = init, apply
+        self._template: Any = None
 
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
-        takes_batch = len(inspect.signature(self.init_function).parameters) > 1
-        params = self.init_function(key, batch) if takes_batch else self.init_function(key)
+        make = self.source[0]
+        takes_batch = len(inspect.signature(make).parameters) > 1
+        params = make(key, batch) if takes_batch else make(key)
         self._template = jax.tree.map(lambda leaf: 0, params)
         return trees.flatten_names(params), {}
 
@@ -65,7 +61,7 @@ class FunctionModel:
         reads = on_read or {}
         values = {name: reads[name](v) if name in reads else v for name, v in params.items()}
         tree = trees.unflatten_like(self._template, values)
-        return function(BoundFunction(self.apply_function, tree, key, training=train)), extras
+        return function(BoundFunction(self.source[1], tree, key, training=train)), extras
 
     def to_source(self, params: Arrays, extras: Arrays) -> Any:
         """The tree of parameters that `apply` takes."""

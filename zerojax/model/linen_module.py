@@ -116,8 +116,8 @@ class LinenModel:
         loss(bound, batch)
         if "params" not in bound.variables:
             raise ValueError(
-                f"the loss never called the linen module {type(self.source).__name__}, so its parameters "
-                "have no shapes; a loss is loss(model, batch) and calls model(...)"
+                f"the loss never called the linen module {type(self.source).__name__}, so its "
+                "parameters have no shapes; a loss is loss(model, batch) and calls model(...)"
             )
         variables = bound.variables
         extras = {name: tree for name, tree in variables.items() if name != "params"}

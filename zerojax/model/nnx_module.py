@@ -97,7 +97,7 @@ class NnxModel:
         return params, extras
 
     def _reading_graphdef(self, on_read: OnRead) -> tuple[Any, dict]:
-        """The module's graph with the read variables' classes exchanged; made once per `on_read`."""
+        """The graph with the classes of read variables exchanged; made once per `on_read`."""
         cache_key = frozenset(on_read.items())
         if cache_key not in self._graphdefs:
             module = nnx.merge(self._graphdef, jax.tree.map(lambda leaf: leaf, self._state))

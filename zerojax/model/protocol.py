@@ -32,7 +32,10 @@ class Model(Protocol):
     reads_lazily: bool
 
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
-        """New arrays, traceable: `({name: parameter}, {name: extra})`; extras hold PRNG key data."""
+        """New arrays, traceable: `({name: parameter}, {name: extra})`.
+
+        Extras hold PRNG keys as key data.
+        """
         ...
 
     def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
