@@ -1,4 +1,7 @@
-"""Which of the saved steps are kept. Knows step numbers only; never touches files."""
+"""Which of the saved steps are kept.
+
+Knows step numbers only; never touches files.
+"""
 
 from __future__ import annotations
 

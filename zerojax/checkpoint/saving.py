@@ -31,8 +31,6 @@ class Save:
 
     keep: Retention
     leaves: dict[str, jax.Array]
-    """Emptied once the values are copied, so that the device memory is free again."""
-
     state_bytes: int
     started: concurrent.futures.Future[bool]
     """Done when the caller may donate the arrays; False when the save has failed before that."""
@@ -80,7 +78,6 @@ def _start(save: Save) -> arrays.Write:
         writing = arrays.start_write(save.partial / ARRAYS, save.leaves)
     except Exception as failure:
         error = _lost(save, failure)
-    save.leaves.clear()
     agreement.raise_together(error)
     assert writing is not None
     return writing
