@@ -26,6 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    # One program at a time: two that hold collectives and do not wait for each other can each take
+    # some of the threads the other needs, and XLA ends the process after 40 seconds of that.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     # Tests compile many programs and run each for milliseconds. Without most of XLA's and LLVM's
     # optimisations the suite takes about half the processor time; what is computed stays the same.
     jax.config.update("jax_disable_most_optimizations", True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,8 @@ def train(
     """
     if isinstance(mesh_config, (str, Path)):
         raise ValueError(
-            f"mesh_config={str(mesh_config)!r}: reading ds_config.json is not part of this version; "
-            "pass a MeshConfig, such as MeshConfig(zero=2)"
+            f"mesh_config={str(mesh_config)!r}: reading ds_config.json is not part of this "
+            "version; pass a MeshConfig, such as MeshConfig(zero=2)"
         )
     internal = models.as_model(model)
     mesh = _as_mesh(mesh_config)
@@ -113,6 +113,7 @@ def train(
         reasons.append(reason)
     elif data is not None:
         raise ValueError("both batches and data were given; pass one of them")
+    check_validation(validation)
     precision, reason = _default_precision(precision, mesh)
     reasons += [reason] if reason else []
     feed = as_feed(batches, rows=rows_of_process(batches))
@@ -184,7 +185,7 @@ class _TextDefaults:
         vocab = getattr(config, "vocab_size", None)
         seq_len = self.seq_len or getattr(config, "max_seq_len", None) or 128
         size = self.global_batch_size or -(-DEFAULT_BATCH // self.unit) * self.unit
-        train_source, validation, tokenizer = as_source(
+        train_source, validation, _ = as_source(
             self.data,
             seq_len=seq_len,
             global_batch_size=size,
@@ -202,6 +203,19 @@ def _token_loss(model: models.Model) -> models.Loss | None:
     if callable(getattr(target, "loss", None)):
         return None
     return lambda bound, batch: next_token(bound(batch["tokens"]), batch["targets"])
+
+
+def check_validation(validation: Any) -> None:
+    """Refuses validation data that can be read only once: every evaluation reads them anew.
+
+    Raises:
+      TypeError: an iterator.
+    """
+    if isinstance(validation, Iterator):
+        raise TypeError(
+            f"validation is a {type(validation).__name__}, which can be read only once, but every "
+            "evaluation reads it anew; give a list of batches or a TokenSource"
+        )
 
 
 def _default_precision(precision: Any, mesh: Mesh) -> tuple[Any, str | None]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 
 from zerojax.plan import Plan
 from zerojax.state import TrainState, run_key_data, zero_counter
@@ -106,12 +106,12 @@ def to_canonical(plan: Plan, state: TrainState) -> TrainState:
 
     Leaves without padding are passed on as they are, not copied.
     """
-    return jax.tree.map(_resize, state, plan.abstract_state, plan.abstract_canonical)
+    return _convert(state, plan.abstract_canonical)
 
 
 def from_canonical(plan: Plan, canonical: TrainState) -> TrainState:
     """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says."""
-    return jax.tree.map(_resize, canonical, plan.abstract_canonical, plan.abstract_state)
+    return _convert(canonical, plan.abstract_state)
 
 
 def reshard_state(old: Plan, new: Plan, state: TrainState) -> TrainState:
@@ -131,25 +131,48 @@ def reshard_state(old: Plan, new: Plan, state: TrainState) -> TrainState:
             f"{new.fingerprint}): model, optimizer and freeze= have to be the same"
         )
     canonical = to_canonical(old, state)
-    target = jax.tree.map(lambda leaf: leaf.sharding, new.abstract_canonical)
-    return from_canonical(new, jax.tree.map(_move, canonical, target))
+    return from_canonical(new, _convert(canonical, new.abstract_canonical))
 
 
-def _move(array: jax.Array, sharding: Sharding) -> jax.Array:
-    return array if array.sharding == sharding else jax.device_put(array, sharding)
+def _convert(tree: Any, abstract: Any) -> Any:
+    """`tree` with `abstract`'s shapes (cut, or padded with zeros) and shardings.
+
+    Everything that has to change on one set of devices changes in one program: on CPU several
+    programs with collectives that do not wait for each other can block each other for good.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    targets = structure.flatten_up_to(abstract)
+    changing, result = [], list(leaves)
+    for index, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
+        if leaf.shape == target.shape and leaf.sharding == target.sharding:
+            continue
+        if _devices(leaf.sharding) != _devices(target.sharding):
+            result[index] = jax.device_put(leaf, target.sharding)  # between sets of devices
+        else:
+            changing.append(index)
+    if changing:
+        wanted = tuple((targets[i].shape, targets[i].sharding) for i in changing)
+        for index, leaf in zip(
+            changing, _resizer(wanted)([leaves[i] for i in changing]), strict=True
+        ):
+            result[index] = leaf
+    return structure.unflatten(result)
 
 
-def _resize(array: jax.Array, source: Any, target: Any) -> jax.Array:
-    """Cuts, or pads with zeros, to `target`'s shape where the two differ."""
-    if source.shape == target.shape:
-        return array
-    return _resizer(tuple(target.shape), target.sharding)(array)
+def _devices(sharding: NamedSharding) -> list[jax.Device]:
+    """The devices of a sharding in the order of its mesh."""
+    return list(sharding.mesh.devices.flat)
 
 
-@functools.cache
-def _resizer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-    def resize(x: jax.Array) -> jax.Array:
-        widths = [(0, new - old, 0) for new, old in zip(shape, x.shape, strict=True)]
-        return jax.lax.pad(x, jnp.zeros((), x.dtype), widths)
+@functools.lru_cache(maxsize=16)
+def _resizer(wanted: tuple[tuple[tuple[int, ...], NamedSharding], ...]) -> Any:
+    """A jitted function of arrays that gives them new shapes and shardings."""
 
-    return jax.jit(resize, out_shardings=sharding)
+    def resize(arrays: list[jax.Array]) -> list[jax.Array]:
+        result = []
+        for x, (shape, _) in zip(arrays, wanted, strict=True):
+            widths = [(0, new - old, 0) for new, old in zip(shape, x.shape, strict=True)]
+            result.append(jax.lax.pad(x, jnp.zeros((), x.dtype), widths))
+        return result
+
+    return jax.jit(resize, out_shardings=[sharding for _, sharding in wanted])

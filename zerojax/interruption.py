@@ -1,4 +1,4 @@
-"""What a signal does to a training loop: it asks for a stop between two steps. Never stops a step halfway.
+"""What a signal does to a training loop: it asks for a stop between two steps.
 
 Knows signals; nothing of training.
 """
@@ -24,7 +24,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """While entered, the first Ctrl-C or SIGTERM is noted instead of raised; a second one acts at once.
+    """While entered, the first Ctrl-C or SIGTERM is noted instead of raised; a second acts at once.
 
     Outside the main thread, where Python allows no signal handlers, it notes nothing.
     """

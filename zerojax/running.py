@@ -6,6 +6,7 @@ Knows files and order; decides nothing about the model or the plan.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,50 +50,30 @@ def start_run(
     seed: int,
     validation: Any,
 ) -> Trainer:
-    """Opens log and checkpoints, resumes if there is something to resume from, and trains."""
+    """Opens the checkpoints, resumes if there is something to resume from, and trains."""
     checkpointer = _open_checkpoints(run, plan)
-    log = _open_log(run, plan)
     try:
-        latest = checkpointer.latest_step() if checkpointer is not None else None
-        if log is not None:
-            log.start(
-                plan.describe(),
-                run.reasons,
-                plan.table(),
-                plan.as_dict(),
-                run.config,
-                start_step=latest or 0,
-            )
         trainer = Trainer(
             plan,
             replan=replan,
             seed=seed,
             habits=habits,
-            log=log,
+            open_log=None if run.folder is None else functools.partial(_open_log, run),
             checkpointer=checkpointer,
             config=run.config,
             validation=validation,
         )
-        if latest is not None:
-            trainer.restore()
         trainer.fit(feed, run.steps)
-    except BaseException:
-        _close_quietly(checkpointer, log)
+        if checkpointer is not None:
+            checkpointer.wait()
+    except BaseException as error:
+        if checkpointer is not None:
+            try:
+                checkpointer.close()
+            except CheckpointError as failure:
+                error.add_note(f"Also: {failure}")
         raise
-    if checkpointer is not None:
-        checkpointer.wait()
     return trainer
-
-
-def _close_quietly(checkpointer: Checkpointer | None, log: RunLog | None) -> None:
-    """Closes what is open while another error is on its way; that one matters more."""
-    if log is not None:
-        log.close()
-    if checkpointer is not None:
-        try:
-            checkpointer.close()
-        except CheckpointError:
-            pass
 
 
 def _open_checkpoints(run: RunFiles, plan: Plan) -> Checkpointer | None:
@@ -106,10 +87,10 @@ def _open_checkpoints(run: RunFiles, plan: Plan) -> Checkpointer | None:
     return checkpointer
 
 
-def _open_log(run: RunFiles, plan: Plan) -> RunLog | None:
-    if run.folder is None:
-        return None
-    return RunLog(
+def _open_log(run: RunFiles, plan: Plan, start_step: int) -> RunLog:
+    """The log of a run that goes on after `start_step`, with the plan said."""
+    assert run.folder is not None
+    log = RunLog(
         run.folder,
         run.log,
         total_steps=run.steps or 0,
@@ -121,12 +102,20 @@ def _open_log(run: RunFiles, plan: Plan) -> RunLog | None:
         read_memory=profile.device_memory,
         process_index=jax.process_index(),
     )
+    summary = plan.describe(), run.reasons, plan.table(), plan.as_dict(), run.config
+    log.start(*summary, start_step=start_step)
+    return log
 
 
 def flops_per_step(plan: Plan) -> float:
     """FLOPs of one step over all devices: three times the forward pass, without recomputation."""
     forward = profile.count_flops(jax_core.jaxpr_as_fun(plan.forward), *plan.forward.in_avals)
-    return 3.0 * forward * plan.num_microbatches * meshes.num_data_shards(plan.mesh)
+    return (
+        profile.TRAINING_FACTOR
+        * forward
+        * plan.num_microbatches
+        * meshes.num_data_shards(plan.mesh)
+    )
 
 
 def tokens_per_step(plan: Plan) -> int | None:

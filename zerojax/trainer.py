@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -18,14 +18,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.arrays import from_canonical, init_state, reshard_state, to_canonical
-from zerojax.checkpoint import Checkpointer
+from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.data import Feed, TokenSource, as_feed, local_rows, prefetch, shard_batch
 from zerojax.interruption import Interrupted, StopRequest
 from zerojax.metrics import RunLog
 from zerojax.plan import Plan
+from zerojax.reporting import Metrics, Reports
 from zerojax.step import build_evaluation, build_step
 
-Metrics = dict[str, float]
 Callback = Callable[["Trainer", Metrics], Any]
 
 
@@ -74,34 +74,37 @@ class Trainer:
         replan: Callable[[Any], Plan],
         seed: int = 0,
         habits: Habits | None = None,
-        log: RunLog | None = None,
+        open_log: Callable[[Plan, int], RunLog] | None = None,
         checkpointer: Checkpointer | None = None,
         config: Mapping[str, Any] | None = None,
         validation: TokenSource | Iterable[Any] | None = None,
     ) -> None:
         self.plan = plan
         self.habits = habits or Habits()
-        self.state = init_state(plan, seed)
+        self.state: Any = None
         self.num_steps = 0
         self.metrics: Metrics = {}
         self.history: list[Metrics] = []
         self._replan = replan
-        self._log = log
+        self._open_log = open_log
+        self._log: RunLog | None = None
         self._checkpointer = checkpointer
         self._config = dict(config or {})
         self._validation = validation
         self._data_state: dict[str, Any] | None = None
         self._saved_step: int | None = None
-        self._late: tuple[int, Any] | None = None
-        self._skipped_before = 0
-        self._all_skipped = 0
+        self._reports = Reports(self.habits.max_skipped)
         self._step = build_step(plan)
         self._evaluate = build_evaluation(plan)
+        if checkpointer is not None and checkpointer.latest_step() is not None:
+            self.restore()  # instead of init_state, so that two states never live together
+        else:
+            self.state = init_state(plan, seed)
 
     # --- stepping ---------------------------------------------------------------------------------
 
     def step(self, batch: Any) -> dict[str, jax.Array]:
-        """One step on one host batch; its metrics stay on the devices (`float(...)` waits for them)."""
+        """One step on one host batch; its metrics stay on the devices: `float(...)` waits."""
         return self._step_on_devices(shard_batch(self.plan, batch))
 
     def _step_on_devices(self, batch: Any) -> dict[str, jax.Array]:
@@ -122,21 +125,56 @@ class Trainer:
           FloatingPointError: loss or gradients stayed non-finite.
         """
         feed = self._as_feed(batches)
-        try:
+        with self._logging(), self._saving_on_failure():
+            self._say_if_done(steps)
             with StopRequest() as stop:
                 while self._fit_plan(feed, steps, stop):
                     pass
                 self._report()
                 if stop.signal_name is not None:
                     self._interrupted(stop.signal_name)
-        except BaseException:
-            self._late = None
-            raise
-        if self._validation is not None and self.num_steps:
-            self.evaluate()
-        if self.habits.save_on_exit:
-            self.save()
+            if self._validation is not None and self.num_steps:
+                self.evaluate()
+            if self.habits.save_on_exit:
+                self.save()
         return self
+
+    @contextlib.contextmanager
+    def _logging(self) -> Iterator[None]:
+        """The run's log, open while the loop runs."""
+        if self._open_log is None:
+            yield
+            return
+        self._log = self._open_log(self.plan, self.num_steps)
+        try:
+            yield
+        finally:
+            log, self._log = self._log, None
+            log.close()
+
+    @contextlib.contextmanager
+    def _saving_on_failure(self) -> Iterator[None]:
+        """An error of the data or of a callback loses no finished step.
+
+        Only in a single process: saving needs all processes, and the others know nothing of it.
+        """
+        try:
+            yield
+        except Exception as error:
+            is_ours = isinstance(error, (CheckpointError, FloatingPointError))
+            if self.habits.save_on_exit and not is_ours and jax.process_count() == 1:
+                try:
+                    self.save()
+                except CheckpointError as failure:
+                    error.add_note(f"Also: {failure}")
+            raise
+
+    def _say_if_done(self, steps: int | None) -> None:
+        if steps is not None and self.num_steps >= steps and self._log is not None:
+            self._log.message(
+                f"this run has had its {steps} steps already; raise steps= to go on, or choose "
+                "another folder to start anew"
+            )
 
     def _as_feed(self, batches: Any) -> Feed:
         """The batches, at the position that follows the last consumed one."""
@@ -164,7 +202,7 @@ class Trainer:
                 done = self._report()
                 last = self.num_steps == steps
                 if self.num_steps % self.habits.log_every == 0 or self.num_steps == 1 or last:
-                    self._late = self.num_steps, metrics
+                    self._reports.hold(self.num_steps, metrics)
                 self._evaluate_and_save_if_due(last)
                 if done:
                     return False
@@ -176,11 +214,11 @@ class Trainer:
         habits = self.habits
         if last:
             return
-        if habits.eval_every and self.num_steps % habits.eval_every == 0:
-            if self._validation is not None:
-                self._report()
-                with self._untimed():
-                    self.evaluate()
+        evaluates = habits.eval_every is not None and self._validation is not None
+        if evaluates and self.num_steps % habits.eval_every == 0:
+            self._report()
+            with self._untimed():
+                self.evaluate()
         if self._checkpointer is not None and self.num_steps % habits.save_every == 0:
             with self._untimed():
                 self.save()
@@ -189,38 +227,14 @@ class Trainer:
         return contextlib.nullcontext() if self._log is None else self._log.untimed()
 
     def _report(self) -> bool:
-        """Reads the metrics of an earlier step, whose work has been overtaken by now."""
-        if self._late is None:
+        """Reads the metrics of an earlier step; True when a callback ends the run."""
+        values = self._reports.read(self.plan, self.state, self._log)
+        if values is None:
             return False
-        (step, metrics), self._late = self._late, None
-        values: Metrics = {"step": step} | {name: float(x) for name, x in metrics.items()}
-        skipped = int(self.state["skipped"]) if values["skipped"] else self._skipped_before
-        if self.plan.learning_rate is not None:
-            values["learning_rate"] = float(self.plan.learning_rate(step - 1 - skipped))
-        self._check_finite(values, skipped)
         self.metrics = values
         self.history.append(values)
-        if self._log is not None:
-            shown = {name: x for name, x in values.items() if name != "step"}
-            self._log.write(step, {**shown, "skipped": skipped})
-        return any([callback(self, values) is True for callback in self.habits.callbacks])
-
-    def _check_finite(self, values: Metrics, skipped: int) -> None:
-        step = int(values["step"])
-        newly = skipped - self._skipped_before
-        if values["skipped"] and self._log is not None:
-            self._log.message(
-                f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}: not finite, "
-                f"the update was skipped ({newly} skipped since the last report, {skipped} in all)"
-            )
-        self._all_skipped = self._all_skipped + 1 if values["skipped"] else 0
-        self._skipped_before = skipped
-        if self._all_skipped >= self.habits.max_skipped:
-            raise FloatingPointError(
-                f"loss or gradients were not finite at {self._all_skipped} reports in a row, up to step "
-                f"{step}; {skipped} of {self.num_steps} updates were skipped. Lower the learning rate, use "
-                "precision='fp32', or look at the data; the parameters are those before the first of them"
-            )
+        # A list: every callback is called, also after one that ends the run.
+        return True in [callback(self, values) for callback in self.habits.callbacks]
 
     # --- evaluation -------------------------------------------------------------------------------
 
@@ -287,12 +301,13 @@ class Trainer:
         """
         if self._checkpointer is None:
             raise ValueError("this run has no checkpoints; pass checkpoint='runs/name' to train")
+        self._checkpointer.metadata(step)  # refuses before the current state is dropped
+        self.state = None
         restored = self._checkpointer.restore(self.plan.abstract_canonical, step)
         self.state = from_canonical(self.plan, restored.state)
         self.num_steps = self._saved_step = restored.step
         self._data_state = restored.data_state or None
-        self._skipped_before = int(self.state["skipped"])
-        self._late = None
+        self._reports = Reports(self.habits.max_skipped, skipped=int(self.state["skipped"]))
         return self
 
     def reshard(self, mesh_config: Any) -> Self:
@@ -312,7 +327,7 @@ class Trainer:
         return self
 
     def to_model(self) -> Any:
-        """The trained model as the user's kind of object: an `nnx.Module`, linen variables, or a tree.
+        """The trained model as the user's kind of object: `nnx.Module`, linen variables or tree.
 
         Every process gets whole arrays, so the model has to fit on one device.
         """
@@ -327,11 +342,9 @@ class Trainer:
         return self.plan.model.to_source(params, extras)
 
     def close(self) -> None:
-        """Waits for the last checkpoint and ends the log. May be called twice."""
+        """Waits for the last checkpoint to be on disk. May be called twice."""
         if self._checkpointer is not None:
             self._checkpointer.close()
-        if self._log is not None:
-            self._log.close()
 
     def __enter__(self) -> Self:
         return self
@@ -347,5 +360,4 @@ class Trainer:
             message += f": saved in {self._checkpointer.path}; {self.habits.resume_hint}"
         else:
             message += ": not saved, since the run has no checkpoints"
-        self.close()
         raise Interrupted(message, signal_name)

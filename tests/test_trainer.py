@@ -1,0 +1,307 @@
+"""The loop: what `train` does, in which order, and that it is only the five public calls."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zerojax
+from tests.small_models import VOCAB, UserText, reference_model
+from tests.trajectories import TOLERANCE, text_batch
+from zerojax.config import CheckpointConfig, LogConfig
+from zerojax.interruption import Interrupted
+
+BATCHES = [text_batch(index) for index in range(4)]
+
+
+def adam() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, eps=1e-5))
+
+
+def options(**changes):
+    return {"optimizer": adam(), "precision": "fp32", "run_dir": None, "steps": 6, **changes}
+
+
+def losses_of(history):
+    return [values["loss"] for values in history]
+
+
+def recording(losses):
+    return lambda trainer, values: losses.append(values["loss"])
+
+
+def test_own_loop_and_train_give_the_same_bits():
+    mesh_config = zerojax.MeshConfig(zero=2)
+    mesh = zerojax.make_mesh(mesh_config)
+    plan = zerojax.make_plan(
+        reference_model("gpt2"),
+        mesh,
+        example_batch=BATCHES[0],
+        optimizer=adam(),
+        precision="fp32",
+        zero=2,
+    )
+    state = zerojax.init_state(plan, seed=0)
+    step = zerojax.build_step(plan)
+    own = []
+    for index in range(6):
+        state, metrics = step(state, zerojax.shard_batch(plan, BATCHES[index % 4]))
+        own.append(float(metrics["loss"]))
+    log = LogConfig(every=1)
+    trainer = zerojax.train(reference_model("gpt2"), mesh_config, BATCHES, log=log, **options())
+    assert losses_of(trainer.history) == own
+    assert trainer.num_steps == int(trainer.state["step"]) == 6
+
+
+def test_two_arguments_train_on_the_text_in_the_package(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zerojax.api.DEFAULT_STEPS", 3)
+    model = reference_model("gpt2").func if hasattr(reference_model("gpt2"), "func") else None
+    factory = byte_model if model is None else byte_model
+    trainer = zerojax.train(factory, {"zero": 1})
+    assert trainer.num_steps == 3
+    (run,) = (tmp_path / "runs").iterdir()
+    names = {path.name for path in run.iterdir()}
+    assert {"metrics.jsonl", "plan.txt", "plan.json", "config.json"} <= names
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    screen = capsys.readouterr().out
+    assert "the text inside the package" in screen
+    assert "steps=3: the default" in screen
+    assert "precision='fp32'" in screen
+
+
+def byte_model(rngs: nnx.Rngs) -> nnx.Module:
+    from zerojax.config import ModelConfig
+    from zerojax.models import build_model
+
+    tiny = ModelConfig(num_layers=1, num_heads=2, embed_dim=16, max_seq_len=32)
+    return build_model(tiny, 256)(rngs)
+
+
+def test_a_resumed_run_is_bit_equal_and_traces_nothing_twice(tmp_path):
+    whole, first, second = [], [], []
+    every = {"log": LogConfig(every=1), "validation": BATCHES[:2]}
+    model = lambda rngs: UserText(rngs)  # noqa: E731
+    mesh = {"zero": 2}
+    zerojax.train(model, mesh, BATCHES, callbacks=[recording(whole)], **options(**every)).close()
+    folder = tmp_path / "run"
+    halves = {"checkpoint": folder, "log": LogConfig(every=1, tensorboard=False)}
+    with zerojax.train(
+        model, mesh, BATCHES, callbacks=[recording(first)], **options(**halves, steps=3)
+    ):
+        pass
+    with zerojax.train(
+        model, mesh, BATCHES, callbacks=[recording(second)], **options(**halves)
+    ) as trainer:
+        assert trainer.num_steps == 6
+        assert trainer._step._cache_size() == 1
+    assert first + second == whole
+
+
+def test_resume_onto_another_stage_mesh_and_device_count(tmp_path):
+    whole = zerojax.train(
+        reference_model("llama"), None, BATCHES, log=LogConfig(every=1), **options(steps=12)
+    )
+    folder = tmp_path / "run"
+    for steps, mesh in ((4, {"zero": 3}), (8, {"data": 4, "model": 2, "zero": 1})):
+        common = options(steps=steps, checkpoint=folder)
+        with zerojax.train(reference_model("llama"), mesh, BATCHES, **common):
+            pass
+    last = []
+    one = zerojax.make_mesh({"data": 2, "zero": 0}, devices=jax.devices()[:2])
+    callbacks = [recording(last)]
+    with zerojax.train(
+        reference_model("llama"),
+        one,
+        BATCHES,
+        callbacks=callbacks,
+        log=LogConfig(every=1),
+        **options(steps=12, checkpoint=folder),
+    ) as trainer:
+        assert trainer.plan.mesh.size == 2
+    np.testing.assert_allclose(last, losses_of(whole.history)[8:], rtol=0, atol=TOLERANCE)
+
+
+def test_live_reshard_keeps_the_trajectory():
+    whole = zerojax.train(
+        UserText(nnx.Rngs(0)), {"zero": 1}, BATCHES, log=LogConfig(every=1), **options(steps=8)
+    )
+    plans = {2: {"zero": 3}, 4: {"data": 4, "model": 2, "zero": 3}, 6: {"zero": 1}}
+    losses = []
+
+    def reshard(trainer, values):
+        losses.append(values["loss"])
+        if trainer.num_steps - 1 in plans:
+            trainer.reshard(plans.pop(trainer.num_steps - 1))
+
+    trainer = zerojax.train(
+        UserText(nnx.Rngs(0)),
+        {"zero": 0},
+        BATCHES,
+        callbacks=[reshard],
+        log=LogConfig(every=1),
+        **options(steps=8),
+    )
+    assert not plans, "every reshard has to have happened"
+    assert trainer.plan.zero == 1
+    np.testing.assert_allclose(losses, losses_of(whole.history), rtol=0, atol=TOLERANCE)
+
+
+def test_to_model_gives_the_trained_module():
+    trainer = zerojax.train(UserText(nnx.Rngs(0)), {"zero": 3}, BATCHES, **options())
+    model = trainer.to_model()
+    batch = jax.tree.map(jnp.asarray, BATCHES[0])
+    loss, weight = model.loss(batch)
+    evaluated = trainer.evaluate([BATCHES[0]])["loss"]
+    np.testing.assert_allclose(float(loss / weight), evaluated, rtol=0, atol=TOLERANCE)
+
+
+def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
+    def interrupt(trainer, values):
+        if trainer.num_steps >= 3:
+            signal.raise_signal(signal.SIGINT)
+
+    common = {"log": LogConfig(every=1, tensorboard=False), "checkpoint": tmp_path / "run"}
+    with pytest.raises(Interrupted, match=r"SIGINT after step \d: saved in .*resume"):
+        zerojax.train(
+            reference_model("gpt2"), None, BATCHES, callbacks=[interrupt], **options(**common)
+        )
+    handler = signal.getsignal(signal.SIGINT)
+    assert handler is signal.default_int_handler, "the user's own handler has to be back"
+    with zerojax.train(reference_model("gpt2"), None, BATCHES, **options(**common)) as trainer:
+        assert trainer.num_steps == 6
+
+
+def test_an_error_of_the_data_loses_no_step(tmp_path):
+    def batches():
+        yield from BATCHES
+        raise RuntimeError("the disk of the data is gone")
+
+    folder = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="disk of the data"):
+        zerojax.train(
+            reference_model("gpt2"), None, batches(), **options(checkpoint=folder, steps=None)
+        )
+    with zerojax.train(
+        reference_model("gpt2"), None, BATCHES, **options(checkpoint=folder, steps=4)
+    ) as trainer:
+        assert trainer.num_steps == 4
+        assert trainer.history == [], "all four steps were saved"
+
+
+def test_a_run_that_stays_non_finite_ends_with_its_last_good_parameters():
+    def loss(model, batch):
+        total, weight = model.loss(batch)
+        return jnp.where(batch["bad"][0] > 0, jnp.nan, total), weight
+
+    batches = [
+        {**batch, "bad": np.full((16,), index >= 1, np.int32)}
+        for index, batch in enumerate(BATCHES * 3)
+    ]
+    norms = []
+
+    def watch(trainer, values):
+        norms.append(float(optax.tree.norm(trainer.state["params"])))
+
+    with pytest.raises(FloatingPointError, match="not finite at 5 reports in a row.*5 updates"):
+        zerojax.train(
+            reference_model("gpt2"),
+            None,
+            batches,
+            loss=loss,
+            callbacks=[watch],
+            log=LogConfig(every=1),
+            **options(steps=12),
+        )
+    assert len(set(norms)) == 1, "skipped steps must not move a parameter"
+
+
+def test_a_callback_that_returns_true_ends_the_run():
+    trainer = zerojax.train(
+        reference_model("gpt2"),
+        None,
+        BATCHES,
+        callbacks=[lambda trainer, values: values["step"] >= 2],
+        log=LogConfig(every=1),
+        **options(),
+    )
+    assert trainer.num_steps < 6
+
+
+def test_no_host_transfer_in_the_loop():
+    trainer = zerojax.train(reference_model("gpt2"), None, BATCHES, **options(steps=1))
+    batch = zerojax.shard_batch(trainer.plan, BATCHES[0])
+    with jax.transfer_guard("disallow"):
+        for _ in range(2):
+            trainer._step_on_devices(batch)
+
+
+def test_checkpoints_are_listed_and_pruned(tmp_path):
+    path = tmp_path / "saves"
+    config = CheckpointConfig(path=str(path), every=2, keep=2)
+    with zerojax.train(
+        reference_model("gpt2"), None, BATCHES, **options(checkpoint=config, steps=6)
+    ) as trainer:
+        assert trainer._checkpointer.steps() == (4, 6)
+        trainer.restore(4)
+        assert trainer.num_steps == int(trainer.state["step"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"batches": []}, "batches is empty"),
+        ({"batches": BATCHES, "data": "x.txt"}, "both batches and data"),
+        ({"data": "no/such/file.txt"}, "no/such/file.txt"),
+        ({"mesh_config": "ds_config.json"}, "ds_config.json"),
+        ({"mesh_config": {"data": 3}}, "needs 3 devices, found 8"),
+        ({"mesh_config": {"zerro": 3}}, "zero"),
+        ({"batches": BATCHES, "validation": iter(BATCHES)}, "read only once"),
+        ({"batches": BATCHES, "num_microbatches": 3}, "use 24"),
+        ({"batches": BATCHES, "optimizer": "adam"}, "optax.GradientTransformation"),
+        ({"batches": BATCHES, "precision": "fp8"}, "fp32, bf16"),
+        ({"batches": BATCHES, "freeze": ("nothing",)}, "matches none of"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_array(arguments, sentence):
+    before = len(jax.live_arrays())
+    rest = {key: value for key, value in arguments.items() if key not in ("mesh_config", "batches")}
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=sentence):
+        zerojax.train(
+            reference_model("gpt2"),
+            arguments.get("mesh_config"),
+            arguments.get("batches"),
+            **{"run_dir": None, **rest},
+        )
+    assert len(jax.live_arrays()) <= before + 2, "no state may have been made"
+
+
+def test_a_model_without_a_loss_is_told_what_to_pass():
+    with pytest.raises(ValueError, match=r"no loss: .*losses.next_token"):
+        zerojax.train(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), None, [{"x": np.ones((8, 4))}])
+
+
+def test_metrics_file_of_a_run(tmp_path):
+    with zerojax.train(
+        reference_model("gpt2"),
+        None,
+        BATCHES,
+        validation=BATCHES[:1],
+        **options(run_dir=tmp_path / "run", log=LogConfig(every=2, console="quiet")),
+    ):
+        pass
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    steps = [row["step"] for row in rows if row["kind"] == "train"]
+    assert steps == [1, 2, 4, 6]
+    assert [row["step"] for row in rows if row["kind"] == "eval"] == [6]
+    assert threading.active_count() < 20
+    assert VOCAB == 64

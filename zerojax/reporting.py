@@ -1,0 +1,74 @@
+"""When numbers are read back from the devices, and when they say that a run has gone wrong.
+
+Knows metrics and the log; never the batches, the loop or the checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.metrics import RunLog
+from zerojax.plan import Plan
+
+Metrics = dict[str, float]
+
+
+class Reports:
+    """Metrics of a step are held until a later step is under way, so that reading them waits less.
+
+    Args:
+      max_skipped: reports in a row with a step that was not finite, after which the run ends.
+      skipped: steps skipped before, when the run resumes.
+    """
+
+    def __init__(self, max_skipped: int, *, skipped: int = 0) -> None:
+        self._max_skipped = max_skipped
+        self._skipped = skipped
+        self._in_a_row = 0
+        self._held: tuple[int, Mapping[str, Any]] | None = None
+
+    def hold(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Keeps the metrics of a step, still on the devices."""
+        self._held = step, metrics
+
+    def read(self, plan: Plan, state: Mapping[str, Any], log: RunLog | None) -> Metrics | None:
+        """The held metrics on the host, written to the log; None when none are held.
+
+        Raises:
+          FloatingPointError: too many reports in a row were not finite.
+        """
+        if self._held is None:
+            return None
+        (step, metrics), self._held = self._held, None
+        values: Metrics = {"step": step} | {name: float(x) for name, x in metrics.items()}
+        before = self._skipped
+        if values["skipped"]:
+            self._skipped = int(state["skipped"])
+        if plan.learning_rate is not None:
+            values["learning_rate"] = float(plan.learning_rate(step - 1 - before))
+        if log is not None:
+            shown = ("loss", "grad_norm", "learning_rate")
+            numbers = {name: values[name] for name in shown if name in values}
+            log.write(step, {**numbers, "skipped": self._skipped})
+        self._check_finite(values, self._skipped - before, log)
+        return values
+
+    def _check_finite(self, values: Metrics, newly: int, log: RunLog | None) -> None:
+        step = int(values["step"])
+        if not values["skipped"]:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        found = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+        if log is not None:
+            log.message(
+                f"step {step}: {found}: not finite, the update was skipped "
+                f"({newly} skipped since the last report, {self._skipped} in all)"
+            )
+        if self._in_a_row >= self._max_skipped:
+            raise FloatingPointError(
+                f"{found} at step {step}: not finite at {self._in_a_row} reports in a row, "
+                f"{self._skipped} updates skipped. The parameters are those before the first of "
+                "them. Lower the learning rate, use precision='fp32', or look at the data"
+            )
