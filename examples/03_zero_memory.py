@@ -11,8 +11,8 @@ from zerojax.config import ModelConfig
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-model = zerojax.models.build_model(ModelConfig(num_layers=2, embed_dim=128, max_seq_len=64), 256)
-tokens = np.random.default_rng(0).integers(0, 256, (16, 65), dtype=np.int32)
+model = zerojax.models.build_model(ModelConfig(num_layers=2, embed_dim=128, max_seq_len=32), 256)
+tokens = np.random.default_rng(0).integers(0, 256, (16, 33), dtype=np.int32)
 batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 

@@ -16,11 +16,15 @@ SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 @pytest.mark.examples
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_the_example_runs(script, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    variables = {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as in conftest.py
+    }
     result = subprocess.run(
         [sys.executable, str(script)],
         cwd=tmp_path,  # what it writes, such as runs/, stays there
-        env=environment,
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=240,
