@@ -1,0 +1,52 @@
+"""Runs the benchmarks, each in a process of its own: `python -m benchmarks [NAME ...] [--smoke]`.
+
+Knows their names and their order; nothing of what they measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.recording import add_arguments
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = (
+    "overhead",
+    "host_time",
+    "two_processes",
+    "state_bytes",
+    "start_up",
+    "compile_time",
+    "default_run",
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the named benchmarks, or all; returns 1 if one of them failed to run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    unknown = [name for name in arguments.names if name not in NAMES]
+    if unknown:
+        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}")
+    options = ["--smoke"] * arguments.smoke
+    if arguments.out:
+        options += ["--out", str(arguments.out.resolve())]
+    environment = {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": str(ROOT)}
+    failed = []
+    for name in arguments.names or NAMES:
+        command = [sys.executable, "-m", f"benchmarks.{name}", *options]
+        if subprocess.run(command, cwd=ROOT, env=environment).returncode:
+            failed.append(name)
+    if failed:
+        print(f"\ndid not run to the end: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What zerojax's step and loop cost above a jitted step written by hand, on one core.
+
+Four ways to train the same model on the same batches, taken in turns; ratios of process CPU time.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import zerojax
+from benchmarks import plain_jax, small_gpt
+from benchmarks.machine import load_average, pin_to_core
+from benchmarks.measuring import Sample, interleave, least_of, median_of, ratio_of, sample
+from benchmarks.recording import Goal, Record, parse_arguments, write_record
+from zerojax.config import LogConfig
+
+LIMIT = 1.02
+WARM_UP = 3
+STEPS_PER_SAMPLE = 3
+ROUNDS = 9
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures and records."""
+    arguments = parse_arguments(__doc__ or "", argv)
+    load_before = load_average()
+    pin_to_core(0)
+    write_record(measure(arguments.smoke), arguments, load_before)
+
+
+def measure(smoke: bool) -> Record:
+    """Runs the four sides in this process, which has to be pinned already."""
+    with tempfile.TemporaryDirectory() as folder:
+        sides = _build_sides(small_gpt.choose_config(smoke), folder)
+        samples = interleave(
+            {name: side.run for name, side in sides.items()},
+            warm_up=WARM_UP,
+            steps=1 if smoke else STEPS_PER_SAMPLE,
+            rounds=2 if smoke else ROUNDS,
+        )
+    check_losses_agree({name: side.loss for name, side in sides.items()})
+    bare = samples["bare jit"]
+    rows = [
+        {
+            "way": name,
+            "cpu_ms": 1e3 * median_of(samples[name], "cpu"),
+            "least_cpu_ms": 1e3 * least_of(samples[name], "cpu"),
+            "wall_ms": 1e3 * median_of(samples[name], "wall"),
+            "cpu/bare": ratio_of(samples[name], bare, "cpu"),
+            "loss": side.loss,
+        }
+        for name, side in sides.items()
+    ]
+    goals = [
+        Goal(
+            name=f"CPU time per step, {name} / bare jit",
+            value=ratio_of(samples[name], bare, "cpu"),
+            limit=LIMIT,
+        )
+        for name in ("zerojax.build_step", "zerojax.train")
+    ]
+    return Record(name="overhead", rows=rows, goals=goals)
+
+
+class _Side:
+    """One way of training: `step(index)` takes the batch of that index and returns its loss."""
+
+    def __init__(self, step: Callable[[int], Any]) -> None:
+        self._step = step
+        self._done = 0
+        self.loss = float("nan")
+
+    def run(self, count: int) -> Sample:
+        return sample(lambda: self._steps(count), count)
+
+    def _steps(self, count: int) -> None:
+        for index in range(self._done, self._done + count):
+            loss = self._step(index)
+        self._done += count
+        self.loss = float(loss)
+
+
+class _TrainSide(_Side):
+    """`zerojax.train`, and then its trainer's `fit`: prefetch, reports and run files included."""
+
+    def __init__(self, train: Callable[[int], zerojax.Trainer], source: Any) -> None:
+        self._train, self._source = train, source
+        self._trainer: zerojax.Trainer | None = None
+
+    def _steps(self, count: int) -> None:
+        if self._trainer is None:
+            self._trainer = self._train(count)
+        else:
+            self._trainer.fit(self._source, steps=self._trainer.num_steps + count)
+        self.loss = self._trainer.metrics["loss"]
+
+
+def _build_sides(config: Any, folder: str) -> dict[str, _Side]:
+    source = small_gpt.make_source(config)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.01))
+    factory = small_gpt.make_factory(config)
+    initial = plain_jax.init_params(factory)
+    fresh = lambda: plain_jax.build_model(factory, jax.tree.map(jnp.copy, initial))  # noqa: E731
+
+    mesh = zerojax.make_mesh({"data": 1})
+    plan = zerojax.make_plan(
+        fresh(), mesh, example_batch=source.batch(0), optimizer=tx, zero=1, precision="fp32"
+    )
+    step = zerojax.build_step(plan)
+    bare_step = plain_jax.build_step(factory, tx)
+    state = zerojax.init_state(plan)
+    params = jax.tree.map(jnp.copy, initial)
+    opt_state = tx.init(params)
+    nnx_step = plain_jax.build_nnx_step(fresh(), tx)
+
+    def bare(index: int) -> jax.Array:
+        nonlocal params, opt_state
+        params, opt_state, loss = bare_step(params, opt_state, source.batch(index))
+        return loss
+
+    def own_loop(index: int) -> jax.Array:
+        nonlocal state
+        state, metrics = step(state, zerojax.shard_batch(plan, source.batch(index)))
+        return metrics["loss"]
+
+    def train(steps: int) -> zerojax.Trainer:
+        return zerojax.train(
+            fresh(),
+            mesh,
+            source,
+            optimizer=tx,
+            precision="fp32",
+            steps=steps,
+            run_dir=folder,
+            log=LogConfig(console="quiet"),
+        )
+
+    return {
+        "bare jit": _Side(bare),
+        "zerojax.build_step": _Side(own_loop),
+        "zerojax.train": _TrainSide(train, source),
+        "nnx.jit + nnx.Optimizer": _Side(lambda index: nnx_step(source.batch(index))),
+    }
+
+
+def check_losses_agree(losses: dict[str, float], tolerance: float = 1e-4) -> None:
+    """Sides that do not compute the same are not comparable.
+
+    Raises:
+      RuntimeError: the relative difference is above the tolerance.
+    """
+    low, high = min(losses.values()), max(losses.values())
+    if not high - low <= tolerance * abs(high):
+        raise RuntimeError(f"the ways of training differ in their last loss: {losses}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What a benchmark leaves behind: a table on the screen and a JSON file.
+
+Knows rows and goals; never how they were measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import QUIET_LOAD, describe_machine, load_average
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A measured number that is to stay at or below a limit (or, `at_least`, at or above it)."""
+
+    name: str
+    value: float
+    limit: float
+    at_least: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """The outcome of one benchmark.
+
+    Attributes:
+      name: of the benchmark, and of its file.
+      rows: what was measured, in the order of the table; every row has the same keys or fewer.
+      goals: ratios and their limits, printed last.
+      notes: what a reader has to know to read the numbers.
+    """
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+    goals: Sequence[Goal] = ()
+    notes: Sequence[str] = ()
+
+
+def parse_arguments(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The two options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description.strip().splitlines()[0])
+    add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes; times mean nothing")
+    parser.add_argument("--out", type=Path, help=f"folder of the JSON file; default {RESULTS.name}")
+
+
+def write_record(
+    record: Record, arguments: argparse.Namespace, load_before: float, **more: Any
+) -> Path:
+    """Prints the table, the notes and the goals, and writes the JSON file; returns its path.
+
+    A smoke run without `--out` writes to a temporary folder, never over a measurement.
+    """
+    folder = arguments.out
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="smoke-")) if arguments.smoke else RESULTS
+    load = {"before": load_before, "after": load_average()}
+    notes = list(record.notes)
+    if max(load.values()) > QUIET_LOAD and not arguments.smoke:
+        notes.append(
+            f"the machine was not quiet (load {load['before']} before, {load['after']} after): "
+            "read the ratios, not the times"
+        )
+    print(f"\n{record.name}" + " (smoke: times mean nothing)" * arguments.smoke)
+    print(format_table(record.rows))
+    for note in notes:
+        print(f"  note: {note}")
+    for goal in record.goals:
+        sign = ">=" if goal.at_least else "<="
+        verdict = "" if arguments.smoke else "  ok" if goal.is_met else "  MISSED"
+        print(f"  {goal.name}: {goal.value:.4g} (goal {sign} {goal.limit:g}){verdict}")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record.name}.json"
+    content = {
+        "name": record.name,
+        "smoke": arguments.smoke,
+        "machine": describe_machine(),
+        "load_average": load,
+        "rows": [dict(row) for row in record.rows],
+        "goals": [dataclasses.asdict(goal) | {"met": goal.is_met} for goal in record.goals],
+        "notes": notes,
+        **more,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(f"  written to {path}", flush=True)
+    return path
+
+
+def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Columns in the order in which their names first appear; numbers to four digits."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+    lines = []
+    for line in cells:
+        first, *rest = zip(line, widths, strict=True)
+        aligned = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)]
+        lines.append("  " + "  ".join(aligned).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
+    return str(value)
