@@ -28,10 +28,18 @@ def use_cpu_devices(number: int | None) -> None:
         jax = sys.modules["jax"]
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", number)
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        # Programs one at a time: virtual devices share threads, and two programs with collectives
-        # that run at once can wait for each other's threads for ever.
-        os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(number)
+
+
+def run_one_program_at_a_time() -> None:
+    """For virtual CPU devices; after JAX is imported, before it starts its devices.
+
+    Virtual devices share threads. Two programs with collectives that run at once can each take some
+    of the threads the other needs, and XLA ends a process that waits so for 40 seconds. There is no
+    environment variable for this.
+    """
+    import jax  # here, since commands that do without JAX import this module
+
+    jax.config.update("jax_cpu_enable_async_dispatch", False)

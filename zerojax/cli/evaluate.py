@@ -38,7 +38,7 @@ def validation_source(loaded: Any) -> TokenSource:
     return validation
 
 
-def mean_loss(model: nnx.Module, source: TokenSource, num_batches: int) -> tuple[float, int]:
+def mean_loss(model: Any, source: TokenSource, num_batches: int) -> tuple[float, int]:
     """Loss per token in nats over the first batches, and the number of tokens.
 
     Args:

@@ -11,9 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from zerojax.cli.devices import run_one_program_at_a_time
 from zerojax.cli.generate import continue_text
 from zerojax.config import RunConfig
 from zerojax.data.tokenizer import load_tokenizer
+from zerojax.distributed import join
 from zerojax.runs import run_from_config
 
 # An empty line: the start of a paragraph in any text.
@@ -30,6 +34,9 @@ def train(config: RunConfig, command: str) -> int:
     Returns:
       0, or 128 + the number of the signal that stopped the run.
     """
+    if config.cpu_devices is not None:
+        run_one_program_at_a_time()
+    join()
     try:
         trainer = run_from_config(config)
     except KeyboardInterrupt as error:
@@ -37,6 +44,8 @@ def train(config: RunConfig, command: str) -> int:
         print(f"to go on: {command}", file=sys.stderr)
         return 128 + signal.Signals[getattr(error, "signal_name", "SIGINT")]
     sample = draw_sample(trainer, config)
+    if jax.process_index() != 0:
+        return 0
     if sample is not None:
         print(f"\nWhat the model writes after {trainer.num_steps} steps:\n")
         print("\n".join(f"    {line}" for line in sample.splitlines()))
