@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import pytest
 from flax import nnx
 
 import zerojax
-from tests.small_models import VOCAB, UserText, reference_model
+from tests.small_models import UserText, reference_model
 from tests.trajectories import TOLERANCE, text_batch
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.interruption import Interrupted
@@ -64,9 +63,7 @@ def test_own_loop_and_train_give_the_same_bits():
 def test_two_arguments_train_on_the_text_in_the_package(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zerojax.api.DEFAULT_STEPS", 3)
-    model = reference_model("gpt2").func if hasattr(reference_model("gpt2"), "func") else None
-    factory = byte_model if model is None else byte_model
-    trainer = zerojax.train(factory, {"zero": 1})
+    trainer = zerojax.train(byte_model, {"zero": 1})
     assert trainer.num_steps == 3
     (run,) = (tmp_path / "runs").iterdir()
     names = {path.name for path in run.iterdir()}
@@ -166,7 +163,7 @@ def test_to_model_gives_the_trained_module():
 
 def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
     def interrupt(trainer, values):
-        if trainer.num_steps >= 3:
+        if values["step"] == 3:
             signal.raise_signal(signal.SIGINT)
 
     common = {"log": LogConfig(every=1, tensorboard=False), "checkpoint": tmp_path / "run"}
@@ -191,7 +188,7 @@ def test_an_error_of_the_data_loses_no_step(tmp_path):
             reference_model("gpt2"), None, batches(), **options(checkpoint=folder, steps=None)
         )
     with zerojax.train(
-        reference_model("gpt2"), None, BATCHES, **options(checkpoint=folder, steps=4)
+        reference_model("gpt2"), None, iter(BATCHES), **options(checkpoint=folder, steps=4)
     ) as trainer:
         assert trainer.num_steps == 4
         assert trainer.history == [], "all four steps were saved"
@@ -203,13 +200,13 @@ def test_a_run_that_stays_non_finite_ends_with_its_last_good_parameters():
         return jnp.where(batch["bad"][0] > 0, jnp.nan, total), weight
 
     batches = [
-        {**batch, "bad": np.full((16,), index >= 1, np.int32)}
+        {**batch, "bad": np.full(len(batch["tokens"]), index >= 1, np.int32)}
         for index, batch in enumerate(BATCHES * 3)
     ]
-    norms = []
+    kept = []
 
     def watch(trainer, values):
-        norms.append(float(optax.tree.norm(trainer.state["params"])))
+        kept.append(np.asarray(trainer.state["params"]["final_norm/scale"]).tobytes())
 
     with pytest.raises(FloatingPointError, match="not finite at 5 reports in a row.*5 updates"):
         zerojax.train(
@@ -221,7 +218,8 @@ def test_a_run_that_stays_non_finite_ends_with_its_last_good_parameters():
             log=LogConfig(every=1),
             **options(steps=12),
         )
-    assert len(set(norms)) == 1, "skipped steps must not move a parameter"
+    assert len(kept) >= 4
+    assert len(set(kept)) == 1, "skipped steps must not move a parameter"
 
 
 def test_a_callback_that_returns_true_ends_the_run():
@@ -265,7 +263,7 @@ def test_checkpoints_are_listed_and_pruned(tmp_path):
         ({"mesh_config": {"data": 3}}, "needs 3 devices, found 8"),
         ({"mesh_config": {"zerro": 3}}, "zero"),
         ({"batches": BATCHES, "validation": iter(BATCHES)}, "read only once"),
-        ({"batches": BATCHES, "num_microbatches": 3}, "use 24"),
+        ({"batches": BATCHES, "num_microbatches": 3}, "use 24 or 48"),
         ({"batches": BATCHES, "optimizer": "adam"}, "optax.GradientTransformation"),
         ({"batches": BATCHES, "precision": "fp8"}, "fp32, bf16"),
         ({"batches": BATCHES, "freeze": ("nothing",)}, "matches none of"),
@@ -303,5 +301,3 @@ def test_metrics_file_of_a_run(tmp_path):
     steps = [row["step"] for row in rows if row["kind"] == "train"]
     assert steps == [1, 2, 4, 6]
     assert [row["step"] for row in rows if row["kind"] == "eval"] == [6]
-    assert threading.active_count() < 20
-    assert VOCAB == 64
