@@ -32,7 +32,7 @@ class Reports:
         """Keeps the metrics of a step, still on the devices."""
         self._held = step, metrics
 
-    def read(self, plan: Plan, state: Mapping[str, Any], log: RunLog | None) -> Metrics | None:
+    def read(self, plan: Plan, log: RunLog | None) -> Metrics | None:
         """The held metrics on the host, written to the log; None when none are held.
 
         Raises:
@@ -42,11 +42,10 @@ class Reports:
             return None
         (step, metrics), self._held = self._held, None
         values: Metrics = {"step": step} | {name: float(x) for name, x in metrics.items()}
-        before = self._skipped
-        if values["skipped"]:
-            self._skipped = int(state["skipped"])
+        before, self._skipped = self._skipped, int(values["num_skipped"])
         if plan.learning_rate is not None:
-            values["learning_rate"] = float(plan.learning_rate(step - 1 - before))
+            updates = step - 1 - (self._skipped - int(values["skipped"]))
+            values["learning_rate"] = float(plan.learning_rate(updates))
         if log is not None:
             shown = ("loss", "grad_norm", "learning_rate")
             numbers = {name: values[name] for name in shown if name in values}

@@ -28,8 +28,9 @@ def build_step(plan: Plan) -> Any:
       `step(state, batch) -> (state, metrics)`. `state` is donated: use only what comes back.
       `batch` comes from `shard_batch`. Metrics are replicated scalars on the devices: "loss"
       (float32, the global sum divided by the global weight), "weight" (float32), "grad_norm"
-      (float32, before clipping) and "skipped" (int32, 1 when loss or gradients were not finite and
-      nothing but the counters changed). `step.lower(...)` gives the program.
+      (float32, before clipping), "skipped" (int32, 1 when loss or gradients were not finite and
+      nothing but the counters changed) and "num_skipped" (int32, of the run so far).
+      `step.lower(...)` gives the program.
     """
     gradients = zero.build_gradients(pass_config(plan))
     replicated = NamedSharding(plan.mesh, P())
@@ -67,6 +68,7 @@ def build_step(plan: Plan) -> Any:
             "weight": sums["weight"],
             "grad_norm": grad_norm,
             "skipped": skipped,
+            "num_skipped": new_state["skipped"],
         }
         return new_state, metrics
 

@@ -228,7 +228,7 @@ class Trainer:
 
     def _report(self) -> bool:
         """Reads the metrics of an earlier step; True when a callback ends the run."""
-        values = self._reports.read(self.plan, self.state, self._log)
+        values = self._reports.read(self.plan, self._log)
         if values is None:
             return False
         self.metrics = values
