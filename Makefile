@@ -18,7 +18,7 @@ setup: ## make .venv and install zerojax into it
 setup-test: setup
 	@sh tools/setup.sh "$(VENV)" test
 
-train: setup ## train a small GPT on Shakespeare under ZeRO on 8 virtual CPU devices
+train: setup ## train a small model on Shakespeare under ZeRO on 8 virtual CPU devices
 	@$(RUN) -m zerojax train "$(CONFIG)" $(ARGS)
 
 test: setup-test ## the test suite without its slow part
