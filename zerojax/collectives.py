@@ -72,8 +72,8 @@ class LeafCollectives:
         def local(shard: jax.Array) -> jax.Array:
             dim = shard.ndim + self.zero_dim
             whole = lax.all_gather(shard.astype(self.compute_dtype), DATA, axis=dim, tiled=True)
-            # Sliced in here, so that the padded value is no separate intermediate that autodiff may
-            # keep.
+            if self.size == self.padded_size:
+                return whole
             return lax.slice_in_dim(whole, 0, self.size, axis=dim)
 
         spec = self.spec(shard.ndim)
@@ -206,12 +206,18 @@ class ScatterEarly:
 
 
 def is_gather(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """Whether a traced operation is a gather of ours, whose result a policy must not keep."""
-    if primitive.name in ("all_gather", "custom_vjp_call"):
+    """Whether a traced operation is a gather of ours, whose result a policy must not keep.
+
+    The gather sits in a `shard_map`, and that, where nothing is differentiated (a frozen
+    parameter), still in the call of `_gather_on_use`.
+    """
+    if primitive.name == "all_gather":
         return True
-    if primitive.name != "shard_map":
+    inner = {"shard_map": "jaxpr", "custom_vjp_call": "call_jaxpr"}.get(primitive.name)
+    if inner is None:
         return False
-    return any(eqn.primitive.name == "all_gather" for eqn in params["jaxpr"].eqns)
+    program = getattr(params[inner], "jaxpr", params[inner])
+    return any(is_gather(equation.primitive, equation.params) for equation in program.eqns)
 
 
 # --- buckets: many leaves, one collective ---------------------------------------------------------

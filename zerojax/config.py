@@ -57,10 +57,11 @@ class MeshConfig:
     persistence_threshold: int = 100_000
     """Elements. At zero=3 a smaller leaf stays whole: gathering it costs more time than it saves
     memory (DeepSpeed's default)."""
-    reduce_bucket_size: int = 500_000_000
-    """Elements of gradient per reduction: one collective for many leaves (DeepSpeed's default)."""
-    allgather_bucket_size: int = 500_000_000
-    """Elements of parameters per gather outside the layer loop (DeepSpeed's default)."""
+    reduce_bucket_size: int = 50_000_000
+    """Elements of gradient per reduction: one collective for many leaves. DeepSpeed's 500 million
+    costs a 1.3-billion-parameter GPT at zero=2 2.3 GB per device more (compiled for 8 H100)."""
+    allgather_bucket_size: int = 50_000_000
+    """Elements of parameters per gather outside the layer loop; the same reason."""
     sequence_sharding: bool = False
     """Also split norms and residuals over `model`, along the sequence. Off: no use at model=1."""
     offload: None = None

@@ -25,8 +25,8 @@ from zerojax import model as models
 from zerojax import optim, trees
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.mesh import DATA, DATA_AXES, STAGE
-from zerojax.placement import LeafPlacement, Placement, PlacementRules, place_parameters
-from zerojax.plan_checks import check_batch, check_loss
+from zerojax.placement import Access, LeafPlacement, Placement, PlacementRules, place_parameters
+from zerojax.plan_checks import check_batch, check_loss, check_reads
 from zerojax.plan_table import plan_dict, plan_line, plan_table
 from zerojax.precision import Precision, as_precision
 from zerojax.state import TrainState
@@ -87,6 +87,11 @@ class Plan:
     @property
     def global_batch_size(self) -> int:
         return jax.tree.leaves(self.abstract_batch)[0].shape[0]
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids that the model knows, where it says so: its `config.vocab_size`."""
+        return getattr(models.bound_attribute(self.model, "config"), "vocab_size", None)
 
     @property
     def fingerprint(self) -> str:
@@ -158,6 +163,7 @@ def make_plan(
     params, extras = _abstract_model(internal, batch, loss)
     microbatch = _slice_batch(batch, meshes.num_data_shards(mesh) * num_microbatches)
     trace = models.trace_model(internal, _as_read(params, precision), extras, microbatch, loss)
+    check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
     check_loss(trace.result)
     placement = _place(internal, params, trace, settings, mesh, freeze)
     regather = settings.zero == 3 and internal.reads_lazily and not trace.checkpoints
@@ -185,7 +191,11 @@ def make_plan(
         abstract_batch=abstract_batch,
         regather=regather,
         forward=trace.jaxpr,
-        reasons=_reasons(settings, mesh, precision, placement, optimizer_built, regather, trace),
+        reasons=(
+            *_choices(settings, mesh, precision, placement),
+            *optimizer_built.reasons,
+            *_observations(trace, placement, extras, regather),
+        ),
     )
 
 
@@ -281,6 +291,7 @@ def _place(
             persistence_threshold=settings.persistence_threshold,
         ),
         always_frozen=integers,
+        barriers=trace.barriers,
         reads_lazily=model.reads_lazily,
     )
 
@@ -340,15 +351,13 @@ def _abstract_opt_state(
     )
 
 
-def _reasons(
+def _choices(
     settings: MeshConfig,
     mesh: Mesh | AbstractMesh,
     precision: Precision,
     placement: Placement,
-    optimizer: optim.BuiltOptimizer,
-    regather: bool,
-    trace: models.ModelTrace,
-) -> tuple[str, ...]:
+) -> list[str]:
+    """What the settings come down to."""
     shards = mesh.shape[DATA]
     lines = [
         f"mesh {meshes.describe_mesh(mesh)}: {meshes.num_data_shards(mesh)} shards of the batch"
@@ -356,18 +365,44 @@ def _reasons(
     if shards == 1 and settings.zero:
         lines.append(f"zero={settings.zero} shards nothing: the data axis has one device")
     else:
-        kept = ("nothing", "optimizer state", "optimizer state and gradients", "all state")[
-            settings.zero
-        ]
-        lines.append(f"zero={settings.zero}: {kept} split over {shards} devices")
+        roles = ("nothing", "optimizer state", "optimizer state and gradients", "all state")
+        lines.append(f"zero={settings.zero}: {roles[settings.zero]} split over {shards} devices")
     lines.append(f"precision: {precision.describe()}")
-    lines += optimizer.reasons
-    if regather:
-        lines.append("parameters are gathered again in the backward pass: the model keeps none")
-    unread = [name for name in placement.leaves if name not in trace.read_shapes]
-    if unread:
-        lines.append(f"{len(unread)} parameters are never read by the loss, such as {unread[0]}")
     exceptions = placement.exceptions()
     if exceptions:
         lines.append(f"{len(exceptions)} placements differ from the plain rule: see plan.table()")
-    return tuple(lines)
+    return lines
+
+
+def _observations(
+    trace: models.ModelTrace, placement: Placement, extras: Mapping[str, Any], regather: bool
+) -> list[str]:
+    """What the model does that a reader should know."""
+    lines = []
+    if regather:
+        lines.append("parameters are gathered again in the backward pass: the model keeps none")
+    on_use = [n for n, leaf in placement.leaves.items() if leaf.access is Access.GATHER_ON_USE]
+    kept = [name for name in on_use if name in trace.outside_checkpoints]
+    if trace.checkpoints and kept:
+        lines.append(
+            f"{_some(kept, 'parameters')} read outside the model's own checkpoints: what is "
+            "gathered for them may be kept for the backward pass"
+        )
+    unread = [
+        n for n in placement.leaves if n not in (trace.read_shapes.keys() | trace.barriers.keys())
+    ]
+    if unread:
+        lines.append(f"{_some(unread, 'parameters')} never read by the loss")
+    averaged = [n for n, leaf in extras.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    if averaged:
+        lines.append(
+            f"{_some(averaged, 'arrays')} carried besides parameters: each shard of the batch "
+            "updates them from its own rows, then the updates are averaged"
+        )
+    return lines
+
+
+def _some(names: list[str], things: str) -> str:
+    """How many, with an example: "3 parameters (such as a/kernel) are"."""
+    verb = "are" if len(names) > 1 else "is"
+    return f"{len(names)} {things if len(names) > 1 else things[:-1]} (such as {names[0]}) {verb}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -92,6 +93,7 @@ class Trainer:
         self._config = dict(config or {})
         self._validation = validation
         self._data_state: dict[str, Any] | None = None
+        self._feed: tuple[Any, Feed] | None = None
         self._saved_step: int | None = None
         self._reports = Reports(self.habits.max_skipped)
         self._step = build_step(plan)
@@ -105,7 +107,10 @@ class Trainer:
 
     def step(self, batch: Any) -> dict[str, jax.Array]:
         """One step on one host batch; its metrics stay on the devices: `float(...)` waits."""
-        return self._step_on_devices(shard_batch(self.plan, batch))
+        return self._step_on_devices(self._place(self.plan, batch))
+
+    def _place(self, plan: Plan, batch: Any) -> Any:
+        return shard_batch(plan, batch, vocab_size=plan.vocab_size)
 
     def _step_on_devices(self, batch: Any) -> dict[str, jax.Array]:
         self.state, metrics = self._step(self.state, batch)
@@ -177,13 +182,18 @@ class Trainer:
             )
 
     def _as_feed(self, batches: Any) -> Feed:
-        """The batches, at the position that follows the last consumed one."""
-        rows = local_rows(self.plan) if isinstance(batches, TokenSource) else None
-        feed = (
-            batches
-            if isinstance(batches, Feed)
-            else as_feed(batches, start=self.num_steps, rows=rows)
-        )
+        """The batches, at the position that follows the last consumed one.
+
+        The feed of an earlier call goes on when the same object comes again: a generator has moved.
+        """
+        if isinstance(batches, Feed):
+            feed = batches
+        elif self._feed is not None and self._feed[0] is batches:
+            feed = self._feed[1]
+        else:
+            rows = local_rows(self.plan) if isinstance(batches, TokenSource) else None
+            feed = as_feed(batches, start=self.num_steps, rows=rows)
+        self._feed = batches, feed
         if self._data_state is not None and feed.state() != self._data_state:
             feed.restore(self._data_state)
         return feed
@@ -191,7 +201,7 @@ class Trainer:
     def _fit_plan(self, feed: Feed, steps: int | None, stop: StopRequest) -> bool:
         """Steps under one plan; True when the plan has changed and there is more to do."""
         plan = self.plan
-        with prefetch(feed, put=lambda batch: shard_batch(plan, batch)) as incoming:
+        with prefetch(feed, put=functools.partial(self._place, plan)) as incoming:
             while (steps is None or self.num_steps < steps) and stop.signal_name is None:
                 try:
                     batch, data_state = next(incoming)
@@ -265,7 +275,7 @@ class Trainer:
         for index, batch in enumerate(batches):
             if num_batches is not None and index >= num_batches:
                 break
-            sums = self._evaluate(self.state, shard_batch(self.plan, batch))
+            sums = self._evaluate(self.state, self._place(self.plan, batch))
             loss += float(sums["loss"])
             weight += float(sums["weight"])
         if weight == 0:
@@ -283,14 +293,15 @@ class Trainer:
         """Saves the state now, if the run has checkpoints and this step is not saved yet."""
         if self._checkpointer is None or self._saved_step == self.num_steps:
             return
+        saving, self._saved_step = self.num_steps, None
         self._checkpointer.save(
-            self.num_steps,
+            saving,
             to_canonical(self.plan, self.state),
             data_state=self._data_state or {},
             config=self._config,
             plan=self.plan.as_dict(),
         )
-        self._saved_step = self.num_steps
+        self._saved_step = saving
 
     def restore(self, step: int | None = None) -> Self:
         """Goes back to a checkpoint, which may come from any stage, mesh and number of devices.

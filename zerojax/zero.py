@@ -77,7 +77,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
             return result[0], (result[1], after)
 
         if config.regather:
-            loss_of = jax.checkpoint(loss_of, policy=_keep_all_but_gathers)
+            loss_of = jax.checkpoint(loss_of, policy=_keep_all_but_gathers(config))
         differentiate = jax.value_and_grad(loss_of, has_aux=True)
         sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
         grads = _reduce(config, grads)
@@ -143,8 +143,27 @@ def cast_batch(batch: Arrays, dtype: Any) -> Arrays:
     )
 
 
-def _keep_all_but_gathers(primitive: Any, *_: Any, **params: Any) -> bool:
-    return not collectives.is_gather(primitive, params)
+def _keep_all_but_gathers(config: PassConfig) -> Callable[..., bool]:
+    """A checkpoint policy: the backward pass keeps every value but whole parameters.
+
+    Autodiff looks into the `shard_map` of a gather, so that the cut of a padded parameter is an
+    operation of its own; it is known by the shapes it is made of.
+    """
+    cuts = set()
+    for leaf in config.placement.leaves.values():
+        if leaf.is_padded:
+            split = [config.placement.axis_sizes[axis] if axis else 1 for axis in leaf.axes]
+            local = [size // parts for size, parts in zip(leaf.stored_shape, split, strict=True)]
+            cuts.add((tuple(local[leaf.stack_dims :]), leaf.zero_dim))
+
+    def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
+        if primitive.name == "slice":
+            shape, limits = avals[0].shape, params["limit_indices"]
+            cut = [i - len(shape) for i, limit in enumerate(limits) if limit != shape[i]]
+            return len(cut) != 1 or (tuple(shape), cut[0]) not in cuts
+        return not collectives.is_gather(primitive, params)
+
+    return keeps
 
 
 def _shard_key(key_data: jax.Array) -> jax.Array:
@@ -298,11 +317,16 @@ def _reduce(config: PassConfig, grads: Arrays) -> Arrays:
 
 
 def _agree(before: Arrays, after: Arrays) -> Arrays:
-    """Extras made the same on every data shard: floating-point ones (averages) by their mean."""
-    floating = {n: x for n, x in after.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-    if not floating:
-        return after
+    """Extras made the same on every data shard: floating-point ones change by their mean change."""
     count = lax.axis_size(DATA) * lax.axis_size(REPLICA)
-    summed = collectives.sum_replicated({n: x.astype(jnp.float32) for n, x in floating.items()})
-    agreed = {n: (x / count).astype(before[n].dtype) for n, x in summed.items()}
+    changes = {}
+    for name, new in after.items():
+        if jnp.issubdtype(new.dtype, jnp.floating):
+            # Where nothing changed the change is an exact zero, for infinities (masks) too.
+            old, new = before[name].astype(jnp.float32), new.astype(jnp.float32)
+            changes[name] = jnp.where(new == old, 0, new - old)
+    if not changes:
+        return after
+    summed = collectives.sum_replicated(changes)
+    agreed = {n: before[n] + (x / count).astype(before[n].dtype) for n, x in summed.items()}
     return {**after, **agreed}
