@@ -163,6 +163,7 @@ def place_parameters(
     rules: PlacementRules,
     *,
     always_frozen: Mapping[str, str] | None = None,
+    barriers: Mapping[str, str] | None = None,
     reads_lazily: bool = True,
 ) -> Placement:
     """Fills the table.
@@ -179,6 +180,7 @@ def place_parameters(
       rules: the user's wishes.
       always_frozen: name -> reason, for parameters that can have no gradient (integers); kept
         whole.
+      barriers: name -> why the parameter cannot be gathered where the model reads it.
       reads_lazily: False when the model has no point of use (a pair of functions).
 
     Raises:
@@ -201,7 +203,12 @@ def place_parameters(
             else:
                 zero_dim, padded, reason = _zero_dim(shape, axes, stack_dims, axis_sizes[DATA])
                 reasons += [reason] if reason else []
-        access, reason = _access(name, shape, zero_dim, read_shapes, rules, reads_lazily)
+        access, reason = Access.WHOLE, None
+        if zero_dim is not None:
+            barrier = (barriers or {}).get(name)
+            if name not in read_shapes and barrier is None:
+                barrier = "is never read by the loss"
+            access, reason = _access(shape, barrier, rules, reads_lazily)
         reasons += [reason] if reason else []
         leaves[name] = LeafPlacement(
             name=name,
@@ -218,17 +225,13 @@ def place_parameters(
 
 
 def _access(
-    name: str,
-    shape: Shape,
-    zero_dim: int | None,
-    read_shapes: Mapping[str, frozenset[Shape]],
-    rules: PlacementRules,
-    reads_lazily: bool,
+    shape: Shape, barrier: str | None, rules: PlacementRules, reads_lazily: bool
 ) -> tuple[Access, str | None]:
-    if zero_dim is None:
-        return Access.WHOLE, None
-    if name not in read_shapes or rules.zero == 1:
-        return Access.GATHER_ONCE, None if name in read_shapes else "never read by the loss"
+    """How a sharded parameter is read, and why, if that is an exception to its stage's rule."""
+    if rules.zero == 1:
+        return Access.GATHER_ONCE, None
+    if barrier is not None:
+        return Access.GATHER_ONCE, f"{barrier}: gathered once per step"
     if rules.zero == 2:
         return Access.GATHER_ONCE_SCATTER_EARLY, None
     elements = trees.num_elements(shape)

@@ -25,8 +25,9 @@ from zerojax import model as models
 from zerojax import optim, trees
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.mesh import DATA, DATA_AXES, STAGE
-from zerojax.placement import Access, LeafPlacement, Placement, PlacementRules, place_parameters
+from zerojax.placement import LeafPlacement, Placement, PlacementRules, place_parameters
 from zerojax.plan_checks import check_batch, check_loss, check_reads
+from zerojax.plan_reasons import describe_choices, describe_model
 from zerojax.plan_table import plan_dict, plan_line, plan_table
 from zerojax.precision import Precision, as_precision
 from zerojax.state import TrainState
@@ -192,9 +193,9 @@ def make_plan(
         regather=regather,
         forward=trace.jaxpr,
         reasons=(
-            *_choices(settings, mesh, precision, placement),
+            *describe_choices(settings, mesh, precision, placement),
             *optimizer_built.reasons,
-            *_observations(trace, placement, extras, regather),
+            *describe_model(trace, placement, extras, regather),
         ),
     )
 
@@ -349,60 +350,3 @@ def _abstract_opt_state(
     return optax.tree_utils.tree_map_params(
         tx.init, like, state, trained, transform_non_params=replicate
     )
-
-
-def _choices(
-    settings: MeshConfig,
-    mesh: Mesh | AbstractMesh,
-    precision: Precision,
-    placement: Placement,
-) -> list[str]:
-    """What the settings come down to."""
-    shards = mesh.shape[DATA]
-    lines = [
-        f"mesh {meshes.describe_mesh(mesh)}: {meshes.num_data_shards(mesh)} shards of the batch"
-    ]
-    if shards == 1 and settings.zero:
-        lines.append(f"zero={settings.zero} shards nothing: the data axis has one device")
-    else:
-        roles = ("nothing", "optimizer state", "optimizer state and gradients", "all state")
-        lines.append(f"zero={settings.zero}: {roles[settings.zero]} split over {shards} devices")
-    lines.append(f"precision: {precision.describe()}")
-    exceptions = placement.exceptions()
-    if exceptions:
-        lines.append(f"{len(exceptions)} placements differ from the plain rule: see plan.table()")
-    return lines
-
-
-def _observations(
-    trace: models.ModelTrace, placement: Placement, extras: Mapping[str, Any], regather: bool
-) -> list[str]:
-    """What the model does that a reader should know."""
-    lines = []
-    if regather:
-        lines.append("parameters are gathered again in the backward pass: the model keeps none")
-    on_use = [n for n, leaf in placement.leaves.items() if leaf.access is Access.GATHER_ON_USE]
-    kept = [name for name in on_use if name in trace.outside_checkpoints]
-    if trace.checkpoints and kept:
-        lines.append(
-            f"{_some(kept, 'parameters')} read outside the model's own checkpoints: what is "
-            "gathered for them may be kept for the backward pass"
-        )
-    unread = [
-        n for n in placement.leaves if n not in (trace.read_shapes.keys() | trace.barriers.keys())
-    ]
-    if unread:
-        lines.append(f"{_some(unread, 'parameters')} never read by the loss")
-    averaged = [n for n, leaf in extras.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    if averaged:
-        lines.append(
-            f"{_some(averaged, 'arrays')} carried besides parameters: each shard of the batch "
-            "updates them from its own rows, then the updates are averaged"
-        )
-    return lines
-
-
-def _some(names: list[str], things: str) -> str:
-    """How many, with an example: "3 parameters (such as a/kernel) are"."""
-    verb = "are" if len(names) > 1 else "is"
-    return f"{len(names)} {things if len(names) > 1 else things[:-1]} (such as {names[0]}) {verb}"

@@ -5,9 +5,11 @@ Knows shapes; formats the value, the limit and the remedy.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import mesh as meshes
@@ -46,8 +48,26 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
         )
 
 
+def check_reads(names: Collection[str], read: Collection[str]) -> None:
+    """Refuses a loss that computes with none of the model's parameters.
+
+    Args:
+      names: all parameters.
+      read: those that the loss reads.
+
+    Raises:
+      ValueError: nothing is read.
+    """
+    if not read:
+        raise ValueError(
+            f"the loss reads none of the model's {len(names)} parameters (such as "
+            f"{next(iter(names))}): loss(model, batch) has to call the model that it is given, not "
+            "one from outside"
+        )
+
+
 def check_loss(result: Any) -> None:
-    """Refuses a loss that is neither a scalar nor a pair of scalars.
+    """Refuses a loss that is neither a floating-point scalar nor a pair of scalars.
 
     Raises:
       ValueError: with what it returned instead.
@@ -59,4 +79,8 @@ def check_loss(result: Any) -> None:
         raise ValueError(
             f"the loss returned {found}; it has to return a scalar, or a pair of scalars "
             "(sum, weight)"
+        )
+    if not jnp.issubdtype(parts[0].dtype, jnp.floating):
+        raise ValueError(
+            f"the loss is {parts[0].dtype.name}, which has no gradient; it has to be floating-point"
         )

@@ -29,20 +29,17 @@ def as_model(model: ModelLike) -> Model:
     if isinstance(model, (NnxModel, LinenModel, FunctionModel)):
         return model
     if isinstance(model, nnx.Module):
-        return NnxModel(model, None)
+        return NnxModel(model)
     if isinstance(model, linen.Module):
         return LinenModel(model)
     if isinstance(model, tuple) and len(model) == 2 and all(callable(part) for part in model):
         return FunctionModel(*model)
-    if callable(model):
-        with nnx.use_eager_sharding(False):
-            made = nnx.eval_shape(lambda: model(nnx.Rngs(0)))
-        if isinstance(made, nnx.Module):
-            return NnxModel(made, model)
+    if isinstance(model, type) and issubclass(model, linen.Module):
         raise TypeError(
-            f"the model factory {_name_of(model)} returned a {type(made).__name__}; "
-            "it has to return an nnx.Module: lambda rngs: MyModel(..., rngs=rngs)"
+            f"{model.__name__} is a class of linen modules; give an instance: {model.__name__}(...)"
         )
+    if callable(model):
+        return NnxModel(model)
     raise TypeError(
         f"cannot train a {type(model).__name__}: give a flax nnx.Module, a callable "
         "rngs -> nnx.Module, a flax linen.Module, or a pair of functions (init, apply)"

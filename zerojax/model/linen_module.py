@@ -29,6 +29,9 @@ class _ReadBox(meta.AxisMetadata):
     def unbox(self) -> jax.Array:
         return self.read(self.value)
 
+    # For a model that computes with `module.variables["params"]["kernel"]`, which is the box.
+    __jax_array__ = unbox
+
     def replace_boxed(self, val: Any) -> _ReadBox:
         return _ReadBox(val, self.read)
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx import variablelib
 
 from zerojax import trees
 from zerojax.model.protocol import Arrays, Loss, OnRead
@@ -41,58 +40,115 @@ class _ReadThrough:
     """
 
     __slots__ = ()
+    variable_class: type
 
-    def get_value(self, *, index: Any = variablelib.MISSING) -> Any:
-        raw = object.__getattribute__(self, "_raw_value")
-        value = object.__getattribute__(self, "_var_metadata")["on_read"](raw)
-        return value if index is variablelib.MISSING or index is Ellipsis else value[index]
+    def get_value(self, **index: Any) -> Any:
+        return _opened(self).get_value(**index)
+
+    def set_value(self, value: Any, **index: Any) -> None:
+        """From here on an ordinary variable, which holds what the model wrote."""
+        opened = _opened(self)
+        object.__setattr__(self, "__class__", type(opened))
+        self.set_raw_value(opened.get_raw_value())
+        self.del_metadata("on_read")
+        self.set_value(value, **index)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return _abstract_value(self).shape
 
     def __getattr__(self, name: str) -> Any:
-        # `w.T`, `w.astype(...)`, `w.shape` go past get_value and would see the stored shard.
-        metadata = object.__getattribute__(self, "_var_metadata")
-        return metadata[name] if name in metadata else getattr(self.get_value(), name)
+        # `w.T`, `w.astype(...)`, `w.dtype` go past get_value and would see the stored shard.
+        if self.has_metadata(name):
+            return self.get_metadata(name)
+        value = _abstract_value(self) if name in ("dtype", "ndim", "size") else self.get_value()
+        return getattr(value, name)
+
+
+def _opened(variable: Any) -> nnx.Variable:
+    """A variable of the user's own class that holds what reading gives.
+
+    So a `get_value` or a hook of that class still applies, and to the whole value.
+    """
+    metadata = variable.get_metadata()
+    read = metadata.pop("on_read")
+    return variable.variable_class.from_metadata(read(variable.get_raw_value()), metadata)
+
+
+def _abstract_value(variable: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the value, without a gather in the program."""
+    return jax.eval_shape(lambda: variable.get_value())
 
 
 @functools.cache
 def _reading_class(variable_class: type) -> type:
-    return type(
-        "Reading" + variable_class.__name__, (_ReadThrough, variable_class), {"__slots__": ()}
-    )
+    members = {"__slots__": (), "variable_class": variable_class}
+    return type("Reading" + variable_class.__name__, (_ReadThrough, variable_class), members)
+
+
+def _value_of(leaf: Any) -> Any:
+    """What a leaf of a module's state holds: a Variable's stored value, or a plain array."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _with_value(leaf: Any, value: Any) -> Any:
+    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
 
 class NnxModel:
-    """An `nnx.Module`, given as an instance or as a factory (then `template` is abstract)."""
+    """An `nnx.Module`, given as an instance or as a factory.
+
+    Every `nnx.Param` is a parameter. All other state (batch statistics, random counts, arrays that
+    are plain attributes) is extras. `template` is the instance; a factory's holds no arrays.
+    """
 
     reads_lazily = True
 
-    def __init__(self, template: nnx.Module, factory: Callable[[nnx.Rngs], nnx.Module] | None):
-        self.template = template
-        self.factory = factory
-        self.source = template if factory is None else factory
-        self.kind = "nnx module" if factory is None else "nnx factory"
-        self._graphdef, self._state = nnx.split(template, graph=True)
-        self._param_paths, self._extra_paths = {}, {}
-        for path, variable in nnx.to_flat_state(self._state):
-            target = self._param_paths if isinstance(variable, nnx.Param) else self._extra_paths
-            target[trees.path_name(path)] = path
+    def __init__(self, source: nnx.Module | Callable[[nnx.Rngs], nnx.Module]):
+        self.source = source
+        if isinstance(source, nnx.Module):
+            self.kind, self.template = "nnx module", source
+            self._graphdef, self._state = nnx.split(source, graph=True)
+        else:
+            self.kind = "nnx factory"
+            made = jax.eval_shape(lambda: nnx.split(self._make(jax.random.key(0)), graph=True))
+            self._graphdef, self._state = made
+            self.template = nnx.merge(*made)
         self._templates = dict(nnx.to_flat_state(self._state))
+        self._param_paths, self._extra_paths = _paths_by_name(self._templates)
         self._graphdefs: dict[Any, tuple[Any, dict]] = {}
 
-    def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
-        if self.factory is None:
-            raise AssertionError("an nnx instance brings its own arrays: use initial_arrays()")
+    def _make(self, key: jax.Array) -> nnx.Module:
+        """A new module from the factory, traced."""
+        assert not isinstance(self.source, nnx.Module), "an instance: use initial_arrays()"
         with nnx.use_eager_sharding(False):
-            return self._arrays_of(self.factory(nnx.Rngs(key)))
+            module = self.source(nnx.Rngs(key))
+        if not isinstance(module, nnx.Module):
+            name = getattr(self.source, "__qualname__", type(self.source).__name__)
+            raise TypeError(
+                f"the model factory {name} returned a {type(module).__name__}; it has to return an "
+                "nnx.Module: lambda rngs: MyModel(..., rngs=rngs)"
+            )
+        for _, node in nnx.iter_graph(module):
+            if isinstance(node, nnx.Module):
+                for name, value in list(vars(node).items()):
+                    # Flax takes a plain array for state only when it is concrete.
+                    if isinstance(value, jax.Array):
+                        setattr(node, name, nnx.data(value))
+        return module
+
+    def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
+        return self._arrays_of(self._make(key))
 
     def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
-        return None if self.factory is not None else self._arrays_of(self.template)
+        return self._arrays_of(self.source) if isinstance(self.source, nnx.Module) else None
 
     def _arrays_of(self, module: nnx.Module) -> tuple[Arrays, Arrays]:
         flat = dict(nnx.to_flat_state(nnx.split(module, graph=True)[1]))
-        params = {name: flat[path].get_raw_value() for name, path in self._param_paths.items()}
+        params = {name: _value_of(flat[path]) for name, path in self._param_paths.items()}
         extras = {}
         for name, path in self._extra_paths.items():
-            value = flat[path].get_raw_value()
+            value = _value_of(flat[path])
             extras[name] = jax.random.key_data(value) if _is_key(value) else jnp.asarray(value)
         return params, extras
 
@@ -100,14 +156,18 @@ class NnxModel:
         """The graph with the classes of read variables exchanged; made once per `on_read`."""
         cache_key = frozenset(on_read.items())
         if cache_key not in self._graphdefs:
-            module = nnx.merge(self._graphdef, jax.tree.map(lambda leaf: leaf, self._state))
             names = {path: name for name, path in self._param_paths.items()}
-            for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-                read = on_read.get(names[path])
-                if read is not None:
-                    object.__setattr__(variable, "__class__", _reading_class(type(variable)))
-                    variable.set_metadata(on_read=read)
-            graphdef, state = nnx.split(module, graph=True)
+
+            def exchange(state: Any) -> tuple[Any, Any]:
+                module = nnx.merge(self._graphdef, state)
+                for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+                    read = on_read.get(names[path])
+                    if read is not None:
+                        object.__setattr__(variable, "__class__", _reading_class(type(variable)))
+                        variable.set_metadata(on_read=read)
+                return nnx.split(module, graph=True)
+
+            graphdef, state = jax.eval_shape(exchange, self._state)
             self._graphdefs[cache_key] = graphdef, dict(nnx.to_flat_state(state))
         return self._graphdefs[cache_key]
 
@@ -118,16 +178,16 @@ class NnxModel:
             graphdef, templates = self._graphdef, self._templates
         flat = []
         for name, path in self._param_paths.items():
-            flat.append((path, templates[path].replace(params[name])))
+            flat.append((path, _with_value(templates[path], params[name])))
         for name, path in self._extra_paths.items():
-            value, like = extras[name], self._templates[path].get_raw_value()
+            value, like = extras[name], _value_of(self._templates[path])
             if _is_key(like):
                 value = (
                     jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
                     if bits is None
                     else _fold_key(value, like, bits)
                 )
-            flat.append((path, templates[path].replace(value)))
+            flat.append((path, _with_value(templates[path], value)))
         return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
     def run(
@@ -140,16 +200,41 @@ class NnxModel:
         train: bool = True,
         on_read: OnRead | None = None,
     ) -> tuple[Any, Arrays]:
+        """See `Model.run`. What the model writes to a parameter lasts for this call only."""
         module = self._bind(params, extras, jax.random.bits(key, dtype=jnp.uint32), on_read or {})
         if not train:
             module.eval()
         result = function(module)
-        after = dict(nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param))))
+        after = dict(nnx.to_flat_state(nnx.split(module, graph=True)[1]))
         new_extras = {}
         for name, path in self._extra_paths.items():
-            value = after[path].get_raw_value() if path in after else extras[name]
+            value = _value_of(after[path]) if path in after else extras[name]
             new_extras[name] = extras[name] if _is_key(value) else value
         return result, new_extras
 
     def to_source(self, params: Arrays, extras: Arrays) -> nnx.Module:
         return self._bind(params, extras, None, {})
+
+
+def _paths_by_name(flat: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """({parameter name: path}, {extra name: path}) of a module's flat state.
+
+    Raises:
+      TypeError: a variable holds something else than one array.
+      ValueError: two leaves have the same name.
+    """
+    params: dict[str, Any] = {}
+    extras: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        name, value = trees.path_name(path), _value_of(leaf)
+        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+            raise TypeError(
+                f"{type(leaf).__name__} {name} holds a {type(value).__name__}; every variable has "
+                "to hold one array: split it, or remove it (nnx.pop(model, nnx.Intermediate))"
+            )
+        if name in params or name in extras:
+            raise ValueError(
+                f"two variables are named {name!r}: a key contains {trees.SEPARATOR!r}; rename it"
+            )
+        (params if isinstance(leaf, nnx.Param) else extras)[name] = path
+    return params, extras

@@ -1,0 +1,83 @@
+"""Why a plan is what it is, in sentences for its reader. Formats; decides nothing.
+
+Knows what was chosen and what the model was seen to do; never makes a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax import mesh as meshes
+from zerojax.config import MeshConfig
+from zerojax.mesh import DATA
+from zerojax.model import ModelTrace
+from zerojax.placement import Access, Placement
+from zerojax.precision import Precision
+
+
+def describe_choices(
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    precision: Precision,
+    placement: Placement,
+) -> list[str]:
+    """What the settings come down to, one sentence each."""
+    shards = mesh.shape[DATA]
+    lines = [
+        f"mesh {meshes.describe_mesh(mesh)}: {meshes.num_data_shards(mesh)} shards of the batch"
+    ]
+    if shards == 1 and settings.zero:
+        lines.append(f"zero={settings.zero} shards nothing: the data axis has one device")
+    else:
+        roles = ("nothing", "optimizer state", "optimizer state and gradients", "all state")
+        lines.append(f"zero={settings.zero}: {roles[settings.zero]} split over {shards} devices")
+    lines.append(f"precision: {precision.describe()}")
+    exceptions = placement.exceptions()
+    if exceptions:
+        lines.append(f"{len(exceptions)} placements differ from the plain rule: see plan.table()")
+    return lines
+
+
+def describe_model(
+    trace: ModelTrace, placement: Placement, extras: Mapping[str, Any], regather: bool
+) -> list[str]:
+    """What the model does that a reader should know, one sentence each.
+
+    Args:
+      trace: what its forward pass does.
+      placement: the table.
+      extras: {name: its state besides parameters}.
+      regather: whether the step makes it forget gathered parameters.
+    """
+    lines = []
+    if regather:
+        lines.append("parameters are gathered again in the backward pass: the model keeps none")
+    on_use = [n for n, leaf in placement.leaves.items() if leaf.access is Access.GATHER_ON_USE]
+    kept = [name for name in on_use if name in trace.outside_checkpoints]
+    if trace.checkpoints and kept:
+        lines.append(
+            f"{_some(kept, 'parameters')} read outside the model's own checkpoints: what is "
+            "gathered for them may be kept for the backward pass"
+        )
+    unread = [
+        n for n in placement.leaves if n not in (trace.read_shapes.keys() | trace.barriers.keys())
+    ]
+    if unread:
+        lines.append(f"{_some(unread, 'parameters')} never read by the loss")
+    averaged = [n for n, leaf in extras.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    if averaged:
+        lines.append(
+            f"{_some(averaged, 'arrays')} carried besides parameters: each shard of the batch "
+            "updates them from its own rows, then the updates are averaged"
+        )
+    return lines
+
+
+def _some(names: list[str], things: str) -> str:
+    """How many, with an example: "3 parameters (such as a/kernel) are"."""
+    verb = "are" if len(names) > 1 else "is"
+    return f"{len(names)} {things if len(names) > 1 else things[:-1]} (such as {names[0]}) {verb}"
