@@ -23,9 +23,19 @@ def _is_key(value: Any) -> bool:
     return hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
+@functools.cache
+def _key_impl(dtype: Any) -> str:
+    """The name of a key type's generator; `jax.random.key_impl` takes no abstract keys."""
+    names = ("threefry2x32", "rbg", "unsafe_rbg")
+    for name in names:
+        if jax.eval_shape(functools.partial(jax.random.key, 0, impl=name)).dtype == dtype:
+            return name
+    raise ValueError(f"a random stream of the model has keys of {dtype}; use one of {names}")
+
+
 def _fold_key(key_data: jax.Array, like: Any, bits: jax.Array) -> jax.Array:
     """Typed keys of `like`'s shape from stored key data, each folded with 32 bits of this call."""
-    keys = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(like))
+    keys = jax.random.wrap_key_data(key_data, impl=_key_impl(like.dtype))
     fold = lambda one: jax.random.fold_in(one, bits)  # noqa: E731
     for _ in range(keys.ndim):
         fold = jax.vmap(fold)
@@ -183,7 +193,7 @@ class NnxModel:
             value, like = extras[name], _value_of(self._templates[path])
             if _is_key(like):
                 value = (
-                    jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
+                    jax.random.wrap_key_data(value, impl=_key_impl(like.dtype))
                     if bits is None
                     else _fold_key(value, like, bits)
                 )

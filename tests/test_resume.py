@@ -1,0 +1,62 @@
+"""A run that goes on in a new process is the run that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.trajectories import TOLERANCE
+
+CONFIG = """
+model: {num_layers: 2, num_heads: 2, embed_dim: 32, max_seq_len: 32, dropout: 0.1}
+data: {seq_len: 32}
+mesh: {zero: 2, persistence_threshold: 100}
+optimizer: {schedule: constant, warmup_steps: 5}
+precision: fp32
+global_batch_size: 16
+eval_every: null
+eval_batches: 1
+checkpoint: {every: 100}
+log: {every: 1, console: quiet, tensorboard: false}
+"""
+
+
+def train(folder: Path, run: str, *words: str) -> list[float]:
+    """Losses of every step that the run has had, over all its processes."""
+    (folder / "run.yaml").write_text(CONFIG, encoding="utf-8")
+    words = ("cpu_devices=4", f"run_dir={run}", *words)
+    finished = subprocess.run(
+        [sys.executable, "-m", "zerojax", "train", "run.yaml", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    lines = (folder / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [row["loss"] for row in rows if row["kind"] == "train"]
+
+
+def test_twenty_steps_are_ten_and_ten_in_a_new_process_bit_for_bit(tmp_path):
+    whole = train(tmp_path, "whole", "steps=20")
+    assert len(whole) == 20
+    assert train(tmp_path, "halves", "steps=10") == whole[:10]
+    assert train(tmp_path, "halves", "steps=20") == whole
+
+
+@pytest.mark.slow
+def test_a_new_process_with_another_stage_and_device_count_follows(tmp_path):
+    """Without dropout, whose masks belong to the shards."""
+    whole = train(tmp_path, "whole", "steps=20", "dropout=0")
+    train(tmp_path, "moved", "steps=7", "dropout=0", "zero=3")
+    train(tmp_path, "moved", "steps=14", "dropout=0", "zero=1", "cpu_devices=2", "model.remat=full")
+    moved = train(tmp_path, "moved", "steps=20", "dropout=0", "zero=0", "cpu_devices=1")
+    np.testing.assert_allclose(moved, whole, rtol=0, atol=TOLERANCE)
