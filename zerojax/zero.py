@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from zerojax import collectives
 from zerojax.activations import activation_rules
 from zerojax.mesh import DATA, DATA_AXES, MODEL, REPLICA
-from zerojax.model import Loss, Model
-from zerojax.placement import Access, Placement
+from zerojax.model import Loss, Model, trace_model
+from zerojax.placement import Access, LeafPlacement, Placement
 from zerojax.precision import Precision
 
 Arrays = dict[str, Any]
@@ -105,14 +105,15 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
     change.
     """
     table = config.placement.leaves
+    config = dataclasses.replace(config, loss=function)
 
     def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
-        inputs, constants = _prepare(config, params, frozen)
-        values = _values_to_read(config, inputs, constants, frozen)
-        evaluated = dataclasses.replace(config, loss=function)
+        evaluation = _for_evaluation(config, {**params, **frozen}, extras, batch)
+        inputs, constants = _prepare(evaluation, params, frozen)
+        values = _values_to_read(evaluation, inputs, constants, frozen)
         key = _shard_key(key_data)
-        on_read = _reads(config, frozen)
-        (loss, weight), _ = _run(evaluated, values, extras, key, batch, on_read, train=False)
+        on_read = _reads(evaluation, frozen)
+        (loss, weight), _ = _run(evaluation, values, extras, key, batch, on_read, train=False)
         return collectives.sum_replicated({"loss": loss, "weight": weight})
 
     def forward(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
@@ -128,6 +129,33 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
         return mapped(params, frozen, extras, key_data, batch)
 
     return forward
+
+
+def _for_evaluation(
+    config: PassConfig, stored: Arrays, extras: Arrays, batch: Arrays
+) -> PassConfig:
+    """What evaluation does otherwise: nothing is scattered, and the function may read otherwise."""
+    abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    leaves = config.placement.leaves
+    params = {
+        name: jax.ShapeDtypeStruct(
+            leaves[name].shape, _cast(x, config.precision.compute_dtype).dtype
+        )
+        for name, x in stored.items()
+    }
+    extras, batch = jax.tree.map(abstract, (extras, batch))
+    trace = trace_model(config.model, params, extras, batch, config.loss, train=False)
+
+    def place(leaf: LeafPlacement) -> LeafPlacement:
+        lazily = leaf.access is Access.GATHER_ON_USE and leaf.name not in trace.barriers
+        if lazily or leaf.access is Access.WHOLE:
+            return leaf
+        return dataclasses.replace(leaf, access=Access.GATHER_ONCE)
+
+    placement = dataclasses.replace(
+        config.placement, leaves={name: place(leaf) for name, leaf in leaves.items()}
+    )
+    return dataclasses.replace(config, placement=placement)
 
 
 def as_sum_and_weight(result: Any) -> tuple[jax.Array, jax.Array]:

@@ -38,17 +38,21 @@ class ModelTrace:
     jaxpr: Any
 
 
-def trace_model(model: Model, params: Arrays, extras: Arrays, batch: Any, loss: Loss) -> ModelTrace:
+def trace_model(
+    model: Model, params: Arrays, extras: Arrays, batch: Any, loss: Loss, *, train: bool = True
+) -> ModelTrace:
     """Traces the loss once, without computing, and finds how each parameter is read.
 
     Args:
       params, extras, batch: trees of `ShapeDtypeStruct`, as the model will see them.
+      loss: any `function(model, batch)`.
+      train: the mode in which the model runs.
     """
     on_read = {name: MarkRead(name) for name in params}
 
     def traced(params: Arrays, extras: Arrays, batch: Any) -> Any:
-        key = jax.random.key(0)
-        return model.run(params, extras, key, lambda bound: loss(bound, batch), on_read=on_read)[0]
+        function, key = lambda bound: loss(bound, batch), jax.random.key(0)
+        return model.run(params, extras, key, function, train=train, on_read=on_read)[0]
 
     jaxpr, result = jax.make_jaxpr(traced, return_shape=True)(params, extras, batch)
     # The leaves of a dict are in the order of its sorted keys.
