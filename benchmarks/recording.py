@@ -105,6 +105,8 @@ def write_record(
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Columns in the order in which their names first appear; numbers to four digits."""
+    if not rows:
+        return "  nothing was measured"
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]

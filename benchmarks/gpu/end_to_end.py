@@ -1,0 +1,205 @@
+"""Parts "gpt2" and "llama": `zerojax.train`'s loop beside a plain JAX step of the identical model.
+
+Both in one process, in turns, from the same state on the same batches; wall time per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import tempfile
+import time
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+import zerojax
+from benchmarks import plain_jax
+from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source, peak_device_bytes
+from benchmarks.gpu.workloads import PEAK_TFLOPS, Workload, choose_workload
+from benchmarks.machine import load_average
+from benchmarks.measuring import Sample, interleave, least_of, median_of, ratio_of, sample
+from benchmarks.recording import Goal, Record, add_arguments, write_record
+from zerojax.config import LogConfig
+
+LIMIT = 1.01
+LOSS_TOLERANCE = 0.02  # bfloat16 keeps 8 bits, and a few dozen steps multiply what differs
+WARM_UP = 3
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures and records."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("model", choices=("gpt2", "llama"))
+    arguments = parser.parse_args(argv)
+    load_before = load_average()
+    workload = choose_workload(arguments.model, arguments.smoke)
+    record = measure(arguments.model, workload)
+    write_record(record, arguments, load_before, flops_per_token=workload.flops_per_token)
+
+
+def measure(name: str, workload: Workload) -> Record:
+    """Takes both sides in turns; then, on a GPU, the plain step with cuDNN's attention."""
+    with tempfile.TemporaryDirectory() as folder:
+        train = _TrainSide(workload, folder)
+        bare = _BareSide(workload, train.trainer)
+        sides = {"bare jit": bare.run, "zerojax.train": train.run}
+        samples = interleave(
+            sides, warm_up=WARM_UP, steps=workload.steps, rounds=workload.rounds
+        )
+        _check_losses(train.losses, bare.losses)
+        peak = peak_device_bytes()
+        memory = bare.memory()
+        params, opt_state = bare.params, bare.opt_state
+        train.trainer.close()
+        train.trainer.state = {}
+    rows = [_row(side, samples[side], workload) for side in sides]
+    rows.append(_fused_attention_row(workload, params, opt_state))
+    ratio = ratio_of(samples["zerojax.train"], samples["bare jit"], "wall")
+    goal = Goal(name=f"{name}, step time, zerojax.train / bare jit", value=ratio, limit=LIMIT)
+    notes = [
+        f"{workload.batch_size} x {workload.seq_len} tokens, bf16, float32 masters, remat "
+        f"{workload.remat!r}; {workload.flops_per_token / 1e9:.3f} GFLOP per token",
+        f"MFU against {PEAK_TFLOPS:g} TFLOP/s, the published rate of an H200",
+        "peak of this process (both sides) "
+        + ("is not counted here" if peak is None else f"{peak / 1e9:.1f} GB")
+        + f"; one bare step takes {memory / 1e9:.1f} GB as compiled",
+    ]
+    return Record(name=name, rows=rows, goals=[goal], notes=notes)
+
+
+def _row(side: str, samples: list[Sample], workload: Workload) -> dict[str, Any]:
+    seconds = median_of(samples, "wall")
+    tflops = workload.flops_per_token * workload.tokens_per_step / seconds / 1e12
+    return {
+        "way": side,
+        "step_ms": 1e3 * seconds,
+        "least_ms": 1e3 * least_of(samples, "wall"),
+        "host_cpu_ms": 1e3 * median_of(samples, "cpu"),
+        "tokens_per_s": workload.tokens_per_step / seconds,
+        "TFLOP/s": tflops,
+        "MFU": tflops / PEAK_TFLOPS,
+    }
+
+
+class _TrainSide:
+    """`zerojax.train`, then its trainer's `fit`, timed between two of its own reports.
+
+    From report to report is the loop at its steady pace, prefetch and files included; starting and
+    ending `fit` is not.
+    """
+
+    def __init__(self, workload: Workload, folder: str) -> None:
+        self._source = make_source(workload)
+        self._every = max(1, workload.steps // 2)
+        self._times: list[tuple[int, float, float]] = []
+        self.losses: dict[int, float] = {}
+        self.trainer = zerojax.train(
+            make_factory(workload),
+            {"data": 1},
+            self._source,
+            optimizer=make_optimizer(),
+            precision="bf16",
+            steps=1,
+            run_dir=folder,
+            log=LogConfig(console="quiet", every=self._every),
+            callbacks=[self._note],
+        )
+
+    def _note(self, _: zerojax.Trainer, report: dict[str, float]) -> None:
+        step = int(report["step"])
+        self.losses[step] = report["loss"]
+        self._times.append((step, time.perf_counter(), time.process_time()))
+
+    def run(self, steps: int) -> Sample:
+        """Steps in whole intervals between reports, of which the first is on the way to its pace."""
+        intervals = -(-steps // self._every)
+        first = (self.trainer.num_steps // self._every + 1) * self._every
+        last = first + intervals * self._every
+        self._times.clear()
+        # One step more: the report of `last` is made while it runs, like every other one.
+        self.trainer.fit(self._source, steps=last + 1)
+        times = {step: (wall, cpu) for step, wall, cpu in self._times}
+        (wall_a, cpu_a), (wall_b, cpu_b) = times[first], times[last]
+        return Sample((wall_b - wall_a) / (last - first), (cpu_b - cpu_a) / (last - first))
+
+
+class _BareSide:
+    """The hand-written step, starting where the trainer is after its first step."""
+
+    def __init__(self, workload: Workload, trainer: zerojax.Trainer) -> None:
+        self._source = make_source(workload)
+        self._done = trainer.num_steps
+        self.params = jax.tree.map(jnp.copy, trainer.state["params"])
+        self.opt_state = jax.tree.map(jnp.copy, trainer.state["opt_state"])
+        self.losses: dict[int, Any] = {}
+        step = plain_jax.build_step(
+            make_factory(workload), make_optimizer(), compute_dtype=jnp.bfloat16
+        )
+        example = self._source.batch(0)
+        self._step = step.lower(self.params, self.opt_state, example).compile()
+
+    def run(self, steps: int) -> Sample:
+        def run() -> None:
+            for index in range(self._done, self._done + steps):
+                batch = jax.device_put(self._source.batch(index))
+                self.params, self.opt_state, loss = self._step(self.params, self.opt_state, batch)
+                self.losses[index + 1] = loss
+            jax.block_until_ready(self.params)
+
+        taken = sample(run, steps)
+        self._done += steps
+        return taken
+
+    def memory(self) -> int:
+        analysis = self._step.memory_analysis()
+        return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+
+
+def _fused_attention_row(workload: Workload, params: Any, opt_state: Any) -> dict[str, Any]:
+    """The bare step once more with cuDNN's attention in place of XLA's: what a fused one would give.
+
+    The reference models call `jax.nn.dot_product_attention`, which chooses XLA unless told.
+    """
+    side = "bare jit, cuDNN attention"
+    if jax.default_backend() != "gpu":
+        return {"way": side, "note": "needs a GPU"}
+    fused = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    source = make_source(workload)
+    step = plain_jax.build_step(
+        make_factory(workload), make_optimizer(), compute_dtype=jnp.bfloat16
+    )
+    state = [params, opt_state]
+
+    def run(steps: int) -> Sample:
+        def one_after_the_other() -> None:
+            for index in range(steps):
+                batch = jax.device_put(source.batch(index))
+                state[0], state[1], _ = step(state[0], state[1], batch)
+            jax.block_until_ready(state)
+
+        return sample(one_after_the_other, steps)
+
+    try:
+        with mock.patch.object(jax.nn, "dot_product_attention", fused):
+            samples = interleave({side: run}, warm_up=WARM_UP, steps=workload.steps, rounds=2)
+    except Exception as error:  # whatever cuDNN refuses must not lose the two main rows
+        return {"way": side, "note": f"{type(error).__name__}: {error}"[:200]}
+    return _row(side, samples[side], workload)
+
+
+def _check_losses(train: dict[int, float], bare: dict[int, Any]) -> None:
+    """Refuses to compare two ways that do not compute the same."""
+    common = sorted(set(train) & set(bare))
+    if not common:
+        raise RuntimeError(f"no step of {sorted(train)} was taken by the bare side as well")
+    a, b = train[common[-1]], float(bare[common[-1]])
+    if not abs(a - b) <= LOSS_TOLERANCE * abs(b):
+        raise RuntimeError(f"step {common[-1]}: zerojax.train has loss {a}, the bare step {b}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Part "environment": the GPU, its driver, the versions, and the rates of a plain product and copy.
+
+The product's rate is what this machine reaches; MFU is given against it and against the published
+peak.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.machine import load_average
+from benchmarks.recording import Record, parse_arguments, write_record
+
+QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures and records."""
+    arguments = parse_arguments(__doc__ or "", argv)
+    load_before = load_average()
+    device = jax.devices()[0]
+    rows = [_matmul_row(arguments.smoke), _copy_row(arguments.smoke)]
+    stats = device.memory_stats() or {}
+    write_record(
+        Record(name="environment", rows=rows, notes=[f"device: {device.device_kind}"]),
+        arguments,
+        load_before,
+        device_kind=device.device_kind,
+        num_devices=jax.device_count(),
+        memory_limit_bytes=stats.get("bytes_limit"),
+        nvidia_smi=_nvidia_smi(),
+    )
+
+
+def _matmul_row(smoke: bool) -> dict[str, Any]:
+    """bf16 product of random matrices; zeros would run faster, since they need less power."""
+    size = 256 if smoke else 8192
+    keys = jax.random.split(jax.random.key(0), 2)
+    left, right = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)
+    product = jax.jit(lambda a, b: a @ b)
+    seconds = _seconds_of(lambda: product(left, right), 2 if smoke else 20)
+    return {"what": f"bf16 product of {size}", "TFLOP/s": 2 * size**3 / seconds / 1e12}
+
+
+def _copy_row(smoke: bool) -> dict[str, Any]:
+    """A float32 array read once and written once."""
+    count = (1 << 16) if smoke else (1 << 30)
+    x = jnp.zeros((count,), jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    seconds = _seconds_of(lambda: copy(x), 2 if smoke else 20)
+    return {"what": f"read and write {4 * count} bytes", "TB/s": 8 * count / seconds / 1e12}
+
+
+def _seconds_of(run: Callable[[], Any], repeats: int) -> float:
+    """Median over three stretches of `repeats` calls that wait only for the last."""
+    for _ in range(3):
+        jax.block_until_ready(run())
+    stretches = []
+    for _ in range(3):
+        began = time.perf_counter()
+        for _ in range(repeats):
+            result = run()
+        jax.block_until_ready(result)
+        stretches.append((time.perf_counter() - began) / repeats)
+    return statistics.median(stretches)
+
+
+def _nvidia_smi() -> dict[str, str] | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        return {"error": (result.stdout + result.stderr).strip()}
+    first = result.stdout.strip().splitlines()[0]
+    return dict(zip(QUERY.split(","), map(str.strip, first.split(",")), strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The zerojax model and the batches of a workload.
+
+Knows how a workload is told to zerojax; never a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.gpu.workloads import (
+    BETAS,
+    CLIP_NORM,
+    EPS,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    Workload,
+)
+from zerojax import adamw
+from zerojax.config import ModelConfig
+from zerojax.data import TokenSource, tokens_of_array
+from zerojax.models import build_model
+
+
+def make_factory(workload: Workload) -> Callable[[Any], Any]:
+    """`rngs -> model`."""
+    config = ModelConfig(
+        name=workload.kind,
+        vocab_size=workload.vocab_size,
+        max_seq_len=workload.seq_len,
+        num_layers=workload.num_layers,
+        num_heads=workload.num_heads,
+        num_kv_heads=workload.num_kv_heads,
+        embed_dim=workload.embed_dim,
+        mlp_dim=workload.mlp_dim,
+        remat=workload.remat,
+        rope_theta=workload.rope_theta,
+        norm_eps=workload.norm_eps,
+    )
+    return build_model(config, workload.vocab_size)
+
+
+def make_source(workload: Workload, num_batches: int = 64) -> TokenSource:
+    """Batches of random tokens; longer runs see them again, in another order."""
+    count = num_batches * workload.batch_size * (workload.seq_len + 1)
+    dtype = np.uint16 if workload.vocab_size <= 1 << 16 else np.uint32
+    ids = np.random.default_rng(0).integers(0, workload.vocab_size, count, dtype=dtype)
+    return TokenSource(
+        tokens=tokens_of_array(ids),
+        seq_len=workload.seq_len,
+        global_batch_size=workload.batch_size,
+        vocab_size=workload.vocab_size,
+    )
+
+
+def make_optimizer() -> Any:
+    """AdamW with clipping, decay on matrices only, at a constant rate."""
+    b1, b2 = BETAS
+    return adamw(
+        LEARNING_RATE, b1=b1, b2=b2, eps=EPS, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM
+    )
+
+
+def peak_device_bytes() -> int | None:
+    """The most that the first device has held in this process; None where it does not count."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,0 +1,79 @@
+"""The table at the end: speed and MFU of all sides, and every goal, from the parts' JSON files.
+
+Reads files; measures nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.workloads import PEAK_TFLOPS
+from benchmarks.recording import format_table
+
+PARTS = ("environment", "stages", "twin", "command", "memory", "gpt2", "llama", "torch")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the summary of the folder that is named."""
+    arguments = sys.argv[1:] if argv is None else argv
+    print(summarise(read_parts(Path(arguments[0]))))
+
+
+def read_parts(folder: Path) -> dict[str, dict[str, Any]]:
+    """{part: its record} of the parts that have one."""
+    paths = {name: folder / f"{name}.json" for name in PARTS}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
+
+
+def summarise(parts: dict[str, dict[str, Any]]) -> str:
+    """Environment, speeds, goals."""
+    lines = []
+    product = None
+    if "environment" in parts:
+        environment = parts["environment"]
+        product = environment["rows"][0]["TFLOP/s"]
+        copy = environment["rows"][1]["TB/s"]
+        lines.append(
+            f"{environment['device_kind']}: bf16 product {product:.4g} TFLOP/s, copy {copy:.3g} TB/s"
+        )
+    speeds = speed_rows(parts, product)
+    if speeds:
+        lines.append(format_table(speeds))
+        lines.append(f"  MFU against {PEAK_TFLOPS:g} TFLOP/s; /product: against the one measured here")
+    for name, record in parts.items():
+        for goal in record["goals"]:
+            sign = ">=" if goal["at_least"] else "<="
+            verdict = "" if record["smoke"] else "ok" if goal["met"] else "MISSED"
+            text = f"  {name}: {goal['name']}: {goal['value']:.4g} (goal {sign} {goal['limit']:g})"
+            lines.append(f"{text} {verdict}".rstrip())
+    return "\n".join(lines)
+
+
+def speed_rows(parts: dict[str, dict[str, Any]], product: float | None) -> list[dict[str, Any]]:
+    """One row per model and way, each with its speed relative to `zerojax.train`."""
+    rows = []
+    for model in ("gpt2", "llama"):
+        ways = list(parts.get(model, {}).get("rows", []))
+        ours = next((row["tokens_per_s"] for row in ways if row["way"] == "zerojax.train"), None)
+        for row in parts.get("torch", {}).get("rows", []):
+            if row["model"] == model:
+                name = "torch.compile" if row.get("compiled", True) else "torch"
+                ways.append({**row, "way": f"{name}, {row['precision']}"})
+        for row in ways:
+            speed = row.get("tokens_per_s")
+            shown: dict[str, Any] = {"model": model, "way": row["way"]}
+            if speed is None:
+                shown["note"] = row.get("note", "")[:60]
+            else:
+                shown |= {key: row[key] for key in ("step_ms", "tokens_per_s", "MFU")}
+                shown["/product"] = row["TFLOP/s"] / product if product else None
+                shown["zerojax.train/this"] = ours / speed if ours else None
+            rows.append(shown)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

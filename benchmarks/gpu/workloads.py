@@ -1,0 +1,138 @@
+"""Which models are measured on the GPU, at which batch, and how much arithmetic that is.
+
+Plain numbers; imports neither JAX nor torch, so that both sides read the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+LEARNING_RATE = 3e-4
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+WEIGHT_DECAY = 0.1
+CLIP_NORM = 1.0
+PEAK_TFLOPS = 989.0
+"""Published dense bf16 rate of an H200 (and H100 SXM), TFLOP/s."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A decoder and its batch.
+
+    Attributes:
+      kind: "gpt2" or "llama".
+      seq_len, batch_size: tokens per row and rows per step.
+      steps: per sample, so that a sample takes a few seconds; rounds: samples per side.
+      The others are the model's sizes, as `zerojax.config.ModelConfig` has them.
+    """
+
+    kind: str
+    vocab_size: int
+    seq_len: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    embed_dim: int
+    mlp_dim: int
+    batch_size: int
+    steps: int
+    rounds: int
+    remat: str = "none"
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.seq_len
+
+    @property
+    def flops_per_token(self) -> int:
+        """Forward and backward, matrix products only, attention over all positions.
+
+        The convention of published MFUs (PaLM, arXiv:2204.02311 appendix B), without what remat
+        computes again.
+        """
+        width, kv_width = self.embed_dim, self.num_kv_heads * self.head_dim
+        matrices = 3 if self.kind == "llama" else 2
+        layer = 2 * (2 * width * width + 2 * width * kv_width + matrices * width * self.mlp_dim)
+        attention = 4 * self.seq_len * width
+        return 3 * (self.num_layers * (layer + attention) + 2 * width * self.vocab_size)
+
+
+FULL = {
+    # GPT-2 124M, vocabulary rounded up to a multiple of 128.
+    "gpt2": Workload(
+        kind="gpt2",
+        vocab_size=50304,
+        seq_len=1024,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=12,
+        embed_dim=768,
+        mlp_dim=3072,
+        batch_size=32,
+        steps=20,
+        rounds=4,
+    ),
+    # The model of configs/llama_1b_zero3_8xh100.yaml, 1.2 billion parameters, at 2048 tokens. Without
+    # remat XLA's attention would keep its scores: 260 GiB at this batch (compiled for an H200).
+    "llama": Workload(
+        kind="llama",
+        vocab_size=32768,
+        seq_len=2048,
+        num_layers=22,
+        num_heads=32,
+        num_kv_heads=8,
+        embed_dim=2048,
+        mlp_dim=5632,
+        batch_size=8,
+        steps=10,
+        rounds=3,
+        remat="dots",
+    ),
+    # About 200 million parameters: predicted against measured memory.
+    "memory": Workload(
+        kind="gpt2",
+        vocab_size=50304,
+        seq_len=1024,
+        num_layers=12,
+        num_heads=16,
+        num_kv_heads=16,
+        embed_dim=1024,
+        mlp_dim=4096,
+        batch_size=16,
+        steps=3,
+        rounds=1,
+    ),
+    # Small enough to be exact about: stages against each other.
+    "stages": Workload(
+        kind="llama",
+        vocab_size=4096,
+        seq_len=256,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=4,
+        embed_dim=512,
+        mlp_dim=1536,
+        batch_size=8,
+        steps=10,
+        rounds=1,
+    ),
+}
+
+TINY = {"vocab_size": 128, "seq_len": 16, "num_layers": 2, "num_heads": 4, "embed_dim": 32}
+
+
+def choose_workload(name: str, smoke: bool) -> Workload:
+    """A workload at its full size, or the same kind at sizes that only show that it runs."""
+    full = FULL[name]
+    if not smoke:
+        return full
+    kv_heads = 4 if full.num_kv_heads == full.num_heads else 2
+    small = {"num_kv_heads": kv_heads, "mlp_dim": 64, "batch_size": 4, "steps": 2, "rounds": 1}
+    return dataclasses.replace(full, **TINY, **small)
