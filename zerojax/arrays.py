@@ -39,18 +39,20 @@ def init_state(plan: Plan, seed: int = 0) -> TrainState:
     key_data = np.asarray(run_key_data(seed))
     if plan.model.initial_arrays() is not None:
         return _copy_initial(plan, key_data)
+    return build_initialiser(plan)(key_data)
 
-    def build(key_data: jax.Array, batch: Any) -> TrainState:
+
+def build_initialiser(plan: Plan) -> Any:
+    """`key_data -> TrainState`, jitted: every array is computed in its shards."""
+
+    def initialise(key_data: jax.Array) -> TrainState:
+        # Zeros: linen looks at a batch's shapes only, and this costs no transfer.
+        batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract_batch)
         key = jax.random.wrap_key_data(key_data)
         params, extras = plan.model.init(jax.random.fold_in(key, 0), batch, plan.loss)
         return _assemble(plan, params, extras, key_data)
 
-    # Zeros of the batch's shape: initialisation looks at shapes only, and this costs no transfer.
-    def build_from_key(key_data: jax.Array) -> TrainState:
-        batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract_batch)
-        return build(key_data, batch)
-
-    return jax.jit(build_from_key, out_shardings=plan.state_shardings)(key_data)
+    return jax.jit(initialise, out_shardings=plan.state_shardings)
 
 
 def _copy_initial(plan: Plan, key_data: np.ndarray) -> TrainState:

@@ -1,0 +1,115 @@
+"""Schedules at their corners, weight decay on matrices only, and the optimizers by name."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zerojax.config import OptimizerConfig
+from zerojax.optim import adamw, build_optimizer, build_schedule, decay_mask
+
+PARAMS = {"mlp/kernel": jnp.ones((2, 3)), "mlp/bias": jnp.ones((2, 3)), "norm": jnp.ones((3,))}
+
+
+def rates(steps, at, **options):
+    config = OptimizerConfig(learning_rate=1.0, final_lr_fraction=0.1, **options)
+    schedule, reason = build_schedule(config, steps)
+    return [round(float(schedule(count)), 5) for count in at], reason
+
+
+def test_cosine():
+    values, reason = rates(110, (0, 4, 9, 10, 60, 110, 200), schedule="cosine", warmup_steps=10)
+    assert values == [0.1, 0.5, 1.0, 1.0, 0.55, 0.1, 0.1]
+    assert reason == "10 warm-up steps, then cosine to 0.1"
+
+
+def test_linear():
+    values, _ = rates(110, (9, 10, 35, 110), schedule="linear", warmup_steps=10)
+    assert values == [1.0, 1.0, 0.775, 0.1]
+
+
+def test_warm_up_stable_decay():
+    options = {"schedule": "wsd", "warmup_steps": 10, "decay_fraction": 0.2}
+    values, _ = rates(100, (9, 50, 80, 90, 100), **options)
+    assert values == [1.0, 1.0, 1.0, 0.55, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "schedule", "reason"),
+    [
+        (100, "constant", "10 warm-up steps, then constant"),
+        (
+            None,
+            "cosine",
+            "10 warm-up steps, then constant, since the length of the run is not known",
+        ),
+    ],
+)
+def test_constant_also_when_the_length_is_not_known(steps, schedule, reason):
+    values, said = rates(steps, (0, 9, 10, 10_000), schedule=schedule)
+    assert values == [0.1, 1.0, 1.0, 1.0]
+    assert said == reason
+
+
+def test_default_warm_up_is_two_percent_between_ten_steps_and_half_of_the_run():
+    for steps, first in ((2000, 1 / 40), (100, 1 / 10), (6, 1 / 3)):
+        assert rates(steps, (0,), schedule="cosine")[0] == [round(first, 5)]
+    assert rates(1, (0,), schedule="cosine")[0] == [1.0]
+
+
+def test_no_warm_up_starts_at_the_peak():
+    assert rates(10, (0,), schedule="linear", warmup_steps=0)[0] == [1.0]
+
+
+def test_weight_decay_is_on_matrices_only():
+    assert decay_mask(PARAMS) == {"mlp/kernel": True, "mlp/bias": False, "norm": False}
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "lamb", "sgd"])
+def test_every_name_decays_matrices_and_nothing_else(name):
+    config = OptimizerConfig(name=name, learning_rate=0.1, schedule="constant", warmup_steps=0)
+    built = build_optimizer(config, 10)
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    updates, _ = built.tx.update(zeros, built.tx.init(PARAMS), PARAMS)
+    assert float(updates["mlp/kernel"][0, 0]) < 0
+    np.testing.assert_array_equal(updates["mlp/bias"], 0)
+    np.testing.assert_array_equal(updates["norm"], 0)
+    assert built.reasons[0].startswith(f"optimizer {name} (configured), learning rate 0.1: ")
+
+
+def test_the_default_is_clipped_adamw():
+    built, mine = build_optimizer(None, None), adamw(3e-5)
+    gradients = jax.tree.map(lambda x: 100.0 * x, PARAMS)
+    updates, _ = built.tx.update(gradients, built.tx.init(PARAMS), PARAMS)
+    # The first of ten warm-up steps has a tenth of the rate.
+    expected, _ = mine.update(gradients, mine.init(PARAMS), PARAMS)
+    for name in PARAMS:
+        np.testing.assert_allclose(updates[name], expected[name], rtol=1e-5)
+    assert "(default)" in built.reasons[0]
+
+
+@pytest.mark.parametrize(("clip_norm", "largest"), [(None, 1e6), (3.0**0.5, 1.0)])
+def test_the_global_norm_is_clipped_unless_switched_off(clip_norm, largest):
+    config = OptimizerConfig(
+        name="sgd", clip_norm=clip_norm, schedule="constant", warmup_steps=0, learning_rate=1.0
+    )
+    tx, params = build_optimizer(config, 10).tx, {"norm": jnp.ones(3)}
+    updates, _ = tx.update({"norm": jnp.full((3,), 1e6)}, tx.init(params), params)
+    np.testing.assert_allclose(updates["norm"], -largest, rtol=1e-6)
+
+
+def test_a_transformation_is_taken_as_it_is():
+    tx = optax.sgd(0.1)
+    built = build_optimizer(tx, 100)
+    assert built.tx is tx
+    assert built.learning_rate is None
+
+
+def test_anything_else_is_refused():
+    with pytest.raises(
+        TypeError, match="optimizer is a float; give an optax.GradientTransformation"
+    ):
+        build_optimizer(3e-4, 100)

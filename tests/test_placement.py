@@ -1,0 +1,202 @@
+"""The table of placements: each rule on shapes alone, without a model or a device."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from zerojax.placement import Access, PlacementRules, place_parameters
+
+AXES = {"replica": 1, "data": 8, "stage": 1, "model": 1}
+TENSOR_PARALLEL = {**AXES, "data": 4, "model": 2}
+
+
+def place(
+    shapes, *, reads=None, axes=AXES, always_frozen=None, barriers=None, lazily=True, **rules
+):
+    """The rows for parameters that are read whole unless `reads` says otherwise."""
+    read_shapes = {name: frozenset([shape]) for name, shape in shapes.items()}
+    read_shapes |= {name: frozenset(found) for name, found in (reads or {}).items()}
+    read_shapes = {name: found for name, found in read_shapes.items() if found}
+    rules = PlacementRules(**{"zero": 3, "persistence_threshold": 0, **rules})
+    placement = place_parameters(
+        shapes,
+        read_shapes,
+        axes,
+        rules,
+        always_frozen=always_frozen,
+        barriers=barriers,
+        reads_lazily=lazily,
+    )
+    return placement.leaves
+
+
+def test_the_largest_dimension_that_divides_is_split():
+    leaves = place({"a": (16, 24), "b": (9, 16), "c": (8, 100), "d": (8, 8, 32)})
+    assert leaves["a"].stored_spec == P(None, "data")
+    assert leaves["b"].stored_spec == P(None, "data")
+    assert leaves["c"].stored_spec == P("data", None)
+    assert leaves["d"].stored_spec == P(None, None, "data")
+    assert all(leaf.zero_dim < 0 and not leaf.reasons for leaf in leaves.values())
+
+
+def test_where_nothing_divides_the_largest_free_dimension_is_padded():
+    leaf = place({"w": (3, 61, 30)})["w"]
+    assert leaf.stored_shape == (3, 64, 30)
+    assert leaf.is_padded
+    assert leaf.reasons == ("dim 1 of 61 is padded to 64 to divide by data 8",)
+    assert leaf.canonical_spec(8) == P(None, None, None)
+    assert place({"w": (10, 16)})["w"].canonical_spec(8) == P(None, "data")
+
+
+def test_a_canonical_spec_uses_another_dimension_that_divides():
+    leaf = place({"w": (2, 8, 9)}, reads={"w": [(9,)]})["w"]
+    assert leaf.stored_spec == P(None, None, "data")
+    assert leaf.canonical_spec(8) == P(None, "data", None)
+
+
+def test_dimensions_that_a_scan_slices_are_never_split():
+    leaf = place({"blocks/w": (64, 8, 4)}, reads={"blocks/w": [(8, 4)]})["blocks/w"]
+    assert leaf.stack_dims == 1
+    assert leaf.stored_spec == P(None, "data", None)
+    nested = place({"w": (16, 8, 3)}, reads={"w": [(3,), (16, 8, 3)]})["w"]
+    assert nested.stack_dims == 2
+    assert nested.stored_shape == (16, 8, 8)
+
+
+def test_a_read_that_is_no_trailing_slice_keeps_the_parameter_whole():
+    leaf = place({"w": (16, 8)}, reads={"w": [(4, 8)]})["w"]
+    assert leaf.access is Access.WHOLE
+    assert leaf.reasons == ("read with shape [4, 8], no trailing slice of [16, 8]: kept whole",)
+
+
+def test_scalars_and_empty_parameters_stay_whole():
+    leaves = place({"scalar": (), "empty": (0,)})
+    for leaf in leaves.values():
+        assert leaf.access is Access.WHOLE
+        assert leaf.reasons == (
+            "no dimension is free of layer stack and tensor parallelism: kept whole",
+        )
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_data_and_model_are_never_on_one_dimension(zero):
+    shapes = dict(enumerate(itertools.product((2, 8, 12, 64), (2, 8, 12, 64))))
+    shapes = {f"w{index}": shape for index, shape in shapes.items()}
+    for rule in (("model", None), (None, "model"), ("model",)):
+        leaves = place(shapes, axes=TENSOR_PARALLEL, tensor_parallel=[("w", rule)], zero=zero)
+        for leaf in leaves.values():
+            assert leaf.axes == ((None, *rule) if len(rule) == 1 else rule)
+            assert all(axis is None or axis in ("data", "model") for axis in leaf.stored_spec)
+            if zero:
+                assert set(leaf.stored_spec) == {"data", "model"}
+            assert leaf.model_spec == P(*leaf.axes)
+
+
+def test_the_first_tensor_parallel_rule_that_matches_counts():
+    rules = [("query/kernel$", (None, "model", None)), ("kernel$", ("model",))]
+    shapes = {"query/kernel": (7, 4, 6), "out/kernel": (6, 7, 4)}
+    leaves = place(shapes, axes=TENSOR_PARALLEL, tensor_parallel=rules)
+    assert leaves["query/kernel"].axes == (None, "model", None)
+    assert leaves["out/kernel"].axes == (None, None, "model")
+
+
+@pytest.mark.parametrize(
+    ("shape", "rule", "message"),
+    [
+        (
+            (8, 9),
+            ("w", (None, "model")),
+            "w: dim 1 of size 9 is not divisible by model=2; choose a",
+        ),
+        (
+            (8,),
+            ("w", ("model", None)),
+            r"gives 2 axes \('model', None\) for w, which has 1 dimensio",
+        ),
+        ((8,), ("w", ("data",)), "names the axis 'data'; use 'model' or null"),
+        ((8,), ("w", ("tensor",)), "names the axis 'tensor'; use 'model' or null"),
+        ((8,), ("(w", ("model",)), r"'\(w' is not a regular expression"),
+    ],
+)
+def test_tensor_parallel_rules_that_do_not_fit_are_refused(shape, rule, message):
+    with pytest.raises(ValueError, match=message):
+        place({"w": shape}, axes=TENSOR_PARALLEL, tensor_parallel=[rule])
+
+
+@pytest.mark.parametrize(
+    ("zero", "access"),
+    [
+        (0, Access.WHOLE),
+        (1, Access.GATHER_ONCE),
+        (2, Access.GATHER_ONCE_SCATTER_EARLY),
+        (3, Access.GATHER_ON_USE),
+    ],
+)
+def test_each_stage_has_its_access(zero, access):
+    leaf = place({"w": (8, 8)}, zero=zero)["w"]
+    assert leaf.access is access
+    assert leaf.reasons == ()
+    assert leaf.stored_spec == (P(None, None) if zero == 0 else P("data", None))
+
+
+def test_one_data_shard_splits_nothing():
+    assert place({"w": (8, 8)}, axes={**AXES, "data": 1})["w"].access is Access.WHOLE
+
+
+def test_small_parameters_are_gathered_once_at_stage_3():
+    leaves = place({"small": (8, 9), "large": (8, 10)}, persistence_threshold=80)
+    assert leaves["large"].access is Access.GATHER_ON_USE
+    assert leaves["small"].access is Access.GATHER_ONCE
+    assert leaves["small"].reasons == (
+        "72 elements < persistence_threshold 80: gathered once per step",
+    )
+    assert place({"w": (8, 9)}, zero=2, persistence_threshold=80)["w"].reasons == ()
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_what_cannot_be_gathered_on_use_is_gathered_once(zero):
+    leaves = place(
+        {"w": (8, 8), "unread": (8, 8)}, zero=zero, reads={"unread": []}, barriers={"w": "why"}
+    )
+    assert leaves["w"].access is leaves["unread"].access is Access.GATHER_ONCE
+    assert leaves["w"].reasons == ("why: gathered once per step",)
+    assert leaves["unread"].reasons == ("is never read by the loss: gathered once per step",)
+
+
+def test_functions_are_listed_since_all_is_gathered_as_they_start():
+    (reason,) = place({"w": (8, 8)}, lazily=False)["w"].reasons
+    assert reason == "functions have no point of use: all are gathered as apply starts"
+
+
+def test_frozen_parameters_are_sharded_and_integers_are_whole():
+    leaves = place(
+        {"a/w": (8, 8), "b/w": (8, 8), "index": (8,)},
+        freeze=["^a"],
+        always_frozen={"index": "int32 has no gradient: frozen and kept whole"},
+    )
+    assert [leaf.frozen for leaf in leaves.values()] == [True, False, True]
+    assert leaves["a/w"].stored_spec == P("data", None)
+    assert leaves["index"].access is Access.WHOLE
+    assert leaves["index"].reasons == ("int32 has no gradient: frozen and kept whole",)
+
+
+def test_a_freeze_pattern_that_matches_nothing_is_refused():
+    with pytest.raises(ValueError, match="freeze: 'head' matches none of the 1 parameters"):
+        place({"w": (8, 8)}, freeze=["head"])
+
+
+def test_counts():
+    shapes = {"a": (8, 61), "b": (4, 8)}
+    placement = place_parameters(
+        shapes,
+        {name: frozenset([shape]) for name, shape in shapes.items()},
+        AXES,
+        PlacementRules(zero=3, freeze=["b"]),
+    )
+    assert placement.num_parameters() == 8 * 61 + 32
+    assert placement.num_parameters(frozen=True) == 32
+    assert placement.shard_elements(placement.leaves["a"]) == 61
+    assert [name for name, _ in placement.exceptions()] == ["a", "b"]

@@ -1,0 +1,61 @@
+"""Dtypes by name: what the short names mean, and what is refused."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zerojax.precision import Precision, as_precision
+
+
+def names(precision):
+    fields = ("param_dtype", "compute_dtype", "reduce_dtype", "accumulate_dtype")
+    return tuple(getattr(precision, field).name for field in fields)
+
+
+def test_short_names():
+    assert names(as_precision("fp32")) == ("float32",) * 4
+    assert names(as_precision("bf16")) == ("float32", "bfloat16", "bfloat16", "float32")
+    chosen = as_precision("bf16", reduce_dtype="fp32", accumulate_dtype="bf16")
+    assert names(chosen) == ("float32", "bfloat16", "float32", "bfloat16")
+
+
+def test_a_precision_passes_through():
+    mine = Precision(compute_dtype=jnp.float32, reduce_dtype="bfloat16")
+    assert as_precision(mine) == mine
+    assert mine.reduce_dtype == np.dtype(jnp.bfloat16)
+    assert hash(mine) == hash(Precision(compute_dtype="float32", reduce_dtype=jnp.bfloat16))
+
+
+def test_description():
+    assert as_precision("bf16").describe() == (
+        "bfloat16 compute, float32 master weights, bfloat16 reductions, float32 accumulation"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: as_precision("fp16"), ValueError, "precision='fp16' is not one of fp32, bf16"),
+        (
+            lambda: as_precision("bf16", reduce_dtype="f32"),
+            ValueError,
+            "reduce_dtype='f32' is not one of fp32, bf16",
+        ),
+        (lambda: as_precision(jnp.float32), TypeError, "use 'fp32', 'bf16' or Precision"),
+        (
+            lambda: Precision(compute_dtype=jnp.int8),
+            ValueError,
+            "Precision.compute_dtype=int8 is not a floating-point type",
+        ),
+        (
+            lambda: Precision(param_dtype=jnp.bfloat16),
+            ValueError,
+            "param_dtype=bfloat16: master weights are float32",
+        ),
+    ],
+)
+def test_refusals(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
