@@ -119,6 +119,7 @@ def flops_per_step(plan: Plan) -> float:
 
 
 def tokens_per_step(plan: Plan) -> int | None:
+    """Tokens of a global batch; None where batches hold no "tokens"."""
     tokens = plan.abstract_batch.get("tokens") if isinstance(plan.abstract_batch, Mapping) else None
     return None if tokens is None else math.prod(tokens.shape)
 
