@@ -66,10 +66,13 @@ def test_dimensions_that_a_scan_slices_are_never_split():
     assert nested.stored_shape == (16, 8, 8)
 
 
-def test_a_read_that_is_no_trailing_slice_keeps_the_parameter_whole():
+def test_a_read_that_is_no_trailing_slice_needs_the_whole_parameter():
     leaf = place({"w": (16, 8)}, reads={"w": [(4, 8)]})["w"]
-    assert leaf.access is Access.WHOLE
-    assert leaf.reasons == ("read with shape [4, 8], no trailing slice of [16, 8]: kept whole",)
+    assert leaf.access is Access.GATHER_ONCE
+    assert leaf.stored_spec == P("data", None)
+    assert leaf.reasons == (
+        "is read with shape [4, 8], no trailing slice of [16, 8]: gathered once per step",
+    )
 
 
 def test_scalars_and_empty_parameters_stay_whole():

@@ -193,21 +193,16 @@ def place_parameters(
     axes_of = _tensor_parallel_axes(shapes, axis_sizes, rules.tensor_parallel)
     leaves = {}
     for name, shape in shapes.items():
-        stack_dims, sliced_reason = _stack_dims(shape, read_shapes.get(name))
+        stack_dims, barrier = _stack_dims(shape, read_shapes.get(name))
+        barrier = (barriers or {}).get(name) or barrier
         reasons = [frozen[name]] if name in frozen else []
         zero_dim = padded = None
         axes = axes_of[name]
         if axis_sizes[DATA] > 1 and rules.zero > 0 and name not in (always_frozen or {}):
-            if sliced_reason is not None:
-                reasons.append(sliced_reason)
-            else:
-                zero_dim, padded, reason = _zero_dim(shape, axes, stack_dims, axis_sizes[DATA])
-                reasons += [reason] if reason else []
+            zero_dim, padded, reason = _zero_dim(shape, axes, stack_dims, axis_sizes[DATA])
+            reasons += [reason] if reason else []
         access, reason = Access.WHOLE, None
         if zero_dim is not None:
-            barrier = (barriers or {}).get(name)
-            if name not in read_shapes and barrier is None:
-                barrier = "is never read by the loss"
             access, reason = _access(shape, barrier, rules, reads_lazily)
         reasons += [reason] if reason else []
         leaves[name] = LeafPlacement(
@@ -247,15 +242,13 @@ def _access(
 
 
 def _stack_dims(shape: Shape, reads: frozenset[Shape] | None) -> tuple[int, str | None]:
-    """(leading dimensions that a scan slices away, why the parameter cannot be sharded)."""
-    shortest = min(reads, key=len) if reads else shape
-    count = len(shape) - len(shortest)
-    if all(read == shape[len(shape) - len(read) :] for read in reads or ()):
-        return count, None
-    return (
-        0,
-        f"read with shape {list(shortest)}, no trailing slice of {list(shape)}: kept whole",
-    )
+    """(leading dimensions that a scan slices away, why it cannot be gathered where it is read)."""
+    if not reads:
+        return 0, "is never read by the loss"
+    for read in reads:
+        if read != shape[len(shape) - len(read) :]:
+            return 0, f"is read with shape {list(read)}, no trailing slice of {list(shape)}"
+    return len(shape) - min(map(len, reads)), None
 
 
 def _zero_dim(
