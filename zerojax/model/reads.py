@@ -136,7 +136,7 @@ def _follow_scan(
     equation: Any, given: list[Names], where: _Surroundings, reads: Reads
 ) -> Sequence[Names]:
     """A carry may come back as something else, so it is followed until nothing changes."""
-    num_consts, num_carry = equation.params["num_consts"], equation.params["num_carry"]
+    num_consts, num_carry = _scan_sizes(equation.params)
     body = equation.params["jaxpr"].jaxpr
     carry = slice(num_consts, num_consts + num_carry)
     while True:
@@ -145,6 +145,14 @@ def _follow_scan(
         if joined == given[carry]:
             return [*joined, *outputs[num_carry:]]
         given = [*given[: carry.start], *joined, *given[carry.stop :]]
+
+
+def _scan_sizes(params: Any) -> tuple[int, int]:
+    """Constants and carried values of a scan; JAX 0.12 says so by the structure of its inputs."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def _follow_branches(
