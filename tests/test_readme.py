@@ -44,6 +44,7 @@ def run(words: list[str], folder: Path) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.examples
 def test_the_python_blocks_run_one_after_another(tmp_path):
     program = "\n".join(blocks("python"))
@@ -51,6 +52,7 @@ def test_the_python_blocks_run_one_after_another(tmp_path):
     assert "bytes per device" in run(["-c", program], tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.examples
 def test_the_commands_run_one_after_another(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")

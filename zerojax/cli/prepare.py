@@ -20,10 +20,11 @@ def run(args: argparse.Namespace) -> int:
     )
     num_tokens = made.num_train_tokens + made.num_validation_tokens
     plural = "" if made.num_documents == 1 else "s"
+    ratio = made.num_text_bytes / max(num_tokens, 1)
     print(
         f"{made.num_train_tokens:,} tokens to train on and {made.num_validation_tokens:,} to "
         f"validate with, from {made.num_documents:,} document{plural} of "
-        f"{made.num_text_bytes:,} bytes ({made.num_text_bytes / max(num_tokens, 1):.2f} bytes a token)"
+        f"{made.num_text_bytes:,} bytes ({ratio:.2f} bytes a token)"
     )
     print(f"vocabulary of {made.vocab_size:,} tokens, written to {made.folder}")
     print(f"next: zerojax train CONFIG.yaml data.path={made.folder}")
