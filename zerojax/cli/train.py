@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from zerojax.cli.devices import use_cpu_devices
+from zerojax.cli.invocation import command_name
 from zerojax.config import RunConfig, load, to_dict
 
 
@@ -32,5 +33,6 @@ def run(args: argparse.Namespace) -> int:
         print(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
         return 0
     use_cpu_devices(config.cpu_devices)
-    command = shlex.join(["zerojax", "train", *([path] if path else []), *overrides])
+    words = shlex.join(["train", *([path] if path else []), *overrides])
+    command = f"{command_name()} {words}"
     return importlib.import_module("zerojax.cli.training").train(config, command)

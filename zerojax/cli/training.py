@@ -5,6 +5,7 @@ Knows what to say around a run; the run itself is `zerojax.runs`.
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import signal
 import sys
@@ -15,6 +16,7 @@ import jax
 
 from zerojax.cli.devices import run_one_program_at_a_time
 from zerojax.cli.generate import continue_text
+from zerojax.cli.invocation import command_name
 from zerojax.config import RunConfig
 from zerojax.data.tokenizer import load_tokenizer
 from zerojax.distributed import join
@@ -72,13 +74,13 @@ def draw_sample(trainer: Any, config: RunConfig) -> str | None:
 
 def next_commands(config: RunConfig) -> str:
     """Where the run lies and what can be done with it."""
-    run = shlex.quote(config.run_dir)
+    run, zerojax = shlex.quote(config.run_dir), command_name()
     lines = [
-        ("generate", f'zerojax generate {run} "To be, or"'),
-        ("evaluate", f"zerojax eval {run}"),
-        ("look at it", f"zerojax report {run}"),
+        ("generate", f'{zerojax} generate {run} "To be, or"'),
+        ("evaluate", f"{zerojax} eval {run}"),
+        ("look at it", f"{zerojax} report {run}"),
     ]
-    if config.log.tensorboard:
+    if config.log.tensorboard and importlib.util.find_spec("tensorboard"):
         lines.append(("watch it", f"tensorboard --logdir {run}"))
     rows = "\n".join(f"  {what:<11} {command}" for what, command in lines)
     return f"\nThe run is in {config.run_dir}. Next:\n{rows}"
