@@ -48,7 +48,13 @@ def run_from_config(config: RunConfig) -> Trainer:
         validation_fraction=config.data.validation_fraction,
         vocab_size=config.model.vocab_size,
     )
-    factory = build_model(config.model, train_source.vocab_size)
+    vocab_size = train_source.vocab_size
+    if vocab_size is None:
+        raise ValueError(
+            f"{config.data.path} does not say how many different tokens it may hold; set "
+            "model.vocab_size to that number"
+        )
+    factory = build_model(config.model, vocab_size)
 
     def replan(mesh_config: Any) -> Plan:
         return make_plan(
@@ -65,7 +71,7 @@ def run_from_config(config: RunConfig) -> Trainer:
         )
 
     plan = replan(config.mesh)
-    model_config = dataclasses.replace(config.model, vocab_size=train_source.vocab_size)
+    model_config = dataclasses.replace(config.model, vocab_size=vocab_size)
     resolved = dataclasses.replace(config, mesh=plan.settings, model=model_config)
     checkpoint = config.checkpoint
     if checkpoint.path is None:
@@ -128,6 +134,7 @@ def load_run(run_dir: str | Path, step: int | None = None) -> LoadedRun:
             "`zerojax train` named at its end"
         )
     config = from_dict(RunConfig, json.loads(path.read_text(encoding="utf-8")))
+    assert config.model.vocab_size is not None, "run_from_config wrote it"
     factory = build_model(config.model, config.model.vocab_size)
     batch = jax.ShapeDtypeStruct((1, config.data.seq_len), jnp.int32)
     plan = make_plan(

@@ -30,7 +30,8 @@ def build_step(plan: Plan) -> Any:
       (float32, the global sum divided by the global weight), "weight" (float32), "grad_norm"
       (float32, before clipping), "skipped" (int32, 1 when loss or gradients were not finite and
       nothing but the counters changed) and "num_skipped" (int32, of the run so far).
-      `step.lower(...)` gives the program.
+      `step.lower(...)` gives the program. A loop that never waits queues steps without end: wait
+      for a metric at least every 64 steps (`Trainer` does).
     """
     gradients = zero.build_gradients(pass_config(plan))
     replicated = NamedSharding(plan.mesh, P())

@@ -7,6 +7,7 @@ has as well: `make_mesh` and `make_plan` (behind `replan`), `init_state`, `build
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -26,6 +27,11 @@ from zerojax.metrics import RunLog
 from zerojax.plan import Plan
 from zerojax.reporting import Metrics, Reports
 from zerojax.step import build_evaluation, build_step
+
+MAX_STEPS_UNDER_WAY = 16
+"""Steps that may be started before the first of them is finished. Enough to hide the host's work;
+without a limit a host that is much faster than its devices queues without end, and XLA on CPU
+stands still after some hundred steps (seen with JAX 0.10.2 on 8 virtual devices)."""
 
 Callback = Callable[["Trainer", Metrics], Any]
 
@@ -201,6 +207,7 @@ class Trainer:
     def _fit_plan(self, feed: Feed, steps: int | None, stop: StopRequest) -> bool:
         """Steps under one plan; True when the plan has changed and there is more to do."""
         plan = self.plan
+        under_way: collections.deque[jax.Array] = collections.deque()
         with prefetch(feed, put=functools.partial(self._place, plan)) as incoming:
             while (steps is None or self.num_steps < steps) and stop.signal_name is None:
                 try:
@@ -209,6 +216,9 @@ class Trainer:
                     return False
                 metrics = self._step_on_devices(batch)
                 self._data_state = data_state
+                under_way.append(metrics["loss"])
+                if len(under_way) > MAX_STEPS_UNDER_WAY:
+                    under_way.popleft().block_until_ready()
                 done = self._report()
                 last = self.num_steps == steps
                 if self.num_steps % self.habits.log_every == 0 or self.num_steps == 1 or last:
@@ -224,8 +234,8 @@ class Trainer:
         habits = self.habits
         if last:
             return
-        evaluates = habits.eval_every is not None and self._validation is not None
-        if evaluates and self.num_steps % habits.eval_every == 0:
+        every = habits.eval_every if self._validation is not None else None
+        if every is not None and self.num_steps % every == 0:
             self._report()
             with self._untimed():
                 self.evaluate()
