@@ -92,7 +92,8 @@ def _builders(depth: int, smoke: bool) -> dict[str, Callable[[], Any]]:
             plan = zerojax.make_plan(
                 factory, mesh, example_batch=example, optimizer=tx, zero=zero, precision="fp32"
             )
-            return zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch).compile()
+            step = zerojax.build_step(plan)
+            return step.lower(plan.abstract_state, plan.abstract_batch).compile()
 
         return build
 

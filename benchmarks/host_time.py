@@ -54,9 +54,7 @@ def measure(smoke: bool) -> Record:
     factory = lambda rngs: ManyLayers(num_layers, rngs=rngs)  # noqa: E731
     with tempfile.TemporaryDirectory() as folder:
         sides = _build_sides(factory, folder)
-        samples = interleave(
-            sides, warm_up=3, steps=2 if smoke else 50, rounds=2 if smoke else 15
-        )
+        samples = interleave(sides, warm_up=3, steps=2 if smoke else 50, rounds=2 if smoke else 15)
     flat = samples["flat list, same step"]
     rows = [
         {

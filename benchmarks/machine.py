@@ -18,7 +18,7 @@ QUIET_LOAD = 1.5
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory in GiB, Python, package versions and the date, as JSON takes them."""
+    """Processor, cores, memory in GiB, Python, package versions and the date, JSON-able."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": cpu_model(),

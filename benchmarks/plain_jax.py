@@ -49,7 +49,7 @@ def build_step(
     *,
     compute_dtype: Any = jnp.float32,
 ) -> Callable[[Params, Any, Any], tuple[Params, Any, jax.Array]]:
-    """`step(params, opt_state, batch) -> (params, opt_state, loss)`, jitted; the first two are donated.
+    """`step(params, opt_state, batch) -> (params, opt_state, loss)`, jitted, the state donated.
 
     The masters are float32; forward and backward read them in `compute_dtype`.
     """

@@ -15,7 +15,7 @@ from flax import nnx
 from zerojax.data import TokenSource, tokens_of_array
 from zerojax.models import GPT2, GPT2Config
 
-# 4 layers of width 256, 512 tokens, 256 positions, output weights of their own: 3,487,232 parameters.
+# 3,487,232 parameters, with output weights of their own.
 FULL = GPT2Config(
     vocab_size=512,
     max_seq_len=256,

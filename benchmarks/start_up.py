@@ -26,7 +26,9 @@ PROGRAMS = {
     "python": "pass",
     "import zerojax": "import zerojax",
     "jax, flax.nnx, optax": "import jax, flax.nnx, optax",
-    "every public name of zerojax": "import zerojax; [getattr(zerojax, n) for n in zerojax.__all__]",
+    "every public name of zerojax": (
+        "import zerojax; [getattr(zerojax, name) for name in zerojax.__all__]"
+    ),
     "first step, bare jit": """
 import jax, optax
 from benchmarks import plain_jax, small_gpt

@@ -46,7 +46,8 @@ def measure(smoke: bool) -> Record:
             )
         )
     notes = [
-        f"formula: {MASTER_AND_MOMENTS} bytes per parameter, over {NUM_DEVICES} devices from stage 1"
+        f"formula: {MASTER_AND_MOMENTS} bytes per parameter, from stage 1 over {NUM_DEVICES}"
+        " devices"
     ]
     return Record(name="state_bytes", rows=rows, goals=goals, notes=notes)
 

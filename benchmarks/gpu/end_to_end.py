@@ -47,9 +47,7 @@ def measure(name: str, workload: Workload) -> Record:
         train = _TrainSide(workload, folder)
         bare = _BareSide(workload, train.trainer)
         sides = {"bare jit": bare.run, "zerojax.train": train.run}
-        samples = interleave(
-            sides, warm_up=WARM_UP, steps=workload.steps, rounds=workload.rounds
-        )
+        samples = interleave(sides, warm_up=WARM_UP, steps=workload.steps, rounds=workload.rounds)
         _check_losses(train.losses, bare.losses)
         peak = peak_device_bytes()
         memory = bare.memory()
@@ -115,7 +113,7 @@ class _TrainSide:
         self._times.append((step, time.perf_counter(), time.process_time()))
 
     def run(self, steps: int) -> Sample:
-        """Steps in whole intervals between reports, of which the first is on the way to its pace."""
+        """Steps in whole intervals between reports; what comes before them is not timed."""
         intervals = -(-steps // self._every)
         first = (self.trainer.num_steps // self._every + 1) * self._every
         last = first + intervals * self._every
@@ -160,9 +158,9 @@ class _BareSide:
 
 
 def _fused_attention_row(workload: Workload, params: Any, opt_state: Any) -> dict[str, Any]:
-    """The bare step once more with cuDNN's attention in place of XLA's: what a fused one would give.
+    """The bare step with cuDNN's attention in place of XLA's: what a fused one would give.
 
-    The reference models call `jax.nn.dot_product_attention`, which chooses XLA unless told.
+    The reference models call `jax.nn.dot_product_attention`, which takes XLA's unless told.
     """
     side = "bare jit, cuDNN attention"
     if jax.default_backend() != "gpu":

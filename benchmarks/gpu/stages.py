@@ -64,9 +64,7 @@ def measure(workload: Workload) -> Record:
     return Record(name="stages", rows=rows, goals=goals)
 
 
-def _losses(
-    workload: Workload, zero: int, num_microbatches: int, precision: str
-) -> np.ndarray:
+def _losses(workload: Workload, zero: int, num_microbatches: int, precision: str) -> np.ndarray:
     source = make_source(workload)
     plan = zerojax.make_plan(
         make_factory(workload),

@@ -36,13 +36,12 @@ def summarise(parts: dict[str, dict[str, Any]]) -> str:
         environment = parts["environment"]
         product = environment["rows"][0]["TFLOP/s"]
         copy = environment["rows"][1]["TB/s"]
-        lines.append(
-            f"{environment['device_kind']}: bf16 product {product:.4g} TFLOP/s, copy {copy:.3g} TB/s"
-        )
+        rates = f"bf16 product {product:.4g} TFLOP/s, copy {copy:.3g} TB/s"
+        lines.append(f"{environment['device_kind']}: {rates}")
     speeds = speed_rows(parts, product)
     if speeds:
         lines.append(format_table(speeds))
-        lines.append(f"  MFU against {PEAK_TFLOPS:g} TFLOP/s; /product: against the one measured here")
+        lines.append(f"  MFU against {PEAK_TFLOPS:g} TFLOP/s; /product: against the product above")
     for name, record in parts.items():
         for goal in record["goals"]:
             sign = ">=" if goal["at_least"] else "<="

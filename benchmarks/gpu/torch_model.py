@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotary positions of [batch, heads, seq, head_dim], pairing feature i with i + head_dim / 2."""
+    """Rotary positions of [batch, heads, seq, head_dim]; feature i turns with i + head_dim / 2."""
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return rotated.to(x.dtype)

@@ -79,8 +79,8 @@ FULL = {
         steps=20,
         rounds=4,
     ),
-    # The model of configs/llama_1b_zero3_8xh100.yaml, 1.2 billion parameters, at 2048 tokens. Without
-    # remat XLA's attention would keep its scores: 260 GiB at this batch (compiled for an H200).
+    # The model of configs/llama_1b_zero3_8xh100.yaml, 1.2 billion parameters, at 2048 tokens.
+    # Without remat XLA's attention would keep its scores: 263 GiB, as compiled for an H200.
     "llama": Workload(
         kind="llama",
         vocab_size=32768,

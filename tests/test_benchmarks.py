@@ -1,0 +1,231 @@
+"""Every benchmark runs at tiny sizes and leaves what it promises; nothing here looks at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from benchmarks.gpu import summary
+from benchmarks.gpu.subjects import make_factory, make_source
+from benchmarks.gpu.workloads import choose_workload
+from benchmarks.measuring import Sample, interleave, ratio_of
+from benchmarks.recording import RESULTS, Goal, format_table
+from zerojax import make_mesh, make_plan
+from zerojax.running import flops_per_step
+
+ROOT = Path(__file__).resolve().parent.parent
+GPU_PARTS = {"environment", "gpt2", "llama", "stages", "twin", "command", "memory", "torch"}
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**environment, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+
+
+def run_benchmark(name: str, folder: Path, *options: str) -> dict:
+    """The record that the benchmark writes, after checking what all records have."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--smoke", "--out", str(folder)]
+    result = run(*command, *options)
+    assert result.returncode == 0, result.stdout
+    record = json.loads((folder / f"{name}.json").read_text())
+    assert record["name"] == name
+    assert record["smoke"] is True
+    assert record["machine"]["cpu"]
+    assert record["machine"]["cores"] >= 1
+    assert {"jax", "flax", "optax"} <= set(record["machine"]["versions"])
+    assert set(record["load_average"]) == {"before", "after"}
+    for goal in record["goals"]:
+        assert goal["name"] in result.stdout
+        assert goal["value"] > 0 or name == "start_up"  # a difference of times there
+    return record
+
+
+def column(record: dict, name: str) -> list:
+    return [row[name] for row in record["rows"]]
+
+
+@pytest.mark.slow
+def test_overhead(tmp_path):
+    record = run_benchmark("overhead", tmp_path)
+    ways = column(record, "way")
+    assert ways[0] == "bare jit"
+    assert {"zerojax.build_step", "zerojax.train", "nnx.jit + nnx.Optimizer"} < set(ways)
+    assert column(record, "cpu/bare")[0] == 1
+    assert max(column(record, "loss")) - min(column(record, "loss")) < 1e-4
+    assert len(record["goals"]) == 2
+
+
+def test_host_time(tmp_path):
+    record = run_benchmark("host_time", tmp_path)
+    assert column(record, "way")[0] == "flat list, same step"
+    assert all(value > 0 for value in column(record, "cpu_us"))
+    assert record["goals"][0]["limit"] == 1.3
+
+
+@pytest.mark.slow
+@pytest.mark.multihost
+def test_two_processes(tmp_path):
+    record = run_benchmark("two_processes", tmp_path, "--stages", "1", "3")
+    assert column(record, "zero") == [1, 3]
+    assert all(value > 0 for value in column(record, "T2_cpu_ms"))
+    assert [goal["limit"] for goal in record["goals"]] == [1.05, 1.05, 1.10, 1.10]
+
+
+@pytest.mark.slow
+def test_state_bytes(tmp_path):
+    record = run_benchmark("state_bytes", tmp_path)
+    assert column(record, "zero") == [0, 1, 2, 3]
+    assert all(goal["met"] for goal in record["goals"])  # bytes, not times: true at any size
+
+
+@pytest.mark.slow
+def test_start_up(tmp_path):
+    record = run_benchmark("start_up", tmp_path)
+    cpu = dict(zip(column(record, "program"), column(record, "cpu_s"), strict=True))
+    assert cpu["python"] < cpu["jax, flax.nnx, optax"]
+    assert "first step, zerojax.train" in cpu
+    assert any("importtime" in note for note in record["notes"])
+
+
+@pytest.mark.slow
+def test_compile_time(tmp_path):
+    record = run_benchmark("compile_time", tmp_path)
+    assert column(record, "step")[0] == "bare jit"
+    assert all(value > 0 for value in column(record, "2_layers_cpu_s"))
+
+
+@pytest.mark.slow
+def test_default_run(tmp_path):
+    row = run_benchmark("default_run", tmp_path)["rows"][0]
+    assert row["steps"] == 4
+    assert row["peak_MB"] > 0
+    assert row["validation_loss"] > 0
+
+
+def test_an_unknown_benchmark_is_refused_with_the_known_ones():
+    result = run(sys.executable, "-m", "benchmarks", "speed")
+    assert result.returncode == 2
+    assert "no benchmark 'speed'; there are overhead" in result.stdout
+
+
+def test_the_committed_results_are_measurements():
+    paths = list(RESULTS.glob("*.json"))
+    assert paths
+    for path in paths:
+        record = json.loads(path.read_text())
+        assert path.stem == record["name"]
+        assert record["smoke"] is False
+
+
+def test_sides_take_turns_and_none_is_always_first():
+    order = []
+
+    def side(name):
+        def take(steps: int) -> Sample:
+            order.append((name, steps))
+            return Sample(wall=1.0, cpu=2.0 if name == "a" else 1.0)
+
+        return take
+
+    samples = interleave({"a": side("a"), "b": side("b")}, warm_up=3, steps=5, rounds=2)
+    assert order == [("a", 3), ("b", 3), ("a", 5), ("b", 5), ("b", 5), ("a", 5)]
+    assert ratio_of(samples["a"], samples["b"], "cpu") == 2
+    assert ratio_of(samples["a"], samples["b"], "wall") == 1
+
+
+def test_a_ratio_is_taken_between_neighbours_in_time():
+    disturbed = [Sample(1, 10), Sample(1, 30), Sample(1, 10)]
+    other = [Sample(1, 10), Sample(1, 30), Sample(1, 10)]
+    assert ratio_of(disturbed, other, "cpu") == 1
+
+
+def test_goals_have_two_directions():
+    assert Goal(name="", value=1.0, limit=1.1).is_met
+    assert not Goal(name="", value=1.2, limit=1.1).is_met
+    assert not Goal(name="", value=0.9, limit=0.999, at_least=True).is_met
+    assert not Goal(name="", value=float("nan"), limit=1.1).is_met
+
+
+def test_a_table_shows_rows_with_different_columns():
+    table = format_table([{"way": "a", "ms": 1.23456}, {"way": "bb", "note": "left out"}])
+    assert table.splitlines() == [
+        "  way     ms      note",
+        "  a    1.235",
+        "  bb          left out",
+    ]
+    assert format_table([]) == "  nothing was measured"
+
+
+# --- the machine with a GPU -----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_gpu_command_runs_every_part_on_a_cpu(tmp_path):
+    result = run(
+        "bash", "benchmarks/gpu/run.sh", "--smoke", OUT=str(tmp_path), PYTHON=sys.executable
+    )
+    assert result.returncode == 0, result.stdout
+    assert {path.stem for path in tmp_path.iterdir()} == GPU_PARTS
+    parts = summary.read_parts(tmp_path)
+    assert set(parts) == GPU_PARTS
+    assert all(goal["met"] for goal in parts["stages"]["goals"])
+    assert {row["way"] for row in parts["gpt2"]["rows"]} >= {"bare jit", "zerojax.train"}
+    assert column(parts["memory"], "microbatches") == [1, 4]
+    assert column(parts["command"], "command") == ["train", "eval", "generate"]
+    assert result.stdout.rstrip().endswith(summary.summarise(parts).splitlines()[-1].strip())
+
+
+# Stands in for Python: writes what a part would, but "stages" fails and "memory" never ends.
+STUB = """#!/bin/sh
+case "$*" in
+  *summary*) exec {python} "$@" ;;
+  *stages*) echo no such device; exit 7 ;;
+esac
+name=$(echo "$2" | sed 's/.*[.]//')
+for last; do :; done
+echo '{{"name": "'$name'", "smoke": true, "rows": [], "goals": []}}' > "$last/$name.json"
+"""
+
+
+def test_a_failing_part_does_not_lose_the_others(tmp_path):
+    stub = tmp_path / "python"
+    stub.write_text(STUB.format(python=sys.executable))
+    stub.chmod(0o755)
+    out = tmp_path / "out"
+    script = ("bash", "benchmarks/gpu/run.sh", "--smoke", "stages", "twin", "command")
+    result = run(*script, OUT=str(out), PYTHON=str(stub))
+    assert result.returncode == 1
+    assert "no such device" in result.stdout
+    assert "failed (7)" in result.stdout
+    assert {path.stem for path in out.iterdir()} == {"twin", "command"}
+
+
+def test_an_unknown_part_is_refused_with_the_known_ones(tmp_path):
+    result = run("bash", "benchmarks/gpu/run.sh", "stage", OUT=str(tmp_path))
+    assert result.returncode == 2
+    assert "no part stage; parts: environment gpt2" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_arithmetic_of_a_workload_is_what_the_traced_model_asks_for(name):
+    workload = choose_workload(name, smoke=True)
+    plan = make_plan(
+        make_factory(workload),
+        make_mesh({"data": 2}, devices=jax.devices()[:2]),
+        example_batch=make_source(workload).batch(0),
+    )
+    assert flops_per_step(plan) == workload.flops_per_token * workload.tokens_per_step
