@@ -201,23 +201,10 @@ class ScatterEarly:
     leaf: LeafCollectives
 
     def __call__(self, value: tuple[jax.Array, jax.Array]) -> jax.Array:
+        # No stop_gradient: `whole` is a constant anyway, and the extra operation would make a scan
+        # stack a copy of it for the backward pass.
         whole, shard = value
-        return _scatter_early(self.leaf, lax.stop_gradient(whole), shard)
-
-
-def is_gather(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """Whether a traced operation is a gather of ours, whose result a policy must not keep.
-
-    The gather sits in a `shard_map`, and that, where nothing is differentiated (a frozen
-    parameter), still in the call of `_gather_on_use`.
-    """
-    if primitive.name == "all_gather":
-        return True
-    inner = {"shard_map": "jaxpr", "custom_vjp_call": "call_jaxpr"}.get(primitive.name)
-    if inner is None:
-        return False
-    program = getattr(params[inner], "jaxpr", params[inner])
-    return any(is_gather(equation.primitive, equation.params) for equation in program.eqns)
+        return _scatter_early(self.leaf, whole, shard)
 
 
 # --- buckets: many leaves, one collective ---------------------------------------------------------

@@ -51,7 +51,7 @@ class Plan:
       abstract_canonical: the same with true shapes and evenly dividing shardings: the form on disk
         and between two plans.
       abstract_batch: the global batch, with shardings.
-      regather: whether the step makes the model forget gathered parameters (zero=3, see `zero`).
+      regather: whether the backward pass gathers parameters again (zero=3, see `zero`).
       forward: the traced forward pass of one microbatch on one data shard (a jaxpr), for counting.
       reasons: one line per default or exception that a reader should know.
     """
@@ -167,7 +167,7 @@ def make_plan(
     check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
     check_loss(trace.result)
     placement = _place(internal, params, trace, settings, mesh, freeze)
-    regather = settings.zero == 3 and internal.reads_lazily and not trace.checkpoints
+    regather = settings.zero == 3 and internal.reads_lazily
     abstract_batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, P(DATA_AXES))

@@ -15,7 +15,7 @@ from zerojax import mesh as meshes
 from zerojax.config import MeshConfig
 from zerojax.mesh import DATA
 from zerojax.model import ModelTrace
-from zerojax.placement import Access, Placement
+from zerojax.placement import Placement
 from zerojax.precision import Precision
 
 
@@ -51,18 +51,11 @@ def describe_model(
       trace: what its forward pass does.
       placement: the table.
       extras: {name: its state besides parameters}.
-      regather: whether the step makes it forget gathered parameters.
+      regather: whether the step gathers parameters again in the backward pass.
     """
     lines = []
     if regather:
-        lines.append("parameters are gathered again in the backward pass: the model keeps none")
-    on_use = [n for n, leaf in placement.leaves.items() if leaf.access is Access.GATHER_ON_USE]
-    kept = [name for name in on_use if name in trace.outside_checkpoints]
-    if trace.checkpoints and kept:
-        lines.append(
-            f"{_some(kept, 'parameters')} read outside the model's own checkpoints: what is "
-            "gathered for them may be kept for the backward pass"
-        )
+        lines.append("parameters are gathered again in the backward pass: none is kept for it")
     unread = [
         n for n in placement.leaves if n not in (trace.read_shapes.keys() | trace.barriers.keys())
     ]

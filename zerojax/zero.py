@@ -22,6 +22,7 @@ from zerojax.mesh import DATA, DATA_AXES, MODEL, REPLICA
 from zerojax.model import Loss, Model, trace_model
 from zerojax.placement import Access, LeafPlacement, Placement
 from zerojax.precision import Precision
+from zerojax.regather import forget_gathers
 
 Arrays = dict[str, Any]
 
@@ -37,8 +38,7 @@ class PassConfig:
       num_microbatches: pieces of each device's rows; their gradients are accumulated.
       reduce_bucket_size, allgather_bucket_size: elements per collective.
       sequence_sharding: split the residual stream over `model` along the sequence.
-      regather: at stage 3, wrap the loss so that gathered parameters are never kept for the
-        backward pass. Off for a model that checkpoints its own activations.
+      regather: at stage 3, gather parameters again in the backward pass instead of keeping them.
     """
 
     model: Model
@@ -77,7 +77,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
             return result[0], (result[1], after)
 
         if config.regather:
-            loss_of = jax.checkpoint(loss_of, policy=_keep_all_but_gathers(config))
+            loss_of = forget_gathers(loss_of)
         differentiate = jax.value_and_grad(loss_of, has_aux=True)
         sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
         grads = _reduce(config, grads)
@@ -169,29 +169,6 @@ def cast_batch(batch: Arrays, dtype: Any) -> Arrays:
     return jax.tree.map(
         lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch
     )
-
-
-def _keep_all_but_gathers(config: PassConfig) -> Callable[..., bool]:
-    """A checkpoint policy: the backward pass keeps every value but whole parameters.
-
-    Autodiff looks into the `shard_map` of a gather, so that the cut of a padded parameter is an
-    operation of its own; it is known by the shapes it is made of.
-    """
-    cuts = set()
-    for leaf in config.placement.leaves.values():
-        if leaf.is_padded:
-            split = [config.placement.axis_sizes[axis] if axis else 1 for axis in leaf.axes]
-            local = [size // parts for size, parts in zip(leaf.stored_shape, split, strict=True)]
-            cuts.add((tuple(local[leaf.stack_dims :]), leaf.zero_dim))
-
-    def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
-        if primitive.name == "slice":
-            shape, limits = avals[0].shape, params["limit_indices"]
-            cut = [i - len(shape) for i, limit in enumerate(limits) if limit != shape[i]]
-            return len(cut) != 1 or (tuple(shape), cut[0]) not in cuts
-        return not collectives.is_gather(primitive, params)
-
-    return keeps
 
 
 def _shard_key(key_data: jax.Array) -> jax.Array:

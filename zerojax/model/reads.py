@@ -11,12 +11,14 @@ read has left a mark.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
+
+from zerojax.programs import inner_programs, split_scan
 
 _MARK = "zerojax.read:"
 
@@ -41,20 +43,10 @@ class Reads:
     Attributes:
       shapes: name -> the shapes it is read with.
       barriers: name -> why it cannot be gathered where it is read.
-      outside_checkpoints: names that are read, somewhere, outside of any `jax.checkpoint`.
     """
 
     shapes: dict[str, set[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
     barriers: dict[str, str] = dataclasses.field(default_factory=dict)
-    outside_checkpoints: set[str] = dataclasses.field(default_factory=set)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Surroundings:
-    """What a piece of program lies in."""
-
-    branching: str = ""
-    checkpointed: bool = False
 
 
 def find_reads(jaxpr: Jaxpr, inputs: Sequence[str | None]) -> Reads:
@@ -66,13 +58,13 @@ def find_reads(jaxpr: Jaxpr, inputs: Sequence[str | None]) -> Reads:
     """
     reads = Reads()
     start = [_NOTHING if name is None else frozenset([name]) for name in inputs]
-    outputs = _follow(jaxpr, start, _Surroundings(), reads)
+    outputs = _follow(jaxpr, start, "", reads)
     for name in _NOTHING.union(*outputs):
         reads.barriers.setdefault(name, "is returned as it is stored")
     return reads
 
 
-def _follow(jaxpr: Jaxpr, inputs: Sequence[Names], where: _Surroundings, reads: Reads):
+def _follow(jaxpr: Jaxpr, inputs: Sequence[Names], branch: str, reads: Reads):
     """The parameters that each output of a piece of program holds unchanged."""
     held: dict[Any, Names] = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -82,32 +74,27 @@ def _follow(jaxpr: Jaxpr, inputs: Sequence[Names], where: _Surroundings, reads: 
     for equation in jaxpr.eqns:
         given = [names_of(atom) for atom in equation.invars]
         for variable, names in zip(
-            equation.outvars, _outputs(equation, given, where, reads), strict=True
+            equation.outvars, _outputs(equation, given, branch, reads), strict=True
         ):
             if names:
                 held[variable] = names
     return [names_of(atom) for atom in jaxpr.outvars]
 
 
-def _outputs(
-    equation: Any, given: list[Names], where: _Surroundings, reads: Reads
-) -> Sequence[Names]:
+def _outputs(equation: Any, given: list[Names], branch: str, reads: Reads) -> Sequence[Names]:
     """The parameters that the outputs of one equation hold unchanged."""
     nothing = [_NOTHING] * len(equation.outvars)
     kind = equation.primitive.name
     if kind == "name" and equation.params["name"].startswith(_MARK):
-        _note_read(equation, given[0], where, reads)
+        _note_read(equation, given[0], branch, reads)
         return nothing
     if kind == "scan":
-        return _follow_scan(equation, given, where, reads)
+        return _follow_scan(equation, given, branch, reads)
     if kind in ("cond", "while"):
-        return _follow_branches(equation, given, where, reads)
-    inner = list(_inner_programs(equation.params.values()))
+        return _follow_branches(equation, given, branch, reads)
+    inner = list(inner_programs(equation.params))
     if len(inner) == 1 and len(inner[0].invars) == len(given):
-        checkpointed = where.checkpointed or is_checkpoint(equation)
-        return _follow(
-            inner[0], given, dataclasses.replace(where, checkpointed=checkpointed), reads
-        )
+        return _follow(inner[0], given, branch, reads)
     if kind == "optimization_barrier":
         return given
     if _slices_leading_dim(equation) and not any(given[1:]):
@@ -119,81 +106,45 @@ def _outputs(
     return nothing
 
 
-def _note_read(equation: Any, given: Names, where: _Surroundings, reads: Reads) -> None:
+def _note_read(equation: Any, given: Names, branch: str, reads: Reads) -> None:
     name = equation.params["name"].removeprefix(_MARK)
     reads.shapes.setdefault(name, set()).add(tuple(equation.invars[0].aval.shape))
     if name not in given:
         reads.barriers.setdefault(name, "is written before it is read")
-    if where.branching:
+    if branch:
         reads.barriers.setdefault(
-            name, f"is read inside `{where.branching}`, which not every device may enter"
+            name, f"is read inside `{branch}`, which not every device may enter"
         )
-    if not where.checkpointed:
-        reads.outside_checkpoints.add(name)
 
 
-def _follow_scan(
-    equation: Any, given: list[Names], where: _Surroundings, reads: Reads
-) -> Sequence[Names]:
+def _follow_scan(equation: Any, given: list[Names], branch: str, reads: Reads) -> Sequence[Names]:
     """A carry may come back as something else, so it is followed until nothing changes."""
-    num_consts, num_carry = _scan_sizes(equation.params)
+    num_consts, num_carry = split_scan(equation)
     body = equation.params["jaxpr"].jaxpr
     carry = slice(num_consts, num_consts + num_carry)
     while True:
-        outputs = _follow(body, given, where, reads)
+        outputs = _follow(body, given, branch, reads)
         joined = [old | new for old, new in zip(given[carry], outputs[:num_carry], strict=True)]
         if joined == given[carry]:
             return [*joined, *outputs[num_carry:]]
         given = [*given[: carry.start], *joined, *given[carry.stop :]]
 
 
-def _scan_sizes(params: Any) -> tuple[int, int]:
-    """Constants and carried values of a scan; JAX 0.12 says so by the structure of its inputs."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
-
-
 def _follow_branches(
-    equation: Any, given: list[Names], where: _Surroundings, reads: Reads
+    equation: Any, given: list[Names], branch: str, reads: Reads
 ) -> Sequence[Names]:
     kind, params = equation.primitive.name, equation.params
-    where = dataclasses.replace(where, branching=where.branching or kind)
+    branch = branch or kind
     if kind == "cond":
-        branches = [_follow(b.jaxpr, given[1:], where, reads) for b in params["branches"]]
+        branches = [_follow(b.jaxpr, given[1:], branch, reads) for b in params["branches"]]
         return [_NOTHING.union(*names) for names in zip(*branches, strict=True)]
     first, second = params["cond_nconsts"], params["body_nconsts"]
     carry = given[first + second :]
-    _follow(params["cond_jaxpr"].jaxpr, [*given[:first], *carry], where, reads)
+    _follow(params["cond_jaxpr"].jaxpr, [*given[:first], *carry], branch, reads)
     outputs = _follow(
-        params["body_jaxpr"].jaxpr, [*given[first : first + second], *carry], where, reads
+        params["body_jaxpr"].jaxpr, [*given[first : first + second], *carry], branch, reads
     )
     return [old | new for old, new in zip(carry, outputs, strict=True)]
-
-
-def is_checkpoint(equation: Any) -> bool:
-    """Whether an equation is a `jax.checkpoint`."""
-    return equation.primitive.name in ("checkpoint", "remat", "remat2")
-
-
-def has_checkpoint(jaxpr: Jaxpr) -> bool:
-    """Whether any equation, at any depth, is a `jax.checkpoint`."""
-    return any(
-        is_checkpoint(equation)
-        or any(map(has_checkpoint, _inner_programs(equation.params.values())))
-        for equation in jaxpr.eqns
-    )
-
-
-def _inner_programs(values: Any) -> Iterator[Jaxpr]:
-    for value in values:
-        if isinstance(value, ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, Jaxpr):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _inner_programs(value)
 
 
 def _slices_leading_dim(equation: Any) -> bool:

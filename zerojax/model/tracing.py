@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from zerojax.model.protocol import Arrays, Loss, Model
-from zerojax.model.reads import MarkRead, find_reads, has_checkpoint
+from zerojax.model.reads import MarkRead, find_reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,17 +24,13 @@ class ModelTrace:
         stack of layers that is scanned is read one slice at a time, so its shape is shorter than
         the stored one.
       barriers: name -> why the parameter cannot be gathered where the model reads it.
-      outside_checkpoints: names that are read, somewhere, outside of any checkpoint.
       result: the abstract value of the loss.
-      checkpoints: whether the model recomputes activations itself (`jax.checkpoint`, `nnx.remat`).
       jaxpr: the traced forward pass, for counting.
     """
 
     read_shapes: Mapping[str, frozenset[tuple[int, ...]]]
     barriers: Mapping[str, str]
-    outside_checkpoints: frozenset[str]
     result: Any
-    checkpoints: bool
     jaxpr: Any
 
 
@@ -61,8 +57,6 @@ def trace_model(
     return ModelTrace(
         read_shapes={name: frozenset(shapes) for name, shapes in reads.shapes.items()},
         barriers=reads.barriers,
-        outside_checkpoints=frozenset(reads.outside_checkpoints),
         result=result,
-        checkpoints=has_checkpoint(jaxpr.jaxpr),
         jaxpr=jaxpr,
     )

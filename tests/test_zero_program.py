@@ -1,0 +1,311 @@
+"""What the step's program holds and sends at each ZeRO stage, read from the program itself.
+
+Nothing runs here: plans are traced, lowered, and for bytes compiled. Each collective in the lowered
+StableHLO is one that zerojax wrote, inside the manual region.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+
+import jax
+import pytest
+
+from tests import small_models
+from tests.small_models import reference_model
+from tests.trajectories import plan_for, text_batch
+from zerojax.collectives import make_buckets
+from zerojax.placement import Access
+from zerojax.step import build_evaluation, build_step
+from zerojax.trees import num_elements
+
+LAYERS = 3
+# No activation of a batch of [4, 16] rows per device has the dimensions of a parameter.
+SIZES = {"num_layers": LAYERS, "embed_dim": 96, "num_heads": 2}
+# Below it are norms, biases and positions.
+THRESHOLD = 2000
+SIDES = ("invars", "outvars")
+
+
+def gpt2(zero, *, remat="none", **options):
+    return plan_for(
+        reference_model("gpt2", **SIZES, remat=remat),
+        zero=zero,
+        **{"persistence_threshold": THRESHOLD, **options},
+    )
+
+
+def lower(plan):
+    return build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
+
+
+# --- walking programs -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Collectives:
+    """How often each collective stands outside of loops, and inside each loop."""
+
+    outside: collections.Counter
+    loops: list[collections.Counter]
+
+    @property
+    def inside(self):
+        return sum(self.loops, collections.Counter())
+
+    def loops_with(self, kind):
+        return [index for index, counts in enumerate(self.loops) if counts[kind]]
+
+
+def count_collectives(lowered) -> Collectives:
+    """Follows calls and regions from the entry; a loop is one `stablehlo.while`, nested or not."""
+    module = lowered.compiler_ir("stablehlo")
+    functions = {
+        op.attributes["sym_name"].value: op
+        for op in module.body.operations
+        if op.operation.name == "func.func"
+    }
+    found = Collectives(collections.Counter(), [])
+
+    def visit(operation, counts):
+        kind = operation.operation.name.removeprefix("stablehlo.")
+        if kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+            counts[kind] += 1
+            return
+        if kind == "func.call":
+            visit(functions[operation.attributes["callee"].value], counts)
+        if kind == "while":
+            counts = collections.Counter()
+            found.loops.append(counts)
+        for region in operation.regions:
+            for block in region:
+                for inner in block:
+                    visit(inner, counts)
+
+    visit(functions["main"], found.outside)
+    return found
+
+
+def inner_programs(equation):
+    for value in jax.tree.leaves(
+        list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+    ):
+        value = getattr(value, "jaxpr", value)
+        if hasattr(value, "eqns"):
+            yield value
+
+
+def equations_of(program, *, inside=False):
+    """Every equation at any depth, and whether it is inside the manual region."""
+    for equation in program.eqns:
+        yield equation, inside
+        manual = inside or equation.primitive.name == "shard_map"
+        for inner in inner_programs(equation):
+            yield from equations_of(inner, inside=manual)
+
+
+def shapes_of(atoms):
+    return {tuple(sorted(atom.aval.shape)) for atom in atoms if hasattr(atom.aval, "shape")}
+
+
+def held_shapes(plan):
+    """Sorted shapes of what the manual region takes, gives, and what its loops hold."""
+    program = build_step(plan).trace(plan.abstract_state, plan.abstract_batch).jaxpr.jaxpr
+    held, loops = set(), 0
+    for equation, inside in equations_of(program):
+        kind = equation.primitive.name
+        if inside and kind in ("scan", "while"):
+            loops += 1
+            held |= shapes_of([*equation.invars, *equation.outvars])
+        if not inside and kind == "shard_map":
+            (region,) = inner_programs(equation)
+            held |= shapes_of([*region.invars, *region.outvars])
+    assert loops >= 2, "there has to be a forward and a backward loop over layers"
+    return held
+
+
+def whole_shapes(plan, access=Access.GATHER_ON_USE):
+    return {
+        name: tuple(sorted(leaf.shape))
+        for name, leaf in plan.placement.leaves.items()
+        if leaf.access is access
+    }
+
+
+def named_shapes(plan, *, access=Access.GATHER_ON_USE):
+    """The parameters that are held whole, stacked or not."""
+    held = held_shapes(plan)
+    return {name for name, shape in whole_shapes(plan, access).items() if shape in held}
+
+
+# --- bytes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_argument_bytes_are_twelve_per_parameter_over_the_devices(zero):
+    """float32 master and two moments; a million parameters, all of which 8 divides."""
+    model = reference_model("gpt2", num_layers=5, embed_dim=128)
+    batch = lambda index: {name: rows[:8] for name, rows in text_batch(index).items()}  # noqa: E731
+    plan = plan_for(model, zero=zero, persistence_threshold=THRESHOLD, batch=batch)
+    count = plan.placement.num_parameters()
+    assert 0.9e6 < count < 1.1e6
+    assert not any(leaf.is_padded for leaf in plan.placement.leaves.values())
+    memory = lower(plan).compile().memory_analysis()
+    assert memory.argument_size_in_bytes == pytest.approx(12 * count / 8, rel=0.02)
+    # What the step adds: from stage 1 whole weights and their bucket, at stage 3 less than once.
+    assert (memory.temp_size_in_bytes < 4 * count) == (zero == 3), memory.temp_size_in_bytes
+
+
+def test_a_small_odd_model_is_padded_and_listed():
+    plan = plan_for(small_models.UserText, zero=1)
+    padded = [leaf for leaf in plan.placement.leaves.values() if leaf.is_padded]
+    assert {leaf.name for leaf in padded} >= {"odd", "conv/kernel", "embed/embedding"}
+    assert all("is padded to" in " ".join(leaf.reasons) for leaf in padded)
+    masters = sum(
+        num_elements(leaf.stored_shape) // (8 if leaf.zero_dim else 1)
+        for leaf in plan.placement.leaves.values()
+    )
+    batch = sum(math.prod(x.shape) // 8 * 4 for x in plan.abstract_batch.values())
+    counters = 5 * 4  # step, skipped, two words of the key, and Adam's count
+    memory = lower(plan).compile().memory_analysis()
+    assert memory.argument_size_in_bytes == 12 * masters + batch + counters
+
+
+# --- what is held -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+def test_stage_3_holds_no_whole_parameter(remat):
+    """Neither among inputs and outputs, nor carried, stacked or passed into a loop."""
+    plan = gpt2(3, remat=remat, num_microbatches=2)
+    assert len(whole_shapes(plan)) == 7
+    assert named_shapes(plan) == set()
+
+
+def test_padded_parameters_are_not_held_at_stage_3_either():
+    """Width 90: the cut after the gather is an operation of its own."""
+    plan = plan_for(
+        reference_model("llama", **{**SIZES, "embed_dim": 90, "num_heads": 3, "num_kv_heads": 3}),
+        zero=3,
+        persistence_threshold=THRESHOLD,
+    )
+    held = held_shapes(plan)
+    whole = [leaf for leaf in plan.placement.leaves.values() if leaf.access is Access.GATHER_ON_USE]
+    assert sum(leaf.is_padded for leaf in whole) >= 4
+    for leaf in whole:
+        assert not {tuple(sorted(leaf.shape)), tuple(sorted(leaf.stored_shape))} & held, leaf.name
+
+
+def test_a_users_stack_of_layers_is_not_held_at_stage_3():
+    """nnx.scan over stock layers, without a checkpoint, some read by transposing or reshaping."""
+    plan = plan_for(small_models.UserText, zero=3, persistence_threshold=THRESHOLD // 2)
+    assert {"blocks/up/kernel", "blocks/attention/query/kernel"} <= set(whole_shapes(plan))
+    assert named_shapes(plan) == set()
+
+
+def test_stage_2_reads_whole_parameters_but_stacks_no_copy():
+    plan = gpt2(2)
+    whole = set(whole_shapes(plan, Access.GATHER_ONCE_SCATTER_EARLY).values())
+    program = build_step(plan).trace(plan.abstract_state, plan.abstract_batch).jaxpr.jaxpr
+    loops = [e for e, inside in equations_of(program) if inside and e.primitive.name == "scan"]
+    read, made = (set().union(*(shapes_of(getattr(e, side)) for e in loops)) for side in SIDES)
+    large = {shape for shape in whole if num_elements(shape) > LAYERS * THRESHOLD}
+    assert len(large & read) == 2
+    assert not large & made
+
+
+def test_the_same_search_finds_what_is_kept_without_gathering_again():
+    kept = named_shapes(dataclasses.replace(gpt2(3), regather=False))
+    assert {"blocks/mlp/up/kernel", "blocks/mlp/down/kernel"} <= kept
+
+
+# --- what is sent -----------------------------------------------------------------------------
+
+
+@functools.cache
+def stage_1() -> Collectives:
+    return count_collectives(lower(gpt2(1)))
+
+
+def test_stage_1_sends_two_buckets():
+    found = stage_1()
+    assert found.outside["all_gather"] == found.outside["reduce_scatter"] == 1
+    assert not found.inside
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "mesh"), [(4, {}), pytest.param(2, {"model": 2}, marks=pytest.mark.slow)]
+)
+def test_microbatches_and_tensor_parallelism_send_no_more_at_stage_1(num_microbatches, mesh):
+    found = count_collectives(lower(gpt2(1, num_microbatches=num_microbatches, mesh=mesh)))
+    assert found.outside["all_gather"] == found.outside["reduce_scatter"] == 1
+    assert len(found.loops) > len(stage_1().loops)
+    assert not found.inside
+
+
+def test_stage_1_sends_one_collective_per_bucket():
+    reduce, gather = 30_000, 100_000
+    plan = gpt2(1, reduce_bucket_size=reduce, allgather_bucket_size=gather)
+    sizes = {name: num_elements(leaf.shape) for name, leaf in plan.placement.leaves.items()}
+    found = count_collectives(lower(plan))
+    # The two lists are in the order of sorted names, as dicts go through JAX.
+    sizes = dict(sorted(sizes.items()))
+    assert found.outside["reduce_scatter"] == len(make_buckets(sizes, reduce)) > 5
+    assert found.outside["all_gather"] == len(make_buckets(sizes, gather)) > 2
+    assert not found.inside
+
+
+def test_stage_0_reduces_once_and_gathers_nothing():
+    found = count_collectives(lower(gpt2(0)))
+    assert found.outside["all_gather"] == found.outside["reduce_scatter"] == 0
+    # One for the gradients, one each for the sum and the weight of the loss.
+    assert found.outside["all_reduce"] == 3
+    assert not found.inside
+
+
+def test_stage_2_scatters_inside_the_backward_loop():
+    plan = gpt2(2)
+    found = count_collectives(lower(plan))
+    assert found.outside["all_gather"] == 1
+    assert found.inside["all_gather"] == 0
+    stacked = [leaf for leaf in plan.placement.leaves.values() if leaf.stack_dims]
+    (backward,) = found.loops_with("reduce_scatter")
+    assert found.loops[backward]["reduce_scatter"] == len(stacked) == 16
+    # The rest are read outside of the loop, the tied embedding twice.
+    rest = len(plan.placement.leaves) - len(stacked) + 1
+    assert found.outside["reduce_scatter"] == rest
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+def test_stage_3_gathers_inside_both_loops_and_scatters_inside_the_second(remat):
+    found = count_collectives(lower(gpt2(3, remat=remat)))
+    forward, backward = found.loops_with("all_gather")
+    assert found.loops_with("reduce_scatter") == [backward]
+    on_use = 6
+    assert found.loops[forward]["all_gather"] == on_use
+    assert found.loops[backward]["all_gather"] == on_use
+    assert found.loops[backward]["reduce_scatter"] == on_use
+    # What is small goes in one bucket; the embedding is read at both ends.
+    assert found.outside["reduce_scatter"] == 1 + 2
+
+
+def test_stage_3_without_gathering_again_is_seen_by_the_same_count():
+    found = count_collectives(lower(dataclasses.replace(gpt2(3), regather=False)))
+    assert len(found.loops_with("all_gather")) == 1
+
+
+def test_frozen_parameters_are_gathered_again_too_and_never_scattered():
+    found = count_collectives(lower(gpt2(3, freeze=("blocks/",))))
+    assert len(found.loops_with("all_gather")) == 2
+    assert found.inside["reduce_scatter"] == 0
+
+
+def test_evaluation_gathers_in_its_loop_and_scatters_nothing():
+    plan = gpt2(3)
+    lowered = build_evaluation(plan).lower(plan.abstract_state, plan.abstract_batch)
+    found = count_collectives(lowered)
+    assert len(found.loops_with("all_gather")) == 1
+    assert found.inside["reduce_scatter"] + found.outside["reduce_scatter"] == 0

@@ -1,0 +1,49 @@
+"""How traced programs (jaxprs) are walked: what lies inside an equation, and what its parts are.
+
+Knows the form of programs in every version of JAX that is supported; never what they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+
+def inner_programs(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
+    """The programs among the parameters of an equation."""
+    return _programs(params.values())
+
+
+def _programs(values: Any) -> Iterator[Jaxpr]:
+    for value in values:
+        if isinstance(value, ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, Jaxpr):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _programs(value)
+
+
+def is_checkpoint(equation: Any) -> bool:
+    """Whether an equation is a `jax.checkpoint`."""
+    return equation.primitive.name in ("checkpoint", "remat", "remat2")
+
+
+def split_scan(equation: Any) -> tuple[int, int]:
+    """(number of constants, number of carried values) of a `scan` equation.
+
+    Its inputs are constants, carried values and stacks; its outputs are carried values and stacks.
+    Stacks have one dimension less inside, which, unlike the equation's parameters, is the same in
+    every version of JAX.
+    """
+    body = equation.params["jaxpr"].jaxpr
+    num_carry = _count_whole(equation.outvars, body.outvars)
+    return _count_whole(equation.invars, body.invars) - num_carry, num_carry
+
+
+def _count_whole(outside: Any, inside: Any) -> int:
+    """How many values have the same number of dimensions outside and inside of a loop."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(outer.aval.ndim == inner.aval.ndim for outer, inner in pairs)
