@@ -26,13 +26,27 @@ from zerojax import optim, trees
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.mesh import DATA, DATA_AXES, STAGE
 from zerojax.placement import LeafPlacement, Placement, PlacementRules, place_parameters
-from zerojax.plan_checks import check_batch, check_loss, check_reads
+from zerojax.plan_checks import (
+    check_batch,
+    check_loss,
+    check_mesh_options,
+    check_reads,
+    check_trained,
+)
 from zerojax.plan_reasons import describe_choices, describe_model
 from zerojax.plan_table import plan_dict, plan_line, plan_table
 from zerojax.precision import Precision, as_precision
 from zerojax.state import TrainState
 
 Tree = Any
+
+_MESH_OPTIONS = (
+    "rules",
+    "persistence_threshold",
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "sequence_sharding",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,9 +178,10 @@ def make_plan(
     params, extras = _abstract_model(internal, batch, loss)
     microbatch = _slice_batch(batch, meshes.num_data_shards(mesh) * num_microbatches)
     trace = models.trace_model(internal, _as_read(params, precision), extras, microbatch, loss)
-    check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
     check_loss(trace.result)
+    check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
     placement = _place(internal, params, trace, settings, mesh, freeze)
+    check_trained(placement)
     regather = settings.zero == 3 and internal.reads_lazily
     abstract_batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
@@ -204,6 +219,7 @@ def _resolve_mesh(
     mesh: Any, zero: int | None, options: Mapping[str, Any]
 ) -> tuple[MeshConfig, Mesh | AbstractMesh]:
     """The options with their sizes resolved, and the mesh itself."""
+    check_mesh_options(options, _MESH_OPTIONS)
     if isinstance(mesh, (Mesh, AbstractMesh)):
         if isinstance(mesh, Mesh):
             mesh = meshes.normalise_mesh(mesh)

@@ -1,10 +1,11 @@
-"""What a plan refuses before it is made: batches that cannot be cut, losses that are no loss.
+"""What a plan refuses before it is made: batches that cannot be cut, losses that are none.
 
 Knows shapes; formats the value, the limit and the remedy.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import mesh as meshes
 from zerojax import trees
+from zerojax.placement import Placement
 
 Tree = Any
 
@@ -24,6 +26,8 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
     Raises:
       ValueError: no arrays, different batch sizes, or an uneven cut.
     """
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches} must be at least 1; 1 cuts nothing")
     leaves = trees.flatten_names(batch)
     if not leaves or any(len(leaf.shape) == 0 for leaf in leaves.values()):
         raise ValueError(
@@ -39,12 +43,38 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
             )
     shards = meshes.num_data_shards(mesh)
     unit = shards * num_microbatches
-    if num_microbatches < 1 or first % unit:
-        low, high = first // unit * unit if unit else 0, (first // unit + 1) * unit if unit else 1
+    if first % unit or first == 0:
+        low, high = first // unit * unit, (first // unit + 1) * unit
         near = f"{low} or {high}" if low else f"{high}"
         raise ValueError(
             f"global batch size {first} is not divisible by data shards ({shards}) x "
             f"num_microbatches ({num_microbatches}) = {unit}; use {near}"
+        )
+
+
+def check_mesh_options(options: Collection[str], allowed: Collection[str]) -> None:
+    """Refuses options that no plan has.
+
+    Raises:
+      TypeError: with the nearest name.
+    """
+    for name in options:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(allowed)}"
+            raise TypeError(f"make_plan has no option {name!r}; {hint}")
+
+
+def check_trained(placement: Placement) -> None:
+    """Refuses a plan that trains nothing.
+
+    Raises:
+      ValueError: every parameter is frozen.
+    """
+    if all(leaf.frozen for leaf in placement.leaves.values()):
+        raise ValueError(
+            f"freeze= leaves none of the {len(placement.leaves)} parameters to train; "
+            "freeze fewer, see plan.table() for their names"
         )
 
 
