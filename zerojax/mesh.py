@@ -110,3 +110,13 @@ def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
     """Axes larger than one, for people: "data 4 x model 2"."""
     parts = [f"{name} {size}" for name, size in mesh.shape.items() if size > 1]
     return " x ".join(parts) or "1 device"
+
+
+def communicates_through_gloo(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether collectives over this mesh are gloo's: CPU devices of processes that have joined.
+
+    Also between the devices of one process, once it has joined.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return False
+    return mesh.devices.flat[0].platform == "cpu" and jax.distributed.is_initialized()

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import collectives
 from zerojax.activations import activation_rules
-from zerojax.mesh import DATA, DATA_AXES, MODEL, REPLICA
+from zerojax.mesh import DATA, DATA_AXES, MODEL, REPLICA, communicates_through_gloo
 from zerojax.model import Loss, Model, trace_model
 from zerojax.placement import Access, LeafPlacement, Placement
 from zerojax.precision import Precision
@@ -212,6 +212,7 @@ def _leaf_collectives(config: PassConfig, names: Any) -> dict[str, collectives.L
             config.placement.axis_sizes[DATA],
             compute_dtype=config.precision.compute_dtype,
             reduce_dtype=config.precision.reduce_dtype,
+            exchange=communicates_through_gloo(config.mesh),
         )
         for name in names
     }
