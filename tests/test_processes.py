@@ -1,4 +1,4 @@
-"""Two processes over the loopback interface are one run: the same losses, checkpoints for any count."""
+"""Two processes over the loopback interface are one run: same losses, same checkpoints."""
 
 from __future__ import annotations
 
