@@ -16,7 +16,7 @@ import pytest
 
 from tests import small_models
 from tests.small_models import reference_model
-from tests.trajectories import plan_for, text_batch
+from tests.trajectories import plan_for, regression_batch, text_batch
 from zerojax.collectives import make_buckets
 from zerojax.placement import Access
 from zerojax.step import build_evaluation, build_step
@@ -273,7 +273,7 @@ def test_stage_2_scatters_inside_the_backward_loop():
     assert found.inside["all_gather"] == 0
     stacked = [leaf for leaf in plan.placement.leaves.values() if leaf.stack_dims]
     (backward,) = found.loops_with("reduce_scatter")
-    assert found.loops[backward]["reduce_scatter"] == len(stacked) == 16
+    assert found.loops[backward]["reduce_scatter"] == 1
     # The rest are read outside of the loop, the tied embedding twice.
     rest = len(plan.placement.leaves) - len(stacked) + 1
     assert found.outside["reduce_scatter"] == rest
@@ -284,12 +284,28 @@ def test_stage_3_gathers_inside_both_loops_and_scatters_inside_the_second(remat)
     found = count_collectives(lower(gpt2(3, remat=remat)))
     forward, backward = found.loops_with("all_gather")
     assert found.loops_with("reduce_scatter") == [backward]
-    on_use = 6
-    assert found.loops[forward]["all_gather"] == on_use
-    assert found.loops[backward]["all_gather"] == on_use
-    assert found.loops[backward]["reduce_scatter"] == on_use
+    assert found.loops[forward]["all_gather"] == 1
+    assert found.loops[backward]["all_gather"] == 1
+    assert found.loops[backward]["reduce_scatter"] == 1
     # What is small goes in one bucket; the embedding is read at both ends.
     assert found.outside["reduce_scatter"] == 1 + 2
+
+
+def test_a_layer_sends_one_collective_per_bucket_at_stage_3():
+    """Of the six kernels of a layer, four have 96 x 96 elements and two 96 x 384."""
+    found = count_collectives(lower(gpt2(3, allgather_bucket_size=4 * 96 * 96)))
+    forward, backward = found.loops_with("all_gather")
+    assert found.loops[forward]["all_gather"] == found.loops[backward]["all_gather"] == 3
+    assert found.loops[backward]["reduce_scatter"] == 3
+
+
+def test_functions_are_gathered_in_one_bucket_at_stage_3():
+    pair = small_models.init_functions, small_models.apply_functions
+    options = {"loss": small_models.regression_loss, "batch": regression_batch}
+    plan = plan_for(pair, zero=3, persistence_threshold=0, **options)
+    assert set(whole_shapes(plan)) == {"in/w", "in/b", "out/w"}
+    found = count_collectives(lower(plan))
+    assert found.outside["all_gather"] == found.outside["reduce_scatter"] == 1
 
 
 def test_stage_3_without_gathering_again_is_seen_by_the_same_count():
@@ -299,8 +315,11 @@ def test_stage_3_without_gathering_again_is_seen_by_the_same_count():
 
 def test_frozen_parameters_are_gathered_again_too_and_never_scattered():
     found = count_collectives(lower(gpt2(3, freeze=("blocks/",))))
-    assert len(found.loops_with("all_gather")) == 2
+    assert [found.loops[index]["all_gather"] for index in found.loops_with("all_gather")] == [1, 1]
     assert found.inside["reduce_scatter"] == 0
+    mixed = count_collectives(lower(gpt2(3, freeze=("blocks/mlp/",))))
+    assert [mixed.loops[index]["all_gather"] for index in mixed.loops_with("all_gather")] == [2, 2]
+    assert mixed.inside["reduce_scatter"] == 1
 
 
 def test_evaluation_gathers_in_its_loop_and_scatters_nothing():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import trees
 from zerojax.mesh import AUTO_AXES, DATA, DATA_AXES, REPLICA
 from zerojax.placement import LeafPlacement
+from zerojax.programs import mark_read
 
 Arrays = dict[str, Any]
 
@@ -172,50 +174,61 @@ def pad_dim(x: jax.Array, dim: int, size: int) -> jax.Array:
 # --- reads: what a model gets when it reads a sharded parameter -----------------------------------
 
 
+Leaves = tuple[LeafCollectives, ...]
+Several = Sequence[jax.Array]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather_on_use(leaf: LeafCollectives, shard: jax.Array) -> jax.Array:
-    return leaf.gather(shard)
+def gather_on_use(leaves: Leaves, shards: Several) -> Several:
+    """Whole values of shards in `reduce_dtype`, by one gather; their gradients land scattered."""
+    return _in_one(gather_buckets, leaves, shards)
 
 
-def _gather_forward(leaf: LeafCollectives, shard: jax.Array) -> tuple[jax.Array, None]:
-    return leaf.gather(shard), None
+def _gather_forward(leaves: Leaves, shards: Several) -> tuple[Several, None]:
+    return _in_one(gather_buckets, leaves, shards), None
 
 
-def _gather_backward(leaf: LeafCollectives, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (leaf.scatter(cotangent),)
+def _gather_backward(leaves: Leaves, _: None, cotangents: Several) -> tuple[Several]:
+    return (_in_one(scatter_buckets, leaves, cotangents),)
 
 
-_gather_on_use.defvjp(_gather_forward, _gather_backward)
+gather_on_use.defvjp(_gather_forward, _gather_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scatter_early(leaves: Leaves, wholes: Several, shards: Several) -> Several:
+    """The whole values; their gradients land scattered, by one reduce-scatter, on the shards."""
+    return wholes
+
+
+def _tap_forward(leaves: Leaves, wholes: Several, shards: Several) -> tuple[Several, None]:
+    return wholes, None
+
+
+def _tap_backward(leaves: Leaves, _: None, cotangents: Several) -> tuple[Several, Several]:
+    zeros = [jnp.zeros_like(cotangent) for cotangent in cotangents]
+    return zeros, _in_one(scatter_buckets, leaves, cotangents)
+
+
+scatter_early.defvjp(_tap_forward, _tap_backward)
+
+
+def _in_one(collective: Callable, leaves: Leaves, arrays: Several) -> Several:
+    table = {str(index): leaf for index, leaf in enumerate(leaves)}
+    done = collective(dict(zip(table, arrays, strict=True)), table, sys.maxsize)
+    return [done[index] for index in table]
 
 
 @dataclasses.dataclass(frozen=True)
 class GatherOnUse:
-    """ZeRO-3's read: gathers the shard (in `reduce_dtype`); the gradient lands scattered on it."""
+    """ZeRO-3's read of a shard: gathers it; the gradient lands scattered on it."""
 
+    name: str
     leaf: LeafCollectives
 
     def __call__(self, shard: jax.Array) -> jax.Array:
-        return _gather_on_use(self.leaf, shard)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scatter_early(leaf: LeafCollectives, whole: jax.Array, shard: jax.Array) -> jax.Array:
-    return whole
-
-
-def _tap_forward(
-    leaf: LeafCollectives, whole: jax.Array, shard: jax.Array
-) -> tuple[jax.Array, None]:
-    return whole, None
-
-
-def _tap_backward(
-    leaf: LeafCollectives, _: None, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return jnp.zeros_like(cotangent), leaf.scatter(cotangent)
-
-
-_scatter_early.defvjp(_tap_forward, _tap_backward)
+        (whole,) = gather_on_use((self.leaf,), [shard])
+        return mark_read(whole, self.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,13 +239,15 @@ class ScatterEarly:
     layers never live together.
     """
 
+    name: str
     leaf: LeafCollectives
 
     def __call__(self, value: tuple[jax.Array, jax.Array]) -> jax.Array:
         # No stop_gradient: `whole` is a constant anyway, and the extra operation would make a scan
         # stack a copy of it for the backward pass.
         whole, shard = value
-        return _scatter_early(self.leaf, whole, shard)
+        (same,) = scatter_early((self.leaf,), [whole], [shard])
+        return mark_read(same, self.name)
 
 
 # --- buckets: many leaves, one collective ---------------------------------------------------------

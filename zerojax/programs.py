@@ -1,4 +1,4 @@
-"""How traced programs (jaxprs) are walked: what lies inside an equation, and what its parts are.
+"""How traced programs (jaxprs) are walked, and how reads of parameters are found in them.
 
 Knows the form of programs in every version of JAX that is supported; never what they compute.
 """
@@ -8,7 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr
+
+_READ = "zerojax.read:"
+
+
+def mark_read(value: jax.Array, name: str) -> jax.Array:
+    """`value`, with a mark in the traced program that it was read as parameter `name`."""
+    return checkpoint_name(value, _READ + name)
+
+
+def read_name(equation: Any) -> str | None:
+    """The parameter whose read an equation marks, if it is such a mark."""
+    if equation.primitive.name != "name" or not equation.params["name"].startswith(_READ):
+        return None
+    return equation.params["name"].removeprefix(_READ)
 
 
 def inner_programs(params: Mapping[str, Any]) -> Iterator[Jaxpr]:

@@ -8,7 +8,8 @@ which runs outside on global arrays.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from zerojax.mesh import DATA, DATA_AXES, MODEL, REPLICA, communicates_through_g
 from zerojax.model import Loss, Model, trace_model
 from zerojax.placement import Access, LeafPlacement, Placement
 from zerojax.precision import Precision
-from zerojax.regather import forget_gathers
+from zerojax.rewriting import Rewriting
 
 Arrays = dict[str, Any]
 
@@ -76,8 +77,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
             result, after = _run(config, values, extras, key, batch, on_read, train=True)
             return result[0], (result[1], after)
 
-        if config.regather:
-            loss_of = forget_gathers(loss_of)
+        loss_of = _rewriting(config, frozen)(loss_of) if on_read else loss_of
         differentiate = jax.value_and_grad(loss_of, has_aux=True)
         sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
         grads = _reduce(config, grads)
@@ -268,9 +268,48 @@ def _reads(config: PassConfig, frozen: Arrays) -> dict[str, Any]:
     on_use = _of_access(config, leaves, Access.GATHER_ON_USE)
     early = _of_access(config, leaves, Access.GATHER_ONCE_SCATTER_EARLY)
     table = _leaf_collectives(config, on_use + early)
-    reads: dict[str, Any] = {name: collectives.GatherOnUse(table[name]) for name in on_use}
-    reads |= {name: collectives.ScatterEarly(table[name]) for name in early if name not in frozen}
-    return reads
+    reads: dict[str, Any] = {name: collectives.GatherOnUse(name, table[name]) for name in on_use}
+    tapped = [name for name in early if name not in frozen]
+    return reads | {name: collectives.ScatterEarly(name, table[name]) for name in tapped}
+
+
+def _rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
+    """Reads of one layer in one collective; at stage 3 gathers are done again.
+
+    Frozen parameters have buckets of their own, since nothing of theirs is scattered.
+    """
+    placed = config.placement.leaves
+    names = _of_access(config, placed, Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
+    table = _leaf_collectives(config, names)
+    lazy = config.placement.zero == 3
+    limit = config.allgather_bucket_size if lazy else config.reduce_bucket_size
+
+    def buckets(names: Sequence[str]) -> list[list[str]]:
+        made = []
+        for fixed in (False, True):
+            chosen = [name for name in names if (name in frozen) == fixed]
+            sizes = {name: _slice_size(placed[name]) for name in chosen}
+            made += collectives.make_buckets(sizes, limit)
+        return made
+
+    def read_together(names: Sequence[str], given: Sequence[Any]) -> Sequence[Any]:
+        leaves = tuple(table[name] for name in names)
+        operands = [list(arrays) for arrays in zip(*given, strict=True)]
+        read = collectives.gather_on_use if lazy else collectives.scatter_early
+        return read(leaves, *operands)
+
+    return Rewriting(
+        shapes={name: placed[name].shape for name in names},
+        buckets=buckets,
+        read_together=read_together,
+        regather=config.regather,
+        everywhere=not config.model.reads_lazily,
+    )
+
+
+def _slice_size(leaf: LeafPlacement) -> int:
+    """Elements of the part of a parameter that one read gives."""
+    return math.prod(leaf.shape[leaf.stack_dims :])
 
 
 def _accumulate(

@@ -15,12 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, Literal
 
-from zerojax.programs import inner_programs, split_scan
-
-_MARK = "zerojax.read:"
+from zerojax.programs import inner_programs, mark_read, read_name, split_scan
 
 Names = frozenset[str]
 _NOTHING: Names = frozenset()
@@ -33,7 +30,7 @@ class MarkRead:
     name: str
 
     def __call__(self, value: jax.Array) -> jax.Array:
-        return checkpoint_name(value, _MARK + self.name)
+        return mark_read(value, self.name)
 
 
 @dataclasses.dataclass
@@ -85,7 +82,7 @@ def _outputs(equation: Any, given: list[Names], branch: str, reads: Reads) -> Se
     """The parameters that the outputs of one equation hold unchanged."""
     nothing = [_NOTHING] * len(equation.outvars)
     kind = equation.primitive.name
-    if kind == "name" and equation.params["name"].startswith(_MARK):
+    if read_name(equation) is not None:
         _note_read(equation, given[0], branch, reads)
         return nothing
     if kind == "scan":
@@ -107,7 +104,8 @@ def _outputs(equation: Any, given: list[Names], branch: str, reads: Reads) -> Se
 
 
 def _note_read(equation: Any, given: Names, branch: str, reads: Reads) -> None:
-    name = equation.params["name"].removeprefix(_MARK)
+    name = read_name(equation)
+    assert name is not None
     reads.shapes.setdefault(name, set()).add(tuple(equation.invars[0].aval.shape))
     if name not in given:
         reads.barriers.setdefault(name, "is written before it is read")
