@@ -113,7 +113,12 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
         values = _values_to_read(evaluation, inputs, constants, frozen)
         key = _shard_key(key_data)
         on_read = _reads(evaluation, frozen)
-        (loss, weight), _ = _run(evaluation, values, extras, key, batch, on_read, train=False)
+
+        def loss_of(values: Arrays, extras: Arrays, key: Any, batch: Arrays):
+            return _run(evaluation, values, extras, key, batch, on_read, train=False)[0]
+
+        loss_of = _rewriting(evaluation, frozen)(loss_of) if on_read else loss_of
+        loss, weight = loss_of(values, extras, key, batch)
         return collectives.sum_replicated({"loss": loss, "weight": weight})
 
     def forward(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
@@ -155,7 +160,7 @@ def _for_evaluation(
     placement = dataclasses.replace(
         config.placement, leaves={name: place(leaf) for name, leaf in leaves.items()}
     )
-    return dataclasses.replace(config, placement=placement)
+    return dataclasses.replace(config, placement=placement, regather=False)
 
 
 def as_sum_and_weight(result: Any) -> tuple[jax.Array, jax.Array]:
