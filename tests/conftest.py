@@ -6,6 +6,7 @@ Tests marked `gpu` are for a machine that has one and run when they are asked fo
 from __future__ import annotations
 
 import os
+import signal
 
 import jax
 import pytest
@@ -20,6 +21,9 @@ def _gpu_was_asked_for(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Runs before any test module is imported, so before JAX starts its devices."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts background jobs that way; tests send SIGINT and mean it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not _gpu_was_asked_for(config):
         # Also for the processes that tests start.
         os.environ["JAX_PLATFORMS"] = "cpu"
