@@ -155,10 +155,14 @@ def test_uneven_weights_are_divided_once_globally():
     assert_equal_runs(run, expected)
 
 
-def test_bfloat16_follows_float32():
-    """bf16 has 8 bits of mantissa: single losses agree to about 2^-8 of their size of 4."""
-    run = train_for(reference_model("gpt2"), zero=2, precision="bf16")
-    np.testing.assert_allclose(run.losses, one_device("gpt2").losses, rtol=0, atol=4 * 2**-8)
+@pytest.mark.parametrize("zero", [slow(0), slow(1), 2, slow(3)])
+def test_bfloat16_follows_float32(zero):
+    """bf16 has 8 bits of mantissa: one token's loss of 4 is off by up to 2^-8 x 4, the mean of 512
+    by 1/22 of that, 7e-4 (1.6e-4 measured at every stage)."""
+    run = train_for(
+        reference_model("gpt2"), zero=zero, precision="bf16", persistence_threshold=SMALL
+    )
+    np.testing.assert_allclose(run.losses, one_device("gpt2").losses, rtol=0, atol=7e-4)
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(run.state["params"]))
 
 
