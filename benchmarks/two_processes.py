@@ -25,6 +25,7 @@ from benchmarks.recording import Goal, Record, add_arguments, write_record
 from benchmarks.small_gpt import BATCH_SIZE
 from zerojax.data import local_rows
 from zerojax.distributed import ProcessGroup, join
+from zerojax.host_memory import keep_freed_memory
 
 LIMITS = {0: None, 1: 1.05, 2: 1.05, 3: 1.10}
 HOST = "127.0.0.1"
@@ -189,6 +190,7 @@ def _read_answer(worker: subprocess.Popen[str]) -> dict[str, Any]:
 def serve(*, zero: int, index: int, port: int | None, rows: int, smoke: bool) -> None:
     """Takes as many steps as each line of standard input says; answers with a line of JSON."""
     pin_to_core(index)
+    keep_freed_memory()
     count = 1 if port is None else 2
     if port is not None:
         join(ProcessGroup(coordinator=f"{HOST}:{port}", num_processes=count, process_id=index))

@@ -11,6 +11,8 @@ import signal
 import jax
 import pytest
 
+from zerojax.host_memory import keep_freed_memory
+
 NUM_CPU_DEVICES = 8
 
 
@@ -28,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Also for the processes that tests start.
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
+    keep_freed_memory()
     jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     # One program at a time: two that hold collectives and do not wait for each other can each take

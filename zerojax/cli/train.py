@@ -16,6 +16,7 @@ import yaml
 from zerojax.cli.devices import use_cpu_devices
 from zerojax.cli.invocation import command_name
 from zerojax.config import RunConfig, load, to_dict
+from zerojax.host_memory import keep_freed_memory
 
 
 def split_words(config: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
@@ -32,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
         return 0
-    use_cpu_devices(config.cpu_devices)
+    if config.cpu_devices is not None:
+        use_cpu_devices(config.cpu_devices)
+        keep_freed_memory()
     words = shlex.join(["train", *([path] if path else []), *overrides])
     command = f"{command_name()} {words}"
     return importlib.import_module("zerojax.cli.training").train(config, command)

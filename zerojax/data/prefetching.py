@@ -139,15 +139,19 @@ class _Worker:
     def stop(self) -> list[tuple[Batch, State]]:
         """Ends the thread; returns the batches that nobody has consumed, in their order."""
         self._stopping.set()
+        unused = self._take_all()  # also makes room, so that a thread that waits for some wakes up
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
             logger.warning(
                 "data: reading the next batch has not ended within %g s; its thread is left alone",
                 JOIN_SECONDS,
             )
-        unused = []
+        return unused + self._take_all() + self._late
+
+    def _take_all(self) -> list[tuple[Batch, State]]:
+        taken = []
         while not self.ready.empty():
             item = self.ready.get_nowait()
             if not isinstance(item, BaseException):
-                unused.append((item[0], item[2]))
-        return unused + self._late
+                taken.append((item[0], item[2]))
+        return taken
