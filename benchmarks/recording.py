@@ -73,10 +73,9 @@ def write_record(
         folder = Path(tempfile.mkdtemp(prefix="smoke-")) if arguments.smoke else RESULTS
     load = {"before": load_before, "after": load_average()}
     notes = list(record.notes)
-    if max(load.values()) > QUIET_LOAD and not arguments.smoke:
+    if load_before > QUIET_LOAD and not arguments.smoke:
         notes.append(
-            f"the machine was not quiet (load {load['before']} before, {load['after']} after): "
-            "read the ratios, not the times"
+            f"the machine was not quiet (load {load_before} before): read the ratios, not the times"
         )
     print(f"\n{record.name}" + " (smoke: times mean nothing)" * arguments.smoke)
     print(format_table(record.rows))
