@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zerojax.plan import Plan
+from zerojax.planned import Planned
 from zerojax.state import TrainState, run_key_data, zero_counter
 
 
-def init_state(plan: Plan, seed: int = 0) -> TrainState:
+def init_state(plan: Planned, seed: int = 0) -> TrainState:
     """A new state, born in its shards: no device ever holds more than its part.
 
     An `nnx.Module` instance brings its own values, which are copied (the instance stays usable
@@ -42,7 +42,7 @@ def init_state(plan: Plan, seed: int = 0) -> TrainState:
     return build_initialiser(plan)(key_data)
 
 
-def build_initialiser(plan: Plan) -> Any:
+def build_initialiser(plan: Planned) -> Any:
     """`key_data -> TrainState`, jitted: every array is computed in its shards."""
 
     def initialise(key_data: jax.Array) -> TrainState:
@@ -55,7 +55,7 @@ def build_initialiser(plan: Plan) -> Any:
     return jax.jit(initialise, out_shardings=plan.state_shardings)
 
 
-def _copy_initial(plan: Plan, key_data: np.ndarray) -> TrainState:
+def _copy_initial(plan: Planned, key_data: np.ndarray) -> TrainState:
     """The state from the arrays that the user's module holds."""
     arrays = plan.model.initial_arrays()
     assert arrays is not None
@@ -82,7 +82,7 @@ def _place(value: np.ndarray, stored: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(stored.shape, stored.sharding, lambda index: cast[index])
 
 
-def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> TrainState:
+def _assemble(plan: Planned, params: dict, extras: dict, key_data: jax.Array) -> TrainState:
     """Traced: the whole state from parameters of true or stored shape."""
     abstract = plan.abstract_state
 
@@ -103,7 +103,7 @@ def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> Tr
     )
 
 
-def to_canonical(plan: Plan, state: TrainState) -> TrainState:
+def to_canonical(plan: Planned, state: TrainState) -> TrainState:
     """The state without padding, in `plan.abstract_canonical`'s shardings.
 
     Leaves without padding are passed on as they are, not copied.
@@ -111,12 +111,12 @@ def to_canonical(plan: Plan, state: TrainState) -> TrainState:
     return _convert(state, plan.abstract_canonical)
 
 
-def from_canonical(plan: Plan, canonical: TrainState) -> TrainState:
+def from_canonical(plan: Planned, canonical: TrainState) -> TrainState:
     """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says."""
     return _convert(canonical, plan.abstract_state)
 
 
-def reshard_state(old: Plan, new: Plan, state: TrainState) -> TrainState:
+def reshard_state(old: Planned, new: Planned, state: TrainState) -> TrainState:
     """The same state under another plan: another ZeRO stage, another mesh, or both.
 
     Args:

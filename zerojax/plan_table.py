@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from zerojax import trees
 from zerojax.mesh import MODEL, describe_mesh
 from zerojax.placement import Access, Placement
+from zerojax.planned import Planned
 
 
 def shard_bytes(tree: Any) -> int:
@@ -24,7 +25,7 @@ def shard_bytes(tree: Any) -> int:
     )
 
 
-def role_bytes(plan: Any) -> dict[str, int]:
+def role_bytes(plan: Planned) -> dict[str, int]:
     """Bytes per device by role. State roles are exact; the last three are the stage's formula.
 
     Returns:
@@ -44,7 +45,7 @@ def role_bytes(plan: Any) -> dict[str, int]:
     }
 
 
-def _formula_bytes(plan: Any) -> tuple[int, int]:
+def _formula_bytes(plan: Planned) -> tuple[int, int]:
     """(weights that forward and backward hold, gradients they leave), bytes per device."""
     placement: Placement = plan.placement
     compute = jnp.dtype(plan.precision.compute_dtype).itemsize
@@ -70,7 +71,7 @@ def _formula_bytes(plan: Any) -> tuple[int, int]:
     return weights + max(on_use.values(), default=0), gradients
 
 
-def plan_line(plan: Any) -> str:
+def plan_line(plan: Planned) -> str:
     """One line: model size, mesh, stage, precision, batch, bytes of state per device."""
     counts = trees.format_count(plan.placement.num_parameters())
     state = trees.format_bytes(shard_bytes(plan.abstract_state))
@@ -83,7 +84,7 @@ def plan_line(plan: Any) -> str:
     )
 
 
-def plan_table(plan: Any) -> str:
+def plan_table(plan: Planned) -> str:
     """One page: bytes by role, one line per parameter, every exception, every reason."""
     lines = [plan_line(plan), "", "bytes per device"]
     roles = role_bytes(plan)
@@ -113,7 +114,7 @@ def _leaf_lines(placement: Placement) -> list[str]:
     ]
 
 
-def plan_dict(plan: Any) -> dict[str, Any]:
+def plan_dict(plan: Planned) -> dict[str, Any]:
     """The same as JSON takes it."""
     placement: Placement = plan.placement
     return {

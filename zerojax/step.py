@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import zero
 from zerojax.model import Loss
-from zerojax.plan import Plan
+from zerojax.planned import Planned
 from zerojax.state import TrainState, step_key
 
 Metrics = dict[str, jax.Array]
 
 
-def build_step(plan: Plan) -> Any:
+def build_step(plan: Planned) -> Any:
     """The training step of a plan, jitted once.
 
     Returns:
@@ -76,7 +76,7 @@ def build_step(plan: Plan) -> Any:
     return jax.jit(step, donate_argnums=0, out_shardings=(plan.state_shardings, replicated))
 
 
-def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
+def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:
     """The evaluation of a plan, jitted once.
 
     Args:
@@ -94,7 +94,7 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
     return jax.jit(evaluate, out_shardings=NamedSharding(plan.mesh, P()))
 
 
-def pass_config(plan: Plan) -> zero.PassConfig:
+def pass_config(plan: Planned) -> zero.PassConfig:
     """What the forward and backward pass needs of a plan."""
     return zero.PassConfig(
         model=plan.model,

@@ -1,0 +1,1 @@
+"""Compiling a program for GPUs that are not here. Knows the compiler; never models or plans."""

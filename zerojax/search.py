@@ -1,0 +1,1 @@
+"""Which plan is the cheapest that fits. Compiles plans; never runs one."""
