@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,12 +20,13 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax import optim, trees
 from zerojax import mesh as meshes
 from zerojax import model as models
-from zerojax import optim, trees
+from zerojax.abstract_state import abstract_state
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.mesh import DATA, DATA_AXES, STAGE
-from zerojax.placement import LeafPlacement, Placement, PlacementRules, place_parameters
+from zerojax.placement import Placement, PlacementRules, place_parameters
 from zerojax.plan_checks import (
     check_batch,
     check_loss,
@@ -68,6 +69,7 @@ class Plan:
       regather: whether the backward pass gathers parameters again (zero=3, see `zero`).
       forward: the traced forward pass of one microbatch on one data shard (a jaxpr), for counting.
       reasons: one line per default or exception that a reader should know.
+      remake: makes the same plan for another mesh.
     """
 
     mesh: Mesh | AbstractMesh
@@ -85,6 +87,7 @@ class Plan:
     regather: bool
     forward: Any
     reasons: tuple[str, ...]
+    remake: Callable[[Mesh | AbstractMesh], Plan] = dataclasses.field(repr=False, compare=False)
 
     @property
     def zero(self) -> int:
@@ -166,6 +169,9 @@ def make_plan(
     Raises:
       ValueError, TypeError: with the value, the limit and the remedy.
     """
+    given = {
+        name: value for name, value in locals().items() if name not in ("mesh", "mesh_options")
+    }
     settings, mesh = _resolve_mesh(mesh, zero, mesh_options)
     internal = models.as_model(model)
     loss = loss or models.default_loss(internal)
@@ -190,7 +196,7 @@ def make_plan(
         batch,
     )
     build = functools.partial(
-        _abstract_state, params, extras, placement, optimizer_built.tx, precision, mesh
+        abstract_state, params, extras, placement, optimizer_built.tx, precision, mesh
     )
     return Plan(
         mesh=mesh,
@@ -212,7 +218,13 @@ def make_plan(
             *optimizer_built.reasons,
             *describe_model(trace, placement, extras, regather),
         ),
+        remake=functools.partial(_remake, settings, given),
     )
+
+
+def _remake(settings: MeshConfig, given: dict[str, Any], mesh: Mesh | AbstractMesh) -> Plan:
+    options = {name: getattr(settings, name) for name in _MESH_OPTIONS}
+    return make_plan(mesh=mesh, zero=settings.zero, **given, **options)
 
 
 def _resolve_mesh(
@@ -310,59 +322,4 @@ def _place(
         always_frozen=integers,
         barriers=trace.barriers,
         reads_lazily=model.reads_lazily,
-    )
-
-
-def _abstract_state(
-    params: Mapping[str, Any],
-    extras: Mapping[str, Any],
-    placement: Placement,
-    tx: optax.GradientTransformation,
-    precision: Precision,
-    mesh: Mesh | AbstractMesh,
-    *,
-    canonical: bool,
-) -> TrainState:
-    """The state as `ShapeDtypeStruct`s: padded as stored, or in its canonical form."""
-    data_size = placement.axis_sizes[DATA]
-
-    def place(leaf: LeafPlacement) -> jax.ShapeDtypeStruct:
-        shape = leaf.shape if canonical else leaf.stored_shape
-        spec = leaf.canonical_spec(data_size) if canonical else leaf.stored_spec
-        floating = jnp.issubdtype(params[leaf.name].dtype, jnp.floating)
-        dtype = precision.param_dtype if floating else params[leaf.name].dtype
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-
-    def replicate(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P()))
-
-    placed = {name: place(leaf) for name, leaf in placement.leaves.items()}
-    frozen = {name for name, leaf in placement.leaves.items() if leaf.frozen}
-    trained = {name: leaf for name, leaf in placed.items() if name not in frozen}
-    counter = replicate(jax.ShapeDtypeStruct((), jnp.int32))
-    return TrainState(
-        step=counter,
-        skipped=counter,
-        rng=replicate(jax.ShapeDtypeStruct((2,), jnp.uint32)),
-        params=trained,
-        frozen={name: placed[name] for name in placed if name in frozen},
-        opt_state=_abstract_opt_state(tx, trained, replicate),
-        extras={name: replicate(leaf) for name, leaf in extras.items()},
-    )
-
-
-def _abstract_opt_state(
-    tx: optax.GradientTransformation, trained: Mapping[str, Any], replicate: Any
-) -> Tree:
-    """The optimizer's state: what has a parameter's shape lies where the parameter does."""
-    bare = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in trained.items()}
-    state = jax.eval_shape(tx.init, bare)
-
-    def like(leaf: Any, param: Any) -> Any:
-        if tuple(leaf.shape) != tuple(param.shape):
-            return replicate(leaf)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding)
-
-    return optax.tree_utils.tree_map_params(
-        tx.init, like, state, trained, transform_non_params=replicate
     )

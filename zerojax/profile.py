@@ -31,8 +31,12 @@ def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
     Warns:
       UserWarning: a `while` loop whose trip count is not a constant; its body is counted once.
     """
-    closed = jax.make_jaxpr(fn)(*abstract_args)
-    return float(_jaxpr_flops(closed.jaxpr))
+    return count_program_flops(jax.make_jaxpr(fn)(*abstract_args))
+
+
+def count_program_flops(program: core.ClosedJaxpr) -> float:
+    """The same of a program that is traced already."""
+    return float(_jaxpr_flops(program.jaxpr))
 
 
 TRAINING_FACTOR = 3
