@@ -20,9 +20,9 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import optim, trees
 from zerojax import mesh as meshes
 from zerojax import model as models
+from zerojax import optim, trees
 from zerojax.abstract_state import abstract_state
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.mesh import DATA, DATA_AXES, STAGE
