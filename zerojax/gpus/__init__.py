@@ -2,3 +2,8 @@
 
 Knows numbers and their sources; never a model, and never JAX's devices.
 """
+
+from zerojax.gpus.card import Gpu, Target
+from zerojax.gpus.catalog import find_gpu, gpu_names
+
+__all__ = ["Gpu", "Target", "find_gpu", "gpu_names"]

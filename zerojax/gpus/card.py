@@ -1,0 +1,270 @@
+"""What a card holds, and the sentence for each mistake in a card's values.
+
+Knows keys, units and types; never where cards lie nor what text they were read from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """What the compiler must know of a GPU, besides what its compute capability implies.
+
+    Attributes:
+      description: the name that OpenXLA's target description carries.
+      capability: compute capability; "9.0a" has the accelerated features of 9.0.
+      cores: streaming multiprocessors.
+      clock_ghz: boost clock as the driver reports it.
+      l2_bytes: of the whole device.
+      bytes_per_second: memory bandwidth as the driver computes it from clock and bus width; the
+        cost model divides by it. A datasheet may round it.
+      nvlinks: active NVLink links; 0: none, or not published.
+      runtime_version, dnn_version: CUDA runtime and cuDNN that the compiler takes to be installed;
+        None where OpenXLA's description leaves them out.
+    """
+
+    description: str
+    capability: str
+    cores: int
+    clock_ghz: float
+    l2_bytes: int
+    bytes_per_second: int
+    nvlinks: int = 0
+    runtime_version: str | None = None
+    dnn_version: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What is published about one kind of GPU.
+
+    Attributes:
+      name: what the command line takes: "h200".
+      title: "NVIDIA H200 SXM 141 GB".
+      memory_bytes: what the driver gives a process.
+      memory_gb: as sold, 10^9 bytes.
+      bf16_flops, fp16_flops, fp8_flops, fp32_flops: of matrix products per second, dense, summed in
+        float32; fp32 is TF32 where there are such units, as JAX uses them by default. None: the
+        device has no such units, or nothing is published.
+      memory_bandwidth: bytes per second.
+      node_devices: GPUs that one fast fabric joins; 1 where there is only PCIe.
+      node_bandwidth: bytes per second and direction of one GPU inside the node (NVLink, or PCIe).
+      network_bandwidth: bytes per second and direction of one GPU across nodes.
+      host_bandwidth: bytes per second and direction to the host's memory.
+      device_kinds: regular expressions on the upper-case name that the driver gives the device.
+      aliases: other names that the command line takes.
+      target: for the compiler; None where too little is published.
+      sources: "KEYS: where their values are published".
+      assumptions: "KEYS: what was taken for granted".
+    """
+
+    name: str
+    title: str
+    memory_bytes: int
+    memory_gb: float
+    bf16_flops: float | None
+    fp16_flops: float | None
+    fp8_flops: float | None
+    fp32_flops: float | None
+    memory_bandwidth: float
+    node_devices: int
+    node_bandwidth: float
+    network_bandwidth: float
+    host_bandwidth: float
+    device_kinds: tuple[str, ...]
+    aliases: tuple[str, ...]
+    target: Target | None
+    sources: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+
+class CardError(ValueError):
+    """A mistake in a card: `message` is the sentence, `key` where, outermost first."""
+
+    def __init__(self, message: str, *key: str):
+        super().__init__(message, key)
+        self.message, self.key = message, key
+
+    def __str__(self) -> str:
+        return ".".join(self.key) + ": " * bool(self.key) + self.message
+
+
+def build_card(values: Mapping[str, Any]) -> Gpu:
+    """A card from the keys of its file.
+
+    Raises:
+      CardError: an unknown or missing key, or a value that cannot be.
+    """
+    checked = _checked(values, CARD_KEYS, CARD_OPTIONAL)
+    target = None
+    if "compiler" in checked:
+        try:
+            target = Target(**_checked(checked["compiler"], COMPILER_KEYS, COMPILER_OPTIONAL))
+        except CardError as error:
+            raise CardError(error.message, "compiler", *error.key) from None
+
+    def scaled(key: str, unit: float) -> Any:
+        return checked[key] * unit if key in checked else None
+
+    return Gpu(
+        name=checked["name"],
+        title=checked.get("title", checked["name"]),
+        memory_bytes=checked["memory_bytes"],
+        memory_gb=checked.get("memory_gb", checked["memory_bytes"] / 1e9),
+        bf16_flops=scaled("bf16_tflops", 1e12),
+        fp16_flops=scaled("fp16_tflops", 1e12),
+        fp8_flops=scaled("fp8_tflops", 1e12),
+        fp32_flops=scaled("fp32_tflops", 1e12),
+        memory_bandwidth=scaled("memory_gb_per_s", 1e9),
+        node_devices=checked["node_devices"],
+        node_bandwidth=scaled("node_gb_per_s", 1e9),
+        network_bandwidth=scaled("network_gb_per_s", 1e9),
+        host_bandwidth=scaled("host_gb_per_s", 1e9),
+        device_kinds=checked.get("device_kinds", ()),
+        aliases=checked.get("aliases", ()),
+        target=target,
+        sources=grouped(checked.get("sources", {})),
+        assumptions=grouped(checked.get("assumptions", {})),
+    )
+
+
+def grouped(notes: Mapping[str, str]) -> tuple[str, ...]:
+    """{"a": "x", "b": "x"} -> ("a, b: x",)."""
+    keys: dict[str, list[str]] = {}
+    for key, text in notes.items():
+        keys.setdefault(text, []).append(key)
+    return tuple(f"{', '.join(names)}: {text}" for text, names in keys.items())
+
+
+def split_notes(notes: Any) -> dict[str, str]:
+    """{"a, b": "x"} -> {"a": "x", "b": "x"}; every name must be a key of a card."""
+    if not isinstance(notes, Mapping):
+        raise CardError(f"expected lines KEY, KEY: TEXT; got {notes!r:.60}")
+    result = {}
+    for names, text in notes.items():
+        for name in str(names).split(","):
+            if name.strip() not in CARD_KEYS:
+                raise CardError(f"no key of a card{_nearest(name.strip(), CARD_KEYS)}", str(names))
+            result[name.strip()] = _text(text)
+    return result
+
+
+def _checked(
+    values: Any, kinds: Mapping[str, Callable[[Any], Any]], optional: frozenset[str]
+) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise CardError(f"expected a section with the keys {', '.join(kinds)}; got {values!r:.60}")
+    for key in values:
+        if key not in kinds:
+            raise CardError(f"unknown key{_nearest(str(key), kinds)}", str(key))
+    missing = [key for key in kinds if key not in values and key not in optional]
+    if missing:
+        remedy = "add it, or start from a known card with `base: h100`"
+        raise CardError(f"a card needs {', '.join(missing)}; {remedy}", missing[0])
+    checked = {}
+    for key, value in values.items():
+        try:
+            checked[key] = kinds[key](value)
+        except CardError as error:
+            raise CardError(error.message, key, *error.key) from None
+    return checked
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    known = [*known]
+    match = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean '{match[0]}'?" if match else f"; known keys here: {', '.join(known)}"
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise CardError(f"expected text, got {value!r} ({type(value).__name__}); put it in quotes")
+    return value.strip()
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise CardError(f"expected a list, got {value!r:.60}; write [{value!r:.60}]")
+    return tuple(_text(item) for item in value)
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    for pattern in _texts(value):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise CardError(f"{pattern!r} is no regular expression: {error}") from None
+    return _texts(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        hint = "; YAML reads 1e9 as text, write 1.0e+9" if isinstance(value, str) else ""
+        raise CardError(f"expected a number, got {value!r} ({type(value).__name__}){hint}")
+    if not (math.isfinite(value) and value > 0):
+        raise CardError(f"{value!r} is not above 0; leave out what is not known")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if _number(value) != int(value):
+        raise CardError(f"expected a whole number, got {value!r}")
+    return int(value)
+
+
+def _capability(value: Any) -> str:
+    text = str(value)
+    if not re.fullmatch(r"\d+\.\d+a?", text):
+        raise CardError(f'{text!r} is no compute capability; write one like "8.9" or "9.0a"')
+    return text
+
+
+def _version(value: Any) -> str:
+    if not re.fullmatch(r"\d+\.\d+\.\d+", str(value)):
+        raise CardError(f'{value!r} is no version; write three numbers, as in "12.8.0"')
+    return str(value)
+
+
+CARD_KEYS: dict[str, Callable[[Any], Any]] = {
+    "name": _text,
+    "title": _text,
+    "aliases": _texts,
+    "device_kinds": _patterns,
+    "memory_gb": _number,
+    "memory_bytes": _count,
+    "bf16_tflops": _number,
+    "fp16_tflops": _number,
+    "fp8_tflops": _number,
+    "fp32_tflops": _number,
+    "memory_gb_per_s": _number,
+    "node_devices": _count,
+    "node_gb_per_s": _number,
+    "network_gb_per_s": _number,
+    "host_gb_per_s": _number,
+    "compiler": lambda section: section,
+    "sources": split_notes,
+    "assumptions": split_notes,
+}
+CARD_OPTIONAL = frozenset(
+    {"title", "aliases", "device_kinds", "memory_gb", "compiler", "sources", "assumptions"}
+    | {"bf16_tflops", "fp16_tflops", "fp8_tflops", "fp32_tflops"}
+)
+COMPILER_KEYS: dict[str, Callable[[Any], Any]] = {
+    "description": _text,
+    "capability": _capability,
+    "cores": _count,
+    "clock_ghz": _number,
+    "l2_bytes": _count,
+    "bytes_per_second": _count,
+    "nvlinks": _count,
+    "runtime_version": _version,
+    "dnn_version": _version,
+}
+COMPILER_OPTIONAL = frozenset({"nvlinks", "runtime_version", "dnn_version"})
