@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -12,12 +13,56 @@ import zerojax
 from zerojax.config import RunConfig, load
 
 ROOT = Path(__file__).resolve().parent.parent
+H100, H200 = 80 * 2**30, 139 * 2**30
 # File -> devices, bytes of one device, parameters in millions.
 EXPECTED = {
     "tiny_shakespeare": (8, 2**30, 1.9),
-    "gpt2_124m_zero1_1xh200": (1, 139 * 2**30, 124),
-    "llama_1b_zero3_8xh100": (8, 80 * 2**30, 1126),
+    "gpt2_124m_zero1_1xh200": (1, H200, 124),
+    "llama_1b_zero3_8xh100": (8, H100, 1126),
+    "llama_7b_zero3_8xh100": (8, H100, 6738),
+    "llama_8b_zero3_8xh100": (8, H100, 8030),
+    "llama_70b_zero3_64xh200": (64, H200, 70_554),
+    "llama_405b_zero3_512xh200": (512, H200, 405_853),
 }
+# Parameters of the published weights, and the base of their rotary positions.
+PUBLISHED = {
+    "llama_7b_zero3_8xh100": (6_738_415_616, 10_000),
+    "llama_8b_zero3_8xh100": (8_030_261_248, 500_000),
+    "llama_70b_zero3_64xh200": (70_553_706_496, 500_000),
+    "llama_405b_zero3_512xh200": (405_853_388_800, 500_000),
+}
+
+
+def read(name):
+    return load(RunConfig, ROOT / "configs" / f"{name}.yaml")
+
+
+def plan_on(config, devices, **changes):
+    config = dataclasses.replace(config, **changes)
+    shape = config.global_batch_size, config.data.seq_len
+    tokens = jax.ShapeDtypeStruct(shape, np.int32)
+    return zerojax.make_plan(
+        zerojax.models.build_model(config.model, config.model.vocab_size or 256),
+        zerojax.make_abstract_mesh(config.mesh, devices),
+        example_batch={"tokens": tokens, "targets": tokens},
+        optimizer=config.optimizer,
+        precision=config.precision,
+        num_microbatches=config.num_microbatches,
+        zero=config.mesh.zero,
+        sequence_sharding=config.mesh.sequence_sharding,
+        steps=config.steps,
+    )
+
+
+def count_parameters(plan):
+    return sum(leaf.size for leaf in jax.tree.leaves(plan.abstract_canonical["params"]))
+
+
+def state_bytes(plan):
+    return sum(
+        np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(plan.abstract_state)
+    )
 
 
 def test_every_run_file_is_looked_at():
@@ -27,26 +72,33 @@ def test_every_run_file_is_looked_at():
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_plan_of_a_run_file_fits_its_devices(name):
     devices, memory, millions = EXPECTED[name]
-    config = load(RunConfig, ROOT / "configs" / f"{name}.yaml")
-    shape = config.global_batch_size, config.data.seq_len
-    tokens = jax.ShapeDtypeStruct(shape, np.int32)
-    plan = zerojax.make_plan(
-        zerojax.models.build_model(config.model, config.model.vocab_size or 256),
-        zerojax.make_abstract_mesh(config.mesh, devices),
-        example_batch={"tokens": tokens, "targets": tokens},
-        optimizer=config.optimizer,
-        precision=config.precision,
-        num_microbatches=config.num_microbatches,
-        zero=config.mesh.zero,
-        steps=config.steps,
-    )
-    state = plan.abstract_state
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(plan.abstract_canonical["params"]))
+    plan = plan_on(read(name), devices)
+    parameters = count_parameters(plan)
     assert parameters == pytest.approx(millions * 1e6, rel=0.02)
-    held = sum(
-        np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state)
-    )
+    if name in PUBLISHED:
+        assert parameters == PUBLISHED[name][0]
+    held = state_bytes(plan)
     # Masters and two moments in float32, split over the devices; small leaves may stay whole.
     assert held == pytest.approx(12 * parameters / devices, rel=0.02)
     assert held < memory / 2, "what is left is for activations, gradients and gathered weights"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_parameters_do_not_show_is_as_published(name):
+    model = read(name).model
+    assert model.rope_theta == PUBLISHED[name][1]
+    assert model.embed_dim / model.num_heads == 128
+    assert model.norm_eps == 1e-5
+    assert not model.tie_embeddings
+
+
+@pytest.mark.parametrize("devices", [8, 64, 512])
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "_7b_" not in name])
+def test_a_large_model_is_planned_on_other_device_counts(name, devices):
+    """The same rows per device at a time; whether that fits is then read off the plan."""
+    config = read(name)
+    parts = max(1, config.num_microbatches * EXPECTED[name][0] // devices)
+    plan = plan_on(config, devices, num_microbatches=parts)
+    assert count_parameters(plan) == PUBLISHED[name][0]
+    assert state_bytes(plan) == pytest.approx(12 * PUBLISHED[name][0] / devices, rel=0.02)
+    assert not any(leaf.is_padded for leaf in plan.placement.leaves.values())
