@@ -20,9 +20,9 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax import compiler, optim, trees
 from zerojax import mesh as meshes
 from zerojax import model as models
-from zerojax import optim, trees
 from zerojax.abstract_state import abstract_state
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.mesh import DATA, DATA_AXES, STAGE
@@ -66,6 +66,7 @@ class Plan:
       abstract_canonical: the same with true shapes and evenly dividing shardings: the form on disk
         and between two plans.
       abstract_batch: the global batch, with shardings.
+      compiler_options: what the step is compiled with, where it is known what helps.
       regather: whether the backward pass gathers parameters again (zero=3, see `zero`).
       forward: the traced forward pass of one microbatch on one data shard (a jaxpr), for counting.
       reasons: one line per default or exception that a reader should know.
@@ -84,6 +85,7 @@ class Plan:
     abstract_state: TrainState
     abstract_canonical: TrainState
     abstract_batch: Tree
+    compiler_options: Mapping[str, Any]
     regather: bool
     forward: Any
     reasons: tuple[str, ...]
@@ -189,6 +191,7 @@ def make_plan(
     placement = _place(internal, params, trace, settings, mesh, freeze)
     check_trained(placement)
     regather = settings.zero == 3 and internal.reads_lazily
+    compiler_options, compiler_reasons = _compiler_options(mesh, regather)
     abstract_batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, P(DATA_AXES))
@@ -211,15 +214,32 @@ def make_plan(
         abstract_state=build(canonical=False),
         abstract_canonical=build(canonical=True),
         abstract_batch=abstract_batch,
+        compiler_options=compiler_options,
         regather=regather,
         forward=trace.jaxpr,
         reasons=(
             *describe_choices(settings, mesh, precision, placement),
             *optimizer_built.reasons,
             *describe_model(trace, placement, extras, regather),
+            *compiler_reasons,
         ),
         remake=functools.partial(_remake, settings, given),
     )
+
+
+PREFETCH_OPTIONS = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
+"""Starts the gathers of the next layer before this layer's matrix products end (ZeRO-3 prefetch).
+For 1.3 billion parameters on 8 H100 it takes 4 MB more. JAX 0.10 does not know it."""
+
+
+def _compiler_options(mesh: Mesh | AbstractMesh, regather: bool) -> tuple[dict, tuple[str, ...]]:
+    """What a step on these devices is compiled with, and the reasons."""
+    if not regather or not isinstance(mesh, Mesh) or not compiler.is_cuda(mesh):
+        return {}, ()
+    known, dropped = compiler.keep_known_options(mesh, PREFETCH_OPTIONS)
+    reasons = [f"{name}={value}: the next layer is gathered early" for name, value in known.items()]
+    reasons += [f"{name} is left out: {why}" for name, why in dropped.items()]
+    return known, tuple(reasons)
 
 
 def _remake(settings: MeshConfig, given: dict[str, Any], mesh: Mesh | AbstractMesh) -> Plan:

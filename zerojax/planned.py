@@ -6,6 +6,7 @@ compile its own step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import optax
@@ -46,6 +47,8 @@ class Planned(Protocol):
     def abstract_canonical(self) -> TrainState: ...
     @property
     def abstract_batch(self) -> Any: ...
+    @property
+    def compiler_options(self) -> Mapping[str, Any]: ...
     @property
     def regather(self) -> bool: ...
     @property

@@ -73,7 +73,12 @@ def build_step(plan: Planned) -> Any:
         }
         return new_state, metrics
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(plan.state_shardings, replicated))
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(plan.state_shardings, replicated),
+        compiler_options=dict(plan.compiler_options) or None,
+    )
 
 
 def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:
