@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax import compiler, trees
 from zerojax.metrics import RunLog
 from zerojax.plan import Plan
 
@@ -71,3 +72,27 @@ class Reports:
                 f"{self._skipped} updates skipped. The parameters are those before the first of "
                 "them. Lower the learning rate, use precision='fp32', or look at the data"
             )
+
+
+def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None:
+    """One line: the device's measured peak beside what the compiled step was predicted to need.
+
+    The prediction is the compiler's account of this very step (no second compilation: JAX keeps
+    it), the same that `Plan.compile` gives for GPUs that are not here. The measured peak is that of
+    the whole process: batches read ahead and the evaluation belong to it.
+
+    Args:
+      step: from `build_step(plan)`, and called before.
+      memory: from `profile.device_memory`.
+
+    Returns:
+      None where devices do not count their memory (virtual CPU devices).
+    """
+    if memory["source"] != "device":
+        return None
+    compiled = step.lower(plan.abstract_state, plan.abstract_batch).compile()
+    predicted, measured = compiler.memory_of(compiled).peak, memory["peak"]
+    return (
+        f"peak memory of a device: {trees.format_bytes(measured)} measured, "
+        f"{trees.format_bytes(predicted)} predicted ({measured / predicted - 1:+.1%})"
+    )

@@ -25,7 +25,8 @@ from zerojax.data import Feed, TokenSource, as_feed, local_rows, prefetch, shard
 from zerojax.interruption import Interrupted, StopRequest
 from zerojax.metrics import RunLog
 from zerojax.plan import Plan
-from zerojax.reporting import Metrics, Reports
+from zerojax.profile import device_memory
+from zerojax.reporting import Metrics, Reports, compare_peak
 from zerojax.step import build_evaluation, build_step
 
 MAX_STEPS_UNDER_WAY = 16
@@ -142,6 +143,7 @@ class Trainer:
                 while self._fit_plan(feed, steps, stop):
                     pass
                 self._report()
+                self._compare_peak()
                 if stop.signal_name is not None:
                     self._interrupted(stop.signal_name)
             if self._validation is not None and self.num_steps:
@@ -229,6 +231,11 @@ class Trainer:
                 if self.plan is not plan:
                     return True
         return False
+
+    def _compare_peak(self) -> None:
+        line = compare_peak(self._step, self.plan, device_memory()) if self.num_steps else None
+        if line is not None and self._log is not None:
+            self._log.message(line)
 
     def _evaluate_and_save_if_due(self, last: bool) -> None:
         habits = self.habits
