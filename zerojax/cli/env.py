@@ -25,6 +25,10 @@ OPTIONAL = {
     "tensorboard": ("looking at the event files of a run", "pip install tensorboard"),
     "wandb": ("log.wandb=PROJECT", "pip install wandb"),
     "jax-cuda13-plugin": ("NVIDIA GPUs", "pip install 'zerojax[cuda]'"),
+    "nvidia-cuda-nvcc": (
+        "compiling for GPUs that are not here (zerojax plan)",
+        "pip install 'zerojax[plan]'",
+    ),
 }
 VARIABLES = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 GIB = 2**30
