@@ -1,0 +1,167 @@
+"""Plans and forecasts made by hand, for tests of what is shown, decided and searched."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.config import ModelConfig
+from zerojax.forecast.result import (
+    COMPILED,
+    Forecast,
+    Memory,
+    RoleBytes,
+    Traffic,
+    TrafficRow,
+)
+from zerojax.forecast.roofline import estimate, verdict
+from zerojax.gpus import Gpu, find_gpu
+from zerojax.mesh import make_abstract_mesh
+from zerojax.models import build_model
+from zerojax.plan import Plan, make_plan
+
+GIB = 2**30
+
+
+@functools.cache
+def sample_plan(
+    devices: int = 8,
+    zero: int = 1,
+    model: int = 1,
+    num_microbatches: int = 1,
+    remat: str = "none",
+    rows: int = 64,
+) -> Plan:
+    """A Llama of four layers on a mesh that is not here."""
+    config = ModelConfig(
+        name="llama", num_layers=4, num_heads=8, embed_dim=256, max_seq_len=128, remat=remat
+    )
+    tokens = jax.ShapeDtypeStruct((rows, 128), jnp.int32)
+    return make_plan(
+        build_model(config, 256),
+        make_abstract_mesh({"model": model}, devices),
+        example_batch={"tokens": tokens, "targets": tokens},
+        zero=zero,
+        num_microbatches=num_microbatches,
+    )
+
+
+def sample_memory(compiled: bool = True, scale: float = 1.0, **roles: int | None) -> Memory:
+    """Bytes by role; the formula knows the first four.
+
+    Args:
+      scale: on every size.
+      **roles: role with "_" for a space -> bytes, instead of the standard ones.
+    """
+    sizes = {
+        "master weights": 3 * GIB + 7,
+        "optimizer state": 6 * GIB + 13,
+        "gathered weights": 2 * GIB + 1,
+        "gradients": 4 * GIB + 5,
+        "activations": 20 * GIB + 3,
+        "workspace": 37 * 2**20,
+        "other": 11,
+    }
+    sizes |= {name.replace("_", " "): size for name, size in roles.items()}
+    sizes = {role: int((size or 0) * scale) for role, size in sizes.items()}
+    known = ("master weights", "optimizer state", "gathered weights", "gradients")
+    rows = tuple(
+        RoleBytes(
+            role=role,
+            bytes=size if compiled else None,
+            formula=size if role in known else None,
+        )
+        for role, size in sizes.items()
+        if compiled or role in known
+    )
+    total = sum(sizes.values())
+    state = sizes["master weights"] + sizes["optimizer state"]
+    return Memory(
+        state=state,
+        batch=2**20,
+        arguments=state + 2**20 if compiled else None,
+        outputs=state if compiled else None,
+        aliased=state if compiled else None,
+        temporary=total - state - 2**20 if compiled else None,
+        peak=total if compiled else None,
+        host=0,
+        formula_peak=sum(row.formula or 0 for row in rows),
+        roles=rows,
+    )
+
+
+def sample_row(**changes: Any) -> TrafficRow:
+    row = TrafficRow(
+        kind="all-gather",
+        axis="data",
+        dtype="bf16",
+        count=192,
+        payload_bytes=4 * GIB,
+        wire_bytes=4 * GIB - 99_999_999,
+        loop_depth=2,
+        crosses_nodes=False,
+        hidden=0.93,
+    )
+    return dataclasses.replace(row, **changes)
+
+
+def sample_forecast(
+    plan: Plan | None = None,
+    gpu: Gpu | None = None,
+    memory: Memory | None = None,
+    rows: tuple[TrafficRow, ...] | None = None,
+    **changes: Any,
+) -> Forecast:
+    """A forecast as `make_forecast` would put it together."""
+    plan = plan or sample_plan(zero=3, num_microbatches=4)
+    gpu = gpu or find_gpu("h200")
+    memory = memory or sample_memory()
+    devices = plan.mesh.size
+    compiled = memory.peak is not None
+    if rows is None:
+        rows = (
+            sample_row(),
+            sample_row(kind="reduce-scatter", count=96, wire_bytes=2 * GIB - 3, hidden=0.5),
+            sample_row(kind="all-reduce", dtype="f32", count=3, wire_bytes=1_234_567, hidden=0.0),
+        )
+    rows = rows if compiled and devices > 1 else ()
+    total = sum(row.wire_bytes for row in rows)
+    formula = 6 * GIB if devices > 1 else 0
+    return dataclasses.replace(
+        Forecast(
+            gpu=gpu,
+            num_devices=devices,
+            mesh=dict(plan.mesh.shape),
+            plan=plan.as_dict(),
+            source=COMPILED,
+            why_formula=None,
+            compiler="jaxlib 0.12.0, jax-cuda13-pjrt 0.12.0",
+            options_dropped={},
+            seconds=12.3,
+            memory=memory,
+            traffic=Traffic(
+                rows=rows,
+                wire_bytes=total if compiled else None,
+                data_wire_bytes=total if compiled else None,
+                formula_bytes=formula,
+                unit=2.05 * GIB,
+            ),
+            estimate=estimate(
+                gpu,
+                mesh=plan.mesh.shape,
+                dtype="bfloat16",
+                flops=1.6e14,
+                model_flops=1.2e14,
+                hbm_bytes=600 * GIB if compiled else None,
+                rows=rows,
+                formula_bytes=formula,
+                tokens=2**20,
+            ),
+            verdict=verdict(plan, gpu, memory),
+        ),
+        **changes,
+    )

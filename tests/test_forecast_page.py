@@ -1,0 +1,153 @@
+"""The page of a forecast: what it says, that its numbers add up, and the dictionary beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+from forecast_samples import GIB, sample_forecast, sample_memory, sample_plan, sample_row
+
+from zerojax.forecast.page import WIDTH, forecast_dict, forecast_page, round_to_sum
+from zerojax.forecast.result import FORMULA
+from zerojax.gpus import find_gpu
+
+WHY = "the compile-only CUDA client is not installed: pip install 'zerojax[plan]'"
+
+
+def formula_forecast(**changes):
+    memory = sample_memory(compiled=False)
+    return sample_forecast(memory=memory, source=FORMULA, why_formula=WHY, **changes)
+
+
+def pages():
+    crossing = (sample_row(crosses_nodes=True), sample_row(kind="all-reduce", wire_bytes=7))
+    wide = sample_plan(devices=64, zero=1, rows=256)
+    return {
+        "fits": sample_forecast(),
+        "too large": sample_forecast(wide, find_gpu("h100"), sample_memory(scale=2.2), crossing),
+        "formula": formula_forecast(),
+        "one device": sample_forecast(sample_plan(devices=1, zero=0)),
+        "small": sample_forecast(memory=sample_memory(scale=1e-5)),
+        "options": sample_forecast(options_dropped={"xla_gpu_x": "No such compile option " * 9}),
+        "roles short of the peak": sample_forecast(
+            memory=dataclasses.replace(sample_memory(), peak=36 * GIB)
+        ),
+    }
+
+
+@pytest.fixture(params=pages().items(), ids=lambda item: item[0])
+def page(request) -> str:
+    return forecast_page(request.param[1])
+
+
+def section(page: str, title: str) -> list[str]:
+    return next(part for part in page.split("\n\n") if part.startswith(title)).splitlines()
+
+
+def column(lines: list[str], place: int) -> list[float]:
+    """The numbers in one column, counted from the label of each row."""
+    rows = [re.split(r" {2,}", line.strip()) for line in lines]
+    return [float(row[place].replace(",", "")) if row[place] != "-" else 0.0 for row in rows]
+
+
+def test_the_page_is_plain_and_narrow(page):
+    assert page.isascii()
+    assert max(map(len, page.splitlines())) <= WIDTH
+    assert [line for line in page.splitlines() if line != line.rstrip()] == []
+
+
+def test_the_memory_table_adds_up(page):
+    lines = section(page, "MEMORY")
+    rule = next(i for i, line in enumerate(lines) if set(line.strip()) == {"-"})
+    for place in range(1, len(re.split(r" {2,}", lines[rule + 1].strip()))):
+        shown = column(lines[2:rule], place)
+        assert sum(shown) == pytest.approx(column(lines[rule + 1 : rule + 2], place)[0], abs=1e-9)
+
+
+def test_the_peak_is_what_the_compiler_counts():
+    lines = section(forecast_page(sample_forecast()), "MEMORY")
+    count = next(line for line in lines if line.startswith("  peak = "))
+    arguments, outputs, aliased, temporary = map(float, re.findall(r"\d+\.\d+", count))
+    peak = next(line for line in lines if line.startswith("  peak  "))
+    total = arguments + outputs - aliased + temporary
+    assert total == pytest.approx(float(peak.split()[1]), abs=1e-9)
+
+
+def test_the_traffic_table_adds_up(page):
+    if "one device" in section(page, "TRAFFIC")[0] or "  sum " not in page:
+        return
+    lines = section(page, "TRAFFIC")[1:]
+    header = re.split(r" {2,}", lines[0].strip())
+    end = next(i for i, line in enumerate(lines) if line.startswith("  sum "))
+    total = re.split(r" {2,}", lines[end].strip())
+    for name, place in ((header[5], 1), ("units", 2)):
+        shown = column(lines[1:end], header.index(name))
+        assert sum(shown) == pytest.approx(float(total[place].replace(",", "")), abs=1e-9)
+
+
+def test_the_time_table_adds_up(page):
+    lines = section(page, "TIME")
+    times = {
+        line.strip().split("  ")[0]: column([line], 1)[0]
+        for line in lines[2:]
+        if "at best" not in line
+    }
+    longest = max(times["matrix products"], times.get("device memory", 0.0))
+    assert times["step"] == pytest.approx(longest + times["wire not hidden"], abs=0.0101)
+    assert "an estimate" in lines[0]
+    assert "Not measured" in lines[0]
+
+
+def test_the_verdict_comes_first_with_its_bar():
+    shown = pages()
+    assert "\nFITS: 35.0 GiB needed, 105.8 GiB there" in forecast_page(shown["fits"])
+    refused = forecast_page(shown["too large"])
+    assert "\nDOES NOT FIT: " in refused
+    bars = [line for line in refused.splitlines() if line.startswith("  [#")]
+    assert "|xx" in bars[0]
+    assert "  - try mesh.zero=3" in refused
+    assert refused.index("DOES NOT FIT") < refused.index("MEMORY")
+
+
+def test_a_formula_says_so_and_how_to_compile():
+    page = forecast_page(formula_forecast())
+    assert f"formulas only: {WHY}" in page
+    assert "NOT DECIDED: 15.0 GiB + activations needed" in page
+    assert "assumed: all of it is hidden" in page
+    assert "compiled" not in section(page, "MEMORY")[1]
+
+
+def test_bytes_without_a_role_are_shown():
+    page = forecast_page(pages()["roles short of the peak"])
+    assert re.search(r"  not accounted for +0\.96 +-\n", page)
+
+
+def test_links_and_left_out_options_are_noted():
+    page = forecast_page(pages()["too large"])
+    assert "50 GB/s per GPU between nodes" in page
+    assert "as NCCL" in section(page, "NOTES")[-1]
+    assert "(8 nodes of 8), mesh data 64" in page
+    assert "option xla_gpu_x left out: No such" in forecast_page(pages()["options"])
+
+
+def test_json_keeps_every_number():
+    forecast = sample_forecast()
+    values = json.loads(json.dumps(forecast_dict(forecast)))
+    assert values["memory"]["peak"] == forecast.memory.peak
+    assert values["memory"]["roles"][0]["bytes"] == 3 * GIB + 7
+    assert values["estimate"]["step_seconds"] == forecast.estimate.step_seconds
+    assert values["traffic"]["rows"][0]["wire_bytes"] == forecast.traffic.rows[0].wire_bytes
+    assert values["gpu"]["name"] == "h200"
+    assert values["verdict"]["fits"] is True
+    assert values["plan"]["zero"] == 3
+
+
+@pytest.mark.parametrize(
+    "parts", [[], [0.0], [1.005, 2.005, 3.005], [1 / 3] * 3, [5.0, -2.345, 1.111], [0.004] * 100]
+)
+def test_rounded_parts_add_up_and_are_off_by_less_than_one_digit(parts):
+    shown = round_to_sum(parts, 2)
+    assert sum(shown) == pytest.approx(sum(parts), abs=0.0051)
+    assert all(abs(a - b) < 0.01 for a, b in zip(shown, parts, strict=True))

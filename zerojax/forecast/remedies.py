@@ -1,0 +1,216 @@
+"""What would make a step fit that does not: each remedy that can help this plan, in order of price.
+
+Knows a plan's settings and its bytes by role; never compiles what it proposes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from zerojax import programs
+from zerojax.forecast.result import Memory
+from zerojax.gpus import Gpu
+from zerojax.mesh import DATA, MODEL, num_data_shards
+from zerojax.model import bound_attribute
+from zerojax.placement import Access
+from zerojax.planned import Planned
+from zerojax.trees import format_bytes, num_elements
+
+STATE = ("master weights", "optimizer state", "optimizer temporaries")
+MOST_FRACTION = 0.95
+"""Of a card, what JAX may be given: CUDA, NCCL and libraries take some 0.5 to 2 GiB beside it."""
+SMALL = 0.01
+"""A remedy that saves less than this share of what is needed is not worth a line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Remedy:
+    """One line: what to set, why it helps, about how many bytes per device it saves (if known)."""
+
+    words: str
+    why: str
+    saving: float | None
+
+
+def role_sizes(memory: Memory) -> dict[str, int]:
+    """Role -> bytes at the peak: as compiled, or by formula where nothing was."""
+    compiled = memory.peak is not None
+    sizes = {row.role: row.bytes if compiled else row.formula for row in memory.roles}
+    return {role: size for role, size in sizes.items() if size}
+
+
+def largest_role(memory: Memory, needed: int) -> str:
+    """One line that names the role with the most bytes."""
+    sizes = role_sizes(memory)
+    if not sizes:
+        return "the roles of these bytes are not known"
+    role = max(sizes, key=lambda name: sizes[name])
+    return f"most of it: {role}, {format_bytes(sizes[role])} ({sizes[role] / needed:.0%})"
+
+
+def find_remedies(
+    plan: Planned, gpu: Gpu, memory: Memory, *, excess: int, fraction: float
+) -> list[str]:
+    """One line each, in order: more devices, a higher stage, microbatches, remat, tensor
+    parallelism, and a larger share of the card for JAX.
+
+    Savings are computed from the bytes by role, so they are estimates; compile to know.
+
+    Args:
+      excess: bytes per device above the limit.
+      fraction: share of the card that JAX takes now.
+    """
+    sizes = role_sizes(memory)
+    needed = sum(sizes.values())
+    lines = []
+    for remedy in _all_remedies(plan, gpu, sizes):
+        if remedy.saving is None:
+            saves = "compile to see how much it saves"
+        elif remedy.saving < SMALL * needed:
+            continue
+        else:
+            saves = f"saves about {format_bytes(remedy.saving)}"
+            saves += ", enough" if remedy.saving >= excess else ""
+        lines.append(f"try {remedy.words} ({saves}): {remedy.why}")
+    wanted = needed / gpu.memory_bytes
+    if fraction < wanted <= MOST_FRACTION:
+        share = min(math.ceil(wanted * 100 + 1) / 100, MOST_FRACTION)
+        lines.append(
+            f"try XLA_CLIENT_MEM_FRACTION={share:g} in the environment of the run (enough): JAX "
+            f"then takes that share of the card, not {fraction:g}"
+        )
+    if not lines:
+        lines.append("no setting of this plan makes it fit: take a card with more memory")
+    return lines
+
+
+def _all_remedies(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[_Remedy]:
+    yield from _more_devices(plan, sizes)
+    yield from _higher_zero(plan, sizes)
+    yield from _microbatches(plan, sizes)
+    yield from _remat(plan, sizes)
+    yield from _tensor_parallel(plan, gpu, sizes)
+
+
+def rows_at_once(plan: Planned) -> int:
+    """Rows of the batch that one data shard holds activations of."""
+    return plan.global_batch_size // (num_data_shards(plan.mesh) * plan.num_microbatches)
+
+
+def remat_of(plan: Planned) -> str | None:
+    """ "none", "dots" or "full" of a reference model; for others "none" or None (has some)."""
+    own = getattr(bound_attribute(plan.model, "config"), "remat", None)
+    if own is not None:
+        return own
+    return None if _has_checkpoint(plan.forward.jaxpr) else "none"
+
+
+def _has_checkpoint(program: Any) -> bool:
+    return any(
+        programs.is_checkpoint(equation)
+        or any(_has_checkpoint(inner) for inner in programs.inner_programs(equation.params))
+        for equation in program.eqns
+    )
+
+
+def _more_devices(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
+    shards = num_data_shards(plan.mesh)
+    split = _sum(sizes, *STATE) if plan.zero >= 1 else 0
+    split += _sum(sizes, "gradients") if plan.zero >= 2 else 0
+    what = ["no state", "optimizer state", "state and gradients", "all state"][plan.zero]
+    rows = rows_at_once(plan)
+    activations = _sum(sizes, "activations") if rows % 2 == 0 else 0
+    pieces = 2 * shards * (plan.num_microbatches if rows > 1 else plan.num_microbatches // 2)
+    if not pieces or plan.global_batch_size % pieces:
+        return
+    why = f"half as much {what}" if split else "half as many rows"
+    also = "" if rows > 1 else f" with num_microbatches={plan.num_microbatches // 2}"
+    words = f"--devices {2 * plan.mesh.size}{also}"
+    yield _Remedy(words, f"{why} on each device", (split + activations) / 2)
+
+
+def _higher_zero(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
+    shards = plan.placement.axis_sizes[DATA]
+    moved = {1: _sum(sizes, *STATE), 2: _sum(sizes, "gradients")}
+    moved[3] = _sum(sizes, "gathered weights")
+    names = {1: "optimizer state and masters", 2: "gradients", 3: "weights"}
+    saving = 0.0
+    if shards == 1:
+        return
+    for zero in range(plan.zero + 1, 4):
+        saving += moved[zero] * (1 - 1 / shards)
+        parts = [names[stage] for stage in range(plan.zero + 1, zero + 1)]
+        why = f"{' and '.join(parts)} also split over {shards} devices"
+        yield _Remedy(f"mesh.zero={zero}", why, saving)
+
+
+def _microbatches(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
+    rows, activations = rows_at_once(plan), _sum(sizes, "activations")
+    extra = accumulator_bytes(plan) if plan.num_microbatches == 1 else 0
+    also = "; adds a sum of gradients" if extra else ""
+    factors = [factor for factor in (2, 4, 8, 16, 32, 64) if rows % factor == 0]
+    for factor in factors[:1] + factors[-1:] * (len(factors) > 1):
+        yield _Remedy(
+            f"num_microbatches={plan.num_microbatches * factor}",
+            f"{rows // factor} instead of {rows} rows at once{also}",
+            activations * (1 - 1 / factor) - extra,
+        )
+
+
+def accumulator_bytes(plan: Planned) -> int:
+    """Bytes per device of the sum of gradients over microbatches."""
+    placement = plan.placement
+    early = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
+    elements = 0
+    for leaf in placement.leaves.values():
+        split = math.prod(placement.axis_sizes[axis] for axis in leaf.axes if axis is not None)
+        whole = num_elements(leaf.shape) // split
+        elements += (
+            0
+            if leaf.frozen
+            else (placement.shard_elements(leaf) if leaf.access in early else whole)
+        )
+    return elements * jnp.dtype(plan.precision.accumulate_dtype).itemsize
+
+
+def _remat(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
+    now, activations = remat_of(plan), _sum(sizes, "activations")
+    if now in (None, "full") or activations < SMALL * sum(sizes.values()):
+        return
+    known = hasattr(bound_attribute(plan.model, "config"), "remat")
+    words = "model.remat=full" if known else "nnx.remat (jax.checkpoint) around each block"
+    why = "blocks keep their input alone; a third more FLOPs"
+    layers = num_layers(plan)
+    # A transformer block keeps at least 34 bytes per token and channel, its input is 2 of them
+    # (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1); one block at a time is whole again.
+    saving = activations * (1 - 2 / 34) * (1 - 1 / layers) if now == "none" and layers > 1 else None
+    yield _Remedy(words, why, saving)
+
+
+def num_layers(plan: Planned) -> int:
+    """Layers that the model scans over; 1 where it has no such loop."""
+    leaves = plan.placement.leaves.values()
+    return max(math.prod(leaf.shape[: leaf.stack_dims]) for leaf in leaves)
+
+
+def _tensor_parallel(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[_Remedy]:
+    model = plan.mesh.shape[MODEL]
+    rules = plan.settings.rules or bound_attribute(plan.model, "tensor_parallel_rules")
+    shards = plan.mesh.shape[DATA]
+    if not rules or shards % 2 or 2 * model > gpu.node_devices:
+        return
+    # The batch is cut into half as many pieces, so each device has twice the rows of half a layer.
+    saving = _sum(sizes, "gathered weights") / 2
+    saving += _sum(sizes, "gradients") / 2 if plan.zero < 2 else 0
+    saving += _sum(sizes, *STATE) / 2 if plan.zero < 1 else 0
+    why = f"matrices split over {2 * model} devices of a node"
+    yield _Remedy(f"mesh.data=-1 mesh.model={2 * model}", why, saving)
+
+
+def _sum(sizes: dict[str, int], *roles: str) -> int:
+    return sum(sizes.get(role, 0) for role in roles)

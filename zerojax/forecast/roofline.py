@@ -1,0 +1,212 @@
+"""How long a step takes at best, and whether it fits: published peaks against counted work.
+
+Knows counts and a card's numbers; never a program, nor how anything is shown.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+from zerojax.forecast.remedies import find_remedies, largest_role
+from zerojax.forecast.result import MEMORY_FRACTION, Estimate, Memory, TrafficRow, Verdict
+from zerojax.gpus import Gpu
+from zerojax.planned import Planned
+from zerojax.trees import format_bytes
+
+FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""What JAX reads its share of the card from; the second is its older name."""
+RINGS = ("all-gather", "reduce-scatter", "all-reduce")
+TIGHT = 0.03
+"""A head-room below this share of the limit is said to be tight: the allocator's own gaps."""
+
+
+def peak_flops(gpu: Gpu, dtype: str) -> float | None:
+    """FLOP/s of one card's matrix units; None if it has none for this dtype.
+
+    Args:
+      dtype: "bfloat16", "float16", or "float32", which JAX runs on TF32 units where there are some.
+    """
+    peaks = {"bfloat16": gpu.bf16_flops, "float16": gpu.fp16_flops, "float32": gpu.fp32_flops}
+    return peaks.get(dtype)
+
+
+def members_per_node(mesh: Mapping[str, int], axis: str, node_devices: int) -> int:
+    """How many devices of one group lie in the first node.
+
+    Args:
+      mesh: axis -> size, outermost first, as devices are numbered.
+      axis: the axes of the group, as in "data+model"; 1 for axes that the mesh does not have.
+      node_devices: devices of a node; they are neighbours in number.
+    """
+    names = axis.split("+")
+    if any(name not in mesh for name in names):
+        return 1
+    ids, stride = [0], 1
+    for name, size in reversed([*mesh.items()]):
+        if name in names:
+            ids = [first + stride * index for first in ids for index in range(size)]
+        stride *= size
+    return sum(number < node_devices for number in ids)
+
+
+def link_bandwidth(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> float:
+    """Bytes per second at which one device of a group sends, at best.
+
+    Inside a node: its fabric. Across nodes a ring is as fast as its slowest link; as every GPU has
+    a network card, NCCL runs as many rings as a group has members in a node, each through the card
+    of another member, up to the speed of the fabric (nccl-tests, doc/PERFORMANCE.md, "bus
+    bandwidth"). A point-to-point message has the card of its sender alone.
+    """
+    if not row.crosses_nodes:
+        return gpu.node_bandwidth
+    rings = members_per_node(mesh, row.axis, gpu.node_devices) if row.kind in RINGS else 1
+    return min(gpu.node_bandwidth, rings * gpu.network_bandwidth)
+
+
+def estimate(
+    gpu: Gpu,
+    *,
+    mesh: Mapping[str, int],
+    dtype: str,
+    flops: float,
+    model_flops: float,
+    hbm_bytes: int | None,
+    rows: Sequence[TrafficRow],
+    formula_bytes: int = 0,
+    tokens: int | None = None,
+) -> Estimate:
+    """The roofline (Williams et al. 2009, doi:10.1145/1498765.1498785) with a third roof, the wire.
+
+    Every term is counted work over a published peak, so the result is a bound that no run reaches:
+    latencies, launches, and the share of a peak that kernels attain are left out.
+
+      compute = flops / peak; memory = hbm_bytes / bandwidth; wire = sum of wire_bytes / link
+      exposed = wire that the schedule does not put beside matrix products, and what of the rest is
+                longer than max(compute, memory), which it would have to hide behind
+      step    = max(compute, memory) + exposed
+
+    Args:
+      gpu: the card.
+      mesh: axis -> size, outermost first.
+      dtype: of the matrix products, as in "bfloat16".
+      flops: of one device per step, with what is computed again; model_flops: without.
+      hbm_bytes: read and written by one device per step; None where nothing was compiled.
+      rows: what one device sends; empty where nothing was compiled.
+      formula_bytes: used where there are no rows: all over `data`, and hidden as far as possible.
+      tokens: of one global batch.
+    """
+    if not rows and formula_bytes:
+        rows = [_formula_row(gpu, mesh, formula_bytes)]
+    peak = peak_flops(gpu, dtype)
+    compute = flops / peak if peak else None
+    memory = None if hbm_bytes is None else hbm_bytes / gpu.memory_bandwidth
+    seconds = [row.wire_bytes / link_bandwidth(gpu, mesh, row) for row in rows]
+    wire = math.fsum(seconds)
+    hidden = math.fsum(s * row.hidden for s, row in zip(seconds, rows, strict=True))
+    busy = max(compute or 0.0, memory or 0.0)
+    exposed = max(wire - min(hidden, busy), 0.0)
+    step = None if compute is None else busy + exposed
+    return Estimate(
+        flops=flops,
+        model_flops=model_flops,
+        hbm_bytes=hbm_bytes,
+        compute_seconds=compute,
+        memory_seconds=memory,
+        wire_seconds=wire,
+        exposed_wire_seconds=exposed,
+        step_seconds=step,
+        bound_by=None if compute is None else _bound(compute, memory, exposed),
+        mfu=model_flops / (step * peak) if step and peak else None,
+        tokens_per_second=tokens / step if step and tokens else None,
+    )
+
+
+def _formula_row(gpu: Gpu, mesh: Mapping[str, int], wire_bytes: int) -> TrafficRow:
+    axes = [name for name in ("replica", "data") if mesh.get(name, 1) > 1]
+    return TrafficRow(
+        kind="all-gather",
+        axis="+".join(axes) or "data",
+        dtype="",
+        count=1,
+        payload_bytes=wire_bytes,
+        wire_bytes=wire_bytes,
+        loop_depth=0,
+        crosses_nodes=math.prod(mesh.values()) > gpu.node_devices,
+        hidden=1.0,
+    )
+
+
+def _bound(compute: float, memory: float | None, exposed: float) -> str:
+    if exposed > max(compute, memory or 0.0):
+        return "wire"
+    return "memory" if memory is not None and memory > compute else "compute"
+
+
+def memory_fraction(environ: Mapping[str, str] | None = None) -> tuple[float, str]:
+    """The share of a card's memory that JAX takes, and where that is said.
+
+    Args:
+      environ: None takes the process's; what counts in the end is that of the training run.
+
+    Raises:
+      ValueError: not a number above 0.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
+        return 1.0, "XLA_PYTHON_CLIENT_ALLOCATOR=platform"
+    for name in FRACTION_VARIABLES:
+        text = environ.get(name, "")
+        if not text:
+            continue
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not value > 0:
+            raise ValueError(f"{name}={text!r} is not a number above 0; use 0.9, or unset it")
+        return min(value, 1.0), f"{name}={text}"
+    return MEMORY_FRACTION, "JAX's default"
+
+
+def verdict(plan: Planned, gpu: Gpu, memory: Memory) -> Verdict:
+    """Whether the step fits, why, and what would help.
+
+    The formulas know no activations: they can say that a step does not fit, never that it does.
+
+    Args:
+      plan: what `memory` is of; its settings decide which remedies are named.
+    """
+    fraction, source = memory_fraction()
+    limit = int(gpu.memory_bytes * fraction)
+    needed = memory.formula_peak if memory.peak is None else memory.peak
+    headroom = limit - needed
+    share = (
+        f"JAX may take {format_bytes(limit)}: {fraction:g} of the card's "
+        f"{format_bytes(gpu.memory_bytes)} ({source})"
+    )
+    if headroom < 0:
+        fits: bool | None = False
+        reasons = [
+            f"{format_bytes(-headroom)} too much",
+            largest_role(memory, needed),
+            share,
+            *find_remedies(plan, gpu, memory, excess=-headroom, fraction=fraction),
+        ]
+    elif memory.peak is None:
+        fits = None
+        reasons = [
+            f"{format_bytes(headroom)} are left for activations, which formulas do not know: "
+            "compile to decide",
+            share,
+        ]
+    else:
+        fits = True
+        reasons = [f"{format_bytes(headroom)} to spare", share]
+        if headroom < TIGHT * limit:
+            reasons.insert(
+                1,
+                f"tight: less than {TIGHT:.0%} of the limit, and the allocator leaves gaps",
+            )
+    return Verdict(fits=fits, needed=needed, limit=limit, headroom=headroom, reasons=tuple(reasons))
