@@ -1,0 +1,149 @@
+"""Where results of compilations are kept between processes, by what they were made from.
+
+Knows keys, dictionaries and files; never what is in them. A cache that fails costs time, not work:
+whatever is wrong with it is a warning, and the result is computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "ZEROJAX_CACHE"
+FORMAT = 1
+MAX_BYTES = 256 << 20
+"""Of all entries; above it the longest unused ones go. A forecast takes some 10 to 100 kB."""
+
+
+def cache_folder() -> Path | None:
+    """Where entries lie; None where the cache is switched off.
+
+    ZEROJAX_CACHE names a folder, or "off"; without it the folder is `zerojax` in XDG_CACHE_HOME, or
+    in ~/.cache.
+    """
+    told = os.environ.get(VARIABLE, "").strip()
+    if told.lower() == "off":
+        return None
+    if told:
+        return Path(told).expanduser() / "forecasts"
+    # An empty or relative XDG_CACHE_HOME is to be ignored (XDG Base Directory Specification 0.8).
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
+    return root / "zerojax" / "forecasts"
+
+
+def key_of(*parts: Any) -> str:
+    """The name of an entry: 64 hex digits of everything it depends on, in this order.
+
+    Args:
+      *parts: text, bytes, numbers, None, or lists and dictionaries of those.
+
+    Raises:
+      TypeError: a part that JSON does not take, whose content would not be seen.
+    """
+    digest = hashlib.sha256(f"zerojax forecast {FORMAT}".encode())
+    for part in parts:
+        if isinstance(part, bytes):
+            kind, content = b"bytes", part
+        else:
+            kind, content = b"json", json.dumps(part, sort_keys=True).encode()
+        digest.update(
+            b"%s %d:" % (kind, len(content))
+        )  # so that no two lists of parts run together
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def load(key: str) -> dict[str, Any] | None:
+    """What was stored under `key`, as JSON returns it (tuples are lists); None if there is nothing.
+
+    Warns:
+      UserWarning: an entry that cannot be read or is damaged; it counts as nothing.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return None
+    path = _path(folder, key)
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        return _ignore(path, str(error))
+    if not isinstance(entry, dict) or not isinstance(entry.get("value"), dict):
+        return _ignore(path, "it holds no entry")
+    if entry.get("key") != key or entry.get("digest") != _digest(entry["value"]):
+        return _ignore(path, "its content is not what was stored")
+    with contextlib.suppress(OSError):
+        os.utime(path)  # the longest unused entry goes first
+    return entry["value"]
+
+
+def store(key: str, value: Mapping[str, Any]) -> None:
+    """Keeps `value` under `key`: a reader sees all of it or nothing, also after a crash.
+
+    Args:
+      value: what JSON takes.
+
+    Warns:
+      UserWarning: the folder cannot be written.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return
+    text = json.dumps({"key": key, "digest": _digest(value), "value": value})
+    path = _path(folder, key)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=folder, prefix=".", suffix=".partial")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(text)
+            os.replace(partial, path)
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
+        _shrink(folder, keep=path)
+    except OSError as error:
+        _warn(f"this forecast was not kept: {folder}: {error.strerror or error}")
+
+
+def _path(folder: Path, key: str) -> Path:
+    return folder / f"{key}.json"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _shrink(folder: Path, keep: Path) -> None:
+    """Removes the longest unused entries above `MAX_BYTES`, and what crashed writers have left."""
+    found = []
+    for path in folder.iterdir():
+        if path.suffix in (".json", ".partial"):
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                stat = path.stat()
+                found.append((stat.st_mtime_ns, stat.st_size, path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found, key=lambda entry: entry[:2]):
+        if total <= MAX_BYTES:
+            return
+        if path != keep:
+            path.unlink(missing_ok=True)
+            total -= size
+
+
+def _ignore(path: Path, why: str) -> None:
+    _warn(f"{path} is ignored and made again: {why}")
+
+
+def _warn(sentence: str) -> None:
+    remedy = f"set {VARIABLE} to another folder, or to off"
+    warnings.warn(f"cache of forecasts: {sentence} ({remedy})", stacklevel=4)
