@@ -21,8 +21,8 @@ EIGHT_BITS = (S8, U8, 19, 20, 23, 24, 25, 28, 29, 33, 35, 36)
 
 # Packages that hold the compiler, the one that reads the text first.
 COMPILERS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "jaxlib")
-FIRST_WITH_OCCUPANCY = (0, 11, 2)
-"""Older ones refuse a text with the fields of `_occupancy` (0.10.2 refuses each of them)."""
+FIRST_WITH_OCCUPANCY = (0, 11, 0)
+"""0.10.2 refuses a text with any of the fields of `_occupancy`, 0.11.0 knows them all (tried)."""
 
 
 @dataclasses.dataclass(frozen=True)
