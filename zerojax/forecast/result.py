@@ -71,8 +71,8 @@ class TrafficRow:
       wire_bytes: sent by one device, all executions, as a ring does it.
       loop_depth: 0 outside of loops.
       crosses_nodes: whether a group reaches beyond one node's fast fabric.
-      hidden: share of the executions, by wire bytes, that have a matrix product between their start
-        and their end in the schedule.
+      hidden: share of the wire time that matrix products scheduled between start and end take, all
+        at published peaks; 0 where a collective blocks.
     """
 
     kind: str
