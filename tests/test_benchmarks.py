@@ -20,7 +20,17 @@ from zerojax import make_mesh, make_plan
 from zerojax.running import flops_per_step
 
 ROOT = Path(__file__).resolve().parent.parent
-GPU_PARTS = {"environment", "gpt2", "llama", "stages", "twin", "command", "memory", "torch"}
+GPU_PARTS = {
+    "environment",
+    "gpt2",
+    "llama",
+    "stages",
+    "twin",
+    "command",
+    "target",
+    "memory",
+    "torch",
+}
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -184,7 +194,12 @@ def test_the_gpu_command_runs_every_part_on_a_cpu(tmp_path):
     assert set(parts) == GPU_PARTS
     assert all(goal["met"] for goal in parts["stages"]["goals"])
     assert {row["way"] for row in parts["gpt2"]["rows"]} >= {"bare jit", "zerojax.train"}
-    assert column(parts["memory"], "microbatches") == [1, 4]
+    memory = parts["memory"]["rows"]
+    assert len({(row["zero"], row["microbatches"], row["remat"]) for row in memory}) == 16
+    assert column(parts["memory"], "predicted_MB") == sorted(
+        column(parts["memory"], "predicted_MB")
+    )
+    assert all(row["state_MB"] < row["predicted_MB"] for row in memory)
     assert column(parts["command"], "command") == ["train", "eval", "generate"]
     assert result.stdout.rstrip().endswith(summary.summarise(parts).splitlines()[-1].strip())
 

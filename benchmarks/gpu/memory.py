@@ -1,110 +1,123 @@
-"""Part "memory": what the compiler and the plan predict against what the device counted.
+"""Part "memory": what a step was predicted to need against what the device counted.
 
-One process per case, since a device never forgets its peak.
+A device never forgets its peak, so the cases run in the order of their prediction: each new peak is
+the last case's own. Stages on one device are one program; that they are is shown here as well.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import dataclasses
+import gc
+import tempfile
 from typing import Any
 
-from benchmarks.gpu.workloads import choose_workload
-from benchmarks.machine import load_average
-from benchmarks.recording import Goal, Record, add_arguments, write_record
+import jax
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-CASES = (1, 4)  # microbatches
-LIMIT = 1.05
-LEAST = 0.95
-ANSWER = "answer "
+import zerojax
+from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source, peak_device_bytes
+from benchmarks.gpu.workloads import Workload, choose_workload
+from benchmarks.machine import load_average
+from benchmarks.recording import Goal, Record, parse_arguments, write_record
+from zerojax import compiler
+
+STAGES = (0, 1, 2, 3)
+MICROBATCHES = (1, 4)
+REMAT = ("none", "full")
+LIMIT = 1.02
+LEAST = 0.98
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to train the workload."""
+
+    zero: int
+    num_microbatches: int
+    remat: str
+
+    @property
+    def name(self) -> str:
+        return f"zero={self.zero}, {self.num_microbatches} microbatches, remat {self.remat}"
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records; with `--case`, is one of the processes that are measured."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
-    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    if arguments.case:
-        print(ANSWER + json.dumps(measure_case(arguments.case, arguments.smoke)))
-        return
+    """Measures and records."""
+    arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
-    rows = [_in_a_process(case, arguments.smoke) for case in CASES]
-    counted = [row for row in rows if row["measured/compiled"] is not None]
+    with tempfile.TemporaryDirectory() as folder:
+        # Equal programs are compiled once.
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        record = measure(choose_workload("memory", arguments.smoke))
+    write_record(record, arguments, load_before)
+
+
+def measure(workload: Workload) -> Record:
+    """Compiles every case, then runs them from the smallest prediction to the largest."""
+    cases = [
+        Case(zero=zero, num_microbatches=count, remat=remat)
+        for zero in STAGES
+        for count in MICROBATCHES
+        for remat in REMAT
+    ]
+    predicted = {case: _predict(case, workload) for case in cases}
+    rows = []
+    for case in sorted(cases, key=lambda case: predicted[case].peak):
+        rows.append(_run(case, workload, predicted[case]))
+        gc.collect()
     goals = []
-    for row in counted:
-        name = f"{row['microbatches']} microbatches, measured / compiled"
-        value = row["measured/compiled"]
-        goals.append(Goal(name=name, value=value, limit=LIMIT))
-        goals.append(Goal(name=name, value=value, limit=LEAST, at_least=True))
-    notes = [] if counted else ["this device does not count its memory: nothing to compare with"]
-    write_record(Record(name="memory", rows=rows, goals=goals, notes=notes), arguments, load_before)
+    for row in rows:
+        if row["measured/predicted"] is not None:
+            name = f"{row['case']}: measured / predicted"
+            goals.append(Goal(name=name, value=row["measured/predicted"], limit=LIMIT))
+            goals.append(
+                Goal(name=name, value=row["measured/predicted"], limit=LEAST, at_least=True)
+            )
+    notes = [] if goals else ["this device does not count its memory: nothing to compare with"]
+    return Record(name="memory", rows=rows, goals=goals, notes=notes)
 
 
-def _in_a_process(case: int, smoke: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.gpu.memory", "--case", str(case)]
-    # Memory taken as it is needed, so that other processes may use the GPU at the same time.
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    result = subprocess.run(
-        command + ["--smoke"] * smoke, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
-    for line in result.stdout.splitlines():
-        if line.startswith(ANSWER):
-            return json.loads(line.removeprefix(ANSWER))
-    raise RuntimeError(f"{case} microbatches: status {result.returncode}, output above")
-
-
-def measure_case(num_microbatches: int, smoke: bool) -> dict[str, Any]:
-    """Plans, compiles, runs a few steps and reads the device's counters."""
-    # Only in the process of a case: the parent must not start the GPU.
-    import zerojax
-    from benchmarks.gpu.subjects import (
-        make_factory,
-        make_optimizer,
-        make_source,
-        peak_device_bytes,
-    )
-
-    workload = choose_workload("memory", smoke)
-    source = make_source(workload)
-    plan = zerojax.make_plan(
-        make_factory(workload),
+def _plan(case: Case, workload: Workload) -> zerojax.Plan:
+    return zerojax.make_plan(
+        make_factory(dataclasses.replace(workload, remat=case.remat)),
         zerojax.make_mesh({"data": 1}),
-        example_batch=source.batch(0),
+        example_batch=make_source(workload, 2).batch(0),
         optimizer=make_optimizer(),
+        zero=case.zero,
         precision="bf16",
-        num_microbatches=num_microbatches,
+        num_microbatches=case.num_microbatches,
     )
+
+
+def _compile(plan: zerojax.Plan) -> Any:
+    return zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch).compile()
+
+
+def _predict(case: Case, workload: Workload) -> compiler.MemoryUse:
+    return compiler.memory_of(_compile(_plan(case, workload)))
+
+
+def _run(case: Case, workload: Workload, predicted: compiler.MemoryUse) -> dict[str, Any]:
+    plan = _plan(case, workload)
+    step = _compile(plan)
+    before = peak_device_bytes()
     state = zerojax.init_state(plan)
-    batch = zerojax.shard_batch(plan, source.batch(0))
-    compiled = zerojax.build_step(plan).lower(state, batch).compile()
-    float(state["step"])
-    peak_after_init = peak_device_bytes()
+    batch = zerojax.shard_batch(plan, make_source(workload, 2).batch(0))
     for _ in range(workload.steps):
-        state, metrics = compiled(state, batch)
+        state, metrics = step(state, batch)
     loss = float(metrics["loss"])
-    analysis = compiled.memory_analysis()
-    predicted = (
-        analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes
-    )
     measured = peak_device_bytes()
     return {
-        "microbatches": num_microbatches,
-        "parameters": plan.as_dict()["num_parameters"],
-        "plan_MB_without_activations": sum(plan.as_dict()["bytes_per_device"].values()) / 1e6,
-        "compiled_MB": predicted / 1e6,
-        "compiled_temp_MB": analysis.temp_size_in_bytes / 1e6,
-        "peak_after_init_MB": None if peak_after_init is None else peak_after_init / 1e6,
-        "measured_peak_MB": None if measured is None else measured / 1e6,
-        "measured/compiled": None if measured is None else measured / predicted,
+        "case": case.name,
+        "zero": case.zero,
+        "microbatches": case.num_microbatches,
+        "remat": case.remat,
+        "state_MB": predicted.arguments / 1e6,
+        "temporary_MB": predicted.temporary / 1e6,
+        "predicted_MB": predicted.peak / 1e6,
+        "peak_before_MB": None if before is None else before / 1e6,
+        "measured_MB": None if measured is None else measured / 1e6,
+        "measured/predicted": None if measured is None else measured / predicted.peak,
         "loss": loss,
     }
 

@@ -12,7 +12,7 @@ cd "$(dirname "$0")/../.."
 
 # What is timed runs alone, the most important first. Checks share the GPU and run side by side.
 readonly first="environment gpt2 llama"
-readonly checks="stages twin command memory"
+readonly checks="stages twin command target memory"
 readonly last="torch"
 readonly budget_seconds=465
 readonly started=$SECONDS
@@ -22,7 +22,7 @@ wanted=""
 for word in "$@"; do
   case $word in
     --smoke) smoke=--smoke ;;
-    stages | twin | command | memory | environment | gpt2 | llama | torch) wanted+=" $word" ;;
+    stages | twin | command | target | memory | environment | gpt2 | llama | torch) wanted+=" $word" ;;
     *)
       printf 'there is no part %s; parts: %s\n' "$word" "$first $checks $last" >&2
       exit 2
