@@ -2,3 +2,25 @@
 
 Knows the text that XLA prints; never JAX, models or plans.
 """
+
+from zerojax.hlo.collectives import Collective, find_collectives
+from zerojax.hlo.matmuls import matmul_flops, opaque_calls
+from zerojax.hlo.overlap import Overlap, find_overlap
+from zerojax.hlo.program import Computation, Instruction, Program, read_program
+from zerojax.hlo.traffic import hbm_bytes
+from zerojax.hlo.types import Array
+
+__all__ = [
+    "Array",
+    "Collective",
+    "Computation",
+    "Instruction",
+    "Overlap",
+    "Program",
+    "find_collectives",
+    "find_overlap",
+    "hbm_bytes",
+    "matmul_flops",
+    "opaque_calls",
+    "read_program",
+]
