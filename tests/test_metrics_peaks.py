@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zerojax.metrics.peaks import PEAKS, find_peak, peak_flops
+from zerojax.gpus import find_gpu, gpu_names
+from zerojax.metrics.peaks import find_peak, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,15 @@ from zerojax.metrics.peaks import PEAKS, find_peak, peak_flops
         ("NVIDIA RTX A6000", 154.8e12, 48),
         ("NVIDIA RTX 6000 Ada Generation", 364.2e12, 48),
         ("NVIDIA GeForce RTX 4090", 165.2e12, 24),
+        ("NVIDIA GeForce RTX 5090", 209.5e12, 32),
+        ("NVIDIA GeForce RTX 3090", 71e12, 24),
+        ("NVIDIA A800-SXM4-80GB", 312e12, 80),
+        ("NVIDIA A100-PCIE-40GB", 312e12, 40),
+        ("NVIDIA H800", 989.5e12, 80),
+        ("NVIDIA H20", 148e12, 96),
+        ("NVIDIA A40", 149.7e12, 48),
+        ("NVIDIA A30", 165e12, 24),
+        ("NVIDIA L40", 181e12, 48),
     ],
 )
 def test_known_devices(kind, bf16, memory):
@@ -43,15 +53,35 @@ def test_devices_without_bf16_units_have_no_such_peak(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    ["cpu", "", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "TPU v4", "NVIDIA H1000"],
+    [
+        "cpu",
+        "",
+        "TPU v4",
+        "NVIDIA A10G",
+        "NVIDIA H1000",
+        "NVIDIA H100 64GB HBM2",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3090 Ti",
+    ],
 )
 def test_unknown_devices_have_none(kind):
     assert find_peak(kind) is None
     assert peak_flops(kind) is None
 
 
-@pytest.mark.parametrize("peak", PEAKS, ids=lambda peak: peak.pattern)
-def test_rows_are_plausible_and_cited(peak):
-    assert peak.source
-    if peak.bf16 is not None:  # TF32 units do half the work of bf16 units on all of these
-        assert peak.bf16 / peak.fp32 == pytest.approx(2, rel=0.02)
+@pytest.mark.parametrize("name", gpu_names())
+def test_every_card_is_cited_and_plausible(name):
+    gpu = find_gpu(name)
+    assert gpu.sources
+    if gpu.bf16_flops is not None:  # TF32 units do half the work of bf16 units on all of these
+        assert gpu.bf16_flops / gpu.fp32_flops == pytest.approx(2, rel=0.02)
+
+
+def test_a_peak_says_where_it_is_published():
+    assert "nvidia.com/en-us/data-center/h200/" in find_peak("NVIDIA H200").source
+
+
+def test_a_slice_of_a_gpu_has_no_peak():
+    """It has a part of the cores; the peak of the whole would be a wrong one."""
+    assert find_peak("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None

@@ -17,6 +17,9 @@ import yaml
 
 from zerojax.gpus.card import CardError, Gpu, build_card, split_notes
 
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The safe loader, in C where PyYAML was built with it: ten times as fast."""
+
 
 def gpu_names() -> list[str]:
     """The names of all cards, sorted."""
@@ -45,8 +48,8 @@ def find_gpu(name_or_file: str) -> Gpu:
     hint = f"did you mean '{nearest[0]}'? " if nearest else ""
     raise ValueError(
         f"gpu={text!r} is not a known card; {hint}The cards are {', '.join(names)}. For another "
-        "GPU give the path of a YAML file, which can be as short as `name: mine` and `base: "
-        f"{names[0]}` and the lines that differ, such as `memory_bytes: 85899345920`."
+        "GPU give the path of a YAML file; it can be as short as `name: mine`, `base: h100` and "
+        "the lines that differ, such as `memory_bytes: 85899345920`."
     )
 
 
@@ -114,9 +117,11 @@ def _read_card(path: str) -> Gpu:
 def _load(text: str, path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
     """The mapping in a YAML text, and the line of each key."""
     lines: dict[tuple[str, ...], int] = {}
+    loader = SAFE_LOADER(text)
     try:
-        _note_lines(yaml.compose(text, Loader=yaml.SafeLoader), (), path, lines)
-        values = yaml.safe_load(text)
+        node = loader.get_single_node()
+        _note_lines(node, (), path, lines)
+        values = loader.construct_document(node) if node else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
