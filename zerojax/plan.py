@@ -25,6 +25,8 @@ from zerojax import mesh as meshes
 from zerojax import model as models
 from zerojax.abstract_state import abstract_state
 from zerojax.config import MeshConfig, as_mesh_config
+from zerojax.forecast import Forecast, make_forecast
+from zerojax.gpus import Gpu, find_gpu
 from zerojax.mesh import DATA, DATA_AXES, STAGE
 from zerojax.placement import Placement, PlacementRules, place_parameters
 from zerojax.plan_checks import (
@@ -131,6 +133,35 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The plan for programs, as JSON takes it."""
         return plan_dict(self)
+
+    def compile(
+        self, *, gpu: Gpu | str, devices: int | None = None, fast: bool = False
+    ) -> Forecast:
+        """What the step of this plan will need on GPUs that are not here. Nothing is run.
+
+        Compiles the very step for them where the compile-only client is installed (`zerojax[plan]`)
+        and says what the formulas say where it is not. Results are cached by content.
+
+        Args:
+          gpu: a card's name ("h200"), its YAML file, or a `Gpu`.
+          devices: how many; None takes as many as the plan's mesh. `data` takes what the other axes
+            leave; the global batch stays.
+          fast: compile in a fifth of the time, with kernels that would not run
+            (`compiler.FAST_OPTIONS`).
+
+        Raises:
+          ValueError: an unknown card, or a number of devices that the mesh cannot make.
+          CompileError: the compiler refused the step.
+        """
+        card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+        count = self.mesh.size if devices is None else devices
+        settings = dataclasses.replace(self.settings, data=-1)
+        why = compiler.missing()
+        if why is None:
+            mesh = meshes.make_mesh(settings, compiler.gpu_devices(card, count))
+        else:
+            mesh = meshes.make_abstract_mesh(settings, count)
+        return make_forecast(self.remake(mesh), card, why_formula=why, fast=fast)
 
 
 def make_plan(

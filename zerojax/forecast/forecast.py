@@ -1,0 +1,319 @@
+"""How a plan's step is compiled for GPUs that are not here, and read.
+
+Knows the step, the compiler and the readers of its text; never arrays, and never how a forecast is
+shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from zerojax import compiler, profile
+from zerojax.forecast import cache, formulas, result
+from zerojax.forecast.page import forecast_dict, forecast_page
+from zerojax.forecast.result import COMPILED, FORMULA, Memory, RoleBytes, Traffic, TrafficRow
+from zerojax.forecast.roles import bytes_by_role
+from zerojax.forecast.roofline import estimate, link_bandwidth, peak_flops, verdict
+from zerojax.gpus import Gpu, target_text
+from zerojax.hlo.collectives import Collective, find_collectives
+from zerojax.hlo.live import read_live
+from zerojax.hlo.overlap import find_overlap
+from zerojax.hlo.program import read_program
+from zerojax.hlo.traffic import hbm_bytes
+from zerojax.mesh import DATA_AXES
+from zerojax.plan_table import role_bytes, shard_bytes
+from zerojax.planned import Planned
+from zerojax.step import build_step
+
+FORMAT = 1
+"""Of what is cached; raised when the readers find something else in the same program."""
+
+Facts = dict[str, Any]
+"""What was read from a compiled step: plain values, as JSON takes them."""
+
+STATE_ROLES = ("master weights", "optimizer state", "frozen", "extras")
+
+
+class Forecast(result.Forecast):
+    """What one step needs; `print(forecast.page())`."""
+
+    def page(self) -> str:
+        """One page of text, at most 100 columns."""
+        return forecast_page(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every number, unrounded, as JSON takes it."""
+        return forecast_dict(self)
+
+
+def make_forecast(
+    plan: Planned,
+    gpu: Gpu,
+    *,
+    why_formula: str | None = None,
+    fast: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Forecast:
+    """What one step of a plan needs.
+
+    Args:
+      plan: on a mesh of `compiler.gpu_devices(gpu, ...)`, or on an abstract mesh.
+      gpu: the card.
+      why_formula: why nothing can be compiled; None compiles.
+      fast: see `compiler.FAST_OPTIONS`.
+      progress: told what is being done, a few words each time.
+
+    Raises:
+      CompileError: the compiler refused the step.
+    """
+    say = progress or (lambda _: None)
+    facts: Facts | None = None
+    seconds = 0.0
+    say("tracing the step")
+    traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
+    flops = profile.count_program_flops(traced.jaxpr) / plan.mesh.size
+    if why_formula is None:
+        say("lowering")
+        lowered = traced.lower()
+        options = dict(compiler.FAST_OPTIONS) if fast else {}
+        key = cache.key_of(
+            str(FORMAT), lowered.as_text(), target_text(gpu), compiler.compiler_version(), options
+        )
+        facts = cache.load(key)
+        if facts is None:
+            say(f"compiling for {plan.mesh.size} {gpu.title}" + " (fast options)" * fast)
+            began = time.perf_counter()
+            facts = _compile(lowered, plan, fast)
+            seconds = time.perf_counter() - began
+            cache.store(key, facts)
+    return _assemble(plan, gpu, flops, facts, why_formula, seconds)
+
+
+# --- what the compiled step says ------------------------------------------------------------------
+
+
+def _compile(lowered: Any, plan: Planned, fast: bool) -> Facts:
+    assert isinstance(plan.mesh, Mesh), "only a mesh of devices can be compiled for"
+    with tempfile.TemporaryDirectory(prefix="zerojax-plan-") as folder:
+        compiled = compiler.compile_for_gpus(lowered, dump=Path(folder), fast=fast)
+        live = read_live(Path(folder))
+        roles = (
+            None
+            if live is None
+            else bytes_by_role(
+                live, next(Path(folder).glob("*after_optimizations.txt")).read_text(), plan
+            )
+        )
+    program = read_program(compiled.text)
+    collectives = find_collectives(program, plan.mesh.size)
+    overlap = find_overlap(program, collectives)
+    rows = [_collective_facts(one, overlap.get(one.name), plan.mesh) for one in collectives]
+    return {
+        "memory": dataclasses.asdict(compiled.memory),
+        "roles": roles,
+        "collectives": rows,
+        "hbm_bytes": hbm_bytes(program),
+        "options": dict(compiled.options),
+        "dropped": dict(compiled.dropped),
+    }
+
+
+def _collective_facts(one: Collective, overlap: Any, mesh: Mesh) -> Facts:
+    return {
+        "kind": one.kind,
+        "dtype": one.dtype,
+        "axis": _axes_of(one.group, mesh),
+        "crosses_nodes": _crosses_nodes(one.group, mesh),
+        "times": one.times,
+        "payload_bytes": one.payload_bytes,
+        "wire_bytes": one.wire_bytes,
+        "loop_depth": one.loop_depth,
+        "hidden_flops": 0 if overlap is None else overlap.matmul_flops,
+    }
+
+
+def _axes_of(group: Sequence[int], mesh: Mesh) -> str:
+    """The mesh axes along which the devices of a group differ, as in "data+model".
+
+    A program numbers its devices as the mesh lists them.
+    """
+    places = np.array(np.unravel_index(list(group), mesh.devices.shape))
+    differ = [name for name, row in zip(mesh.axis_names, places, strict=True) if len(set(row)) > 1]
+    return "+".join(map(str, differ)) or "none"
+
+
+def _crosses_nodes(group: Sequence[int], mesh: Mesh) -> bool:
+    devices = mesh.devices.reshape(-1)
+    return len({devices[index].process_index for index in group}) > 1
+
+
+# --- one forecast ---------------------------------------------------------------------------------
+
+
+def _assemble(
+    plan: Planned,
+    gpu: Gpu,
+    flops: float,
+    facts: Facts | None,
+    why_formula: str | None,
+    seconds: float,
+) -> Forecast:
+    mesh = {str(name): size for name, size in plan.mesh.shape.items()}
+    dtype = np.dtype(plan.precision.compute_dtype).name
+    memory = _memory(plan, facts)
+    traffic = _traffic(plan, gpu, mesh, dtype, facts)
+    return Forecast(
+        gpu=gpu,
+        num_devices=plan.mesh.size,
+        mesh=mesh,
+        plan=plan.as_dict(),
+        source=FORMULA if facts is None else COMPILED,
+        why_formula=why_formula,
+        compiler=compiler.compiler_version(),
+        options_dropped={} if facts is None else facts["dropped"],
+        seconds=seconds,
+        memory=memory,
+        traffic=traffic,
+        estimate=estimate(
+            gpu,
+            mesh=mesh,
+            dtype=dtype,
+            flops=flops,
+            model_flops=formulas.model_flops(plan) / plan.mesh.size,
+            hbm_bytes=None if facts is None else facts["hbm_bytes"],
+            rows=traffic.rows,
+            formula_bytes=traffic.formula_bytes,
+            tokens=_tokens(plan),
+        ),
+        verdict=verdict(plan, gpu, memory),
+    )
+
+
+def _memory(plan: Planned, facts: Facts | None) -> Memory:
+    formula = role_bytes(plan)
+    state = shard_bytes(plan.abstract_state)
+    batch = shard_bytes(plan.abstract_batch)
+    if facts is None:
+        roles = tuple(RoleBytes(role=r, bytes=None, formula=b) for r, b in formula.items())
+        return Memory(
+            state=state,
+            batch=batch,
+            arguments=None,
+            outputs=None,
+            aliased=None,
+            temporary=None,
+            peak=None,
+            host=0,
+            formula_peak=sum(formula.values()),
+            roles=roles,
+        )
+    use = compiler.MemoryUse(**facts["memory"])
+    return Memory(
+        state=state,
+        batch=batch,
+        arguments=use.arguments,
+        outputs=use.outputs,
+        aliased=use.aliased,
+        temporary=use.temporary,
+        peak=use.peak,
+        host=use.host_peak,
+        formula_peak=sum(formula.values()),
+        roles=_roles(plan, use, facts["roles"], formula, state, batch),
+    )
+
+
+def _roles(
+    plan: Planned,
+    use: compiler.MemoryUse,
+    found: Mapping[str, int] | None,
+    formula: Mapping[str, int],
+    state: int,
+    batch: int,
+) -> tuple[RoleBytes, ...]:
+    """Rows that add up to the peak, with the formula beside them where there is one.
+
+    Without the compiler's account of what lives when, temporaries are one row.
+    """
+    if found is None:
+        exact = {role: formula[role] for role in STATE_ROLES} | {"batch": batch}
+        counters = state - sum(formula[role] for role in STATE_ROLES)
+        rest = use.peak - use.temporary - sum(exact.values()) - counters
+        found = {**exact, "temporary": use.temporary, "other": rest + counters}
+    names = list(dict.fromkeys([*formula, *found]))
+    return tuple(
+        RoleBytes(role=name, bytes=found.get(name, 0), formula=formula.get(name))
+        for name in names
+        if found.get(name) or formula.get(name)
+    )
+
+
+def _traffic(
+    plan: Planned, gpu: Gpu, mesh: Mapping[str, int], dtype: str, facts: Facts | None
+) -> Traffic:
+    unit = formulas.wire_unit(plan)
+    formula = formulas.wire_bytes(plan)
+    if facts is None:
+        return Traffic(
+            rows=(), wire_bytes=None, data_wire_bytes=None, formula_bytes=formula, unit=unit
+        )
+    rows = _rows(facts["collectives"], gpu, mesh, dtype)
+    ours = [row for row in rows if set(row.axis.split("+")) <= set(DATA_AXES)]
+    return Traffic(
+        rows=rows,
+        wire_bytes=sum(row.wire_bytes for row in rows),
+        data_wire_bytes=sum(row.wire_bytes for row in ours),
+        formula_bytes=formula,
+        unit=unit,
+    )
+
+
+_ROW_KEYS = ("kind", "axis", "dtype", "loop_depth", "crosses_nodes")
+
+
+def _rows(
+    collectives: Sequence[Facts], gpu: Gpu, mesh: Mapping[str, int], dtype: str
+) -> tuple[TrafficRow, ...]:
+    """One row per kind, axis, dtype and loop depth; the largest first."""
+    grouped: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
+    for one in collectives:
+        grouped[tuple(one[key] for key in _ROW_KEYS)].append(one)
+    rows = []
+    for key, members in grouped.items():
+        row = TrafficRow(
+            **dict(zip(_ROW_KEYS, key, strict=True)),
+            count=sum(one["times"] for one in members),
+            payload_bytes=sum(one["times"] * one["payload_bytes"] for one in members),
+            wire_bytes=round(sum(one["times"] * one["wire_bytes"] for one in members)),
+            hidden=0.0,
+        )
+        hidden = _hidden(members, peak_flops(gpu, dtype), link_bandwidth(gpu, mesh, row))
+        rows.append(dataclasses.replace(row, hidden=hidden))
+    return tuple(sorted(rows, key=lambda row: (-row.wire_bytes, row.kind, row.axis)))
+
+
+def _hidden(members: Sequence[Facts], peak: float | None, bandwidth: float) -> float:
+    """Share of the wire time that products between start and end take, all at published peaks."""
+    if not peak:
+        return 0.0
+    wire = hidden = 0.0
+    for one in members:
+        seconds = one["wire_bytes"] / bandwidth
+        wire += one["times"] * seconds
+        hidden += one["times"] * min(seconds, one["hidden_flops"] / peak)
+    return hidden / wire if wire else 0.0
+
+
+def _tokens(plan: Planned) -> int | None:
+    batch = plan.abstract_batch
+    tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
+    return None if tokens is None else math.prod(tokens.shape)
