@@ -1,0 +1,274 @@
+"""What the bytes on a device are for at the moment of the peak: weights, activations and so on.
+
+Knows a compiled step as data that flows, and the names of its arguments; never a card.
+
+Which value is what follows from where it comes from and where it goes, through fusions and loops:
+
+- weights are parameters of the state, moved: cut, cast, gathered, laid out anew;
+- forward and backward are the operations under `jax.value_and_grad` (their names hold `jvp(`) and
+  all that these read; what they compute and read again are activations;
+- what they compute and never read again are gradients, and so are sums of these, over microbatches
+  and over devices, until they meet the optimizer's state or the parameters;
+- the rest of the update are the optimizer's temporaries.
+
+Names alone would not do: a gradient's accumulator starts as a constant, a loop carries all of them
+in one tuple, and a matrix product that the compiler rewrote has no name.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+import jax
+
+from zerojax.hlo.dataflow import MATMULS, MOVES, Dataflow, Link, Value
+from zerojax.hlo.live import LiveAtPeak
+from zerojax.planned import Planned
+
+MASTERS = "master weights"
+OPTIMIZER = "optimizer state"
+FROZEN = "frozen"
+EXTRAS = "extras"
+BATCH = "batch"
+WEIGHTS = "gathered weights"
+GRADIENTS = "gradients"
+ACTIVATIONS = "activations"
+UPDATE = "optimizer temporaries"
+WORKSPACE = "workspace"
+OTHER = "other"
+FRAGMENTATION = "fragmentation"
+
+ROLES = (
+    MASTERS,
+    OPTIMIZER,
+    FROZEN,
+    EXTRAS,
+    BATCH,
+    WEIGHTS,
+    GRADIENTS,
+    ACTIVATIONS,
+    UPDATE,
+    WORKSPACE,
+    OTHER,
+    FRAGMENTATION,
+)
+
+_ARGUMENTS = {"params": MASTERS, "opt_state": OPTIMIZER, "frozen": FROZEN, "extras": EXTRAS}
+
+
+def bytes_by_role(live: LiveAtPeak, plan: Planned) -> dict[str, int]:
+    """Bytes of device memory by role, at the moment when most are in use.
+
+    Args:
+      live: of the plan's training step, from `hlo.live.read_live`.
+      plan: whose step it is; names the arguments.
+
+    Returns:
+      Every one of `ROLES`. The first five and "other" hold arguments, for the whole step; copies
+      and slices of the batch or of extras count there too. "other" also holds outputs that have
+      memory of their own, counters, keys and tables of pointers; "fragmentation" is what no value
+      uses of the temporaries' block. The sum is `live.peak`.
+    """
+    arguments = argument_roles(plan)
+    roles = Roles(Dataflow(live.program), arguments)
+    counts = dict.fromkeys(ROLES, 0)
+    for argument in live.arguments:
+        counts[arguments.get(unescape(argument.op_name), OTHER)] += argument.bytes
+    for value in live.values:
+        counts[roles.of((value.name, value.index))] += value.bytes
+    counts[OTHER] += live.outputs
+    counts[FRAGMENTATION] += live.fragmentation
+    assert sum(counts.values()) == live.peak
+    return counts
+
+
+def argument_roles(plan: Planned) -> dict[str, str]:
+    """Name of each argument in the compiled step -> its role.
+
+    Names are paths in the call, such as `state['params']['lm_head/kernel']`.
+    """
+    roles = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(plan.abstract_state):
+        roles["state" + jax.tree_util.keystr(path)] = _ARGUMENTS.get(path[0].key, OTHER)
+    for path, _ in jax.tree_util.tree_leaves_with_path(plan.abstract_batch):
+        roles["batch" + jax.tree_util.keystr(path)] = BATCH
+    return roles
+
+
+def unescape(op_name: str) -> str:
+    """An op_name as it was before it was written between quotation marks."""
+    return op_name.replace("\\'", "'").replace('\\"', '"')
+
+
+class _Origin(enum.Flag):
+    """What a value's numbers are, if they were only moved."""
+
+    NONE = 0
+    PARAMETER = enum.auto()
+    STATE = enum.auto()
+    BATCH = enum.auto()
+    EXTRAS = enum.auto()
+    OTHER_ARGUMENT = enum.auto()
+    COMPUTED = enum.auto()
+    WORKSPACE = enum.auto()
+
+
+_ORIGINS = {
+    MASTERS: _Origin.PARAMETER,
+    FROZEN: _Origin.PARAMETER,
+    OPTIMIZER: _Origin.STATE,
+    BATCH: _Origin.BATCH,
+    EXTRAS: _Origin.EXTRAS,
+    OTHER: _Origin.OTHER_ARGUMENT,
+}
+_MOVED_ONLY = {
+    _Origin.PARAMETER: WEIGHTS,
+    _Origin.BATCH: BATCH,
+    _Origin.EXTRAS: EXTRAS,
+    _Origin.OTHER_ARGUMENT: OTHER,
+}
+
+
+class Roles:
+    """The role of every value of a compiled training step.
+
+    Args:
+      flow: of the program.
+      arguments: name of an argument -> its role.
+    """
+
+    def __init__(self, flow: Dataflow, arguments: Mapping[str, str]):
+        self._flow = flow
+        self._origin = self._find_origins(arguments)
+        self._model = self._find_model()
+        # What forward or backward still read, now or later.
+        self._read = self._closure(
+            (
+                source
+                for value in self._model
+                for source, link in flow.sources(value)
+                if link is Link.USED
+            ),
+            flow.sources,
+        )
+        self._update = self._find_update()
+
+    def of(self, value: Value) -> str:
+        """One of `ROLES`; "other" for a tuple's table and for what the program does not name."""
+        if self._flow.array(value) is None:
+            return OTHER
+        origin = self._origin[value]
+        if not origin:
+            value = self._first_with_origin(value)
+            origin = self._origin[value]
+        return self._role(value, origin)
+
+    def _role(self, value: Value, origin: _Origin) -> str:
+        read = value in self._read
+        if _Origin.WORKSPACE in origin:
+            return WORKSPACE
+        if value in self._update and not read:
+            return UPDATE
+        if origin in _MOVED_ONLY:
+            role = _MOVED_ONLY[origin]
+            return UPDATE if role == WEIGHTS and not read else role
+        if read:
+            return ACTIVATIONS
+        return GRADIENTS if _Origin.COMPUTED in origin else OTHER
+
+    def _first_with_origin(self, value: Value) -> Value:
+        """A constant has the role of what it is the beginning of, such as an accumulator."""
+        for found in self._walk(value):
+            if self._origin[found]:
+                return found
+        return value
+
+    def _walk(self, value: Value) -> Iterable[Value]:
+        seen, waiting = {value}, [value]
+        for found in waiting:
+            yield found
+            for target, link in self._flow.targets(found):
+                if link is not Link.USED and target not in seen:
+                    seen.add(target)
+                    waiting.append(target)
+
+    # --- what is found once -----------------------------------------------------------------------
+
+    def _find_origins(self, arguments: Mapping[str, str]) -> dict[Value, _Origin]:
+        flow = self._flow
+        origins: dict[Value, _Origin] = defaultdict(lambda: _Origin.NONE)
+        entry = {parameter.name for parameter in flow.program.entry.parameters}
+        for value in flow.values:
+            name, _ = value
+            if name in entry:
+                role = arguments.get(unescape(flow.instructions[name].op_name), OTHER)
+                origins[value] = _ORIGINS[role]
+            elif flow.is_workspace(value):
+                origins[value] = _Origin.WORKSPACE
+            elif self._computes(value):
+                origins[value] = _Origin.COMPUTED
+        waiting = list(origins)
+        while waiting:
+            value = waiting.pop()
+            for target, link in flow.targets(value):
+                if link is Link.SAME and origins[value] not in origins[target]:
+                    origins[target] |= origins[value]
+                    waiting.append(target)
+        return origins
+
+    def _computes(self, value: Value) -> bool:
+        """Whether its numbers are others than those that went in."""
+        links = [link for _, link in self._flow.sources(value)]
+        return bool(links) and Link.SAME not in links
+
+    def _find_model(self) -> set[Value]:
+        """What forward and backward compute, without what they only move or add."""
+        flow = self._flow
+        named = {name for name, i in flow.instructions.items() if "jvp(" in i.op_name}
+        nameless = {name for name, i in flow.instructions.items() if not i.op_name}
+        near = self._closure(
+            (value for value in flow.values if value[0] in named),
+            lambda value: [
+                (target, link)
+                for target, link in flow.targets(value)
+                if target[0] in nameless or link is Link.SAME
+            ],
+        )
+        found = set()
+        for value in flow.values:
+            name, opcode = value[0], flow.instructions[value[0]].opcode
+            if opcode in MOVES or not self._computes(value):
+                continue
+            rewritten = name in nameless and opcode in MATMULS and value in near
+            if name in named or rewritten:
+                found.add(value)
+        return found
+
+    def _find_update(self) -> set[Value]:
+        """What is computed from the optimizer's state or, outside of the model, from parameters."""
+        flow, read = self._flow, self._read
+        starts = [value for value in flow.values if self._origin[value] is _Origin.STATE]
+        for value in flow.values:
+            if value in read or value in self._model:
+                continue
+            for source, link in flow.sources(value):
+                if link is not Link.SAME and self._origin[source] is _Origin.PARAMETER:
+                    starts.append(value)
+        return self._closure(
+            starts,
+            lambda value: [pair for pair in flow.targets(value) if pair[0] not in read],
+        )
+
+    def _closure(
+        self, starts: Iterable[Value], neighbours: Callable[[Value], Iterable[tuple[Value, Link]]]
+    ) -> set[Value]:
+        found = set(starts)
+        waiting = list(found)
+        while waiting:
+            for neighbour, _ in neighbours(waiting.pop()):
+                if neighbour not in found:
+                    found.add(neighbour)
+                    waiting.append(neighbour)
+        return found
