@@ -107,13 +107,7 @@ def _compile(lowered: Any, plan: Planned, fast: bool) -> Facts:
     with tempfile.TemporaryDirectory(prefix="zerojax-plan-") as folder:
         compiled = compiler.compile_for_gpus(lowered, dump=Path(folder), fast=fast)
         live = read_live(Path(folder))
-        roles = (
-            None
-            if live is None
-            else bytes_by_role(
-                live, next(Path(folder).glob("*after_optimizations.txt")).read_text(), plan
-            )
-        )
+        roles = None if live is None else bytes_by_role(live, plan)
     program = read_program(compiled.text)
     collectives = find_collectives(program, plan.mesh.size)
     overlap = find_overlap(program, collectives)
