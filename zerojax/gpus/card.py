@@ -25,6 +25,7 @@ class Target:
       l2_bytes: of the whole device.
       bytes_per_second: memory bandwidth as the driver computes it from clock and bus width; the
         cost model divides by it. A datasheet may round it.
+      memory_bytes: where OpenXLA's description has another number than a driver gives; None: no.
       nvlinks: active NVLink links; 0: none, or not published.
       runtime_version, dnn_version: CUDA runtime and cuDNN that the compiler takes to be installed;
         None where OpenXLA's description leaves them out.
@@ -36,6 +37,7 @@ class Target:
     clock_ghz: float
     l2_bytes: int
     bytes_per_second: int
+    memory_bytes: int | None = None
     nvlinks: int = 0
     runtime_version: str | None = None
     dnn_version: str | None = None
@@ -263,8 +265,9 @@ COMPILER_KEYS: dict[str, Callable[[Any], Any]] = {
     "clock_ghz": _number,
     "l2_bytes": _count,
     "bytes_per_second": _count,
+    "memory_bytes": _count,
     "nvlinks": _count,
     "runtime_version": _version,
     "dnn_version": _version,
 }
-COMPILER_OPTIONAL = frozenset({"nvlinks", "runtime_version", "dnn_version"})
+COMPILER_OPTIONAL = frozenset({"memory_bytes", "nvlinks", "runtime_version", "dnn_version"})

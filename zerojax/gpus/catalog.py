@@ -162,8 +162,11 @@ def _with_base(values: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("name", "title", "aliases", "device_kinds"):
         inherited.pop(key, None)
     merged = {**inherited, **own}
-    if isinstance(own.get("compiler"), dict) and "compiler" in inherited:
-        merged["compiler"] = {**inherited["compiler"], **own["compiler"]}
+    if "compiler" in inherited and isinstance(own.get("compiler", {}), dict):
+        section = dict(inherited["compiler"])
+        if "memory_bytes" in own:
+            section.pop("memory_bytes", None)
+        merged["compiler"] = {**section, **own.get("compiler", {})}
     explained = {*own, *_keys_of(own.get("sources")), *_keys_of(own.get("assumptions"))}
     for notes in ("sources", "assumptions"):
         kept = split_notes(inherited.get(notes, {}))

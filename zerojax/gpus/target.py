@@ -161,7 +161,7 @@ def _device_info(gpu: Gpu) -> Iterator[str]:
         "clock_rate_ghz": target.clock_ghz,
         "l2_cache_size": target.l2_bytes,
         "memory_bandwidth": target.bytes_per_second,
-        "device_memory_size": gpu.memory_bytes,
+        "device_memory_size": target.memory_bytes or gpu.memory_bytes,
         "device_address_bits": 64,
         **_occupancy(architecture),
     }
