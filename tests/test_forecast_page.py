@@ -7,11 +7,17 @@ import json
 import re
 
 import pytest
-from forecast_samples import GIB, sample_forecast, sample_memory, sample_plan, sample_row
+from forecast_samples import (
+    GIB,
+    sample_card,
+    sample_forecast,
+    sample_memory,
+    sample_plan,
+    sample_row,
+)
 
 from zerojax.forecast.page import WIDTH, forecast_dict, forecast_page, round_to_sum
 from zerojax.forecast.result import FORMULA
-from zerojax.gpus import find_gpu
 
 WHY = "the compile-only CUDA client is not installed: pip install 'zerojax[plan]'"
 
@@ -26,7 +32,7 @@ def pages():
     wide = sample_plan(devices=64, zero=1, rows=256)
     return {
         "fits": sample_forecast(),
-        "too large": sample_forecast(wide, find_gpu("h100"), sample_memory(scale=2.2), crossing),
+        "too large": sample_forecast(wide, sample_card("h100"), sample_memory(scale=2.2), crossing),
         "formula": formula_forecast(),
         "one device": sample_forecast(sample_plan(devices=1, zero=0)),
         "small": sample_forecast(memory=sample_memory(scale=1e-5)),

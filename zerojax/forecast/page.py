@@ -130,7 +130,7 @@ def _memory(memory: Memory) -> list[str]:
     formula = f"{sum(shown_formula):,.{digits}f}"
     title = f"MEMORY, {unit} per device" + ", by role at the moment of the peak" * compiled
     header = ["", *(["compiled"] if compiled else []), "formula"]
-    table = _table([header, *rows, ["peak" if compiled else "sum", *total, formula]], left=1)
+    table = align_columns([header, *rows, ["peak" if compiled else "sum", *total, formula]], left=1)
     table.insert(-1, "  " + "-" * (len(table[-1]) - 2))
     return [title, *table, *_compiler_count(memory, scale, digits), *_memory_remarks(memory)]
 
@@ -200,7 +200,7 @@ def _traffic(traffic: Traffic, num_devices: int) -> list[str]:
             "",
         ]
     )
-    table = _table(rows, left=3)
+    table = align_columns(rows, left=3)
     return [title, *table, *_traffic_remarks(traffic)]
 
 
@@ -210,9 +210,9 @@ def _traffic_remarks(traffic: Traffic) -> list[str]:
         ratio = traffic.data_wire_bytes / traffic.formula_bytes
         lines[0] += f"; the data axes send {ratio:.1%} of the formula"
     if traffic.rows:
-        lines.append(
-            "  hidden: beside a matrix product that the schedule puts between its start and its end"
-        )
+        lines += [
+            "  hidden: share of its time that products scheduled beside it last, at peak rates"
+        ]
     return lines
 
 
@@ -236,7 +236,7 @@ def _time(forecast: Forecast) -> list[str]:
         rows.append(["device memory", cell(times[1]), f"{_si(estimate.hbm_bytes)}B {rate}"])
     rows.append(["wire", cell(times[2]), _links(forecast)])
     rows += _step_rows(estimate, scale, digits)
-    return [title, *_table(rows, left=1, last_left=True), *_rates(estimate)]
+    return [title, *align_columns(rows, left=1, last_left=True), *_rates(estimate)]
 
 
 def _step_rows(estimate: Estimate, scale: float, digits: int) -> Rows:
@@ -249,7 +249,7 @@ def _step_rows(estimate: Estimate, scale: float, digits: int) -> Rows:
     longer = "matrix products" if estimate.bound_by == "compute" else "device memory"
     if estimate.bound_by == "wire":
         longer = "the longer of the first two" if estimate.memory_seconds else "matrix products"
-    beside = "has no matrix product beside it in the schedule"
+    beside = "longer than the matrix products that the schedule puts beside it"
     if estimate.hbm_bytes is None:
         beside = "assumed: all of it is hidden for as long as the matrix products last"
     return [
@@ -305,7 +305,7 @@ def _si(value: float) -> str:
     return f"{value:.4g} "
 
 
-def _table(rows: Rows, *, left: int, last_left: bool = False) -> list[str]:
+def align_columns(rows: Rows, *, left: int, last_left: bool = False) -> list[str]:
     """Columns of equal width; the first `left` ones and, if told, the last align left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

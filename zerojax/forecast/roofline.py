@@ -83,8 +83,8 @@ def estimate(
     latencies, launches, and the share of a peak that kernels attain are left out.
 
       compute = flops / peak; memory = hbm_bytes / bandwidth; wire = sum of wire_bytes / link
-      exposed = wire that the schedule does not put beside matrix products, and what of the rest is
-                longer than max(compute, memory), which it would have to hide behind
+      exposed = wire that the schedule does not hide behind matrix products, and what of the rest
+                is longer than max(compute, memory), which it would have to hide behind
       step    = max(compute, memory) + exposed
 
     Args:
@@ -94,10 +94,10 @@ def estimate(
       flops: of one device per step, with what is computed again; model_flops: without.
       hbm_bytes: read and written by one device per step; None where nothing was compiled.
       rows: what one device sends; empty where nothing was compiled.
-      formula_bytes: used where there are no rows: all over `data`, and hidden as far as possible.
+      formula_bytes: taken instead of rows where nothing was compiled: hidden as far as possible.
       tokens: of one global batch.
     """
-    if not rows and formula_bytes:
+    if hbm_bytes is None and formula_bytes:
         rows = [_formula_row(gpu, mesh, formula_bytes)]
     peak = peak_flops(gpu, dtype)
     compute = flops / peak if peak else None
@@ -170,6 +170,16 @@ def memory_fraction(environ: Mapping[str, str] | None = None) -> tuple[float, st
     return MEMORY_FRACTION, "JAX's default"
 
 
+def memory_limit(gpu: Gpu) -> tuple[int, str]:
+    """Bytes that JAX may take of a card, and a line that says why it is so many."""
+    fraction, source = memory_fraction()
+    limit = int(gpu.memory_bytes * fraction)
+    return limit, (
+        f"JAX may take {format_bytes(limit)}: {fraction:g} of the card's "
+        f"{format_bytes(gpu.memory_bytes)} ({source})"
+    )
+
+
 def verdict(plan: Planned, gpu: Gpu, memory: Memory) -> Verdict:
     """Whether the step fits, why, and what would help.
 
@@ -178,21 +188,16 @@ def verdict(plan: Planned, gpu: Gpu, memory: Memory) -> Verdict:
     Args:
       plan: what `memory` is of; its settings decide which remedies are named.
     """
-    fraction, source = memory_fraction()
-    limit = int(gpu.memory_bytes * fraction)
+    limit, share = memory_limit(gpu)
     needed = memory.formula_peak if memory.peak is None else memory.peak
     headroom = limit - needed
-    share = (
-        f"JAX may take {format_bytes(limit)}: {fraction:g} of the card's "
-        f"{format_bytes(gpu.memory_bytes)} ({source})"
-    )
     if headroom < 0:
         fits: bool | None = False
         reasons = [
             f"{format_bytes(-headroom)} too much",
             largest_role(memory, needed),
             share,
-            *find_remedies(plan, gpu, memory, excess=-headroom, fraction=fraction),
+            *find_remedies(plan, gpu, memory, excess=-headroom, fraction=memory_fraction()[0]),
         ]
     elif memory.peak is None:
         fits = None

@@ -1,0 +1,352 @@
+"""The search: what is listed, in which order it is compiled, what is ruled out, and the choice."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+
+import pytest
+from forecast_samples import GIB, sample_card, sample_forecast, sample_plan
+
+from zerojax import compiler
+from zerojax.compiler import CompileError
+from zerojax.forecast.result import FORMULA, RoleBytes
+from zerojax.search import Candidate, list_candidates, search, search_dict, search_page
+from zerojax.search.bounds import Bounds, bounds_on, repeated
+from zerojax.search.result import BEATEN, CHOSEN, FAILED, FITS, IMPOSSIBLE, NOT_TRIED, TOO_LARGE
+
+CARD = sample_card()
+LIMIT = 60 * GIB
+RECOMPUTE = {"none": 1.0, "dots": 1.05, "full": 4 / 3}
+KEPT = {"none": 1.0, "dots": 0.5, "full": 0.1}
+
+
+@dataclasses.dataclass
+class World:
+    """A model on 8 cards in numbers: what formulas say of a candidate, and what compiling shows.
+
+    Attributes:
+      activations: GiB with one microbatch and no remat; halved by each doubling of microbatches.
+      state, weights, gradients: GiB, unsharded; compute: seconds; compile_seconds: on the clock.
+    """
+
+    activations: float = 80.0
+    state: float = 36.0
+    weights: float = 6.0
+    gradients: float = 6.0
+    compute: float = 1.0
+    wire: float = 0.2
+    compile_seconds: float = 10.0
+    broken: tuple = ()
+    compiled: list = dataclasses.field(default_factory=list)
+    now: float = 0.0
+
+    def peak(self, c: Candidate) -> float:
+        split = [1, 8, 8, 8][c.zero]
+        accumulated = 2 if c.num_microbatches > 1 else 1
+        gradients = self.gradients * accumulated / (8 if c.zero >= 2 else 1)
+        weights = self.weights / (8 if c.zero == 3 else 1)
+        return (self.state / split + gradients + weights) / c.model
+
+    def bounds(self, c: Candidate, plan: object) -> Bounds:
+        wire = self.wire * (1.5 * c.num_microbatches if c.zero == 3 else 1.0)
+        return Bounds(
+            seconds=max(self.compute * RECOMPUTE[c.remat], wire),
+            wire_seconds=wire,
+            state=int(self.state / [1, 8, 8, 8][c.zero] / c.model * GIB),
+            peak=int(self.peak(c) * GIB),
+            limit=LIMIT,
+        )
+
+    def plan(self, c: Candidate) -> Candidate:
+        """A plan is only handed on; the candidate stands for it."""
+        if c.model == 8:
+            raise ValueError("num_kv_heads=4 is not divisible by model=8; use 4\nand more")
+        return c
+
+    def forecast(self, c: Candidate):
+        self.compiled.append(c)
+        self.now += self.compile_seconds
+        if c in self.broken:
+            raise CompileError("INTERNAL: a pass failed\nmore")
+        activations = self.activations * KEPT[c.remat] / c.num_microbatches / c.model
+        peak = int((self.peak(c) + activations) * GIB)
+        bounds = self.bounds(c, None)
+        forecast = sample_forecast()
+        roles = (
+            RoleBytes(role="activations", bytes=int(activations * GIB), formula=None),
+            RoleBytes(role="rest", bytes=peak - int(activations * GIB), formula=None),
+        )
+        return dataclasses.replace(
+            forecast,
+            memory=dataclasses.replace(forecast.memory, peak=peak, roles=roles),
+            estimate=dataclasses.replace(
+                forecast.estimate, step_seconds=bounds.seconds + 0.1 * bounds.wire_seconds
+            ),
+            verdict=dataclasses.replace(
+                forecast.verdict, fits=peak <= LIMIT, needed=peak, headroom=LIMIT - peak
+            ),
+        )
+
+
+def run(world: World, candidates=None, **options):
+    candidates = candidates or list_candidates(8, 64, node_devices=8)
+    return search(
+        world.plan,
+        candidates,
+        CARD,
+        forecast_of=world.forecast,
+        find_bounds=world.bounds,
+        clock=lambda: world.now,
+        **options,
+    )
+
+
+def cheapest_of_all(world: World) -> float:
+    """By compiling every candidate."""
+    fitting = []
+    for candidate in list_candidates(8, 64, node_devices=8):
+        if candidate.model != 8:
+            forecast = world.forecast(candidate)
+            if forecast.verdict.fits:
+                fitting.append(forecast.estimate.step_seconds)
+    return min(fitting)
+
+
+# Candidates
+
+
+def test_every_even_cut_is_listed_once():
+    found = list_candidates(8, 32, node_devices=8)
+    assert len(found) == len(set(found))
+    assert {c.model for c in found} == {1, 2, 4, 8}
+    assert {c.num_microbatches for c in found if c.model == 1} == {1, 2, 4}
+    assert {c.num_microbatches for c in found if c.model == 8} == {1, 2, 4, 8, 16, 32}
+    assert {c.zero for c in found if c.model == 4} == {0, 1, 2, 3}
+    assert {c.zero for c in found if c.model == 8} == {0}, "one data shard: nothing to split"
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "options", "models"),
+    [
+        (6, 24, {"node_devices": 8}, {1, 2}),
+        (8, 12, {"node_devices": 8}, {2, 4, 8}),
+        (16, 64, {"node_devices": 2}, {1, 2}),
+        (16, 64, {"node_devices": 1}, {1}),
+        (8, 64, {"node_devices": 8, "replicas": 4}, {1, 2}),
+        (8, 7, {"node_devices": 8}, {8}),
+    ],
+)
+def test_only_even_cuts_within_a_node(devices, batch, options, models):
+    assert {c.model for c in list_candidates(devices, batch, **options)} == models
+
+
+def test_words_set_it():
+    words = Candidate(zero=3, model=2, num_microbatches=4, remat="full").words()
+    assert words == ("mesh.zero=3", "mesh.model=2", "num_microbatches=4", "model.remat=full")
+
+
+# Order and pruning
+
+
+@pytest.mark.parametrize("activations", [1, 30, 80, 200, 400, 1500])
+@pytest.mark.parametrize("state", [10, 60, 300])
+@pytest.mark.parametrize("wire", [0.01, 0.5, 3.0])
+def test_the_choice_is_the_cheapest_of_all_and_costs_few_compilations(activations, state, wire):
+    world = World(activations=activations, state=state, wire=wire)
+    result = run(world, budget=10**9)
+    few = len(world.compiled)
+    best = cheapest_of_all(world)
+    assert result.certain
+    assert result.chosen is not None
+    assert result.chosen.seconds <= best / (1 - 0.05)
+    assert result.chosen.peak <= LIMIT
+    assert few <= 16, "of more than 200 candidates"
+    assert sum(trial.status == CHOSEN for trial in result.trials) == 1
+
+
+def test_nothing_depends_on_the_order_of_the_candidates():
+    candidates = list_candidates(8, 64, node_devices=8)
+    first = run(World(), candidates)
+    shuffled = random.Random(0).sample(candidates, len(candidates))
+    assert run(World(), shuffled) == first
+    assert len(first.trials) == len(candidates)
+
+
+def test_what_fits_at_once_is_compiled_alone():
+    world = World(activations=1, state=8)
+    result = run(world)
+    assert len(world.compiled) == 1
+    assert result.chosen.candidate == Candidate(
+        zero=2, model=1, num_microbatches=1, remat="none"
+    ), "stages 0 and 1 need more memory and send as much; stage 3 sends more"
+    reasons = {t.candidate: t for t in result.trials}
+    other = reasons[Candidate(zero=0, model=1, num_microbatches=1, remat="none")]
+    assert (other.status, other.number) == (BEATEN, None)
+    assert "needs no more memory and sends no more" in other.reason
+
+
+def test_state_that_cannot_fit_is_not_even_planned_again():
+    world = World(state=500.0)
+    planned = []
+
+    def plan(c):
+        planned.append(c)
+        return world.plan(c)
+
+    result = search(
+        plan,
+        list_candidates(8, 64, node_devices=8),
+        CARD,
+        forecast_of=world.forecast,
+        find_bounds=world.bounds,
+        clock=lambda: world.now,
+    )
+    whole = [t for t in result.trials if (t.candidate.zero, t.candidate.model) == (0, 1)]
+    assert {t.status for t in whole} == {TOO_LARGE}
+    assert "without activations already 512.0 GiB of 60.0 GiB" in whole[0].reason
+    assert len([c for c in planned if (c.zero, c.model) == (0, 1)]) == 1
+
+
+def test_activations_of_one_compiled_plan_rule_out_others():
+    world = World(activations=300)
+    result = run(world)
+    for trial in result.trials:
+        if trial.status == TOO_LARGE and trial.number is None:
+            forecast = World(activations=300).forecast(trial.candidate)
+            assert not forecast.verdict.fits, trial
+    reasons = [t.reason for t in result.trials if t.status == TOO_LARGE and t.number is None]
+    assert any("by the activations of #1" in reason for reason in reasons)
+
+
+def test_the_sentence_says_how_many_faster_ones_do_not_fit():
+    result = run(World(activations=20_000))
+    assert result.chosen.candidate.remat == "full"
+    assert "that might be faster do not fit" in result.sentence
+
+
+def test_impossible_settings_are_listed_with_their_reason():
+    trials = [t for t in run(World()).trials if t.candidate.model == 8]
+    assert {t.status for t in trials} == {IMPOSSIBLE}
+    assert {t.reason for t in trials} == {"num_kv_heads=4 is not divisible by model=8; use 4"}
+
+
+def test_the_budget_ends_the_search_and_is_said():
+    world = World(activations=1500, compile_seconds=100.0)
+    result = run(world, budget=50.0)
+    assert len(world.compiled) == 1
+    assert not result.certain
+    assert "budget was spent" in result.sentence
+    assert NOT_TRIED in {t.status for t in result.trials}
+    assert result.elapsed == 100.0
+
+
+def test_a_compilation_that_fails_does_not_end_the_search():
+    first = run(World(activations=1)).chosen.candidate
+    world = World(activations=1, broken=(first,))
+    result = run(world)
+    assert result.trials[0].status == FAILED
+    assert result.trials[0].reason == "INTERNAL: a pass failed"
+    assert result.chosen.status == CHOSEN
+    assert result.chosen.candidate != first
+
+
+def test_nothing_fits():
+    result = run(World(activations=10**6))
+    assert result.certain
+    assert result.chosen is None
+    assert result.forecast is None
+    assert result.sentence == f"None of the candidates fits on {CARD.title}."
+
+
+def test_without_a_compiler_nothing_is_chosen():
+    world = World()
+
+    def formula(candidate):
+        return sample_forecast(source=FORMULA, why_formula="pip install 'zerojax[plan]'")
+
+    result = search(
+        world.plan,
+        list_candidates(8, 64, node_devices=8),
+        CARD,
+        forecast_of=formula,
+        find_bounds=world.bounds,
+    )
+    assert result.chosen is None
+    assert not result.certain
+    assert "Nothing was chosen: pip install 'zerojax[plan]'" in result.sentence
+    assert {t.status for t in result.trials} >= {NOT_TRIED}
+
+
+# What is shown
+
+
+def test_the_page_shows_what_was_tried_and_the_words():
+    page = search_page(run(World()))
+    lines = page.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert page.isascii()
+    assert sum("*" in line for line in lines) == 1
+    assert lines[-1].startswith("  mesh.zero=")
+    assert "more: " in page
+
+
+def test_json_lists_every_candidate():
+    result = run(World())
+    values = json.loads(json.dumps(search_dict(result)))
+    assert len(values["trials"]) == len(result.trials)
+    assert values["chosen"]["status"] == CHOSEN
+    assert values["words"] == list(result.chosen.candidate.words())
+    assert values["forecast"]["memory"]["peak"] == result.chosen.peak
+    assert values["certain"] is True
+
+
+# Bounds of real plans
+
+
+def candidate(**changes) -> Candidate:
+    values = {"zero": 1, "model": 1, "num_microbatches": 1, "remat": "none"}
+    return Candidate(**{**values, **changes})
+
+
+def test_bounds_are_those_of_the_plan():
+    find = bounds_on(CARD)
+    plain = find(candidate(), sample_plan())
+    full = find(candidate(remat="full"), sample_plan(remat="full"))
+    assert plain.limit == int(CARD.memory_bytes * 0.75)
+    assert plain.peak > plain.state > 0
+    assert repeated(sample_plan()) == pytest.approx(1.0, abs=1e-6)
+    assert 1.2 < repeated(sample_plan(remat="full")) <= 4 / 3
+    assert full.state == plain.state
+    more = find(candidate(zero=3), sample_plan(zero=3, num_microbatches=4))
+    assert more.wire_seconds > find(candidate(zero=2), sample_plan(zero=2)).wire_seconds
+    assert more.peak < plain.peak
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+def test_a_small_search_with_the_compiler():
+    compiled = []
+
+    def forecast(plan):
+        compiled.append(plan)
+        return plan.compile(gpu="h200", devices=8, fast=True)
+
+    candidates = [
+        candidate(zero=zero, num_microbatches=number)
+        for zero, number in itertools.product((1, 3), (1, 2))
+    ]
+    result = search(
+        lambda c: sample_plan(zero=c.zero, num_microbatches=c.num_microbatches, remat=c.remat),
+        candidates,
+        CARD,
+        forecast_of=forecast,
+    )
+    assert result.certain
+    assert result.chosen.candidate.num_microbatches in (1, 2)
+    assert result.forecast.source == "compiled"
+    assert result.chosen.peak == result.forecast.memory.peak > result.chosen.formula_peak * 0.5
+    assert len(compiled) <= len(candidates)
+    assert {t.status for t in result.trials} <= {CHOSEN, FITS, BEATEN}

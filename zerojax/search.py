@@ -1,1 +1,0 @@
-"""Which plan is the cheapest that fits. Compiles plans; never runs one."""
