@@ -38,4 +38,6 @@ def find_peak(device_kind: str) -> Peak | None:
 def peak_flops(device_kind: str, precision: str = "bf16") -> float | None:
     """FLOP/s of one device in "bf16" or "fp32"; None if not known."""
     gpu = gpu_of_device(device_kind)
-    return gpu and {"bf16": gpu.bf16_flops, "fp32": gpu.fp32_flops}[precision]
+    if gpu is None:
+        return None
+    return {"bf16": gpu.bf16_flops, "fp32": gpu.fp32_flops}[precision]
