@@ -163,15 +163,18 @@ def _updated_in_place(body: Computation) -> set[str]:
 def _elements_needed(body: Computation, in_place: set[str]) -> dict[str, int]:
     """Name -> how many elements of that value a fusion needs to compute its results."""
     needed = {result.name: _size(result) for result in _results(body)}
+    pieces: dict[str, int] = {}
     for user in reversed(body.instructions):
-        if not needed.get(user.name):
+        of_user = needed.get(user.name)
+        if not of_user:
             continue
         for index, operand in enumerate(body.operands_of(user)):
             is_target = index == 0 and user.name in in_place
-            part = 0 if is_target else _part_needed(user, index, operand, needed[user.name])
-            known, size = needed.get(operand.name, 0), _size(operand)
-            # Users that need all of a value share it (`x * x`); pieces add up (a split).
-            needed[operand.name] = min(size, known + part) if part < size else size
+            part = 0 if is_target else _part_needed(user, index, operand, of_user)
+            if user.opcode in _SLICES or user.opcode in _RENAMES:
+                # The pieces of a split are different ones; `x * exp(x)` needs the same x twice.
+                part = pieces[operand.name] = pieces.get(operand.name, 0) + part
+            needed[operand.name] = min(_size(operand), max(part, needed.get(operand.name, 0)))
     return needed
 
 
