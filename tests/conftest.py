@@ -6,6 +6,7 @@ Tests marked `gpu` are for a machine that has one and run when they are asked fo
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import jax
@@ -18,7 +19,7 @@ NUM_CPU_DEVICES = 8
 
 def _gpu_was_asked_for(config: pytest.Config) -> bool:
     expression = config.getoption("markexpr") or ""
-    return "gpu" in expression.replace("not gpu", "")
+    return re.search(r"(?<!not )\bgpu\b", expression) is not None
 
 
 def pytest_configure(config: pytest.Config) -> None:

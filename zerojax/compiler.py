@@ -82,13 +82,10 @@ class CompiledProgram:
     Attributes:
       text: the optimized, scheduled HLO.
       memory: what it needs.
-      options: compiler options that were used; dropped: option -> why it was left out.
     """
 
     text: str
     memory: MemoryUse
-    options: Mapping[str, Any]
-    dropped: Mapping[str, str]
 
 
 def missing() -> str | None:
@@ -174,41 +171,27 @@ def keep_known_options(mesh: Mesh, options: Mapping[str, Any]) -> tuple[dict, di
 
 
 def compile_for_gpus(
-    jitted: Any,
-    *abstract_args: Any,
-    options: Mapping[str, Any] | None = None,
-    dump: Path | None = None,
-    fast: bool = False,
+    program: Any, *abstract_args: Any, dump: Path | None = None, fast: bool = False
 ) -> CompiledProgram:
     """Compiles for the devices of the arguments' shardings.
 
     Args:
-      jitted: what `jax.jit` returned, or `jitted.lower(...)`'s result when no arguments are given.
+      program: what `jax.jit` returned; or, without further arguments, what its `lower` returned.
       *abstract_args: `ShapeDtypeStruct`s with shardings on a mesh of `gpu_devices`.
-      options: compiler options; those that the compiler does not know are left out and listed.
       dump: folder to which the compiler writes its accounts of memory (see `hlo.live`).
       fast: with `FAST_OPTIONS`.
 
     Raises:
       CompileError: with the first cause.
     """
-    lowered = jitted.lower(*abstract_args) if abstract_args else jitted
-    wanted = {**(FAST_OPTIONS if fast else {}), **(options or {})}
-    device = _first_device(abstract_args) if abstract_args else None
-    known, dropped = wanted, {}
-    if device is not None and options:
-        known, dropped = keep_known_options(Mesh(np.array([device]), ("x",)), wanted)
+    lowered = program.lower(*abstract_args) if abstract_args else program
+    options = dict(FAST_OPTIONS) if fast else {}
     extra = {} if dump is None else {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
     try:
-        compiled = lowered.compile(compiler_options={**known, **extra})
+        compiled = lowered.compile(compiler_options={**options, **extra})
     except Exception as error:  # XLA's own kind, which is not public
         raise CompileError(first_cause(error)) from error
-    return CompiledProgram(
-        text=compiled.as_text(),
-        memory=memory_of(compiled),
-        options=known,
-        dropped=dropped,
-    )
+    return CompiledProgram(text=compiled.as_text(), memory=memory_of(compiled))
 
 
 def memory_of(compiled: Any) -> MemoryUse:
@@ -256,14 +239,6 @@ def _plugin() -> str | None:
                 return name
         except ModuleNotFoundError:
             continue
-    return None
-
-
-def _first_device(abstract_args: Any) -> Any:
-    for leaf in jax.tree.leaves(abstract_args):
-        mesh = getattr(leaf.sharding, "mesh", None)
-        if isinstance(mesh, Mesh):
-            return mesh.devices.flat[0]
     return None
 
 

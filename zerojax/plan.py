@@ -36,7 +36,7 @@ from zerojax.plan_checks import (
     check_reads,
     check_trained,
 )
-from zerojax.plan_reasons import describe_choices, describe_model
+from zerojax.plan_reasons import describe_choices, describe_model, describe_options
 from zerojax.plan_table import plan_dict, plan_line, plan_table
 from zerojax.precision import Precision, as_precision
 from zerojax.state import TrainState
@@ -69,6 +69,7 @@ class Plan:
         and between two plans.
       abstract_batch: the global batch, with shardings.
       compiler_options: what the step is compiled with, where it is known what helps.
+      dropped_options: compiler option -> why this compiler goes without it.
       regather: whether the backward pass gathers parameters again (zero=3, see `zero`).
       forward: the traced forward pass of one microbatch on one data shard (a jaxpr), for counting.
       reasons: one line per default or exception that a reader should know.
@@ -88,6 +89,7 @@ class Plan:
     abstract_canonical: TrainState
     abstract_batch: Tree
     compiler_options: Mapping[str, Any]
+    dropped_options: Mapping[str, str]
     regather: bool
     forward: Any
     reasons: tuple[str, ...]
@@ -203,7 +205,16 @@ def make_plan(
       ValueError, TypeError: with the value, the limit and the remedy.
     """
     given = {
-        name: value for name, value in locals().items() if name not in ("mesh", "mesh_options")
+        "model": model,
+        "example_batch": example_batch,
+        "loss": loss,
+        "optimizer": optimizer,
+        "precision": precision,
+        "reduce_dtype": reduce_dtype,
+        "accumulate_dtype": accumulate_dtype,
+        "num_microbatches": num_microbatches,
+        "freeze": freeze,
+        "steps": steps,
     }
     settings, mesh = _resolve_mesh(mesh, zero, mesh_options)
     internal = models.as_model(model)
@@ -222,7 +233,7 @@ def make_plan(
     placement = _place(internal, params, trace, settings, mesh, freeze)
     check_trained(placement)
     regather = settings.zero == 3 and internal.reads_lazily
-    compiler_options, compiler_reasons = _compiler_options(mesh, regather)
+    compiler_options, dropped_options = _compiler_options(mesh, regather)
     abstract_batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, P(DATA_AXES))
@@ -246,13 +257,14 @@ def make_plan(
         abstract_canonical=build(canonical=True),
         abstract_batch=abstract_batch,
         compiler_options=compiler_options,
+        dropped_options=dropped_options,
         regather=regather,
         forward=trace.jaxpr,
         reasons=(
             *describe_choices(settings, mesh, precision, placement),
             *optimizer_built.reasons,
             *describe_model(trace, placement, extras, regather),
-            *compiler_reasons,
+            *describe_options(compiler_options, dropped_options),
         ),
         remake=functools.partial(_remake, settings, given),
     )
@@ -263,14 +275,11 @@ PREFETCH_OPTIONS = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_O
 For 1.3 billion parameters on 8 H100 it takes 4 MB more. JAX 0.10 does not know it."""
 
 
-def _compiler_options(mesh: Mesh | AbstractMesh, regather: bool) -> tuple[dict, tuple[str, ...]]:
-    """What a step on these devices is compiled with, and the reasons."""
+def _compiler_options(mesh: Mesh | AbstractMesh, regather: bool) -> tuple[dict, dict[str, str]]:
+    """What a step on these devices is compiled with, and what this compiler does not know."""
     if not regather or not isinstance(mesh, Mesh) or not compiler.is_cuda(mesh):
-        return {}, ()
-    known, dropped = compiler.keep_known_options(mesh, PREFETCH_OPTIONS)
-    reasons = [f"{name}={value}: the next layer is gathered early" for name, value in known.items()]
-    reasons += [f"{name} is left out: {why}" for name, why in dropped.items()]
-    return known, tuple(reasons)
+        return {}, {}
+    return compiler.keep_known_options(mesh, PREFETCH_OPTIONS)
 
 
 def _remake(settings: MeshConfig, given: dict[str, Any], mesh: Mesh | AbstractMesh) -> Plan:

@@ -74,3 +74,9 @@ def _some(names: list[str], things: str) -> str:
     """How many, with an example: "3 parameters (such as a/kernel) are"."""
     verb = "are" if len(names) > 1 else "is"
     return f"{len(names)} {things if len(names) > 1 else things[:-1]} (such as {names[0]}) {verb}"
+
+
+def describe_options(known: Mapping[str, Any], dropped: Mapping[str, str]) -> list[str]:
+    """One line per compiler option that was asked for."""
+    lines = [f"compiler option {name}={value}" for name, value in known.items()]
+    return lines + [f"compiler option {name} is left out: {why}" for name, why in dropped.items()]

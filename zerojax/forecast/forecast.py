@@ -117,8 +117,6 @@ def _compile(lowered: Any, plan: Planned, fast: bool) -> Facts:
         "roles": roles,
         "collectives": rows,
         "hbm_bytes": hbm_bytes(program),
-        "options": dict(compiled.options),
-        "dropped": dict(compiled.dropped),
     }
 
 
@@ -174,7 +172,7 @@ def _assemble(
         source=FORMULA if facts is None else COMPILED,
         why_formula=why_formula,
         compiler=compiler.compiler_version(),
-        options_dropped={} if facts is None else facts["dropped"],
+        options_dropped=dict(plan.dropped_options),
         seconds=seconds,
         memory=memory,
         traffic=traffic,

@@ -1,0 +1,109 @@
+"""The compile-only client: what it compiles, and what is said when it cannot."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import compiler, make_mesh
+from zerojax.gpus import find_gpu
+
+H100 = find_gpu("h100")
+needs_compiler = pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+
+
+def test_without_the_plugin_the_remedy_is_named(monkeypatch):
+    monkeypatch.setattr(compiler, "_PLUGINS", ("no_such_plugin",))
+    why = compiler.missing()
+    assert why is not None
+    assert "pip install 'zerojax[plan]'" in why
+    with pytest.raises(compiler.CompilerMissing, match="nothing was compiled"):
+        compiler.gpu_devices(H100, 8)
+
+
+@pytest.mark.parametrize(
+    ("count", "match"),
+    [(0, "at least 1 GPU"), (12, r"devices=12 does not fill nodes of 8 .*; use 8 or 16")],
+)
+def test_device_counts_that_make_no_nodes(monkeypatch, count, match):
+    monkeypatch.setattr(compiler, "missing", lambda: None)
+    with pytest.raises(ValueError, match=match):
+        compiler.gpu_devices(H100, count)
+
+
+def test_the_first_cause_of_a_chain_is_told_with_its_remedy():
+    try:
+        try:
+            raise ValueError("\n  No PTX compilation provider is available.\nlong tail\n")
+        except ValueError as inner:
+            raise RuntimeError("compilation failed") from inner
+    except RuntimeError as error:
+        told = compiler.first_cause(error)
+    assert told.startswith("No PTX compilation provider is available. (the assembler is missing")
+    assert "long tail" not in told
+    assert compiler.first_cause(KeyError()) == "KeyError"
+    assert len(compiler.first_cause(ValueError("x" * 2000))) == 500
+
+
+def test_host_memory_is_not_counted_as_the_devices():
+    use = compiler.MemoryUse(
+        arguments=10,
+        outputs=9,
+        aliased=8,
+        temporary=7,
+        host_arguments=100,
+        host_outputs=100,
+        host_aliased=100,
+        host_temporary=5,
+    )
+    assert use.peak == 10 + 9 - 8 + 7
+    assert use.host_peak == 105
+
+
+def test_virtual_devices_are_no_gpus():
+    assert not compiler.is_cuda(make_mesh({"data": 8}))
+    assert not compiler.is_cuda(jax.sharding.AbstractMesh((8,), ("data",)))
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
+def test_an_option_is_used_where_the_compiler_knows_it_and_listed_where_not():
+    mesh = make_mesh({"data": 8}, devices=compiler.gpu_devices(H100, 8))
+    assert compiler.is_cuda(mesh)
+    options = {"xla_gpu_autotune_level": 0, "xla_no_such_option": True}
+    known, dropped = compiler.keep_known_options(mesh, options)
+    assert known == {"xla_gpu_autotune_level": 0}
+    assert list(dropped) == ["xla_no_such_option"]
+    assert "xla_no_such_option" in dropped["xla_no_such_option"]
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
+def test_a_program_is_compiled_for_gpus_that_are_not_here():
+    mesh = make_mesh({"data": 8}, devices=compiler.gpu_devices(H100, 8))
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    x = jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=split)
+    w = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=whole)
+    jitted = jax.jit(lambda x, w: (x @ w).sum(0), out_shardings=whole)
+    program = compiler.compile_for_gpus(jitted.lower(x, w), fast=True)
+    assert program.memory.arguments == (1024 // 8 + 256) * 256 * 4
+    assert program.memory.outputs == 256 * 4
+    assert "all-reduce" in program.text
+    assert program.memory.host_peak == 0
+
+
+def test_a_refused_program_is_one_sentence():
+    """The CPU's compiler refuses in the same way."""
+
+    class Lowered:
+        def compile(self, compiler_options):
+            lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(8))
+            return lowered.compile(compiler_options={**compiler_options, "xla_no_such": True})
+
+    with pytest.raises(compiler.CompileError) as caught:
+        compiler.compile_for_gpus(Lowered())
+    assert "\n" not in str(caught.value)
+    assert "No such compile option: 'xla_no_such'" in str(caught.value)

@@ -1,0 +1,107 @@
+"""`plan.compile`: what a step needs on GPUs that are not here."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.small_models import reference_model
+from zerojax import compiler, make_mesh, make_plan
+from zerojax.forecast import COMPILED, FORMULA
+from zerojax.mesh import make_abstract_mesh
+
+needs_compiler = pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+
+
+def plan_of(zero: int = 3, mesh=None, rows: int = 8):
+    shape = jax.ShapeDtypeStruct((rows, 128), jnp.int32)
+    model = reference_model(
+        "gpt2", num_layers=4, embed_dim=256, max_seq_len=128, tie_embeddings=False, remat="full"
+    )
+    return make_plan(
+        model,
+        make_mesh({"data": 8}) if mesh is None else mesh,
+        example_batch={"tokens": shape, "targets": shape},
+        zero=zero,
+        persistence_threshold=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROJAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def test_without_the_compiler_formulas_are_given_and_labelled(monkeypatch):
+    monkeypatch.setattr(compiler, "_PLUGINS", ("no_such_plugin",))
+    forecast = plan_of().compile(gpu="h100")
+    assert forecast.source == FORMULA
+    assert forecast.memory.peak is None
+    assert forecast.verdict.fits is None, "formulas know no activations"
+    page = forecast.page()
+    assert "formulas only" in page
+    assert "pip install 'zerojax[plan]'" in " ".join(page.split())
+    assert forecast.as_dict()["traffic"]["formula_bytes"] > 0
+    json.dumps(forecast.as_dict())
+
+
+def test_another_number_of_devices_is_planned_anew(monkeypatch):
+    monkeypatch.setattr(compiler, "_PLUGINS", ("no_such_plugin",))
+    plan = plan_of(rows=64)
+    here, there = plan.compile(gpu="h200"), plan.compile(gpu="h200", devices=64)
+    assert here.mesh["data"] == 8
+    assert there.mesh["data"] == 64
+    assert there.memory.state < here.memory.state / 6
+
+
+def test_devices_that_the_mesh_cannot_make(monkeypatch):
+    monkeypatch.setattr(compiler, "_PLUGINS", ("no_such_plugin",))
+    plan = plan_of(mesh=make_abstract_mesh({"data": 4, "model": 2}, 8))
+    with pytest.raises(ValueError, match="does not divide the 7 devices"):
+        plan.compile(gpu="h100", devices=7)
+    with pytest.raises(ValueError, match="8"):
+        plan_of(rows=8).compile(gpu="h100", devices=16)  # 8 rows on 16 data shards
+
+
+def test_an_unknown_card_is_refused_with_those_that_are_known():
+    with pytest.raises(ValueError, match="h100"):
+        plan_of().compile(gpu="h1000")
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
+@pytest.mark.parametrize("zero", [1, 3])
+def test_the_step_is_compiled_and_its_numbers_add_up(cache, zero):
+    plan = plan_of(zero)
+    forecast = plan.compile(gpu="h100", fast=True)
+    memory, traffic = forecast.memory, forecast.traffic
+    assert forecast.source == COMPILED
+    assert forecast.verdict.fits
+    assert memory.peak == memory.arguments + memory.outputs - memory.aliased + memory.temporary
+    assert sum(role.bytes for role in memory.roles) == memory.peak
+    assert memory.arguments == memory.state + memory.batch
+    roles = {role.role: role for role in memory.roles}
+    for name in ("master weights", "optimizer state"):
+        assert roles[name].bytes == roles[name].formula
+    assert traffic.data_wire_bytes == pytest.approx(traffic.formula_bytes, rel=0.03)
+    assert all(row.axis == "data" and not row.crosses_nodes for row in traffic.rows)
+    in_loops = sum(row.wire_bytes for row in traffic.rows if row.loop_depth > 0)
+    assert (in_loops > 0.5 * traffic.wire_bytes) == (zero == 3)
+    json.dumps(forecast.as_dict())
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
+def test_the_same_step_comes_from_the_cache(cache):
+    first = plan_of(3).compile(gpu="h100", fast=True)
+    again = plan_of(3).compile(gpu="h100", fast=True)
+    assert again.seconds == 0
+    assert again.memory == first.memory
+    assert again.traffic == first.traffic
+    other = plan_of(3).compile(gpu="h200", fast=True)
+    assert other.seconds > 0, "another card is another program"

@@ -1,0 +1,90 @@
+"""ZeRO's formulas, from the placement table: bytes on the wire and FLOPs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.small_models import reference_model
+from zerojax import make_plan
+from zerojax.forecast import formulas
+from zerojax.mesh import make_abstract_mesh
+
+DEVICES = 8
+
+
+def plan_of(zero: int, microbatches: int = 1, model: int = 1, **options):
+    """A tiny GPT-2 whose parameters are all large enough to be gathered where they are read."""
+    shape = jax.ShapeDtypeStruct((DEVICES * microbatches, 16), jnp.int32)
+    return make_plan(
+        reference_model("gpt2", tie_embeddings=False),
+        make_abstract_mesh({"data": -1, "model": model}, DEVICES),
+        example_batch={"tokens": shape, "targets": shape},
+        zero=zero,
+        num_microbatches=microbatches,
+        persistence_threshold=0,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("zero", "microbatches", "units"),
+    [
+        (0, 1, 2),
+        (0, 4, 2),
+        (1, 1, 2),
+        (1, 4, 2),  # one reduction per step, also with microbatches
+        (2, 1, 2),
+        (2, 4, 1 + 4),  # a reduction per microbatch, weights once
+        (3, 1, 3),
+        (3, 4, 3 * 4),
+    ],
+)
+def test_wire_bytes_in_units_of_all_parameters(zero, microbatches, units):
+    plan = plan_of(zero, microbatches)
+    assert formulas.wire_bytes(plan) == pytest.approx(units * formulas.wire_unit(plan), rel=1e-9)
+
+
+def test_the_unit_is_two_bytes_per_parameter_and_tensor_parallelism_divides_it():
+    plan = plan_of(1)
+    assert formulas.wire_unit(plan) == 2 * plan.placement.num_parameters() * 7 / 8
+    split = plan_of(1, model=2)
+    sharded = [leaf for leaf in split.placement.leaves.values() if any(leaf.axes)]
+    assert sharded
+    whole = split.placement.num_parameters() - sum(
+        jnp.prod(jnp.array(leaf.shape)).item() // 2 for leaf in sharded
+    )
+    assert formulas.wire_unit(split) == 2 * whole * 3 / 4
+
+
+def test_a_float32_reduction_doubles_its_bytes():
+    bf16, fp32 = plan_of(1, reduce_dtype="bf16"), plan_of(1, reduce_dtype="fp32")
+    unit = formulas.wire_unit(bf16)
+    assert formulas.wire_bytes(fp32) - formulas.wire_bytes(bf16) == pytest.approx(unit)
+
+
+def test_frozen_parameters_are_gathered_and_never_reduced():
+    frozen = plan_of(2, freeze=("blocks",))
+    share = frozen.placement.num_parameters(frozen=True) / frozen.placement.num_parameters()
+    units = formulas.wire_bytes(frozen) / formulas.wire_unit(frozen)
+    assert units == pytest.approx(2 - share)
+
+
+def test_one_device_sends_nothing():
+    shape = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+    plan = make_plan(
+        reference_model("gpt2"),
+        make_abstract_mesh({"data": 1}, 1),
+        example_batch={"tokens": shape, "targets": shape},
+    )
+    assert formulas.wire_bytes(plan) == 0
+
+
+def test_model_flops_are_three_forward_passes_over_the_global_batch():
+    one, four = plan_of(1), plan_of(1, microbatches=4)
+    assert formulas.model_flops(four) == 4 * formulas.model_flops(one)
+    tokens, width, layers, vocab = DEVICES * 16, 32, 2, 64
+    matrices = layers * 12 * width * width + width * vocab
+    attention = layers * 2 * 16 * width
+    assert formulas.model_flops(one) == pytest.approx(6 * tokens * (matrices + attention), rel=0.02)
