@@ -6,7 +6,7 @@ CONFIG ?= configs/tiny_shakespeare.yaml
 RUN := "$(VENV)/bin/python"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test train test test-slow test-gpu lint format types bench wheel clean
+.PHONY: help setup setup-test train test test-slow test-programs test-gpu lint format types bench wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -25,7 +25,11 @@ test: setup-test ## the test suite without its slow part
 	@$(RUN) -m pytest $(ARGS)
 
 test-slow: setup-test ## the slow part
-	@$(RUN) -m pytest -m "slow and not gpu" $(ARGS)
+	@$(RUN) -m pytest -m "slow and not gpu and not gpu_programs" $(ARGS)
+
+test-programs: ## what is compiled for GPUs that are not here (installs about 700 MB of compiler)
+	@sh tools/setup.sh "$(VENV)" test,plan
+	@$(RUN) -m pytest -m gpu_programs $(ARGS)
 
 test-gpu: setup-test ## what needs a GPU
 	@$(RUN) -m pytest -m gpu $(ARGS)

@@ -24,6 +24,17 @@ def test_without_the_plugin_the_remedy_is_named(monkeypatch):
         compiler.gpu_devices(H100, 8)
 
 
+def test_a_client_of_another_version_is_not_used(monkeypatch):
+    versions = {"jaxlib": "0.11.2", "jax-cuda13-pjrt": "0.12.0.1"}
+    monkeypatch.setattr(compiler, "_plugin", lambda: "xla_cuda13")
+    monkeypatch.setattr(compiler, "_version", versions.get)
+    why = compiler.missing()
+    assert why is not None
+    assert why.endswith("pip install jax-cuda13-pjrt==0.11.2 jax-cuda13-plugin==0.11.2")
+    versions["jax-cuda13-pjrt"] = "0.11.2"
+    assert compiler.missing() is None
+
+
 @pytest.mark.parametrize(
     ("count", "match"),
     [(0, "at least 1 GPU"), (12, r"devices=12 does not fill nodes of 8 .*; use 8 or 16")],

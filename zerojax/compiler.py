@@ -90,23 +90,29 @@ class CompiledProgram:
 
 def missing() -> str | None:
     """Why nothing can be compiled for GPUs here, and the remedy; None if it can."""
-    if _plugin() is None:
+    plugin = _plugin()
+    if plugin is None:
         return (
             "the compile-only CUDA client is not installed, so nothing was compiled: "
             f"{INSTALL} (about 700 MB, no GPU needed)"
+        )
+    package = f"jax-{plugin.removeprefix('xla_')}-pjrt"
+    jaxlib, client = _version("jaxlib"), _version(package)
+    if client is not None and client.split(".")[:3] != (jaxlib or "").split(".")[:3]:
+        names = " ".join(
+            f"{name}=={jaxlib}" for name in (package, package.replace("pjrt", "plugin"))
+        )
+        return (
+            f"{package} {client} does not belong to jaxlib {jaxlib}, so nothing was compiled: "
+            f"pip install {names}"
         )
     return None
 
 
 def compiler_version() -> str:
     """The versions that decide what is compiled, as in "jaxlib 0.12.0, jax-cuda13-pjrt 0.12.0"."""
-    found = []
-    for name in _PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    found = {name: _version(name) for name in _PACKAGES}
+    return ", ".join(f"{name} {version}" for name, version in found.items() if version)
 
 
 def gpu_devices(gpu: gpus.Gpu, count: int) -> Sequence[Any]:
@@ -230,6 +236,13 @@ def first_cause(error: BaseException) -> str:
         if re.search(pattern, text):
             return f"{line} ({remedy})"
     return line
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _plugin() -> str | None:
