@@ -13,8 +13,9 @@ from forecast_samples import GIB, sample_card, sample_forecast, sample_plan
 from zerojax import compiler
 from zerojax.compiler import CompileError
 from zerojax.forecast.result import FORMULA, RoleBytes
+from zerojax.plan_table import role_bytes, shard_bytes
 from zerojax.search import Candidate, list_candidates, search, search_dict, search_page
-from zerojax.search.bounds import Bounds, bounds_on, repeated
+from zerojax.search.bounds import Bounds, bounds_of, bounds_on, repeated
 from zerojax.search.result import BEATEN, CHOSEN, FAILED, FITS, IMPOSSIBLE, NOT_TRIED, TOO_LARGE
 
 CARD = sample_card()
@@ -50,7 +51,8 @@ class World:
         weights = self.weights / (8 if c.zero == 3 else 1)
         return (self.state / split + gradients + weights) / c.model
 
-    def bounds(self, c: Candidate, plan: object) -> Bounds:
+    def bounds(self, c: Candidate) -> Bounds:
+        self.plan(c)
         wire = self.wire * (1.5 * c.num_microbatches if c.zero == 3 else 1.0)
         return Bounds(
             seconds=max(self.compute * RECOMPUTE[c.remat], wire),
@@ -73,7 +75,7 @@ class World:
             raise CompileError("INTERNAL: a pass failed\nmore")
         activations = self.activations * KEPT[c.remat] / c.num_microbatches / c.model
         peak = int((self.peak(c) + activations) * GIB)
-        bounds = self.bounds(c, None)
+        bounds = self.bounds(c)
         forecast = sample_forecast()
         roles = (
             RoleBytes(role="activations", bytes=int(activations * GIB), formula=None),
@@ -145,7 +147,13 @@ def test_only_even_cuts_within_a_node(devices, batch, options, models):
 
 def test_words_set_it():
     words = Candidate(zero=3, model=2, num_microbatches=4, remat="full").words()
-    assert words == ("mesh.zero=3", "mesh.model=2", "num_microbatches=4", "model.remat=full")
+    assert words == (
+        "mesh.data=-1",
+        "mesh.zero=3",
+        "mesh.model=2",
+        "num_microbatches=4",
+        "model.remat=full",
+    )
 
 
 # Order and pruning
@@ -192,16 +200,16 @@ def test_state_that_cannot_fit_is_not_even_planned_again():
     world = World(state=500.0)
     planned = []
 
-    def plan(c):
+    def bounds(c):
         planned.append(c)
-        return world.plan(c)
+        return world.bounds(c)
 
     result = search(
-        plan,
+        world.plan,
         list_candidates(8, 64, node_devices=8),
         CARD,
         forecast_of=world.forecast,
-        find_bounds=world.bounds,
+        find_bounds=bounds,
         clock=lambda: world.now,
     )
     whole = [t for t in result.trials if (t.candidate.zero, t.candidate.model) == (0, 1)]
@@ -289,7 +297,7 @@ def test_the_page_shows_what_was_tried_and_the_words():
     assert max(map(len, lines)) <= 100
     assert page.isascii()
     assert sum("*" in line for line in lines) == 1
-    assert lines[-1].startswith("  mesh.zero=")
+    assert lines[-1].startswith("  mesh.data=-1 mesh.zero=")
     assert "more: " in page
 
 
@@ -311,18 +319,33 @@ def candidate(**changes) -> Candidate:
     return Candidate(**{**values, **changes})
 
 
+def plan_for(c: Candidate):
+    return sample_plan(zero=c.zero, num_microbatches=c.num_microbatches, remat=c.remat)
+
+
 def test_bounds_are_those_of_the_plan():
-    find = bounds_on(CARD)
-    plain = find(candidate(), sample_plan())
-    full = find(candidate(remat="full"), sample_plan(remat="full"))
+    find = bounds_on(CARD, plan_for)
+    plain, full = find(candidate()), find(candidate(remat="full"))
     assert plain.limit == int(CARD.memory_bytes * 0.75)
-    assert plain.peak > plain.state > 0
+    assert plain.state == shard_bytes(plan_for(candidate()).abstract_state)
+    assert plain.peak == sum(role_bytes(plan_for(candidate())).values()) > plain.state
     assert repeated(sample_plan()) == pytest.approx(1.0, abs=1e-6)
     assert 1.2 < repeated(sample_plan(remat="full")) <= 4 / 3
-    assert full.state == plain.state
-    more = find(candidate(zero=3), sample_plan(zero=3, num_microbatches=4))
-    assert more.wire_seconds > find(candidate(zero=2), sample_plan(zero=2)).wire_seconds
+    assert (full.state, full.peak, full.wire_seconds) == (
+        plain.state,
+        plain.peak,
+        plain.wire_seconds,
+    )
+    more = find(candidate(zero=3, num_microbatches=4))
+    assert more.wire_seconds > find(candidate(zero=2)).wire_seconds
     assert more.peak < plain.peak
+
+
+def test_bounds_of_every_remat_are_those_of_its_own_plan():
+    find = bounds_on(CARD, plan_for)
+    for remat in ("none", "dots", "full"):
+        own = candidate(zero=3, num_microbatches=2, remat=remat)
+        assert find(own) == bounds_of(plan_for(own), CARD, repeated(plan_for(own)))
 
 
 @pytest.mark.slow
@@ -339,7 +362,7 @@ def test_a_small_search_with_the_compiler():
         for zero, number in itertools.product((1, 3), (1, 2))
     ]
     result = search(
-        lambda c: sample_plan(zero=c.zero, num_microbatches=c.num_microbatches, remat=c.remat),
+        plan_for,
         candidates,
         CARD,
         forecast_of=forecast,

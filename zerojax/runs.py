@@ -17,6 +17,8 @@ from zerojax import mesh as meshes
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import RunConfig, from_dict, to_dict
 from zerojax.data import as_feed, as_source, load_tokenizer, save_tokenizer
+from zerojax.data.tokenizer import as_tokenizer, bpe_size
+from zerojax.data.tokens import is_token_path, open_tokens
 from zerojax.models import build_model
 from zerojax.plan import Plan, make_plan
 from zerojax.running import (
@@ -54,21 +56,9 @@ def run_from_config(config: RunConfig) -> Trainer:
             f"{config.data.path} does not say how many different tokens it may hold; set "
             "model.vocab_size to that number"
         )
-    factory = build_model(config.model, vocab_size)
 
     def replan(mesh_config: Any) -> Plan:
-        return make_plan(
-            factory,
-            mesh_config,
-            example_batch=train_source.batch(0),
-            optimizer=config.optimizer,
-            precision=config.precision,
-            reduce_dtype=config.reduce_dtype,
-            accumulate_dtype=config.accumulate_dtype,
-            num_microbatches=config.num_microbatches,
-            freeze=config.freeze,
-            steps=config.steps,
-        )
+        return _make_plan(config, mesh_config, train_source.batch(0), vocab_size)
 
     plan = replan(config.mesh)
     model_config = dataclasses.replace(config.model, vocab_size=vocab_size)
@@ -98,6 +88,87 @@ def run_from_config(config: RunConfig) -> Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         save_tokenizer(tokenizer, folder / TOKENIZER_FILE)
     return start_run(run, plan, replan, habits, feed, config.seed, validation)
+
+
+def _make_plan(config: RunConfig, mesh: Any, batch: Any, vocab_size: int, **options: Any) -> Plan:
+    return make_plan(
+        build_model(config.model, vocab_size),
+        mesh,
+        example_batch=batch,
+        optimizer=config.optimizer,
+        precision=config.precision,
+        reduce_dtype=config.reduce_dtype,
+        accumulate_dtype=config.accumulate_dtype,
+        num_microbatches=config.num_microbatches,
+        freeze=config.freeze,
+        steps=config.steps,
+        **options,
+    )
+
+
+def plan_from_config(config: RunConfig, num_devices: int) -> Plan:
+    """The plan that `run_from_config` makes on so many devices, none of which has to be here.
+
+    Reads no data: a batch is `global_batch_size` rows of `seq_len` tokens and as many targets.
+
+    Raises:
+      ValueError: sizes that do not fit together, or a vocabulary that only the data could tell.
+    """
+    mesh = meshes.make_abstract_mesh(config.mesh, num_devices)
+    _check_pieces(config, meshes.num_data_shards(mesh))
+    tokens = jax.ShapeDtypeStruct((config.global_batch_size, config.data.seq_len), jnp.int32)
+    axes = {*meshes.AXES, "offload"}  # the mesh has the sizes; offload is not built yet
+    names = [field.name for field in dataclasses.fields(config.mesh) if field.name not in axes]
+    return _make_plan(
+        config,
+        mesh,
+        {"tokens": tokens, "targets": tokens},
+        vocab_size_of(config),
+        **{name: getattr(config.mesh, name) for name in names},
+    )
+
+
+def _check_pieces(config: RunConfig, shards: int) -> None:
+    """Refuses a batch that so many shards cannot cut, naming both settings that would mend it."""
+    batch, pieces = config.global_batch_size, shards * config.num_microbatches
+    if batch % pieces == 0:
+        return
+    fewer = [n for n in range(1, config.num_microbatches) if batch % (shards * n) == 0]
+    remedies = [f"num_microbatches={fewer[-1]}"] if fewer else []
+    remedies.append(f"global_batch_size={-(-batch // pieces) * pieces}")
+    raise ValueError(
+        f"global_batch_size={batch} is not divisible by {shards} data shards x num_microbatches="
+        f"{config.num_microbatches} = {pieces}; use {' or '.join(remedies)}"
+    )
+
+
+def vocab_size_of(config: RunConfig) -> int:
+    """How many different tokens a run has, from its settings and, at most, the head of a file.
+
+    A "bpe:SIZE" counts as SIZE, though a small corpus may hold fewer merges than that.
+
+    Raises:
+      ValueError: only the data could tell. FileNotFoundError: no such tokenizer file.
+    """
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    spec, path = config.data.tokenizer, config.data.path
+    file = None if path is None else Path(path).expanduser()
+    size = None
+    if file is not None and file.exists() and is_token_path(file):  # brings its own tokenizer
+        parts = [part for part in open_tokens([file]) if part is not None]
+        size = parts[0].vocab_size if parts else None
+    elif bpe_size(spec) is not None:
+        size = bpe_size(spec)
+    elif spec != "bytes" or file is None or file.exists():
+        size = as_tokenizer(spec).vocab_size
+    if size is None:
+        known = "does not say" if file is not None and file.exists() else "is not here to say"
+        raise ValueError(
+            f"data.path={path} {known} how many different tokens there are; set model.vocab_size "
+            "to that number"
+        )
+    return size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

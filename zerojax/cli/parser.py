@@ -24,6 +24,19 @@ examples:
 The same command continues a run that was stopped: it looks for checkpoints in the run folder.
 `zerojax keys` lists every setting."""
 
+_PLAN = """\
+Compiles the very step of `zerojax train CONFIG.yaml KEY=VALUE ...` for GPUs that are not here, and
+prints what one device needs: memory by role, traffic, and the time at best. Nothing is run, and no
+GPU is needed: pip install 'zerojax[plan]'. Without that package the formulas are printed.
+
+examples:
+  zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 8
+  zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 8 zero=2 --json
+  zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 64 --search
+
+exit codes: 0 it fits, 1 it does not fit, 2 the input was wrong, 3 only formulas were asked for or
+at hand, and they cannot decide. ZEROJAX_CACHE names the folder of results (or off)."""
+
 _GENERATE = """\
 examples:
   zerojax generate runs/tiny_shakespeare "To be, or"
@@ -45,6 +58,15 @@ ZEROJAX_DEBUG=1 shows the traceback of an error."""
 
 class _Parser(argparse.ArgumentParser):
     """Complains in one line, naming the nearest word, and says where the help is."""
+
+    def parse_args(self, args=None, namespace=None):
+        """As argparse does, but KEY=VALUE words may also stand behind options."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest and hasattr(found, "overrides") and not any(w.startswith("-") for w in rest):
+            found.overrides, rest = [*found.overrides, *rest], []
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found
 
     def error(self, message: str) -> NoReturn:
         for action in self._actions:
@@ -72,6 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"zerojax {zerojax.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_train(commands)
+    _add_plan(commands)
     _add_generate(commands)
     _add_eval(commands)
     _add_report(commands)
@@ -106,6 +129,35 @@ def _add_train(commands) -> None:
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings laid over it")
     parser.add_argument(
         "--print-config", action="store_true", help="print the resolved settings and stop"
+    )
+
+
+def _add_plan(commands) -> None:
+    parser = _add(
+        commands, "plan", "plan", "tell what a run needs on GPUs that are not here", _PLAN
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings laid over it")
+    parser.add_argument(
+        "--gpu", required=True, metavar="NAME", help="card, such as h200, or a YAML file of one"
+    )
+    parser.add_argument("--devices", required=True, type=int, metavar="N", help="how many GPUs")
+    parser.add_argument("--json", action="store_true", help="print every number as JSON")
+    parser.add_argument("--no-compile", action="store_true", help="formulas only, in a second")
+    parser.add_argument(
+        "--fast", action="store_true", help="compile faster; memory is off by some percent"
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="find zero, model, num_microbatches and remat that fit and cost the least",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="of the search (%(default)g)",
     )
 
 

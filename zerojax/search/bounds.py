@@ -6,7 +6,7 @@ Knows plans and a card; never a compiled program.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from zerojax import profile
 from zerojax.forecast import formulas
@@ -36,41 +36,51 @@ class Bounds:
     limit: int
 
 
-FindBounds = Callable[[Candidate, Plan], Bounds]
+MakePlan = Callable[[Candidate], Plan]
+FindBounds = Callable[[Candidate], Bounds]
 
 
-def bounds_on(gpu: Gpu) -> FindBounds:
-    """The function that finds the bounds of plans on a card.
+def bounds_on(gpu: Gpu, make_plan_for: MakePlan) -> FindBounds:
+    """The function that finds the bounds of candidates on a card; it raises what planning raises.
 
-    The step is traced once per kind of remat, to count what is computed again: that share depends
-    neither on the mesh nor on the microbatches.
+    Remat changes neither bytes nor wire by formula, so that one plan serves all its kinds. The step
+    is traced once per kind, to count what is computed again: that share depends neither on the mesh
+    nor on the microbatches.
     """
+    plans: dict[tuple[int, int, int], Plan] = {}
     repeats: dict[str, float] = {}
 
-    def find(candidate: Candidate, plan: Plan) -> Bounds:
+    def find(candidate: Candidate) -> Bounds:
+        key = (candidate.zero, candidate.model, candidate.num_microbatches)
+        if key not in plans:
+            plans[key] = make_plan_for(candidate)
         if candidate.remat not in repeats:
-            repeats[candidate.remat] = repeated(plan)
-        flops = formulas.model_flops(plan) / plan.mesh.size
-        mesh: Mapping[str, int] = {str(name): size for name, size in plan.mesh.shape.items()}
-        time = estimate(
-            gpu,
-            mesh=mesh,
-            dtype=plan.precision.compute_dtype.name,
-            flops=flops * repeats[candidate.remat],
-            model_flops=flops,
-            hbm_bytes=None,
-            rows=(),
-            formula_bytes=formulas.wire_bytes(plan),
-        )
-        return Bounds(
-            seconds=time.step_seconds or 0.0,
-            wire_seconds=time.wire_seconds,
-            state=shard_bytes(plan.abstract_state),
-            peak=sum(role_bytes(plan).values()),
-            limit=memory_limit(gpu)[0],
-        )
+            repeats[candidate.remat] = repeated(make_plan_for(candidate))
+        return bounds_of(plans[key], gpu, repeats[candidate.remat])
 
     return find
+
+
+def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
+    """The bounds of one plan, whose step computes `repeat` times the FLOPs of one without remat."""
+    flops = formulas.model_flops(plan) / plan.mesh.size
+    time = estimate(
+        gpu,
+        mesh={str(name): size for name, size in plan.mesh.shape.items()},
+        dtype=plan.precision.compute_dtype.name,
+        flops=flops * repeat,
+        model_flops=flops,
+        hbm_bytes=None,
+        rows=(),
+        formula_bytes=formulas.wire_bytes(plan),
+    )
+    return Bounds(
+        seconds=time.step_seconds or 0.0,
+        wire_seconds=time.wire_seconds,
+        state=shard_bytes(plan.abstract_state),
+        peak=sum(role_bytes(plan).values()),
+        limit=memory_limit(gpu)[0],
+    )
 
 
 def repeated(plan: Plan) -> float:

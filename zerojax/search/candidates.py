@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
-REMATS = ("none", "dots", "full")
+Remat = Literal["none", "dots", "full"]
+REMATS: tuple[Remat, ...] = ("none", "dots", "full")
 """Of a reference model, from the most memory to the least."""
 MODEL_SIZES = (1, 2, 4, 8)
 
@@ -24,7 +26,7 @@ class Candidate:
     zero: int
     model: int
     num_microbatches: int
-    remat: str
+    remat: Remat
 
     @property
     def simplicity(self) -> tuple[int, ...]:
@@ -32,8 +34,9 @@ class Candidate:
         return (self.model, self.num_microbatches, REMATS.index(self.remat), self.zero)
 
     def words(self) -> tuple[str, ...]:
-        """The KEY=VALUE words that set it."""
+        """The KEY=VALUE words that set it; `data` takes what the other axes leave."""
         return (
+            "mesh.data=-1",
             f"mesh.zero={self.zero}",
             f"mesh.model={self.model}",
             f"num_microbatches={self.num_microbatches}",
@@ -55,7 +58,7 @@ def list_candidates(
     *,
     node_devices: int,
     replicas: int = 1,
-    remats: Sequence[str] = REMATS,
+    remats: Sequence[Remat] = REMATS,
 ) -> list[Candidate]:
     """Every combination that cuts the devices and the batch evenly, from the simplest on.
 

@@ -14,7 +14,7 @@ from zerojax.compiler import CompileError
 from zerojax.forecast.result import COMPILED, Forecast
 from zerojax.gpus import Gpu
 from zerojax.plan import Plan
-from zerojax.search.bounds import Bounds, FindBounds, bounds_on
+from zerojax.search.bounds import Bounds, FindBounds, MakePlan, bounds_on
 from zerojax.search.candidates import REMATS, Candidate
 from zerojax.search.result import (
     BEATEN,
@@ -34,7 +34,6 @@ TOLERANCE = 0.05
 CAUTION = 0.9
 """Of the activations of one compiled plan, what another is taken to need at least."""
 
-MakePlan = Callable[[Candidate], Plan]
 MakeForecast = Callable[[Plan], Forecast]
 
 
@@ -61,13 +60,13 @@ def search(
       candidates: in any order; the result does not depend on it.
       gpu: the card, for messages.
       forecast_of: compiles a plan.
-      find_bounds: what formulas say of a plan; None takes `bounds_on(gpu)`.
+      find_bounds: what formulas say of a candidate; None takes `bounds_on(gpu, make_plan_for)`.
       budget: seconds; a compilation that has begun is finished, and one is always begun.
       clock: seconds.
       report: told what is being done.
     """
     began = clock()
-    state = _Search(gpu, make_plan_for, find_bounds or bounds_on(gpu))
+    state = _Search(gpu, make_plan_for, find_bounds or bounds_on(gpu, make_plan_for))
     for candidate in sorted(set(candidates), key=lambda c: c.simplicity):
         report(f"planning {candidate.describe()}")
         state.consider(candidate)
@@ -86,7 +85,6 @@ class _Open:
     """A candidate that may still be the one."""
 
     candidate: Candidate
-    plan: Plan
     bounds: Bounds
 
     @property
@@ -129,13 +127,12 @@ class _Search:
             self.closed.append(dataclasses.replace(refused, candidate=candidate, bound=None))
             return
         try:
-            plan = self.make_plan_for(candidate)
+            bounds = self.find_bounds(candidate)
         except ValueError as error:
             reason = str(error).split("\n")[0]
             self.closed.append(Trial(candidate=candidate, status=IMPOSSIBLE, reason=reason))
             return
-        bounds = self.find_bounds(candidate, plan)
-        entry = _Open(candidate=candidate, plan=plan, bounds=bounds)
+        entry = _Open(candidate=candidate, bounds=bounds)
         self.open.append(entry)
         if bounds.peak > bounds.limit:
             sizes = f"{format_bytes(bounds.peak)} of {format_bytes(bounds.limit)}"
@@ -219,7 +216,7 @@ class _Search:
         )
         forecast = None
         try:
-            forecast = forecast_of(entry.plan)
+            forecast = forecast_of(self.make_plan_for(entry.candidate))
         except CompileError as error:
             trial = dataclasses.replace(trial, reason=str(error).split("\n")[0])
         else:

@@ -1,0 +1,54 @@
+"""`zerojax plan`: the words of the command as settings, a card and a number of devices.
+
+Knows settings and cards; imports no JAX, so that a mistake in them is answered at once and JAX then
+starts on the CPU alone. The planning itself is `zerojax.cli.planning`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+from zerojax.cli.train import split_words
+from zerojax.config import RunConfig, load
+from zerojax.gpus import find_gpu
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads the settings, then plans.
+
+    Raises:
+      ValueError: a setting, card or number that cannot be.
+    """
+    path, overrides = split_words(args.config, args.overrides)
+    config = load(RunConfig, path, overrides)
+    gpu = find_gpu(args.gpu)
+    if args.devices < 1:
+        raise ValueError(f"--devices {args.devices}: at least 1 GPU is needed")
+    if args.budget <= 0:
+        raise ValueError(f"--budget {args.budget:g}: give seconds above 0, such as 300")
+    if args.search and args.no_compile:
+        raise ValueError(
+            "--search needs the compiler to know what fits, and --no-compile forbids it; "
+            "leave out one of them"
+        )
+    _start_on_the_cpu()
+    return importlib.import_module("zerojax.cli.planning").plan(
+        config,
+        gpu,
+        args.devices,
+        as_json=args.json,
+        no_compile=args.no_compile,
+        fast=args.fast,
+        budget=args.budget if args.search else None,
+        words=[*([path] if path else []), *overrides],
+    )
+
+
+def _start_on_the_cpu() -> None:
+    """Nothing is run on an accelerator, so none has to be free, nor to work."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_platforms", "cpu")

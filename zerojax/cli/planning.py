@@ -1,0 +1,137 @@
+"""`zerojax plan` once its settings are known: one plan forecast, or the search for the cheapest.
+
+Knows what to print and the exit code; plans, forecasts and the search are rooms below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+
+from zerojax import compiler
+from zerojax import mesh as meshes
+from zerojax.cli.invocation import command_name
+from zerojax.cli.progress import Progress
+from zerojax.config import RunConfig
+from zerojax.forecast.forecast import Forecast, make_forecast
+from zerojax.forecast.page import forecast_dict, forecast_page
+from zerojax.gpus import Gpu
+from zerojax.plan import Plan
+from zerojax.runs import plan_from_config
+from zerojax.search import Candidate, list_candidates, search, search_dict, search_page
+
+EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_NOT_DECIDED = 0, 1, 3
+NO_COMPILE = "--no-compile was given"
+
+
+def plan(
+    config: RunConfig,
+    gpu: Gpu,
+    devices: int,
+    *,
+    as_json: bool,
+    no_compile: bool,
+    fast: bool,
+    budget: float | None,
+    words: list[str],
+) -> int:
+    """Prints the forecast of a run, or with a `budget` what the search has found.
+
+    Args:
+      words: CONFIG and KEY=VALUE as they were given, for the commands to go on with.
+
+    Returns:
+      0 it fits, 1 it does not, 3 only formulas are known and they do not decide it.
+
+    Raises:
+      ValueError: settings that cannot be. CompileError: the compiler refused the step.
+    """
+    try:
+        meshes.make_abstract_mesh(config.mesh, devices)
+    except ValueError as error:
+        if budget is None:
+            raise ValueError(f"--devices {devices}: {error}") from None
+    if budget is not None:
+        return _search(config, gpu, devices, as_json=as_json, budget=budget, words=words)
+    with Progress(quiet=as_json) as progress:
+        progress(f"planning for {devices} x {gpu.title}")
+        forecast = forecast_of(
+            plan_from_config(config, devices),
+            gpu,
+            progress,
+            why_formula=NO_COMPILE if no_compile else None,
+            fast=fast,
+        )
+    print(json.dumps(forecast_dict(forecast), indent=2) if as_json else forecast_page(forecast))
+    fits = forecast.verdict.fits
+    return {True: EXIT_FITS, False: EXIT_DOES_NOT_FIT, None: EXIT_NOT_DECIDED}[fits]
+
+
+def forecast_of(
+    planned: Plan, gpu: Gpu, progress: Progress, *, why_formula: str | None, fast: bool
+) -> Forecast:
+    """The forecast of a plan on an abstract mesh: compiled where that is possible and wanted."""
+    why_formula = why_formula or compiler.missing()
+    if why_formula is None:
+        devices = compiler.gpu_devices(gpu, planned.mesh.size)
+        planned = planned.remake(meshes.make_mesh(planned.settings, devices))
+    return make_forecast(planned, gpu, why_formula=why_formula, fast=fast, progress=progress)
+
+
+def _search(
+    config: RunConfig,
+    gpu: Gpu,
+    devices: int,
+    *,
+    as_json: bool,
+    budget: float,
+    words: list[str],
+) -> int:
+    """The search compiles with the fast options: it compares, and the peak is within 2 %."""
+    candidates = list_candidates(
+        devices,
+        config.global_batch_size,
+        node_devices=gpu.node_devices,
+        replicas=config.mesh.replica,
+    )
+    if not candidates:
+        raise ValueError(
+            f"--devices {devices}: neither they nor global_batch_size={config.global_batch_size} "
+            f"can be cut evenly for model=1, 2, 4 or 8; use a multiple of {devices} rows"
+        )
+    missing = compiler.missing()
+    if missing is not None:
+        raise compiler.CompilerMissing(f"--search compares compiled plans, but {missing}")
+    with Progress(quiet=as_json) as progress:
+        progress(f"searching {len(candidates)} candidates, for {budget:g} s at most")
+        result = search(
+            lambda candidate: plan_from_config(with_candidate(config, candidate), devices),
+            candidates,
+            gpu,
+            forecast_of=lambda planned: forecast_of(
+                planned, gpu, progress, why_formula=None, fast=True
+            ),
+            budget=budget,
+            report=progress,
+        )
+    if as_json:
+        print(json.dumps(search_dict(result), indent=2))
+    else:
+        print(search_page(result))
+        if result.chosen is not None:
+            where = ["--gpu", gpu.name, "--devices", str(devices)]
+            chosen = [*words, *result.chosen.candidate.words()]
+            print(f"\nits page: {command_name()} {shlex.join(['plan', *chosen, *where])}")
+            print(f"its run:  {command_name()} {shlex.join(['train', *chosen])}")
+    return EXIT_DOES_NOT_FIT if result.chosen is None else EXIT_FITS
+
+
+def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:
+    """The settings of a run with those of a candidate laid over them."""
+    return dataclasses.replace(
+        config,
+        mesh=dataclasses.replace(config.mesh, data=-1, model=candidate.model, zero=candidate.zero),
+        model=dataclasses.replace(config.model, remat=candidate.remat),
+        num_microbatches=candidate.num_microbatches,
+    )

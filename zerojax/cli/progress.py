@@ -1,0 +1,67 @@
+"""What a command that takes a while says meanwhile, on stderr.
+
+Knows a stream and the time; never what is being done.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import TextIO
+
+INTERVAL = 0.5
+WIDTH = 100
+
+
+class Progress:
+    """One line that is written anew twice a second on a terminal; elsewhere the first line alone.
+
+    Use it as a context manager and call it with what is being done, in a few words.
+    """
+
+    def __init__(self, *, quiet: bool, stream: TextIO | None = None):
+        """`quiet`: says nothing; `stream`: None takes stderr."""
+        self._stream = sys.stderr if stream is None else stream
+        self._quiet = quiet
+        self._live = not quiet and self._stream.isatty()
+        self._text = ""
+        self._began = time.monotonic()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, text: str) -> None:
+        first, self._text = not self._text, text
+        if self._live:
+            self._draw()
+        elif first and not self._quiet:
+            print(f"{text} ...", file=self._stream, flush=True)
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._thread = threading.Thread(target=self._keep_drawing, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def _keep_drawing(self) -> None:
+        while not self._ended.wait(INTERVAL):
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._text:
+            line = f"{time.monotonic() - self._began:4.0f} s  {self._text}"
+            self._stream.write(f"\r\x1b[K{line[:WIDTH]}")
+            self._stream.flush()
