@@ -72,7 +72,7 @@ class Collective:
 
 
 def find_collectives(program: Program, num_devices: int) -> list[Collective]:
-    """All collectives that a step executes, in the order of the program's text.
+    """All collectives that a step executes, in the order in which it first reaches them.
 
     Looks into loops, calls, fusions and what a start wraps. Of a conditional's branches only the
     one that sends most counts.

@@ -30,6 +30,7 @@ class Total:
         self._program = program
         self._cost = cost
         self._computations: dict[str, int] = {}
+        self._instructions: dict[Instruction, int] = {}
 
     def of_program(self) -> int:
         return self.of_computation(self._program.entry.name)
@@ -50,4 +51,6 @@ class Total:
             return max(map(self.of_computation, instruction.branches))
         if instruction.opcode == "while" or (instruction.opcode in _CALLS and instruction.callees):
             return sum(times * self.of_computation(name) for name, times in instruction.runs())
-        return self._cost(computation, instruction)
+        if instruction not in self._instructions:
+            self._instructions[instruction] = self._cost(computation, instruction)
+        return self._instructions[instruction]
