@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from zerojax.hlo.trips import derive_trip_count
 from zerojax.hlo.types import Array, Type, arrays_of, read_type
 
 _INDEX_COMMENT = re.compile(r"/\*index=\d+\*/")
@@ -62,6 +63,7 @@ class Instruction:
         self._type_text = type_text
         # From the first character after the opcode's bracket to the end of the line.
         self._rest = rest
+        self.derived_trip_count: int | None = None
 
     def __repr__(self) -> str:
         return f"<{self.name} = {self._type_text[:60]} {self.opcode}>"
@@ -155,9 +157,9 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a loop's body runs; None where the compiler does not know."""
+        """How often a loop's body runs; None where neither the compiler nor its condition says."""
         known = self.backend_config.get("known_trip_count")
-        return int(known["n"]) if known else None
+        return int(known["n"]) if known else self.derived_trip_count
 
     def integers(self, attribute: str) -> tuple[int, ...]:
         """The numbers of an attribute such as `dimensions={0,2}`; () if it is not there."""
@@ -315,6 +317,11 @@ def read_program(text: str) -> Program:
             f"no HLO module with an ENTRY computation in {len(text)} characters that begin with "
             f"{text[:60]!r}; pass what compiled.as_text() returns"
         )
+    for computation in computations.values():
+        for instruction in computation.instructions:
+            if instruction.opcode == "while" and instruction.trip_count is None:
+                count = derive_trip_count(computations, computation, instruction)
+                instruction.derived_trip_count = count
     return Program(header, computations, entry)
 
 
