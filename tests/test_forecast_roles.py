@@ -294,11 +294,12 @@ def test_weights_and_gradients_are_what_the_stage_says(name, remat, zero, option
     layer, outside = weight_bytes(plan)
     weights, gradients = found[roles.WEIGHTS], found[roles.GRADIENTS]
     if zero == 3:
-        # Shards, the layer that is read and the next; small ones also as they are laid out to be read.
+        # Shards, the layer that is read and the next; small ones also as they are laid out.
         assert weights > 0.97 * whole / 8
         assert weights < whole / 8 + outside + 2.05 * layer
     else:
-        assert weights == pytest.approx(whole, rel=0.03)
+        # jaxlib 0.10 also copies the layer that is read out of the stack; 0.12 does not.
+        assert 0.97 * whole < weights < 1.03 * whole + layer * (jax.__version_info__ < (0, 12))
     formula = role_bytes(plan)[roles.GRADIENTS]
     if options.get("microbatches", 1) > 1:
         # The accumulator, and gradients of one microbatch that are not in it yet.
@@ -324,10 +325,11 @@ def test_twice_the_rows_take_twice_the_activations_and_nothing_else(name, zero):
 @needs_compiler
 @pytest.mark.slow
 def test_without_remat_activations_of_all_layers_live():
-    _, _, kept, _ = compiled("llama", "none", 2, microbatches=4)
+    plan, _, kept, _ = compiled("llama", "none", 2, microbatches=4)
     _, _, again, _ = compiled("llama", "full", 2, microbatches=4)
     assert kept[roles.ACTIVATIONS] > 3 * again[roles.ACTIVATIONS]
-    assert kept[roles.WEIGHTS] == pytest.approx(again[roles.WEIGHTS], rel=0.01)
+    layer, _ = weight_bytes(plan)
+    assert abs(kept[roles.WEIGHTS] - again[roles.WEIGHTS]) < layer
 
 
 @needs_compiler
