@@ -22,6 +22,7 @@ NAMES = (
     "start_up",
     "compile_time",
     "default_run",
+    "plans",
 )
 
 

@@ -1,0 +1,82 @@
+"""What the run files in configs/ need on the GPUs they are named after, compiled without a GPU.
+
+One row per file: the compiled peak, the bytes on the wire in ZeRO's units, and the roofline. Needs
+the extra `plan`; nothing here is a measurement of a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import load_average
+from benchmarks.recording import Goal, Record, parse_arguments, write_record
+from zerojax import compiler
+from zerojax.config import RunConfig, load
+from zerojax.runs import plan_from_config
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CASES = (
+    ("gpt2_124m_zero1_1xh200", "h200", 1),
+    ("llama_1b_zero3_8xh100", "h100", 8),
+    ("llama_7b_zero3_8xh100", "h100", 8),
+    ("llama_8b_zero3_8xh100", "h100", 8),
+    ("llama_70b_zero3_64xh200", "h200", 64),
+    ("llama_405b_zero3_512xh200", "h200", 512),
+)
+WIRE_LIMIT = 1.03
+GIB = 2**30
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compiles and records."""
+    arguments = parse_arguments(__doc__ or "", argv)
+    load_before = load_average()
+    write_record(measure(arguments.smoke), arguments, load_before, compiler=_compiler())
+
+
+def measure(smoke: bool) -> Record:
+    """One row per run file; a smoke run takes the formulas of the smallest alone."""
+    cases = CASES[:1] if smoke else CASES
+    rows = [_row(*case) for case in cases]
+    goals = []
+    for row in rows:
+        if row["data wire/formula"] is not None:
+            name = f"{row['config']}: wire bytes over data / formula"
+            goals.append(Goal(name=name, value=row["data wire/formula"], limit=WIRE_LIMIT))
+        if row["peak_GiB"] is not None:
+            name = f"{row['config']}: compiled peak / what JAX may take"
+            goals.append(Goal(name=name, value=row["peak_GiB"] / row["limit_GiB"], limit=1.0))
+    return Record(name="plans", rows=rows, goals=goals, notes=[f"compiled with {_compiler()}"])
+
+
+def _row(name: str, gpu: str, devices: int) -> dict[str, Any]:
+    plan = plan_from_config(load(RunConfig, CONFIGS / f"{name}.yaml", []), devices)
+    began = time.process_time()
+    forecast = plan.compile(gpu=gpu, devices=devices, fast=True)
+    memory, traffic, estimate = forecast.memory, forecast.traffic, forecast.estimate
+    wire = traffic.data_wire_bytes
+    return {
+        "config": name,
+        "gpu": gpu,
+        "devices": devices,
+        "parameters": plan.as_dict()["num_parameters"],
+        "zero": plan.zero,
+        "state_GiB": memory.state / GIB,
+        "peak_GiB": None if memory.peak is None else memory.peak / GIB,
+        "limit_GiB": forecast.verdict.limit / GIB,
+        "data_wire_units": None if wire is None or not traffic.unit else wire / traffic.unit,
+        "data wire/formula": None if not wire else wire / traffic.formula_bytes,
+        "roofline_s": estimate.step_seconds,
+        "roofline_mfu": estimate.mfu,
+        "cpu_s": time.process_time() - began,
+    }
+
+
+def _compiler() -> str:
+    return compiler.missing() or compiler.compiler_version()
+
+
+if __name__ == "__main__":
+    main()
