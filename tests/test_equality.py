@@ -12,6 +12,7 @@ import itertools
 import jax
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 from tests import small_models
@@ -128,6 +129,20 @@ def test_functions_equal_one_device(zero):
     pair = small_models.init_functions, small_models.apply_functions
     options = {"loss": small_models.regression_loss, "batch": regression_batch}
     expected = train_for(pair, devices=1, **options)
+    assert_equal_runs(train_for(pair, zero=zero, persistence_threshold=20, **options), expected)
+
+
+@pytest.mark.parametrize("zero", stages(3))
+def test_muon_sees_whole_matrices(zero):
+    """It orthogonalises each matrix; of a shard the result would be another one."""
+    pair = small_models.init_functions, small_models.apply_functions
+    options = {
+        "loss": small_models.regression_loss,
+        "batch": regression_batch,
+        "optimizer": optax.contrib.muon(1e-2, adam_eps_root=1e-5),
+    }
+    expected = train_for(pair, devices=1, **options)
+    assert expected.losses[-1] < 0.9 * expected.losses[0]
     assert_equal_runs(train_for(pair, zero=zero, persistence_threshold=20, **options), expected)
 
 

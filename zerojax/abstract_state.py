@@ -67,11 +67,16 @@ def _abstract_opt_state(
     bare = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in trained.items()}
     state = jax.eval_shape(tx.init, bare)
 
+    def is_masked(leaf: Any) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
     def like(leaf: Any, param: Any) -> Any:
+        if is_masked(leaf):  # a parameter that this part of the optimizer leaves to another
+            return leaf
         if tuple(leaf.shape) != tuple(param.shape):
             return replicate(leaf)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding)
 
     return optax.tree_utils.tree_map_params(
-        tx.init, like, state, trained, transform_non_params=replicate
+        tx.init, like, state, trained, transform_non_params=replicate, is_leaf=is_masked
     )
