@@ -1,4 +1,4 @@
-"""Fused arithmetic for training, usable without zerojax; holds no kernel yet.
+"""Fused arithmetic for training: each kernel beside the plain reference it is compared with.
 
 Knows arrays and the accelerator's programming model; never imports zerojax.
 """

@@ -1,0 +1,115 @@
+"""Which implementation runs: XLA's own fusion of the reference, or a Pallas kernel, and why.
+
+Knows versions of JAX and devices; never what is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+
+Impl = Literal["auto", "xla", "mosaic_gpu", "interpret"]
+Implementation = Literal["xla", "mosaic_gpu", "interpret"]
+
+MIN_JAX = (0, 11)
+"""Older ones lower no kernel that updates a Ref through `pl.kernel`."""
+MIN_COMPUTE_CAPABILITY = 8.0
+"""Ampere. Compiled for 8.0, 9.0, 10.0 and 12.0."""
+
+KERNELS_THAT_WIN: Mapping[str, str] = {
+    "adam8bit": "XLA needs several passes and a temporary where the kernel moves 16 bytes per "
+    "parameter once",
+}
+"""kernel -> why "auto" takes it on a GPU. The others move the bytes that XLA's fusion moves, and
+no measurement on a GPU has put them ahead."""
+
+
+class KernelUnavailable(ValueError):
+    """A kernel was asked for where it cannot run; the message says why and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What was decided for one kernel.
+
+    Attributes:
+      implementation: "xla", "mosaic_gpu" or "interpret" (the kernel, run slowly on the CPU).
+      reason: one line for people.
+    """
+
+    implementation: Implementation
+    reason: str
+
+
+def choose(impl: Impl, *, kernel: str, devices: Sequence[Any] | None = None) -> Choice:
+    """Decides once, before anything is traced.
+
+    Args:
+      impl: "auto" takes the kernel where a count or a measurement speaks for it and it can run;
+        "xla" the reference; "mosaic_gpu" the kernel or an error; "interpret" the kernel on the CPU,
+        some 20 ms per block, for tests.
+      kernel: its name, as in "adamw" or "adam8bit".
+      devices: those the arrays will lie on; None takes `jax.devices()`.
+
+    Raises:
+      KernelUnavailable: "mosaic_gpu" or "interpret", and this JAX or these devices cannot.
+      ValueError: an unknown `impl`.
+    """
+    if impl not in get_args(Impl):
+        near = difflib.get_close_matches(str(impl), get_args(Impl), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"impl={impl!r} is not one of {', '.join(get_args(Impl))}{hint}")
+    if impl == "xla":
+        return Choice("xla", "asked for")
+    if impl == "interpret":
+        _refuse(impl, kernel, missing())
+        return Choice("interpret", "asked for: the kernel in interpret mode, for tests")
+    obstacle = missing() or _why_not_these(jax.devices() if devices is None else devices)
+    if impl == "mosaic_gpu":
+        _refuse(impl, kernel, obstacle)
+        return Choice("mosaic_gpu", "asked for")
+    if kernel not in KERNELS_THAT_WIN:
+        return Choice(
+            "xla",
+            f"XLA's fusion of {kernel} moves the same bytes in place, and no measurement on a GPU "
+            "puts the kernel ahead",
+        )
+    if obstacle:
+        return Choice("xla", f"the kernel of {kernel} cannot run here: {obstacle}")
+    return Choice("mosaic_gpu", KERNELS_THAT_WIN[kernel])
+
+
+def missing() -> str | None:
+    """Why this JAX cannot build the kernels; None if it can."""
+    found = tuple(int(part) for part in re.findall(r"\d+", jax.__version__)[:2])
+    if found >= MIN_JAX:
+        return None
+    needed = ".".join(map(str, MIN_JAX))
+    return f"the kernels need jax >= {needed} (so Python >= 3.12) and this is jax {jax.__version__}"
+
+
+def _refuse(impl: str, kernel: str, obstacle: str | None) -> None:
+    if obstacle:
+        raise KernelUnavailable(
+            f"impl={impl!r} for {kernel}: {obstacle}; use impl='xla', which computes the same"
+        )
+
+
+def _why_not_these(devices: Sequence[Any]) -> str | None:
+    device = devices[0]
+    if device.platform not in ("cuda", "gpu"):
+        return f"the kernels need an NVIDIA GPU and the devices are of platform {device.platform!r}"
+    capability = str(getattr(device, "compute_capability", ""))
+    if not re.fullmatch(r"\d+(\.\d+)?", capability):
+        return f"the kernels need an NVIDIA GPU and this is a {device.device_kind}"
+    if float(capability) < MIN_COMPUTE_CAPABILITY:
+        return (
+            f"the kernels need compute capability {MIN_COMPUTE_CAPABILITY} or newer and "
+            f"{device.device_kind} has {capability}"
+        )
+    return None

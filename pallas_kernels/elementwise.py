@@ -1,0 +1,143 @@
+"""What an in-place elementwise update is, and its plain reference, which is also the oracle.
+
+Knows rules as functions of blocks; never which optimizer a rule is, and never how a GPU runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import rounding
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+class Values(NamedTuple):
+    """What a rule's function returns: float32 blocks.
+
+    Attributes:
+      updated: in the order of the arrays that are updated.
+      outputs: values of further, new arrays.
+      sums: values to be summed over the leaf.
+    """
+
+    updated: tuple[Any, ...] = ()
+    outputs: tuple[Any, ...] = ()
+    sums: tuple[Any, ...] = ()
+
+
+class Updated(NamedTuple):
+    """What an update of one leaf returns.
+
+    Attributes:
+      updated: arrays of the shapes and dtypes of those that came in, and in a kernel in their
+        memory.
+      outputs: new arrays of the same shape.
+      sums: float32 scalars.
+    """
+
+    updated: tuple[jax.Array, ...]
+    outputs: tuple[jax.Array, ...]
+    sums: tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One elementwise update, of any optimizer.
+
+    Attributes:
+      name: of the kernel in a lowered program.
+      math: (updated, read, scalars) -> Values. All are float32, blocks of one shape or (scalars, in
+        the reference) of shape (). It is called by the kernel with blocks and by the reference with
+        whole arrays, so constants are written with `jnp.full_like`.
+      scalars: a NamedTuple class; its fields are the float32 numbers that `math` is given.
+      num_updated, num_read, num_outputs, num_sums: how many arrays of each kind.
+    """
+
+    name: str
+    math: Callable[[tuple[Any, ...], tuple[Any, ...], Any], Values]
+    scalars: type
+    num_updated: int
+    num_read: int
+    num_outputs: int = 0
+    num_sums: int = 0
+
+
+def check_arrays(
+    rule: Rule, updated: Sequence[Any], read: Sequence[Any], seed: Any, out_dtypes: Sequence[Any]
+) -> None:
+    """Refuses what no implementation takes.
+
+    Raises:
+      TypeError: a dtype other than float32, bfloat16 and float16; a float16 array that would have
+        to be rounded stochastically.
+      ValueError: shapes that differ, or another number of arrays than the rule has.
+    """
+    counts = (len(updated), len(read))
+    if counts != (rule.num_updated, rule.num_read):
+        raise ValueError(
+            f"{rule.name} updates {rule.num_updated} arrays and reads {rule.num_read}; "
+            f"got {counts[0]} and {counts[1]}"
+        )
+    if len(out_dtypes) > rule.num_outputs:
+        raise ValueError(f"{rule.name} has {rule.num_outputs} outputs; asked for {len(out_dtypes)}")
+    shapes = {tuple(x.shape) for x in (*updated, *read)}
+    if len(shapes) > 1:
+        raise ValueError(f"{rule.name}: the arrays of one leaf differ in shape: {sorted(shapes)}")
+    for dtype in (*(x.dtype for x in (*updated, *read)), *out_dtypes):
+        if dtype not in FLOATS:
+            raise TypeError(f"{rule.name}: {dtype} is not one of float32, bfloat16, float16")
+    if seed is not None and any(x.dtype == jnp.float16 for x in updated):
+        raise TypeError(
+            f"{rule.name}: float16 arrays cannot be rounded stochastically; use bfloat16 or no seed"
+        )
+
+
+def reference_update(
+    rule: Rule,
+    updated: Sequence[jax.Array],
+    read: Sequence[jax.Array],
+    scalars: Any,
+    *,
+    out_dtypes: Sequence[Any] = (),
+    seed: jax.Array | None = None,
+    first_index: int = 0,
+) -> Updated:
+    """The rule on whole arrays, in plain `jax.numpy`.
+
+    Args:
+      rule: what is computed.
+      updated, read: arrays of one shape; float32, bfloat16 or float16.
+      scalars: an instance of `rule.scalars`.
+      out_dtypes: of the outputs that are wanted.
+      seed: uint32[2] of `rounding.seed_of`: bfloat16 arrays that are updated are rounded
+        stochastically; None rounds to nearest.
+      first_index: position in its leaf of the first element, for the random bits.
+    """
+    scalars = rule.scalars(*(jnp.asarray(x, jnp.float32) for x in scalars))
+    blocks = tuple(x.astype(jnp.float32) for x in updated)
+    values = rule.math(blocks, tuple(x.astype(jnp.float32) for x in read), scalars)
+    bits = None
+    if seed is not None:
+        shape, size = updated[0].shape, updated[0].size
+        index = lax.iota(jnp.uint32, size).reshape(shape) + jnp.uint32(first_index % 2**32)
+        bits = rounding.bits_at(index, (seed[0], seed[1]))
+    stored = [
+        stored_as(x.dtype, new, bits, number)
+        for number, (x, new) in enumerate(zip(updated, values.updated, strict=True))
+    ]
+    outputs = [new.astype(d) for new, d in zip(values.outputs, out_dtypes, strict=False)]
+    return Updated(tuple(stored), tuple(outputs), tuple(jnp.sum(x) for x in values.sums))
+
+
+def stored_as(dtype: Any, x: Any, bits: rounding.Bits | None, number: int) -> Any:
+    """A float32 block as the updated array number `number` keeps it."""
+    if bits is not None and dtype == jnp.bfloat16:
+        x = rounding.round_to_bfloat16(x, bits(number))
+    return x.astype(dtype)

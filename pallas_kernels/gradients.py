@@ -1,0 +1,41 @@
+"""What is read from gradients before a step: the sum of squares and the count of non-finite values.
+
+Knows arithmetic; never what is done about the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.elementwise import Rule, Values
+
+
+class StatsScalars(NamedTuple):
+    """The one number of `GRADIENT_STATS`: what a gradient is multiplied by (1 / loss scale)."""
+
+    gradient_scale: Any = 1.0
+
+
+def gradient_stats(updated: Any, read: Any, s: StatsScalars) -> Values:
+    """(), (grad,): sums of squares of the scaled gradient, and of 1 per non-finite element.
+
+    The count is exact up to 2^24 per leaf and never 0 by rounding. Squares of finite bfloat16
+    values can overflow, so an infinite sum of squares does not mean a non-finite gradient.
+    """
+    (grad,) = read
+    scaled = grad * s.gradient_scale
+    is_finite = jnp.abs(grad) < jnp.full_like(grad, jnp.inf)
+    bad = jnp.where(is_finite, jnp.zeros_like(grad), jnp.ones_like(grad))
+    return Values(sums=(scaled * scaled, bad))
+
+
+GRADIENT_STATS = Rule(
+    name="gradient_stats",
+    math=gradient_stats,
+    scalars=StatsScalars,
+    num_updated=0,
+    num_read=1,
+    num_sums=2,
+)

@@ -1,0 +1,242 @@
+"""How an elementwise rule becomes one Mosaic GPU kernel over a leaf of any size.
+
+Knows tiles, Refs and layouts; never which optimizer a rule is. Needs jax >= 0.11.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import rounding
+from pallas_kernels.elementwise import Rule, Updated, reference_update, stored_as
+
+BLOCK = 512
+"""Elements of one program: 4 for each of 128 threads. AdamW then takes 48 registers (72 at 1024)
+and loads 16 bytes of float32 at a time."""
+THREADS = 128
+MAX_FLAT = 2**31 - 1
+"""Offsets into a leaf that is no whole number of blocks are int32."""
+MAX_LOOP = 32
+"""Blocks that one program of a rule with sums goes through, so that partial sums are few."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How the elements of one leaf are dealt out.
+
+    Attributes:
+      block: elements of one tile, a multiple of 128.
+      rows: number of tiles.
+      loop: tiles that one program goes through.
+      tail: elements after the last tile, updated by the reference on the same memory.
+    """
+
+    block: int
+    rows: int
+    loop: int
+    tail: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.block + self.tail
+
+
+def tiles_of(size: int, *, block: int = BLOCK, loops: bool = False) -> Tiles:
+    """Tiles without a tail where 128 or more divides the size, else of `block` with one.
+
+    Raises:
+      ValueError: `block` is no multiple of 128; or the leaf is larger than 2^31 - 1 and 128 does
+        not divide it.
+    """
+    if block <= 0 or block % THREADS:
+        raise ValueError(f"block={block} is not a positive multiple of {THREADS}")
+    for candidate in range(block, 0, -THREADS):
+        if size and size % candidate == 0 and block % candidate == 0:
+            rows = size // candidate
+            return Tiles(candidate, rows, _loop(rows) if loops else 1, 0)
+    if size > MAX_FLAT:
+        raise ValueError(
+            f"a leaf of {size} elements is not a multiple of {THREADS} and larger than {MAX_FLAT}, "
+            "the limit of 32-bit offsets; pad it to a multiple of 128, or use impl='xla'"
+        )
+    rows = size // block
+    return Tiles(block, rows, _loop(rows) if loops else 1, size - rows * block)
+
+
+def _loop(rows: int) -> int:
+    return next(n for n in range(min(MAX_LOOP, max(rows, 1)), 0, -1) if rows % n == 0)
+
+
+def layout_of(block: int) -> Any:
+    """Each thread holds up to 4 neighbours: 16 bytes of float32 in one load."""
+    neighbours = next(n for n in (4, 2, 1) if block // THREADS % n == 0)
+    return _plgpu().Layout.WG_STRIDED((block,), vec_size=neighbours)
+
+
+def block_index(program: Any, block: int) -> Any:
+    """uint32[block]: positions in the leaf of the elements of tile number `program`."""
+    inside = _plgpu().layout_cast(lax.broadcasted_iota(jnp.uint32, (block,), 0), layout_of(block))
+    first = program.astype(jnp.uint32) * jnp.uint32(block)
+    return inside + lax.broadcast(first, (block,))
+
+
+def fused_update(
+    rule: Rule,
+    updated: Sequence[jax.Array],
+    read: Sequence[jax.Array],
+    scalars: Any,
+    *,
+    out_dtypes: Sequence[Any] = (),
+    seed: jax.Array | None = None,
+    block: int = BLOCK,
+    interpret: bool = False,
+) -> Updated:
+    """As `elementwise.reference_update`, in one kernel that writes into the updated arrays.
+
+    Args:
+      block: elements of one tile; a multiple of 128.
+      interpret: runs the kernel on the CPU.
+    """
+    first = (*updated, *read)[0]
+    shape, tiles = first.shape, tiles_of(first.size, block=block, loops=rule.num_sums > 0)
+    if tiles.rows == 0:
+        return reference_update(rule, updated, read, scalars, out_dtypes=out_dtypes, seed=seed)
+    view = (tiles.size,) if tiles.tail else (tiles.rows, tiles.block)
+    refs = [jax.new_ref(x.reshape(view)) for x in updated]
+    flat = [x.reshape(view) for x in read]
+    packed = jnp.stack([jnp.asarray(x, jnp.float32) for x in scalars])
+    seeds = [] if seed is None else [seed]
+    body = _body(rule, tiles, num_outputs=len(out_dtypes), has_seed=seed is not None)
+    kernel = run_on_tiles(
+        body,
+        tiles,
+        name=rule.name,
+        out_type=(
+            *(jax.ShapeDtypeStruct(view, dtype) for dtype in out_dtypes),
+            *[jax.ShapeDtypeStruct((tiles.rows // tiles.loop,), jnp.float32)] * rule.num_sums,
+        ),
+        has_barriers=rule.num_sums > 0,
+        interpret=interpret,
+    )
+    results = kernel(*refs, *flat, packed, *seeds)
+    outputs = list(results[: len(out_dtypes)])
+    sums = [jnp.sum(partial) for partial in results[len(out_dtypes) :]]
+    if tiles.tail:
+        start = tiles.size - tiles.tail
+        rest = reference_update(
+            rule,
+            [ref[start:] for ref in refs],
+            [x[start:] for x in flat],
+            scalars,
+            out_dtypes=out_dtypes,
+            seed=seed,
+            first_index=start,
+        )
+        for ref, new in zip(refs, rest.updated, strict=True):
+            ref[start:] = new
+        outputs = [
+            lax.dynamic_update_slice(whole, new, (start,))
+            for whole, new in zip(outputs, rest.outputs, strict=True)
+        ]
+        sums = [a + b for a, b in zip(sums, rest.sums, strict=True)]
+    return Updated(
+        tuple(jax.freeze(ref).reshape(shape) for ref in refs),
+        tuple(x.reshape(shape) for x in outputs),
+        tuple(sums),
+    )
+
+
+def run_on_tiles(
+    body: Any,
+    tiles: Tiles,
+    *,
+    name: str,
+    out_type: tuple[Any, ...],
+    has_barriers: bool,
+    interpret: bool,
+) -> Any:
+    """The kernel: one program per `tiles.loop` tiles, each of 128 threads.
+
+    Args:
+      has_barriers: whether threads of a program exchange anything. Without, each element is read
+        and written by the same thread and the barriers around every store are left out.
+    """
+    # Pallas takes 0.4 s to import and is needed only where a kernel is built.
+    from jax.experimental import pallas as pl
+
+    plgpu = _plgpu()
+    return pl.kernel(
+        body,
+        out_type=out_type,
+        mesh=plgpu.Mesh(grid=(tiles.rows // tiles.loop,), grid_names=("program",)),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not has_barriers),
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
+        name=name,
+    )
+
+
+def _body(rule: Rule, tiles: Tiles, *, num_outputs: int, has_seed: bool) -> Any:
+    """The function of one program: refs of updated, read, scalars, seed, outputs, sums."""
+    from jax.experimental import pallas as pl  # as in `run_on_tiles`
+
+    plgpu = _plgpu()
+    block, layout = tiles.block, layout_of(tiles.block)
+
+    def spread(x: Any) -> Any:
+        return lax.broadcast(x, (block,))  # Mosaic broadcasts nothing by itself
+
+    def body(*refs: Any) -> None:
+        rest = iter(refs)
+
+        def take(count: int) -> list[Any]:
+            return list(itertools.islice(rest, count))
+
+        updated, read = take(rule.num_updated), take(rule.num_read)
+        (scalar_ref,), seed_refs = take(1), take(int(has_seed))
+        outputs, sums = take(num_outputs), take(rule.num_sums)
+        program = lax.axis_index("program")
+        scalars = rule.scalars(*(spread(scalar_ref[k]) for k in range(len(rule.scalars._fields))))
+
+        def tile(step: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
+            row = program if tiles.loop == 1 else program * tiles.loop + step
+
+            def at(ref: Any) -> Any:
+                if not tiles.tail:
+                    return ref.at[row]
+                return ref.at[pl.ds(pl.multiple_of(row * block, block), block)]
+
+            def load(ref: Any) -> Any:
+                loaded = plgpu.load(at(ref), layout=layout, optimized=False)
+                return loaded.astype(jnp.float32)
+
+            values = rule.math(tuple(map(load, updated)), tuple(map(load, read)), scalars)
+            bits = None
+            if has_seed:
+                words = (spread(seed_refs[0][0]), spread(seed_refs[0][1]))
+                bits = rounding.bits_at(block_index(row, block), words)
+            for number, (ref, new) in enumerate(zip(updated, values.updated, strict=True)):
+                at(ref)[...] = stored_as(ref.dtype, new, bits, number)
+            for ref, new in zip(outputs, values.outputs, strict=False):
+                at(ref)[...] = new.astype(ref.dtype)
+            return tuple(a + b for a, b in zip(totals, values.sums, strict=True))
+
+        zero = jnp.zeros((block,), jnp.float32)
+        totals = tuple(plgpu.layout_cast(zero, layout) for _ in sums)
+        totals = tile(0, totals) if tiles.loop == 1 else lax.fori_loop(0, tiles.loop, tile, totals)
+        for ref, total in zip(sums, totals, strict=True):
+            ref[program] = jnp.sum(total)
+
+    return body
+
+
+def _plgpu() -> Any:
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # as in `run_on_tiles`
+
+    return plgpu

@@ -1,0 +1,260 @@
+"""The arithmetic of AdamW, Lion, SGD with momentum and LAMB, once for kernel and reference.
+
+Knows formulas, in optax's order of operations; never arrays' sizes, devices or layouts. A rule
+multiplies the gradient by `gradient_scale` (clipping and loss scale in one), and where `skip` is
+not 0 every array keeps what it holds, whatever the gradient contains.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.elementwise import Rule, Values
+
+
+class AdamScalars(NamedTuple):
+    """Numbers of one AdamW or LAMB step; make them with `adam_scalars`. All float32, shape ()."""
+
+    learning_rate: Any
+    b1: Any
+    rest1: Any
+    b2: Any
+    rest2: Any
+    eps: Any
+    weight_decay: Any
+    correction1: Any
+    correction2: Any
+    gradient_scale: Any
+    skip: Any
+
+
+class LambScalars(NamedTuple):
+    """Numbers of LAMB's second half; make them with `lamb_scalars`. All float32, shape ()."""
+
+    learning_rate: Any
+    eps: Any
+    weight_decay: Any
+    correction1: Any
+    correction2: Any
+    trust_ratio: Any
+    skip: Any
+
+
+class LionScalars(NamedTuple):
+    """Numbers of one Lion step; make them with `lion_scalars`. All float32, shape ()."""
+
+    learning_rate: Any
+    b1: Any
+    rest1: Any
+    b2: Any
+    rest2: Any
+    weight_decay: Any
+    gradient_scale: Any
+    skip: Any
+
+
+class SgdScalars(NamedTuple):
+    """Numbers of one SGD step. All float32, shape ().
+
+    Attributes:
+      learning_rate: of this update.
+      momentum: decay of the trace.
+      weight_decay: added to the gradient, times the parameter (before the trace, as
+        `optax.chain(add_decayed_weights, sgd)`).
+      gradient_scale: of the gradient.
+      skip: 0, or anything else to change nothing.
+    """
+
+    learning_rate: Any
+    momentum: Any = 0.9
+    weight_decay: Any = 0.0
+    gradient_scale: Any = 1.0
+    skip: Any = 0.0
+
+
+def adam_scalars(
+    learning_rate: Any,
+    *,
+    count: Any,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 1e-4,
+    gradient_scale: Any = 1.0,
+    skip: Any = False,
+) -> AdamScalars:
+    """Numbers of one AdamW step (arXiv:1711.05101), or of LAMB's first half.
+
+    Args:
+      learning_rate: of this update; may be traced, like all but b1 and b2.
+      count: int32; the number of this update, from 1.
+      b1, b2: decays, Python floats: 1 - b has to be taken in double precision, since
+        1 - float32(0.999) differs from float32(1 - 0.999) in the fifth digit.
+      eps: added to the root of the corrected second moment.
+      weight_decay: per unit of learning rate; 0 for a leaf that does not decay.
+      gradient_scale: the gradient is multiplied by it.
+      skip: a boolean; True changes nothing.
+    """
+    return AdamScalars(
+        *_float32(learning_rate, b1, 1 - b1, b2, 1 - b2, eps, weight_decay),
+        correction1=_correction(b1, count),
+        correction2=_correction(b2, count),
+        gradient_scale=_float32(gradient_scale)[0],
+        skip=_float32(skip)[0],
+    )
+
+
+def lamb_scalars(scalars: AdamScalars, *, param_norm: Any, update_norm: Any) -> LambScalars:
+    """Numbers of LAMB's second half (arXiv:1904.00962), with the norms of whole leaves.
+
+    Args:
+      scalars: those of the first half.
+      param_norm, update_norm: Euclidean norms over the whole leaf, on all devices that hold parts
+        of it: the roots of the sums of `LAMB_MOMENTS`. The trust ratio is their ratio, and 1 where
+        one of them is 0.
+    """
+    param_norm, update_norm = _float32(param_norm, update_norm)
+    is_zero = (param_norm == 0) | (update_norm == 0)
+    ratio = jnp.where(is_zero, 1.0, param_norm / jnp.where(is_zero, 1.0, update_norm))
+    kept = {name: getattr(scalars, name) for name in LambScalars._fields if name != "trust_ratio"}
+    return LambScalars(trust_ratio=ratio, **kept)
+
+
+def lion_scalars(
+    learning_rate: Any,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: Any = 1e-3,
+    gradient_scale: Any = 1.0,
+    skip: Any = False,
+) -> LionScalars:
+    """Numbers of one Lion step (arXiv:2302.06675); arguments as in `adam_scalars`."""
+    return LionScalars(
+        *_float32(learning_rate, b1, 1 - b1, b2, 1 - b2, weight_decay, gradient_scale, skip)
+    )
+
+
+def _float32(*values: Any) -> list[jax.Array]:
+    return [jnp.asarray(value, jnp.float32) for value in values]
+
+
+def _correction(decay: float, count: Any) -> jax.Array:
+    return 1 - jnp.asarray(decay, jnp.float32) ** jnp.asarray(count, jnp.int32)
+
+
+def adamw(updated: Any, read: Any, s: AdamScalars) -> Values:
+    """(param, mu, nu), (grad,): AdamW; the output is the new parameter."""
+    param, mu, nu = updated
+    grad = read[0] * s.gradient_scale
+    new_mu, new_nu = _moments(mu, nu, grad, s)
+    new = param - s.learning_rate * _adam_direction(param, new_mu, new_nu, s)
+    new, new_mu, new_nu = _unless_skipped(s.skip, updated, (new, new_mu, new_nu))
+    return Values(updated=(new, new_mu, new_nu), outputs=(new,))
+
+
+def lamb_moments(updated: Any, read: Any, s: AdamScalars) -> Values:
+    """(mu, nu), (param, grad): LAMB's first half; sums of squares of parameter and update."""
+    mu, nu = updated
+    param, grad = read
+    new_mu, new_nu = _moments(mu, nu, grad * s.gradient_scale, s)
+    direction = _adam_direction(param, new_mu, new_nu, s)
+    kept = _unless_skipped(s.skip, updated, (new_mu, new_nu))
+    return Values(updated=kept, sums=(param * param, direction * direction))
+
+
+def lamb_apply(updated: Any, read: Any, s: LambScalars) -> Values:
+    """(param,), (mu, nu) after the first half: LAMB's second; the output is the new parameter.
+
+    The update is computed again from the stored moments, which spares an array of its size.
+    """
+    (param,) = updated
+    mu, nu = read
+    direction = s.trust_ratio * _adam_direction(param, mu, nu, s)
+    (new,) = _unless_skipped(s.skip, updated, (param - s.learning_rate * direction,))
+    return Values(updated=(new,), outputs=(new,))
+
+
+def lion(updated: Any, read: Any, s: LionScalars) -> Values:
+    """(param, mu), (grad,): Lion; the output is the new parameter."""
+    param, mu = updated
+    grad = read[0] * s.gradient_scale
+    direction = jnp.sign(s.rest1 * grad + s.b1 * mu) + s.weight_decay * param
+    new = param - s.learning_rate * direction
+    new, new_mu = _unless_skipped(s.skip, updated, (new, s.rest2 * grad + s.b2 * mu))
+    return Values(updated=(new, new_mu), outputs=(new,))
+
+
+def sgd(updated: Any, read: Any, s: SgdScalars) -> Values:
+    """(param, trace), (grad,): SGD with momentum; the output is the new parameter."""
+    param, trace = updated
+    new_trace = _decayed(param, read[0], s) + s.momentum * trace
+    return _descend(updated, new_trace, new_trace, s)
+
+
+def sgd_nesterov(updated: Any, read: Any, s: SgdScalars) -> Values:
+    """(param, trace), (grad,): SGD with Nesterov momentum; the output is the new parameter."""
+    param, trace = updated
+    grad = _decayed(param, read[0], s)
+    new_trace = grad + s.momentum * trace
+    return _descend(updated, new_trace, grad + s.momentum * new_trace, s)
+
+
+def _decayed(param: Any, grad: Any, s: SgdScalars) -> Any:
+    return grad * s.gradient_scale + s.weight_decay * param
+
+
+def _descend(updated: Any, trace: Any, direction: Any, s: SgdScalars) -> Values:
+    new = updated[0] - s.learning_rate * direction
+    new, trace = _unless_skipped(s.skip, updated, (new, trace))
+    return Values(updated=(new, trace), outputs=(new,))
+
+
+def _moments(mu: Any, nu: Any, grad: Any, s: AdamScalars) -> tuple[Any, Any]:
+    return s.rest1 * grad + s.b1 * mu, s.rest2 * (grad * grad) + s.b2 * nu
+
+
+def _adam_direction(param: Any, mu: Any, nu: Any, s: AdamScalars | LambScalars) -> Any:
+    root = jnp.sqrt(nu / s.correction2)
+    return (mu / s.correction1) / (root + s.eps) + s.weight_decay * param
+
+
+def _unless_skipped(skip: Any, old: Any, new: Any) -> tuple[Any, ...]:
+    return tuple(
+        jnp.where(skip == jnp.zeros_like(before), after, before)
+        for before, after in zip(old, new, strict=True)
+    )
+
+
+ADAMW = Rule(
+    name="adamw", math=adamw, scalars=AdamScalars, num_updated=3, num_read=1, num_outputs=1
+)
+LION = Rule(name="lion", math=lion, scalars=LionScalars, num_updated=2, num_read=1, num_outputs=1)
+SGD = Rule(name="sgd", math=sgd, scalars=SgdScalars, num_updated=2, num_read=1, num_outputs=1)
+SGD_NESTEROV = Rule(
+    name="sgd_nesterov",
+    math=sgd_nesterov,
+    scalars=SgdScalars,
+    num_updated=2,
+    num_read=1,
+    num_outputs=1,
+)
+LAMB_MOMENTS = Rule(
+    name="lamb_moments",
+    math=lamb_moments,
+    scalars=AdamScalars,
+    num_updated=2,
+    num_read=2,
+    num_sums=2,
+)
+LAMB_APPLY = Rule(
+    name="lamb_apply",
+    math=lamb_apply,
+    scalars=LambScalars,
+    num_updated=1,
+    num_read=2,
+    num_outputs=1,
+)

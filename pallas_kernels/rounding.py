@@ -1,0 +1,76 @@
+"""How float32 becomes bfloat16 without bias: random bits from a counter, and rounding by them.
+
+Knows numbers; never what they stand for. Every function works on whole arrays and on a block inside
+a kernel alike, so constants are written as whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Bits = Callable[[int], Any]
+"""stream 0, 1, 2, ... -> uint32 block of numbers below 2^16, independent between streams."""
+
+
+def seed_of(key: jax.Array) -> jax.Array:
+    """uint32[2] for the kernels, from a key of `jax.random`.
+
+    One seed gives every element of an array its own bits, and every array the same: fold a number
+    of the leaf, of the step and, under `shard_map`, of the shard into the key.
+    """
+    return jax.random.bits(key, (2,), jnp.uint32)
+
+
+def bits_at(index: Any, seed: tuple[Any, Any]) -> Bits:
+    """Random bits of elements.
+
+    Args:
+      index: uint32 block; the position of each element in its leaf, modulo 2^32.
+      seed: the two words of `seed_of`, each a block of the shape of `index` or a scalar.
+    """
+    words: dict[int, Any] = {}
+
+    def word(number: int) -> Any:
+        if number not in words:
+            if number == 0:
+                words[0] = _mix(_mix(index ^ seed[0]) + seed[1])
+            else:
+                words[number] = _mix(word(number - 1) + _like(index, 0x9E3779B9))
+        return words[number]
+
+    def stream(number: int) -> Any:
+        drawn = word(number // 2)
+        return drawn >> _like(index, 16) if number % 2 else drawn & _like(index, 0xFFFF)
+
+    return stream
+
+
+def round_to_bfloat16(x: Any, bits: Any) -> Any:
+    """float32 rounded up or down to a bfloat16 (as float32), so that the mean is `x`.
+
+    Args:
+      x: float32; what bfloat16 holds exactly, infinities and NaN stay as they are.
+      bits: uint32 below 2^16.
+    """
+    raw = lax.bitcast_convert_type(x, jnp.uint32)
+    kept = (raw + bits) & _like(raw, 0xFFFF0000)
+    rounded = lax.bitcast_convert_type(kept, jnp.float32)
+    return jnp.where(jnp.abs(x) < jnp.full_like(x, jnp.inf), rounded, x)
+
+
+def _mix(x: Any) -> Any:
+    """The finaliser of MurmurHash3: a bijection of uint32 in which every bit moves all others."""
+    x = x ^ (x >> _like(x, 16))
+    x = x * _like(x, 0x85EBCA6B)
+    x = x ^ (x >> _like(x, 13))
+    x = x * _like(x, 0xC2B2AE35)
+    return x ^ (x >> _like(x, 16))
+
+
+def _like(x: Any, value: int) -> Any:
+    return jnp.full_like(x, value, dtype=jnp.uint32)

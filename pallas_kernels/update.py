@@ -1,0 +1,121 @@
+"""One leaf, or all leaves of trees, updated by the implementation that was chosen.
+
+Knows rules and choices; never an optimizer's state beyond its arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from pallas_kernels.choice import Choice, Impl, choose
+from pallas_kernels.elementwise import Rule, Updated, check_arrays, reference_update
+from pallas_kernels.mosaic import BLOCK, fused_update
+
+
+def update(
+    rule: Rule,
+    updated: Sequence[jax.Array],
+    read: Sequence[jax.Array],
+    *,
+    scalars: Any,
+    out_dtypes: Sequence[Any] = (),
+    seed: jax.Array | None = None,
+    impl: Impl | Choice = "auto",
+    block: int = BLOCK,
+) -> Updated:
+    """Updates one leaf. Inside a `jax.jit` that donates them, the arrays change in place.
+
+    Args:
+      rule: such as `optimizers.ADAMW`.
+      updated, read: arrays of one shape, any size; float32, bfloat16 or float16 each. Under
+        `jax.shard_map` (`check_vma=False`) those of one shard.
+      scalars: an instance of `rule.scalars`; its numbers may be traced.
+      out_dtypes: dtypes of the outputs wanted: `(jnp.bfloat16,)` for the parameters in the dtype
+        that a model computes with, or () for none.
+      seed: uint32[2] of `rounding.seed_of`, other for every leaf and step: bfloat16 arrays are
+        rounded stochastically when they are stored. None rounds to nearest.
+      impl: see `choice.choose`; a `Choice` is taken as it is, without a look at the devices.
+      block: elements of one tile of the kernel; a multiple of 128.
+
+    Returns:
+      Arrays and sums; a kernel's differ from the reference's by its approximate division and root
+      (a few units in the last place of the update).
+
+    Raises:
+      TypeError, ValueError: arrays that do not fit the rule or the kernel.
+      KernelUnavailable: the kernel was asked for and cannot run here.
+    """
+    check_arrays(rule, updated, read, seed, out_dtypes)
+    choice = choose(impl, kernel=rule.name) if isinstance(impl, str) else impl
+    return _update(
+        rule,
+        choice.implementation,
+        tuple(out_dtypes),
+        block,
+        tuple(updated),
+        tuple(read),
+        tuple(scalars),
+        seed,
+    )
+
+
+# Jitted, so that leaves of equal shapes are traced and lowered once (48 of them in 0.3 s, not 9 s).
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _update(
+    rule: Rule,
+    implementation: str,
+    out_dtypes: tuple[Any, ...],
+    block: int,
+    updated: tuple[jax.Array, ...],
+    read: tuple[jax.Array, ...],
+    scalars: tuple[Any, ...],
+    seed: jax.Array | None,
+) -> Updated:
+    if implementation == "xla":
+        return reference_update(rule, updated, read, scalars, out_dtypes=out_dtypes, seed=seed)
+    return fused_update(
+        rule,
+        updated,
+        read,
+        scalars,
+        out_dtypes=out_dtypes,
+        seed=seed,
+        block=block,
+        interpret=implementation == "interpret",
+    )
+
+
+def update_trees(
+    update_leaf: Callable[..., Updated], updated: Sequence[Any], read: Sequence[Any], *more: Any
+) -> Updated:
+    """Updates all leaves and returns whole trees, in the order in which they came.
+
+    Order matters: JAX pairs donated buffers with outputs of the same shape in order. Results
+    gathered leaf by leaf pair a parameter with another's moment (measured: 213 copies and 298 MB
+    of temporaries for 48 leaves, none this way).
+
+    Args:
+      update_leaf: (updated arrays, read arrays, *what `more` holds for this leaf) -> Updated.
+      updated, read: trees of one structure.
+      more: further trees of that structure, whatever their leaves are.
+
+    Returns:
+      Trees where `update_leaf` returned arrays.
+    """
+    leaves, structure = jax.tree.flatten(updated[0] if updated else read[0])
+    flat = [structure.flatten_up_to(tree) for tree in (*updated, *read, *more)]
+    results = []
+    for index in range(len(leaves)):
+        row = [tree[index] for tree in flat]
+        split = len(updated), len(updated) + len(read)
+        results.append(update_leaf(row[: split[0]], row[split[0] : split[1]], *row[split[1] :]))
+
+    def trees_of(field: str) -> tuple[Any, ...]:
+        columns = zip(*(getattr(result, field) for result in results), strict=True)
+        return tuple(jax.tree.unflatten(structure, column) for column in columns)
+
+    return Updated(trees_of("updated"), trees_of("outputs"), trees_of("sums"))
