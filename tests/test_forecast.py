@@ -105,3 +105,27 @@ def test_the_same_step_comes_from_the_cache(cache):
     assert again.traffic == first.traffic
     other = plan_of(3).compile(gpu="h200", fast=True)
     assert other.seconds > 0, "another card is another program"
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
+def test_a_loop_as_long_as_the_data_say_makes_lower_bounds_and_is_named(cache):
+    def loss(model, batch):
+        rows = batch["tokens"][:, :1]
+        halvings = jax.lax.while_loop(
+            lambda state: jnp.any(state[1] > 0),
+            lambda state: (state[0] + 1, state[1] // 2),
+            (jnp.int32(0), rows),
+        )[0]
+        return model.loss(batch)[0] + 1e-9 * halvings, jnp.float32(1)
+
+    shape = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    plan = make_plan(
+        reference_model("gpt2"),
+        make_mesh({"data": 8}),
+        example_batch={"tokens": shape, "targets": shape},
+        loss=loss,
+    )
+    forecast = plan.compile(gpu="h100", fast=True)
+    assert any("loops run as long as the data say" in remark for remark in forecast.remarks)
+    assert "lower bounds" in " ".join(forecast.page().split())

@@ -35,7 +35,7 @@ from zerojax.plan_table import role_bytes, shard_bytes
 from zerojax.planned import Planned
 from zerojax.step import build_step
 
-FORMAT = 1
+FORMAT = 2
 """Of what is cached; raised when the readers find something else in the same program."""
 
 Facts = dict[str, Any]
@@ -117,6 +117,7 @@ def _compile(lowered: Any, plan: Planned, fast: bool) -> Facts:
         "roles": roles,
         "collectives": rows,
         "hbm_bytes": hbm_bytes(program),
+        "unknown_loops": list(program.unknown_loops),
     }
 
 
@@ -188,6 +189,18 @@ def _assemble(
             tokens=_tokens(plan),
         ),
         verdict=verdict(plan, gpu, memory),
+        remarks=() if facts is None else _remarks(facts),
+    )
+
+
+def _remarks(facts: Facts) -> tuple[str, ...]:
+    """What the compiled program does not tell."""
+    loops = facts["unknown_loops"]
+    if not loops:
+        return ()
+    return (
+        f"{len(loops)} loops run as long as the data say ({', '.join(loops[:3])}): traffic and "
+        "memory traffic count one iteration of each, so they are lower bounds",
     )
 
 

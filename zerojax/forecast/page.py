@@ -279,7 +279,8 @@ def _rates(estimate: Estimate) -> list[str]:
 
 def _notes(forecast: Forecast) -> list[str]:
     gpu = forecast.gpu
-    notes = [f"card: {source.partition(': ')[2] or source}" for source in gpu.sources]
+    notes = list(forecast.remarks)
+    notes += [f"card: {source.partition(': ')[2] or source}" for source in gpu.sources]
     notes += [f"assumed: {assumption}" for assumption in gpu.assumptions]
     notes += [f"option {name} left out: {why}" for name, why in forecast.options_dropped.items()]
     if forecast.num_devices > gpu.node_devices:

@@ -164,6 +164,8 @@ class Forecast:
       compiler: versions and options that the program was compiled with.
       options_dropped: compiler option -> why it was left out.
       seconds: spent compiling; 0 from the cache.
+      remarks: what makes a number a lower bound, such as a loop whose length the program does not
+        say.
     """
 
     gpu: Gpu
@@ -179,3 +181,4 @@ class Forecast:
     traffic: Traffic
     estimate: Estimate
     verdict: Verdict
+    remarks: tuple[str, ...] = ()
