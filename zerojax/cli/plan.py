@@ -50,5 +50,6 @@ def run(args: argparse.Namespace) -> int:
 def _start_on_the_cpu() -> None:
     """Nothing is run on an accelerator, so none has to be free, nor to work."""
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's remarks on memory: the page says it
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")

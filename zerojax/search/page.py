@@ -10,42 +10,41 @@ import textwrap
 from typing import Any
 
 from zerojax.forecast.page import WIDTH, Rows, align_columns, forecast_dict
-from zerojax.search.result import CHOSEN, IMPOSSIBLE, SearchResult, Trial
+from zerojax.search.result import CHOSEN, SearchResult, Trial
 
-MAX_OTHERS = 12
-"""Rows of candidates that were not compiled; the others are counted by reason."""
 GIB = 2**30
 
 
 def search_page(result: SearchResult) -> str:
-    """A table of all that was compiled, what was ruled out, and the choice; at most 100 columns."""
+    """A table of all that was compiled, why the others were not, and the choice; 100 columns."""
     compiled = [trial for trial in result.trials if trial.number is not None]
-    others = [trial for trial in result.trials if trial.number is None]
-    number = len(result.trials)
     lines = [
-        f"SEARCH: {number} candidates, {len(compiled)} compiled, {result.elapsed:.0f} s",
-        "",
+        f"SEARCH: {len(result.trials)} candidates, {len(compiled)} compiled, {result.elapsed:.0f} s"
     ]
-    header = ("#", "zero", "model", "micro", "remat", "GiB", "ms/step", "")
-    shown = others[:MAX_OTHERS]
-    if compiled or shown:
-        cells: Rows = [header, *(_row(trial) for trial in (*compiled, *shown))]
-        lines += align_columns(cells, left=1, last_left=True)
-    hidden = others[len(shown) :]
-    if hidden:
-        counts = ", ".join(
-            f"{sum(t.status == status for t in hidden)} {status}"
-            for status in dict.fromkeys(trial.status for trial in hidden)
-        )
-        lines.append(f"  and {len(hidden)} more: {counts} (--json lists all)")
-    if shown and shown[0].status != IMPOSSIBLE:
-        lines.append(
-            "  without a #: not compiled; > without activations, and no faster than the roofline"
-        )
-    lines += ["", *textwrap.wrap(result.sentence, WIDTH)]
+    if compiled:
+        header = ("#", "zero", "model", "microbatches", "remat", "GiB", "ms/step", "")
+        cells: Rows = [header, *(_row(trial) for trial in compiled)]
+        lines += ["", *align_columns(cells, left=1, last_left=True)]
+    lines += ["", *_others(result), *textwrap.wrap(result.sentence, WIDTH)]
     if result.chosen is not None:
         lines.append(f"  {' '.join(result.chosen.candidate.words())}")
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(lines)
+
+
+def _others(result: SearchResult) -> list[str]:
+    """How many were not compiled, by what became of them, with the most promising of each kind."""
+    others = [trial for trial in result.trials if trial.number is None]
+    lines = [f"not compiled: {len(others)} (--json lists them)"] if others else []
+    for status in dict.fromkeys(trial.status for trial in others):
+        same = [trial for trial in others if trial.status == status]
+        first = f"{same[0].candidate.describe()}: {same[0].reason}"
+        lines += textwrap.wrap(
+            f"- {len(same)} {status}, such as {first}",
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+        )
+    return [*lines, ""] if lines else []
 
 
 def search_dict(result: SearchResult) -> dict[str, Any]:
@@ -63,20 +62,16 @@ def search_dict(result: SearchResult) -> dict[str, Any]:
 
 
 def _row(trial: Trial) -> tuple[str, ...]:
-    candidate, compiled = trial.candidate, trial.number is not None
-    size = trial.peak if compiled else trial.formula_peak
-    seconds = trial.seconds if compiled else trial.bound
-    least = "" if compiled else ">"
-    number = f"{trial.number}{'*' * (trial.status == CHOSEN)}" if compiled else ""
-    room = WIDTH - 58
+    candidate = trial.candidate
     status = f"{trial.status}: {trial.reason}"
+    room = WIDTH - 58
     return (
-        number,
+        f"{trial.number}{'*' * (trial.status == CHOSEN)}",
         str(candidate.zero),
         str(candidate.model),
         str(candidate.num_microbatches),
         candidate.remat,
-        "-" if size is None else f"{least}{size / GIB:,.2f}",
-        "-" if seconds is None else f"{least}{seconds * 1e3:,.1f}",
+        "-" if trial.peak is None else f"{trial.peak / GIB:,.2f}",
+        "-" if trial.seconds is None else f"{trial.seconds * 1e3:,.1f}",
         status if len(status) <= room else status[: room - 3] + "...",
     )

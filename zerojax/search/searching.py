@@ -14,8 +14,17 @@ from zerojax.compiler import CompileError
 from zerojax.forecast.result import COMPILED, Forecast
 from zerojax.gpus import Gpu
 from zerojax.plan import Plan
-from zerojax.search.bounds import Bounds, FindBounds, MakePlan, bounds_on
+from zerojax.search.bounds import FindBounds, MakePlan, bounds_on
 from zerojax.search.candidates import REMATS, Candidate
+from zerojax.search.neighbours import (
+    TOLERANCE,
+    Compiled,
+    Open,
+    expected_peak,
+    least_seconds,
+    only_adds_work,
+    why_too_large,
+)
 from zerojax.search.result import (
     BEATEN,
     CHOSEN,
@@ -29,10 +38,8 @@ from zerojax.search.result import (
 )
 from zerojax.trees import format_bytes
 
-TOLERANCE = 0.05
-"""What could be faster by less than this share is not compiled: the estimate is no better."""
-CAUTION = 0.9
-"""Of the activations of one compiled plan, what another is taken to need at least."""
+SAME = 0.01
+"""Times that differ by less than this share are equal, and the simplest candidate is preferred."""
 
 MakeForecast = Callable[[Plan], Forecast]
 
@@ -52,8 +59,10 @@ def search(
 
     Formulas go first: they refuse what cannot fit, drop a stage that another one beats in both
     memory and wire, and give each candidate a time that it cannot beat. The rest is compiled from
-    the least such time on, until no candidate can beat the best one by more than `TOLERANCE`. What
-    one compiled program needs rules out those that need more.
+    the least such time on, until no candidate is left that could beat the best one by more than
+    `TOLERANCE`. Of candidates with the same time the first one probed has the most microbatches, as
+    it is the likeliest to fit; what it needs then tells the fewest that should fit, and rules out
+    those that need more memory or, with the same remat, as much time.
 
     Args:
       make_plan_for: raises ValueError for settings that cannot be.
@@ -80,29 +89,6 @@ def search(
     return state.finish(clock() - began)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Open:
-    """A candidate that may still be the one."""
-
-    candidate: Candidate
-    bounds: Bounds
-
-    @property
-    def order(self) -> tuple:
-        """By time; what differs in the fourth digit only: by wire, then by simplicity."""
-        seconds, wire = _rounded(self.bounds.seconds), _rounded(self.bounds.wire_seconds)
-        return (seconds, wire, self.candidate.simplicity)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Compiled:
-    """A candidate that was compiled; `forecast` is None where the compiler failed."""
-
-    entry: _Open
-    trial: Trial
-    forecast: Forecast | None
-
-
 class _Search:
     """The state of one search: what is open, what is compiled, what was ruled out and why."""
 
@@ -110,8 +96,8 @@ class _Search:
         self.gpu = gpu
         self.make_plan_for = make_plan_for
         self.find_bounds = find_bounds
-        self.open: list[_Open] = []
-        self.compiled: list[_Compiled] = []
+        self.open: list[Open] = []
+        self.compiled: list[Compiled] = []
         self.closed: list[Trial] = []
         self.refused: dict[tuple[int, int], Trial] = {}
         self.no_compiler: str | None = None
@@ -132,14 +118,14 @@ class _Search:
             reason = str(error).split("\n")[0]
             self.closed.append(Trial(candidate=candidate, status=IMPOSSIBLE, reason=reason))
             return
-        entry = _Open(candidate=candidate, bounds=bounds)
+        entry = Open(candidate=candidate, bounds=bounds)
         self.open.append(entry)
         if bounds.peak > bounds.limit:
             sizes = f"{format_bytes(bounds.peak)} of {format_bytes(bounds.limit)}"
             self.close(entry, TOO_LARGE, f"without activations already {sizes}")
             self.refused[candidate.zero, candidate.model] = self.closed[-1]
 
-    def close(self, entry: _Open, status: str, reason: str) -> None:
+    def close(self, entry: Open, status: str, reason: str) -> None:
         self.open.remove(entry)
         self.closed.append(
             Trial(
@@ -159,52 +145,57 @@ class _Search:
                 stage = winner.candidate.zero
                 self.close(entry, BEATEN, f"zero={stage} needs no more memory and sends no more")
 
-    def take_next(self) -> _Open | None:
-        """The open candidate with the least time; closes those that cannot be the one."""
-        best = self.best()
+    def take_next(self) -> Open | None:
+        """The most promising open candidate; closes those that cannot be the one."""
         for entry in list(self.open):
-            if best is not None and entry.bounds.seconds >= (best.seconds or 0.0) * (1 - TOLERANCE):
-                reason = f"cannot be more than {TOLERANCE:.0%} faster than #{best.number}"
-                self.close(entry, BEATEN, reason)
-                continue
-            simpler = next((c for c in self.compiled if _only_adds_work(entry, c)), None)
-            if simpler is not None:
-                reason = f"#{simpler.trial.number} fits with fewer microbatches or less remat"
-                self.close(entry, BEATEN, reason)
-                continue
-            reasons = (self.too_large(entry, other) for other in self.compiled)
-            why = next(filter(None, reasons), None)
-            if why is not None:
-                self.close(entry, TOO_LARGE, why)
-        return min(self.open, key=lambda e: e.order, default=None)
+            reasons = (why_too_large(entry, other) for other in self.compiled)
+            too_large = next(filter(None, reasons), None)
+            beaten = self.why_beaten(entry)
+            if too_large is not None:
+                self.close(entry, TOO_LARGE, too_large)
+            elif beaten is not None:
+                self.close(entry, BEATEN, beaten)
+        return min(self.open, key=self.promise, default=None)
 
-    def too_large(self, entry: _Open, other: _Compiled) -> str | None:
-        """Why `entry` cannot fit, judged by a compiled plan with no lighter remat; None if it may.
+    def promise(self, entry: Open) -> tuple:
+        """The least is compiled next: what should fit, by time, by simplicity."""
+        candidate, peak = entry.candidate, expected_peak(entry, self.compiled)
+        number = candidate.num_microbatches
+        return (
+            peak is not None and peak > entry.bounds.limit,
+            _rounded(least_seconds(entry, self.compiled)),
+            candidate.model,
+            REMATS.index(candidate.remat),
+            candidate.zero,
+            -number if peak is None else number,
+        )
 
-        Activations neither shrink with less remat, nor by more than the rows in flight do.
-        """
-        mine, theirs = entry.candidate, other.entry.candidate
-        if other.forecast is None or mine.model != theirs.model:
+    def why_beaten(self, entry: Open) -> str | None:
+        """Why `entry` need not be compiled, given the best one so far; None if it must."""
+        best = self.best()
+        if best is None:
             return None
-        if REMATS.index(mine.remat) > REMATS.index(theirs.remat):
+        simpler = next((c for c in self.compiled if only_adds_work(entry, c)), None)
+        if simpler is not None:
+            return f"#{simpler.trial.number} fits with fewer microbatches or less remat"
+        if self.is_simpler_twin(entry, best):
             return None
-        number = other.trial.number
-        as_many_rows = mine.num_microbatches <= theirs.num_microbatches
-        as_much_state = mine.zero <= theirs.zero and entry.bounds.peak >= other.entry.bounds.peak
-        if other.trial.status == TOO_LARGE and as_many_rows and as_much_state:
-            return f"needs no less than #{number}, which does not fit"
-        share = CAUTION * min(1.0, theirs.num_microbatches / mine.num_microbatches)
-        least = entry.bounds.state + share * _activations(other.forecast)
-        if mine.zero == theirs.zero:
-            beyond = (other.trial.peak or 0) - other.entry.bounds.peak
-            least = max(least, entry.bounds.peak + share * beyond)
-        limit = entry.bounds.limit
-        if least <= limit:
-            return None
-        sizes = f"{format_bytes(least)} of {format_bytes(limit)}"
-        return f"needs at least {sizes}, by the activations of #{number}"
+        if least_seconds(entry, self.compiled) >= (best.seconds or 0.0) * (1 - TOLERANCE):
+            return f"should not be more than {TOLERANCE:.0%} faster than #{best.number}"
+        return None
 
-    def compile(self, entry: _Open, forecast_of: MakeForecast) -> bool:
+    def is_simpler_twin(self, entry: Open, best: Trial) -> bool:
+        """Whether `entry` is the best one with fewer microbatches, and should still fit."""
+        mine, theirs = entry.candidate, best.candidate
+        peak = expected_peak(entry, self.compiled)
+        return (
+            (mine.zero, mine.model, mine.remat) == (theirs.zero, theirs.model, theirs.remat)
+            and mine.num_microbatches < theirs.num_microbatches
+            and peak is not None
+            and peak <= entry.bounds.limit
+        )
+
+    def compile(self, entry: Open, forecast_of: MakeForecast) -> bool:
         """Compiles one candidate; False where there is no compiler."""
         trial = Trial(
             candidate=entry.candidate,
@@ -233,17 +224,15 @@ class _Search:
                 peak=forecast.memory.peak,
             )
         self.open.remove(entry)
-        self.compiled.append(_Compiled(entry=entry, trial=trial, forecast=forecast))
+        self.compiled.append(Compiled(entry=entry, trial=trial, forecast=forecast))
         return True
 
     def best(self) -> Trial | None:
-        """Of those that fit the one with the least time; of equal ones the simplest."""
+        """Of those that fit the one with the least time; of nearly equal ones the simplest."""
         fitting = [c.trial for c in self.compiled if c.trial.status == FITS]
-        return min(
-            fitting,
-            key=lambda t: (_rounded(t.seconds or math.inf), t.candidate.simplicity),
-            default=None,
-        )
+        least = min((t.seconds or math.inf for t in fitting), default=math.inf)
+        equal = [t for t in fitting if (t.seconds or math.inf) <= least * (1 + SAME)]
+        return min(equal, key=lambda t: t.candidate.simplicity, default=None)
 
     def finish(self, elapsed: float) -> SearchResult:
         certain = not self.open
@@ -290,24 +279,13 @@ class _Search:
         if number:
             yield f"{number} that might be faster {'do' if number > 1 else 'does'} not fit."
         if certain:
-            yield f"No other one can be more than {TOLERANCE:.0%} faster."
+            yield f"No other one should be more than {TOLERANCE:.0%} faster."
         else:
             left = sum(t.status == NOT_TRIED for t in self.closed)
             yield f"The budget was spent with {left} left that might be faster."
 
 
-def _only_adds_work(entry: _Open, other: _Compiled) -> bool:
-    """Whether `entry` is a plan that fits with nothing but more microbatches or remat added."""
-    mine, theirs = entry.candidate, other.entry.candidate
-    return (
-        other.trial.status == FITS
-        and (mine.zero, mine.model) == (theirs.zero, theirs.model)
-        and mine.num_microbatches >= theirs.num_microbatches
-        and REMATS.index(mine.remat) >= REMATS.index(theirs.remat)
-    )
-
-
-def _beats(one: _Open, other: _Open) -> bool:
+def _beats(one: Open, other: Open) -> bool:
     """Whether `one` differs from `other` in its stage alone, and is as good or better in all."""
     if (
         one is other
@@ -320,10 +298,6 @@ def _beats(one: _Open, other: _Open) -> bool:
     if mine == theirs:
         return one.candidate.simplicity < other.candidate.simplicity
     return all(m <= t for m, t in zip(mine, theirs, strict=True))
-
-
-def _activations(forecast: Forecast) -> int:
-    return sum(row.bytes or 0 for row in forecast.memory.roles if row.role == "activations")
 
 
 def _rounded(value: float) -> float:
