@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -77,6 +81,24 @@ def test_host_memory_is_not_counted_as_the_devices():
 def test_virtual_devices_are_no_gpus():
     assert not compiler.is_cuda(make_mesh({"data": 8}))
     assert not compiler.is_cuda(jax.sharding.AbstractMesh((8,), ("data",)))
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
+def test_where_jax_looked_for_a_gpu_in_vain_the_remedy_is_named():
+    program = (
+        "import jax; jax.devices(); from zerojax import compiler, gpus\n"
+        "try: compiler.gpu_devices(gpus.find_gpu('h100'), 8)\n"
+        "except compiler.CompilerMissing as error: print(error)"
+    )
+    variables = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    if not done.stdout:
+        pytest.skip("the plugin loads: there is a GPU, or its libraries are installed")
+    assert done.stdout.rstrip().endswith("start Python with JAX_PLATFORMS=cpu")
 
 
 @needs_compiler

@@ -144,6 +144,12 @@ def gpu_devices(gpu: gpus.Gpu, count: int) -> Sequence[Any]:
             target_config=gpus.target_text(gpu),
             topology=f"1x{count // in_node}x{in_node}",
         )
+    except NotImplementedError as error:
+        # Without a GPU the plugin registers itself only where JAX was told to do without.
+        raise CompilerMissing(
+            "JAX looked for a GPU, found none and dropped the CUDA plugin, so nothing can be "
+            "compiled; start Python with JAX_PLATFORMS=cpu"
+        ) from error
     except Exception as error:  # whatever the plugin raises
         raise CompileError(f"{gpu.name}: {first_cause(error)}") from error
     return description.devices

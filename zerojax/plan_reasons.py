@@ -38,7 +38,9 @@ def describe_choices(
     lines.append(f"precision: {precision.describe()}")
     exceptions = placement.exceptions()
     if exceptions:
-        lines.append(f"{len(exceptions)} placements differ from the plain rule: see plan.table()")
+        count = len(exceptions)
+        found = "1 placement differs" if count == 1 else f"{count} placements differ"
+        lines.append(f"{found} from the plain rule: see plan.table()")
     return lines
 
 

@@ -66,8 +66,11 @@ def _formula_bytes(plan: Planned) -> tuple[int, int]:
             weights += whole * compute
         if not leaf.frozen:
             scattered = leaf.access in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
-            held = accumulate if plan.num_microbatches > 1 else reduce if scattered else compute
-            gradients += (shard if scattered else whole) * held
+            summed = accumulate if plan.num_microbatches > 1 else 0
+            if scattered:  # a microbatch's own are added to the sum as they come
+                gradients += shard * (summed or reduce)
+            else:
+                gradients += whole * (compute + summed)
     return weights + max(on_use.values(), default=0), gradients
 
 
