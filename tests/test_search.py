@@ -305,7 +305,7 @@ def test_the_page_shows_what_was_tried_and_the_words():
     assert sum("*" in line for line in lines) == 1
     assert lines[-1].startswith("  mesh.data=-1 mesh.zero=")
     assert re.search(r"not compiled: \d+ \(--json lists them\)", page)
-    assert re.search(r"- \d+ does not fit, such as zero=", page)
+    assert re.search(r"- \d+ beaten, such as zero=", page)
 
 
 def test_json_lists_every_candidate():

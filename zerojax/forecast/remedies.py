@@ -151,8 +151,8 @@ def _higher_zero(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
 
 def _microbatches(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
     rows, activations = rows_at_once(plan), _sum(sizes, "activations")
-    extra = accumulator_bytes(plan) if plan.num_microbatches == 1 else 0
-    also = "; adds a sum of gradients" if extra else ""
+    extra = accumulation_bytes(plan) if plan.num_microbatches == 1 else 0
+    also = "; adds a sum of gradients" if extra > 0 else ""
     factors = [factor for factor in (2, 4, 8, 16, 32, 64) if rows % factor == 0]
     for factor in factors[:1] + factors[-1:] * (len(factors) > 1):
         yield _Remedy(
@@ -162,20 +162,25 @@ def _microbatches(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
         )
 
 
-def accumulator_bytes(plan: Planned) -> int:
-    """Bytes per device of the sum of gradients over microbatches."""
+def accumulation_bytes(plan: Planned) -> int:
+    """Bytes per device by which the second microbatch adds to the gradients: their sum.
+
+    Scattered gradients are added to it as they come; whole ones live beside it.
+    """
     placement = plan.placement
     early = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
-    elements = 0
+    sum_bytes = jnp.dtype(plan.precision.accumulate_dtype).itemsize
+    replaced = jnp.dtype(plan.precision.reduce_dtype).itemsize
+    total = 0
     for leaf in placement.leaves.values():
+        if leaf.frozen:
+            continue
         split = math.prod(placement.axis_sizes[axis] for axis in leaf.axes if axis is not None)
-        whole = num_elements(leaf.shape) // split
-        elements += (
-            0
-            if leaf.frozen
-            else (placement.shard_elements(leaf) if leaf.access in early else whole)
-        )
-    return elements * jnp.dtype(plan.precision.accumulate_dtype).itemsize
+        if leaf.access in early:
+            total += placement.shard_elements(leaf) * (sum_bytes - replaced)
+        else:
+            total += num_elements(leaf.shape) // split * sum_bytes
+    return total
 
 
 def _remat(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:

@@ -175,7 +175,9 @@ class _Search:
         best = self.best()
         if best is None:
             return None
-        simpler = next((c for c in self.compiled if only_adds_work(entry, c)), None)
+        slowest = (best.seconds or 0.0) * (1 + TOLERANCE)
+        as_fast = [c for c in self.compiled if (c.trial.seconds or 0.0) <= slowest]
+        simpler = next((c for c in as_fast if only_adds_work(entry, c)), None)
         if simpler is not None:
             return f"#{simpler.trial.number} fits with fewer microbatches or less remat"
         if self.is_simpler_twin(entry, best):
