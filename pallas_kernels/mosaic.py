@@ -80,6 +80,21 @@ def layout_of(block: int) -> Any:
     return _plgpu().Layout.WG_STRIDED((block,), vec_size=neighbours)
 
 
+def at_tile(ref: Any, row: Any, tiles: Tiles) -> Any:
+    """The part of a leaf's Ref, in the view that `tiles` asks for, that is tile number `row`."""
+    from jax.experimental import pallas as pl  # as in `run_on_tiles`
+
+    if not tiles.tail:
+        return ref.at[row]
+    return ref.at[pl.ds(pl.multiple_of(row * tiles.block, tiles.block), tiles.block)]
+
+
+def load_tile(ref: Any, row: Any, tiles: Tiles) -> Any:
+    """That tile as a float32 block."""
+    loaded = _plgpu().load(at_tile(ref, row, tiles), layout=layout_of(tiles.block), optimized=False)
+    return loaded.astype(jnp.float32)
+
+
 def block_index(program: Any, block: int) -> Any:
     """uint32[block]: positions in the leaf of the elements of tile number `program`."""
     inside = _plgpu().layout_cast(lax.broadcasted_iota(jnp.uint32, (block,), 0), layout_of(block))
@@ -184,9 +199,6 @@ def run_on_tiles(
 
 def _body(rule: Rule, tiles: Tiles, *, num_outputs: int, has_seed: bool) -> Any:
     """The function of one program: refs of updated, read, scalars, seed, outputs, sums."""
-    from jax.experimental import pallas as pl  # as in `run_on_tiles`
-
-    plgpu = _plgpu()
     block, layout = tiles.block, layout_of(tiles.block)
 
     def spread(x: Any) -> Any:
@@ -207,28 +219,22 @@ def _body(rule: Rule, tiles: Tiles, *, num_outputs: int, has_seed: bool) -> Any:
         def tile(step: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
             row = program if tiles.loop == 1 else program * tiles.loop + step
 
-            def at(ref: Any) -> Any:
-                if not tiles.tail:
-                    return ref.at[row]
-                return ref.at[pl.ds(pl.multiple_of(row * block, block), block)]
+            def load(refs: list[Any]) -> tuple[Any, ...]:
+                return tuple(load_tile(ref, row, tiles) for ref in refs)
 
-            def load(ref: Any) -> Any:
-                loaded = plgpu.load(at(ref), layout=layout, optimized=False)
-                return loaded.astype(jnp.float32)
-
-            values = rule.math(tuple(map(load, updated)), tuple(map(load, read)), scalars)
+            values = rule.math(load(updated), load(read), scalars)
             bits = None
             if has_seed:
                 words = (spread(seed_refs[0][0]), spread(seed_refs[0][1]))
                 bits = rounding.bits_at(block_index(row, block), words)
             for number, (ref, new) in enumerate(zip(updated, values.updated, strict=True)):
-                at(ref)[...] = stored_as(ref.dtype, new, bits, number)
+                at_tile(ref, row, tiles)[...] = stored_as(ref.dtype, new, bits, number)
             for ref, new in zip(outputs, values.outputs, strict=False):
-                at(ref)[...] = new.astype(ref.dtype)
+                at_tile(ref, row, tiles)[...] = new.astype(ref.dtype)
             return tuple(a + b for a, b in zip(totals, values.sums, strict=True))
 
         zero = jnp.zeros((block,), jnp.float32)
-        totals = tuple(plgpu.layout_cast(zero, layout) for _ in sums)
+        totals = tuple(_plgpu().layout_cast(zero, layout) for _ in sums)
         totals = tile(0, totals) if tiles.loop == 1 else lax.fori_loop(0, tiles.loop, tile, totals)
         for ref, total in zip(sums, totals, strict=True):
             ref[program] = jnp.sum(total)

@@ -1,8 +1,8 @@
 """The arithmetic of AdamW, Lion, SGD with momentum and LAMB, once for kernel and reference.
 
 Knows formulas, in optax's order of operations; never arrays' sizes, devices or layouts. A rule
-multiplies the gradient by `gradient_scale` (clipping and loss scale in one), and where `skip` is
-not 0 every array keeps what it holds, whatever the gradient contains.
+multiplies the gradient by `gradient_scale` (clipping and loss scale in one), and where `skip` is 1
+and not 0 every array keeps what it holds, whatever the gradient contains.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SgdScalars(NamedTuple):
       weight_decay: added to the gradient, times the parameter (before the trace, as
         `optax.chain(add_decayed_weights, sgd)`).
       gradient_scale: of the gradient.
-      skip: 0, or anything else to change nothing.
+      skip: 0, or 1 to change nothing.
     """
 
     learning_rate: Any
@@ -146,13 +146,32 @@ def _correction(decay: float, count: Any) -> jax.Array:
     return 1 - jnp.asarray(decay, jnp.float32) ** jnp.asarray(count, jnp.int32)
 
 
+def new_moments(mu: Any, nu: Any, grad: Any, s: AdamScalars) -> tuple[Any, Any]:
+    """Adam's moments after a gradient that is already scaled."""
+    return s.rest1 * grad + s.b1 * mu, s.rest2 * (grad * grad) + s.b2 * nu
+
+
+def adam_direction(param: Any, mu: Any, nu: Any, s: AdamScalars | LambScalars) -> Any:
+    """What Adam with decoupled weight decay subtracts, before the learning rate."""
+    root = jnp.sqrt(nu / s.correction2)
+    return (mu / s.correction1) / (root + s.eps) + s.weight_decay * param
+
+
+def unless_skipped(skip: Any, old: Any, new: Any) -> tuple[Any, ...]:
+    """The new blocks, or the old ones where `skip` is not 0."""
+    return tuple(
+        jnp.where(skip == jnp.zeros_like(before), after, before)
+        for before, after in zip(old, new, strict=True)
+    )
+
+
 def adamw(updated: Any, read: Any, s: AdamScalars) -> Values:
     """(param, mu, nu), (grad,): AdamW; the output is the new parameter."""
     param, mu, nu = updated
     grad = read[0] * s.gradient_scale
-    new_mu, new_nu = _moments(mu, nu, grad, s)
-    new = param - s.learning_rate * _adam_direction(param, new_mu, new_nu, s)
-    new, new_mu, new_nu = _unless_skipped(s.skip, updated, (new, new_mu, new_nu))
+    new_mu, new_nu = new_moments(mu, nu, grad, s)
+    new = param - s.learning_rate * adam_direction(param, new_mu, new_nu, s)
+    new, new_mu, new_nu = unless_skipped(s.skip, updated, (new, new_mu, new_nu))
     return Values(updated=(new, new_mu, new_nu), outputs=(new,))
 
 
@@ -160,9 +179,9 @@ def lamb_moments(updated: Any, read: Any, s: AdamScalars) -> Values:
     """(mu, nu), (param, grad): LAMB's first half; sums of squares of parameter and update."""
     mu, nu = updated
     param, grad = read
-    new_mu, new_nu = _moments(mu, nu, grad * s.gradient_scale, s)
-    direction = _adam_direction(param, new_mu, new_nu, s)
-    kept = _unless_skipped(s.skip, updated, (new_mu, new_nu))
+    new_mu, new_nu = new_moments(mu, nu, grad * s.gradient_scale, s)
+    direction = adam_direction(param, new_mu, new_nu, s)
+    kept = unless_skipped(s.skip, updated, (new_mu, new_nu))
     return Values(updated=kept, sums=(param * param, direction * direction))
 
 
@@ -173,8 +192,8 @@ def lamb_apply(updated: Any, read: Any, s: LambScalars) -> Values:
     """
     (param,) = updated
     mu, nu = read
-    direction = s.trust_ratio * _adam_direction(param, mu, nu, s)
-    (new,) = _unless_skipped(s.skip, updated, (param - s.learning_rate * direction,))
+    direction = s.trust_ratio * adam_direction(param, mu, nu, s)
+    (new,) = unless_skipped(s.skip, updated, (param - s.learning_rate * direction,))
     return Values(updated=(new,), outputs=(new,))
 
 
@@ -184,7 +203,7 @@ def lion(updated: Any, read: Any, s: LionScalars) -> Values:
     grad = read[0] * s.gradient_scale
     direction = jnp.sign(s.rest1 * grad + s.b1 * mu) + s.weight_decay * param
     new = param - s.learning_rate * direction
-    new, new_mu = _unless_skipped(s.skip, updated, (new, s.rest2 * grad + s.b2 * mu))
+    new, new_mu = unless_skipped(s.skip, updated, (new, s.rest2 * grad + s.b2 * mu))
     return Values(updated=(new, new_mu), outputs=(new,))
 
 
@@ -209,24 +228,8 @@ def _decayed(param: Any, grad: Any, s: SgdScalars) -> Any:
 
 def _descend(updated: Any, trace: Any, direction: Any, s: SgdScalars) -> Values:
     new = updated[0] - s.learning_rate * direction
-    new, trace = _unless_skipped(s.skip, updated, (new, trace))
+    new, trace = unless_skipped(s.skip, updated, (new, trace))
     return Values(updated=(new, trace), outputs=(new,))
-
-
-def _moments(mu: Any, nu: Any, grad: Any, s: AdamScalars) -> tuple[Any, Any]:
-    return s.rest1 * grad + s.b1 * mu, s.rest2 * (grad * grad) + s.b2 * nu
-
-
-def _adam_direction(param: Any, mu: Any, nu: Any, s: AdamScalars | LambScalars) -> Any:
-    root = jnp.sqrt(nu / s.correction2)
-    return (mu / s.correction1) / (root + s.eps) + s.weight_decay * param
-
-
-def _unless_skipped(skip: Any, old: Any, new: Any) -> tuple[Any, ...]:
-    return tuple(
-        jnp.where(skip == jnp.zeros_like(before), after, before)
-        for before, after in zip(old, new, strict=True)
-    )
 
 
 ADAMW = Rule(

@@ -1,0 +1,251 @@
+"""AdamW whose moments take one byte each: how they are coded, and the plain reference.
+
+Knows blocks of one leaf; never devices or layouts. A leaf is cut, flat, into blocks of 512 elements
+that share two float32 scales (block-wise as in arXiv:2110.02861). A code is a root of the value, so
+that small values keep digits; zero is no code of the second moment (arXiv:2309.01507); and values
+are rounded stochastically, so that an average that moves by less than one code still moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import rounding
+from pallas_kernels.elementwise import FLOATS, stored_as
+from pallas_kernels.optimizers import AdamScalars, adam_direction, new_moments, unless_skipped
+
+QUANT_BLOCK = 512
+"""Elements that share a scale. 16 bytes of scales are read and written for each block."""
+MU_LEVELS, NU_LEVELS, NU_OFFSET = 127.0, 256.0, 129.0
+NU_ZERO = -128
+"""The smallest code: 2^-32 of the largest value of the block."""
+TINY = 1e-30
+
+
+class Moments8bit(NamedTuple):
+    """Adam's moments of one leaf of any shape.
+
+    Attributes:
+      mu: int8, of the leaf's shape. sign(code) * (code / 127)^2 * scale is the first moment.
+      nu: int8, likewise. ((code + 129) / 256)^4 * scale is the second moment.
+      mu_scale, nu_scale: float32[number of blocks]: the largest |mu| and nu of each block.
+    """
+
+    mu: jax.Array
+    nu: jax.Array
+    mu_scale: jax.Array
+    nu_scale: jax.Array
+
+
+class Blocks8bit(NamedTuple):
+    """The new values of blocks, before they are stored: float32."""
+
+    param: Any
+    mu: Any
+    nu: Any
+    mu_scale: Any
+    nu_scale: Any
+
+
+def num_blocks(size: int) -> int:
+    """How many scales a leaf of so many elements has."""
+    return -(-size // QUANT_BLOCK)
+
+
+def init_moments(shape: tuple[int, ...]) -> Moments8bit:
+    """Moments that are 0, for a leaf of this shape."""
+    blocks = num_blocks(_size(shape))
+    return Moments8bit(
+        mu=jnp.zeros(shape, jnp.int8),
+        nu=jnp.full(shape, NU_ZERO, jnp.int8),
+        mu_scale=jnp.zeros((blocks,), jnp.float32),
+        nu_scale=jnp.zeros((blocks,), jnp.float32),
+    )
+
+
+def decode_moments(moments: Moments8bit) -> tuple[jax.Array, jax.Array]:
+    """(mu, nu) as float32 arrays of the leaf's shape."""
+    shape = moments.mu.shape
+    mu = decode_mu(_rows(moments.mu).astype(jnp.float32), moments.mu_scale[:, None])
+    nu = decode_nu(_rows(moments.nu, NU_ZERO).astype(jnp.float32), moments.nu_scale[:, None])
+    return _unrows(mu, shape), _unrows(nu, shape)
+
+
+def decode_mu(code: Any, scale: Any) -> Any:
+    """First moments from codes (float32) and scales of the same shape."""
+    root = code * jnp.full_like(code, 1 / MU_LEVELS)
+    return root * jnp.abs(root) * scale
+
+
+def decode_nu(code: Any, scale: Any) -> Any:
+    """Second moments from codes (float32) and scales of the same shape."""
+    root = (code + jnp.full_like(code, NU_OFFSET)) * jnp.full_like(code, 1 / NU_LEVELS)
+    square = root * root
+    return square * square * scale
+
+
+def encode_mu(mu: Any, inverse_scale: Any, bits: Any) -> Any:
+    """Codes (float32) of first moments whose mean value is `mu`."""
+    square = jnp.abs(mu) * inverse_scale * jnp.full_like(mu, MU_LEVELS**2)
+    below = _floor(jnp.sqrt(square))
+    above = below + jnp.ones_like(below)
+    chance = (square - below * below) / (above * above - below * below)
+    code = jnp.where(chance > _fraction(bits), above, below)
+    code = jnp.minimum(code, jnp.full_like(code, MU_LEVELS))
+    return jnp.where(mu < jnp.zeros_like(mu), jnp.zeros_like(code) - code, code)
+
+
+def encode_nu(nu: Any, inverse_scale: Any, bits: Any) -> Any:
+    """Codes (float32) of second moments whose mean value is `nu`, or the smallest code."""
+    fourth = nu * inverse_scale * jnp.full_like(nu, NU_LEVELS**4)
+    below = _floor(jnp.sqrt(jnp.sqrt(fourth)))
+    above = below + jnp.ones_like(below)
+    low, high = below * below, above * above
+    chance = (fourth - low * low) / (high * high - low * low)
+    level = jnp.where(chance > _fraction(bits), above, below)
+    level = jnp.minimum(jnp.maximum(level, jnp.ones_like(level)), jnp.full_like(level, NU_LEVELS))
+    return level - jnp.full_like(level, NU_OFFSET)
+
+
+def adam8bit(
+    old: Blocks8bit,
+    grad: Any,
+    s: AdamScalars,
+    *,
+    bits: rounding.Bits,
+    largest: Callable[[Any], Any],
+    spread: Callable[[Any], Any],
+) -> Blocks8bit:
+    """AdamW on blocks, called by kernel and reference.
+
+    Args:
+      old: parameter, codes as float32, and one number per block for each scale.
+      grad: float32 block.
+      s: blocks, or numbers in the reference.
+      bits: random bits of the elements.
+      largest: block -> its largest element, one number per block.
+      spread: one number per block -> block.
+    """
+    mu = decode_mu(old.mu, spread(old.mu_scale))
+    nu = decode_nu(old.nu, spread(old.nu_scale))
+    new_mu, new_nu = new_moments(mu, nu, grad * s.gradient_scale, s)
+    param = old.param - s.learning_rate * adam_direction(old.param, new_mu, new_nu, s)
+    param, new_mu, new_nu = unless_skipped(s.skip, (old.param, mu, nu), (param, new_mu, new_nu))
+    mu_scale, nu_scale = largest(jnp.abs(new_mu)), largest(new_nu)
+    mu_code = encode_mu(new_mu, _inverse(spread(mu_scale)), bits(0))
+    nu_code = encode_nu(new_nu, _inverse(spread(nu_scale)), bits(1))
+    mu_code, nu_code = unless_skipped(s.skip, (old.mu, old.nu), (mu_code, nu_code))
+    return Blocks8bit(param, mu_code, nu_code, mu_scale, nu_scale)
+
+
+def reference_adam8bit(
+    param: jax.Array,
+    moments: Moments8bit,
+    grad: jax.Array,
+    scalars: AdamScalars,
+    *,
+    seed: jax.Array,
+    first_index: int = 0,
+) -> tuple[jax.Array, Moments8bit, jax.Array]:
+    """(new parameter, new moments, new parameter as float32), in plain `jax.numpy`.
+
+    Args:
+      param: any shape; float32, bfloat16 (rounded stochastically) or float16.
+      moments: of that shape.
+      grad: of that shape; float32, bfloat16 or float16.
+      scalars: of `optimizers.adam_scalars`.
+      seed: uint32[2] of `rounding.seed_of`.
+      first_index: position in its leaf of the first element, for the random bits.
+    """
+    scalars = AdamScalars(*(jnp.asarray(x, jnp.float32) for x in scalars))
+    shape = param.shape
+    index = lax.iota(jnp.uint32, num_blocks(param.size) * QUANT_BLOCK)
+    index = index.reshape(-1, QUANT_BLOCK) + jnp.uint32(first_index % 2**32)
+    bits = rounding.bits_at(index, (seed[0], seed[1]))
+    new = adam8bit(
+        Blocks8bit(
+            _rows(param).astype(jnp.float32),
+            _rows(moments.mu).astype(jnp.float32),
+            _rows(moments.nu, NU_ZERO).astype(jnp.float32),
+            moments.mu_scale[:, None],
+            moments.nu_scale[:, None],
+        ),
+        _rows(grad).astype(jnp.float32),
+        scalars,
+        bits=bits,
+        largest=lambda x: jnp.max(x, axis=1, keepdims=True),
+        spread=lambda x: x,
+    )
+    scales = kept_scales(scalars.skip, moments, new.mu_scale[:, 0], new.nu_scale[:, 0])
+    mu, nu = (_unrows(x, shape).astype(jnp.int8) for x in (new.mu, new.nu))
+    stored = _unrows(stored_as(param.dtype, new.param, bits, 2), shape)
+    return stored, Moments8bit(mu, nu, *scales), _unrows(new.param, shape)
+
+
+def kept_scales(skip: Any, old: Any, mu_scale: Any, nu_scale: Any) -> tuple[Any, Any]:
+    """The new scales, or the old ones where `skip` is 1: without a choice between scalars, which
+    Mosaic does not have. (A skipped step has finite values: they were put back before.)"""
+    applied = 1.0 - skip
+    return skip * old.mu_scale + applied * mu_scale, skip * old.nu_scale + applied * nu_scale
+
+
+def check_leaf(param: Any, moments: Moments8bit, grad: Any) -> None:
+    """Refuses arrays that are not of one leaf.
+
+    Raises:
+      TypeError: a dtype that is not taken.
+      ValueError: shapes that differ.
+    """
+    for name, x in (("param", param), ("grad", grad)):
+        if x.dtype not in FLOATS:
+            raise TypeError(f"adam8bit: {name} is {x.dtype}, not float32, bfloat16 or float16")
+    if param.dtype == jnp.float16:
+        raise TypeError("adam8bit: float16 parameters cannot be rounded stochastically")
+    scales = (num_blocks(param.size),)
+    expected = (param.shape, param.shape, scales, scales)
+    for name, x, shape in zip(Moments8bit._fields, moments, expected, strict=True):
+        if tuple(x.shape) != tuple(shape):
+            raise ValueError(
+                f"adam8bit: {name} has shape {tuple(x.shape)}; for a parameter of shape "
+                f"{tuple(param.shape)} it is {tuple(shape)} (see init_moments)"
+            )
+    if tuple(grad.shape) != tuple(param.shape):
+        raise ValueError(f"adam8bit: grad {grad.shape} and param {param.shape} differ in shape")
+
+
+def _inverse(scale: Any) -> Any:
+    return jnp.ones_like(scale) / jnp.maximum(scale, jnp.full_like(scale, TINY))
+
+
+def _floor(x: Any) -> Any:
+    return x.astype(jnp.int32).astype(jnp.float32)  # of what is not negative
+
+
+def _fraction(bits: Any) -> Any:
+    whole = bits.astype(jnp.int32).astype(jnp.float32)
+    return whole * jnp.full_like(whole, 2.0**-16)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size
+
+
+def _rows(x: jax.Array, missing_value: int = 0) -> jax.Array:
+    """[blocks, 512]; what is missing in the last block gets this value."""
+    missing = num_blocks(x.size) * QUANT_BLOCK - x.size
+    flat = x.reshape(-1)
+    if missing:
+        flat = jnp.pad(flat, (0, missing), constant_values=missing_value)
+    return flat.reshape(-1, QUANT_BLOCK)
+
+
+def _unrows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x.reshape(-1)[: _size(shape)].reshape(shape)
