@@ -309,6 +309,7 @@ def test_a_compiled_page(capsys):
     assert main([*WORDS, "--fast", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["source"] == "compiled"
+    assert values["compiler"].endswith(", fast options")
     memory = values["memory"]
     assert sum(role["bytes"] for role in memory["roles"]) == memory["peak"]
     assert values["traffic"]["data_wire_bytes"] == pytest.approx(

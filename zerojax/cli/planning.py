@@ -76,7 +76,10 @@ def forecast_of(
     if why_formula is None:
         devices = compiler.gpu_devices(gpu, planned.mesh.size)
         planned = planned.remake(meshes.make_mesh(planned.settings, devices))
-    return make_forecast(planned, gpu, why_formula=why_formula, fast=fast, progress=progress)
+    found = make_forecast(planned, gpu, why_formula=why_formula, fast=fast, progress=progress)
+    if fast and why_formula is None:
+        return dataclasses.replace(found, compiler=f"{found.compiler}, fast options")
+    return found
 
 
 def _search(
