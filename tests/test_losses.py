@@ -67,3 +67,25 @@ def test_mean_squared_error_in_float32():
 def test_integer_weights_are_summed_in_float32():
     total, weight = weighted(jnp.arange(3.0), jnp.array([1, 0, 1]))
     assert (float(total), float(weight), weight.dtype) == (2.0, 2.0, jnp.float32)
+
+
+@pytest.mark.parametrize("unknown", [-1, -100, 7, 1000])
+def test_a_target_outside_the_vocabulary_is_ignored_at_weight_0_and_nan_otherwise(unknown):
+    """-1 as an index would be the last token: plausible, and wrong."""
+    targets = TARGETS.copy()
+    targets[0, 1] = unknown
+    run = jax.value_and_grad(lambda x, t, w: next_token(x, t, w)[0])
+    logits = jnp.asarray(LOGITS, jnp.float32)
+    ours, theirs = (run(logits, jnp.asarray(t), jnp.asarray(WEIGHTS)) for t in (targets, TARGETS))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    loss, gradient = run(logits, jnp.asarray(targets), None)
+    assert jnp.isnan(loss)
+    assert jnp.isnan(gradient[0, 1]).all()
+
+
+def test_narrow_targets_reach_the_whole_vocabulary():
+    logits = jnp.zeros((1, 2, 300)).at[0, :, 255].set(5.0)
+    wide, narrow = (
+        next_token(logits, jnp.array([[255, 0]], dtype))[0] for dtype in (jnp.int32, jnp.uint8)
+    )
+    assert wide == narrow

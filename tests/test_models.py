@@ -210,6 +210,21 @@ def test_logits_of_the_other_output_equal_the_written_out_equations(name, batch)
     np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_the_loss_in_chunks_is_the_loss_of_the_logits(config, batch):
+    """24 positions in chunks of 5, the last of which is filled up."""
+    (plain, whole), (chunked, cut) = (
+        jax.jit(jax.value_and_grad(lambda v, g=graphdef: merge(g, v).loss(batch)[0]))(values)
+        for graphdef, values in (
+            lively(dataclasses.replace(config, loss_chunk=chunk)) for chunk in (None, 5)
+        )
+    )
+    np.testing.assert_allclose(chunked, plain, rtol=2e-6)
+    for name, grad in cut.items():
+        # As above, and of the sum over 19 tokens instead of their mean.
+        np.testing.assert_allclose(grad, whole[name], rtol=0, atol=19 * 5e-6, err_msg=name)
+
+
 # --- remat ---------------------------------------------------------------------------------------
 
 
@@ -293,10 +308,13 @@ def gathering(config: GPT2Config | LlamaConfig) -> tuple[Any, Any, dict[str, jax
     return graphdef, dict(nnx.to_flat_state(state)), stored
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@pytest.mark.parametrize(
+    ("remat", "loss_chunk"), [("none", None), ("full", None), ("dots", None), ("full", 5)]
+)
 @both
-def test_each_layer_gathers_its_own_slice_inside_the_scan(config, remat, batch, reads):
-    config = dataclasses.replace(config, remat=remat)
+def test_each_layer_gathers_its_own_slice_inside_the_scan(config, remat, loss_chunk, batch, reads):
+    """And the head, in chunks or not, is read once."""
+    config = dataclasses.replace(config, remat=remat, loss_chunk=loss_chunk)
     graphdef, template, stored = gathering(config)
 
     def loss(stored):
@@ -572,9 +590,12 @@ def test_build_model_takes_what_the_run_is_told():
         num_kv_heads=2,
         embed_dim=24,
         mlp_dim=128,  # 64, rounded up to whole tiles
+        loss_chunk=1024,
     )
     assert model.lm_head is not None
-    told = ModelConfig(name="gpt2", vocab_size=64, dropout=0.1, remat="dots", norm_eps=1e-6)
+    told = ModelConfig(
+        name="gpt2", vocab_size=64, dropout=0.1, remat="dots", norm_eps=1e-6, loss_chunk=None
+    )
     assert as_decoder_config(told, 50) == GPT2Config(
         vocab_size=64,
         max_seq_len=256,
@@ -605,6 +626,7 @@ def test_build_model_takes_what_the_run_is_told():
         (lambda: LlamaConfig(**SIZES, num_kv_heads=3), "num_heads=4 .* num_kv_heads=3"),
         (lambda: LlamaConfig(**SIZES | {"embed_dim": 12}), "12 / num_heads=4 = 3 is odd"),
         (lambda: LlamaConfig(**SIZES, rope_theta=0.5), "rope_theta=0.5 must be above 1"),
+        (lambda: GPT2Config(loss_chunk=0), "loss_chunk=0 must be a whole number of at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_before_an_array_exists(make, message):

@@ -16,16 +16,22 @@ def next_token(
 
     Args:
       logits: [batch, seq, vocab], any float dtype; upcast to float32 before the softmax.
-      targets: [batch, seq] integers in [0, vocab): the token that follows each position.
+      targets: [batch, seq] integers: the token that follows each position. One outside of the
+        vocabulary gives NaN, in the gradient too, unless its weight is 0.
       weights: [batch, seq]; a position of weight 0 does not count. None: every position counts 1.
 
     Returns:
       (sum over positions of weight x negative log-likelihood in nats, sum of weights), float32.
     """
-    logits = logits.astype(jnp.float32)
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    logits, targets = logits.astype(jnp.float32), targets.astype(jnp.int32)
+    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
+    counted = weights.astype(jnp.float32)
+    known = (targets >= 0) & (targets < logits.shape[-1])
+    index = jnp.where(known, targets, 0)
+    picked = jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
     negative_log_likelihood = jax.nn.logsumexp(logits, axis=-1) - picked
-    return weighted(negative_log_likelihood, weights)
+    trusted = jnp.where(known | (counted == 0), counted, jnp.nan)
+    return jnp.sum(negative_log_likelihood * trusted), jnp.sum(counted)
 
 
 def mean_squared_error(

@@ -66,6 +66,7 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             tie_embeddings=config.tie_embeddings is not False,
             norm_eps=config.norm_eps,
             remat=config.remat,
+            loss_chunk=config.loss_chunk,
         )
     if config.name == "llama":
         return LlamaConfig(
@@ -81,6 +82,7 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             rope_theta=config.rope_theta,
             norm_eps=config.norm_eps,
             remat=config.remat,
+            loss_chunk=config.loss_chunk,
         )
     raise ValueError(f"model.name={config.name!r} is unknown; use one of {', '.join(_RULES)}")
 

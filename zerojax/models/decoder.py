@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from zerojax.activations import constrain
+from zerojax.chunked_loss import head_next_token
 from zerojax.losses import next_token
 from zerojax.models.layers import Attention, Dropout, Embedding, Projection
 
@@ -70,6 +71,8 @@ class DecoderConfig(Protocol):
     def tie_embeddings(self) -> bool: ...
     @property
     def remat(self) -> str: ...
+    @property
+    def loss_chunk(self) -> int | None: ...
 
 
 class Block(nnx.Module):
@@ -195,18 +198,34 @@ class Decoder(nnx.Module):
         x = self.final_norm(x)
         return self.token_embedding.attend(x) if self.lm_head is None else self.lm_head(x)
 
+    def hidden(self, tokens: jax.Array) -> jax.Array:
+        """Integers [batch, seq] -> what the blocks make of them [batch, seq, embed], for `head`."""
+        return scan_blocks(self.blocks, self.embed(tokens), remat=self.config.remat)
+
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Integers [batch, seq] -> logits [batch, seq, vocab] of the token that follows each."""
-        return self.head(scan_blocks(self.blocks, self.embed(tokens), remat=self.config.remat))
+        return self.head(self.hidden(tokens))
 
     def loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
         """Next-token cross-entropy in float32, as (sum, weight).
+
+        With `config.loss_chunk` logits are made for so many tokens at a time; the output weights
+        are still read once, outside of that loop.
 
         Args:
           batch: "tokens" and "targets", integers [batch, seq]; "weights" [batch, seq] if some
             positions do not count.
         """
-        return next_token(self(batch["tokens"]), batch["targets"], batch.get("weights"))
+        x, targets, weights = self.hidden(batch["tokens"]), batch["targets"], batch.get("weights")
+        chunk = self.config.loss_chunk
+        if chunk is None:
+            return next_token(self.head(x), targets, weights)
+        x = self.final_norm(x)
+        if self.lm_head is None:
+            table = self.token_embedding.embedding[...]
+            return head_next_token(x, table, targets, weights, vocab_dim=0, chunk=chunk)
+        kernel = self.lm_head.kernel[...]
+        return head_next_token(x, kernel, targets, weights, vocab_dim=1, chunk=chunk)
 
     def init_cache(self, batch_size: int, length: int) -> KVCache:
         """A cache of zeros for `length` positions, in the dtype of the activations."""
@@ -268,8 +287,8 @@ def check_decoder_sizes(config: Any) -> None:
     """Checks the sizes that every decoder's configuration has.
 
     Raises:
-      ValueError: a size below 1, heads that do not divide, a dropout outside [0, 1) or an unknown
-        remat name.
+      ValueError: a size below 1, heads that do not divide, a dropout outside [0, 1), an unknown
+        remat name or a loss chunk below 1.
     """
     for field in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "num_kv_heads"):
         _check_at_least_one(field, getattr(config, field))
@@ -289,6 +308,8 @@ def check_decoder_sizes(config: Any) -> None:
         raise ValueError(f"dropout={config.dropout} is not in [0, 1); use 0.0 for none")
     if config.remat not in REMAT_NAMES:
         raise ValueError(f"remat={config.remat!r} is unknown; use one of {', '.join(REMAT_NAMES)}")
+    if config.loss_chunk is not None:
+        _check_at_least_one("loss_chunk", config.loss_chunk)
 
 
 def _check_at_least_one(field: str, value: Any) -> None:

@@ -37,6 +37,7 @@ class GPT2Config:
       tie_embeddings: the output weights are the token table.
       norm_eps: added to the variance.
       remat: "none", "full" or "dots".
+      loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
     """
 
     vocab_size: int = 50257
@@ -49,6 +50,7 @@ class GPT2Config:
     tie_embeddings: bool = True
     norm_eps: float = 1e-5
     remat: str = "none"
+    loss_chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.mlp_dim is None:

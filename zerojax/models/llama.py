@@ -39,6 +39,7 @@ class LlamaConfig:
       rope_theta: base of the rotary wavelengths.
       norm_eps: added to the mean square.
       remat: "none", "full" or "dots".
+      loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
     """
 
     vocab_size: int
@@ -53,6 +54,7 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     remat: str = "none"
+    loss_chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:
