@@ -21,7 +21,7 @@ from zerojax.cli.train import split_words
 from zerojax.config import ConfigError, RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["train", "generate", "eval", "report", "keys", "env", "data", "data prepare"]
+COMMANDS = ["train", "plan", "generate", "eval", "report", "keys", "env", "data", "data prepare"]
 
 
 def run_cli(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:

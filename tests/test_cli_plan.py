@@ -273,7 +273,7 @@ def test_a_model_that_needs_values_is_told_which_call():
         return -total
 
     plan = sample_plan()
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(TypeError, match="cannot be planned without values") as caught:
         make_plan(
             plan.model.source, plan.mesh, loss=loss, example_batch=plan.abstract_batch, zero=1
         )

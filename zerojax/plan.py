@@ -35,6 +35,7 @@ from zerojax.plan_checks import (
     check_mesh_options,
     check_reads,
     check_trained,
+    naming_the_call,
 )
 from zerojax.plan_reasons import describe_choices, describe_model, describe_options
 from zerojax.plan_table import plan_dict, plan_line, plan_table
@@ -225,9 +226,10 @@ def make_plan(
     optimizer_built = optim.build_optimizer(optimizer, steps)
     batch = _abstract(example_batch)
     check_batch(batch, mesh, num_microbatches)
-    params, extras = _abstract_model(internal, batch, loss)
     microbatch = _slice_batch(batch, meshes.num_data_shards(mesh) * num_microbatches)
-    trace = models.trace_model(internal, _as_read(params, precision), extras, microbatch, loss)
+    with naming_the_call():
+        params, extras = _abstract_model(internal, batch, loss)
+        trace = models.trace_model(internal, _as_read(params, precision), extras, microbatch, loss)
     check_loss(trace.result)
     check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
     placement = _place(internal, params, trace, settings, mesh, freeze)

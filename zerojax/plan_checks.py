@@ -5,8 +5,12 @@ Knows shapes; formats the value, the limit and the remedy.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Collection
+import linecache
+import os
+import traceback
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -114,3 +118,37 @@ def check_loss(result: Any) -> None:
         raise ValueError(
             f"the loss is {parts[0].dtype.name}, which has no gradient; it has to be floating-point"
         )
+
+
+@contextlib.contextmanager
+def naming_the_call() -> Iterator[None]:
+    """Around the tracing of a model: says which of its lines asked for a value.
+
+    Raises:
+      TypeError: a line needed the value of an array of which only the shape is known.
+    """
+    try:
+        yield
+    except jax.errors.JAXTypeError as error:
+        frame = _frame_of_user(error)
+        line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+        raise TypeError(
+            f"the model cannot be planned without values: {frame.filename}:{frame.lineno}, "
+            f"`{line}`, needs the value of an array of which only the shape is known "
+            f"({type(error).__name__}); use jnp.where, jax.lax.cond or a static argument there"
+        ) from error
+
+
+def _frame_of_user(error: BaseException) -> traceback.FrameSummary:
+    """The innermost line that is neither a library's nor of zerojax's core."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = [f"{os.sep}{name}{os.sep}" for name in ("jax", "flax", "numpy", "optax", "zerojax")]
+    models = f"{os.sep}zerojax{os.sep}models{os.sep}"
+    theirs = [
+        frame
+        for frame in frames
+        if models in frame.filename or not any(part in frame.filename for part in libraries)
+    ]
+    # Also `contextlib`, through which this very frame is reached, is no user's.
+    theirs = [frame for frame in theirs if not frame.filename.endswith("contextlib.py")]
+    return (theirs or frames)[-1]

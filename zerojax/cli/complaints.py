@@ -6,10 +6,7 @@ Knows exceptions and where they were raised; never what the program was doing.
 from __future__ import annotations
 
 import errno
-import linecache
 import os
-import sys
-import traceback
 
 PACKAGES = ("zerojax", "pallas_kernels")
 _NOT_OF_INPUT = ("zerojax.compiler",)
@@ -35,8 +32,6 @@ def explain(error: Exception) -> tuple[str | None, bool]:
         return _about_import(error), False
     if _is_ours(type(error)):
         return str(error), type(error).__module__ not in _NOT_OF_INPUT
-    if _is_about_tracing(error):
-        return _about_tracing(error), True
     if _raising_module(error) in PACKAGES:
         if isinstance(error, ValueError | TypeError):
             return str(error), True
@@ -47,31 +42,6 @@ def explain(error: Exception) -> tuple[str | None, bool]:
 
 def _is_ours(kind: type) -> bool:
     return kind.__module__.split(".")[0] in PACKAGES
-
-
-def _is_about_tracing(error: Exception) -> bool:
-    """Whether JAX was asked for a value where there is only a shape."""
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(error, jax.errors.JAXTypeError)
-
-
-def _about_tracing(error: Exception) -> str:
-    """Names the call: the innermost line that is neither JAX's nor Flax's nor of zerojax's core."""
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = [f"{os.sep}{name}{os.sep}" for name in ("jax", "flax", "numpy", "optax", "zerojax")]
-    models = f"{os.sep}zerojax{os.sep}models{os.sep}"
-    theirs = [
-        frame
-        for frame in frames
-        if models in frame.filename or not any(part in frame.filename for part in libraries)
-    ]
-    frame = (theirs or frames)[-1]
-    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-    return (
-        f"the model cannot be planned without values: {frame.filename}:{frame.lineno}, "
-        f"`{line}`, needs the value of an array of which only the shape is known "
-        f"({type(error).__name__}); use jnp.where, jax.lax.cond or a static argument there"
-    )
 
 
 def _raising_module(error: Exception) -> str:
