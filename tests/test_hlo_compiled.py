@@ -251,8 +251,13 @@ def step_flops():
 @pytest.mark.parametrize("target", TARGETS[1:2])
 @pytest.mark.parametrize(("zero", "theory"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_a_step_sends_what_its_stage_promises(zero, theory, target):
-    """Units of 2 bytes x parameters x 7/8; within 1 % for small leaves, losses and norms."""
+    """Units of 2 bytes x parameters x 7/8; within 1 % for small leaves, losses and norms.
+
+    The loss makes its gradients while the head's weights are there: these are not gathered again.
+    """
     program, count = compile_step(target, zero)
+    if zero == 3:
+        theory -= VOCAB * MODEL_SIZES["embed_dim"] / count
     found = find_collectives(program, 8)
     sent = sum(one.wire_bytes * one.times for one in found)
     assert sent / (2 * count * 7 / 8) == pytest.approx(theory, rel=0.01)
