@@ -141,7 +141,7 @@ def _backward(cut: _Cut, kept: tuple[dict[str, Any], jax.Array], scale: Any) -> 
         return None, None, None, None
 
     def scaled(name: str, dtype: Any) -> jax.Array | None:
-        return (made[name] * scale).astype(dtype) if name in made else None
+        return (made[name].astype(jnp.float32) * scale).astype(dtype) if name in made else None
 
     gradients = scaled("hidden", like.dtype), scaled("head", like.dtype)
     return *gradients, None, scaled("weights", jnp.float32)
@@ -156,8 +156,16 @@ def _as_one_operation(cut: _Cut, wanted: _Wanted, *arrays: jax.Array) -> dict[st
 
     A checkpoint whose policy keeps products would look into the bare loop and keep the products of
     every chunk: as many float32 copies of the head as there are chunks.
+
+    The head's gradient waits until the backward pass is over, so it is held in the dtype that it
+    will have. Only float16 waits in float32: its loss scale, and its range, come later.
     """
-    return _sums_of_chunks(cut, wanted, *arrays)
+    made = _sums_of_chunks(cut, wanted, *arrays)
+    dtype = arrays[0].dtype
+    if dtype != jnp.float16:
+        made |= {name: made[name].astype(dtype) for name in ("hidden", "head") if name in made}
+    # All or nothing: else the compiler puts the cast off, and holds float32 through all layers.
+    return lax.optimization_barrier(made)
 
 
 def _refuse(*_: Any) -> Any:
