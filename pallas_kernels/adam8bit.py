@@ -1,9 +1,9 @@
 """AdamW whose moments take one byte each: how they are coded, and the plain reference.
 
-Knows blocks of one leaf; never devices or layouts. A leaf is cut, flat, into blocks of 512 elements
-that share two float32 scales (block-wise as in arXiv:2110.02861). A code is a root of the value, so
-that small values keep digits; zero is no code of the second moment (arXiv:2309.01507); and values
-are rounded stochastically, so that an average that moves by less than one code still moves.
+Knows blocks of one leaf; never devices or layouts. A leaf is cut, flat, into blocks of at most 512
+elements that share two float32 scales (block-wise as in arXiv:2110.02861). A code is a root of the
+value, so that small values keep digits; zero is no code of the second moment (arXiv:2309.01507);
+and values are rounded stochastically, so that an average that moves by less than one code moves.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pallas_kernels import rounding
 from pallas_kernels.elementwise import FLOATS, stored_as
 from pallas_kernels.optimizers import AdamScalars, adam_direction, new_moments, unless_skipped
 
-QUANT_BLOCK = 512
-"""Elements that share a scale. 16 bytes of scales are read and written for each block."""
+QUANT_BLOCKS = (512, 384, 256, 128)
+"""Elements that share a scale: the first of these that divides the leaf, so that no short block is
+left over; where none does, 512. 16 bytes of scales are read and written for each block."""
 MU_LEVELS, NU_LEVELS, NU_OFFSET = 127.0, 256.0, 129.0
 NU_ZERO = -128
 """The smallest code: 2^-32 of the largest value of the block."""
@@ -52,9 +53,14 @@ class Blocks8bit(NamedTuple):
     nu_scale: Any
 
 
+def block_of(size: int) -> int:
+    """How many elements of a leaf of this size share a scale."""
+    return next((block for block in QUANT_BLOCKS if size % block == 0), QUANT_BLOCKS[0])
+
+
 def num_blocks(size: int) -> int:
     """How many scales a leaf of so many elements has."""
-    return -(-size // QUANT_BLOCK)
+    return -(-size // block_of(size))
 
 
 def init_moments(shape: tuple[int, ...]) -> Moments8bit:
@@ -164,8 +170,9 @@ def reference_adam8bit(
     """
     scalars = AdamScalars(*(jnp.asarray(x, jnp.float32) for x in scalars))
     shape = param.shape
-    index = lax.iota(jnp.uint32, num_blocks(param.size) * QUANT_BLOCK)
-    index = index.reshape(-1, QUANT_BLOCK) + jnp.uint32(first_index % 2**32)
+    block = block_of(param.size)
+    index = lax.iota(jnp.uint32, num_blocks(param.size) * block)
+    index = index.reshape(-1, block) + jnp.uint32(first_index % 2**32)
     bits = rounding.bits_at(index, (seed[0], seed[1]))
     new = adam8bit(
         Blocks8bit(
@@ -239,12 +246,13 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _rows(x: jax.Array, missing_value: int = 0) -> jax.Array:
-    """[blocks, 512]; what is missing in the last block gets this value."""
-    missing = num_blocks(x.size) * QUANT_BLOCK - x.size
+    """[blocks, elements]; what is missing in the last block gets this value."""
+    block = block_of(x.size)
+    missing = num_blocks(x.size) * block - x.size
     flat = x.reshape(-1)
     if missing:
         flat = jnp.pad(flat, (0, missing), constant_values=missing_value)
-    return flat.reshape(-1, QUANT_BLOCK)
+    return flat.reshape(-1, block)
 
 
 def _unrows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

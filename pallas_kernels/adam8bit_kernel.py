@@ -14,10 +14,10 @@ from jax import lax
 
 from pallas_kernels import mosaic, rounding
 from pallas_kernels.adam8bit import (
-    QUANT_BLOCK,
     Blocks8bit,
     Moments8bit,
     adam8bit,
+    block_of,
     check_leaf,
     kept_scales,
     reference_adam8bit,
@@ -80,36 +80,42 @@ def _update(
     scalars: tuple[Any, ...],
     seed: jax.Array,
 ) -> Adam8bitLeaf:
-    rows = param.size // QUANT_BLOCK
+    block = block_of(param.size)
+    rows = param.size // block
     if implementation == "xla" or rows == 0:
         new, moments, exact = reference_adam8bit(
             param, moments, grad, AdamScalars(*scalars), seed=seed
         )
         compute = None if compute_dtype is None else exact.astype(compute_dtype)
         return Adam8bitLeaf(new, moments, compute)
-    tiles = mosaic.Tiles(QUANT_BLOCK, rows, 1, param.size - rows * QUANT_BLOCK)
+    tiles = mosaic.Tiles(block, rows, 1, param.size - rows * block)
     if tiles.tail and param.size > mosaic.MAX_FLAT:
         raise ValueError(
-            f"adam8bit: a leaf of {param.size} elements is not a multiple of {QUANT_BLOCK} and "
+            f"adam8bit: a leaf of {param.size} elements is not a multiple of 128 and "
             f"larger than {mosaic.MAX_FLAT}, the limit of 32-bit offsets; use impl='xla'"
         )
-    view = (param.size,) if tiles.tail else (rows, QUANT_BLOCK)
+    view = (param.size,) if tiles.tail else (rows, block)
     state = (param.reshape(view), moments.mu.reshape(view), moments.nu.reshape(view))
     refs = [jax.new_ref(x) for x in (*state, moments.mu_scale, moments.nu_scale)]
-    dtypes = () if compute_dtype is None else (compute_dtype,)
+    flat = grad.reshape(view)
+    packed = jnp.stack([jnp.asarray(x, jnp.float32) for x in scalars])
+    prepared, out_type = [], ()
+    if tiles.tail:
+        exact = _update_tail(refs, flat, scalars, seed, tiles)
+        if compute_dtype is not None:
+            prepared = [mosaic.before_tail(exact.astype(compute_dtype), tiles)]
+    elif compute_dtype is not None:
+        out_type = (jax.ShapeDtypeStruct(view, compute_dtype),)
     kernel = mosaic.run_on_tiles(
-        _body(tiles, has_output=bool(dtypes)),
+        _body(tiles, has_output=compute_dtype is not None),
         tiles,
         name="adam8bit",
-        out_type=tuple(jax.ShapeDtypeStruct(view, dtype) for dtype in dtypes),
+        out_type=out_type,
         has_barriers=True,
         interpret=implementation == "interpret",
     )
-    flat = grad.reshape(view)
-    packed = jnp.stack([jnp.asarray(x, jnp.float32) for x in scalars])
-    outputs = list(kernel(*refs, flat, packed, seed))
-    if tiles.tail:
-        outputs = _update_tail(refs, flat, scalars, seed, outputs, tiles)
+    results = kernel(*refs, flat, packed, seed, *prepared)
+    outputs = [jax.freeze(ref) for ref in prepared] or list(results)
     new, mu, nu, mu_scale, nu_scale = (jax.freeze(ref) for ref in refs)
     shape = param.shape
     moments = Moments8bit(mu.reshape(shape), nu.reshape(shape), mu_scale, nu_scale)
@@ -117,19 +123,19 @@ def _update(
     return Adam8bitLeaf(new.reshape(shape), moments, compute)
 
 
-def _update_tail(
-    refs: list[Any], grad: jax.Array, scalars: Any, seed: Any, outputs: list[Any], tiles: Any
-) -> list[jax.Array]:
-    """The last, short block by the reference, on the same memory; outputs with its part."""
+def _update_tail(refs: list[Any], grad: jax.Array, scalars: Any, seed: Any, tiles: Any) -> Any:
+    """The last, short block by the reference, on the same memory, before the kernel (see
+    `mosaic.fused_update`); returns its new parameters as float32."""
     start = tiles.size - tiles.tail
     param, mu, nu, mu_scale, nu_scale = refs
-    old = Moments8bit(mu[start:], nu[start:], mu_scale[tiles.rows :], nu_scale[tiles.rows :])
+    old_param, old_mu, old_nu, old_grad = mosaic.tails_of((param, mu, nu, grad), start)
+    old = Moments8bit(old_mu, old_nu, *mosaic.tails_of((mu_scale, nu_scale), tiles.rows))
     new, moments, exact = reference_adam8bit(
-        param[start:], old, grad[start:], AdamScalars(*scalars), seed=seed, first_index=start
+        old_param, old, old_grad, AdamScalars(*scalars), seed=seed, first_index=start
     )
     param[start:], mu[start:], nu[start:] = new, moments.mu, moments.nu
     mu_scale[tiles.rows :], nu_scale[tiles.rows :] = moments.mu_scale, moments.nu_scale
-    return [lax.dynamic_update_slice(x, exact.astype(x.dtype), (start,)) for x in outputs]
+    return exact
 
 
 def _body(tiles: Any, *, has_output: bool) -> Any:

@@ -128,44 +128,73 @@ def fused_update(
     flat = [x.reshape(view) for x in read]
     packed = jnp.stack([jnp.asarray(x, jnp.float32) for x in scalars])
     seeds = [] if seed is None else [seed]
-    body = _body(rule, tiles, num_outputs=len(out_dtypes), has_seed=seed is not None)
+    prepared, rest = [], None
+    if tiles.tail:
+        rest = _update_tail(rule, tiles, refs, flat, scalars, out_dtypes=out_dtypes, seed=seed)
+        prepared = [before_tail(x, tiles) for x in rest.outputs]
+    outputs = [] if tiles.tail else [jax.ShapeDtypeStruct(view, dtype) for dtype in out_dtypes]
+    partial = jax.ShapeDtypeStruct((tiles.rows // tiles.loop,), jnp.float32)
     kernel = run_on_tiles(
-        body,
+        _body(rule, tiles, num_outputs=len(out_dtypes), has_seed=seed is not None),
         tiles,
         name=rule.name,
-        out_type=(
-            *(jax.ShapeDtypeStruct(view, dtype) for dtype in out_dtypes),
-            *[jax.ShapeDtypeStruct((tiles.rows // tiles.loop,), jnp.float32)] * rule.num_sums,
-        ),
+        out_type=(*outputs, *[partial] * rule.num_sums),
         has_barriers=rule.num_sums > 0,
         interpret=interpret,
     )
-    results = kernel(*refs, *flat, packed, *seeds)
-    outputs = list(results[: len(out_dtypes)])
-    sums = [jnp.sum(partial) for partial in results[len(out_dtypes) :]]
-    if tiles.tail:
-        start = tiles.size - tiles.tail
-        rest = reference_update(
-            rule,
-            [ref[start:] for ref in refs],
-            [x[start:] for x in flat],
-            scalars,
-            out_dtypes=out_dtypes,
-            seed=seed,
-            first_index=start,
-        )
-        for ref, new in zip(refs, rest.updated, strict=True):
-            ref[start:] = new
-        outputs = [
-            lax.dynamic_update_slice(whole, new, (start,))
-            for whole, new in zip(outputs, rest.outputs, strict=True)
-        ]
+    results = kernel(*refs, *flat, packed, *seeds, *prepared)
+    found = [jax.freeze(ref) for ref in prepared] or results[: len(outputs)]
+    sums = [jnp.sum(x) for x in results[len(outputs) :]]
+    if rest is not None:
         sums = [a + b for a, b in zip(sums, rest.sums, strict=True)]
     return Updated(
         tuple(jax.freeze(ref).reshape(shape) for ref in refs),
-        tuple(x.reshape(shape) for x in outputs),
+        tuple(x.reshape(shape) for x in found),
         tuple(sums),
     )
+
+
+def _update_tail(
+    rule: Rule,
+    tiles: Tiles,
+    refs: Sequence[Any],
+    read: Sequence[jax.Array],
+    scalars: Any,
+    *,
+    out_dtypes: Sequence[Any],
+    seed: jax.Array | None,
+) -> Updated:
+    """What follows the last tile, by the reference, written into the same memory.
+
+    Before the kernel, so that nothing here depends on it: XLA (0.12) fuses a kernel with what is
+    written into its results, and refuses its own fusion as a circle, or for its target.
+    """
+    start = tiles.size - tiles.tail
+    old, others = tails_of((refs, read), start)
+    rest = reference_update(
+        rule,
+        old,
+        others,
+        scalars,
+        out_dtypes=out_dtypes,
+        seed=seed,
+        first_index=start,
+    )
+    for ref, new in zip(refs, rest.updated, strict=True):
+        ref[start:] = new
+    return rest
+
+
+def tails_of(tree: Any, start: int) -> Any:
+    """What Refs and arrays hold from `start` on, read before any of it is written: otherwise XLA
+    copies a whole leaf to keep its tail."""
+    return lax.optimization_barrier(jax.tree.map(lambda x: x[start:], tree))
+
+
+def before_tail(tail: jax.Array, tiles: Tiles) -> Any:
+    """A new Ref for an output of the kernel that ends with these values. The rest is filled in
+    vain, which costs a leaf with a tail one more write of this output."""
+    return jax.new_ref(jnp.pad(tail, (tiles.size - tiles.tail, 0)))
 
 
 def run_on_tiles(

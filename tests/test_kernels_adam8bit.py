@@ -39,7 +39,7 @@ def after(steps, shape, *, dtype=F32, impl=XLA, learning_rate=1e-2):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("shape", [(5,), (3, 512), (1300,)], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (3, 512), (768,), (1300,)], ids=str)
 def test_the_kernel_computes_what_the_reference_computes(shape, dtype):
     """Bits, codes and scales alike. Another contraction of a product and a sum may tip one code."""
     param, moments = after(2, shape, dtype=dtype)
@@ -223,6 +223,13 @@ def test_training_on_text_reaches_the_loss_of_float32_moments(b2):
     bytes_only = trained_loss(coded, lambda x: init_moments(x.shape), b2)
     assert whole < 1.6
     assert bytes_only == pytest.approx(whole, abs=0.02)
+
+
+def test_blocks_divide_a_leaf_where_they_can():
+    found = {size: adam8bit.block_of(size) for size in (4096, 768, 2304, 50257 * 768, 1280, 640)}
+    assert list(found.values()) == [512, 384, 384, 384, 256, 128]
+    assert adam8bit.num_blocks(1300) == 3
+    assert adam8bit.num_blocks(768) == 2
 
 
 def test_moments_take_two_bytes_and_sixteen_per_block():

@@ -65,7 +65,9 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_one_kernel_that_writes_into_every_updated_array(rule, shape):
     text = lowered_for_cuda(program_of(rule), *arrays(rule, shape))
-    assert aliases_of(text) == [rule.num_updated]
+    # An output of a leaf with a tail is written into an array that ends with it.
+    outputs = rule.num_outputs if shape[1] == 7 else 0
+    assert aliases_of(text) == [rule.num_updated + outputs]
     reference = lowered_for_cuda(program_of(rule, XLA), *arrays(rule, shape))
     assert aliases_of(reference) == []
 

@@ -1,0 +1,260 @@
+"""AdamW, Lion, 8-bit Adam and gradient statistics: the plain references under XLA against optax.
+
+On a CPU no kernel runs; `benchmarks/gpu/optimizer.py` measures the same ways with kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.machine import load_average
+from benchmarks.measuring import Sample, interleave, least_of, ratio_of, sample
+from benchmarks.recording import Goal, Record, parse_arguments, write_record
+from pallas_kernels import gradients, optimizers
+from pallas_kernels.adam8bit import init_moments
+from pallas_kernels.adam8bit_kernel import update_adam8bit
+from pallas_kernels.choice import Choice
+from pallas_kernels.mosaic import BLOCK
+from pallas_kernels.update import update, update_trees
+
+LIMIT = 1.10
+RATE, B1, B2, DECAY = 1e-4, 0.9, 0.95, 0.1
+BYTES = {"adamw": 28, "lion": 20, "adam8bit": 16, "stats": 2}
+"""Least bytes per parameter: float32 parameters and moments (8-bit: one byte each) read and written
+once, a bfloat16 gradient read, bfloat16 parameters written. Statistics only read."""
+
+Leaves = Sequence[tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ours:
+    """How our own update runs: the implementation, and the tile of its kernel."""
+
+    choice: Choice
+    block: int = BLOCK
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to do one kind of work on given leaves.
+
+    Attributes:
+      init: () -> state.
+      step: jitted; (state, gradients, number of the step) -> (state, new arrays); the state is
+        donated.
+    """
+
+    init: Callable[[], Any]
+    step: Any
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures and records."""
+    arguments = parse_arguments(__doc__ or "", argv)
+    load_before = load_average()
+    write_record(measure(arguments.smoke), arguments, load_before)
+
+
+def measure(smoke: bool) -> Record:
+    """One row per kind and way."""
+    shapes = [(64, 48), (48,)] if smoke else [(2048, 1024), (1024,), (1024, 1024)]
+    oracle = Ours(Choice("xla", "the reference is what is measured"))
+    rows: list[dict[str, Any]] = []
+    goals = []
+    for kind in BYTES:
+        ways = ways_of(kind, shapes, {"reference": oracle})
+        samples = take_samples(ways, shapes, rounds=2 if smoke else 7, steps=2 if smoke else 5)
+        for name, taken in samples.items():
+            rows.append(
+                {
+                    "kind": kind,
+                    "way": name,
+                    "cpu_ms": least_of(taken, "cpu") * 1e3,
+                    "wall_ms": least_of(taken, "wall") * 1e3,
+                    "temp_bytes_per_parameter": temporary_bytes(ways[name], shapes)
+                    / num_parameters(shapes),
+                }
+            )
+        if "optax" in samples:
+            ratio = ratio_of(samples["reference"], samples["optax"], "cpu")
+            goals.append(
+                Goal(name=f"{kind}: reference / optax, CPU time", value=ratio, limit=LIMIT)
+            )
+    notes = [f"{num_parameters(shapes)} parameters in {len(shapes)} leaves; no kernel runs here"]
+    return Record(name="optimizer", rows=rows, goals=goals, notes=notes)
+
+
+def num_parameters(shapes: Leaves) -> int:
+    """Elements of all leaves."""
+    return sum(_size(shape) for shape in shapes)
+
+
+def ways_of(kind: str, shapes: Leaves, ours: Mapping[str, Ours]) -> dict[str, Way]:
+    """optax's way, where it has one, and ours with each of these implementations.
+
+    Args:
+      kind: of `BYTES`.
+      shapes: of the leaves.
+      ours: name of a way -> implementation.
+    """
+    build = {"adamw": _adamw, "lion": _lion, "adam8bit": _adam8bit, "stats": _stats}[kind]
+    ways = {name: build(shapes, one) for name, one in ours.items()}
+    if kind == "stats":
+        ways["optax"] = Way(tuple, _jitted(_optax_stats))
+    elif kind in ("adamw", "lion"):
+        make = {"adamw": optax.adamw, "lion": optax.lion}[kind]
+        ways["optax"] = _optax(shapes, make(RATE, B1, B2, weight_decay=DECAY))
+    return ways
+
+
+def make_gradients(shapes: Leaves) -> list[jax.Array]:
+    """bfloat16, random."""
+    return jax.jit(lambda: _random(shapes, 1e-2, jnp.bfloat16))()
+
+
+def take_samples(
+    ways: Mapping[str, Way], shapes: Leaves, *, rounds: int, steps: int, warm_up: int = 3
+) -> dict[str, list[Sample]]:
+    """Times the ways in turns, all on the same gradients."""
+    grads = make_gradients(shapes)
+    sides = {name: _side(way, grads) for name, way in ways.items()}
+    return interleave(sides, warm_up=warm_up, steps=steps, rounds=rounds)
+
+
+def compile_way(way: Way, shapes: Leaves) -> Any:
+    """The compiled step."""
+    state = jax.eval_shape(way.init)
+    grads = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    return way.step.lower(state, grads, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+
+
+def temporary_bytes(way: Way, shapes: Leaves) -> int:
+    """Temporary memory of one step, as the compiler counts."""
+    return compile_way(way, shapes).memory_analysis().temp_size_in_bytes
+
+
+def _side(way: Way, grads: Any) -> Callable[[int], Sample]:
+    state = jax.jit(way.init)()  # arrays of their own, which can be donated
+    done = 0
+
+    def run(steps: int) -> Sample:
+        def one_after_the_other() -> None:
+            nonlocal state, done
+            new = None
+            for _ in range(steps):
+                done += 1
+                state, new = way.step(state, grads, jnp.int32(done))
+            jax.block_until_ready((state, new))
+
+        return sample(one_after_the_other, steps)
+
+    return run
+
+
+def _adamw(shapes: Leaves, ours: Ours) -> Way:
+    def step(state: Any, grads: Any, count: Any) -> Any:
+        scalars = optimizers.adam_scalars(RATE, count=count, b1=B1, b2=B2, weight_decay=DECAY)
+        return _by_rule(optimizers.ADAMW, state, grads, scalars, ours)
+
+    return Way(lambda: _state(shapes, 2), _jitted(step))
+
+
+def _lion(shapes: Leaves, ours: Ours) -> Way:
+    def step(state: Any, grads: Any, count: Any) -> Any:
+        scalars = optimizers.lion_scalars(RATE, b1=B1, b2=B2, weight_decay=DECAY)
+        return _by_rule(optimizers.LION, state, grads, scalars, ours)
+
+    return Way(lambda: _state(shapes, 1), _jitted(step))
+
+
+def _by_rule(rule: Any, state: Any, grads: Any, scalars: Any, ours: Ours) -> Any:
+    def leaf(updated: Any, read: Any) -> Any:
+        more = {"out_dtypes": (jnp.bfloat16,), "impl": ours.choice, "block": ours.block}
+        return update(rule, updated, read, scalars=scalars, **more)
+
+    result = update_trees(leaf, state, (grads,))
+    return result.updated, result.outputs
+
+
+def _adam8bit(shapes: Leaves, ours: Ours) -> Way:
+    def init() -> Any:
+        return _random(shapes, 1.0, jnp.float32), [init_moments(shape) for shape in shapes]
+
+    def step(state: Any, grads: Any, count: Any) -> Any:
+        scalars = optimizers.adam_scalars(RATE, count=count, b1=B1, b2=B2, weight_decay=DECAY)
+        key = jax.random.fold_in(jax.random.key(0), count)
+        seeds = jax.random.bits(key, (len(shapes), 2), jnp.uint32)
+        more = {"scalars": scalars, "compute_dtype": jnp.bfloat16, "impl": ours.choice}
+        found = [
+            update_adam8bit(param, moments, grad, seed=seed, **more)
+            for param, moments, grad, seed in zip(*state, grads, seeds, strict=True)
+        ]
+        new_state = ([leaf.param for leaf in found], [leaf.moments for leaf in found])
+        return new_state, [leaf.compute for leaf in found]
+
+    return Way(init, _jitted(step))
+
+
+def _stats(shapes: Leaves, ours: Ours) -> Way:
+    def step(state: Any, grads: Any, count: Any) -> Any:
+        scalars = gradients.StatsScalars(0.5)
+        more = {"scalars": scalars, "impl": ours.choice, "block": ours.block}
+        found = [update(gradients.GRADIENT_STATS, (), (g,), **more).sums for g in grads]
+        return state, tuple(sum(column) for column in zip(*found, strict=True))
+
+    return Way(tuple, _jitted(step))
+
+
+def _optax_stats(state: Any, grads: Any, count: Any) -> Any:
+    unscaled = [0.5 * g.astype(jnp.float32) for g in grads]
+    bad = sum(jnp.sum(~jnp.isfinite(g)) for g in grads)
+    return state, (optax.tree.norm(unscaled), bad)
+
+
+def _optax(shapes: Leaves, tx: optax.GradientTransformation) -> Way:
+    def init() -> Any:
+        params = _random(shapes, 1.0, jnp.float32)
+        return params, tx.init(params)
+
+    def step(state: Any, grads: Any, count: Any) -> Any:
+        params, moments = state
+        grads = [g.astype(jnp.float32) for g in grads]
+        updates, moments = tx.update(grads, moments, params)
+        params = optax.apply_updates(params, updates)
+        return (params, moments), [x.astype(jnp.bfloat16) for x in params]
+
+    return Way(init, _jitted(step))
+
+
+def _jitted(step: Callable[..., Any]) -> Any:
+    return jax.jit(step, donate_argnums=0)
+
+
+def _state(shapes: Leaves, num_moments: int) -> tuple[Any, ...]:
+    moments = [[jnp.zeros(shape) for shape in shapes] for _ in range(num_moments)]
+    return (_random(shapes, 1.0, jnp.float32), *moments)
+
+
+def _random(shapes: Leaves, scale: float, dtype: Any) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [
+        (scale * jax.random.normal(key, shape)).astype(dtype)
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size
+
+
+if __name__ == "__main__":
+    main()
