@@ -237,3 +237,29 @@ def test_many_leaves_with_tails_compile_and_are_updated_in_place(devices, kernel
     assert largest_copy <= SMALL
     assert compiled.memory.temporary <= 2 * SMALL
     assert compiled.memory.aliased == bytes_of(*(args[number] for number in donated))
+
+
+def test_shards_are_updated_where_they_lie():
+    """Eight devices, `shard_map`: one kernel on each, nothing sent, nothing copied."""
+    mesh = Mesh(np.array(compiler.gpu_devices(find_gpu("h200"), 8)), ("data",))
+    split, whole = P("data"), P()
+
+    def local(updated, grad, scalars):
+        more = {"scalars": optimizers.AdamScalars(*scalars), "out_dtypes": (BF16,)}
+        kernel = Choice("mosaic_gpu", "compiled only")
+        found = update(optimizers.ADAMW, updated, (grad,), impl=kernel, **more)
+        return found.updated, found.outputs
+
+    specs = {"in_specs": (split, split, whole), "out_specs": split, "check_vma": False}
+    program = jax.jit(jax.shard_map(local, mesh=mesh, **specs), donate_argnums=0)
+
+    def abstract(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    state = (abstract(WHOLE, F32, split),) * 3
+    scalars = tuple(abstract((), F32, whole) for _ in optimizers.AdamScalars._fields)
+    args = (state, abstract(WHOLE, BF16, split), scalars)
+    compiled = compiler.compile_for_gpus(program, *args)
+    assert kernels_and_copies(compiled) == (1, 2, 0)  # the scalars are packed by the other launch
+    assert compiled.memory.temporary <= 1024
+    assert compiled.memory.aliased == bytes_of(state) // 8
