@@ -23,6 +23,7 @@ NAMES = (
     "compile_time",
     "default_run",
     "plans",
+    "optimizer",
 )
 
 

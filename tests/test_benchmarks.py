@@ -29,6 +29,7 @@ GPU_PARTS = {
     "command",
     "target",
     "memory",
+    "optimizer",
     "torch",
 }
 

@@ -13,7 +13,18 @@ from typing import Any
 from benchmarks.gpu.workloads import PEAK_TFLOPS
 from benchmarks.recording import format_table
 
-PARTS = ("environment", "stages", "twin", "command", "target", "memory", "gpt2", "llama", "torch")
+PARTS = (
+    "environment",
+    "stages",
+    "twin",
+    "command",
+    "target",
+    "memory",
+    "gpt2",
+    "llama",
+    "optimizer",
+    "torch",
+)
 
 
 def main(argv: list[str] | None = None) -> None:
