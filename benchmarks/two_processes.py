@@ -1,7 +1,9 @@
 """Two processes on two cores against one on one: what ZeRO's communication costs over loopback.
 
 Starts its own workers, all alive at once and asked for steps in turn; T2 / (T1 / 2) is 1 at best.
-Two processes that do not talk to each other are measured as well: what the machine itself allows.
+T1 is taken with both cores busy, as T2 is: of two processes that each train the whole batch and do
+not talk. One process that has the machine to itself, and two that train half a batch each without
+talking, are measured as well.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(stages: list[int], smoke: bool) -> Record:
-    """Three groups of workers per stage, of which only one steps at a time."""
+    """Four groups of workers per stage, of which only one steps at a time."""
     rows: list[dict[str, Any]] = []
     goals = []
     for zero in stages:
@@ -63,8 +65,9 @@ def measure(stages: list[int], smoke: bool) -> Record:
             goals.append(Goal(name=f"{name}, CPU time", value=row["cpu"], limit=limit))
             goals.append(Goal(name=f"{name}, wall time", value=row["wall"], limit=limit))
     notes = [
-        "T1: one process on one core, the whole batch; T2: two, one core each, half the batch each;"
-        " alone: two that do the same without talking to each other",
+        "T1: one process on one core, the whole batch, while another does the same on the other"
+        " core; solo: the same with the other core idle; T2: two, one core each, half the batch"
+        " each; alone: two that do so without talking to each other",
         "cpu: medians of process CPU time of the slower process, which leaves out waiting;"
         " wall: the least disturbed step on the wall clock, which does not",
     ]
@@ -73,7 +76,8 @@ def measure(stages: list[int], smoke: bool) -> Record:
 
 def _measure_stage(zero: int, smoke: bool) -> dict[str, Any]:
     groups = {
-        "one": _start_group(zero, smoke, num_workers=1, talking=False, rows=BATCH_SIZE),
+        "one": _start_group(zero, smoke, num_workers=2, talking=False, rows=BATCH_SIZE),
+        "solo": _start_group(zero, smoke, num_workers=1, talking=False, rows=BATCH_SIZE),
         "two": _start_group(zero, smoke, num_workers=2, talking=True, rows=BATCH_SIZE),
         "alone": _start_group(zero, smoke, num_workers=2, talking=False, rows=BATCH_SIZE // 2),
     }
@@ -87,20 +91,24 @@ def _measure_stage(zero: int, smoke: bool) -> dict[str, Any]:
     finally:
         for group in groups.values():
             _end(group)
-    one, two, alone = (_combine(taken[name]) for name in ("one", "two", "alone"))
+    one, solo, two, alone = (_combine(taken[name]) for name in ("one", "solo", "two", "alone"))
     if abs(one["loss"] - two["loss"]) > LOSS_TOLERANCE:
         raise RuntimeError(f"zero={zero}: one process has loss {one['loss']}, two {two['loss']}")
     return {
         "zero": zero,
         "T1_cpu_ms": 1e3 * one["cpu"],
+        "solo_cpu_ms": 1e3 * solo["cpu"],
         "T2_cpu_ms": 1e3 * two["cpu"],
         "alone_cpu_ms": 1e3 * alone["cpu"],
         "T1_wall_ms": 1e3 * one["wall"],
+        "solo_wall_ms": 1e3 * solo["wall"],
         "T2_wall_ms": 1e3 * two["wall"],
         "alone_wall_ms": 1e3 * alone["wall"],
         "peak_MB": two["peak_mb"],
         "cpu": 2 * two["cpu"] / one["cpu"],
         "wall": 2 * two["wall"] / one["wall"],
+        "cpu/solo": 2 * two["cpu"] / solo["cpu"],
+        "wall/solo": 2 * two["wall"] / solo["wall"],
         "cpu/alone": two["cpu"] / alone["cpu"],
         "wall/alone": two["wall"] / alone["wall"],
     }
