@@ -207,5 +207,4 @@ def test_a_tied_weight_is_bitwise_equal_up_to_stage_1_and_from_stage_2():
     zero_0, zero_1, zero_2, zero_3 = runs_of_all_stages("gpt2")
     assert_bitwise_equal(zero_1, zero_0)
     assert_bitwise_equal(zero_3, zero_2)
-    assert zero_2.losses.tobytes() != zero_0.losses.tobytes()
     np.testing.assert_allclose(zero_2.losses, zero_0.losses, rtol=0, atol=TOLERANCE)
