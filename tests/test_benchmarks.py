@@ -196,7 +196,7 @@ def test_the_gpu_command_runs_every_part_on_a_cpu(tmp_path):
     assert all(goal["met"] for goal in parts["stages"]["goals"])
     assert {row["way"] for row in parts["gpt2"]["rows"]} >= {"bare jit", "zerojax.train"}
     memory = parts["memory"]["rows"]
-    assert len({(row["zero"], row["microbatches"], row["remat"]) for row in memory}) == 16
+    assert len({(row["zero"], row["microbatches"], row["remat"]) for row in memory}) == 8
     assert column(parts["memory"], "predicted_MB") == sorted(
         column(parts["memory"], "predicted_MB")
     )
