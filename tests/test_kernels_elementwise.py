@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import choice, gradients, mosaic, optimizers, rounding
 from pallas_kernels.update import update, update_trees
+from tests.kernel_rules import RULES
 
 needs_kernels = pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
 XLA = choice.Choice("xla", "the oracle")
@@ -69,15 +70,6 @@ def check_equal(kernel, reference, *, sums=0):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-RULES = [
-    optimizers.ADAMW,
-    optimizers.LION,
-    optimizers.SGD,
-    optimizers.SGD_NESTEROV,
-    optimizers.LAMB_MOMENTS,
-    optimizers.LAMB_APPLY,
-    gradients.GRADIENT_STATS,
-]
 by_name = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
 

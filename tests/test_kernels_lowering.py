@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import choice, gradients, optimizers
+from pallas_kernels import choice, optimizers
 from pallas_kernels.choice import Choice
 from pallas_kernels.update import update, update_trees
+from tests.kernel_rules import RULES
 
 pytestmark = pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
 KERNEL, XLA = Choice("mosaic_gpu", "lowered only"), Choice("xla", "lowered only")
@@ -48,17 +49,6 @@ def program_of(rule, impl=KERNEL):
         return update(rule, updated, read, impl=impl, **more)
 
     return program
-
-
-RULES = [
-    optimizers.ADAMW,
-    optimizers.LION,
-    optimizers.SGD,
-    optimizers.SGD_NESTEROV,
-    optimizers.LAMB_MOMENTS,
-    optimizers.LAMB_APPLY,
-    gradients.GRADIENT_STATS,
-]
 
 
 @pytest.mark.parametrize("shape", [(1024, 512), (1003, 7)], ids=["whole tiles", "a tail"])

@@ -1,0 +1,13 @@
+"""Every elementwise rule of `pallas_kernels`; the statistics, which update nothing, are last."""
+
+from pallas_kernels import gradients, optimizers
+
+RULES = [
+    optimizers.ADAMW,
+    optimizers.LION,
+    optimizers.SGD,
+    optimizers.SGD_NESTEROV,
+    optimizers.LAMB_MOMENTS,
+    optimizers.LAMB_APPLY,
+    gradients.GRADIENT_STATS,
+]
