@@ -21,6 +21,9 @@ import yaml
 T = TypeVar("T")
 Key = tuple[str, ...]
 
+# The safe loader, in C where PyYAML was built with it: ten times as fast.
+_SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 
 class ConfigError(ValueError):
     """A mistake in a configuration: what was given, why it cannot be, what to write instead.
@@ -228,19 +231,35 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
         raise ConfigError(f"no config file at '{path}'; give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the config file '{path}': {error}") from None
-    where: dict[Key, str] = {}
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _record_lines(node, (), str(path), where)
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"not valid YAML: {problem}", where=line) from None
+    values, where = read_yaml(text, str(path))
     if values is not None and not isinstance(values, dict):
         raise ConfigError(f"expected KEY: VALUE lines, got {values!r:.60}", where=f"{path}:1")
     return values or {}, where
+
+
+def read_yaml(text: str, source: str) -> tuple[Any, dict[Key, str]]:
+    """The value of a YAML text (None if there is none), and where each of its keys stands.
+
+    Args:
+      source: what the text is called in messages and places, such as its file's path.
+
+    Returns:
+      (value, {key path: "source:line"}).
+
+    Raises:
+      ConfigError: not YAML, or a key that is given twice.
+    """
+    where: dict[Key, str] = {}
+    loader = _SAFE_LOADER(text)
+    try:
+        node = loader.get_single_node()
+        _record_lines(node, (), source, where)
+        return (loader.construct_document(node) if node else None), where
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"{source}:{mark.line + 1}" if mark else source
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"not valid YAML: {problem}", where=line) from None
 
 
 def _record_lines(node: yaml.Node | None, key: Key, source: str, where: dict[Key, str]) -> None:

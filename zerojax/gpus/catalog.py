@@ -13,12 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from zerojax.config_loader import read_yaml
 from zerojax.gpus.card import CardError, Gpu, build_card, split_notes
-
-SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The safe loader, in C where PyYAML was built with it: ten times as fast."""
 
 
 def gpu_names() -> list[str]:
@@ -105,45 +101,21 @@ def _read_card(path: str) -> Gpu:
             f"cannot read the GPU card {path!r}: {error}; give the path of a YAML file or one of "
             f"{', '.join(gpu_names())}"
         ) from None
-    values, lines = _load(text, path)
+    values, where = _load(text, path)
     try:
         return build_card(_with_base(values))
     except CardError as error:
         keys = [error.key[:length] for length in range(len(error.key), 0, -1)]
-        line = next((lines[key] for key in keys if key in lines), None)
-        raise ValueError(f"{error} ({path}{f':{line}' if line else ''})") from None
+        place = next((where[key] for key in keys if key in where), path)
+        raise ValueError(f"{error} ({place})") from None
 
 
-def _load(text: str, path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
-    """The mapping in a YAML text, and the line of each key."""
-    lines: dict[tuple[str, ...], int] = {}
-    loader = SAFE_LOADER(text)
-    try:
-        node = loader.get_single_node()
-        _note_lines(node, (), path, lines)
-        values = loader.construct_document(node) if node else None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else path
-        problem = getattr(error, "problem", None) or error
-        raise ValueError(f"not valid YAML: {problem}; write KEY: VALUE lines ({where})") from None
+def _load(text: str, path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
+    """The mapping in a YAML text, and the file and line of each key."""
+    values, where = read_yaml(text, path)
     if not isinstance(values, dict):
         raise ValueError(f"a GPU card has KEY: VALUE lines; got {values!r:.60} ({path}:1)")
-    return values, lines
-
-
-def _note_lines(
-    node: yaml.Node | None, key: tuple[str, ...], path: str, lines: dict[tuple[str, ...], int]
-) -> None:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for name, value in node.value:
-        child, line = (*key, str(name.value)), name.start_mark.line + 1
-        if child in lines:  # PyYAML would silently keep the last one
-            first = f"first on line {lines[child]}; keep one"
-            raise ValueError(f"{'.'.join(child)}: given twice, {first} ({path}:{line})")
-        lines[child] = line
-        _note_lines(value, child, path, lines)
+    return values, where
 
 
 def _with_base(values: Mapping[str, Any]) -> dict[str, Any]:
