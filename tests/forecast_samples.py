@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from zerojax.config import ModelConfig
 from zerojax.forecast.result import (
     COMPILED,
-    Forecast,
+    ForecastNumbers,
     Memory,
     RoleBytes,
     Traffic,
@@ -129,7 +129,7 @@ def sample_forecast(
     memory: Memory | None = None,
     rows: tuple[TrafficRow, ...] | None = None,
     **changes: Any,
-) -> Forecast:
+) -> ForecastNumbers:
     """A forecast as `make_forecast` would put it together."""
     plan = plan or sample_plan(zero=3, num_microbatches=4)
     gpu = gpu or sample_card()
@@ -146,7 +146,7 @@ def sample_forecast(
     total = sum(row.wire_bytes for row in rows)
     formula = 6 * GIB if devices > 1 else 0
     return dataclasses.replace(
-        Forecast(
+        ForecastNumbers(
             gpu=gpu,
             num_devices=devices,
             mesh=dict(plan.mesh.shape),

@@ -17,7 +17,7 @@ from benchmarks.gpu.workloads import choose_workload
 from benchmarks.measuring import Sample, interleave, ratio_of
 from benchmarks.recording import RESULTS, Goal, format_table
 from zerojax import make_mesh, make_plan
-from zerojax.running import flops_per_step
+from zerojax.forecast.formulas import model_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_PARTS = {
@@ -244,4 +244,4 @@ def test_the_arithmetic_of_a_workload_is_what_the_traced_model_asks_for(name):
         make_mesh({"data": 2}, devices=jax.devices()[:2]),
         example_batch=make_source(workload).batch(0),
     )
-    assert flops_per_step(plan) == workload.flops_per_token * workload.tokens_per_step
+    assert model_flops(plan) == workload.flops_per_token * workload.tokens_per_step

@@ -22,7 +22,7 @@ from zerojax.cli.progress import Progress
 from zerojax.compiler import CompileError
 from zerojax.config import RunConfig, load
 from zerojax.forecast.result import FORMULA
-from zerojax.plan import make_plan
+from zerojax.plan import Plan, make_plan
 from zerojax.runs import plan_from_config, vocab_size_of
 from zerojax.search import Candidate
 
@@ -50,12 +50,12 @@ def forecasts(monkeypatch):
     """Replaces the compiler; the list holds (plan, options) of what was asked for."""
     asked = []
 
-    def forecast_of(planned, gpu, progress, **options):
+    def compile_(planned, *, gpu, progress, **options):
         asked.append((planned, options))
         return sample_forecast(planned, gpu, memory=asked_memory[0])
 
     asked_memory = [sample_memory()]
-    monkeypatch.setattr(planning, "forecast_of", forecast_of)
+    monkeypatch.setattr(Plan, "compile", compile_)
     asked.append(asked_memory)
     return asked
 
@@ -258,7 +258,7 @@ def test_a_failure_of_the_compiler_is_its_first_cause_and_exit_code_1(monkeypatc
     def fail(*_, **__):
         raise CompileError("INTERNAL: no PTX compiler (install it)")
 
-    monkeypatch.setattr(planning, "forecast_of", fail)
+    monkeypatch.setattr(Plan, "compile", fail)
     assert main([*WORDS]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         "zerojax: error: INTERNAL: no PTX compiler (install it)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -11,6 +12,8 @@ import pytest
 from tests.small_models import reference_model
 from zerojax import compiler, make_mesh, make_plan
 from zerojax.forecast import COMPILED, FORMULA
+from zerojax.forecast.forecast import cache_key
+from zerojax.gpus import find_gpu
 from zerojax.mesh import make_abstract_mesh
 
 needs_compiler = pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
@@ -105,6 +108,21 @@ def test_the_same_step_comes_from_the_cache(cache):
     assert again.traffic == first.traffic
     other = plan_of(3).compile(gpu="h200", fast=True)
     assert other.seconds > 0, "another card is another program"
+
+
+def test_what_the_programs_text_does_not_name_is_in_the_key():
+    plan, gpu = plan_of(), find_gpu("h100")
+    hybrid = make_abstract_mesh({"data": 4, "replica": 2}, 8)
+    others = [
+        (plan, gpu, True),
+        (plan, dataclasses.replace(gpu, node_devices=4), False),
+        (plan, find_gpu("h200"), False),
+        (dataclasses.replace(plan, compiler_options={"xla_gpu_an_option": 2}), gpu, False),
+        (dataclasses.replace(plan, mesh=hybrid), gpu, False),
+    ]
+    keys = {cache_key(*each, program="the same text") for each in [(plan, gpu, False), *others]}
+    assert len(keys) == 1 + len(others)
+    assert cache_key(plan_of(), find_gpu("h100"), False, program="the same text") in keys
 
 
 @needs_compiler

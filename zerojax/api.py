@@ -19,6 +19,7 @@ from zerojax import mesh as meshes
 from zerojax import model as models
 from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, as_mesh_config, to_dict
 from zerojax.data import Feed, TokenSource, as_feed, as_source
+from zerojax.forecast.formulas import tokens_per_step
 from zerojax.losses import next_token
 from zerojax.plan import Plan, make_plan
 from zerojax.precision import Precision
@@ -27,7 +28,6 @@ from zerojax.running import (
     RunFiles,
     rows_of_process,
     start_run,
-    tokens_per_step,
 )
 from zerojax.trainer import Callback, Habits, Trainer
 

@@ -41,6 +41,7 @@ from zerojax.plan_reasons import describe_choices, describe_model, describe_opti
 from zerojax.plan_table import plan_dict, plan_line, plan_table
 from zerojax.precision import Precision, as_precision
 from zerojax.state import TrainState
+from zerojax.step_options import choose_options
 
 Tree = Any
 
@@ -138,7 +139,13 @@ class Plan:
         return plan_dict(self)
 
     def compile(
-        self, *, gpu: Gpu | str, devices: int | None = None, fast: bool = False
+        self,
+        *,
+        gpu: Gpu | str,
+        devices: int | None = None,
+        fast: bool = False,
+        why_formula: str | None = None,
+        progress: Callable[[str], None] | None = None,
     ) -> Forecast:
         """What the step of this plan will need on GPUs that are not here. Nothing is run.
 
@@ -151,20 +158,24 @@ class Plan:
             leave; the global batch stays.
           fast: compile in a fifth of the time, with kernels that would not run
             (`compiler.FAST_OPTIONS`).
+          why_formula: a reason to take the formulas although there is a compiler.
+          progress: told what is being done, a few words each time.
 
         Raises:
           ValueError: an unknown card, or a number of devices that the mesh cannot make.
-          CompileError: the compiler refused the step.
+          CompilerMissing: JAX has dropped the installed client; CompileError: the compiler refused
+            the step.
         """
         card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
         count = self.mesh.size if devices is None else devices
         settings = dataclasses.replace(self.settings, data=-1)
-        why = compiler.missing()
+        why = why_formula or compiler.missing()
         if why is None:
             mesh = meshes.make_mesh(settings, compiler.gpu_devices(card, count))
         else:
             mesh = meshes.make_abstract_mesh(settings, count)
-        return make_forecast(self.remake(mesh), card, why_formula=why, fast=fast)
+        plan = self.remake(mesh)
+        return make_forecast(plan, card, why_formula=why, fast=fast, progress=progress)
 
 
 def make_plan(
@@ -235,7 +246,7 @@ def make_plan(
     placement = _place(internal, params, trace, settings, mesh, freeze)
     check_trained(placement)
     regather = settings.zero == 3 and internal.reads_lazily
-    compiler_options, dropped_options = _compiler_options(mesh, regather)
+    compiler_options, dropped_options = choose_options(mesh, regather)
     abstract_batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, P(DATA_AXES))
@@ -272,27 +283,13 @@ def make_plan(
     )
 
 
-PREFETCH_OPTIONS = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
-"""Starts the gathers of the next layer before this layer's matrix products end (ZeRO-3 prefetch).
-For 1.3 billion parameters on 8 H100 it takes 4 MB more. JAX 0.10 does not know it."""
-
-ACROSS_NODES_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
-"""Two collectives under way at once. On 64 H100 in 8 nodes all gathers of that model are then
-scheduled beside matrix products (33 % without); on one node it brings nothing and costs 206 MB."""
-
-
-def _compiler_options(mesh: Mesh | AbstractMesh, regather: bool) -> tuple[dict, dict[str, str]]:
-    """What a step on these devices is compiled with, and what this compiler does not know."""
-    if not regather or not isinstance(mesh, Mesh) or not compiler.is_cuda(mesh):
-        return {}, {}
-    nodes = {device.process_index for device in mesh.devices.flat}
-    across = ACROSS_NODES_OPTIONS if len(nodes) > 1 else {}
-    return compiler.keep_known_options(mesh, {**PREFETCH_OPTIONS, **across})
+def plan_options(settings: MeshConfig) -> dict[str, Any]:
+    """What `make_plan` takes beside a mesh that is made already: all but sizes and stage."""
+    return {name: getattr(settings, name) for name in _MESH_OPTIONS}
 
 
 def _remake(settings: MeshConfig, given: dict[str, Any], mesh: Mesh | AbstractMesh) -> Plan:
-    options = {name: getattr(settings, name) for name in _MESH_OPTIONS}
-    return make_plan(mesh=mesh, zero=settings.zero, **given, **options)
+    return make_plan(mesh=mesh, zero=settings.zero, **given, **plan_options(settings))
 
 
 def _resolve_mesh(

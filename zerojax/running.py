@@ -8,19 +8,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jax_core
 
-from zerojax import mesh as meshes
 from zerojax import profile
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.data import Feed, TokenSource
+from zerojax.forecast.formulas import model_flops
 from zerojax.metrics import RunLog
 from zerojax.plan import Plan
 from zerojax.trainer import Habits, Trainer
@@ -95,7 +94,7 @@ def _open_log(run: RunFiles, plan: Plan, start_step: int) -> RunLog:
         run.log,
         total_steps=run.steps or 0,
         tokens_per_step=run.tokens_per_step,
-        flops_per_step=flops_per_step(plan),
+        flops_per_step=model_flops(plan),
         num_devices=plan.mesh.size,
         device_kind=profile.device_kind(),
         precision="fp32" if plan.precision.compute_dtype == jnp.float32 else "bf16",
@@ -105,23 +104,6 @@ def _open_log(run: RunFiles, plan: Plan, start_step: int) -> RunLog:
     summary = plan.describe(), run.reasons, plan.table(), plan.as_dict(), run.config
     log.start(*summary, start_step=start_step)
     return log
-
-
-def flops_per_step(plan: Plan) -> float:
-    """FLOPs of one step over all devices: three times the forward pass, without recomputation."""
-    forward = profile.count_flops(jax_core.jaxpr_as_fun(plan.forward), *plan.forward.in_avals)
-    return (
-        profile.TRAINING_FACTOR
-        * forward
-        * plan.num_microbatches
-        * meshes.num_data_shards(plan.mesh)
-    )
-
-
-def tokens_per_step(plan: Plan) -> int | None:
-    """Tokens of a global batch; None where batches hold no "tokens"."""
-    tokens = plan.abstract_batch.get("tokens") if isinstance(plan.abstract_batch, Mapping) else None
-    return None if tokens is None else math.prod(tokens.shape)
 
 
 def rows_of_process(batches: Any) -> tuple[int, int] | None:

@@ -19,8 +19,9 @@ from zerojax.config import RunConfig, from_dict, to_dict
 from zerojax.data import as_feed, as_source, load_tokenizer, save_tokenizer
 from zerojax.data.tokenizer import as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
+from zerojax.forecast.formulas import tokens_per_step
 from zerojax.models import build_model
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan, make_plan, plan_options
 from zerojax.running import (
     CHECKPOINT_FOLDER,
     CONFIG_FILE,
@@ -28,7 +29,6 @@ from zerojax.running import (
     RunFiles,
     rows_of_process,
     start_run,
-    tokens_per_step,
 )
 from zerojax.trainer import Habits, Trainer
 
@@ -117,14 +117,13 @@ def plan_from_config(config: RunConfig, num_devices: int) -> Plan:
     mesh = meshes.make_abstract_mesh(config.mesh, num_devices)
     _check_pieces(config, meshes.num_data_shards(mesh))
     tokens = jax.ShapeDtypeStruct((config.global_batch_size, config.data.seq_len), jnp.int32)
-    axes = {*meshes.AXES, "offload"}  # the mesh has the sizes; offload is not built yet
-    names = [field.name for field in dataclasses.fields(config.mesh) if field.name not in axes]
     return _make_plan(
         config,
         mesh,
         {"tokens": tokens, "targets": tokens},
         vocab_size_of(config),
-        **{name: getattr(config.mesh, name) for name in names},
+        zero=config.mesh.zero,
+        **plan_options(config.mesh),
     )
 
 

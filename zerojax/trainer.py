@@ -103,7 +103,7 @@ class Trainer:
         self._feed: tuple[Any, Feed] | None = None
         self._saved_step: int | None = None
         self._reports = Reports(self.habits.max_skipped)
-        self._step = build_step(plan)
+        self._step, self._step_was_called = build_step(plan), False
         self._evaluate = build_evaluation(plan)
         if checkpointer is not None and checkpointer.latest_step() is not None:
             self.restore()  # instead of init_state, so that two states never live together
@@ -121,6 +121,7 @@ class Trainer:
 
     def _step_on_devices(self, batch: Any) -> dict[str, jax.Array]:
         self.state, metrics = self._step(self.state, batch)
+        self._step_was_called = True
         self.num_steps += 1
         return metrics
 
@@ -233,8 +234,11 @@ class Trainer:
         return False
 
     def _compare_peak(self) -> None:
-        line = compare_peak(self._step, self.plan, device_memory()) if self.num_steps else None
-        if line is not None and self._log is not None:
+        # A step that was never called is not compiled for the sake of this line.
+        if self._log is None or not self._step_was_called:
+            return
+        line = compare_peak(self._step, self.plan, device_memory())
+        if line is not None:
             self._log.message(line)
 
     def _evaluate_and_save_if_due(self, last: bool) -> None:
@@ -348,7 +352,7 @@ class Trainer:
         plan = self._replan(mesh_config)
         self.state = reshard_state(self.plan, plan, self.state)
         self.plan = plan
-        self._step = build_step(plan)
+        self._step, self._step_was_called = build_step(plan), False
         self._evaluate = build_evaluation(plan)
         if self._log is not None:
             self._log.message(f"step {self.num_steps}: resharded to {plan.describe()}")

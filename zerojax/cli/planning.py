@@ -14,10 +14,8 @@ from zerojax import mesh as meshes
 from zerojax.cli.invocation import command_name
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig
-from zerojax.forecast.forecast import Forecast, make_forecast
 from zerojax.forecast.page import forecast_dict, forecast_page
 from zerojax.gpus import Gpu
-from zerojax.plan import Plan
 from zerojax.runs import plan_from_config
 from zerojax.search import Candidate, list_candidates, search, search_dict, search_page
 
@@ -56,30 +54,15 @@ def plan(
         return _search(config, gpu, devices, as_json=as_json, budget=budget, words=words)
     with Progress(quiet=as_json) as progress:
         progress(f"planning for {devices} x {gpu.title}")
-        forecast = forecast_of(
-            plan_from_config(config, devices),
-            gpu,
-            progress,
-            why_formula=NO_COMPILE if no_compile else None,
+        forecast = plan_from_config(config, devices).compile(
+            gpu=gpu,
             fast=fast,
+            why_formula=NO_COMPILE if no_compile else None,
+            progress=progress,
         )
     print(json.dumps(forecast_dict(forecast), indent=2) if as_json else forecast_page(forecast))
     fits = forecast.verdict.fits
     return {True: EXIT_FITS, False: EXIT_DOES_NOT_FIT, None: EXIT_NOT_DECIDED}[fits]
-
-
-def forecast_of(
-    planned: Plan, gpu: Gpu, progress: Progress, *, why_formula: str | None, fast: bool
-) -> Forecast:
-    """The forecast of a plan on an abstract mesh: compiled where that is possible and wanted."""
-    why_formula = why_formula or compiler.missing()
-    if why_formula is None:
-        devices = compiler.gpu_devices(gpu, planned.mesh.size)
-        planned = planned.remake(meshes.make_mesh(planned.settings, devices))
-    found = make_forecast(planned, gpu, why_formula=why_formula, fast=fast, progress=progress)
-    if fast and why_formula is None:
-        return dataclasses.replace(found, compiler=f"{found.compiler}, fast options")
-    return found
 
 
 def _search(
@@ -112,9 +95,7 @@ def _search(
             lambda candidate: plan_from_config(with_candidate(config, candidate), devices),
             candidates,
             gpu,
-            forecast_of=lambda planned: forecast_of(
-                planned, gpu, progress, why_formula=None, fast=True
-            ),
+            forecast_of=lambda planned: planned.compile(gpu=gpu, fast=True, progress=progress),
             budget=budget,
             report=progress,
         )

@@ -7,7 +7,6 @@ shown.
 from __future__ import annotations
 
 import dataclasses
-import math
 import tempfile
 import time
 from collections import defaultdict
@@ -19,9 +18,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zerojax import compiler, profile
-from zerojax.forecast import cache, formulas, result
+from zerojax.forecast import cache, formulas
 from zerojax.forecast.page import forecast_dict, forecast_page
-from zerojax.forecast.result import COMPILED, FORMULA, Memory, RoleBytes, Traffic, TrafficRow
+from zerojax.forecast.result import (
+    COMPILED,
+    FORMULA,
+    ForecastNumbers,
+    Memory,
+    RoleBytes,
+    Traffic,
+    TrafficRow,
+)
 from zerojax.forecast.roles import bytes_by_role
 from zerojax.forecast.roofline import estimate, link_bandwidth, peak_flops, verdict
 from zerojax.gpus import Gpu, target_text
@@ -35,8 +42,8 @@ from zerojax.plan_table import role_bytes, shard_bytes
 from zerojax.planned import Planned
 from zerojax.step import build_step
 
-FORMAT = 2
-"""Of what is cached; raised when the readers find something else in the same program."""
+FACTS_VERSION = 3
+"""Raised when the readers find something else in the same program: what is cached is not reused."""
 
 Facts = dict[str, Any]
 """What was read from a compiled step: plain values, as JSON takes them."""
@@ -44,7 +51,7 @@ Facts = dict[str, Any]
 STATE_ROLES = ("master weights", "optimizer state", "frozen", "extras")
 
 
-class Forecast(result.Forecast):
+class Forecast(ForecastNumbers):
     """What one step needs; `print(forecast.page())`."""
 
     def page(self) -> str:
@@ -85,10 +92,7 @@ def make_forecast(
     if why_formula is None:
         say("lowering")
         lowered = traced.lower()
-        options = dict(compiler.FAST_OPTIONS) if fast else {}
-        key = cache.key_of(
-            str(FORMAT), lowered.as_text(), target_text(gpu), compiler.compiler_version(), options
-        )
+        key = cache_key(plan, gpu, fast, program=lowered.as_text())
         facts = cache.load(key)
         if facts is None:
             say(f"compiling for {plan.mesh.size} {gpu.title}" + " (fast options)" * fast)
@@ -100,6 +104,18 @@ def make_forecast(
 
 
 # --- what the compiled step says ------------------------------------------------------------------
+
+
+def cache_key(plan: Planned, gpu: Gpu, fast: bool, *, program: str) -> str:
+    """Everything that the facts depend on. The program's text names neither options nor nodes."""
+    options = {**plan.compiler_options, **(compiler.FAST_OPTIONS if fast else {})}
+    mesh = {str(name): size for name, size in plan.mesh.shape.items()}
+    return cache.key_of(
+        FACTS_VERSION,
+        program,
+        [target_text(gpu), gpu.node_devices, mesh],
+        [compiler.compiler_version(), options],
+    )
 
 
 def _compile(lowered: Any, plan: Planned, fast: bool) -> Facts:
@@ -186,7 +202,7 @@ def _assemble(
             hbm_bytes=None if facts is None else facts["hbm_bytes"],
             rows=traffic.rows,
             formula_bytes=traffic.formula_bytes,
-            tokens=_tokens(plan),
+            tokens=formulas.tokens_per_step(plan),
         ),
         verdict=verdict(plan, gpu, memory),
         remarks=() if facts is None else _remarks(facts),
@@ -233,16 +249,14 @@ def _memory(plan: Planned, facts: Facts | None) -> Memory:
         peak=use.peak,
         host=use.host_peak,
         formula_peak=sum(formula.values()),
-        roles=_roles(plan, use, facts["roles"], formula, state, batch),
+        roles=_roles(use, facts["roles"], formula, batch),
     )
 
 
 def _roles(
-    plan: Planned,
     use: compiler.MemoryUse,
     found: Mapping[str, int] | None,
     formula: Mapping[str, int],
-    state: int,
     batch: int,
 ) -> tuple[RoleBytes, ...]:
     """Rows that add up to the peak, with the formula beside them where there is one.
@@ -250,10 +264,9 @@ def _roles(
     Without the compiler's account of what lives when, temporaries are one row.
     """
     if found is None:
-        exact = {role: formula[role] for role in STATE_ROLES} | {"batch": batch}
-        counters = state - sum(formula[role] for role in STATE_ROLES)
-        rest = use.peak - use.temporary - sum(exact.values()) - counters
-        found = {**exact, "temporary": use.temporary, "other": rest + counters}
+        found = {role: formula[role] for role in STATE_ROLES}
+        found |= {"batch": batch, "temporary": use.temporary}
+        found["other"] = use.peak - sum(found.values())  # counters, outputs of their own
     names = list(dict.fromkeys([*formula, *found]))
     return tuple(
         RoleBytes(role=name, bytes=found.get(name, 0), formula=formula.get(name))
@@ -316,9 +329,3 @@ def _hidden(members: Sequence[Facts], peak: float | None, bandwidth: float) -> f
         wire += one["times"] * seconds
         hidden += one["times"] * min(seconds, one["hidden_flops"] / peak)
     return hidden / wire if wire else 0.0
-
-
-def _tokens(plan: Planned) -> int | None:
-    batch = plan.abstract_batch
-    tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
-    return None if tokens is None else math.prod(tokens.shape)

@@ -1,4 +1,4 @@
-"""What ZeRO's formulas say of a plan: bytes on the wire and floating-point operations.
+"""What formulas say of a plan's step: bytes on the wire, floating-point operations, tokens.
 
 Knows the placement table; never a compiled program. Sources: ZeRO, Rajbhandari et al. 2019
 (arXiv:1910.02054), section 7: 2, 2, 2 and 3 units per step at stages 0 to 3, a unit being the
@@ -8,6 +8,7 @@ bytes of all parameters as sent; ring collectives send (N-1)/N of their payload 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import jax.extend.core as jax_core
 import jax.numpy as jnp
@@ -79,3 +80,10 @@ def model_flops(plan: Planned) -> float:
     forward = profile.count_flops(jax_core.jaxpr_as_fun(plan.forward), *plan.forward.in_avals)
     shards = plan.placement.axis_sizes[DATA] * plan.placement.axis_sizes[REPLICA]
     return profile.TRAINING_FACTOR * forward * plan.num_microbatches * shards
+
+
+def tokens_per_step(plan: Planned) -> int | None:
+    """Tokens of a global batch; None where batches hold no "tokens"."""
+    batch = plan.abstract_batch
+    tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
+    return None if tokens is None else math.prod(tokens.shape)

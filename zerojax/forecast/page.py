@@ -1,6 +1,6 @@
 """How a forecast is shown: one page of text, or a dictionary for JSON. Formats; decides nothing.
 
-Knows a `Forecast` by its numbers; never a plan, a program or a card's file.
+Knows a forecast by its numbers; never a plan, a program or a card's file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from zerojax.forecast.result import COMPILED, Estimate, Forecast, Memory, Traffic
+from zerojax.forecast.result import COMPILED, Estimate, ForecastNumbers, Memory, Traffic
 from zerojax.trees import format_bytes, format_count
 
 WIDTH = 100
@@ -20,7 +20,7 @@ TIME_UNITS = (("s", 1.0, 2), ("ms", 1e-3, 2), ("us", 1e-6, 2))
 Rows = list[Sequence[str]]
 
 
-def forecast_page(forecast: Forecast) -> str:
+def forecast_page(forecast: ForecastNumbers) -> str:
     """One page of plain characters, at most 100 columns; the numbers of each table add up."""
     sections = [
         _head(forecast),
@@ -32,7 +32,7 @@ def forecast_page(forecast: Forecast) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
-def forecast_dict(forecast: Forecast) -> dict[str, Any]:
+def forecast_dict(forecast: ForecastNumbers) -> dict[str, Any]:
     """Every number as it is, unrounded, as JSON takes it; times in seconds, sizes in bytes."""
     return dataclasses.asdict(forecast)
 
@@ -54,7 +54,7 @@ def round_to_sum(parts: Sequence[float], digits: int) -> list[float]:
     return [floor / scale for floor in floors]
 
 
-def _head(forecast: Forecast) -> list[str]:
+def _head(forecast: ForecastNumbers) -> list[str]:
     plan, gpu = forecast.plan, forecast.gpu
     parts = f" in {plan['num_microbatches']} microbatches" * (plan["num_microbatches"] > 1)
     axes = " x ".join(f"{name} {size}" for name, size in forecast.mesh.items() if size > 1)
@@ -71,14 +71,14 @@ def _head(forecast: Forecast) -> list[str]:
     ]
 
 
-def _origin(forecast: Forecast) -> list[str]:
+def _origin(forecast: ForecastNumbers) -> list[str]:
     if forecast.source != COMPILED:
         return _wrap(f"formulas only: {forecast.why_formula or 'nothing was compiled'}")
     took = f"{forecast.seconds:.0f} s" if forecast.seconds else "0 s, from the cache"
     return _wrap(f"compiled for this card by {forecast.compiler} ({took}); nothing was run")
 
 
-def _verdict(forecast: Forecast) -> list[str]:
+def _verdict(forecast: ForecastNumbers) -> list[str]:
     verdict = forecast.verdict
     word = {True: "FITS", False: "DOES NOT FIT", None: "NOT DECIDED"}[verdict.fits]
     more = " + activations" if verdict.fits is None else ""
@@ -216,7 +216,7 @@ def _traffic_remarks(traffic: Traffic) -> list[str]:
     return lines
 
 
-def _time(forecast: Forecast) -> list[str]:
+def _time(forecast: ForecastNumbers) -> list[str]:
     estimate, gpu = forecast.estimate, forecast.gpu
     title = "TIME, an estimate: the roofline of published peaks. Not measured; no run reaches it"
     times = [estimate.compute_seconds, estimate.memory_seconds, estimate.wire_seconds]
@@ -258,7 +258,7 @@ def _step_rows(estimate: Estimate, scale: float, digits: int) -> Rows:
     ]
 
 
-def _links(forecast: Forecast) -> str:
+def _links(forecast: ForecastNumbers) -> str:
     gpu = forecast.gpu
     if forecast.num_devices == 1:
         return "one device"
@@ -277,7 +277,7 @@ def _rates(estimate: Estimate) -> list[str]:
     return [f"  {'; '.join(parts)}"] if parts else []
 
 
-def _notes(forecast: Forecast) -> list[str]:
+def _notes(forecast: ForecastNumbers) -> list[str]:
     gpu = forecast.gpu
     notes = list(forecast.remarks)
     notes += [f"card: {source.partition(': ')[2] or source}" for source in gpu.sources]

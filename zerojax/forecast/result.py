@@ -153,7 +153,7 @@ class Verdict:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Forecast:
+class ForecastNumbers:
     """One step of one plan on N GPUs of one kind.
 
     Attributes:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from zerojax.forecast.result import Forecast
+from zerojax.forecast.result import ForecastNumbers
 from zerojax.search.bounds import Bounds
 from zerojax.search.candidates import REMATS, Candidate
 from zerojax.search.result import FITS, TOO_LARGE, Trial
@@ -40,7 +40,7 @@ class Compiled:
 
     entry: Open
     trial: Trial
-    forecast: Forecast | None
+    forecast: ForecastNumbers | None
 
 
 def expected_peak(entry: Open, compiled: Sequence[Compiled]) -> float | None:
@@ -133,5 +133,5 @@ def only_adds_work(entry: Open, other: Compiled) -> bool:
     )
 
 
-def _activations(forecast: Forecast) -> int:
+def _activations(forecast: ForecastNumbers) -> int:
     return sum(row.bytes or 0 for row in forecast.memory.roles if row.role == "activations")

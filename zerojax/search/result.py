@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from zerojax.forecast.result import Forecast
+from zerojax.forecast.result import ForecastNumbers
 from zerojax.search.candidates import Candidate
 
 CHOSEN = "chosen"
@@ -55,7 +55,7 @@ class SearchResult:
 
     trials: tuple[Trial, ...]
     chosen: Trial | None
-    forecast: Forecast | None
+    forecast: ForecastNumbers | None
     certain: bool
     sentence: str
     elapsed: float

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from zerojax.compiler import CompileError
-from zerojax.forecast.result import COMPILED, Forecast
+from zerojax.forecast.result import COMPILED, ForecastNumbers
 from zerojax.gpus import Gpu
 from zerojax.plan import Plan
 from zerojax.search.bounds import FindBounds, MakePlan, bounds_on
@@ -41,7 +41,7 @@ from zerojax.trees import format_bytes
 SAME = 0.01
 """Times that differ by less than this share are equal, and the simplest candidate is preferred."""
 
-MakeForecast = Callable[[Plan], Forecast]
+MakeForecast = Callable[[Plan], ForecastNumbers]
 
 
 def search(
