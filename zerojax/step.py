@@ -13,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import zero
+from zerojax import collectives, zero
 from zerojax.model import Loss
 from zerojax.planned import Planned
 from zerojax.state import TrainState, step_key
@@ -36,6 +36,7 @@ def build_step(plan: Planned) -> Any:
     gradients = zero.build_gradients(pass_config(plan))
     replicated = NamedSharding(plan.mesh, P())
     specs = plan.state_shardings["params"]
+    tx = optax.with_extra_args_support(plan.tx)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         key_data = jax.random.key_data(step_key(state["rng"], state["step"]))
@@ -47,9 +48,11 @@ def build_step(plan: Planned) -> Any:
             for name, grad in grads.items()
         }
         loss = sums["loss"] / sums["weight"]
-        grad_norm = optax.tree.norm(grads)
+        grad_norm = collectives.global_norm(grads, specs)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        updates, opt_state = plan.tx.update(grads, state["opt_state"], state["params"])
+        updates, opt_state = tx.update(
+            grads, state["opt_state"], state["params"], grad_norm=grad_norm
+        )
         params = optax.apply_updates(state["params"], updates)
         # where, not cond: a cond costs 4 to 14 bytes per parameter of traffic and a copy of the
         # state.

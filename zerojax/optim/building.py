@@ -57,7 +57,24 @@ def adamw(
       clip_norm: limit of the global gradient norm; None does not clip.
     """
     core = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
-    return core if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), core)
+    return core if clip_norm is None else optax.chain(clip_by_global_norm(clip_norm), core)
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm` that takes the norm from the step, which has it already.
+
+    It comes first in a chain: the norm that the step hands on is that of the gradients. Elsewhere
+    take optax's own.
+    """
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
+        norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
+        scale = lambda x: jnp.where(norm < max_norm, x, x / norm.astype(x.dtype) * max_norm)  # noqa: E731
+        return jax.tree.map(scale, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +115,7 @@ def build_optimizer(
         )
     config = optimizer or OptimizerConfig()
     schedule, reason = build_schedule(config, steps)
-    clip = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
+    clip = [] if config.clip_norm is None else [clip_by_global_norm(config.clip_norm)]
     tx = optax.chain(*clip, _update_rule(config, schedule))
     origin = "default" if optimizer is None else "configured"
     named = f"optimizer {config.name} ({origin}), learning rate {config.learning_rate:g}: {reason}"
