@@ -1,0 +1,105 @@
+"""What an optimizer of zerojax is beside an optax transformation: an update in place, on shards.
+
+Knows arrays of one device and numbers of one step; never a mesh, a stage or a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jax import lax
+
+from pallas_kernels.choice import Choice
+from pallas_kernels.rounding import seed_of
+
+Arrays = dict[str, jax.Array]
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateContext:
+    """What the step tells an optimizer beside gradients, state and parameters.
+
+    Attributes:
+      gradient_scale: float32 []; gradients are multiplied by it: loss weight, loss scale and
+        clipping in one number.
+      skip: bool []; True changes nothing, whatever the gradients contain.
+      key: the typed PRNG key of this step, the same on every device.
+      axes: {name: mesh axes of more than one device that a parameter is split over}; a norm over a
+        whole parameter is summed over them.
+      choice: which implementation runs, and why.
+    """
+
+    gradient_scale: jax.Array
+    skip: jax.Array
+    key: jax.Array
+    axes: Mapping[str, tuple[str, ...]]
+    choice: Choice
+
+    def seed(self, name: str) -> jax.Array:
+        """uint32 [2]: random bits of a parameter's shard; copies of one shard get the same."""
+        key = jax.random.fold_in(self.key, sorted(self.axes).index(name))
+        for axis in self.axes[name]:
+            key = jax.random.fold_in(key, lax.axis_index(axis))
+        return seed_of(key)
+
+    def sum_over_shards(self, name: str, value: jax.Array) -> jax.Array:
+        """The sum of a number of each shard over the whole parameter."""
+        axes = self.axes[name]
+        return lax.psum(value, axes) if axes else value
+
+
+Apply = Callable[[Arrays, Tree, Arrays, UpdateContext], tuple[Arrays, Tree]]
+
+
+class Optimizer(optax.GradientTransformationExtraArgs):
+    """An optax transformation that can also update shards in place.
+
+    `init` and `update` are optax's, with optax's states, so it goes into `optax.chain`. The step
+    calls `apply` instead, which writes parameters and moments once, without a tree of updates. Both
+    compute the same, up to the rounding of float32.
+
+    Attributes:
+      apply: (gradients, state, parameters, context) -> (parameters, state): {name: this device's
+        shard}; called inside `shard_map` over the whole mesh. Gradients are not yet scaled, and the
+        clipping that `update` does is in `context.gradient_scale` already.
+      kernel: name of its kernel, for `pallas_kernels.choice.choose`.
+      impl: "auto", "xla", "mosaic_gpu" or "interpret".
+      clip_norm: limit of the global gradient norm; None does not clip.
+      with_dtypes: (moments dtype, stochastic rounding or not) -> the same optimizer with other
+        moments. float32 and False are what `init` gives otherwise.
+      to_canonical: state -> the state that is stored, whose arrays do not depend on how parameters
+        are split; from_canonical: its inverse. Both are called inside `shard_map` as `apply` is.
+        None where the state is canonical already.
+    """
+
+    apply: Apply
+    kernel: str
+    impl: str
+    clip_norm: float | None
+    with_dtypes: Callable[[Any, bool], Optimizer]
+    to_canonical: Callable[[Tree], Tree] | None
+    from_canonical: Callable[[Tree], Tree] | None
+
+    def __new__(
+        cls,
+        init: Callable[..., Tree],
+        update: Callable[..., tuple[Tree, Tree]],
+        *,
+        apply: Apply,
+        kernel: str,
+        impl: str,
+        clip_norm: float | None,
+        with_dtypes: Callable[[Any, bool], Optimizer],
+        to_canonical: Callable[[Tree], Tree] | None = None,
+        from_canonical: Callable[[Tree], Tree] | None = None,
+    ) -> Optimizer:
+        self = super().__new__(cls, init, update)
+        self.apply, self.kernel, self.impl, self.clip_norm = apply, kernel, impl, clip_norm
+        self.with_dtypes = with_dtypes
+        self.to_canonical, self.from_canonical = to_canonical, from_canonical
+        return self
