@@ -71,7 +71,7 @@ def test_an_exchange_gives_what_a_reduce_scatter_gives(bucket_size):
         results[exchange], program = run_on_shards(
             lambda wholes, leaves=leaves: scatter_buckets(wholes, leaves, bucket_size), values
         )
-        assert ("all_to_all" in program) == exchange
+        assert ("collective_permute" in program) == exchange
         assert ("reduce_scatter" in program) != exchange
     for name in SHAPES:
         assert results[True][name].dtype == jnp.float32
@@ -101,7 +101,7 @@ plan = zerojax.make_plan(
 )
 step = zerojax.build_step(plan)
 program = step.lower(plan.abstract_state, plan.abstract_batch).as_text()
-print("found", json.dumps([name in program for name in ("reduce_scatter", "all_to_all")]))
+print("found", json.dumps([name in program for name in ("reduce_scatter", "collective_permute")]))
 """
 
 

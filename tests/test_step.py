@@ -87,6 +87,7 @@ def test_the_step_is_traced_once_and_keeps_the_states_form(zero):
         "loss": ("float32", ()),
         "weight": ("float32", ()),
         "grad_norm": ("float32", ()),
+        "bad_leaf": ("int32", ()),
         "skipped": ("int32", ()),
         "num_skipped": ("int32", ()),
     }

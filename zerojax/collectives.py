@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import trees
@@ -397,34 +396,3 @@ def sum_over_replicas(
 ) -> Arrays:
     """Sums shards over `replica` (hybrid sharding: scatter inside a group, sum across groups)."""
     return sum_buckets(shards, axes, bucket_size, over=(REPLICA,))
-
-
-def global_norm(arrays: Arrays, shardings: Mapping[str, NamedSharding]) -> jax.Array:
-    """The l2 norm of all values together, float32, by one sum of one number over the mesh.
-
-    Left to the compiler, each array's sum of squares is a collective of its own where collectives
-    cannot be grouped (gloo), and two uses of the norm are two sets of them.
-
-    Args:
-      arrays: {name: array}, sharded as `shardings` say.
-      shardings: {name: its sharding}, all on one mesh.
-    """
-    names = list(arrays)
-    mesh, specs = shardings[names[0]].mesh, {name: shardings[name].spec for name in names}
-    used = {axis for spec in specs.values() for axis in _axes_of(spec)}
-    over = tuple(axis for axis in mesh.axis_names if axis in used and mesh.shape[axis] > 1)
-
-    def local(arrays: Arrays) -> jax.Array:
-        total = jnp.float32(0)
-        for name, array in arrays.items():
-            copies = math.prod(mesh.shape[axis] for axis in set(over) - _axes_of(specs[name]))
-            total += jnp.sum(jnp.square(array.astype(jnp.float32))) / copies
-        return lax.psum(total, over) if over else total
-
-    whole = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
-    return jnp.sqrt(whole(arrays))
-
-
-def _axes_of(spec: P) -> set[str]:
-    entries = [entry for entry in spec if entry is not None]
-    return {axis for entry in entries for axis in ([entry] if isinstance(entry, str) else entry)}

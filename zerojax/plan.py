@@ -20,6 +20,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.choice import Choice
 from zerojax import compiler, optim, trees
 from zerojax import mesh as meshes
 from zerojax import model as models
@@ -42,6 +43,7 @@ from zerojax.plan_table import plan_dict, plan_line, plan_table
 from zerojax.precision import Precision, as_precision
 from zerojax.state import TrainState
 from zerojax.step_options import choose_options
+from zerojax.updates import choose_update
 
 Tree = Any
 
@@ -65,6 +67,7 @@ class Plan:
       placement: the table, one row per parameter.
       precision: the dtypes.
       tx: the optimizer; learning_rate: its schedule over updates applied, where it is known.
+      update_choices: what runs the update and the gradients' statistics, kernel or XLA, and why.
       num_microbatches: pieces a device's rows are cut into.
       abstract_state: `TrainState` of `ShapeDtypeStruct`s with shardings, as stored.
       abstract_canonical: the same with true shapes and evenly dividing shardings: the form on disk
@@ -85,6 +88,7 @@ class Plan:
     placement: Placement
     precision: Precision
     tx: optax.GradientTransformation
+    update_choices: Mapping[str, Choice]
     learning_rate: optim.Schedule | None
     num_microbatches: int
     abstract_state: TrainState
@@ -247,6 +251,7 @@ def make_plan(
     check_trained(placement)
     regather = settings.zero == 3 and internal.reads_lazily
     compiler_options, dropped_options = choose_options(mesh, regather)
+    update_choices = choose_update(optimizer_built.tx, mesh)
     abstract_batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, P(DATA_AXES))
@@ -264,6 +269,7 @@ def make_plan(
         placement=placement,
         precision=precision,
         tx=optimizer_built.tx,
+        update_choices=update_choices,
         learning_rate=optimizer_built.learning_rate,
         num_microbatches=num_microbatches,
         abstract_state=build(canonical=False),

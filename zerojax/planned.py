@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from pallas_kernels.choice import Choice
 from zerojax.config import MeshConfig
 from zerojax.model import Loss, Model
 from zerojax.optim import Schedule
@@ -37,6 +38,8 @@ class Planned(Protocol):
     def precision(self) -> Precision: ...
     @property
     def tx(self) -> optax.GradientTransformation: ...
+    @property
+    def update_choices(self) -> Mapping[str, Choice]: ...
     @property
     def learning_rate(self) -> Schedule | None: ...
     @property

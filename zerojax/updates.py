@@ -1,0 +1,194 @@
+"""How gradients become new parameters: read once for their norm, then one update per parameter.
+
+Knows shards and the optimizer; never how gradients were made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.choice import Choice, choose
+from pallas_kernels.gradients import GRADIENT_STATS, StatsScalars
+from pallas_kernels.update import update as update_leaf
+from zerojax.optim.optimizer import Optimizer, UpdateContext
+from zerojax.planned import Planned
+from zerojax.state import TrainState
+
+Arrays = dict[str, jax.Array]
+
+
+class GradientNorm(NamedTuple):
+    """What is read from all gradients together.
+
+    Attributes:
+      norm: float32 []; the l2 norm of the scaled gradients, infinite or NaN where one is.
+      bad_leaf: int32 []; number of the first leaf that is not finite, -1 where all are.
+    """
+
+    norm: jax.Array
+    bad_leaf: jax.Array
+
+
+def choose_update(
+    tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh
+) -> Mapping[str, Choice]:
+    """{what is computed: which implementation runs on these devices, and why}.
+
+    Raises:
+      KernelUnavailable: the optimizer asks for a kernel that cannot run there.
+    """
+    impl = tx.impl if isinstance(tx, Optimizer) else "auto"
+    if not isinstance(mesh, Mesh):
+        here = Choice("xla", "planned for devices that are not here")
+        return {"update": here, "statistics": here}
+    devices = list(mesh.devices.flat)
+    statistics = choose("auto", kernel=GRADIENT_STATS.name, devices=devices)
+    if not isinstance(tx, Optimizer):
+        return {"update": Choice("xla", "an optax transformation"), "statistics": statistics}
+    return {"update": choose(impl, kernel=tx.kernel, devices=devices), "statistics": statistics}
+
+
+def build_norm(plan: Planned) -> Callable[[Arrays, jax.Array], GradientNorm]:
+    """`(gradients, scale) -> GradientNorm` of the gradients times `scale`, to be traced.
+
+    Every gradient is read once and one vector is summed over the mesh. Left to the compiler, each
+    sum of squares is a collective of its own where collectives cannot be grouped (gloo).
+    """
+    specs = _specs(plan.abstract_state["params"])
+    axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
+    over = tuple(name for name in plan.mesh.axis_names if any(name in a for a in axes.values()))
+    choice = plan.update_choices["statistics"]
+
+    def local(grads: Arrays, scale: jax.Array) -> jax.Array:
+        squares = []
+        for name, grad in grads.items():
+            sums = update_leaf(
+                GRADIENT_STATS, (), (grad,), scalars=StatsScalars(scale), impl=choice
+            ).sums
+            copies = math.prod(plan.mesh.shape[axis] for axis in set(over) - set(axes[name]))
+            squares.append(sums[0] / copies)
+        total = jnp.stack(squares)
+        return lax.psum(total, over) if over else total
+
+    whole = jax.shard_map(
+        local, mesh=plan.mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False
+    )
+
+    def norm(grads: Arrays, scale: jax.Array) -> GradientNorm:
+        squares = whole(grads, scale)
+        bad = ~jnp.isfinite(squares)
+        first = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
+        return GradientNorm(jnp.sqrt(jnp.sum(squares)), first)
+
+    return norm
+
+
+def build_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
+    """`(gradients, state, scale, norm, skip, key) -> (parameters, optimizer state)`, to be traced.
+
+    Gradients are multiplied by `scale`, clipped by `norm` (that of the scaled gradients) where the
+    optimizer says so, and where `skip` is True nothing changes.
+    """
+    if isinstance(plan.tx, Optimizer):
+        return _build_in_place(plan, plan.tx)
+    tx = optax.with_extra_args_support(plan.tx)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.abstract_state["params"])
+
+    def update(
+        grads: Arrays,
+        state: TrainState,
+        scale: jax.Array,
+        norm: jax.Array,
+        skip: jax.Array,
+        key: jax.Array,
+    ) -> tuple[Arrays, Any]:
+        grads = {
+            name: lax.with_sharding_constraint(grad * scale, shardings[name])
+            for name, grad in grads.items()
+        }
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"], grad_norm=norm)
+        params = optax.apply_updates(state["params"], updates)
+        # where, not cond: a cond costs 4 to 14 bytes per parameter of traffic and a copy of the
+        # state.
+        keep = lambda new, old: jnp.where(skip, old, new)  # noqa: E731
+        return (
+            jax.tree.map(keep, params, state["params"]),
+            jax.tree.map(keep, opt_state, state["opt_state"]),
+        )
+
+    return update
+
+
+def _build_in_place(plan: Planned, tx: Optimizer) -> Callable[..., tuple[Arrays, Any]]:
+    """Every device updates its own shards: one read and one write of each array."""
+    params, opt_state = (_specs(plan.abstract_state[name]) for name in ("params", "opt_state"))
+    axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
+    choice = plan.update_choices["update"]
+
+    def local(
+        grads: Arrays,
+        state: Any,
+        shards: Arrays,
+        scale: jax.Array,
+        skip: jax.Array,
+        key_data: jax.Array,
+    ) -> tuple[Arrays, Any]:
+        context = UpdateContext(
+            gradient_scale=scale,
+            skip=skip,
+            key=jax.random.wrap_key_data(key_data),
+            axes=axes,
+            choice=choice,
+        )
+        return tx.apply(grads, state, shards, context)
+
+    mapped = jax.shard_map(
+        local,
+        mesh=plan.mesh,
+        in_specs=(params, opt_state, params, P(), P(), P()),
+        out_specs=(params, opt_state),
+        check_vma=False,
+    )
+
+    def update(
+        grads: Arrays,
+        state: TrainState,
+        scale: jax.Array,
+        norm: jax.Array,
+        skip: jax.Array,
+        key: jax.Array,
+    ) -> tuple[Arrays, Any]:
+        if tx.clip_norm is not None:
+            scale = scale * jnp.where(norm < tx.clip_norm, 1.0, tx.clip_norm / norm)
+        key_data = jax.random.key_data(key)
+        return mapped(grads, state["opt_state"], state["params"], scale, skip, key_data)
+
+    return update
+
+
+def axes_of_leaves(
+    mesh: Mesh | AbstractMesh, leaves: Mapping[str, Any]
+) -> dict[str, tuple[str, ...]]:
+    """{name: mesh axes of more than one device that a leaf is split over}."""
+    return {
+        name: tuple(axis for axis in _axes(leaf.sharding) if mesh.shape[axis] > 1)
+        for name, leaf in leaves.items()
+    }
+
+
+def _axes(sharding: NamedSharding) -> list[str]:
+    entries = [entry for entry in sharding.spec if entry is not None]
+    return [axis for entry in entries for axis in ([entry] if isinstance(entry, str) else entry)]
+
+
+def _specs(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
