@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax import collectives
+from zerojax import collectives, overwriting
 from zerojax.activations import activation_rules
 from zerojax.mesh import DATA, DATA_AXES, MODEL, REPLICA, communicates_through_gloo
 from zerojax.model import Loss, Model, trace_model
@@ -55,19 +55,29 @@ class PassConfig:
 
 
 def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """A function of `(params, frozen, extras, key_data, batch)`, to be traced inside a jitted step.
+    """A function of `(params, frozen, extras, key_data, batch, loss_factor)`, to be traced inside a
+    jitted step.
 
-    Its arguments: `params` and `frozen` as stored (float32 shards of global arrays); `key_data`
-      uint32, the key of the step; `batch` {key: [global batch, ...]}.
+    Its arguments: `params` and `frozen` as stored (shards of global arrays); `key_data` uint32, the
+      key of the step; `batch` {key: [global batch, ...]}; `loss_factor` float32 [], what the loss
+      is multiplied by before it is differentiated, or None.
 
     Returns:
       A function giving `({"loss": sum, "weight": sum}, grads, extras)`: sums over the global batch,
-      float32; grads {name: float32, stored shape and spec}, summed, not yet divided by the weight.
+      float32; grads {name: float32, stored shape and spec}, summed, not yet divided by the weight
+      nor by the factor.
     """
     table = config.placement.leaves
     specs = {name: leaf.data_spec for name, leaf in table.items()}
 
-    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+    def local(
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        loss_factor: jax.Array | None,
+    ):
         key = _shard_key(key_data)
         inputs, constants = _prepare(config, params, frozen)
         on_read = _reads(config, frozen)
@@ -78,22 +88,37 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
             return result[0], (result[1], after)
 
         loss_of = _rewriting(config, frozen)(loss_of) if on_read else loss_of
-        differentiate = jax.value_and_grad(loss_of, has_aux=True)
+        differentiate = overwriting.value_and_grad(loss_of, config.model.overwritten)
         sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
         grads = _reduce(config, grads)
-        return collectives.sum_replicated(sums), grads, _agree(extras, after)
+        agreed = _agree(extras, after, config.model.overwritten)
+        return collectives.sum_replicated(sums), grads, agreed
 
-    def gradients(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+    def gradients(
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        loss_factor: jax.Array | None = None,
+    ):
         params_specs = {name: specs[name] for name in params}
         mapped = jax.shard_map(
             local,
             mesh=config.mesh,
-            in_specs=(params_specs, {name: specs[name] for name in frozen}, P(), P(), P(DATA_AXES)),
+            in_specs=(
+                params_specs,
+                {name: specs[name] for name in frozen},
+                P(),
+                P(),
+                P(DATA_AXES),
+                P(),
+            ),
             out_specs=(P(), params_specs, P()),
             axis_names=set(DATA_AXES),
             check_vma=False,
         )
-        return mapped(params, frozen, extras, key_data, batch)
+        return mapped(params, frozen, extras, key_data, batch, loss_factor)
 
     return gradients
 
@@ -327,23 +352,28 @@ def _accumulate(
 ) -> tuple[Arrays, Arrays, Arrays]:
     """Loss sums and gradients of all microbatches of this data shard, nothing reduced yet."""
     if config.num_microbatches == 1:
-        (loss, (weight, extras)), grads = differentiate(inputs, extras, key, batch)
-        return {"loss": loss, "weight": weight}, grads, extras
+        (_, (sums, extras)), grads = differentiate(inputs, extras, key, batch)
+        return sums, grads, extras
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(config.num_microbatches, -1, *x.shape[1:])
+
+    overwritten = overwriting.pick(extras, config.model.overwritten)
+    lowest = overwriting.lowest(extras, set(overwritten))
 
     def one(carry: Any, item: Any) -> tuple[Any, None]:
         sums, grads, extras = carry
         index, microbatch = item
         microbatch_key = jax.random.fold_in(key, index)
-        (loss, (weight, extras)), new = differentiate(inputs, extras, microbatch_key, microbatch)
+        given = {**extras, **overwritten}
+        (loss, (weight, after)), new = differentiate(inputs, given, microbatch_key, microbatch)
+        extras = overwriting.keep_largest(extras, after, set(overwritten))
         sums = {"loss": sums["loss"] + loss, "weight": sums["weight"] + weight}
         return (sums, jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, new), extras), None
 
     dtype = config.precision.accumulate_dtype
     zeros = {name: jnp.zeros(value.shape, dtype) for name, value in inputs.items()}
-    start = {"loss": jnp.float32(0), "weight": jnp.float32(0)}, zeros, extras
+    start = {"loss": jnp.float32(0), "weight": jnp.float32(0)}, zeros, lowest
     items = jnp.arange(config.num_microbatches), jax.tree.map(split, batch)
     (sums, grads, extras), _ = lax.scan(one, start, items)
     return sums, grads, extras
@@ -366,8 +396,16 @@ def _reduce(config: PassConfig, grads: Arrays) -> Arrays:
     return {name: reduced[name].astype(jnp.float32) for name in grads}
 
 
-def _agree(before: Arrays, after: Arrays) -> Arrays:
-    """Extras made the same on every data shard: floating-point ones change by their mean change."""
+def _agree(before: Arrays, after: Arrays, overwritten: frozenset[str]) -> Arrays:
+    """Extras made the same on every data shard.
+
+    Those that are overwritten become the largest; other floating-point ones change by their mean
+    change.
+    """
+    if overwritten:
+        largest = collectives.max_replicated(overwriting.pick(after, overwritten))
+        others = {name: value for name, value in after.items() if name not in overwritten}
+        return {**_agree(before, others, frozenset()), **largest}
     count = lax.axis_size(DATA) * lax.axis_size(REPLICA)
     changes = {}
     for name, new in after.items():
