@@ -222,6 +222,14 @@ def sgd_nesterov(updated: Any, read: Any, s: SgdScalars) -> Values:
     return _descend(updated, new_trace, grad + s.momentum * new_trace, s)
 
 
+def sgd_plain(updated: Any, read: Any, s: SgdScalars) -> Values:
+    """(param,), (grad,): SGD without momentum; the output is the new parameter."""
+    (param,) = updated
+    new = param - s.learning_rate * _decayed(param, read[0], s)
+    (new,) = unless_skipped(s.skip, updated, (new,))
+    return Values(updated=(new,), outputs=(new,))
+
+
 def _decayed(param: Any, grad: Any, s: SgdScalars) -> Any:
     return grad * s.gradient_scale + s.weight_decay * param
 
@@ -244,6 +252,9 @@ SGD_NESTEROV = Rule(
     num_updated=2,
     num_read=1,
     num_outputs=1,
+)
+SGD_PLAIN = Rule(
+    name="sgd_plain", math=sgd_plain, scalars=SgdScalars, num_updated=1, num_read=1, num_outputs=1
 )
 LAMB_MOMENTS = Rule(
     name="lamb_moments",

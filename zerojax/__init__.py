@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zerojax.config import ConfigError, MeshConfig, OptimizerConfig, RunConfig
     from zerojax.data import TokenSource, shard_batch
     from zerojax.mesh import make_abstract_mesh, make_mesh
-    from zerojax.optim import adamw
+    from zerojax.optim import adamw, lamb, lion, sgd
     from zerojax.plan import Plan, make_plan
     from zerojax.runs import LoadedRun, load_run, run_from_config
     from zerojax.state import TrainState
@@ -43,12 +43,15 @@ __all__ = [
     "build_step",
     "from_canonical",
     "init_state",
+    "lamb",
+    "lion",
     "load_run",
     "make_abstract_mesh",
     "make_mesh",
     "make_plan",
     "reshard_state",
     "run_from_config",
+    "sgd",
     "shard_batch",
     "to_canonical",
     "train",
@@ -72,12 +75,15 @@ _HOME_OF_NAME = {
     "build_step": "step",
     "from_canonical": "arrays",
     "init_state": "arrays",
+    "lamb": "optim",
+    "lion": "optim",
     "load_run": "runs",
     "make_abstract_mesh": "mesh",
     "make_mesh": "mesh",
     "make_plan": "plan",
     "reshard_state": "arrays",
     "run_from_config": "runs",
+    "sgd": "optim",
     "shard_batch": "data",
     "to_canonical": "arrays",
     "train": "api",

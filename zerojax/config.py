@@ -27,6 +27,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ParameterGroup",
     "RunConfig",
     "as_mesh_config",
     "from_dict",
@@ -76,13 +77,11 @@ class MeshConfig:
         coerce_fields(self)
         if self.data < 1 and self.data != -1:
             _refuse("data", self.data, "must be >= 1, or -1 for all devices the other axes leave")
-        for name in ("model", "stage", "replica"):
-            _at_least(self, name, 1)
+        _at_least(self, 1, "model", "stage", "replica")
         if self.zero not in range(4):
             _refuse("zero", self.zero, "must be 0, 1, 2 or 3")
-        _at_least(self, "persistence_threshold", 0)
-        _at_least(self, "reduce_bucket_size", 1)
-        _at_least(self, "allgather_bucket_size", 1)
+        _at_least(self, 0, "persistence_threshold")
+        _at_least(self, 1, "reduce_bucket_size", "allgather_bucket_size")
         for pattern, _ in self.rules or ():
             _check_regex("rules", pattern)
 
@@ -116,6 +115,10 @@ class ModelConfig:
     """Tokens whose logits the loss holds at once; null holds all. At a vocabulary of 128 thousand,
     8192 tokens and width 2048 the loss then needs 1.4 GB in place of 6.3 (compiled for an H200),
     with the same products. Below about 1000, adding up the head's gradient limits the speed."""
+    matmul_dtype: Literal["fp8"] | None = None
+    """Products in the blocks. None: the precision's compute dtype. fp8: 8-bit floats (e4m3, gradients
+    e5m2) with scales from the steps before; attention scores, embedding and head stay as they are.
+    With precision fp32 all else is float32, which saves nothing but shows what the 8 bits cost."""
     tie_embeddings: bool | None = None
     """Whether the head reuses the embedding. None: true for gpt2, false for llama."""
     rope_theta: float = 10_000.0
@@ -125,13 +128,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        for name in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "embed_dim"):
-            _at_least(self, name, 1)
-        for name in ("num_kv_heads", "mlp_dim", "loss_chunk"):
-            _at_least(self, name, 1)
+        _at_least(self, 1, "vocab_size", "max_seq_len", "num_layers", "num_heads", "embed_dim")
+        _at_least(self, 1, "num_kv_heads", "mlp_dim", "loss_chunk")
         _fraction(self, "dropout", below_one=True)
-        _positive(self, "rope_theta")
-        _positive(self, "norm_eps")
+        _positive(self, "rope_theta", "norm_eps")
         if self.embed_dim % self.num_heads:
             near = self.embed_dim - self.embed_dim % self.num_heads or self.num_heads
             _refuse(
@@ -165,8 +165,22 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        _at_least(self, "seq_len", 1)
+        _at_least(self, 1, "seq_len")
         _fraction(self, "validation_fraction", below_one=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """What is different for the parameters that a regular expression finds."""
+
+    learning_rate_factor: float = 1.0
+    """Their learning rate is the optimizer's times this."""
+    weight_decay: float | None = None
+    """In place of the optimizer's, where its mask lets a parameter decay; None: the optimizer's."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        _at_least(self, 0, "learning_rate_factor", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +199,14 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Per unit of learning rate, on matrices only: never on biases, norms and scales."""
+    nesterov: bool = False
+    """sgd only: look one step of the momentum ahead."""
+    groups: tuple[tuple[str, ParameterGroup], ...] = ()
+    """{regex on the parameter's name: {learning_rate_factor: 0.1, weight_decay: 0}}; a parameter
+    belongs to the first that finds it, and what a group leaves out is as for all."""
+    impl: Literal["auto", "xla", "mosaic_gpu", "interpret"] = "auto"
+    """What runs the update: auto takes the kernel where a measurement speaks for it, xla and
+    mosaic_gpu are taken or refused, interpret runs the kernel slowly on the CPU, for tests."""
     clip_norm: float | None = 1.0
     """Limit of the global gradient norm; None: no clipping."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -199,15 +221,12 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        _positive(self, "learning_rate")
-        _positive(self, "eps")
-        _positive(self, "clip_norm")
-        _fraction(self, "beta1", below_one=True)
-        _fraction(self, "beta2", below_one=True)
-        _fraction(self, "final_lr_fraction")
-        _fraction(self, "decay_fraction")
-        _at_least(self, "weight_decay", 0)
-        _at_least(self, "warmup_steps", 0)
+        _positive(self, "learning_rate", "eps", "clip_norm")
+        _fraction(self, "beta1", "beta2", below_one=True)
+        _fraction(self, "final_lr_fraction", "decay_fraction")
+        _at_least(self, 0, "weight_decay", "warmup_steps")
+        for pattern, _ in self.groups:
+            _check_regex("groups", pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +246,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        _at_least(self, "every", 1)
-        _at_least(self, "keep", 1)
+        _at_least(self, 1, "every", "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +264,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        _at_least(self, "every", 1)
+        _at_least(self, 1, "every")
 
 
 Dtype = Literal["fp32", "bf16"]
@@ -289,11 +307,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        for name in ("global_batch_size", "num_microbatches", "steps", "eval_every"):
-            _at_least(self, name, 1)
-        _at_least(self, "eval_batches", 1)
-        _at_least(self, "cpu_devices", 1)
-        _at_least(self, "seed", 0)
+        _at_least(self, 1, "global_batch_size", "num_microbatches", "steps", "eval_every")
+        _at_least(self, 1, "eval_batches", "cpu_devices")
+        _at_least(self, 0, "seed")
         batch, parts = self.global_batch_size, self.num_microbatches
         if batch % parts:
             low = batch // parts * parts
@@ -353,22 +369,25 @@ def _refuse(name: str, value: Any, reason: str) -> None:
     raise ConfigError(f"{value!r} {reason}", (name,))
 
 
-def _at_least(config: Any, name: str, limit: int) -> None:
-    value = getattr(config, name)
-    if value is not None and not value >= limit:
-        _refuse(name, value, f"must be >= {limit}")
+def _at_least(config: Any, limit: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= limit:
+            _refuse(name, value, f"must be >= {limit}")
 
 
-def _positive(config: Any, name: str) -> None:
-    value = getattr(config, name)
-    if value is not None and not value > 0:
-        _refuse(name, value, "must be above 0")
+def _positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            _refuse(name, value, "must be above 0")
 
 
-def _fraction(config: Any, name: str, *, below_one: bool = False) -> None:
-    value = getattr(config, name)
-    if not (0 <= value < 1 or (value == 1 and not below_one)):
-        _refuse(name, value, "must be in [0, 1)" if below_one else "must be in [0, 1]")
+def _fraction(config: Any, *names: str, below_one: bool = False) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not (0 <= value < 1 or (value == 1 and not below_one)):
+            _refuse(name, value, "must be in [0, 1)" if below_one else "must be in [0, 1]")
 
 
 def _check_regex(name: str, pattern: str) -> None:

@@ -346,10 +346,23 @@ def _convert_literal(args: tuple[Any, ...], value: Any) -> Any:
 
 
 def _convert_tuple(args: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Mapping) and typing.get_origin(args[0]) is tuple:
+        return _convert_mapping(typing.get_args(args[0]), value)
     _expect(isinstance(value, (list, tuple)), "a list", value)
     items = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
     _expect(len(items) == len(value), f"a list of {len(items)} items", value)
     return tuple(_convert(hint, item) for hint, item in zip(items, value, strict=True))
+
+
+def _convert_mapping(args: tuple[Any, ...], value: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """A list of pairs may also be written {first: second}; mistakes are then placed at `first`."""
+    pairs = []
+    for pair in value.items():
+        try:
+            pairs.append(_convert_tuple(args, pair))
+        except ConfigError as error:
+            raise ConfigError(error.message, (str(pair[0]), *error.key), error.where) from None
+    return tuple(pairs)
 
 
 def _convert_number(hint: Any, value: Any) -> Any:

@@ -3,24 +3,25 @@
 Knows parameter names, steps and fused updates; never a mesh's shape or where anything lies.
 """
 
-from zerojax.optim.building import (
-    BuiltOptimizer,
-    Schedule,
-    adamw,
-    build_optimizer,
-    build_schedule,
-    clip_by_global_norm,
-    decay_mask,
-    is_matrix,
-)
+from zerojax.optim.building import BuiltOptimizer, build_optimizer
+from zerojax.optim.clipping import clip_by_global_norm
+from zerojax.optim.groups import decay_mask, is_matrix
+from zerojax.optim.methods import adamw, lamb, lion, sgd
+from zerojax.optim.optimizer import Optimizer, UpdateContext
+from zerojax.optim.schedules import Schedule, build_schedule
 
 __all__ = [
     "BuiltOptimizer",
+    "Optimizer",
     "Schedule",
+    "UpdateContext",
     "adamw",
     "build_optimizer",
     "build_schedule",
     "clip_by_global_norm",
     "decay_mask",
     "is_matrix",
+    "lamb",
+    "lion",
+    "sgd",
 ]

@@ -32,6 +32,8 @@ class UpdateContext:
       axes: {name: mesh axes of more than one device that a parameter is split over}; a norm over a
         whole parameter is summed over them.
       choice: which implementation runs, and why.
+      shapes: {name: shape of the whole parameter}, for weight-decay masks that ask; {} where no
+        parameter is split.
     """
 
     gradient_scale: jax.Array
@@ -39,6 +41,7 @@ class UpdateContext:
     key: jax.Array
     axes: Mapping[str, tuple[str, ...]]
     choice: Choice
+    shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def seed(self, name: str) -> jax.Array:
         """uint32 [2]: random bits of a parameter's shard; copies of one shard get the same."""
@@ -47,8 +50,15 @@ class UpdateContext:
             key = jax.random.fold_in(key, lax.axis_index(axis))
         return seed_of(key)
 
+    def whole(self, params: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
+        """What the parameters are before they are split: shapes and dtypes, no arrays."""
+        return {
+            name: jax.ShapeDtypeStruct(self.shapes.get(name, shard.shape), shard.dtype)
+            for name, shard in params.items()
+        }
+
     def sum_over_shards(self, name: str, value: jax.Array) -> jax.Array:
-        """The sum of a number of each shard over the whole parameter."""
+        """The sum over the whole parameter of numbers of each shard, of any shape."""
         axes = self.axes[name]
         return lax.psum(value, axes) if axes else value
 

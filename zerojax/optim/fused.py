@@ -1,0 +1,251 @@
+"""How an optimizer is made of optax's parts for `update` and of a fused rule for `apply`.
+
+Knows optax's states and leaves by name; never which optimizer's arithmetic it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from pallas_kernels.elementwise import Rule, Updated
+from pallas_kernels.update import update, update_trees
+from zerojax.optim.clipping import clip_by_global_norm
+from zerojax.optim.groups import Decay, LeafSettings
+from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
+from zerojax.optim.schedules import Schedule
+
+Tree = Any
+
+_PARTS = (
+    optax.ScaleByAdamState,
+    optax.ScaleByLionState,
+    optax.TraceState,
+    optax.ScaleByScheduleState,
+)
+"""The states of optax that hold arrays; the others that these optimizers have are empty."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What the rules of one step are told beside arrays.
+
+    Attributes:
+      scalars: {name: the rule's scalars}.
+      stochastic: whether bfloat16 arrays are rounded stochastically.
+      context: of the step.
+    """
+
+    scalars: Mapping[str, Any]
+    stochastic: bool
+    context: UpdateContext
+
+    def update(
+        self, rule: Rule, updated: tuple[Arrays, ...], read: tuple[Arrays, ...], *, salt: int = 0
+    ) -> Updated:
+        """One pass of a rule over all leaves; passes that round need different salts."""
+
+        def leaf(arrays: Sequence[Any], also_read: Sequence[Any], name: str) -> Updated:
+            rounds = self.stochastic and any(x.dtype == jnp.bfloat16 for x in arrays)
+            return update(
+                rule,
+                arrays,
+                also_read,
+                scalars=self.scalars[name],
+                seed=self.context.seed(name) ^ jnp.uint32(salt) if rounds else None,
+                impl=self.context.choice,
+            )
+
+        return update_trees(leaf, updated, read, {name: name for name in self.scalars})
+
+
+Run = Callable[[Arrays, tuple[Arrays, ...], Arrays, Numbers], tuple[Arrays, tuple[Arrays, ...]]]
+"""(parameters, moments, gradients, numbers) -> (parameters, moments)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """One optimizer, in optax's parts and as a rule.
+
+    Attributes:
+      kernel: its name.
+      chain: (decay, learning rate) -> optax's transformation, made with these two parts.
+      moments: fields of optax's state that hold moments, in the order of the rule.
+      scalars: (learning_rate, weight_decay=, count=, gradient_scale=, skip=) -> the rule's scalars.
+      run: what updates all leaves.
+    """
+
+    kernel: str
+    chain: Callable[[Any, Any], optax.GradientTransformation]
+    moments: tuple[str, ...]
+    scalars: Callable[..., Any]
+    run: Run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What all optimizers have in common.
+
+    Attributes:
+      learning_rate: a number or a schedule.
+      decay: weight decay and groups.
+      clip_norm: limit of the global gradient norm; None does not clip.
+      impl: see `pallas_kernels.choice.choose`.
+      moments_dtype: None is optax's own: that of the parameters.
+      stochastic: whether `apply` rounds bfloat16 parameters and moments stochastically.
+    """
+
+    learning_rate: float | Schedule
+    decay: Decay
+    clip_norm: float | None
+    impl: str
+    moments_dtype: Any = None
+    stochastic: bool = False
+
+
+def make_optimizer(method: Method, options: Options) -> Optimizer:
+    """The optimizer of a method."""
+    core = _transformation(method, options)
+
+    def init(params: Tree) -> Tree:
+        options.decay.settings(params)  # refuses what does not fit
+        state = core.init(params)
+        return _cast_floats(state, options.moments_dtype) if options.moments_dtype else state
+
+    def update_in_float32(
+        updates: Tree, state: Tree, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, Tree]:
+        updates, state, params = (_cast_floats(x, jnp.float32) for x in (updates, state, params))
+        updates, state = core.update(updates, state, params, **extra)
+        return updates, _cast_floats(state, options.moments_dtype)
+
+    def apply(
+        grads: Arrays, state: Tree, params: Arrays, context: UpdateContext
+    ) -> tuple[Arrays, Tree]:
+        return _apply(method, options, (params, grads, state), context)
+
+    def with_dtypes(moments_dtype: Any, stochastic: bool) -> Optimizer:
+        changed = {"moments_dtype": jnp.dtype(moments_dtype), "stochastic": stochastic}
+        return make_optimizer(method, dataclasses.replace(options, **changed))
+
+    return Optimizer(
+        init,
+        update_in_float32 if options.moments_dtype else core.update,
+        apply=apply,
+        kernel=method.kernel,
+        impl=options.impl,
+        clip_norm=options.clip_norm,
+        with_dtypes=with_dtypes,
+    )
+
+
+def _cast_floats(tree: Tree, dtype: Any) -> Tree:
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
+
+
+# The optax side
+
+
+def _transformation(method: Method, options: Options) -> Any:
+    rate = optax.scale_by_learning_rate(options.learning_rate)
+    decay = optax.add_decayed_weights(options.decay.weight_decay, options.decay.mask)
+    if options.decay.groups:
+        rate, decay = _factors_after(rate, options.decay), _grouped_decay(decay, options.decay)
+    core = method.chain(decay, rate)
+    if options.clip_norm is not None:
+        core = optax.chain(clip_by_global_norm(options.clip_norm), core)
+    return optax.with_extra_args_support(core)
+
+
+def _grouped_decay(plain: Any, decay: Decay) -> optax.GradientTransformation:
+    """Adds each parameter times its own decay, with the state of the ungrouped transformation."""
+
+    def add(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+        if params is None:
+            raise ValueError("groups need the parameters: call update(gradients, state, params)")
+        own = _spread(params, {n: s.weight_decay for n, s in decay.settings(params).items()})
+        return jax.tree.map(lambda g, p, d: g + d * p if d else g, updates, params, own), state
+
+    return optax.GradientTransformation(plain.init, add)
+
+
+def _factors_after(rate: Any, decay: Decay) -> optax.GradientTransformation:
+    """The learning rate of all, and then each parameter's factor."""
+
+    def scale(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+        settings = decay.settings(updates)
+        factors = _spread(updates, {n: s.learning_rate_factor for n, s in settings.items()})
+        updates, state = rate.update(updates, state, params)
+        return jax.tree.map(lambda u, factor: u * factor, updates, factors), state
+
+    return optax.GradientTransformation(rate.init, scale)
+
+
+def _spread(like: Tree, by_name: Mapping[str, Any]) -> Tree:
+    # Settings are in the order of the leaves.
+    return jax.tree.unflatten(jax.tree.structure(like), list(by_name.values()))
+
+
+# The fused side
+
+
+def _apply(
+    method: Method, options: Options, arrays: tuple[Arrays, Arrays, Tree], context: UpdateContext
+) -> tuple[Arrays, Tree]:
+    params, grads, state = arrays
+    parts = jax.tree.leaves(state, is_leaf=_is_part)
+    schedule = next((p for p in parts if isinstance(p, optax.ScaleByScheduleState)), None)
+    moments = next((p for p in parts if p is not schedule), None)
+    rate = options.learning_rate
+    rate = jnp.asarray(rate(schedule.count) if schedule else rate, jnp.float32)
+    counted = moments is not None and "count" in moments._fields
+    settings = options.decay.settings(context.whole(params))
+
+    def scalars_of(leaf: LeafSettings) -> Any:
+        return method.scalars(
+            rate * leaf.learning_rate_factor,
+            weight_decay=leaf.weight_decay,
+            count=optax.safe_increment(moments.count) if counted else None,
+            gradient_scale=context.gradient_scale,
+            skip=context.skip,
+        )
+
+    by_settings = {leaf: scalars_of(leaf) for leaf in dict.fromkeys(settings.values())}
+    numbers = Numbers(
+        scalars={name: by_settings[leaf] for name, leaf in settings.items()},
+        stochastic=options.stochastic,
+        context=context,
+    )
+    before = tuple(getattr(moments, field) for field in method.moments)
+    params, after = method.run(params, before, grads, numbers)
+
+    def advance(part: Any) -> Any:
+        changed = dict(zip(method.moments, after, strict=True)) if part is moments else {}
+        if "count" in part._fields:
+            new = optax.safe_increment(part.count)
+            changed["count"] = jnp.where(context.skip, part.count, new)
+        return part._replace(**changed)
+
+    return params, jax.tree.map(advance, state, is_leaf=_is_part)
+
+
+def _is_part(node: Any) -> bool:
+    return isinstance(node, _PARTS)
+
+
+def one_pass(rule: Rule) -> Run:
+    """The `Run` of a rule that updates (parameter, *moments) and reads the gradient."""
+
+    def run(
+        params: Arrays, moments: tuple[Arrays, ...], grads: Arrays, numbers: Numbers
+    ) -> tuple[Arrays, tuple[Arrays, ...]]:
+        new = numbers.update(rule, (params, *moments), (grads,)).updated
+        return new[0], new[1:]
+
+    return run

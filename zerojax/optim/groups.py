@@ -1,0 +1,155 @@
+"""Which parameters decay, and which have a learning rate or decay of their own, by name.
+
+Knows names and ranks of parameters; never what an optimizer computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import trees
+from zerojax.config import ParameterGroup
+from zerojax.config_loader import from_dict
+
+Tree = Any
+Groups = tuple[tuple[str, ParameterGroup], ...]
+
+_VECTOR_NAMES = ("bias", "scale")
+
+
+def is_matrix(name: str, ndim: int) -> bool:
+    """Whether weight decay applies: two or more dimensions, and not a bias or scale by name.
+
+    The name decides for stacked layers, whose biases have two dimensions as well.
+    """
+    return ndim >= 2 and name.rsplit(trees.SEPARATOR, 1)[-1] not in _VECTOR_NAMES
+
+
+def decay_mask(params: Tree) -> Tree:
+    """A tree of booleans: True where weight decay applies (see `is_matrix`)."""
+    flat = {name: is_matrix(name, jnp.ndim(x)) for name, x in trees.flatten_names(params).items()}
+    return trees.unflatten_like(params, flat)
+
+
+class LeafSettings(NamedTuple):
+    """What an optimizer does to one parameter.
+
+    Attributes:
+      learning_rate_factor: its learning rate is the optimizer's times this.
+      weight_decay: 0 where the mask excludes it.
+    """
+
+    learning_rate_factor: float
+    weight_decay: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decay:
+    """Weight decay and learning rate of every parameter.
+
+    Attributes:
+      weight_decay: of parameters that no group gives another.
+      mask: which parameters decay, as optax takes it: a tree of booleans or the upper part of one,
+        a function of the parameters that returns one, or None for all. It holds in groups as well.
+      groups: (regular expression on names, settings); a parameter belongs to the first it matches.
+    """
+
+    weight_decay: Any
+    mask: Any
+    groups: Groups
+
+    def settings(self, params: Tree) -> dict[str, LeafSettings]:
+        """{name: settings} for a tree of arrays, or of what has their shapes.
+
+        Raises:
+          ValueError: a mask that does not fit the parameters, or a group that changes none.
+        """
+        if not jax.tree.leaves(params):  # optax looks for parameters in a state with none
+            return {}
+        decays = self._decaying(params)
+        pattern_of = assign_groups(decays, [pattern for pattern, _ in self.groups])
+        for pattern, group in self.groups:
+            members = [name for name in pattern_of if pattern_of[name] == pattern]
+            if group.weight_decay and not any(decays[name] for name in members):
+                raise ValueError(
+                    f"groups: {pattern!r} sets weight_decay={group.weight_decay:g}, but the mask "
+                    f"lets none of its {len(members)} parameters decay (such as {members[0]!r}); "
+                    "pass another mask, or mask=None to let all parameters decay"
+                )
+        groups: dict[str | None, ParameterGroup] = {None: ParameterGroup(), **dict(self.groups)}
+
+        def settings_of(name: str) -> LeafSettings:
+            group = groups[pattern_of.get(name)]
+            own = self.weight_decay if group.weight_decay is None else group.weight_decay
+            return LeafSettings(group.learning_rate_factor, own if decays[name] else 0.0)
+
+        return {name: settings_of(name) for name in decays}
+
+    def _decaying(self, params: Tree) -> dict[str, bool]:
+        """{name: whether it decays}: the mask, carried down to the leaves."""
+        if self.mask is None:
+            return dict.fromkeys(trees.flatten_names(params), True)
+        mask = self.mask(params) if callable(self.mask) else self.mask
+        spread = lambda decays, part: jax.tree.map(lambda _: bool(decays), part)  # noqa: E731
+        try:
+            return trees.flatten_names(jax.tree.map(spread, mask, params))
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f"mask={mask!r:.80} does not have the structure of the parameters "
+                f"({', '.join([*trees.flatten_names(params)][:4])}, ...): {error}; give a function "
+                "of the parameters, such as zerojax.optim.decay_mask"
+            ) from None
+
+
+def as_groups(groups: Mapping[str, Any] | Iterable[tuple[str, Any]] | None) -> Groups:
+    """Groups from {regular expression: {"learning_rate_factor": 0.1, "weight_decay": 0.0}}.
+
+    Raises:
+      ValueError: an unknown setting (the nearest known one is named) or a wrong value; a pattern
+        that is not a regular expression.
+    """
+    pairs = groups.items() if isinstance(groups, Mapping) else (groups or ())
+    checked = []
+    for pattern, group in pairs:
+        try:
+            re.compile(pattern)
+            own = group if isinstance(group, ParameterGroup) else from_dict(ParameterGroup, group)
+        except re.error as error:
+            raise ValueError(f"groups: {pattern!r} is not a regular expression: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"groups: {pattern!r}: {error}") from None
+        checked.append((pattern, own))
+    return tuple(checked)
+
+
+def assign_groups(names: Iterable[str], patterns: Iterable[str]) -> dict[str, str]:
+    """{name: pattern} of the names that a pattern finds (`re.search`); the first one wins.
+
+    Raises:
+      ValueError: a pattern that matches nothing, or nothing that an earlier one has left.
+    """
+    names = tuple(names)
+    pattern_of: dict[str, str] = {}
+    for pattern in patterns:
+        matched = [name for name in names if re.search(pattern, name)]
+        if not matched:
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            raise ValueError(
+                f"groups: {pattern!r} matches none of the {len(names)} trained parameters; near "
+                f"names are {', '.join(near)}; correct the pattern or take it out"
+            )
+        left = [name for name in matched if name not in pattern_of]
+        if not left:
+            raise ValueError(
+                f"groups: the {len(matched)} parameters that {pattern!r} matches belong to earlier "
+                f"groups ({matched[0]!r} to {pattern_of[matched[0]]!r}); put it before them"
+            )
+        pattern_of |= dict.fromkeys(left, pattern)
+    return pattern_of

@@ -1,0 +1,262 @@
+"""AdamW, Lion, LAMB and SGD: each in optax's parts and as the rules that compute the same.
+
+Knows formulas and their defaults; never a mesh, and never how rules run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from pallas_kernels import optimizers
+from pallas_kernels.choice import Impl, choose
+from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
+from zerojax.optim.groups import Decay, as_groups, decay_mask
+from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
+from zerojax.optim.schedules import Schedule
+
+GroupsLike = Mapping[str, Any] | Iterable[tuple[str, Any]] | None
+
+
+def adamw(
+    learning_rate: float | Schedule = 3e-4,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    mask: Any = decay_mask,
+    clip_norm: float | None = 1.0,
+    groups: GroupsLike = None,
+    impl: Impl = "auto",
+) -> Optimizer:
+    """AdamW (arXiv:1711.05101) with global-norm clipping and decay on matrices only.
+
+    Its state is that of `optax.adamw`, behind one of `optax.chain` where it clips.
+
+    Args:
+      learning_rate: a number, or a function of the number of updates applied.
+      b1, b2: decay of the first and second moment; 0.95 forgets faster than optax's 0.999.
+      eps: added to the root of the second moment.
+      weight_decay: per unit of learning rate.
+      mask: which parameters decay, as optax takes it; None: all.
+      clip_norm: limit of the global gradient norm; None does not clip.
+      groups: {regular expression on names: {"learning_rate_factor": 0.1, "weight_decay": 0.0}};
+        a parameter belongs to the first that finds it. A group's learning rate is the optimizer's
+        times the factor; what it leaves out is as for all, and the mask holds in it as well.
+      impl: "auto", "xla", "mosaic_gpu" or "interpret", see `pallas_kernels.choice.choose`.
+
+    Raises:
+      ValueError, TypeError: a number out of its range, an unknown setting; from `init`, a group
+        that matches nothing or a mask that does not fit.
+    """
+    _check(b1=b1, b2=b2, eps=eps)
+    return make_optimizer(
+        Method(
+            kernel="adamw",
+            chain=lambda decay, rate: optax.chain(optax.scale_by_adam(b1, b2, eps), decay, rate),
+            moments=("mu", "nu"),
+            scalars=functools.partial(optimizers.adam_scalars, b1=b1, b2=b2, eps=eps),
+            run=one_pass(optimizers.ADAMW),
+        ),
+        _options("adamw", learning_rate, weight_decay, mask, groups, clip_norm, impl),
+    )
+
+
+def lion(
+    learning_rate: float | Schedule = 1e-4,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 0.3,
+    mask: Any = decay_mask,
+    clip_norm: float | None = 1.0,
+    groups: GroupsLike = None,
+    impl: Impl = "auto",
+) -> Optimizer:
+    """Lion (arXiv:2302.06675): the sign of an average, with one moment.
+
+    Rate and decay are AdamW's divided and multiplied by 3, the least of what its paper advises.
+    Its state is that of `optax.lion`; arguments and errors are those of `adamw`.
+
+    Args:
+      b1: weight of the moment in the sign.
+      b2: decay of the moment.
+    """
+    _check(b1=b1, b2=b2)
+    return make_optimizer(
+        Method(
+            kernel="lion",
+            chain=lambda decay, rate: optax.chain(optax.scale_by_lion(b1, b2), decay, rate),
+            moments=("mu",),
+            scalars=lambda rate, *, count, **step: optimizers.lion_scalars(
+                rate, b1=b1, b2=b2, **step
+            ),
+            run=one_pass(optimizers.LION),
+        ),
+        _options("lion", learning_rate, weight_decay, mask, groups, clip_norm, impl),
+    )
+
+
+def lamb(
+    learning_rate: float | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    mask: Any = decay_mask,
+    clip_norm: float | None = 1.0,
+    groups: GroupsLike = None,
+    impl: Impl = "auto",
+) -> Optimizer:
+    """LAMB (arXiv:1904.00962): AdamW whose update of each array is as long as the array.
+
+    Its state is that of `optax.lamb`; arguments and errors are those of `adamw`. There is one ratio
+    of norms per array, as in optax, over all of its shards. Where layers are stacked in arrays
+    [layers, ...] that is one for all layers together, and not one for each as in the paper.
+    """
+    _check(b1=b1, b2=b2, eps=eps)
+    return make_optimizer(
+        Method(
+            kernel="lamb",
+            chain=lambda decay, rate: optax.chain(
+                optax.scale_by_adam(b1, b2, eps), decay, optax.scale_by_trust_ratio(), rate
+            ),
+            moments=("mu", "nu"),
+            scalars=functools.partial(optimizers.adam_scalars, b1=b1, b2=b2, eps=eps),
+            run=_lamb_passes,
+        ),
+        _options("lamb", learning_rate, weight_decay, mask, groups, clip_norm, impl),
+    )
+
+
+def sgd(
+    learning_rate: float | Schedule,
+    *,
+    momentum: float | None = None,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    mask: Any = decay_mask,
+    clip_norm: float | None = 1.0,
+    groups: GroupsLike = None,
+    impl: Impl = "auto",
+) -> Optimizer:
+    """Stochastic gradient descent, with momentum where asked for.
+
+    Its state is that of `optax.sgd`; with weight decay that of `optax.chain(add_decayed_weights,
+    sgd)`. Arguments and errors that are not listed are those of `adamw`.
+
+    Args:
+      momentum: decay of the sum of gradients; None keeps no sum.
+      nesterov: look one step of the momentum ahead (Sutskever et al., ICML 2013).
+      weight_decay: added to the gradient times the parameter, before the momentum.
+    """
+    if momentum is None and nesterov:
+        raise ValueError("nesterov=True needs momentum, which is None; 0.9 is usual")
+    if momentum is not None:
+        _check(momentum=momentum)
+    options = _options("sgd", learning_rate, weight_decay, mask, groups, clip_norm, impl)
+    decays = bool(weight_decay) or any(group.weight_decay for _, group in options.decay.groups)
+
+    def chain(decay: Any, rate: Any) -> optax.GradientTransformation:
+        trace = optax.identity() if momentum is None else optax.trace(momentum, nesterov)
+        descent = optax.chain(trace, rate)
+        return optax.chain(decay, descent) if decays else descent
+
+    def scalars(rate: Any, *, count: Any, **step: Any) -> optimizers.SgdScalars:
+        return optimizers.SgdScalars(rate, momentum=momentum or 0.0, **step)
+
+    rule = optimizers.SGD_NESTEROV if nesterov else optimizers.SGD
+    method = Method(
+        kernel="sgd",
+        chain=chain,
+        moments=() if momentum is None else ("trace",),
+        scalars=scalars,
+        run=one_pass(optimizers.SGD_PLAIN if momentum is None else rule),
+    )
+    return make_optimizer(method, options)
+
+
+def _lamb_passes(
+    params: Arrays, moments: tuple[Arrays, ...], grads: Arrays, numbers: Numbers
+) -> tuple[Arrays, tuple[Arrays, ...]]:
+    """Moments and norms, then, with the norms of whole parameters, the parameters."""
+    half = numbers.update(optimizers.LAMB_MOMENTS, moments, (params, grads))
+    norms = _norms(half.sums, numbers.context)
+    second = Numbers(
+        scalars={
+            name: optimizers.lamb_scalars(
+                scalars, param_norm=norms[name][0], update_norm=norms[name][1]
+            )
+            for name, scalars in numbers.scalars.items()
+        },
+        stochastic=numbers.stochastic,
+        context=numbers.context,
+    )
+    # Other bits than the first moment's, which took the first ones of the seed.
+    applied = second.update(optimizers.LAMB_APPLY, (params,), half.updated, salt=0x5BD1E995)
+    return applied.updated[0], half.updated
+
+
+def _norms(sums: tuple[Arrays, ...], context: UpdateContext) -> dict[str, jax.Array]:
+    """{name: the roots of its sums over all shards}: one collective for equally split leaves."""
+    split_alike: dict[tuple[str, ...], list[str]] = {}
+    for name in sums[0]:
+        split_alike.setdefault(context.axes[name], []).append(name)
+    norms = {}
+    for names in split_alike.values():
+        local = jnp.stack([jnp.stack([each[name] for each in sums]) for name in names])
+        norms |= dict(zip(names, jnp.sqrt(context.sum_over_shards(names[0], local)), strict=True))
+    return norms
+
+
+def _options(
+    kernel: str,
+    learning_rate: float | Schedule,
+    weight_decay: Any,
+    mask: Any,
+    groups: GroupsLike,
+    clip_norm: float | None,
+    impl: Impl,
+) -> Options:
+    if callable(weight_decay):
+        raise TypeError(
+            f"{kernel}: weight_decay is a function and has to be a number; a schedule of the decay "
+            f"works with optax.{kernel}, which the step takes as well"
+        )
+    if impl not in get_args(Impl):
+        choose(impl, kernel=kernel)  # says which there are
+    _check(weight_decay=weight_decay, clip_norm=clip_norm)
+    if not callable(learning_rate):
+        _check(learning_rate=learning_rate)
+    return Options(
+        learning_rate=learning_rate,
+        decay=Decay(weight_decay=weight_decay, mask=mask, groups=as_groups(groups)),
+        clip_norm=clip_norm,
+        impl=impl,
+    )
+
+
+_RANGES = {
+    "learning_rate": (lambda x: x >= 0, "at least 0; 3e-4 is usual for AdamW"),
+    "b1": (lambda x: 0 <= x < 1, "in [0, 1); 0.9 is usual"),
+    "b2": (lambda x: 0 <= x < 1, "in [0, 1); 0.95 to 0.999 is usual"),
+    "momentum": (lambda x: 0 <= x < 1, "in [0, 1); 0.9 is usual"),
+    "eps": (lambda x: x > 0, "above 0; 1e-8 is usual"),
+    "weight_decay": (lambda x: x >= 0, "at least 0; 0.1 is usual for AdamW"),
+    "clip_norm": (lambda x: x > 0, "above 0, or None for no clipping; 1.0 is usual"),
+}
+
+
+def _check(**numbers: Any) -> None:
+    """Refuses numbers out of range; arrays, as `optax.inject_hyperparams` makes them, pass."""
+    for name, value in numbers.items():
+        holds, limit = _RANGES[name]
+        if isinstance(value, int | float) and not holds(value):
+            raise ValueError(f"{name}={value!r} has to be {limit}")
