@@ -88,7 +88,13 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
             return result[0], (result[1], after)
 
         loss_of = _rewriting(config, frozen)(loss_of) if on_read else loss_of
-        differentiate = overwriting.value_and_grad(loss_of, config.model.overwritten)
+
+        def differentiated(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
+            loss, (weight, after) = loss_of(inputs, extras, key, batch)
+            scaled = loss if loss_factor is None else loss * loss_factor
+            return scaled, ({"loss": loss, "weight": weight}, after)
+
+        differentiate = overwriting.value_and_grad(differentiated, config.model.overwritten)
         sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
         grads = _reduce(config, grads)
         agreed = _agree(extras, after, config.model.overwritten)
@@ -366,9 +372,9 @@ def _accumulate(
         index, microbatch = item
         microbatch_key = jax.random.fold_in(key, index)
         given = {**extras, **overwritten}
-        (loss, (weight, after)), new = differentiate(inputs, given, microbatch_key, microbatch)
+        (_, (more, after)), new = differentiate(inputs, given, microbatch_key, microbatch)
         extras = overwriting.keep_largest(extras, after, set(overwritten))
-        sums = {"loss": sums["loss"] + loss, "weight": sums["weight"] + weight}
+        sums = jax.tree.map(jnp.add, sums, more)
         return (sums, jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, new), extras), None
 
     dtype = config.precision.accumulate_dtype
