@@ -25,22 +25,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax import trees
-from zerojax.mesh import AUTO_AXES, DATA, DATA_AXES, REPLICA
+from zerojax.mesh import DATA, DATA_AXES, REPLICA
 from zerojax.placement import LeafPlacement
 from zerojax.programs import mark_read
+from zerojax.replicated import over_auto_axes
 
 Arrays = dict[str, Any]
-
-
-def over_auto_axes(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` on the local shards of the axes that are still with the compiler."""
-    return jax.shard_map(
-        function,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(AUTO_AXES),
-        check_vma=False,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,12 +373,6 @@ def sum_buckets(
         specs = {name: P(*axes[name]) for name in names}
         result |= over_auto_axes(local, (specs,), specs)(bucket)
     return {name: result[name] for name in values}
-
-
-def sum_replicated(values: Any) -> Any:
-    """Sums a tree of values that are whole on the compiler's axes over the data axes."""
-    specs = jax.tree.map(lambda _: P(), values)
-    return over_auto_axes(lambda tree: lax.psum(tree, DATA_AXES), (specs,), specs)(values)
 
 
 def sum_over_replicas(

@@ -116,9 +116,9 @@ class ModelConfig:
     8192 tokens and width 2048 the loss then needs 1.4 GB in place of 6.3 (compiled for an H200),
     with the same products. Below about 1000, adding up the head's gradient limits the speed."""
     matmul_dtype: Literal["fp8"] | None = None
-    """Products in the blocks. None: the precision's compute dtype. fp8: 8-bit floats (e4m3, gradients
-    e5m2) with scales from the steps before; attention scores, embedding and head stay as they are.
-    With precision fp32 all else is float32, which saves nothing but shows what the 8 bits cost."""
+    """Products of the blocks' weights. None: in the precision's compute dtype. fp8: of 8-bit floats
+    (e4m3, gradients e5m2) with scales from the steps before; attention scores, embedding and head
+    stay as they are. With precision fp32 the rest is float32: no gain, but a clear comparison."""
     tie_embeddings: bool | None = None
     """Whether the head reuses the embedding. None: true for gpt2, false for llama."""
     rope_theta: float = 10_000.0

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax import collectives, overwriting
+from zerojax import collectives, model_state, replicated
 from zerojax.activations import activation_rules
 from zerojax.mesh import DATA, DATA_AXES, MODEL, REPLICA, communicates_through_gloo
 from zerojax.model import Loss, Model, trace_model
@@ -94,11 +94,11 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
             scaled = loss if loss_factor is None else loss * loss_factor
             return scaled, ({"loss": loss, "weight": weight}, after)
 
-        differentiate = overwriting.value_and_grad(differentiated, config.model.overwritten)
+        differentiate = model_state.value_and_grad(differentiated, config.model.overwritten)
         sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
         grads = _reduce(config, grads)
-        agreed = _agree(extras, after, config.model.overwritten)
-        return collectives.sum_replicated(sums), grads, agreed
+        agreed = model_state.agree(extras, after, config.model.overwritten)
+        return replicated.sum_replicated(sums), grads, agreed
 
     def gradients(
         params: Arrays,
@@ -109,17 +109,11 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         loss_factor: jax.Array | None = None,
     ):
         params_specs = {name: specs[name] for name in params}
+        frozen_specs = {name: specs[name] for name in frozen}
         mapped = jax.shard_map(
             local,
             mesh=config.mesh,
-            in_specs=(
-                params_specs,
-                {name: specs[name] for name in frozen},
-                P(),
-                P(),
-                P(DATA_AXES),
-                P(),
-            ),
+            in_specs=(params_specs, frozen_specs, P(), P(), P(DATA_AXES), P()),
             out_specs=(P(), params_specs, P()),
             axis_names=set(DATA_AXES),
             check_vma=False,
@@ -150,7 +144,7 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
 
         loss_of = _rewriting(evaluation, frozen)(loss_of) if on_read else loss_of
         loss, weight = loss_of(values, extras, key, batch)
-        return collectives.sum_replicated({"loss": loss, "weight": weight})
+        return replicated.sum_replicated({"loss": loss, "weight": weight})
 
     def forward(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
         specs = lambda arrays: {name: table[name].data_spec for name in arrays}  # noqa: E731
@@ -364,22 +358,23 @@ def _accumulate(
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(config.num_microbatches, -1, *x.shape[1:])
 
-    overwritten = overwriting.pick(extras, config.model.overwritten)
-    lowest = overwriting.lowest(extras, set(overwritten))
+    overwritten = config.model.overwritten
+    latest_steps = model_state.pick(extras, overwritten)
 
     def one(carry: Any, item: Any) -> tuple[Any, None]:
         sums, grads, extras = carry
         index, microbatch = item
         microbatch_key = jax.random.fold_in(key, index)
-        given = {**extras, **overwritten}
+        given = {**extras, **latest_steps}
         (_, (more, after)), new = differentiate(inputs, given, microbatch_key, microbatch)
-        extras = overwriting.keep_largest(extras, after, set(overwritten))
+        extras = model_state.after_microbatch(extras, after, overwritten)
         sums = jax.tree.map(jnp.add, sums, more)
         return (sums, jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, new), extras), None
 
     dtype = config.precision.accumulate_dtype
     zeros = {name: jnp.zeros(value.shape, dtype) for name, value in inputs.items()}
-    start = {"loss": jnp.float32(0), "weight": jnp.float32(0)}, zeros, lowest
+    start = {"loss": jnp.float32(0), "weight": jnp.float32(0)}, zeros
+    start = *start, model_state.before_microbatches(extras, overwritten)
     items = jnp.arange(config.num_microbatches), jax.tree.map(split, batch)
     (sums, grads, extras), _ = lax.scan(one, start, items)
     return sums, grads, extras
@@ -400,27 +395,3 @@ def _reduce(config: PassConfig, grads: Arrays) -> Arrays:
         shards = collectives.sum_over_replicas(shards, axes, bucket_size)
     reduced |= shards
     return {name: reduced[name].astype(jnp.float32) for name in grads}
-
-
-def _agree(before: Arrays, after: Arrays, overwritten: frozenset[str]) -> Arrays:
-    """Extras made the same on every data shard.
-
-    Those that are overwritten become the largest; other floating-point ones change by their mean
-    change.
-    """
-    if overwritten:
-        largest = collectives.max_replicated(overwriting.pick(after, overwritten))
-        others = {name: value for name, value in after.items() if name not in overwritten}
-        return {**_agree(before, others, frozenset()), **largest}
-    count = lax.axis_size(DATA) * lax.axis_size(REPLICA)
-    changes = {}
-    for name, new in after.items():
-        if jnp.issubdtype(new.dtype, jnp.floating):
-            # Where nothing changed the change is an exact zero, for infinities (masks) too.
-            old, new = before[name].astype(jnp.float32), new.astype(jnp.float32)
-            changes[name] = jnp.where(new == old, 0, new - old)
-    if not changes:
-        return after
-    summed = collectives.sum_replicated(changes)
-    agreed = {n: before[n] + (x / count).astype(before[n].dtype) for n, x in summed.items()}
-    return {**after, **agreed}

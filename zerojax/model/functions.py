@@ -33,6 +33,7 @@ class FunctionModel:
 
     kind = "functions"
     reads_lazily = False
+    overwritten: frozenset[str] = frozenset()
 
     def __init__(self, init: Callable, apply: Callable):
         self.source = init, apply

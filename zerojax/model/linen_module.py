@@ -128,6 +128,12 @@ class LinenModel:
         self._templates = {"params": shapes[0], "extras": shapes[1]}
         return trees.flatten_names(variables["params"]), trees.flatten_names(extras)
 
+    @property
+    def overwritten(self) -> frozenset[str]:
+        prefix = linen.fp8_ops.OVERWRITE_WITH_GRADIENT + trees.SEPARATOR
+        names = trees.flatten_names(self._templates.get("extras", {}))
+        return frozenset(name for name in names if name.startswith(prefix))
+
     def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
         return None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 from zerojax import trees
 from zerojax.model.protocol import Arrays, Loss, OnRead
@@ -127,6 +127,14 @@ class NnxModel:
         self._templates = dict(nnx.to_flat_state(self._state))
         self._param_paths, self._extra_paths = _paths_by_name(self._templates)
         self._graphdefs: dict[Any, tuple[Any, dict]] = {}
+
+    @property
+    def overwritten(self) -> frozenset[str]:
+        overwritten = nnx.variable_type_from_name(
+            linen.fp8_ops.OVERWRITE_WITH_GRADIENT, allow_register=True
+        )
+        paths = self._extra_paths.items()
+        return frozenset(n for n, path in paths if isinstance(self._templates[path], overwritten))
 
     def _make(self, key: jax.Array) -> nnx.Module:
         """A new module from the factory, traced."""

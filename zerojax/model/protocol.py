@@ -25,11 +25,16 @@ class Model(Protocol):
       source: the user's own object.
       reads_lazily: whether `on_read` runs where the model uses a parameter (True), or for all
         parameters before the model starts (False: a pair of functions has no point of use).
+      overwritten: names of the extras whose gradient is their new value, as Flax means by its
+        collection `_overwrite_with_gradient` (scales of 8-bit products); known after `init`.
     """
 
     kind: str
     source: Any
     reads_lazily: bool
+
+    @property
+    def overwritten(self) -> frozenset[str]: ...
 
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
         """New arrays, traceable: `({name: parameter}, {name: extra})`.

@@ -67,6 +67,7 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             norm_eps=config.norm_eps,
             remat=config.remat,
             loss_chunk=config.loss_chunk,
+            matmul_dtype=config.matmul_dtype,
         )
     if config.name == "llama":
         return LlamaConfig(
@@ -83,6 +84,7 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             norm_eps=config.norm_eps,
             remat=config.remat,
             loss_chunk=config.loss_chunk,
+            matmul_dtype=config.matmul_dtype,
         )
     raise ValueError(f"model.name={config.name!r} is unknown; use one of {', '.join(_RULES)}")
 

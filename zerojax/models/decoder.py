@@ -17,6 +17,7 @@ from jax import lax
 from zerojax.activations import constrain
 from zerojax.chunked_loss import head_next_token
 from zerojax.losses import next_token
+from zerojax.models.fp8 import check_matmul_dtype
 from zerojax.models.layers import Attention, Dropout, Embedding, Projection
 
 RESIDUAL_DIMS = ("batch", "sequence", "embed")
@@ -288,7 +289,7 @@ def check_decoder_sizes(config: Any) -> None:
 
     Raises:
       ValueError: a size below 1, heads that do not divide, a dropout outside [0, 1), an unknown
-        remat name or a loss chunk below 1.
+        remat name or matmul dtype, or a loss chunk below 1.
     """
     for field in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "num_kv_heads"):
         _check_at_least_one(field, getattr(config, field))
@@ -308,6 +309,7 @@ def check_decoder_sizes(config: Any) -> None:
         raise ValueError(f"dropout={config.dropout} is not in [0, 1); use 0.0 for none")
     if config.remat not in REMAT_NAMES:
         raise ValueError(f"remat={config.remat!r} is unknown; use one of {', '.join(REMAT_NAMES)}")
+    check_matmul_dtype(config.matmul_dtype)
     if config.loss_chunk is not None:
         _check_at_least_one("loss_chunk", config.loss_chunk)
 

@@ -38,6 +38,7 @@ class GPT2Config:
       norm_eps: added to the variance.
       remat: "none", "full" or "dots".
       loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
+      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
     """
 
     vocab_size: int = 50257
@@ -51,6 +52,7 @@ class GPT2Config:
     norm_eps: float = 1e-5
     remat: str = "none"
     loss_chunk: int | None = None
+    matmul_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.mlp_dim is None:
@@ -115,6 +117,7 @@ def _build_block(config: GPT2Config, rngs: nnx.Rngs) -> Block:
             output_stddev=output_stddev,
             rope_theta=None,
             rngs=rngs,
+            matmul_dtype=config.matmul_dtype,
         ),
         mlp_norm=LayerNorm(config.embed_dim, eps=config.norm_eps),
         mlp=GeluMlp(
@@ -123,6 +126,7 @@ def _build_block(config: GPT2Config, rngs: nnx.Rngs) -> Block:
             stddev=INIT_STDDEV,
             output_stddev=output_stddev,
             rngs=rngs,
+            matmul_dtype=config.matmul_dtype,
         ),
         dropout=config.dropout,
         rngs=rngs,

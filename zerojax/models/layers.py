@@ -9,10 +9,14 @@ and the activations are bfloat16. Norms, rotary angles and the softmax are alway
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+
+from zerojax.models.fp8 import fp8_dot, init_history
 
 
 def expand_rank(array: jax.Array, ndim: int) -> jax.Array:
@@ -29,7 +33,8 @@ class Projection(nnx.Module):
     """A linear map from the last dimensions of its input (`in_shape`) to new ones (`out_shape`).
 
     Head dimensions stay separate, `kernel: [embed, heads, head_dim]`, so that splitting the heads
-    over devices is one entry of a PartitionSpec.
+    over devices is one entry of a PartitionSpec. With `matmul_dtype="fp8"` the product is of 8-bit
+    floats and `amax_history` is its state (see `fp8`).
     """
 
     def __init__(
@@ -40,18 +45,26 @@ class Projection(nnx.Module):
         stddev: float,
         use_bias: bool,
         rngs: nnx.Rngs,
+        matmul_dtype: str | None = None,
     ) -> None:
         self.num_inputs = len(in_shape)
         self.use_bias = use_bias
+        self.matmul_dtype = matmul_dtype
         self.kernel = normal(rngs, (*in_shape, *out_shape), stddev)
+        if matmul_dtype is not None:
+            self.amax_history = init_history(self.kernel[...])
         if use_bias:
             self.bias = nnx.Param(jnp.zeros(out_shape, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., *in_shape] -> [..., *out_shape], in the kernel's dtype."""
         kernel = self.kernel[...]
-        contracted = tuple(range(x.ndim - self.num_inputs, x.ndim)), tuple(range(self.num_inputs))
-        y = lax.dot_general(x.astype(kernel.dtype), kernel, (contracted, ((), ())))
+        x = x.astype(kernel.dtype)
+        if self.matmul_dtype is None:
+            dims = tuple(range(x.ndim - self.num_inputs, x.ndim)), tuple(range(self.num_inputs))
+            y = lax.dot_general(x, kernel, (dims, ((), ())))
+        else:
+            y = fp8_dot(x, kernel, self.amax_history[...], self.num_inputs)
         return y + expand_rank(self.bias[...].astype(y.dtype), y.ndim) if self.use_bias else y
 
 
@@ -128,7 +141,8 @@ def rotate_positions(x: jax.Array, positions: jax.Array, *, theta: float) -> jax
 class Attention(nnx.Module):
     """Causal self-attention with grouped key/value heads (arXiv:2305.13245).
 
-    Query, key and value are separate, so that each splits over its own heads.
+    Query, key and value are separate, so that each splits over its own heads. `matmul_dtype` is
+    that of the four projections; scores and mixing stay in the dtype of the activations.
     """
 
     def __init__(
@@ -142,13 +156,21 @@ class Attention(nnx.Module):
         output_stddev: float,
         rope_theta: float | None,
         rngs: nnx.Rngs,
+        matmul_dtype: str | None = None,
     ) -> None:
         heads = (num_heads, embed_dim // num_heads)
         kv_heads = (num_kv_heads, embed_dim // num_heads)
         self.rope_theta = rope_theta
 
         def projection(in_shape: tuple[int, ...], out_shape: tuple[int, ...], scale: float):
-            return Projection(in_shape, out_shape, stddev=scale, use_bias=use_bias, rngs=rngs)
+            return Projection(
+                in_shape,
+                out_shape,
+                stddev=scale,
+                use_bias=use_bias,
+                rngs=rngs,
+                matmul_dtype=matmul_dtype,
+            )
 
         self.query = projection((embed_dim,), heads, stddev)
         self.key = projection((embed_dim,), kv_heads, stddev)
@@ -207,11 +229,11 @@ class GeluMlp(nnx.Module):
         stddev: float,
         output_stddev: float,
         rngs: nnx.Rngs,
+        matmul_dtype: str | None = None,
     ) -> None:
-        self.up = Projection((embed_dim,), (mlp_dim,), stddev=stddev, use_bias=True, rngs=rngs)
-        self.down = Projection(
-            (mlp_dim,), (embed_dim,), stddev=output_stddev, use_bias=True, rngs=rngs
-        )
+        build = functools.partial(Projection, use_bias=True, rngs=rngs, matmul_dtype=matmul_dtype)
+        self.up = build((embed_dim,), (mlp_dim,), stddev=stddev)
+        self.down = build((mlp_dim,), (embed_dim,), stddev=output_stddev)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., embed] -> [..., embed]."""
@@ -229,12 +251,12 @@ class SwiGluMlp(nnx.Module):
         stddev: float,
         output_stddev: float,
         rngs: nnx.Rngs,
+        matmul_dtype: str | None = None,
     ) -> None:
-        self.gate = Projection((embed_dim,), (mlp_dim,), stddev=stddev, use_bias=False, rngs=rngs)
-        self.up = Projection((embed_dim,), (mlp_dim,), stddev=stddev, use_bias=False, rngs=rngs)
-        self.down = Projection(
-            (mlp_dim,), (embed_dim,), stddev=output_stddev, use_bias=False, rngs=rngs
-        )
+        build = functools.partial(Projection, use_bias=False, rngs=rngs, matmul_dtype=matmul_dtype)
+        self.gate = build((embed_dim,), (mlp_dim,), stddev=stddev)
+        self.up = build((embed_dim,), (mlp_dim,), stddev=stddev)
+        self.down = build((mlp_dim,), (embed_dim,), stddev=output_stddev)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., embed] -> [..., embed]."""

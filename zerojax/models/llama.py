@@ -40,6 +40,7 @@ class LlamaConfig:
       norm_eps: added to the mean square.
       remat: "none", "full" or "dots".
       loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
+      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
     """
 
     vocab_size: int
@@ -55,6 +56,7 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     remat: str = "none"
     loss_chunk: int | None = None
+    matmul_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:
@@ -125,6 +127,7 @@ def _build_block(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
             output_stddev=output_stddev,
             rope_theta=config.rope_theta,
             rngs=rngs,
+            matmul_dtype=config.matmul_dtype,
         ),
         mlp_norm=RMSNorm(config.embed_dim, eps=config.norm_eps),
         mlp=SwiGluMlp(
@@ -133,6 +136,7 @@ def _build_block(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
             stddev=INIT_STDDEV,
             output_stddev=output_stddev,
             rngs=rngs,
+            matmul_dtype=config.matmul_dtype,
         ),
         dropout=config.dropout,
         rngs=rngs,

@@ -1,0 +1,85 @@
+"""The model's own state in a pass: what becomes of it over microbatches and shards of the batch.
+
+Knows the names and arrays of a model's extras; never the model, parameters, or what they mean.
+
+Most extras are written by the forward pass (batch statistics). Some are **overwritten** with their
+gradient: their new value comes out of the backward pass, as the largest magnitudes that the scales
+of 8-bit products follow from. Several new values become one by Flax's own rule for them
+(`flax.linen.fp8_ops`), the largest of each element. So the largest magnitudes of a step are those
+of all its microbatches and shards, and all of a step is computed with the same scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax import replicated
+from zerojax.mesh import DATA, REPLICA
+
+Arrays = dict[str, Any]
+
+
+def value_and_grad(loss_of: Callable[..., Any], overwritten: Set[str]) -> Callable[..., Any]:
+    """`jax.value_and_grad` of a loss, by whose extras some come back as their gradient.
+
+    Args:
+      loss_of: `(inputs, extras, *rest) -> (loss, (anything, extras afterwards))`.
+      overwritten: names among the extras.
+
+    Returns:
+      `(inputs, extras, *rest) -> ((loss, (anything, extras afterwards)), gradients of inputs)`.
+    """
+    if not overwritten:
+        return jax.value_and_grad(loss_of, has_aux=True)
+
+    def differentiate(inputs: Arrays, extras: Arrays, *rest: Any) -> Any:
+        def loss_of_both(inputs: Arrays, chosen: Arrays) -> Any:
+            return loss_of(inputs, {**extras, **chosen}, *rest)
+
+        both = jax.value_and_grad(loss_of_both, argnums=(0, 1), has_aux=True)
+        (loss, (aux, after)), (grads, new) = both(inputs, pick(extras, overwritten))
+        return (loss, (aux, {**after, **new})), grads
+
+    return differentiate
+
+
+def pick(extras: Arrays, names: Set[str]) -> Arrays:
+    """The extras of these names."""
+    return {name: value for name, value in extras.items() if name in names}
+
+
+def before_microbatches(extras: Arrays, overwritten: Set[str]) -> Arrays:
+    """The extras that the first microbatch's are added to: minus infinity where overwritten."""
+    chosen = pick(extras, overwritten)
+    return {**extras, **{name: jnp.full_like(x, -jnp.inf) for name, x in chosen.items()}}
+
+
+def after_microbatch(earlier: Arrays, later: Arrays, overwritten: Set[str]) -> Arrays:
+    """The extras after one more microbatch: the largest of both where overwritten."""
+    chosen = pick(later, overwritten)
+    return {**later, **{name: jnp.maximum(earlier[name], x) for name, x in chosen.items()}}
+
+
+def agree(before: Arrays, after: Arrays, overwritten: Set[str]) -> Arrays:
+    """Extras made the same on every data shard.
+
+    What is overwritten becomes the largest of all shards; other floating-point values change by
+    their mean change.
+    """
+    chosen = pick(after, overwritten)
+    largest = replicated.max_replicated(chosen) if chosen else {}
+    count = lax.axis_size(DATA) * lax.axis_size(REPLICA)
+    changes = {}
+    for name, new in after.items():
+        if name not in overwritten and jnp.issubdtype(new.dtype, jnp.floating):
+            # Where nothing changed the change is an exact zero, for infinities (masks) too.
+            old, new = before[name].astype(jnp.float32), new.astype(jnp.float32)
+            changes[name] = jnp.where(new == old, 0, new - old)
+    summed = replicated.sum_replicated(changes) if changes else {}
+    agreed = {n: before[n] + (x / count).astype(before[n].dtype) for n, x in summed.items()}
+    return {**after, **agreed, **largest}
