@@ -24,8 +24,16 @@ QUANT_BLOCKS = (512, 384, 256, 128)
 left over; where none does, 512. 16 bytes of scales are read and written for each block."""
 MU_LEVELS, NU_LEVELS, NU_OFFSET = 127.0, 256.0, 129.0
 NU_ZERO = -128
-"""The smallest code: 2^-32 of the largest value of the block."""
-TINY = 1e-30
+"""The smallest code: 2^-32 of the block's scale."""
+MU_FLOOR, NU_FLOOR = 2.0**-112, 2.0**-94
+"""The smallest scales. What the smallest codes stand for is then still a normal float32 (2^-126 or
+more), on hardware that flushes smaller numbers to 0 as on hardware that does not."""
+NU_SMALLEST = 2.0**-126
+"""A second moment that stands for 0."""
+NEARLY_ALL = 1 - 2.0**-20
+"""A value that is this much of its block's scale gets the largest code, however the kernel's
+division rounds. Were the scale to shrink by a code, moments that are stored as float32 and coded
+again would not come back to the bit."""
 
 
 class Moments8bit(NamedTuple):
@@ -34,7 +42,8 @@ class Moments8bit(NamedTuple):
     Attributes:
       mu: int8, of the leaf's shape. sign(code) * (code / 127)^2 * scale is the first moment.
       nu: int8, likewise. ((code + 129) / 256)^4 * scale is the second moment.
-      mu_scale, nu_scale: float32[number of blocks]: the largest |mu| and nu of each block.
+      mu_scale, nu_scale: float32[number of blocks]: the largest |mu| and nu of each block, or
+        `MU_FLOOR` and `NU_FLOOR` where these are larger.
     """
 
     mu: jax.Array
@@ -69,17 +78,46 @@ def init_moments(shape: tuple[int, ...]) -> Moments8bit:
     return Moments8bit(
         mu=jnp.zeros(shape, jnp.int8),
         nu=jnp.full(shape, NU_ZERO, jnp.int8),
-        mu_scale=jnp.zeros((blocks,), jnp.float32),
-        nu_scale=jnp.zeros((blocks,), jnp.float32),
+        mu_scale=jnp.full((blocks,), MU_FLOOR, jnp.float32),
+        nu_scale=jnp.full((blocks,), NU_FLOOR, jnp.float32),
     )
 
 
 def decode_moments(moments: Moments8bit) -> tuple[jax.Array, jax.Array]:
-    """(mu, nu) as float32 arrays of the leaf's shape."""
+    """(mu, nu) as float32 arrays of the leaf's shape; `encode_moments` is the exact inverse."""
     shape = moments.mu.shape
     mu = decode_mu(_rows(moments.mu).astype(jnp.float32), moments.mu_scale[:, None])
     nu = decode_nu(_rows(moments.nu, NU_ZERO).astype(jnp.float32), moments.nu_scale[:, None])
+    nu = jnp.where(nu > NU_SMALLEST, nu, 0.0)
     return _unrows(mu, shape), _unrows(nu, shape)
+
+
+def encode_moments(mu: jax.Array, nu: jax.Array) -> Moments8bit:
+    """Moments rounded to the nearest codes. What comes from `decode_moments` gets its codes and
+    scales back, to the bit.
+
+    Args:
+      mu: float32, of any shape.
+      nu: float32, of that shape; not negative.
+    """
+    shape, (mu, nu) = mu.shape, (_rows(mu), _rows(nu))
+    scales = scales_of(mu, nu, lambda x: jnp.max(x, axis=1, keepdims=True))
+    half = jnp.full(mu.shape, 2**15, jnp.uint32)
+    codes = (
+        encode_mu(mu, _four_over(scales[0]), half),
+        encode_nu(nu, _four_over(scales[1]), half),
+    )
+    stored = (_unrows(code, shape).astype(jnp.int8) for code in codes)
+    return Moments8bit(*stored, *(scale[:, 0] for scale in scales))
+
+
+def scales_of(mu: Any, nu: Any, largest: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """One scale per block for each moment; `largest` as in `adam8bit`."""
+    mu_scale, nu_scale = largest(jnp.abs(mu)), largest(nu)
+    return (
+        jnp.maximum(mu_scale, MU_FLOOR),
+        jnp.maximum(nu_scale, NU_FLOOR),
+    )
 
 
 def decode_mu(code: Any, scale: Any) -> Any:
@@ -95,26 +133,36 @@ def decode_nu(code: Any, scale: Any) -> Any:
     return square * square * scale
 
 
-def encode_mu(mu: Any, inverse_scale: Any, bits: Any) -> Any:
-    """Codes (float32) of first moments whose mean value is `mu`."""
-    square = jnp.abs(mu) * inverse_scale * jnp.full_like(mu, MU_LEVELS**2)
+def encode_mu(mu: Any, four_over_scale: Any, bits: Any) -> Any:
+    """Codes (float32) of first moments whose mean value is `mu`.
+
+    `four_over_scale` and not its quarter: 1 / scale is no normal number for the largest scales.
+    """
+    part = jnp.abs(mu) * four_over_scale
+    square = part * jnp.full_like(mu, MU_LEVELS**2 / 4)
     below = _floor(jnp.sqrt(square))
     above = below + jnp.ones_like(below)
     chance = (square - below * below) / (above * above - below * below)
     code = jnp.where(chance > _fraction(bits), above, below)
-    code = jnp.minimum(code, jnp.full_like(code, MU_LEVELS))
+    code = jnp.where(
+        part < jnp.full_like(part, 4 * NEARLY_ALL), code, jnp.full_like(code, MU_LEVELS)
+    )
     return jnp.where(mu < jnp.zeros_like(mu), jnp.zeros_like(code) - code, code)
 
 
-def encode_nu(nu: Any, inverse_scale: Any, bits: Any) -> Any:
+def encode_nu(nu: Any, four_over_scale: Any, bits: Any) -> Any:
     """Codes (float32) of second moments whose mean value is `nu`, or the smallest code."""
-    fourth = nu * inverse_scale * jnp.full_like(nu, NU_LEVELS**4)
+    part = nu * four_over_scale
+    fourth = part * jnp.full_like(nu, NU_LEVELS**4 / 4)
     below = _floor(jnp.sqrt(jnp.sqrt(fourth)))
     above = below + jnp.ones_like(below)
     low, high = below * below, above * above
     chance = (fourth - low * low) / (high * high - low * low)
     level = jnp.where(chance > _fraction(bits), above, below)
-    level = jnp.minimum(jnp.maximum(level, jnp.ones_like(level)), jnp.full_like(level, NU_LEVELS))
+    level = jnp.maximum(level, jnp.ones_like(level))
+    level = jnp.where(
+        part < jnp.full_like(part, 4 * NEARLY_ALL), level, jnp.full_like(level, NU_LEVELS)
+    )
     return level - jnp.full_like(level, NU_OFFSET)
 
 
@@ -142,9 +190,9 @@ def adam8bit(
     new_mu, new_nu = new_moments(mu, nu, grad * s.gradient_scale, s)
     param = old.param - s.learning_rate * adam_direction(old.param, new_mu, new_nu, s)
     param, new_mu, new_nu = unless_skipped(s.skip, (old.param, mu, nu), (param, new_mu, new_nu))
-    mu_scale, nu_scale = largest(jnp.abs(new_mu)), largest(new_nu)
-    mu_code = encode_mu(new_mu, _inverse(spread(mu_scale)), bits(0))
-    nu_code = encode_nu(new_nu, _inverse(spread(nu_scale)), bits(1))
+    mu_scale, nu_scale = scales_of(new_mu, new_nu, largest)
+    mu_code = encode_mu(new_mu, _four_over(spread(mu_scale)), bits(0))
+    nu_code = encode_nu(new_nu, _four_over(spread(nu_scale)), bits(1))
     mu_code, nu_code = unless_skipped(s.skip, (old.mu, old.nu), (mu_code, nu_code))
     return Blocks8bit(param, mu_code, nu_code, mu_scale, nu_scale)
 
@@ -225,8 +273,8 @@ def check_leaf(param: Any, moments: Moments8bit, grad: Any) -> None:
         raise ValueError(f"adam8bit: grad {grad.shape} and param {param.shape} differ in shape")
 
 
-def _inverse(scale: Any) -> Any:
-    return jnp.ones_like(scale) / jnp.maximum(scale, jnp.full_like(scale, TINY))
+def _four_over(scale: Any) -> Any:
+    return jnp.full_like(scale, 4.0) / scale
 
 
 def _floor(x: Any) -> Any:

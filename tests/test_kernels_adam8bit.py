@@ -73,7 +73,7 @@ def encoded(values, encode, draws=2000):
     """Mean and all of the values that codes of `values` stand for; the block's largest is 1."""
     x = jnp.broadcast_to(jnp.asarray(values, F32), (draws, len(values)))
     index = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
-    code = encode(x, jnp.ones_like(x), rounding.bits_at(index, tuple(seed(0)))(0))
+    code = encode(x, jnp.full_like(x, 4.0), rounding.bits_at(index, tuple(seed(0)))(0))
     decode = adam8bit.decode_mu if encode is adam8bit.encode_mu else adam8bit.decode_nu
     assert code.min() >= -128
     assert code.max() <= 127

@@ -15,6 +15,8 @@ from jax import lax
 
 from pallas_kernels.choice import Choice
 from pallas_kernels.rounding import seed_of
+from zerojax.optim.coding import StateCoding
+from zerojax.optim.schedules import Schedule
 
 Arrays = dict[str, jax.Array]
 Tree = Any
@@ -82,9 +84,8 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       clip_norm: limit of the global gradient norm; None does not clip.
       with_dtypes: (moments dtype, stochastic rounding or not) -> the same optimizer with other
         moments. float32 and False are what `init` gives otherwise.
-      to_canonical: state -> the state that is stored, whose arrays do not depend on how parameters
-        are split; from_canonical: its inverse. Both are called inside `shard_map` as `apply` is.
-        None where the state is canonical already.
+      coding: how the state becomes the one that is stored, and back; None where it is that already.
+      learning_rate: its schedule over updates applied, for reports; None where it is not known.
     """
 
     apply: Apply
@@ -92,8 +93,8 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     impl: str
     clip_norm: float | None
     with_dtypes: Callable[[Any, bool], Optimizer]
-    to_canonical: Callable[[Tree], Tree] | None
-    from_canonical: Callable[[Tree], Tree] | None
+    coding: StateCoding | None
+    learning_rate: Schedule | None
 
     def __new__(
         cls,
@@ -105,11 +106,16 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         impl: str,
         clip_norm: float | None,
         with_dtypes: Callable[[Any, bool], Optimizer],
-        to_canonical: Callable[[Tree], Tree] | None = None,
-        from_canonical: Callable[[Tree], Tree] | None = None,
+        coding: StateCoding | None = None,
+        learning_rate: Schedule | None = None,
     ) -> Optimizer:
         self = super().__new__(cls, init, update)
         self.apply, self.kernel, self.impl, self.clip_norm = apply, kernel, impl, clip_norm
-        self.with_dtypes = with_dtypes
-        self.to_canonical, self.from_canonical = to_canonical, from_canonical
+        self.with_dtypes, self.learning_rate = with_dtypes, learning_rate
+        self.coding = coding
         return self
+
+
+def coding_of(tx: optax.GradientTransformation) -> StateCoding | None:
+    """The coding of an optimizer's state; None where it is stored as it is."""
+    return tx.coding if isinstance(tx, Optimizer) else None

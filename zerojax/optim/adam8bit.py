@@ -1,0 +1,228 @@
+"""AdamW whose moments take one byte each, as an optimizer of the step and as optax has it.
+
+Knows leaves by name and which of them are coded; never how codes are made
+(`pallas_kernels.adam8bit`), and never a mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from pallas_kernels import optimizers
+from pallas_kernels.adam8bit import Moments8bit
+from pallas_kernels.adam8bit_kernel import update_adam8bit
+from pallas_kernels.choice import Choice, Impl
+from zerojax import trees
+from zerojax.optim import adam8bit_state as states
+from zerojax.optim.coding import StateCoding
+from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
+from zerojax.optim.groups import Decay, as_groups, decay_mask
+from zerojax.optim.methods import GroupsLike, adamw
+from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
+from zerojax.optim.schedules import Schedule
+
+Tree = Any
+
+_SMALL = Choice("xla", "too small for codes: float32 moments")
+_WHOLE = Choice("xla", "an update of whole arrays, which a kernel could not be split for")
+
+
+def adam8bit(
+    learning_rate: float | Schedule = 3e-4,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    mask: Any = decay_mask,
+    clip_norm: float | None = 1.0,
+    groups: GroupsLike = None,
+    impl: Impl = "auto",
+) -> Optimizer:
+    """AdamW with moments of one byte each: 2.02 instead of 8 bytes of state per parameter.
+
+    Blocks of up to 512 elements share a scale (arXiv:2110.02861), and codes are rounded
+    stochastically. Parameters below `SMALLEST_CODED` elements keep float32 moments. Checkpoints
+    hold the moments as `adamw` does, decoded to float32, so that each restores the other's.
+
+    In the step a parameter and its moments are read and written once. Outside, `update` returns new
+    minus old parameters in float32, as optax wants them; added to the old ones this rounds once
+    more (at most half a unit in the last place of the parameter). Codes and scales are those of the
+    step where the same gradients, seeds and blocks come in.
+
+    Args:
+      learning_rate, b1, b2, eps, weight_decay, mask, clip_norm, groups: as in `adamw`.
+      impl: "auto", "xla", "mosaic_gpu" or "interpret", see `pallas_kernels.choice.choose`; for the
+        step only: `update` is always plain XLA.
+
+    Raises:
+      ValueError, TypeError: as `adamw`.
+    """
+    decay = {"weight_decay": weight_decay, "mask": mask}
+    rule = {"b1": b1, "b2": b2, "eps": eps}
+    more = {"clip_norm": clip_norm, "impl": impl}
+    plain = adamw(learning_rate, **rule, **decay, **more, groups=groups)
+    method = Method(
+        kernel="adam8bit",
+        chain=lambda decays, rate: optax.chain(optax.scale_by_adam(b1, b2, eps), decays, rate),
+        moments=("mu", "nu"),
+        scalars=functools.partial(optimizers.adam_scalars, **rule),
+        run=_update_leaves,
+    )
+    options = Options(
+        learning_rate=learning_rate, decay=Decay(**decay, groups=as_groups(groups)), **more
+    )
+    return _make(plain, method, options)
+
+
+def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
+    # Moments are float32 whatever the parameters are.
+    canonical_init = plain.with_dtypes(jnp.float32, options.stochastic).init
+    applied = make_optimizer(method, options).apply
+
+    def abstract(params: Tree, sizes: Mapping[str, int]) -> Tree:
+        return states.abstract_state(jax.eval_shape(canonical_init, params), params, sizes)
+
+    def init(params: Tree) -> Tree:
+        options.decay.settings(params)  # refuses what does not fit
+        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        sizes = {name: x.size for name, x in trees.flatten_names(whole).items()}
+        return states.new_state(abstract(whole, sizes))
+
+    def apply(
+        grads: Arrays, state: Tree, params: Arrays, context: UpdateContext
+    ) -> tuple[Arrays, Tree]:
+        params, state = applied(grads, states.paired(state), params, context)
+        return params, states.unpaired(state)
+
+    def update(
+        updates: Tree, state: Tree, params: Tree = None, *, grad_norm: Any = None, **_: Any
+    ) -> tuple[Tree, Tree]:
+        if params is None:
+            raise ValueError("adam8bit needs the parameters: call update(gradients, state, params)")
+        return _update_whole(method, options, (updates, state, params), grad_norm)
+
+    def with_dtypes(moments_dtype: Any, stochastic: bool) -> Optimizer:
+        if moments_dtype is not None and jnp.dtype(moments_dtype) != jnp.float32:
+            raise ValueError(
+                f"moments_dtype={jnp.dtype(moments_dtype)} for adam8bit, whose moments are codes "
+                "of one byte; leave moments_dtype at float32, or take adamw"
+            )
+        return _make(plain, method, dataclasses.replace(options, stochastic=stochastic))
+
+    return Optimizer(
+        init,
+        update,
+        apply=apply,
+        kernel=method.kernel,
+        impl=options.impl,
+        clip_norm=options.clip_norm,
+        with_dtypes=with_dtypes,
+        learning_rate=plain.learning_rate,
+        coding=StateCoding(
+            canonical_init=canonical_init,
+            abstract_state=lambda stored, sizes: abstract(dict(stored), sizes),
+            new_state=states.new_state,
+            to_canonical=states.to_canonical,
+            from_canonical=states.from_canonical,
+        ),
+    )
+
+
+# The update
+
+
+def _update_leaves(
+    params: Arrays, moments: tuple[Any, ...], grads: Arrays, numbers: Numbers
+) -> tuple[Arrays, tuple[Any, ...]]:
+    """AdamW on {name: array}; each moment is a pair of ({name: codes}, {name: scales})."""
+    (mu, mu_scale), (nu, nu_scale) = moments
+    small = [name for name in params if mu[name].dtype != jnp.int8]
+    found = dict(_update_small(small, (params, mu, nu), grads, numbers))
+    for name in params:
+        if name in found:
+            continue
+        if params[name].dtype == jnp.bfloat16 and not numbers.stochastic:
+            raise TypeError(
+                f"adam8bit: {name} is bfloat16 and would be rounded to nearest, which loses small "
+                "updates; keep parameters in float32, or ask for stochastic rounding: "
+                "adam8bit(...).with_dtypes(jnp.float32, True)"
+            )
+        new, coded, _ = update_adam8bit(
+            params[name],
+            Moments8bit(mu[name], nu[name], mu_scale[name], nu_scale[name]),
+            grads[name],
+            scalars=numbers.scalars[name],
+            seed=numbers.context.seed(name),
+            impl=numbers.context.choice,
+        )
+        found[name] = (new, coded)
+    moments = {name: found[name][1] for name in params}
+    of = lambda field: {name: getattr(moments[name], field) for name in params}  # noqa: E731
+    new = {name: found[name][0] for name in params}
+    return new, ((of("mu"), of("mu_scale")), (of("nu"), of("nu_scale")))
+
+
+def _update_small(
+    names: list[str], arrays: tuple[Arrays, ...], grads: Arrays, numbers: Numbers
+) -> dict[str, tuple[jax.Array, Moments8bit]]:
+    """The parameters that keep float32 moments: {name: (parameter, moments without scales)}."""
+    part = lambda tree: {name: tree[name] for name in names}  # noqa: E731
+    params, mu, nu = (part(tree) for tree in arrays)
+    context = dataclasses.replace(numbers.context, choice=_SMALL)
+    plain = dataclasses.replace(numbers, scalars=part(numbers.scalars), context=context)
+    new, (mu, nu) = one_pass(optimizers.ADAMW)(params, (mu, nu), part(grads), plain)
+    none = optax.MaskedNode()
+    return {name: (new[name], Moments8bit(mu[name], nu[name], none, none)) for name in names}
+
+
+def _update_whole(
+    method: Method, options: Options, arrays: tuple[Tree, Tree, Tree], grad_norm: Any
+) -> tuple[Tree, Tree]:
+    """(updates, state) of whole arrays in any tree, for optax."""
+    grads, state, params = arrays
+    names = list(trees.flatten_names(params))
+    structure = jax.tree.structure(params)
+
+    def by_name(tree: Tree) -> dict[str, Any]:
+        return dict(zip(names, structure.flatten_up_to(tree), strict=True))
+
+    context = UpdateContext(
+        gradient_scale=_clipping(grads, grad_norm, options.clip_norm),
+        skip=jnp.zeros((), jnp.bool_),
+        key=jax.random.fold_in(jax.random.key(0), states.part_of(state).count),
+        axes=dict.fromkeys(names, ()),
+        choice=_WHOLE,
+    )
+    settings = options.decay.settings(params)  # a mask sees the tree that it was made for
+    mask = {name: _decays(leaf.weight_decay) for name, leaf in settings.items()}
+    decay = dataclasses.replace(options.decay, mask=mask)
+    inner = make_optimizer(method, dataclasses.replace(options, decay=decay))
+    old = {name: x.astype(jnp.float32) for name, x in by_name(params).items()}
+    flat_state = states.paired(states.map_trees(state, by_name))
+    new, flat_state = inner.apply(by_name(grads), flat_state, old, context)
+
+    def in_tree(flat: Mapping[str, Any]) -> Tree:
+        return structure.unflatten([flat[name] for name in names])
+
+    updates = in_tree({name: new[name] - old[name] for name in names})
+    return updates, states.map_trees(states.unpaired(flat_state), in_tree)
+
+
+def _clipping(grads: Tree, norm: Any, limit: float | None) -> jax.Array:
+    """float32 []: what clipping multiplies gradients by; `norm` is theirs, where it is known."""
+    if limit is None:
+        return jnp.ones((), jnp.float32)
+    norm = optax.tree.norm(grads) if norm is None else norm
+    return jnp.where(norm < limit, 1.0, limit / norm.astype(jnp.float32))
+
+
+def _decays(weight_decay: Any) -> bool:
+    return not isinstance(weight_decay, int | float) or weight_decay > 0

@@ -1,0 +1,212 @@
+"""The state of AdamW with one-byte moments: how it lies on a mesh, and its two forms.
+
+Knows trees of codes and scales, and of a mesh only into how many shards it splits a parameter;
+never an update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.adam8bit import (
+    MU_FLOOR,
+    NU_FLOOR,
+    NU_ZERO,
+    Moments8bit,
+    decode_moments,
+    encode_moments,
+    num_blocks,
+)
+from zerojax import trees
+
+Tree = Any
+
+SMALLEST_CODED = 4096
+"""Elements. A smaller parameter keeps float32 moments, as in bitsandbytes (`min_8bit_size`): norms
+and biases cost little memory. The whole parameter counts, so that the mesh does not decide."""
+
+
+class ScaleByAdam8bitState(NamedTuple):
+    """`optax.ScaleByAdamState` in codes. All four trees have the structure of the parameters.
+
+    Attributes:
+      count: int32 []; updates applied.
+      mu, nu: int8 of the parameter's shape (see `Moments8bit`); float32 where it is small.
+      mu_scale, nu_scale: float32 [number of blocks], of all shards one after the other, since
+        blocks are cut within shards; `optax.MaskedNode()` where the parameter is small.
+    """
+
+    count: Any
+    mu: Tree
+    nu: Tree
+    mu_scale: Tree
+    nu_scale: Tree
+
+
+def abstract_state(canonical: Tree, params: Tree, sizes: Mapping[str, int]) -> Tree:
+    """The state as structs, each where its parameter lies.
+
+    Args:
+      canonical: optax's state, as structs.
+      params: structs in any tree; with a `NamedSharding` each, or none.
+      sizes: {name: elements that decide whether a parameter is small}.
+    """
+    names = trees.flatten_names(params)
+    shardings = [x.sharding for x in names.values() if x.sharding is not None]
+    count_sharding = NamedSharding(shardings[0].mesh, P()) if shardings else None
+
+    def replicated(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=count_sharding)
+
+    def moment(name: str) -> jax.ShapeDtypeStruct:
+        x = names[name]
+        dtype = jnp.int8 if sizes[name] >= SMALLEST_CODED else jnp.float32
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+
+    def scale(name: str) -> Any:
+        return _scale_struct(names[name]) if sizes[name] >= SMALLEST_CODED else optax.MaskedNode()
+
+    def of_all(make: Callable[[str], Any]) -> Tree:
+        structure = jax.tree.structure(params)
+        return structure.unflatten([make(name) for name in names])
+
+    def coded(part: Any) -> ScaleByAdam8bitState:
+        moments, scales = of_all(moment), of_all(scale)
+        return ScaleByAdam8bitState(replicated(part.count), moments, moments, scales, scales)
+
+    return _map_parts(canonical, coded, _is_plain, replicated)
+
+
+def _scale_struct(param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The scales of one moment: those of one shard after those of the other."""
+    if param.sharding is None:
+        return jax.ShapeDtypeStruct((num_blocks(param.size),), jnp.float32)
+    mesh, spec = param.sharding.mesh, param.sharding.spec
+    entries = [(entry,) if isinstance(entry, str) else entry for entry in spec if entry is not None]
+    axes = tuple(axis for entry in entries for axis in entry)
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    sharding = NamedSharding(mesh, P(axes) if axes else P(), memory_kind=param.sharding.memory_kind)
+    shape = (shards * num_blocks(param.size // shards),)
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
+def new_state(structs: Tree) -> Tree:
+    """The state before the first update: all counts and moments are 0."""
+
+    def full(tree: Tree, value: float) -> Tree:
+        return jax.tree.map(lambda x: jnp.full(x.shape, value, x.dtype), tree)
+
+    def no_moment(code: int) -> Callable[[Any], jax.Array]:
+        return lambda x: jnp.full(x.shape, code if x.dtype == jnp.int8 else 0, x.dtype)
+
+    def coded(part: ScaleByAdam8bitState) -> ScaleByAdam8bitState:
+        return ScaleByAdam8bitState(
+            count=full(part.count, 0),
+            mu=jax.tree.map(no_moment(0), part.mu),
+            nu=jax.tree.map(no_moment(NU_ZERO), part.nu),
+            mu_scale=full(part.mu_scale, MU_FLOOR),
+            nu_scale=full(part.nu_scale, NU_FLOOR),
+        )
+
+    return _map_parts(structs, coded, _is_coded, lambda leaf: full(leaf, 0))
+
+
+def to_canonical(state: Tree) -> Tree:
+    """optax's state, with float32 moments; of one shard or of whole arrays."""
+
+    def decoded(part: ScaleByAdam8bitState) -> optax.ScaleByAdamState:
+        def leaf(*moments: Any) -> tuple[jax.Array, jax.Array]:
+            coded = moments[0].dtype == jnp.int8
+            return decode_moments(Moments8bit(*moments)) if coded else moments[:2]
+
+        mu, nu = _map_leaves(leaf, 2, part.mu, part.nu, part.mu_scale, part.nu_scale)
+        return optax.ScaleByAdamState(part.count, mu, nu)
+
+    return _map_parts(state, decoded, _is_coded)
+
+
+def from_canonical(canonical: Tree, structs: Tree) -> Tree:
+    """The inverse of `to_canonical`; `structs` says which parameters are coded."""
+    target = part_of(structs)
+    none = optax.MaskedNode()
+
+    def encoded(part: optax.ScaleByAdamState) -> ScaleByAdam8bitState:
+        def leaf(wanted: Any, mu: jax.Array, nu: jax.Array) -> tuple[Any, ...]:
+            mu, nu = mu.astype(jnp.float32), nu.astype(jnp.float32)
+            return encode_moments(mu, nu) if wanted.dtype == jnp.int8 else (mu, nu, none, none)
+
+        return ScaleByAdam8bitState(part.count, *_map_leaves(leaf, 4, target.mu, part.mu, part.nu))
+
+    return _map_parts(canonical, encoded, _is_plain)
+
+
+def _is_coded(node: Any) -> bool:
+    return isinstance(node, ScaleByAdam8bitState)
+
+
+def _is_plain(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByAdamState)
+
+
+def _map_parts(
+    state: Tree,
+    change: Callable[[Any], Any],
+    is_part: Callable[[Any], bool],
+    others: Callable[[Any], Any] = lambda leaf: leaf,
+) -> Tree:
+    """`state` with Adam's part changed, and a function of all other leaves."""
+    return jax.tree.map(lambda x: change(x) if is_part(x) else others(x), state, is_leaf=is_part)
+
+
+def _map_leaves(
+    function: Callable[..., tuple[Any, ...]], num_results: int, first: Tree, *rest: Tree
+) -> list[Tree]:
+    """One tree for each result of a function of the leaves of trees that are alike."""
+    leaves, structure = jax.tree.flatten(first)
+    rows = zip(leaves, *(structure.flatten_up_to(tree) for tree in rest), strict=True)
+    results = [function(*row) for row in rows]
+    return [structure.unflatten([r[number] for r in results]) for number in range(num_results)]
+
+
+def part_of(state: Tree) -> ScaleByAdam8bitState:
+    """The part of the state that holds moments."""
+    (part,) = (x for x in jax.tree.leaves(state, is_leaf=_is_coded) if _is_coded(x))
+    return part
+
+
+def map_trees(state: Tree, change: Callable[[Tree], Tree]) -> Tree:
+    """`state` with a function of each of its trees of codes and scales."""
+    return _map_parts(
+        state,
+        lambda part: ScaleByAdam8bitState(part.count, *(change(tree) for tree in part[1:])),
+        _is_coded,
+    )
+
+
+def paired(state: Tree) -> Tree:
+    """Codes and scales as pairs in optax's own state, which `fused` finds its way in."""
+    return _map_parts(
+        state,
+        lambda part: optax.ScaleByAdamState(
+            part.count, (part.mu, part.mu_scale), (part.nu, part.nu_scale)
+        ),
+        _is_coded,
+    )
+
+
+def unpaired(state: Tree) -> Tree:
+    """The inverse of `paired`."""
+
+    def split(part: optax.ScaleByAdamState) -> ScaleByAdam8bitState:
+        (mu, mu_scale), (nu, nu_scale) = part.mu, part.nu
+        return ScaleByAdam8bitState(part.count, mu, nu, mu_scale, nu_scale)
+
+    return _map_parts(state, split, _is_plain)
