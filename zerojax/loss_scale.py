@@ -109,6 +109,39 @@ class LossScale:
         raise ConfigError(f"{getattr(self, name)!r} {reason}", (name,))
 
 
+def describe(config: LossScale) -> str:
+    """One line for people, beginning with "dynamic loss scale" or "static loss scale"."""
+    if config.static is not None:
+        rounding = "" if _is_power_of_two(config.static) else " (no power of two: it rounds)"
+        return f"static loss scale {_written(config.static)}{rounding}; overflows skip the step"
+    scales = (config.initial, config.minimum, config.maximum, config.factor)
+    rounding = "" if all(map(_is_power_of_two, scales)) else ", not all powers of two: it rounds"
+    by = "2" if config.factor == 2 else f"{config.factor:g}"
+    which = "every" if config.hysteresis == 1 else f"the {_ordinal(config.hysteresis)}"
+    counted = "in a row" if config.consecutive_hysteresis else "since it last rose"
+    counted = "" if config.hysteresis == 1 else f" {counted}"
+    return (
+        f"dynamic loss scale from {_written(config.initial)}: times {by} after {config.window:,} "
+        f"finite steps, divided by {by} at {which} overflow{counted}, between "
+        f"{_written(config.minimum)} and {_written(config.maximum)}{rounding}"
+    )
+
+
+def _is_power_of_two(value: float) -> bool:
+    return math.frexp(value)[0] == 0.5
+
+
+def _written(value: float) -> str:
+    """2^16 for large or small powers of two, the number itself otherwise."""
+    exponent = math.frexp(value)[1] - 1
+    return f"2^{exponent}" if _is_power_of_two(value) and abs(exponent) > 3 else f"{value:g}"
+
+
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
+
+
 State = dict[str, jax.Array]
 
 
@@ -156,36 +189,3 @@ def update(config: LossScale, state: State, finite: Any) -> tuple[State, jax.Arr
         "hysteresis": jnp.where(refills, config.hysteresis, forgiven),
     }
     return {name: x.astype(state[name].dtype) for name, x in following.items()}, at_floor
-
-
-def describe(config: LossScale) -> str:
-    """One line for people, beginning with "dynamic loss scale" or "static loss scale"."""
-    if config.static is not None:
-        rounding = "" if _is_power_of_two(config.static) else " (no power of two: it rounds)"
-        return f"static loss scale {_written(config.static)}{rounding}; overflows skip the step"
-    scales = (config.initial, config.minimum, config.maximum, config.factor)
-    rounding = "" if all(map(_is_power_of_two, scales)) else ", not all powers of two: it rounds"
-    by = "2" if config.factor == 2 else f"{config.factor:g}"
-    which = "every" if config.hysteresis == 1 else f"the {_ordinal(config.hysteresis)}"
-    counted = "in a row" if config.consecutive_hysteresis else "since it last rose"
-    counted = "" if config.hysteresis == 1 else f" {counted}"
-    return (
-        f"dynamic loss scale from {_written(config.initial)}: times {by} after {config.window:,} "
-        f"finite steps, divided by {by} at {which} overflow{counted}, between "
-        f"{_written(config.minimum)} and {_written(config.maximum)}{rounding}"
-    )
-
-
-def _is_power_of_two(value: float) -> bool:
-    return math.frexp(value)[0] == 0.5
-
-
-def _written(value: float) -> str:
-    """2^16 for large or small powers of two, the number itself otherwise."""
-    exponent = math.frexp(value)[1] - 1
-    return f"2^{exponent}" if _is_power_of_two(value) and abs(exponent) > 3 else f"{value:g}"
-
-
-def _ordinal(number: int) -> str:
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
