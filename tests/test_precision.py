@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zerojax.loss_scale import LossScale
 from zerojax.precision import Precision, as_precision
 
 
@@ -28,6 +29,23 @@ def test_a_precision_passes_through():
     assert hash(mine) == hash(Precision(compute_dtype="float32", reduce_dtype=jnp.bfloat16))
 
 
+def test_float16_has_a_loss_scale():
+    half = as_precision("fp16")
+    assert names(half) == ("float32", "float16", "float16", "float32")
+    assert half.loss_scale == LossScale()
+    fixed = LossScale(static=128.0)
+    assert as_precision("fp16", loss_scale=fixed).loss_scale == fixed
+    assert as_precision("bf16").loss_scale is None
+    assert "loss scale" in half.describe()
+
+
+def test_without_masters():
+    small = as_precision("bf16", param_dtype="bf16", moments_dtype="bf16")
+    assert not small.has_masters
+    assert "bfloat16 parameters without masters" in small.describe()
+    assert "bfloat16 moments" in small.describe()
+
+
 def test_description():
     assert as_precision("bf16").describe() == (
         "bfloat16 compute, float32 master weights, bfloat16 reductions, float32 accumulation"
@@ -37,22 +55,27 @@ def test_description():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: as_precision("fp16"), ValueError, "precision='fp16' is not one of fp32, bf16"),
+        (lambda: as_precision("fp8"), ValueError, "precision='fp8' is not one of fp32, bf16, fp16"),
         (
             lambda: as_precision("bf16", reduce_dtype="f32"),
             ValueError,
-            "reduce_dtype='f32' is not one of fp32, bf16",
+            "reduce_dtype='f32' is not one of fp32, bf16, fp16",
         ),
-        (lambda: as_precision(jnp.float32), TypeError, "use 'fp32', 'bf16' or Precision"),
+        (lambda: as_precision(jnp.float32), TypeError, "use 'fp32', 'bf16', 'fp16' or Precision"),
         (
             lambda: Precision(compute_dtype=jnp.int8),
             ValueError,
             "Precision.compute_dtype=int8 is not a floating-point type",
         ),
         (
-            lambda: Precision(param_dtype=jnp.bfloat16),
+            lambda: Precision(param_dtype=jnp.float16),
             ValueError,
-            "param_dtype=bfloat16: master weights are float32",
+            "param_dtype=float16 loses small values for good",
+        ),
+        (
+            lambda: Precision(loss_scale=LossScale()),
+            ValueError,
+            "loss_scale is given and compute_dtype=bfloat16: only float16 needs one",
         ),
     ],
 )

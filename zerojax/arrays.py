@@ -13,8 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from zerojax import loss_scale
+from zerojax.abstract_state import canonical_opt_state
+from zerojax.optim import StateCoding, coding_of
 from zerojax.planned import Planned
 from zerojax.state import TrainState, run_key_data, zero_counter
+
+Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
+"""A tree's leaves and its structure: hashable, as keys of a cache are."""
 
 
 def init_state(plan: Planned, seed: int = 0) -> TrainState:
@@ -84,7 +90,7 @@ def _place(value: np.ndarray, stored: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _assemble(plan: Planned, params: dict, extras: dict, key_data: jax.Array) -> TrainState:
     """Traced: the whole state from parameters of true or stored shape."""
-    abstract = plan.abstract_state
+    abstract, scaling = plan.abstract_state, plan.precision.loss_scale
 
     def fit(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         x = params[name]
@@ -98,22 +104,69 @@ def _assemble(plan: Planned, params: dict, extras: dict, key_data: jax.Array) ->
         rng=key_data,
         params=trained,
         frozen={name: fit(name, leaf) for name, leaf in abstract["frozen"].items()},
-        opt_state=plan.tx.init(trained),
+        opt_state=_new_opt_state(plan, trained),
         extras={name: jnp.asarray(extras[name]) for name in abstract["extras"]},
+        loss_scale={} if scaling is None else loss_scale.init(scaling),
     )
+
+
+def _new_opt_state(plan: Planned, trained: dict[str, jax.Array]) -> Any:
+    coding = coding_of(plan.tx)
+    if coding is None:
+        return plan.tx.init(trained)
+    return coding.new_state(plan.abstract_state["opt_state"])
 
 
 def to_canonical(plan: Planned, state: TrainState) -> TrainState:
     """The state without padding, in `plan.abstract_canonical`'s shardings.
 
-    Leaves without padding are passed on as they are, not copied.
+    Leaves without padding are passed on as they are, not copied. Moments that are coded are decoded
+    to float32 first.
     """
-    return _convert(state, plan.abstract_canonical)
+    return _convert(_recoded(plan, state, decode=True), plan.abstract_canonical)
 
 
 def from_canonical(plan: Planned, canonical: TrainState) -> TrainState:
     """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says."""
-    return _convert(canonical, plan.abstract_state)
+    stored = TrainState(**{**plan.abstract_state, "opt_state": decoded_opt_state(plan)})
+    return _recoded(plan, _convert(canonical, stored), decode=False)
+
+
+def decoded_opt_state(plan: Planned) -> Any:
+    """The abstract canonical state of the optimizer over parameters as they are stored."""
+    return canonical_opt_state(plan.tx, plan.abstract_state["params"])
+
+
+def _recoded(plan: Planned, state: TrainState, *, decode: bool) -> TrainState:
+    """The state with its moments decoded or coded, each device's shards on their own."""
+    coding = coding_of(plan.tx)
+    if coding is None:
+        return state
+    trees = plan.abstract_state["opt_state"], decoded_opt_state(plan)
+    flat = [jax.tree.flatten(tree) for tree in trees]
+    function = _recoder(coding, decode, *((tuple(leaves), form) for leaves, form in flat))
+    return TrainState(**{**state, "opt_state": function(state["opt_state"])})
+
+
+@functools.lru_cache(maxsize=16)
+def _recoder(coding: StateCoding, decode: bool, coded: Flat, decoded: Flat) -> Any:
+    """A jitted function of an optimizer's state; both forms as flat `ShapeDtypeStruct`s."""
+    coded_tree, decoded_tree = (form.unflatten(leaves) for leaves, form in (coded, decoded))
+
+    def encode(state: Any) -> Any:
+        return coding.from_canonical(state, coded_tree)
+
+    trees = (coded_tree, decoded_tree) if decode else (decoded_tree, coded_tree)
+    given, wanted = (jax.tree.map(lambda leaf: leaf.sharding.spec, tree) for tree in trees)
+    return jax.jit(
+        jax.shard_map(
+            coding.to_canonical if decode else encode,
+            mesh=coded[0][0].sharding.mesh,
+            in_specs=(given,),
+            out_specs=wanted,
+            check_vma=False,
+        )
+    )
 
 
 def reshard_state(old: Planned, new: Planned, state: TrainState) -> TrainState:

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,6 +23,7 @@ from pallas_kernels.choice import Choice
 from zerojax import compiler, optim, trees
 from zerojax import mesh as meshes
 from zerojax import model as models
+from zerojax.abstract_model import abstract, abstract_model, as_read, slice_batch
 from zerojax.abstract_state import abstract_state
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.forecast import Forecast, make_forecast
@@ -38,12 +38,17 @@ from zerojax.plan_checks import (
     check_trained,
     naming_the_call,
 )
-from zerojax.plan_reasons import describe_choices, describe_model, describe_options
+from zerojax.plan_reasons import (
+    describe_choices,
+    describe_model,
+    describe_options,
+    describe_update,
+)
 from zerojax.plan_table import plan_dict, plan_line, plan_table
 from zerojax.precision import Precision, as_precision
 from zerojax.state import TrainState
 from zerojax.step_options import choose_options
-from zerojax.updates import choose_update
+from zerojax.updates import choose_update, fit_optimizer
 
 Tree = Any
 
@@ -239,28 +244,27 @@ def make_plan(
         precision, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype
     )
     optimizer_built = optim.build_optimizer(optimizer, steps)
-    batch = _abstract(example_batch)
+    batch = abstract(example_batch)
     check_batch(batch, mesh, num_microbatches)
-    microbatch = _slice_batch(batch, meshes.num_data_shards(mesh) * num_microbatches)
+    microbatch = slice_batch(batch, meshes.num_data_shards(mesh) * num_microbatches)
     with naming_the_call():
-        params, extras = _abstract_model(internal, batch, loss)
-        trace = models.trace_model(internal, _as_read(params, precision), extras, microbatch, loss)
+        params, extras = abstract_model(internal, batch, loss)
+        trace = models.trace_model(internal, as_read(params, precision), extras, microbatch, loss)
     check_loss(trace.result)
     check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
     placement = _place(internal, params, trace, settings, mesh, freeze)
     check_trained(placement)
     regather = settings.zero == 3 and internal.reads_lazily
     compiler_options, dropped_options = choose_options(mesh, regather)
-    update_choices = choose_update(optimizer_built.tx, mesh)
+    tx = fit_optimizer(optimizer_built.tx, precision)
+    update_choices = choose_update(tx, mesh)
     abstract_batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, P(DATA_AXES))
         ),
         batch,
     )
-    build = functools.partial(
-        abstract_state, params, extras, placement, optimizer_built.tx, precision, mesh
-    )
+    build = functools.partial(abstract_state, params, extras, placement, tx, precision, mesh)
     return Plan(
         mesh=mesh,
         model=internal,
@@ -268,7 +272,7 @@ def make_plan(
         settings=settings,
         placement=placement,
         precision=precision,
-        tx=optimizer_built.tx,
+        tx=tx,
         update_choices=update_choices,
         learning_rate=optimizer_built.learning_rate,
         num_microbatches=num_microbatches,
@@ -283,6 +287,7 @@ def make_plan(
             *describe_choices(settings, mesh, precision, placement),
             *optimizer_built.reasons,
             *describe_model(trace, placement, extras, regather),
+            *describe_update(update_choices),
             *describe_options(compiler_options, dropped_options),
         ),
         remake=functools.partial(_remake, settings, given),
@@ -319,49 +324,6 @@ def _resolve_mesh(
             "use stage=1"
         )
     return settings, mesh
-
-
-def _abstract(tree: Tree) -> Tree:
-    """`ShapeDtypeStruct`s of arrays, numbers or structs, with the dtypes JAX would give them."""
-
-    def one(leaf: Any) -> jax.ShapeDtypeStruct:
-        if not hasattr(leaf, "shape"):
-            leaf = np.asarray(leaf)
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-    return jax.tree.map(one, tree)
-
-
-def _slice_batch(batch: Tree, parts: int) -> Tree:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
-    )
-
-
-def _abstract_model(model: models.Model, batch: Tree, loss: models.Loss) -> tuple[dict, dict]:
-    arrays = model.initial_arrays()
-    if arrays is not None:
-        params, extras = (dict(_abstract(part)) for part in arrays)
-    else:
-        params, extras = jax.eval_shape(
-            lambda batch: model.init(jax.random.key(0), batch, loss), batch
-        )
-    if not params:
-        raise ValueError(
-            f"the {model.kind} has no parameters; give a model that holds at least one nnx.Param"
-        )
-    for name, leaf in params.items():
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise ValueError(f"parameter {name} is {leaf.dtype.name}; use real parameters")
-    return params, extras
-
-
-def _as_read(params: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
-    def one(leaf: Any) -> jax.ShapeDtypeStruct:
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(leaf.shape, precision.compute_dtype if floating else leaf.dtype)
-
-    return {name: one(leaf) for name, leaf in params.items()}
 
 
 def _place(

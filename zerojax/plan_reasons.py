@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from pallas_kernels.choice import Choice
 from zerojax import mesh as meshes
 from zerojax.config import MeshConfig
 from zerojax.mesh import DATA
@@ -76,6 +77,12 @@ def _some(names: list[str], things: str) -> str:
     """How many, with an example: "3 parameters (such as a/kernel) are"."""
     verb = "are" if len(names) > 1 else "is"
     return f"{len(names)} {things if len(names) > 1 else things[:-1]} (such as {names[0]}) {verb}"
+
+
+def describe_update(choices: Mapping[str, Choice]) -> list[str]:
+    """Which implementation updates parameters, and why."""
+    chosen = choices["update"]
+    return [f"optimizer update by {chosen.implementation}: {chosen.reason}"]
 
 
 def describe_options(known: Mapping[str, Any], dropped: Mapping[str, str]) -> list[str]:

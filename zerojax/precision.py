@@ -11,7 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+from zerojax.loss_scale import LossScale
+from zerojax.loss_scale import describe as describe_loss_scale
+
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+STORED = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
+"""What parameters and moments can be stored in: types with the range of float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,39 +24,78 @@ class Precision:
     """The dtypes of one training run.
 
     Attributes:
-      param_dtype: the stored parameters that the optimizer updates (master weights).
+      param_dtype: the stored parameters that the optimizer updates. float32: master weights.
+        bfloat16: no masters; updates are rounded stochastically, so that those far below one unit
+        in the last place still move a parameter on average.
       compute_dtype: parameters as the model reads them, and the floating-point leaves of a batch.
       reduce_dtype: gradients on the wire.
       accumulate_dtype: gradients summed over microbatches. float32 costs 4 bytes per parameter at
         stages 0 and 1, where gradients are whole.
+      moments_dtype: the optimizer's moments as they are stored; its arithmetic is float32.
+      loss_scale: how the loss is scaled so that small float16 gradients are not lost. None takes
+        `LossScale()` where the compute or reduce dtype is float16, and no scale elsewhere.
     """
 
     param_dtype: Any = jnp.float32
     compute_dtype: Any = jnp.bfloat16
     reduce_dtype: Any = jnp.bfloat16
     accumulate_dtype: Any = jnp.float32
+    moments_dtype: Any = jnp.float32
+    loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            dtype = np.dtype(getattr(self, field.name))
+        for name in _DTYPE_FIELDS:
+            dtype = np.dtype(getattr(self, name))
             if not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(
-                    f"Precision.{field.name}={dtype.name} is not a floating-point type; "
-                    "use jnp.float32 or jnp.bfloat16"
+                    f"Precision.{name}={dtype.name} is not a floating-point type; "
+                    "use jnp.float32, jnp.bfloat16 or jnp.float16"
                 )
-            object.__setattr__(self, field.name, dtype)
-        if self.param_dtype != np.dtype(jnp.float32):
+            object.__setattr__(self, name, dtype)
+        for name in ("param_dtype", "moments_dtype", "accumulate_dtype"):
+            dtype = getattr(self, name)
+            if dtype not in STORED:
+                raise ValueError(
+                    f"Precision.{name}={dtype.name} loses small values for good: what is stored or "
+                    "summed up is float32 or bfloat16; lower precision belongs in compute_dtype"
+                )
+        is_scaled = np.dtype(jnp.float16) in (self.compute_dtype, self.reduce_dtype)
+        if is_scaled and self.loss_scale is None:
+            object.__setattr__(self, "loss_scale", LossScale())
+        if self.loss_scale is not None and not is_scaled:
             raise ValueError(
-                f"Precision.param_dtype={self.param_dtype.name}: master weights are float32; "
-                "lower precision belongs in compute_dtype"
+                f"Precision.loss_scale is given and compute_dtype={self.compute_dtype.name}: only "
+                "float16 needs one, bfloat16 has float32's range; drop it or use float16"
             )
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether parameters are stored in float32."""
+        return self.param_dtype == np.dtype(jnp.float32)
 
     def describe(self) -> str:
         """One line for people."""
-        return (
-            f"{self.compute_dtype.name} compute, {self.param_dtype.name} master weights, "
-            f"{self.reduce_dtype.name} reductions, {self.accumulate_dtype.name} accumulation"
-        )
+        masters = "master weights" if self.has_masters else "parameters without masters"
+        parts = [
+            f"{self.compute_dtype.name} compute",
+            f"{self.param_dtype.name} {masters}",
+            f"{self.reduce_dtype.name} reductions",
+            f"{self.accumulate_dtype.name} accumulation",
+        ]
+        if self.moments_dtype != np.dtype(jnp.float32):
+            parts.append(f"{self.moments_dtype.name} moments")
+        if self.loss_scale is not None:
+            parts.append(describe_loss_scale(self.loss_scale))
+        return ", ".join(parts)
+
+
+_DTYPE_FIELDS = (
+    "param_dtype",
+    "compute_dtype",
+    "reduce_dtype",
+    "accumulate_dtype",
+    "moments_dtype",
+)
 
 
 def as_precision(
@@ -59,13 +103,17 @@ def as_precision(
     *,
     reduce_dtype: str | None = None,
     accumulate_dtype: str | None = None,
+    param_dtype: str | None = None,
+    moments_dtype: str | None = None,
+    loss_scale: LossScale | None = None,
 ) -> Precision:
     """A `Precision` from its short name.
 
     Args:
-      precision: "fp32", "bf16" or a `Precision`.
-      reduce_dtype, accumulate_dtype: "fp32" or "bf16"; None keeps the default: reductions in the
-        compute dtype, accumulation in float32.
+      precision: "fp32", "bf16", "fp16" or a `Precision`.
+      reduce_dtype, accumulate_dtype, param_dtype, moments_dtype: "fp32", "bf16" or (reductions
+        only) "fp16"; None keeps the default: reductions in the compute dtype, all else float32.
+      loss_scale: of float16; None keeps the default.
 
     Raises:
       ValueError: an unknown name.
@@ -76,13 +124,17 @@ def as_precision(
     if not isinstance(precision, Precision):
         raise TypeError(
             f"precision={precision!r} is a {type(precision).__name__}; "
-            "use 'fp32', 'bf16' or Precision(...)"
+            "use 'fp32', 'bf16', 'fp16' or Precision(...)"
         )
-    changes = {}
-    if reduce_dtype is not None:
-        changes["reduce_dtype"] = _dtype(reduce_dtype, "reduce_dtype")
-    if accumulate_dtype is not None:
-        changes["accumulate_dtype"] = _dtype(accumulate_dtype, "accumulate_dtype")
+    named = {
+        "reduce_dtype": reduce_dtype,
+        "accumulate_dtype": accumulate_dtype,
+        "param_dtype": param_dtype,
+        "moments_dtype": moments_dtype,
+    }
+    changes = {name: _dtype(given, name) for name, given in named.items() if given is not None}
+    if loss_scale is not None:
+        changes["loss_scale"] = loss_scale
     return dataclasses.replace(precision, **changes)
 
 

@@ -21,10 +21,12 @@ class TrainState(TypedDict):
       step: int32 []; batches consumed.
       skipped: int32 []; steps whose gradients were not finite and that changed nothing else.
       rng: uint32 [2]; key data of the run's PRNG key; step keys are folded from it.
-      params: {name: float32 array}, the trained master weights, padded as the placement says.
+      params: {name: array}, the trained weights (float32 masters unless the precision says
+        otherwise), padded as the placement says.
       frozen: {name: array}, parameters without gradient.
       opt_state: what the optax transformation keeps for `params`.
       extras: {name: array}, the model's own state (batch statistics, random counts), replicated.
+      loss_scale: the counters of `zerojax.loss_scale`; {} where the loss is not scaled.
     """
 
     step: Any
@@ -34,6 +36,7 @@ class TrainState(TypedDict):
     frozen: dict[str, Any]
     opt_state: Any
     extras: dict[str, Any]
+    loss_scale: dict[str, Any]
 
 
 def step_key(rng: jax.Array, step: jax.Array) -> jax.Array:

@@ -5,6 +5,8 @@ Knows plans and traces everything; never runs a loop and never reads a value bac
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import zero
+from zerojax import loss_scale, zero
+from zerojax.mesh import DATA, REPLICA
 from zerojax.model import Loss
 from zerojax.planned import Planned
 from zerojax.state import TrainState, step_key
@@ -30,20 +33,31 @@ def build_step(plan: Planned) -> Any:
       (float32, the global sum divided by the global weight), "weight" (float32), "grad_norm"
       (float32, before clipping), "bad_leaf" (int32, number of the first parameter whose gradient
       is not finite, -1 where all are), "skipped" (int32, 1 when loss or gradients were not finite
-      and nothing but the counters changed) and "num_skipped" (int32, of the run so far).
+      and nothing but the counters changed) and "num_skipped" (int32, of the run so far). With a
+      loss scale also "loss_scale" (float32, that of this step) and "at_floor" (bool, it overflowed
+      although the scale could not be lower).
       `step.lower(...)` gives the program. A loop that never waits queues steps without end: wait
       for a metric at least every 64 steps (`Trainer` does).
     """
     gradients = zero.build_gradients(pass_config(plan))
     replicated = NamedSharding(plan.mesh, P())
     read_norm, update = build_norm(plan), build_update(plan)
+    scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         key = step_key(state["rng"], state["step"])
+        factor = None if scaling is None else state["loss_scale"]["scale"] / weight
         sums, grads, extras = gradients(
-            state["params"], state["frozen"], state["extras"], jax.random.key_data(key), batch
+            state["params"],
+            state["frozen"],
+            state["extras"],
+            jax.random.key_data(key),
+            batch,
+            factor,
         )
-        loss, scale = sums["loss"] / sums["weight"], 1 / sums["weight"]
+        loss = sums["loss"] / sums["weight"]
+        # Divided by the scale that the loss was multiplied by, not by the next one.
+        scale = 1 / (sums["weight"] if factor is None else sums["weight"] * factor)
         grad_norm, bad_leaf = read_norm(grads, scale)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         params, opt_state = update(grads, state, scale, grad_norm, ~finite, key)
@@ -57,6 +71,7 @@ def build_step(plan: Planned) -> Any:
             frozen=state["frozen"],
             opt_state=opt_state,
             extras=jax.tree.map(keep, extras, state["extras"]),
+            loss_scale=state["loss_scale"],
         )
         metrics = {
             "loss": loss,
@@ -66,6 +81,11 @@ def build_step(plan: Planned) -> Any:
             "skipped": skipped,
             "num_skipped": new_state["skipped"],
         }
+        if scaling is not None:
+            new_state["loss_scale"], at_floor = loss_scale.update(
+                scaling, state["loss_scale"], finite
+            )
+            metrics |= {"loss_scale": state["loss_scale"]["scale"], "at_floor": at_floor}
         return new_state, metrics
 
     return jax.jit(
@@ -74,6 +94,23 @@ def build_step(plan: Planned) -> Any:
         out_shardings=(plan.state_shardings, replicated),
         compiler_options=dict(plan.compiler_options) or None,
     )
+
+
+def _expected_weight(plan: Planned) -> float:
+    """About the weight that the loss will be divided by, as a power of two, which rounds nothing.
+
+    A loss scale is meant for the mean loss, and what is differentiated is the sum: its gradient is
+    larger by the weight, which is known only after the forward passes.
+    """
+    if len(plan.forward.jaxpr.outvars) == 1:
+        shards = plan.placement.axis_sizes[DATA] * plan.placement.axis_sizes[REPLICA]
+        count = plan.num_microbatches * shards
+    else:
+        rows = jax.tree.leaves(plan.abstract_batch)[0].shape[0]
+        tokens = plan.abstract_batch
+        tokens = tokens.get("tokens") if isinstance(tokens, Mapping) else None
+        count = rows if tokens is None else math.prod(tokens.shape)
+    return 2.0 ** round(math.log2(count))
 
 
 def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:

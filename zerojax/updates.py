@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.choice import Choice, choose
 from pallas_kernels.gradients import GRADIENT_STATS, StatsScalars
 from pallas_kernels.update import update as update_leaf
-from zerojax.optim.optimizer import Optimizer, UpdateContext
+from zerojax.optim import Optimizer, UpdateContext
 from zerojax.planned import Planned
+from zerojax.precision import Precision
 from zerojax.state import TrainState
 
 Arrays = dict[str, jax.Array]
@@ -36,6 +37,28 @@ class GradientNorm(NamedTuple):
 
     norm: jax.Array
     bad_leaf: jax.Array
+
+
+def fit_optimizer(
+    tx: optax.GradientTransformation, precision: Precision
+) -> optax.GradientTransformation:
+    """The optimizer with moments of the dtype asked for, and able to do without masters.
+
+    What is stored in bfloat16 is rounded stochastically.
+
+    Raises:
+      ValueError: an optax transformation cannot do either.
+    """
+    if precision.has_masters and precision.moments_dtype == jnp.float32:
+        return tx
+    if not isinstance(tx, Optimizer):
+        name = "moments_dtype" if precision.has_masters else "param_dtype"
+        raise ValueError(
+            f"Precision.{name}=bfloat16 needs an update that rounds stochastically, and the "
+            "optimizer is a plain optax transformation, whose small updates would be lost; use "
+            "zerojax.adamw, lion, lamb or sgd (not inside optax.chain), or float32"
+        )
+    return tx.with_dtypes(precision.moments_dtype, True)
 
 
 def choose_update(
@@ -132,6 +155,7 @@ def _build_in_place(plan: Planned, tx: Optimizer) -> Callable[..., tuple[Arrays,
     """Every device updates its own shards: one read and one write of each array."""
     params, opt_state = (_specs(plan.abstract_state[name]) for name in ("params", "opt_state"))
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
+    shapes = {name: leaf.shape for name, leaf in plan.abstract_state["params"].items()}
     choice = plan.update_choices["update"]
 
     def local(
@@ -147,6 +171,7 @@ def _build_in_place(plan: Planned, tx: Optimizer) -> Callable[..., tuple[Arrays,
             skip=skip,
             key=jax.random.wrap_key_data(key_data),
             axes=axes,
+            shapes=shapes,
             choice=choice,
         )
         return tx.apply(grads, state, shards, context)

@@ -5,20 +5,23 @@ Knows parameter names, steps and fused updates; never a mesh's shape or where an
 
 from zerojax.optim.building import BuiltOptimizer, build_optimizer
 from zerojax.optim.clipping import clip_by_global_norm
+from zerojax.optim.coding import StateCoding
 from zerojax.optim.groups import decay_mask, is_matrix
 from zerojax.optim.methods import adamw, lamb, lion, sgd
-from zerojax.optim.optimizer import Optimizer, UpdateContext
+from zerojax.optim.optimizer import Optimizer, UpdateContext, coding_of
 from zerojax.optim.schedules import Schedule, build_schedule
 
 __all__ = [
     "BuiltOptimizer",
     "Optimizer",
     "Schedule",
+    "StateCoding",
     "UpdateContext",
     "adamw",
     "build_optimizer",
     "build_schedule",
     "clip_by_global_norm",
+    "coding_of",
     "decay_mask",
     "is_matrix",
     "lamb",
