@@ -46,7 +46,8 @@ def build_optimizer(
       TypeError: anything else.
     """
     if isinstance(optimizer, optax.GradientTransformation):
-        return BuiltOptimizer(optimizer, None)
+        known = isinstance(optimizer, Optimizer)
+        return BuiltOptimizer(optimizer, optimizer.learning_rate if known else None)
     if optimizer is not None and not isinstance(optimizer, OptimizerConfig):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}; give an optax.GradientTransformation such "

@@ -18,7 +18,7 @@ from pallas_kernels.update import update, update_trees
 from zerojax.optim.clipping import clip_by_global_norm
 from zerojax.optim.groups import Decay, LeafSettings
 from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
-from zerojax.optim.schedules import Schedule
+from zerojax.optim.schedules import Schedule, as_schedule
 
 Tree = Any
 
@@ -110,19 +110,19 @@ class Options:
 
 def make_optimizer(method: Method, options: Options) -> Optimizer:
     """The optimizer of a method."""
-    core = _transformation(method, options)
+    core, dtype = _transformation(method, options), options.moments_dtype
 
     def init(params: Tree) -> Tree:
         options.decay.settings(params)  # refuses what does not fit
         state = core.init(params)
-        return _cast_floats(state, options.moments_dtype) if options.moments_dtype else state
+        return state if dtype is None else _cast_floats(state, dtype)
 
     def update_in_float32(
         updates: Tree, state: Tree, params: Tree = None, **extra: Any
     ) -> tuple[Tree, Tree]:
         updates, state, params = (_cast_floats(x, jnp.float32) for x in (updates, state, params))
         updates, state = core.update(updates, state, params, **extra)
-        return updates, _cast_floats(state, options.moments_dtype)
+        return updates, _cast_floats(state, dtype)
 
     def apply(
         grads: Arrays, state: Tree, params: Arrays, context: UpdateContext
@@ -135,12 +135,13 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
 
     return Optimizer(
         init,
-        update_in_float32 if options.moments_dtype else core.update,
+        core.update if dtype is None else update_in_float32,
         apply=apply,
         kernel=method.kernel,
         impl=options.impl,
         clip_norm=options.clip_norm,
         with_dtypes=with_dtypes,
+        learning_rate=as_schedule(options.learning_rate),
     )
 
 

@@ -100,11 +100,12 @@ class Decay:
         spread = lambda decays, part: jax.tree.map(lambda _: bool(decays), part)  # noqa: E731
         try:
             return trees.flatten_names(jax.tree.map(spread, mask, params))
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError):
+            wanted, given = [*trees.flatten_names(params)], [*trees.flatten_names(mask)]
             raise ValueError(
-                f"mask={mask!r:.80} does not have the structure of the parameters "
-                f"({', '.join([*trees.flatten_names(params)][:4])}, ...): {error}; give a function "
-                "of the parameters, such as zerojax.optim.decay_mask"
+                f"mask: its entries ({', '.join(given[:4])}) are not the parameters "
+                f"({', '.join(wanted[:4])}), nor the upper part of their tree; give a function of "
+                "the parameters, such as zerojax.optim.decay_mask, or None for all"
             ) from None
 
 

@@ -120,6 +120,8 @@ def lamb(
     Its state is that of `optax.lamb`; arguments and errors are those of `adamw`. There is one ratio
     of norms per array, as in optax, over all of its shards. Where layers are stacked in arrays
     [layers, ...] that is one for all layers together, and not one for each as in the paper.
+    Parameters are updated after that ratio is known, from the moments as they are stored: moments
+    in bfloat16 are rounded before they move them.
     """
     _check(b1=b1, b2=b2, eps=eps)
     return make_optimizer(
@@ -162,7 +164,8 @@ def sgd(
     if momentum is not None:
         _check(momentum=momentum)
     options = _options("sgd", learning_rate, weight_decay, mask, groups, clip_norm, impl)
-    decays = bool(weight_decay) or any(group.weight_decay for _, group in options.decay.groups)
+    decays = any(group.weight_decay for _, group in options.decay.groups)
+    decays = decays or not isinstance(weight_decay, int | float) or weight_decay > 0
 
     def chain(decay: Any, rate: Any) -> optax.GradientTransformation:
         trace = optax.identity() if momentum is None else optax.trace(momentum, nesterov)
@@ -228,7 +231,8 @@ def _options(
     if callable(weight_decay):
         raise TypeError(
             f"{kernel}: weight_decay is a function and has to be a number; a schedule of the decay "
-            f"works with optax.{kernel}, which the step takes as well"
+            "works in a chain of optax's own parts (optax.add_decayed_weights takes it), which the "
+            "step takes as well"
         )
     if impl not in get_args(Impl):
         choose(impl, kernel=kernel)  # says which there are

@@ -17,6 +17,13 @@ from zerojax.config import OptimizerConfig
 Schedule = Callable[[Any], Any]
 
 
+def as_schedule(learning_rate: float | Schedule) -> Schedule:
+    """A function of updates applied; a number is one that is constant."""
+    if callable(learning_rate):
+        return learning_rate
+    return optax.constant_schedule(learning_rate)
+
+
 def build_schedule(config: OptimizerConfig, steps: int | None) -> tuple[Schedule, str]:
     """(learning rate as a function of updates applied, one line that explains it)."""
     peak, final = config.learning_rate, config.learning_rate * config.final_lr_fraction
