@@ -140,7 +140,7 @@ BAD_FILES = [
     ("mesh:\n  rules: [[a]]", "mesh.rules: expected a list of 2 items, got ['a'] (list)"),
     (
         "optimizer: {name: adam}",
-        "'adam' is not one of adamw, lion, sgd, lamb; did you mean",
+        "'adam' is not one of adamw, lion, sgd, lamb, adam8bit; did you mean",
     ),
     ("mesh: 3", "mesh: expected a section with the keys data, model"),
     ("mesh:\n  offload: cpu", "mesh.offload: 'cpu' is not built yet; leave it None"),

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from zerojax.config import OptimizerConfig
+from zerojax.config import (
+    ConfigError,
+    OptimizerConfig,
+    ParameterGroup,
+    RunConfig,
+    from_dict,
+    load,
+    to_dict,
+)
 from zerojax.optim import adamw, build_optimizer, build_schedule, decay_mask
 
 PARAMS = {"mlp/kernel": jnp.ones((2, 3)), "mlp/bias": jnp.ones((2, 3)), "norm": jnp.ones((3,))}
@@ -68,7 +79,7 @@ def test_weight_decay_is_on_matrices_only():
     assert decay_mask(PARAMS) == {"mlp/kernel": True, "mlp/bias": False, "norm": False}
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "lamb", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "lamb", "sgd", "adam8bit"])
 def test_every_name_decays_matrices_and_nothing_else(name):
     config = OptimizerConfig(name=name, learning_rate=0.1, schedule="constant", warmup_steps=0)
     built = build_optimizer(config, 10)
@@ -99,6 +110,94 @@ def test_the_global_norm_is_clipped_unless_switched_off(clip_norm, largest):
     tx, params = build_optimizer(config, 10).tx, {"norm": jnp.ones(3)}
     updates, _ = tx.update({"norm": jnp.full((3,), 1e6)}, tx.init(params), params)
     np.testing.assert_allclose(updates["norm"], -largest, rtol=1e-6)
+
+
+def test_an_optimizer_tells_its_learning_rate():
+    for rate, count, value in ((0.25, 7, 0.25), (optax.linear_schedule(1.0, 0.0, 4), 1, 0.75)):
+        built = build_optimizer(adamw(rate), 100)
+        assert float(built.learning_rate(count)) == value
+        assert built.reasons == ()
+
+
+def test_momentum_of_sgd_is_the_first_beta():
+    params = {"x": jnp.ones(3)}
+    for config, theirs in (
+        (OptimizerConfig(name="sgd", beta1=0.8, nesterov=True), optax.sgd(1.0, 0.8, True)),
+        (OptimizerConfig(name="sgd", beta1=0.0), optax.sgd(1.0)),
+    ):
+        config = dataclasses.replace(
+            config, schedule="constant", warmup_steps=0, learning_rate=1.0, clip_norm=None
+        )
+        mine, ours, other = build_optimizer(config, 10).tx, params, params
+        state, optax_state = mine.init(params), theirs.init(params)
+        for gradient in (0.5, -2.0):
+            grads = {"x": jnp.full(3, gradient)}
+            updates, state = mine.update(grads, state, ours)
+            ours = optax.apply_updates(ours, updates)
+            updates, optax_state = theirs.update(grads, optax_state, other)
+            other = optax.apply_updates(other, updates)
+        np.testing.assert_array_equal(ours["x"], other["x"])
+
+
+GROUPS_FILE = """\
+optimizer:
+  impl: xla
+  groups:
+    embed:
+      learning_rate_factor: 1e-1
+      weight_decay: 0
+    ".*/kernel": {learning_rate_factor: 2}
+"""
+
+
+def test_groups_come_from_a_file_in_its_order(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(GROUPS_FILE)
+    config = load(RunConfig, path)
+    assert config.optimizer.impl == "xla"
+    assert config.optimizer.groups == (
+        ("embed", ParameterGroup(learning_rate_factor=0.1, weight_decay=0.0)),
+        (".*/kernel", ParameterGroup(learning_rate_factor=2.0)),
+    )
+    assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
+    assert hash(config) == hash(load(RunConfig, path))
+    typed = load(RunConfig, None, ["optimizer.groups={embed: {weight_decay: 0}}"])
+    assert typed.optimizer.groups == (("embed", ParameterGroup(weight_decay=0.0)),)
+
+
+@pytest.mark.parametrize(
+    ("groups", "sentence"),
+    [
+        (
+            "{embed: {weight_decay: -1}}",
+            "optimizer.groups.embed.weight_decay: -1.0 must be >= 0 ({path}:3)",
+        ),
+        (
+            "{embed: {learning_rate: 1}}",
+            "optimizer.groups.embed.learning_rate: unknown key; did you mean "
+            "'learning_rate_factor'? ({path}:3)",
+        ),
+        ("{embed: 0.1}", "expected a section with the keys learning_rate_factor, weight_decay"),
+        ("{'(': {}}", "optimizer.groups: '(' is not a regular expression"),
+        ("embed", "expected a mapping or a list of pairs, got 'embed' (str) ({path}:3)"),
+    ],
+)
+def test_a_mistake_in_a_group_is_placed(tmp_path, groups, sentence):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"optimizer:\n  name: lion\n  groups: {groups}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, path)
+    assert sentence.format(path=path) in str(caught.value)
+
+
+def test_groups_of_a_configuration_reach_the_update():
+    group = ParameterGroup(learning_rate_factor=0.5)
+    config = OptimizerConfig(schedule="constant", warmup_steps=0, groups=(("mlp/kernel", group),))
+    plain = dataclasses.replace(config, groups=())
+    built = [build_optimizer(each, 10).tx for each in (config, plain)]
+    halved, full = (tx.update(PARAMS, tx.init(PARAMS), PARAMS)[0] for tx in built)
+    np.testing.assert_allclose(halved["mlp/kernel"], 0.5 * full["mlp/kernel"], rtol=1e-6)
+    np.testing.assert_array_equal(halved["norm"], full["norm"])
 
 
 def test_a_transformation_is_taken_as_it_is():

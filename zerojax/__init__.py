@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zerojax.config import ConfigError, MeshConfig, OptimizerConfig, RunConfig
     from zerojax.data import TokenSource, shard_batch
     from zerojax.mesh import make_abstract_mesh, make_mesh
-    from zerojax.optim import adamw, lamb, lion, sgd
+    from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
     from zerojax.plan import Plan, make_plan
     from zerojax.runs import LoadedRun, load_run, run_from_config
     from zerojax.state import TrainState
@@ -38,6 +38,7 @@ __all__ = [
     "TrainState",
     "Trainer",
     "__version__",
+    "adam8bit",
     "adamw",
     "build_evaluation",
     "build_step",
@@ -70,6 +71,7 @@ _HOME_OF_NAME = {
     "TokenSource": "data",
     "TrainState": "state",
     "Trainer": "trainer",
+    "adam8bit": "optim",
     "adamw": "optim",
     "build_evaluation": "step",
     "build_step": "step",

@@ -187,8 +187,8 @@ class ParameterGroup:
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule. The defaults are those of GPT-3."""
 
-    name: Literal["adamw", "lion", "sgd", "lamb"] = "adamw"
-    """Update rule."""
+    name: Literal["adamw", "lion", "sgd", "lamb", "adam8bit"] = "adamw"
+    """Update rule; adam8bit is AdamW with moments of one byte each."""
     learning_rate: float = 3e-4
     """Peak of the schedule."""
     beta1: float = 0.9

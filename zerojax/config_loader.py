@@ -346,9 +346,11 @@ def _convert_literal(args: tuple[Any, ...], value: Any) -> Any:
 
 
 def _convert_tuple(args: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
-    if isinstance(value, Mapping) and typing.get_origin(args[0]) is tuple:
+    of_pairs = typing.get_origin(args[0]) is tuple
+    if of_pairs and isinstance(value, Mapping):
         return _convert_mapping(typing.get_args(args[0]), value)
-    _expect(isinstance(value, (list, tuple)), "a list", value)
+    wanted = "a mapping or a list of pairs" if of_pairs else "a list"
+    _expect(isinstance(value, (list, tuple)), wanted, value)
     items = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
     _expect(len(items) == len(value), f"a list of {len(items)} items", value)
     return tuple(_convert(hint, item) for hint, item in zip(items, value, strict=True))

@@ -3,6 +3,7 @@
 Knows parameter names, steps and fused updates; never a mesh's shape or where anything lies.
 """
 
+from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.building import BuiltOptimizer, build_optimizer
 from zerojax.optim.clipping import clip_by_global_norm
 from zerojax.optim.coding import StateCoding
@@ -17,6 +18,7 @@ __all__ = [
     "Schedule",
     "StateCoding",
     "UpdateContext",
+    "adam8bit",
     "adamw",
     "build_optimizer",
     "build_schedule",

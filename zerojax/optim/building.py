@@ -11,6 +11,7 @@ import dataclasses
 import optax
 
 from zerojax.config import OptimizerConfig
+from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.methods import adamw, lamb, lion, sgd
 from zerojax.optim.optimizer import Optimizer
 from zerojax.optim.schedules import Schedule, build_schedule
@@ -74,5 +75,5 @@ def _configured(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
         return sgd(schedule, momentum=momentum, nesterov=config.nesterov, **common)
     if config.name == "lion":
         return lion(schedule, **betas, **common)
-    build = {"adamw": adamw, "lamb": lamb}[config.name]
+    build = {"adamw": adamw, "adam8bit": adam8bit, "lamb": lamb}[config.name]
     return build(schedule, eps=config.eps, **betas, **common)
