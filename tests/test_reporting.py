@@ -1,4 +1,6 @@
-"""What is said of the memory at the end of a run."""
+"""What is said of steps that were not finite, when they end a run, and of the memory at its end."""
+
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,233 @@ import pytest
 
 import zerojax
 from zerojax import compiler
-from zerojax.reporting import compare_peak
+from zerojax.loss_scale import LossScale
+from zerojax.precision import Precision, as_precision
+from zerojax.reporting import MAX_STEPS_UNDER_WAY, Reports, compare_peak
+
+NAMES = ("embed", "mlp/kernel", "norm")
+
+
+def make_plan(precision):
+    """What `Reports` asks of a plan."""
+    return types.SimpleNamespace(
+        precision=as_precision(precision),
+        abstract_state={"params": dict.fromkeys(NAMES)},
+        learning_rate=None,
+    )
+
+
+BF16 = make_plan("bf16")
+FP16 = make_plan("fp16")
+FP16_STATIC = make_plan(
+    Precision(
+        compute_dtype=jnp.float16, reduce_dtype=jnp.float16, loss_scale=LossScale(static=128.0)
+    )
+)
+
+
+def metrics(*, skipped=0, num_skipped=0, loss=2.5, grad_norm=1.0, **others):
+    """What a step gives, as scalars on the device."""
+    values = {"loss": loss, "grad_norm": grad_norm, "skipped": skipped, "num_skipped": num_skipped}
+    return {name: jnp.asarray(value) for name, value in {**values, **others}.items()}
+
+
+def overflow(count, **others):
+    """A step that was skipped, the `count`-th."""
+    return metrics(skipped=1, num_skipped=count, grad_norm=jnp.inf, **others)
+
+
+class Log:
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.written, self.messages = [], []
+
+    def write(self, step, values):
+        self.written.append((step, values))
+
+    def message(self, text):
+        self.messages.append(text)
+
+
+def report(reports, plan, step, held, log=None):
+    reports.hold(step, held)
+    return reports.read(plan, log)
+
+
+# --- numbers that are shown -----------------------------------------------------------------------
+
+
+def test_the_loss_scale_is_shown_where_there_is_one():
+    log, reports = Log(), Reports(5)
+    finite = {"bad_leaf": -1, "at_floor": False}
+    values = report(reports, FP16, 1, metrics(loss_scale=65536.0, **finite), log)
+    assert values["loss_scale"] == 65536.0
+    report(reports, BF16, 2, metrics(bad_leaf=-1), log)
+    shown = [sorted(values) for _, values in log.written]
+    assert shown == [
+        ["grad_norm", "loss", "loss_scale", "skipped"],
+        ["grad_norm", "loss", "skipped"],
+    ]
+    assert log.messages == []
+
+
+# --- steps that are skipped -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "others", "found"),
+    [
+        (BF16, {"bad_leaf": 1}, ", first in the gradient of 'mlp/kernel'"),
+        (BF16, {"bad_leaf": 0}, ", first in the gradient of 'embed'"),
+        (BF16, {"bad_leaf": -1}, ""),
+        (BF16, {}, ""),
+        (
+            FP16,
+            {"bad_leaf": 2, "loss_scale": 65536.0, "at_floor": False},
+            ", first in the gradient of 'norm', loss scale 65536",
+        ),
+    ],
+)
+def test_a_skipped_step_is_said_with_the_parameter_to_blame(plan, others, found):
+    log = Log()
+    report(Reports(5), plan, 12, overflow(3, **others), log)
+    assert log.messages == [
+        f"step 12: loss 2.5, gradient norm inf{found}: not finite, the update was skipped "
+        "(3 skipped since the last report, 3 in all)"
+    ]
+
+
+def test_a_run_that_stays_non_finite_ends_with_the_name():
+    reports = Reports(3)
+    for step in (1, 2):
+        report(reports, BF16, step, overflow(step, bad_leaf=1))
+    with pytest.raises(FloatingPointError) as end:
+        report(reports, BF16, 3, overflow(3, bad_leaf=1))
+    assert str(end.value) == (
+        "loss 2.5, gradient norm inf, first in the gradient of 'mlp/kernel' at step 3: not finite "
+        "at 3 reports in a row, 3 updates skipped. The parameters are those before the first of "
+        "them. Lower the learning rate, use precision='fp32', or look at the data"
+    )
+
+
+def test_a_finite_report_starts_the_count_anew():
+    reports = Reports(2)
+    for step in range(1, 9):
+        skipped = step % 2
+        held = overflow(step, bad_leaf=0) if skipped else metrics(num_skipped=step)
+        report(reports, BF16, step, held)
+
+
+def test_a_dynamic_scale_may_search_for_as_long_as_it_needs():
+    reports = Reports(5)
+    for step in range(1, 18):
+        scale = 2.0 ** (18 - step)
+        report(reports, FP16, step, overflow(step, bad_leaf=0, loss_scale=scale, at_floor=False))
+
+
+def test_a_static_scale_ends_as_other_precisions_do_with_its_own_remedy():
+    reports = Reports(2)
+    held = {"bad_leaf": 0, "loss_scale": 128.0, "at_floor": False}
+    report(reports, FP16_STATIC, 1, overflow(1, **held))
+    with pytest.raises(FloatingPointError, match=r"loss scale 128.*Lower loss_scale\.static"):
+        report(reports, FP16_STATIC, 2, overflow(2, **held))
+
+
+# --- the floor of the loss scale ------------------------------------------------------------------
+
+AT_FLOOR = {"bad_leaf": 1, "loss_scale": 1.0, "at_floor": True}
+NOT_AT_FLOOR = {"bad_leaf": -1, "loss_scale": 1.0, "at_floor": False}
+
+
+def test_at_the_floor_the_run_ends_with_name_and_remedies():
+    log = Log()
+    with pytest.raises(FloatingPointError) as end:
+        report(Reports(5), FP16, 21, overflow(18, **AT_FLOOR), log)
+    assert str(end.value) == (
+        "step 21 overflowed: loss 2.5, gradient norm inf, first in the gradient of 'mlp/kernel', "
+        "loss scale 1: that is the smallest allowed, and a smaller one is needed. 18 updates "
+        "skipped, this one too. Lower the learning rate, use precision='bf16', which has the range "
+        "of float32, or look at 'mlp/kernel' and what it is multiplied with"
+    )
+    assert "step 21: loss 2.5" in log.messages[0], "the log has it too"
+
+
+def test_a_loss_that_is_not_finite_is_told_apart():
+    held = overflow(18, loss=jnp.nan, **{**AT_FLOOR, "bad_leaf": -1})
+    with pytest.raises(FloatingPointError) as end:
+        report(Reports(5), FP16, 21, held)
+    assert str(end.value) == (
+        "step 21 overflowed: loss nan, gradient norm inf, loss scale 1: the loss itself is not "
+        "finite, and no loss scale changes that. 18 updates skipped, this one too. Look at the "
+        "data and at the largest activations, use precision='bf16', which has the range of float32"
+    )
+
+
+def test_the_floor_between_two_reports_ends_the_run_a_fixed_number_of_steps_later():
+    reports = Reports(5)
+    reports.follow(FP16, 1, metrics(**NOT_AT_FLOOR))
+    reports.follow(FP16, 2, overflow(1, **AT_FLOOR))
+    for step in range(3, 2 + MAX_STEPS_UNDER_WAY):
+        reports.follow(FP16, step, metrics(num_skipped=1, **NOT_AT_FLOOR))
+    with pytest.raises(FloatingPointError, match="step 2 overflowed"):
+        reports.follow(FP16, 99, metrics(num_skipped=1, **NOT_AT_FLOOR))
+    reports.settle(FP16)  # nothing is left to wait for
+
+
+def test_the_floor_in_the_last_steps_of_a_run_is_not_missed():
+    reports = Reports(5)
+    for step in (1, 2):
+        reports.follow(FP16, step, metrics(**NOT_AT_FLOOR))
+    reports.settle(FP16)
+    reports.follow(FP16, 3, overflow(1, **AT_FLOOR))
+    with pytest.raises(FloatingPointError, match="step 3 overflowed"):
+        reports.settle(FP16)
+
+
+def test_steps_without_a_loss_scale_are_only_waited_for():
+    reports = Reports(5)
+    for step in range(3 * MAX_STEPS_UNDER_WAY):
+        reports.follow(BF16, step, overflow(step, bad_leaf=0))
+    reports.settle(BF16)
+
+
+def test_a_float16_run_ends_at_the_floor_and_names_its_parameter():
+    """`steep` has a gradient of a million, which float16 does not hold under any scale >= 1."""
+
+    def loss(params, batch):
+        gentle = jnp.mean(batch["x"] @ params["gentle"])
+        return gentle.astype(jnp.float32) + 1e6 * params["steep"].astype(jnp.float32).sum()
+
+    model = (lambda key, batch: {"gentle": jnp.ones(8), "steep": jnp.full(8, 1e-4)}, loss)
+    batch = {"x": np.ones((8, 8), np.float32)}
+    plan = zerojax.make_plan(
+        model,
+        zerojax.make_mesh({"data": 8}),
+        example_batch=batch,
+        loss=lambda apply, batch: apply(batch),
+        optimizer=optax.sgd(0.1),
+        precision=Precision(
+            compute_dtype=jnp.float16,
+            reduce_dtype=jnp.float16,
+            loss_scale=LossScale(initial=4.0, hysteresis=1),
+        ),
+    )
+    step, state, reports = zerojax.build_step(plan), zerojax.init_state(plan), Reports(2)
+    batch, scales = zerojax.shard_batch(plan, batch), []
+    for number in (1, 2, 3):
+        state, held = step(state, batch)
+        scales.append(float(held["loss_scale"]))
+        reports.hold(number, held)
+        if number < 3:
+            reports.read(plan, None)
+    with pytest.raises(FloatingPointError, match="step 3 overflowed.*'steep'.*3 updates skipped"):
+        reports.read(plan, None)
+    assert scales == [4.0, 2.0, 1.0]
+    np.testing.assert_array_equal(state["params"]["steep"], np.full(8, 1e-4, np.float32))
+
+
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@ Knows metrics and the log; never the batches, the loop or the checkpoints.
 
 from __future__ import annotations
 
+import collections
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +16,21 @@ from zerojax.plan import Plan
 
 Metrics = dict[str, float]
 
+MAX_STEPS_UNDER_WAY = 16
+"""Steps that may be started before the first of them is finished. Enough to hide the host's work;
+without a limit a host that is much faster than its devices queues without end, and XLA on CPU
+stands still after some hundred steps (seen with JAX 0.10.2 on 8 virtual devices)."""
+
+SHOWN = ("loss", "grad_norm", "learning_rate", "loss_scale")
+"""Metrics of a step that the log has, where there are such."""
+
 
 class Reports:
     """Metrics of a step are held until a later step is under way, so that reading them waits less.
 
     Args:
-      max_skipped: reports in a row with a step that was not finite, after which the run ends.
+      max_skipped: reports in a row with a step that was not finite, after which the run ends. Not
+        under a dynamic loss scale, which ends such a run by itself, at its minimum.
       skipped: steps skipped before, when the run resumes.
     """
 
@@ -28,6 +39,35 @@ class Reports:
         self._skipped = skipped
         self._in_a_row = 0
         self._held: tuple[int, Mapping[str, Any]] | None = None
+        self._under_way: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
+
+    def follow(self, plan: Plan, step: int, metrics: Mapping[str, Any]) -> None:
+        """To be told of every step: waits for the one `MAX_STEPS_UNDER_WAY` before it.
+
+        Raises:
+          FloatingPointError: that one overflowed at the smallest loss scale.
+        """
+        self._under_way.append((step, metrics))
+        if len(self._under_way) > MAX_STEPS_UNDER_WAY:
+            self._settle(plan)
+
+    def settle(self, plan: Plan) -> None:
+        """Waits for all steps that `follow` was told of.
+
+        Raises:
+          FloatingPointError: one of them overflowed at the smallest loss scale.
+        """
+        while self._under_way:
+            self._settle(plan)
+
+    def _settle(self, plan: Plan) -> None:
+        step, metrics = self._under_way.popleft()
+        metrics["loss"].block_until_ready()
+        # One scalar, and only in float16: a run may be at the floor between two reports.
+        if "at_floor" in metrics and bool(metrics["at_floor"]):
+            self._under_way.clear()
+            self._held = None
+            raise _floor_error(plan, _read(step, metrics))
 
     def hold(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keeps the metrics of a step, still on the devices."""
@@ -37,41 +77,86 @@ class Reports:
         """The held metrics on the host, written to the log; None when none are held.
 
         Raises:
-          FloatingPointError: too many reports in a row were not finite.
+          FloatingPointError: too many reports in a row were not finite, or this step overflowed at
+            the smallest loss scale.
         """
         if self._held is None:
             return None
         (step, metrics), self._held = self._held, None
-        values: Metrics = {"step": step} | {name: float(x) for name, x in metrics.items()}
+        values = _read(step, metrics)
         before, self._skipped = self._skipped, int(values["num_skipped"])
         if plan.learning_rate is not None:
             updates = step - 1 - (self._skipped - int(values["skipped"]))
             values["learning_rate"] = float(plan.learning_rate(updates))
         if log is not None:
-            shown = ("loss", "grad_norm", "learning_rate")
-            numbers = {name: values[name] for name in shown if name in values}
+            numbers = {name: values[name] for name in SHOWN if name in values}
             log.write(step, {**numbers, "skipped": self._skipped})
-        self._check_finite(values, self._skipped - before, log)
+        self._check_finite(plan, values, self._skipped - before, log)
         return values
 
-    def _check_finite(self, values: Metrics, newly: int, log: RunLog | None) -> None:
-        step = int(values["step"])
+    def _check_finite(self, plan: Plan, values: Metrics, newly: int, log: RunLog | None) -> None:
         if not values["skipped"]:
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        found = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+        step, found = int(values["step"]), _what_was_not_finite(plan, values)
         if log is not None:
             log.message(
                 f"step {step}: {found}: not finite, the update was skipped "
                 f"({newly} skipped since the last report, {self._skipped} in all)"
             )
-        if self._in_a_row >= self._max_skipped:
+        if values.get("at_floor"):
+            raise _floor_error(plan, values)
+        if self._in_a_row >= self._max_skipped and not _scale_is_dynamic(plan):
             raise FloatingPointError(
                 f"{found} at step {step}: not finite at {self._in_a_row} reports in a row, "
                 f"{self._skipped} updates skipped. The parameters are those before the first of "
-                "them. Lower the learning rate, use precision='fp32', or look at the data"
+                f"them. {_remedy(plan)}"
             )
+
+
+def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
+    return {"step": step} | {name: float(x) for name, x in metrics.items()}
+
+
+def _scale_is_dynamic(plan: Plan) -> bool:
+    scaling = plan.precision.loss_scale
+    return scaling is not None and scaling.static is None
+
+
+def _what_was_not_finite(plan: Plan, values: Metrics) -> str:
+    """The numbers of a skipped step, and the parameter whose gradient is to blame, if known."""
+    found = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+    number = int(values.get("bad_leaf", -1))
+    if number >= 0:
+        found += f", first in the gradient of '{list(plan.abstract_state['params'])[number]}'"
+    if "loss_scale" in values:
+        found += f", loss scale {values['loss_scale']:g}"
+    return found
+
+
+def _floor_error(plan: Plan, values: Metrics) -> FloatingPointError:
+    """What ends a run whose loss scale cannot be lowered any more."""
+    number = int(values.get("bad_leaf", -1))
+    layer = list(plan.abstract_state["params"])[number] if number >= 0 else None
+    if not math.isfinite(values["loss"]):
+        reason = "the loss itself is not finite, and no loss scale changes that"
+        remedy = "Look at the data and at the largest activations"
+    else:
+        reason = "that is the smallest allowed, and a smaller one is needed"
+        remedy = "Lower the learning rate"
+    look = f", or look at '{layer}' and what it is multiplied with" if layer else ""
+    return FloatingPointError(
+        f"step {int(values['step'])} overflowed: {_what_was_not_finite(plan, values)}: {reason}. "
+        f"{int(values['num_skipped'])} updates skipped, this one too. {remedy}, use "
+        f"precision='bf16', which has the range of float32{look}"
+    )
+
+
+def _remedy(plan: Plan) -> str:
+    if plan.precision.loss_scale is not None:
+        return "Lower loss_scale.static or make it dynamic (null), or use precision='bf16'"
+    return "Lower the learning rate, use precision='fp32', or look at the data"
 
 
 def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None:
