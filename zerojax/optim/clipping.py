@@ -26,4 +26,4 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
         scale = lambda x: jnp.where(norm < max_norm, x, x / norm.astype(x.dtype) * max_norm)  # noqa: E731
         return jax.tree.map(scale, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(optax.identity().init, update)

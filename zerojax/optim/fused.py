@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from pallas_kernels.choice import Impl
 from pallas_kernels.elementwise import Rule, Updated
 from pallas_kernels.update import update, update_trees
 from zerojax.optim.clipping import clip_by_global_norm
@@ -47,8 +48,11 @@ class Numbers:
 
     def update(
         self, rule: Rule, updated: tuple[Arrays, ...], read: tuple[Arrays, ...], *, salt: int = 0
-    ) -> Updated:
-        """One pass of a rule over all leaves; passes that round need different salts."""
+    ) -> Any:
+        """One pass of a rule over all leaves: an `Updated` of {name: array}.
+
+        Passes that round need different salts.
+        """
 
         def leaf(arrays: Sequence[Any], also_read: Sequence[Any], name: str) -> Updated:
             rounds = self.stochastic and any(x.dtype == jnp.bfloat16 for x in arrays)
@@ -103,7 +107,7 @@ class Options:
     learning_rate: float | Schedule
     decay: Decay
     clip_norm: float | None
-    impl: str
+    impl: Impl
     moments_dtype: Any = None
     stochastic: bool = False
 
@@ -203,8 +207,8 @@ def _apply(
     parts = jax.tree.leaves(state, is_leaf=_is_part)
     schedule = next((p for p in parts if isinstance(p, optax.ScaleByScheduleState)), None)
     moments = next((p for p in parts if p is not schedule), None)
-    rate = options.learning_rate
-    rate = jnp.asarray(rate(schedule.count) if schedule else rate, jnp.float32)
+    rate = as_schedule(options.learning_rate)(schedule.count if schedule else 0)
+    rate = jnp.asarray(rate, jnp.float32)
     counted = moments is not None and "count" in moments._fields
     settings = options.decay.settings(context.whole(params))
 
@@ -227,7 +231,9 @@ def _apply(
     params, after = method.run(params, before, grads, numbers)
 
     def advance(part: Any) -> Any:
-        changed = dict(zip(method.moments, after, strict=True)) if part is moments else {}
+        changed: dict[str, Any] = {}
+        if part is moments:
+            changed |= zip(method.moments, after, strict=True)
         if "count" in part._fields:
             new = optax.safe_increment(part.count)
             changed["count"] = jnp.where(context.skip, part.count, new)

@@ -116,7 +116,7 @@ def as_groups(groups: Mapping[str, Any] | Iterable[tuple[str, Any]] | None) -> G
       ValueError: an unknown setting (the nearest known one is named) or a wrong value; a pattern
         that is not a regular expression.
     """
-    pairs = groups.items() if isinstance(groups, Mapping) else (groups or ())
+    pairs: Any = groups.items() if isinstance(groups, Mapping) else groups or ()
     checked = []
     for pattern, group in pairs:
         try:

@@ -13,7 +13,7 @@ import jax
 import optax
 from jax import lax
 
-from pallas_kernels.choice import Choice
+from pallas_kernels.choice import Choice, Impl
 from pallas_kernels.rounding import seed_of
 from zerojax.optim.coding import StateCoding
 from zerojax.optim.schedules import Schedule
@@ -83,14 +83,15 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       impl: "auto", "xla", "mosaic_gpu" or "interpret".
       clip_norm: limit of the global gradient norm; None does not clip.
       with_dtypes: (moments dtype, stochastic rounding or not) -> the same optimizer with other
-        moments. float32 and False are what `init` gives otherwise.
+        moments. An optimizer that was not asked has optax's: of the parameters' dtype, rounded to
+        nearest.
       coding: how the state becomes the one that is stored, and back; None where it is that already.
       learning_rate: its schedule over updates applied, for reports; None where it is not known.
     """
 
     apply: Apply
     kernel: str
-    impl: str
+    impl: Impl
     clip_norm: float | None
     with_dtypes: Callable[[Any, bool], Optimizer]
     coding: StateCoding | None
@@ -103,7 +104,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         *,
         apply: Apply,
         kernel: str,
-        impl: str,
+        impl: Impl,
         clip_norm: float | None,
         with_dtypes: Callable[[Any, bool], Optimizer],
         coding: StateCoding | None = None,
