@@ -106,6 +106,7 @@ class Reports:
                 f"({newly} skipped since the last report, {self._skipped} in all)"
             )
         if values.get("at_floor"):
+            self._under_way.clear()
             raise _floor_error(plan, values)
         if self._in_a_row >= self._max_skipped and not _scale_is_dynamic(plan):
             raise FloatingPointError(
