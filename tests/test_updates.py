@@ -1,0 +1,174 @@
+"""How gradients become parameters: the optimizers' own update in the step, at every stage.
+
+A trajectory on one device, updated by optax itself, is what every other has to follow.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from tests.small_models import reference_model
+from tests.trajectories import TOLERANCE, text_batch
+from zerojax.optim import decay_mask
+from zerojax.precision import Precision
+from zerojax.updates import build_norm
+
+STEPS = 6
+RATE = 1e-3
+# Near 0, Adam's eps decides what a rounding error of a gradient becomes; see tests/trajectories.py.
+EPS = 1e-5
+
+
+def plan_of(optimizer, zero, mesh=None, precision="fp32", **options):
+    mesh = mesh or {"data": 8}
+    devices = jax.devices()[: int(np.prod(list(mesh.values())))]
+    return zerojax.make_plan(
+        reference_model("gpt2"),
+        zerojax.make_mesh(mesh, devices=devices),
+        example_batch=text_batch(0),
+        optimizer=optimizer,
+        zero=zero,
+        precision=precision,
+        **options,
+    )
+
+
+def run(plan, steps=STEPS, spoil=None):
+    """Losses and the last state; the gradients of step `spoil` are not finite."""
+    state, step = zerojax.init_state(plan), zerojax.build_step(plan)
+    losses = []
+    for index in range(steps):
+        batch = dict(text_batch(index))
+        if index == spoil:
+            batch["targets"] = np.full_like(batch["targets"], 10_000)  # outside of the vocabulary
+        state, metrics = step(state, zerojax.shard_batch(plan, batch))
+        losses.append(float(metrics["loss"]))
+    return np.array(losses), state
+
+
+OWN = {
+    "adamw": lambda **more: zerojax.adamw(RATE, eps=EPS, **more),
+    "lion": lambda **more: zerojax.lion(RATE / 10, weight_decay=0.1, **more),
+    "lamb": lambda **more: zerojax.lamb(RATE, eps=EPS, weight_decay=0.1, **more),
+    "sgd": lambda **more: zerojax.sgd(0.1, momentum=0.9, **more),
+}
+DECAY = {"weight_decay": 0.1, "mask": decay_mask}
+OPTAX = {
+    "adamw": lambda: optax.adamw(RATE, b1=0.9, b2=0.95, eps=EPS, **DECAY),
+    "lion": lambda: optax.lion(RATE / 10, b1=0.9, b2=0.99, **DECAY),
+    "lamb": lambda: optax.lamb(RATE, b1=0.9, b2=0.999, eps=EPS, **DECAY),
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """name -> losses on one device, updated by optax."""
+    known = {}
+
+    def losses(name):
+        if name not in known:
+            clipped = optax.chain(optax.clip_by_global_norm(1.0), OPTAX[name]())
+            known[name] = run(plan_of(clipped, 0, {"data": 1}))[0]
+        return known[name]
+
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "zero", "mesh"),
+    [
+        ("adamw", 0, {"data": 8}),
+        ("adamw", 3, {"data": 4, "model": 2}),
+        ("adamw", 1, {"replica": 2, "data": 4}),
+        ("lion", 1, {"data": 8}),
+        ("lamb", 3, {"data": 8}),
+        ("lamb", 2, {"data": 2, "model": 4}),
+        ("sgd", 2, {"data": 8}),
+    ],
+)
+def test_updates_in_place_follow_optax_on_one_device(alone, name, zero, mesh):
+    losses, state = run(plan_of(OWN[name](), zero, mesh))
+    assert np.abs(losses - alone(name)).max() <= TOLERANCE
+    assert int(state["skipped"]) == 0
+
+
+@pytest.mark.parametrize("name", list(OWN))
+def test_a_step_that_is_not_finite_changes_nothing_but_counters(name):
+    plan = plan_of(OWN[name](), 2)
+    _, before = run(plan, steps=2)
+    before = jax.device_get(before)
+    losses, after = run(plan, steps=3, spoil=2)
+    after = jax.device_get(after)
+    assert np.isnan(losses[2])
+    assert (after.pop("step"), after.pop("skipped")) == (3, 1)
+    assert (before.pop("step"), before.pop("skipped")) == (2, 0)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_the_first_leaf_that_is_not_finite_is_found_wherever_it_lies():
+    plan = plan_of(OWN["adamw"](), 3, {"data": 4, "model": 2})
+    leaves = plan.abstract_state["params"]
+    norm = jax.jit(build_norm(plan))
+    names = list(leaves)
+    ones = {
+        name: jax.device_put(np.ones(leaf.shape, np.float32), leaf.sharding)
+        for name, leaf in leaves.items()
+    }
+    found = norm(ones, jnp.float32(0.5))
+    count = sum(leaf.size for leaf in leaves.values())
+    np.testing.assert_allclose(found.norm, 0.5 * np.sqrt(count), rtol=1e-6)
+    assert int(found.bad_leaf) == -1
+    for index in (0, len(names) // 2, len(names) - 1):
+        spoilt = np.ones(leaves[names[index]].shape, np.float32)
+        spoilt.flat[-1] = np.inf
+        bad = {**ones, names[index]: jax.device_put(spoilt, leaves[names[index]].sharding)}
+        found = norm(bad, jnp.float32(1))
+        assert not np.isfinite(found.norm)
+        assert int(found.bad_leaf) == index
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        Precision(param_dtype=jnp.bfloat16),
+        Precision(moments_dtype=jnp.bfloat16),
+        Precision(param_dtype=jnp.bfloat16, moments_dtype=jnp.bfloat16),
+    ],
+    ids=["no masters", "small moments", "both"],
+)
+def test_less_state_learns_as_well(precision):
+    """Batches repeat after four, so a model learns them. Rounding costs some of it: 3 % allowed."""
+    masters, _ = run(plan_of(OWN["adamw"](), 3, precision="bf16"), steps=16)
+    plan = plan_of(OWN["adamw"](), 3, precision=precision)
+    losses, state = run(plan, steps=16)
+    assert losses[-1] < masters[0] - 0.9 * (masters[0] - masters[-1])
+    np.testing.assert_allclose(losses[-4:], masters[-4:], rtol=0.03)
+    dtypes = {x.dtype.name for x in jax.tree.leaves(state["opt_state"]) if x.ndim}
+    assert dtypes == {precision.moments_dtype.name}
+    assert {x.dtype for x in state["params"].values()} == {precision.param_dtype}
+    again, _ = run(plan, steps=4)
+    np.testing.assert_array_equal(again, losses[:4])  # rounded by the step's key: reproducible
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "moments_dtype"])
+def test_a_plain_optax_optimizer_cannot_round_stochastically(field):
+    with pytest.raises(ValueError, match=f"{field}=bfloat16 needs an update that rounds stoch"):
+        plan_of(optax.adamw(1e-3), 1, precision=Precision(**{field: jnp.bfloat16}))
+
+
+def test_a_kernel_is_refused_where_there_is_no_gpu_and_the_choice_is_told():
+    with pytest.raises(ValueError, match="impl='mosaic_gpu' for adamw"):
+        plan_of(OWN["adamw"](impl="mosaic_gpu"), 1)
+    assert any("optimizer update by xla" in reason for reason in plan_of(None, 1).reasons)
+
+
+def test_a_users_own_chain_still_goes_the_way_of_optax(alone):
+    chain = optax.chain(zerojax.adamw(RATE, eps=EPS), optax.scale(1.0))
+    losses, _ = run(plan_of(chain, 2))
+    assert np.abs(losses - alone("adamw")).max() <= TOLERANCE
