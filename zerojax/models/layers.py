@@ -10,6 +10,7 @@ and the activations are bfloat16. Norms, rotary angles and the softmax are alway
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +139,23 @@ def rotate_positions(x: jax.Array, positions: jax.Array, *, theta: float) -> jax
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
+    """`jax.nn.dot_product_attention`, in float32 where XLA has no float16 products: on CPUs.
+
+    (It asks for float16 products that are summed in float32, which XLA:CPU refuses when it
+    compiles; seen with jax 0.10.2 and 0.12.)
+    """
+    attention = functools.partial(jax.nn.dot_product_attention, **options)
+    if query.dtype != jnp.float16:
+        return attention(query, key, value)
+
+    def in_float32(*operands: jax.Array) -> jax.Array:
+        wide = attention(*(x.astype(jnp.float32) for x in operands))
+        return wide.astype(jnp.float16)
+
+    return lax.platform_dependent(query, key, value, cpu=in_float32, default=attention)
+
+
 class Attention(nnx.Module):
     """Causal self-attention with grouped key/value heads (arXiv:2305.13245).
 
@@ -180,7 +198,7 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, seq, embed] -> the same shape; position i sees positions 0..i."""
         query, key, value = self._project(x, jnp.arange(x.shape[1]))
-        return self.output(jax.nn.dot_product_attention(query, key, value, is_causal=True))
+        return self.output(attend(query, key, value, is_causal=True))
 
     def extend(
         self, x: jax.Array, cache: tuple[jax.Array, jax.Array], position: jax.Array
@@ -203,7 +221,7 @@ class Attention(nnx.Module):
             cache[1], value.astype(cache[1].dtype), position, 1
         )
         visible = jnp.arange(keys.shape[1])[None, :] <= positions[:, None]
-        mixed = jax.nn.dot_product_attention(
+        mixed = attend(
             query, keys.astype(query.dtype), values.astype(query.dtype), mask=visible[None, None]
         )
         return self.output(mixed), (keys, values)
