@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import adam8bit, choice, optimizers, rounding
-from pallas_kernels.adam8bit import Moments8bit, decode_moments, init_moments
+from pallas_kernels.adam8bit import Moments8bit, decode_moments, encode_moments, init_moments
 from pallas_kernels.adam8bit_kernel import update_adam8bit
 from pallas_kernels.choice import Choice
 from pallas_kernels.update import update
@@ -120,6 +120,70 @@ def test_a_zero_gradient_leaves_zero_moments():
     np.testing.assert_array_equal(np.asarray(found.param), np.asarray(param))
     for moment in decode_moments(found.moments):
         np.testing.assert_array_equal(np.asarray(moment), 0.0)
+
+
+def trained_on(grads, b1=0.5, b2=0.3):
+    """Moments after steps on these gradients, yielded after each."""
+    param, moments = jnp.zeros(grads[0].shape), init_moments(grads[0].shape)
+    for count, grad in enumerate(grads, 1):
+        scalars = optimizers.adam_scalars(1e-3, count=count, b1=b1, b2=b2)
+        more = {"scalars": scalars, "seed": seed(count), "impl": XLA}
+        param, moments, _ = update_adam8bit(param, moments, jnp.asarray(grad, F32), **more)
+        yield moments
+
+
+@pytest.mark.parametrize("size", [512 * 2500, 384 * 301 + 5, 130, 3], ids=str)
+def test_moments_that_are_decoded_and_coded_again_keep_every_bit(size):
+    """Thousands of blocks, of gradients from 1e-22 to 1e18 and of 0, while they grow and decay."""
+    rng = np.random.default_rng(size)
+    decode, encode = jax.jit(decode_moments), jax.jit(encode_moments)
+
+    def gradients(count):
+        lowest, highest = ((-22, 18), (-38, -10))[count % 2]
+        exponents = np.repeat(rng.uniform(lowest, highest, size // 512 + 1), 512)[:size]
+        grad = rng.standard_normal(size) * 10.0**exponents * (rng.random(size) < 0.9)
+        return grad * (exponents > lowest + 4) * (count < 6)
+
+    for moments in (init_moments((size,)), *trained_on([gradients(count) for count in range(10)])):
+        mu, nu = decode(moments)
+        assert bool(jnp.isfinite(mu).all() & jnp.isfinite(nu).all())
+        for before, after in zip(moments, encode(mu, nu), strict=True):
+            np.testing.assert_array_equal(np.asarray(before), np.asarray(after))
+
+
+def test_the_largest_element_of_a_block_has_the_largest_code():
+    """Otherwise its scale would shrink when moments are stored; below a floor it has a smaller."""
+    rng = np.random.default_rng(0)
+    exponents = np.repeat(rng.uniform(-20, 18, 4000), 512)
+    for moments in trained_on([rng.standard_normal(512 * 4000) * 10.0**exponents] * 3):
+        mu, nu = (np.asarray(x, np.int32).reshape(-1, 512) for x in moments[:2])
+        floor = np.asarray(moments.nu_scale) == adam8bit.NU_FLOOR
+        assert (np.abs(mu).max(1) == 127).all()
+        assert (nu.max(1) == 127)[~floor].all()
+        assert 0 < floor.mean() < 0.5
+
+
+def test_tiny_second_moments_keep_their_size():
+    """Gradients of 1e-16, whose squares lie below the smallest scale, are as exact as it allows:
+    one code, a 256th of the fourth root of the scale, or two, since the smallest stands for 0."""
+    grad = 1e-16 * np.asarray(normal(1, (512,)), np.float64)
+    (moments,) = trained_on([grad], b2=0.9)
+    mu, nu = (np.asarray(x, np.float64) for x in decode_moments(moments))
+    code = adam8bit.NU_FLOOR**0.25 / 256
+    np.testing.assert_allclose(nu**0.25, (0.1 * grad**2) ** 0.25, atol=2 * code)
+    assert np.median(nu**0.25) > 10 * code
+    np.testing.assert_allclose(mu, 0.5 * grad, atol=0.016 * np.abs(grad).max())
+
+
+def test_coding_by_hand_rounds_to_nearest():
+    """The middle between two neighbours is half of the sum of their values, not of their roots."""
+    code = np.arange(-127, 127)
+    value = np.sign(code) * (code / 127) ** 2
+    above = np.sign(code + 1) * ((code + 1) / 127) ** 2
+    for share, rises in ((0.49, 0), (0.51, 1)):
+        mu = jnp.asarray(np.append(value + share * (above - value), 1.0), F32)
+        found = encode_moments(mu, jnp.abs(mu)).mu[:-1]
+        np.testing.assert_array_equal(np.asarray(found), code + rises)
 
 
 def test_blocks_do_not_touch_each_other():

@@ -88,7 +88,8 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
     applied = make_optimizer(method, options).apply
 
     def abstract(params: Tree, sizes: Mapping[str, int]) -> Tree:
-        return states.abstract_state(jax.eval_shape(canonical_init, params), params, sizes)
+        bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        return states.abstract_state(jax.eval_shape(canonical_init, bare), params, sizes)
 
     def init(params: Tree) -> Tree:
         options.decay.settings(params)  # refuses what does not fit
@@ -145,7 +146,7 @@ def _update_leaves(
     """AdamW on {name: array}; each moment is a pair of ({name: codes}, {name: scales})."""
     (mu, mu_scale), (nu, nu_scale) = moments
     small = [name for name in params if mu[name].dtype != jnp.int8]
-    found = dict(_update_small(small, (params, mu, nu), grads, numbers))
+    found = _update_small(small, (params, mu, nu), grads, numbers) if small else {}
     for name in params:
         if name in found:
             continue
@@ -164,9 +165,8 @@ def _update_leaves(
             impl=numbers.context.choice,
         )
         found[name] = (new, coded)
-    moments = {name: found[name][1] for name in params}
-    of = lambda field: {name: getattr(moments[name], field) for name in params}  # noqa: E731
     new = {name: found[name][0] for name in params}
+    of = lambda field: {name: getattr(found[name][1], field) for name in params}  # noqa: E731
     return new, ((of("mu"), of("mu_scale")), (of("nu"), of("nu_scale")))
 
 
@@ -179,7 +179,7 @@ def _update_small(
     context = dataclasses.replace(numbers.context, choice=_SMALL)
     plain = dataclasses.replace(numbers, scalars=part(numbers.scalars), context=context)
     new, (mu, nu) = one_pass(optimizers.ADAMW)(params, (mu, nu), part(grads), plain)
-    none = optax.MaskedNode()
+    none: Any = optax.MaskedNode()
     return {name: (new[name], Moments8bit(mu[name], nu[name], none, none)) for name in names}
 
 

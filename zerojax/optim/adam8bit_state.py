@@ -136,7 +136,7 @@ def to_canonical(state: Tree) -> Tree:
 def from_canonical(canonical: Tree, structs: Tree) -> Tree:
     """The inverse of `to_canonical`; `structs` says which parameters are coded."""
     target = part_of(structs)
-    none = optax.MaskedNode()
+    none: Any = optax.MaskedNode()
 
     def encoded(part: optax.ScaleByAdamState) -> ScaleByAdam8bitState:
         def leaf(wanted: Any, mu: jax.Array, nu: jax.Array) -> tuple[Any, ...]:
@@ -205,7 +205,7 @@ def paired(state: Tree) -> Tree:
 def unpaired(state: Tree) -> Tree:
     """The inverse of `paired`."""
 
-    def split(part: optax.ScaleByAdamState) -> ScaleByAdam8bitState:
+    def split(part: Any) -> ScaleByAdam8bitState:
         (mu, mu_scale), (nu, nu_scale) = part.mu, part.nu
         return ScaleByAdam8bitState(part.count, mu, nu, mu_scale, nu_scale)
 
