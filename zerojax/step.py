@@ -6,7 +6,6 @@ Knows plans and traces everything; never runs a loop and never reads a value bac
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import loss_scale, zero
-from zerojax.mesh import DATA, REPLICA
+from zerojax import mesh as meshes
 from zerojax.model import Loss
 from zerojax.planned import Planned
 from zerojax.state import TrainState, step_key
@@ -102,14 +101,12 @@ def _expected_weight(plan: Planned) -> float:
     A loss scale is meant for the mean loss, and what is differentiated is the sum: its gradient is
     larger by the weight, which is known only after the forward passes.
     """
+    leaves = jax.tree.leaves(plan.abstract_batch)
     if len(plan.forward.jaxpr.outvars) == 1:
-        shards = plan.placement.axis_sizes[DATA] * plan.placement.axis_sizes[REPLICA]
-        count = plan.num_microbatches * shards
-    else:
-        rows = jax.tree.leaves(plan.abstract_batch)[0].shape[0]
-        tokens = plan.abstract_batch
-        tokens = tokens.get("tokens") if isinstance(tokens, Mapping) else None
-        count = rows if tokens is None else math.prod(tokens.shape)
+        count = plan.num_microbatches * meshes.num_data_shards(plan.mesh)
+    else:  # a language model's integers are [rows, seq], a classifier's [rows]
+        integers = [x.size for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)]
+        count = max(integers, default=leaves[0].shape[0])
     return 2.0 ** round(math.log2(count))
 
 

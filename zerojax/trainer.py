@@ -7,7 +7,6 @@ has as well: `make_mesh` and `make_plan` (behind `replan`), `init_state`, `build
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -28,11 +27,6 @@ from zerojax.plan import Plan
 from zerojax.profile import device_memory
 from zerojax.reporting import Metrics, Reports, compare_peak
 from zerojax.step import build_evaluation, build_step
-
-MAX_STEPS_UNDER_WAY = 16
-"""Steps that may be started before the first of them is finished. Enough to hide the host's work;
-without a limit a host that is much faster than its devices queues without end, and XLA on CPU
-stands still after some hundred steps (seen with JAX 0.10.2 on 8 virtual devices)."""
 
 Callback = Callable[["Trainer", Metrics], Any]
 
@@ -144,6 +138,7 @@ class Trainer:
                 while self._fit_plan(feed, steps, stop):
                     pass
                 self._report()
+                self._reports.settle(self.plan)
                 self._compare_peak()
                 if stop.signal_name is not None:
                     self._interrupted(stop.signal_name)
@@ -210,7 +205,6 @@ class Trainer:
     def _fit_plan(self, feed: Feed, steps: int | None, stop: StopRequest) -> bool:
         """Steps under one plan; True when the plan has changed and there is more to do."""
         plan = self.plan
-        under_way: collections.deque[jax.Array] = collections.deque()
         with prefetch(feed, put=functools.partial(self._place, plan)) as incoming:
             while (steps is None or self.num_steps < steps) and stop.signal_name is None:
                 try:
@@ -219,9 +213,7 @@ class Trainer:
                     return False
                 metrics = self._step_on_devices(batch)
                 self._data_state = data_state
-                under_way.append(metrics["loss"])
-                if len(under_way) > MAX_STEPS_UNDER_WAY:
-                    under_way.popleft().block_until_ready()
+                self._reports.follow(plan, self.num_steps, metrics)
                 done = self._report()
                 last = self.num_steps == steps
                 if self.num_steps % self.habits.log_every == 0 or self.num_steps == 1 or last:

@@ -69,15 +69,16 @@ def choose_update(
     Raises:
       KernelUnavailable: the optimizer asks for a kernel that cannot run there.
     """
-    impl = tx.impl if isinstance(tx, Optimizer) else "auto"
-    if not isinstance(mesh, Mesh):
-        here = Choice("xla", "planned for devices that are not here")
-        return {"update": here, "statistics": here}
-    devices = list(mesh.devices.flat)
+    here = isinstance(mesh, Mesh)
+    devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else None
     statistics = choose("auto", kernel=GRADIENT_STATS.name, devices=devices)
     if not isinstance(tx, Optimizer):
         return {"update": Choice("xla", "an optax transformation"), "statistics": statistics}
-    return {"update": choose(impl, kernel=tx.kernel, devices=devices), "statistics": statistics}
+    if tx.impl == "mosaic_gpu" and not here:
+        chosen = Choice("mosaic_gpu", "asked for, on devices that are not here")
+    else:
+        chosen = choose(tx.impl, kernel=tx.kernel, devices=devices)
+    return {"update": chosen, "statistics": statistics}
 
 
 def build_norm(plan: Planned) -> Callable[[Arrays, jax.Array], GradientNorm]:
