@@ -30,9 +30,9 @@ THRESHOLD = 2000
 SIDES = ("invars", "outvars")
 
 
-def gpt2(zero, *, remat="none", **options):
+def gpt2(zero, *, remat="none", matmul_dtype=None, **options):
     return plan_for(
-        reference_model("gpt2", **SIZES, remat=remat),
+        reference_model("gpt2", **SIZES, remat=remat, matmul_dtype=matmul_dtype),
         zero=zero,
         **{"persistence_threshold": THRESHOLD, **options},
     )
@@ -177,10 +177,12 @@ def test_a_small_odd_model_is_padded_and_listed():
 # --- what is held -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
-def test_stage_3_holds_no_whole_parameter(remat):
+@pytest.mark.parametrize(
+    ("remat", "matmul_dtype"), [("none", None), ("full", None), ("dots", None), ("none", "fp8")]
+)
+def test_stage_3_holds_no_whole_parameter(remat, matmul_dtype):
     """Neither among inputs and outputs, nor carried, stacked or passed into a loop."""
-    plan = gpt2(3, remat=remat, num_microbatches=2)
+    plan = gpt2(3, remat=remat, matmul_dtype=matmul_dtype, num_microbatches=2)
     assert len(whole_shapes(plan)) == 7
     assert named_shapes(plan) == set()
 

@@ -113,8 +113,7 @@ def fp8_dot(x: jax.Array, kernel: jax.Array, history: jax.Array, num_inputs: int
 
 def _forward(x: jax.Array, kernel: jax.Array, history: jax.Array, num_inputs: int) -> Any:
     input_scale, kernel_scale, _ = scales_from(history)
-    # The name lets a checkpoint that keeps what is dear keep these 8 bits, not the 32 before them.
-    small = checkpoint_name(quantise(x, input_scale, FORWARD), "zerojax.fp8_input")
+    small = quantise(x, input_scale, FORWARD)
     contracted = tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs))
     y = _scaled_dot(
         (small, input_scale),
@@ -123,12 +122,17 @@ def _forward(x: jax.Array, kernel: jax.Array, history: jax.Array, num_inputs: in
         kernel.dtype,
         precision=lax.Precision.DEFAULT,
     )
+    # The name lets a checkpoint that keeps what is dear keep these 8 bits, not the 32 before them.
+    # As integers, since JAX puts what a checkpoint keeps through `reduce_precision`, which takes
+    # e4m3's largest values (256 to 448) for infinities.
+    bits = checkpoint_name(lax.bitcast_convert_type(small, jnp.uint8), "zerojax.fp8_input")
     # The kernel itself, not its 8 bits: at ZeRO-3 it is gathered again and quantised again.
-    return y, (small, _largest(x), kernel, history)
+    return y, (bits, _largest(x), kernel, history)
 
 
 def _backward(num_inputs: int, kept: Any, gradient: jax.Array) -> Any:
-    small_input, largest_input, kernel, history = kept
+    input_bits, largest_input, kernel, history = kept
+    small_input = lax.bitcast_convert_type(input_bits, FORWARD)
     input_scale, kernel_scale, gradient_scale = scales_from(history)
     small_kernel = quantise(kernel, kernel_scale, FORWARD)
     small_gradient = quantise(gradient, gradient_scale, BACKWARD)
