@@ -1,0 +1,99 @@
+"""Machine code of 8-bit AdamW's update in the step, for 8 H200 that are not here.
+
+Needs the compile-only client (extra `plan`), no GPU: pytest -m gpu_programs
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import choice
+from pallas_kernels.choice import Choice
+from zerojax import compiler, hlo, trees
+from zerojax.gpus import find_gpu
+from zerojax.optim import adam8bit, coding_of
+from zerojax.optim.optimizer import UpdateContext
+
+MISSING = choice.missing() or compiler.missing()
+pytestmark = [
+    pytest.mark.gpu_programs,
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+]
+SHAPES = {"stacked": (4, 512, 2048), "table": (2048, 1024), "bias": (2048,)}
+DEVICES = 8
+PARAMETERS = sum(math.prod(shape) for shape in SHAPES.values()) // DEVICES
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.array(compiler.gpu_devices(find_gpu("h200"), DEVICES)), ("data",))
+
+
+def compiled_update(mesh, chosen):
+    """The update of every shard, and bytes of parameters and state on one device."""
+    tx = adam8bit(1e-3)
+
+    def spec(shape):
+        return P(*("data" if dim == np.argmax(shape) else None for dim in range(len(shape))))
+
+    def place(shape, spec, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    params = {name: place(shape, spec(shape)) for name, shape in SHAPES.items()}
+    sizes = {name: math.prod(shape) for name, shape in SHAPES.items()}
+    kept = (params, coding_of(tx).abstract_state(params, sizes))
+    specs = jax.tree.map(lambda x: x.sharding.spec, kept)
+
+    def local(params, state, grads, scale, skip, key_data):
+        context = UpdateContext(
+            gradient_scale=scale,
+            skip=skip,
+            key=jax.random.wrap_key_data(key_data),
+            axes=dict.fromkeys(SHAPES, ("data",)),
+            choice=chosen,
+        )
+        return tx.apply(grads, state, params, context)
+
+    given = (*specs, specs[0], P(), P(), P())
+    update = jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=specs, check_vma=False)
+    numbers = (
+        place((), P()),
+        place((), P(), jnp.bool_),
+        place((2,), P(), jnp.uint32),
+    )
+    program = jax.jit(update, donate_argnums=(0, 1))
+    return compiler.compile_for_gpus(program, *kept, params, *numbers), trees.num_bytes(kept)
+
+
+def bytes_per_parameter(entry):
+    """What all launches read and write; values of less than 10 kB are left out."""
+    by_name = {instruction.name: instruction for instruction in entry}
+    total = 0
+    for instruction in entry:
+        if instruction.opcode in ("fusion", "custom-call", "copy"):
+            read = [by_name[name].bytes for name in instruction.operands if name in by_name]
+            total += sum(size for size in (instruction.bytes, *read) if size > 10_000)
+    return total / PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "moved", "temporary"),
+    [("mosaic_gpu", 2, (16, 16.1), 10_000), ("xla", 0, (22, 39), 8.1 * PARAMETERS)],
+)
+def test_shards_are_updated_in_place(mesh, name, kernels, moved, temporary):
+    """Read and written once by a kernel: 16 bytes, the gradient being float32. XLA needs two passes,
+    one for the scales, between which it keeps none, one or two float32 arrays, as it likes."""
+    compiled, kept = compiled_update(mesh, Choice(name, "compiled only"))
+    entry = hlo.read_program(compiled.text).entry.instructions
+    assert sum("mosaic_gpu" in i.attribute_text for i in entry) == kernels
+    assert not [i for i in entry if i.opcode.startswith(("all-", "reduce-scatter", "collective"))]
+    assert moved[0] <= bytes_per_parameter(entry) <= moved[1]
+    assert compiled.memory.temporary <= temporary
+    assert compiled.memory.aliased == pytest.approx(kept / DEVICES, rel=1e-4)
