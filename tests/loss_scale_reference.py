@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerojax.loss_scale import LossScale
+from zerojax.config import LossScale
 
 
 class PlainScaler:

@@ -14,7 +14,7 @@ import pytest
 import zerojax
 from tests.loss_scale_reference import PlainScaler
 from tests.small_models import reference_model
-from zerojax.loss_scale import LossScale
+from zerojax.config import LossScale
 from zerojax.precision import Precision
 
 TEXT = Path(zerojax.__file__).parent / "data" / "shakespeare.txt"

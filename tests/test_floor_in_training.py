@@ -6,8 +6,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.config import LogConfig
-from zerojax.loss_scale import LossScale
+from zerojax.config import LogConfig, LossScale
 from zerojax.precision import Precision
 from zerojax.reporting import MAX_STEPS_UNDER_WAY
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.loss_scale_reference import PlainScaler
 from zerojax import loss_scale
+from zerojax.config import LossScale, RunConfig, describe_loss_scale, load
 from zerojax.config_loader import ConfigError, from_dict
-from zerojax.loss_scale import LossScale
 
 # --- by hand --------------------------------------------------------------------------------------
 
@@ -325,4 +325,24 @@ DESCRIPTIONS = [
 
 @pytest.mark.parametrize(("config", "line"), DESCRIPTIONS)
 def test_a_plan_says_it_in_one_line(config, line):
-    assert loss_scale.describe(config) == line
+    assert describe_loss_scale(config) == line
+
+
+def test_a_run_file_says_it(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("precision: fp16\nloss_scale: {window: 500, minimum: 0.25}\n")
+    assert load(RunConfig, file).loss_scale == LossScale(window=500, minimum=0.25)
+    static = load(RunConfig, file, ["loss_scale.window=1000", "minimum=1", "loss_scale.static=128"])
+    assert static.loss_scale == LossScale(static=128.0)
+    file.write_text("precision: fp16\nloss_scale: {window: 0}\n")
+    with pytest.raises(ConfigError, match=r"loss_scale.window: 0 must be .*run.yaml:2"):
+        load(RunConfig, file)
+
+
+def test_a_run_file_in_another_precision_takes_no_loss_scale(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("precision: bf16\nloss_scale: {window: 500}\n")
+    with pytest.raises(ConfigError, match="only fp16 has a loss scale, and precision is bf16"):
+        load(RunConfig, file)
+    file.write_text("precision: bf16\nreduce_dtype: fp16\nloss_scale: {window: 500}\n")
+    assert load(RunConfig, file).loss_scale.window == 500

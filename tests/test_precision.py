@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.loss_scale import LossScale
+from zerojax.config import LossScale
 from zerojax.precision import Precision, as_precision
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import zerojax
 from zerojax import compiler
-from zerojax.loss_scale import LossScale
+from zerojax.config import LossScale
 from zerojax.precision import Precision, as_precision
 from zerojax.reporting import MAX_STEPS_UNDER_WAY, Reports, compare_peak
 

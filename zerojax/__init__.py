@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from zerojax.api import train
     from zerojax.arrays import from_canonical, init_state, reshard_state, to_canonical
     from zerojax.checkpoint import Checkpointer, CheckpointError
-    from zerojax.config import ConfigError, MeshConfig, OptimizerConfig, RunConfig
+    from zerojax.config import ConfigError, LossScale, MeshConfig, OptimizerConfig, RunConfig
     from zerojax.data import TokenSource, shard_batch
     from zerojax.mesh import make_abstract_mesh, make_mesh
     from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
     from zerojax.plan import Plan, make_plan
+    from zerojax.precision import Precision
     from zerojax.runs import LoadedRun, load_run, run_from_config
     from zerojax.state import TrainState
     from zerojax.step import build_evaluation, build_step
@@ -30,6 +31,7 @@ __all__ = [
     "Checkpointer",
     "ConfigError",
     "LoadedRun",
+    "LossScale",
     "MeshConfig",
     "OptimizerConfig",
     "Plan",
@@ -65,6 +67,7 @@ _HOME_OF_NAME = {
     "Checkpointer": "checkpoint",
     "ConfigError": "config",
     "LoadedRun": "runs",
+    "LossScale": "config",
     "MeshConfig": "config",
     "OptimizerConfig": "config",
     "Plan": "plan",

@@ -11,8 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.loss_scale import LossScale
-from zerojax.loss_scale import describe as describe_loss_scale
+from zerojax.config import LossScale, describe_loss_scale
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 STORED = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))

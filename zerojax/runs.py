@@ -22,6 +22,7 @@ from zerojax.data.tokens import is_token_path, open_tokens
 from zerojax.forecast.formulas import tokens_per_step
 from zerojax.models import build_model
 from zerojax.plan import Plan, make_plan, plan_options
+from zerojax.precision import Precision, as_precision
 from zerojax.running import (
     CHECKPOINT_FOLDER,
     CONFIG_FILE,
@@ -96,13 +97,23 @@ def _make_plan(config: RunConfig, mesh: Any, batch: Any, vocab_size: int, **opti
         mesh,
         example_batch=batch,
         optimizer=config.optimizer,
-        precision=config.precision,
-        reduce_dtype=config.reduce_dtype,
-        accumulate_dtype=config.accumulate_dtype,
+        precision=_precision(config),
         num_microbatches=config.num_microbatches,
         freeze=config.freeze,
         steps=config.steps,
         **options,
+    )
+
+
+def _precision(config: RunConfig) -> Precision:
+    scaled = "fp16" in (config.precision, config.reduce_dtype)
+    return as_precision(
+        config.precision,
+        reduce_dtype=config.reduce_dtype,
+        accumulate_dtype=config.accumulate_dtype,
+        param_dtype=config.param_dtype,
+        moments_dtype=config.moments_dtype,
+        loss_scale=config.loss_scale if scaled else None,
     )
 
 
@@ -212,7 +223,7 @@ def load_run(run_dir: str | Path, step: int | None = None) -> LoadedRun:
         meshes.make_mesh(None, devices=jax.local_devices()[:1]),
         example_batch={"tokens": batch, "targets": batch},
         zero=0,
-        precision="fp32",
+        precision=as_precision("fp32", param_dtype=config.param_dtype),
         freeze=config.freeze,
     )
     wanted = {name: plan.abstract_canonical[name] for name in ("params", "frozen", "extras")}

@@ -4,12 +4,19 @@ Frozen and checked when made; knows no JAX, no devices and no files (`config_loa
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from zerojax.config.checks import (
+    check_at_least,
+    check_fraction,
+    check_positive,
+    check_regex,
+    refuse,
+)
+from zerojax.config.loss_scale import LossScale, describe_loss_scale
 from zerojax.config_loader import (
     ConfigError,
     coerce_fields,
@@ -24,12 +31,14 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "LogConfig",
+    "LossScale",
     "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParameterGroup",
     "RunConfig",
     "as_mesh_config",
+    "describe_loss_scale",
     "from_dict",
     "load",
     "to_dict",
@@ -73,17 +82,17 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         if not is_null(self.offload):
-            _refuse("offload", self.offload, "is not built yet; leave it None and use zero=3")
+            refuse("offload", self.offload, "is not built yet; leave it None and use zero=3")
         coerce_fields(self)
         if self.data < 1 and self.data != -1:
-            _refuse("data", self.data, "must be >= 1, or -1 for all devices the other axes leave")
-        _at_least(self, 1, "model", "stage", "replica")
+            refuse("data", self.data, "must be >= 1, or -1 for all devices the other axes leave")
+        check_at_least(self, 1, "model", "stage", "replica")
         if self.zero not in range(4):
-            _refuse("zero", self.zero, "must be 0, 1, 2 or 3")
-        _at_least(self, 0, "persistence_threshold")
-        _at_least(self, 1, "reduce_bucket_size", "allgather_bucket_size")
+            refuse("zero", self.zero, "must be 0, 1, 2 or 3")
+        check_at_least(self, 0, "persistence_threshold")
+        check_at_least(self, 1, "reduce_bucket_size", "allgather_bucket_size")
         for pattern, _ in self.rules or ():
-            _check_regex("rules", pattern)
+            check_regex("rules", pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,19 +137,19 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        _at_least(self, 1, "vocab_size", "max_seq_len", "num_layers", "num_heads", "embed_dim")
-        _at_least(self, 1, "num_kv_heads", "mlp_dim", "loss_chunk")
-        _fraction(self, "dropout", below_one=True)
-        _positive(self, "rope_theta", "norm_eps")
+        check_at_least(self, 1, "vocab_size", "max_seq_len", "num_layers", "num_heads", "embed_dim")
+        check_at_least(self, 1, "num_kv_heads", "mlp_dim", "loss_chunk")
+        check_fraction(self, "dropout", below_one=True)
+        check_positive(self, "rope_theta", "norm_eps")
         if self.embed_dim % self.num_heads:
             near = self.embed_dim - self.embed_dim % self.num_heads or self.num_heads
-            _refuse(
+            refuse(
                 "embed_dim",
                 self.embed_dim,
                 f"is not divisible by num_heads ({self.num_heads}); use {near}",
             )
         if self.num_kv_heads and self.num_heads % self.num_kv_heads:
-            _refuse(
+            refuse(
                 "num_kv_heads",
                 self.num_kv_heads,
                 f"does not divide num_heads ({self.num_heads}); use 1 or {self.num_heads}",
@@ -165,8 +174,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        _at_least(self, 1, "seq_len")
-        _fraction(self, "validation_fraction", below_one=True)
+        check_at_least(self, 1, "seq_len")
+        check_fraction(self, "validation_fraction", below_one=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +189,7 @@ class ParameterGroup:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        _at_least(self, 0, "learning_rate_factor", "weight_decay")
+        check_at_least(self, 0, "learning_rate_factor", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,12 +230,12 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        _positive(self, "learning_rate", "eps", "clip_norm")
-        _fraction(self, "beta1", "beta2", below_one=True)
-        _fraction(self, "final_lr_fraction", "decay_fraction")
-        _at_least(self, 0, "weight_decay", "warmup_steps")
+        check_positive(self, "learning_rate", "eps", "clip_norm")
+        check_fraction(self, "beta1", "beta2", below_one=True)
+        check_fraction(self, "final_lr_fraction", "decay_fraction")
+        check_at_least(self, 0, "weight_decay", "warmup_steps")
         for pattern, _ in self.groups:
-            _check_regex("groups", pattern)
+            check_regex("groups", pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +255,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        _at_least(self, 1, "every", "keep")
+        check_at_least(self, 1, "every", "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,10 +273,11 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        _at_least(self, 1, "every")
+        check_at_least(self, 1, "every")
 
 
 Dtype = Literal["fp32", "bf16"]
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,12 +290,19 @@ class RunConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
-    precision: Dtype = "bf16"
-    """Dtype of forward and backward; masters, moments, norms and losses are float32 either way."""
-    reduce_dtype: Dtype | None = None
+    precision: ComputeDtype = "bf16"
+    """Dtype of forward and backward; norms and losses are float32 either way."""
+    reduce_dtype: ComputeDtype | None = None
     """Dtype of gradients while devices add them up. None: that of `precision`."""
     accumulate_dtype: Dtype | None = None
     """Dtype of the sum over microbatches. None: fp32, since small terms vanish in a bf16 sum."""
+    param_dtype: Dtype = "fp32"
+    """Dtype in which parameters are stored. bf16: no float32 masters, so 2 bytes in place of 4, and
+    updates are rounded at random."""
+    moments_dtype: Dtype = "fp32"
+    """Dtype in which the optimizer's moments are stored; its arithmetic is float32."""
+    loss_scale: LossScale = dataclasses.field(default_factory=LossScale)
+    """How the loss is scaled in fp16; nothing else takes one."""
     global_batch_size: int = 32
     """Examples per optimizer step, over all devices and microbatches."""
     num_microbatches: int = 1
@@ -307,17 +324,24 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        _at_least(self, 1, "global_batch_size", "num_microbatches", "steps", "eval_every")
-        _at_least(self, 1, "eval_batches", "cpu_devices")
-        _at_least(self, 0, "seed")
+        check_at_least(self, 1, "global_batch_size", "num_microbatches", "steps", "eval_every")
+        check_at_least(self, 1, "eval_batches", "cpu_devices")
+        check_at_least(self, 0, "seed")
         batch, parts = self.global_batch_size, self.num_microbatches
         if batch % parts:
             low = batch // parts * parts
             near = f"{low} or {low + parts}" if low else str(parts)
-            _refuse(
+            refuse(
                 "global_batch_size",
                 batch,
                 f"is not divisible by num_microbatches ({parts}); use {near}",
+            )
+        scaled = "fp16" in (self.precision, self.reduce_dtype)
+        if self.loss_scale != LossScale() and not scaled:
+            raise ConfigError(
+                f"only fp16 has a loss scale, and precision is {self.precision}; leave it out or "
+                "set precision=fp16",
+                ("loss_scale",),
             )
         if self.data.seq_len > self.model.max_seq_len:
             raise ConfigError(
@@ -332,7 +356,7 @@ class RunConfig:
                 ("optimizer", "warmup_steps"),
             )
         for pattern in self.freeze:
-            _check_regex("freeze", pattern)
+            check_regex("freeze", pattern)
 
 
 def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
@@ -363,35 +387,3 @@ def as_mesh_config(value: MeshConfig | Mapping[str, Any] | None) -> MeshConfig:
     raise TypeError(
         f"mesh_config is a {type(value).__name__}; give a MeshConfig, a dict of its fields, or None"
     )
-
-
-def _refuse(name: str, value: Any, reason: str) -> None:
-    raise ConfigError(f"{value!r} {reason}", (name,))
-
-
-def _at_least(config: Any, limit: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value >= limit:
-            _refuse(name, value, f"must be >= {limit}")
-
-
-def _positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value > 0:
-            _refuse(name, value, "must be above 0")
-
-
-def _fraction(config: Any, *names: str, below_one: bool = False) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not (0 <= value < 1 or (value == 1 and not below_one)):
-            _refuse(name, value, "must be in [0, 1)" if below_one else "must be in [0, 1]")
-
-
-def _check_regex(name: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        _refuse(name, pattern, f"is not a regular expression: {error}")

@@ -1,0 +1,46 @@
+"""What the sections of a configuration refuse, always with the value and the limit.
+
+Knows numbers and text; knows no section.
+"""
+
+import re
+from typing import Any
+
+from zerojax.config_loader import ConfigError
+
+
+def refuse(name: str, value: Any, reason: str) -> None:
+    """Raises the error of a field: the value, and what is wrong with it."""
+    raise ConfigError(f"{value!r} {reason}", (name,))
+
+
+def check_at_least(config: Any, limit: int, *names: str) -> None:
+    """Refuses a field below a limit; None passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= limit:
+            refuse(name, value, f"must be >= {limit}")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Refuses a field that is not above 0; None passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            refuse(name, value, "must be above 0")
+
+
+def check_fraction(config: Any, *names: str, below_one: bool = False) -> None:
+    """Refuses a field outside of [0, 1], or of [0, 1)."""
+    for name in names:
+        value = getattr(config, name)
+        if not (0 <= value < 1 or (value == 1 and not below_one)):
+            refuse(name, value, "must be in [0, 1)" if below_one else "must be in [0, 1]")
+
+
+def check_regex(name: str, pattern: str) -> None:
+    """Refuses text that is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        refuse(name, pattern, f"is not a regular expression: {error}")
