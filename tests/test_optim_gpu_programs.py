@@ -88,8 +88,8 @@ def bytes_per_parameter(entry):
     [("mosaic_gpu", 2, (16, 16.1), 10_000), ("xla", 0, (22, 39), 8.1 * PARAMETERS)],
 )
 def test_shards_are_updated_in_place(mesh, name, kernels, moved, temporary):
-    """Read and written once by a kernel: 16 bytes, the gradient being float32. XLA needs two passes,
-    one for the scales, between which it keeps none, one or two float32 arrays, as it likes."""
+    """A kernel reads and writes once: 16 bytes, the gradient being float32. XLA needs two passes,
+    one for the scales, between which it keeps none, one or two float32 arrays."""
     compiled, kept = compiled_update(mesh, Choice(name, "compiled only"))
     entry = hlo.read_program(compiled.text).entry.instructions
     assert sum("mosaic_gpu" in i.attribute_text for i in entry) == kernels
