@@ -128,7 +128,8 @@ def to_canonical(plan: Planned, state: TrainState) -> TrainState:
 
 def from_canonical(plan: Planned, canonical: TrainState) -> TrainState:
     """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says."""
-    stored = TrainState(**{**plan.abstract_state, "opt_state": decoded_opt_state(plan)})
+    stored = plan.abstract_state.copy()
+    stored["opt_state"] = decoded_opt_state(plan)
     return _recoded(plan, _convert(canonical, stored), decode=False)
 
 
@@ -145,7 +146,9 @@ def _recoded(plan: Planned, state: TrainState, *, decode: bool) -> TrainState:
     trees = plan.abstract_state["opt_state"], decoded_opt_state(plan)
     flat = [jax.tree.flatten(tree) for tree in trees]
     function = _recoder(coding, decode, *((tuple(leaves), form) for leaves, form in flat))
-    return TrainState(**{**state, "opt_state": function(state["opt_state"])})
+    changed = state.copy()
+    changed["opt_state"] = function(state["opt_state"])
+    return changed
 
 
 @functools.lru_cache(maxsize=16)
