@@ -286,7 +286,7 @@ def make_plan(
         reasons=(
             *describe_choices(settings, mesh, precision, placement),
             *optimizer_built.reasons,
-            *describe_model(trace, placement, extras, regather),
+            *describe_model(internal, trace, placement, extras, precision, regather),
             *describe_update(update_choices),
             *describe_options(compiler_options, dropped_options),
         ),

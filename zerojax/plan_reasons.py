@@ -15,7 +15,7 @@ from pallas_kernels.choice import Choice
 from zerojax import mesh as meshes
 from zerojax.config import MeshConfig
 from zerojax.mesh import DATA
-from zerojax.model import ModelTrace
+from zerojax.model import Model, ModelTrace, bound_attribute
 from zerojax.placement import Placement
 from zerojax.precision import Precision
 
@@ -46,14 +46,20 @@ def describe_choices(
 
 
 def describe_model(
-    trace: ModelTrace, placement: Placement, extras: Mapping[str, Any], regather: bool
+    model: Model,
+    trace: ModelTrace,
+    placement: Placement,
+    extras: Mapping[str, Any],
+    precision: Precision,
+    regather: bool,
 ) -> list[str]:
     """What the model does that a reader should know, one sentence each.
 
     Args:
-      trace: what its forward pass does.
+      model: the model; trace: what its forward pass does.
       placement: the table.
       extras: {name: its state besides parameters}.
+      precision: the dtypes.
       regather: whether the step gathers parameters again in the backward pass.
     """
     lines = []
@@ -64,11 +70,25 @@ def describe_model(
     ]
     if unread:
         lines.append(f"{_some(unread, 'parameters')} never read by the loss")
-    averaged = [n for n, leaf in extras.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    averaged = [
+        name
+        for name, leaf in extras.items()
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and name not in model.overwritten
+    ]
     if averaged:
         lines.append(
             f"{_some(averaged, 'arrays')} carried besides parameters: each shard of the batch "
             "updates them from its own rows, then the updates are averaged"
+        )
+    if model.overwritten:
+        lines.append(
+            f"{_some(sorted(model.overwritten), 'arrays')} overwritten with their gradient: the "
+            "largest value over all microbatches and shards of the batch"
+        )
+    if getattr(bound_attribute(model, "config"), "matmul_dtype", None) == "fp8":
+        lines.append(
+            "matmuls: fp8 in the layers (e4m3 forward, e5m2 gradients, scales from the steps "
+            f"before); attention scores, embedding and head in {precision.compute_dtype.name}"
         )
     return lines
 
