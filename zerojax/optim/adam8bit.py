@@ -54,8 +54,9 @@ def adam8bit(
 
     In the step a parameter and its moments are read and written once. Outside, `update` returns new
     minus old parameters in float32, as optax wants them; added to the old ones this rounds once
-    more (at most half a unit in the last place of the parameter). Codes and scales are those of the
-    step where the same gradients, seeds and blocks come in.
+    more (by 2^-24 of the larger of the two). Its random bits follow from the count alone, and its
+    blocks are cut from whole parameters, so its codes are those of the step on one device with the
+    same bits.
 
     Args:
       learning_rate, b1, b2, eps, weight_decay, mask, clip_norm, groups: as in `adamw`.
