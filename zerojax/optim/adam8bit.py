@@ -52,8 +52,8 @@ def adam8bit(
     stochastically. Parameters below `SMALLEST_CODED` elements keep float32 moments. Checkpoints
     hold the moments as `adamw` does, decoded to float32, so that each restores the other's.
 
-    In the step a parameter and its moments are read and written once. Outside, `update` returns new
-    minus old parameters in float32, as optax wants them; added to the old ones this rounds once
+    The kernel reads and writes a parameter and its moments once. Outside the step, `update` returns
+    new minus old parameters in float32, as optax wants them; added to the old ones this rounds once
     more (by 2^-24 of the larger of the two). Its random bits follow from the count alone, and its
     blocks are cut from whole parameters, so its codes are those of the step on one device with the
     same bits.
