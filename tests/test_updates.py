@@ -38,17 +38,28 @@ def plan_of(optimizer, zero, mesh=None, precision="fp32", **options):
     )
 
 
-def run(plan, steps=STEPS, spoil=None):
-    """Losses and the last state; the gradients of step `spoil` are not finite."""
-    state, step = zerojax.init_state(plan), zerojax.build_step(plan)
-    losses = []
-    for index in range(steps):
-        batch = dict(text_batch(index))
-        if index == spoil:
-            batch["targets"] = np.full_like(batch["targets"], 10_000)  # outside of the vocabulary
-        state, metrics = step(state, zerojax.shard_batch(plan, batch))
-        losses.append(float(metrics["loss"]))
-    return np.array(losses), state
+class Run:
+    """A compiled step, and what it does from the start."""
+
+    def __init__(self, plan):
+        self.plan, self.step = plan, zerojax.build_step(plan)
+        self.restart()
+
+    def restart(self):
+        self.state, self.taken = zerojax.init_state(self.plan), 0
+
+    def __call__(self, steps, *, spoilt=False):
+        """Losses of so many steps more; with `spoilt` their gradients are not finite."""
+        losses = []
+        for _ in range(steps):
+            batch = dict(text_batch(self.taken))
+            if spoilt:
+                batch["targets"] = np.full_like(batch["targets"], 10_000)  # no token of the model
+            placed = zerojax.shard_batch(self.plan, batch)
+            self.state, metrics = self.step(self.state, placed)
+            losses.append(float(metrics["loss"]))
+            self.taken += 1
+        return np.array(losses)
 
 
 OWN = {
@@ -74,7 +85,7 @@ def alone():
     def losses(name):
         if name not in known:
             clipped = optax.chain(optax.clip_by_global_norm(1.0), OPTAX[name]())
-            known[name] = run(plan_of(clipped, 0, {"data": 1}))[0]
+            known[name] = Run(plan_of(clipped, 0, {"data": 1}))(STEPS)
         return known[name]
 
     return losses
@@ -93,19 +104,18 @@ def alone():
     ],
 )
 def test_updates_in_place_follow_optax_on_one_device(alone, name, zero, mesh):
-    losses, state = run(plan_of(OWN[name](), zero, mesh))
-    assert np.abs(losses - alone(name)).max() <= TOLERANCE
-    assert int(state["skipped"]) == 0
+    run = Run(plan_of(OWN[name](), zero, mesh))
+    assert np.abs(run(STEPS) - alone(name)).max() <= TOLERANCE
+    assert int(run.state["skipped"]) == 0
 
 
 @pytest.mark.parametrize("name", list(OWN))
 def test_a_step_that_is_not_finite_changes_nothing_but_counters(name):
-    plan = plan_of(OWN[name](), 2)
-    _, before = run(plan, steps=2)
-    before = jax.device_get(before)
-    losses, after = run(plan, steps=3, spoil=2)
-    after = jax.device_get(after)
-    assert np.isnan(losses[2])
+    run = Run(plan_of(OWN[name](), 2))
+    run(2)
+    before = jax.device_get(run.state)
+    assert np.isnan(run(1, spoilt=True)).all()
+    after = jax.device_get(run.state)
     assert (after.pop("step"), after.pop("skipped")) == (3, 1)
     assert (before.pop("step"), before.pop("skipped")) == (2, 0)
     jax.tree.map(np.testing.assert_array_equal, after, before)
@@ -133,6 +143,12 @@ def test_the_first_leaf_that_is_not_finite_is_found_wherever_it_lies():
         assert int(found.bad_leaf) == index
 
 
+@pytest.fixture(scope="module")
+def in_bfloat16():
+    """Losses with float32 masters and moments."""
+    return Run(plan_of(OWN["adamw"](), 3, precision="bf16"))(16)
+
+
 @pytest.mark.parametrize(
     "precision",
     [
@@ -142,18 +158,18 @@ def test_the_first_leaf_that_is_not_finite_is_found_wherever_it_lies():
     ],
     ids=["no masters", "small moments", "both"],
 )
-def test_less_state_learns_as_well(precision):
+def test_less_state_learns_as_well(precision, in_bfloat16):
     """Batches repeat after four, so a model learns them. Rounding costs some of it: 3 % allowed."""
-    masters, _ = run(plan_of(OWN["adamw"](), 3, precision="bf16"), steps=16)
-    plan = plan_of(OWN["adamw"](), 3, precision=precision)
-    losses, state = run(plan, steps=16)
+    run = Run(plan_of(OWN["adamw"](), 3, precision=precision))
+    losses, state = run(16), run.state
+    masters = in_bfloat16
     assert losses[-1] < masters[0] - 0.9 * (masters[0] - masters[-1])
     np.testing.assert_allclose(losses[-4:], masters[-4:], rtol=0.03)
     dtypes = {x.dtype.name for x in jax.tree.leaves(state["opt_state"]) if x.ndim}
-    assert dtypes == {precision.moments_dtype.name}
+    assert dtypes == {run.plan.precision.moments_dtype.name}
     assert {x.dtype for x in state["params"].values()} == {precision.param_dtype}
-    again, _ = run(plan, steps=4)
-    np.testing.assert_array_equal(again, losses[:4])  # rounded by the step's key: reproducible
+    run.restart()
+    np.testing.assert_array_equal(run(4), losses[:4])  # rounded by the step's key: reproducible
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "moments_dtype"])
@@ -170,5 +186,5 @@ def test_a_kernel_is_refused_where_there_is_no_gpu_and_the_choice_is_told():
 
 def test_a_users_own_chain_still_goes_the_way_of_optax(alone):
     chain = optax.chain(zerojax.adamw(RATE, eps=EPS), optax.scale(1.0))
-    losses, _ = run(plan_of(chain, 2))
+    losses = Run(plan_of(chain, 2))(STEPS)
     assert np.abs(losses - alone("adamw")).max() <= TOLERANCE
