@@ -246,11 +246,12 @@ def loss_on_text(matmul_dtype, steps=200, rows=16, length=64):
 
     sizes = {"num_layers": 2, "num_heads": 4, "embed_dim": 64, "max_seq_len": length}
     config = ModelConfig(name="gpt2", matmul_dtype=matmul_dtype, **sizes)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 20, steps, 1e-4)
     plan = make_plan(
         build_model(config, 128),
         make_mesh(MeshConfig(), devices=jax.devices()[:2]),
         example_batch=cut(0, 900_000, rows),
-        optimizer=optax.adamw(optax.linear_schedule(3e-3, 3e-4, steps), b2=0.95),
+        optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95)),
     )
     state, step = init_state(plan), build_step(plan)
     for _ in range(steps):
@@ -263,9 +264,13 @@ def loss_on_text(matmul_dtype, steps=200, rows=16, length=64):
 
 @pytest.mark.slow
 def test_on_text_it_reaches_the_loss_of_bfloat16():
+    """Measured: 2.625 with bfloat16 and with float32, 0.003 to 0.005 more with 8 bits.
+
+    Tripled, that is the limit; two initial seeds of either differ by 0.007.
+    """
     plain, small = loss_on_text(None), loss_on_text("fp8")
     assert plain < 2.7
-    assert small == pytest.approx(plain, abs=0.03)
+    assert small == pytest.approx(plain, abs=0.015)
 
 
 # --- what a GPU would run ---------------------------------------------------------------------
