@@ -219,19 +219,92 @@ def run_on_tiles(
     return pl.kernel(
         body,
         out_type=out_type,
-        mesh=plgpu.Mesh(grid=(tiles.rows // tiles.loop,), grid_names=("program",)),
+        mesh=mesh_of(tiles.rows // tiles.loop),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not has_barriers),
-        interpret=plgpu.InterpretGPUParams() if interpret else False,
+        interpret=interpret_params() if interpret else False,
         name=name,
     )
 
 
+def mesh_of(programs: int) -> Any:
+    """A grid of so many programs; `lax.axis_index("program")` is the number of one."""
+    return _plgpu().Mesh(grid=(programs,), grid_names=("program",))
+
+
+def interpret_params() -> Any:
+    """How a kernel runs on the CPU: two tiles that write the same element are an error."""
+    return _plgpu().InterpretGPUParams(detect_races=True)
+
+
+def update_tile(
+    rule: Rule,
+    tiles: Tiles,
+    row: Any,
+    refs: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    *,
+    scalars: Any,
+    seed: tuple[Any, Any] | None,
+) -> tuple[Any, ...]:
+    """Inside a kernel: updates tile number `row` of one leaf.
+
+    Args:
+      refs: (updated, read, outputs) of the leaf, in the view that `tiles` asks for.
+      scalars: an instance of `rule.scalars` of blocks.
+      seed: the two words of the leaf's seed, or None to round to nearest.
+
+    Returns:
+      For each of the rule's sums a block that is yet to be summed.
+    """
+    updated, read, outputs = refs
+    old = tuple(load_tile(ref, row, tiles) for ref in updated)
+    values = rule.math(old, tuple(load_tile(ref, row, tiles) for ref in read), scalars)
+    bits = None
+    if seed is not None:
+        words = (spread(seed[0], tiles.block), spread(seed[1], tiles.block))
+        bits = rounding.bits_at(block_index(row, tiles.block), words)
+    for number, (ref, new) in enumerate(zip(updated, values.updated, strict=True)):
+        at_tile(ref, row, tiles)[...] = stored_as(ref.dtype, new, bits, number)
+    for ref, new in zip(outputs, values.outputs, strict=False):
+        at_tile(ref, row, tiles)[...] = new.astype(ref.dtype)
+    return values.sums
+
+
+def update_tiles(
+    rule: Rule, tiles: Tiles, program: Any, refs: Any, *, scalars: Any, seed: Any
+) -> tuple[Any, ...]:
+    """Inside a kernel: updates the tiles of one leaf that are those of program number `program`.
+
+    Arguments as of `update_tile`. Returns one number for each of the rule's sums.
+    """
+    more = {"scalars": scalars, "seed": seed}
+    if tiles.loop == 1:
+        totals = update_tile(rule, tiles, program, refs, **more)
+    else:
+
+        def one_more(step: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
+            row = program * tiles.loop + step
+            values = update_tile(rule, tiles, row, refs, **more)
+            return tuple(a + b for a, b in zip(totals, values, strict=True))
+
+        layout = layout_of(tiles.block)
+        zero = jnp.zeros((tiles.block,), jnp.float32)
+        totals = tuple(_plgpu().layout_cast(zero, layout) for _ in range(rule.num_sums))
+        totals = lax.fori_loop(0, tiles.loop, one_more, totals)
+    return tuple(jnp.sum(total) for total in totals)
+
+
+def spread(x: Any, block: int) -> Any:
+    """A number as a block: Mosaic broadcasts nothing by itself."""
+    return lax.broadcast(x, (block,))
+
+
+def spread_scalars(rule: Rule, ref: Any, block: int, *, first: int = 0) -> Any:
+    """The rule's scalars as blocks, from the Ref that holds them from number `first` on."""
+    return rule.scalars(*(spread(ref[first + k], block) for k in range(len(rule.scalars._fields))))
+
+
 def _body(rule: Rule, tiles: Tiles, *, num_outputs: int, has_seed: bool) -> Any:
     """The function of one program: refs of updated, read, scalars, seed, outputs, sums."""
-    block, layout = tiles.block, layout_of(tiles.block)
-
-    def spread(x: Any) -> Any:
-        return lax.broadcast(x, (block,))  # Mosaic broadcasts nothing by itself
 
     def body(*refs: Any) -> None:
         rest = iter(refs)
@@ -243,30 +316,16 @@ def _body(rule: Rule, tiles: Tiles, *, num_outputs: int, has_seed: bool) -> Any:
         (scalar_ref,), seed_refs = take(1), take(int(has_seed))
         outputs, sums = take(num_outputs), take(rule.num_sums)
         program = lax.axis_index("program")
-        scalars = rule.scalars(*(spread(scalar_ref[k]) for k in range(len(rule.scalars._fields))))
-
-        def tile(step: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
-            row = program if tiles.loop == 1 else program * tiles.loop + step
-
-            def load(refs: list[Any]) -> tuple[Any, ...]:
-                return tuple(load_tile(ref, row, tiles) for ref in refs)
-
-            values = rule.math(load(updated), load(read), scalars)
-            bits = None
-            if has_seed:
-                words = (spread(seed_refs[0][0]), spread(seed_refs[0][1]))
-                bits = rounding.bits_at(block_index(row, block), words)
-            for number, (ref, new) in enumerate(zip(updated, values.updated, strict=True)):
-                at_tile(ref, row, tiles)[...] = stored_as(ref.dtype, new, bits, number)
-            for ref, new in zip(outputs, values.outputs, strict=False):
-                at_tile(ref, row, tiles)[...] = new.astype(ref.dtype)
-            return tuple(a + b for a, b in zip(totals, values.sums, strict=True))
-
-        zero = jnp.zeros((block,), jnp.float32)
-        totals = tuple(_plgpu().layout_cast(zero, layout) for _ in sums)
-        totals = tile(0, totals) if tiles.loop == 1 else lax.fori_loop(0, tiles.loop, tile, totals)
+        totals = update_tiles(
+            rule,
+            tiles,
+            program,
+            (updated, read, outputs),
+            scalars=spread_scalars(rule, scalar_ref, tiles.block),
+            seed=(seed_refs[0][0], seed_refs[0][1]) if has_seed else None,
+        )
         for ref, total in zip(sums, totals, strict=True):
-            ref[program] = jnp.sum(total)
+            ref[program] = total
 
     return body
 

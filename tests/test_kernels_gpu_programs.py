@@ -19,6 +19,7 @@ from pallas_kernels import choice, gradients, optimizers
 from pallas_kernels.adam8bit import init_moments
 from pallas_kernels.adam8bit_kernel import update_adam8bit
 from pallas_kernels.choice import Choice
+from pallas_kernels.many import update_many
 from pallas_kernels.update import update, update_trees
 from zerojax import compiler, hlo
 from zerojax.gpus import find_gpu
@@ -224,6 +225,54 @@ def test_many_leaves_are_updated_in_place_in_one_kernel_each(devices, kernel, bu
     assert largest_copy == 0
     assert compiled.memory.temporary <= SMALL
     assert compiled.memory.aliased == bytes_of(*(args[number] for number in donated))
+
+
+def many_on_leaves(rule, shapes):
+    """Matrices and vectors have scalars of their own, as with a mask of the weight decay."""
+
+    def step(updated, grads, own, others):
+        own, others = rule.scalars(*own), rule.scalars(*others)
+        scalars = [own if len(shape) > 1 else others for shape in shapes]
+        more = {"scalars": scalars, "out_dtypes": (BF16,) * rule.num_outputs}
+        return update_many(rule, updated, (grads,), impl=Choice("mosaic_gpu", "compiled"), **more)
+
+    scalars = tuple(struct(()) for _ in rule.scalars._fields)
+    updated = tuple([struct(shape) for shape in shapes] for _ in range(rule.num_updated))
+    return step, (updated, [struct(shape, BF16) for shape in shapes], scalars, scalars)
+
+
+LAYER = [(768,), (768, 2304), (2304,), (768, 768), (768, 3072), (3072,), (3072, 768)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "launches"),
+    [(optimizers.ADAMW, 2), (optimizers.LION, 2), (gradients.GRADIENT_STATS, 9)],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_a_table_of_leaves_is_one_kernel_in_place(devices, assembler, rule, launches):
+    """Beside it only the scalars are packed, and sums of programs added up."""
+    shapes = [(50257, 768), *LAYER * 4]
+    program, args = many_on_leaves(rule, shapes)
+    compiled = compiled_for(devices, program, *args, donated=0)
+    mosaic, found, largest_copy = kernels_and_copies(compiled)
+    assert mosaic == 1
+    assert found <= launches
+    assert largest_copy == 0
+    assert compiled.memory.temporary <= (SMALL if rule.num_sums == 0 else 4 * 2**20)
+    assert compiled.memory.aliased == bytes_of(args[0])
+    spilled, used = spills_and_registers(assembler)
+    assert spilled == 0
+    assert used <= 56
+
+
+def test_a_table_and_leaves_with_tails_compile_into_one_program(devices):
+    shapes = [(1001, 777), (2048, 256), (769,), (512,), (2048, 256)]
+    program, args = many_on_leaves(optimizers.ADAMW, shapes)
+    compiled = compiled_for(devices, program, *args, donated=0)
+    mosaic, _, largest_copy = kernels_and_copies(compiled)
+    assert mosaic == 3  # the table, and two on their own
+    assert largest_copy <= SMALL
+    assert compiled.memory.aliased == bytes_of(args[0])
 
 
 @BUILDERS
