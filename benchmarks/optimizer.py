@@ -6,6 +6,7 @@ On a CPU no kernel runs; `benchmarks/gpu/optimizer.py` measures the same ways wi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from pallas_kernels import gradients, optimizers
 from pallas_kernels.adam8bit import init_moments
 from pallas_kernels.adam8bit_kernel import update_adam8bit
 from pallas_kernels.choice import Choice
+from pallas_kernels.many import update_many
 from pallas_kernels.mosaic import BLOCK
 from pallas_kernels.update import update, update_trees
 
@@ -34,10 +36,19 @@ Leaves = Sequence[tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Ours:
-    """How our own update runs: the implementation, and the tile of its kernel."""
+    """How our own update runs.
+
+    Attributes:
+      choice: the implementation.
+      block: the tile of its kernel.
+      is_table: whether one kernel goes over many leaves (`update_many`); AdamW, Lion, statistics.
+      options: of XLA's compiler.
+    """
 
     choice: Choice
     block: int = BLOCK
+    is_table: bool = False
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +134,17 @@ def take_samples(
 ) -> dict[str, list[Sample]]:
     """Times the ways in turns, all on the same gradients."""
     grads = make_gradients(shapes)
-    sides = {name: _side(way, grads) for name, way in ways.items()}
+    sides = {name: _side(way, shapes, grads) for name, way in ways.items()}
     return interleave(sides, warm_up=warm_up, steps=steps, rounds=rounds)
 
 
 def compile_way(way: Way, shapes: Leaves) -> Any:
-    """The compiled step."""
+    """The compiled step: what is timed and what is counted, compiled once."""
+    return _compile_way(way, tuple(shapes))
+
+
+@functools.lru_cache(maxsize=16)
+def _compile_way(way: Way, shapes: tuple[tuple[int, ...], ...]) -> Any:
     state = jax.eval_shape(way.init)
     grads = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     return way.step.lower(state, grads, jax.ShapeDtypeStruct((), jnp.int32)).compile()
@@ -139,7 +155,8 @@ def temporary_bytes(way: Way, shapes: Leaves) -> int:
     return compile_way(way, shapes).memory_analysis().temp_size_in_bytes
 
 
-def _side(way: Way, grads: Any) -> Callable[[int], Sample]:
+def _side(way: Way, shapes: Leaves, grads: Any) -> Callable[[int], Sample]:
+    step = compile_way(way, shapes)
     state = jax.jit(way.init)()  # arrays of their own, which can be donated
     done = 0
 
@@ -149,7 +166,7 @@ def _side(way: Way, grads: Any) -> Callable[[int], Sample]:
             new = None
             for _ in range(steps):
                 done += 1
-                state, new = way.step(state, grads, jnp.int32(done))
+                state, new = step(state, grads, jnp.int32(done))
             jax.block_until_ready((state, new))
 
         return sample(one_after_the_other, steps)
@@ -162,7 +179,7 @@ def _adamw(shapes: Leaves, ours: Ours) -> Way:
         scalars = optimizers.adam_scalars(RATE, count=count, b1=B1, b2=B2, weight_decay=DECAY)
         return _by_rule(optimizers.ADAMW, state, grads, scalars, ours)
 
-    return Way(lambda: _state(shapes, 2), _jitted(step))
+    return Way(lambda: _state(shapes, 2), _jitted(step, ours.options))
 
 
 def _lion(shapes: Leaves, ours: Ours) -> Way:
@@ -170,15 +187,17 @@ def _lion(shapes: Leaves, ours: Ours) -> Way:
         scalars = optimizers.lion_scalars(RATE, b1=B1, b2=B2, weight_decay=DECAY)
         return _by_rule(optimizers.LION, state, grads, scalars, ours)
 
-    return Way(lambda: _state(shapes, 1), _jitted(step))
+    return Way(lambda: _state(shapes, 1), _jitted(step, ours.options))
 
 
 def _by_rule(rule: Any, state: Any, grads: Any, scalars: Any, ours: Ours) -> Any:
-    def leaf(updated: Any, read: Any) -> Any:
-        more = {"out_dtypes": (jnp.bfloat16,), "impl": ours.choice, "block": ours.block}
-        return update(rule, updated, read, scalars=scalars, **more)
-
-    result = update_trees(leaf, state, (grads,))
+    more = {"scalars": scalars, "out_dtypes": (jnp.bfloat16,)}
+    more |= {"impl": ours.choice, "block": ours.block}
+    if ours.is_table:
+        result = update_many(rule, state, (grads,), **more)
+    else:
+        leaf = functools.partial(update, rule, **more)
+        result = update_trees(leaf, state, (grads,))
     return result.updated, result.outputs
 
 
@@ -198,17 +217,20 @@ def _adam8bit(shapes: Leaves, ours: Ours) -> Way:
         new_state = ([leaf.param for leaf in found], [leaf.moments for leaf in found])
         return new_state, [leaf.compute for leaf in found]
 
-    return Way(init, _jitted(step))
+    return Way(init, _jitted(step, ours.options))
 
 
 def _stats(shapes: Leaves, ours: Ours) -> Way:
     def step(state: Any, grads: Any, count: Any) -> Any:
         scalars = gradients.StatsScalars(0.5)
         more = {"scalars": scalars, "impl": ours.choice, "block": ours.block}
+        if ours.is_table:
+            found = update_many(gradients.GRADIENT_STATS, (), (grads,), **more).sums
+            return state, tuple(jnp.sum(column) for column in found)
         found = [update(gradients.GRADIENT_STATS, (), (g,), **more).sums for g in grads]
         return state, tuple(sum(column) for column in zip(*found, strict=True))
 
-    return Way(tuple, _jitted(step))
+    return Way(tuple, _jitted(step, ours.options))
 
 
 def _optax_stats(state: Any, grads: Any, count: Any) -> Any:
@@ -232,8 +254,8 @@ def _optax(shapes: Leaves, tx: optax.GradientTransformation) -> Way:
     return Way(init, _jitted(step))
 
 
-def _jitted(step: Callable[..., Any]) -> Any:
-    return jax.jit(step, donate_argnums=0)
+def _jitted(step: Callable[..., Any], options: Mapping[str, Any] | None = None) -> Any:
+    return jax.jit(step, donate_argnums=0, compiler_options=dict(options) if options else None)
 
 
 def _state(shapes: Leaves, num_moments: int) -> tuple[Any, ...]:

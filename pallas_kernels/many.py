@@ -197,7 +197,7 @@ def _run(
     programs = sum(entry.programs for entry in table)
     arrays = [[jax.ShapeDtypeStruct(view, dtype) for dtype in out_dtypes] for view in views]
     partial = [jax.ShapeDtypeStruct((programs,), jnp.float32) for _ in range(rule.num_sums)]
-    kernel = pl.kernel(
+    kernel: Any = pl.kernel(
         _body(rule, table, num_outputs=len(out_dtypes), has_seeds=seeds is not None),
         out_type=(*itertools.chain(*arrays), *partial),
         mesh=mosaic.mesh_of(programs),

@@ -32,6 +32,11 @@ def test_the_part_for_a_gpu_runs_on_a_cpu(tmp_path):
     else:
         assert all(row["max_ulp"] <= 2 for row in kernels)
         assert all(row["launches"] > 0 for row in kernels)
+        tables = [row for row in record["rows"] if row["way"] == "kernel, a table of leaves"]
+        assert {row["kind"] for row in tables} == set(gpu_optimizer.TABLES)
+        assert all(row["max_ulp"] <= 2 for row in tables)
+    plain = [row for row in record["rows"] if row["way"] == "XLA, no command buffers"]
+    assert {row["kind"] for row in plain} == set(optimizer.BYTES)
 
 
 def test_the_leaves_are_those_of_gpt2():

@@ -52,6 +52,10 @@ GPT2 = [(50257, 768), (1024, 768), *GPT2_LAYER * 12, (768,), (768,)]
 LAYOUTS: Mapping[str, Leaves] = {"1 leaf": [(1 << 20, 1 << 10)], "148 leaves": GPT2}
 SMOKE_LAYOUTS: Mapping[str, Leaves] = {"1 leaf": [(2, 512)], "2 leaves": [(700,), (512,)]}
 LAUNCHES = ("fusion", "custom-call", "copy", "fusion-start", "copy-start")
+NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+"""XLA starts each kernel by itself. Without this option it gathers five or more of them in one
+command buffer (a CUDA graph)."""
+TABLES = ("adamw", "lion", "stats")
 TORCH_BYTES = 28
 """Per parameter of torch's AdamW, all float32: four arrays read, three written."""
 
@@ -99,9 +103,14 @@ def copy_rate(count: int) -> float:
     return 8 * count / best
 
 
-def implementations(kind: str, smoke: bool) -> tuple[dict[str, Ours], str | None]:
+def implementations(
+    kind: str, smoke: bool, *, many_leaves: bool = False
+) -> tuple[dict[str, Ours], str | None]:
     """(ways of ours, why there is no kernel among them or None)."""
-    ours = {"XLA": Ours(Choice("xla", "to compare with"))}
+    reference = Choice("xla", "to compare with")
+    ours = {"XLA": Ours(reference)}
+    if many_leaves:
+        ours["XLA, no command buffers"] = Ours(reference, options=NO_GRAPHS)
     try:
         kernel = choose("interpret" if smoke else "mosaic_gpu", kernel=kind)
     except KernelUnavailable as error:
@@ -109,13 +118,17 @@ def implementations(kind: str, smoke: bool) -> tuple[dict[str, Ours], str | None
     ours["kernel"] = Ours(kernel)
     if kind in ("adamw", "lion"):
         ours["kernel, tiles of 1024"] = Ours(kernel, block=1024)
+    if many_leaves:
+        ours["kernel, no command buffers"] = Ours(kernel, options=NO_GRAPHS)
+        if kind in TABLES:
+            ours["kernel, a table of leaves"] = Ours(kernel, is_table=True)
     return ours, None
 
 
 def _measure_kind(
     kind: str, shapes: Leaves, copy: float, smoke: bool
 ) -> tuple[list[dict[str, Any]], list[Goal]]:
-    ours, why_not = implementations(kind, smoke)
+    ours, why_not = implementations(kind, smoke, many_leaves=len(shapes) > 1)
     ways = ways_of(kind, shapes, ours)
     rounds, steps = (2, 1) if smoke else (5, 10)
     samples = take_samples(ways, shapes, rounds=rounds, steps=steps, warm_up=2)
@@ -139,6 +152,10 @@ def _measure_kind(
     if kind == "adamw" and len(shapes) > 1:
         ratio = ratio_of(samples["optax"], samples["kernel"], "wall")
         goals.append(Goal(name="adamw: optax / kernel", value=ratio, limit=1.3, at_least=True))
+    if kind in TABLES and len(shapes) > 1:
+        ratio = ratio_of(samples["XLA"], samples["kernel, a table of leaves"], "wall")
+        name = f"{kind}: XLA with command buffers / one kernel for all leaves"
+        goals.append(Goal(name=name, value=ratio, limit=1.3, at_least=True))
     return rows, goals
 
 
@@ -170,7 +187,7 @@ def largest_difference(way: Way, other: Way, shapes: Leaves) -> int:
     grads = make_gradients(shapes)
     results = []
     for one in (way, other):
-        found = one.step(jax.jit(one.init)(), grads, jnp.int32(1))
+        found = compile_way(one, shapes)(jax.jit(one.init)(), grads, jnp.int32(1))
         results.append([x for x in jax.tree.leaves(found) if x.dtype == jnp.float32])
 
     @jax.jit
