@@ -60,6 +60,13 @@ def test_each_projection_of_a_layer_is_three_8_bit_products(name):
     assert not any("float8" in dtype for pair in plain for dtype in pair)
 
 
+def test_the_plan_says_what_is_8_bits():
+    said = " ".join(plan_for(gpt2(), precision="bf16").reasons)
+    assert "fp8 in the layers" in said
+    assert "overwritten" in said
+    assert "averaged" not in said
+
+
 def test_the_state_is_one_history_per_projection_and_layer():
     plan = plan_for(gpt2(), zero=3)
     extras = plan.abstract_state["extras"]
@@ -151,6 +158,20 @@ def test_a_step_of_a_shard_alone_would_be_noticed():
     # The first step: parameters are the same, so only the order of float32 sums is free.
     np.testing.assert_allclose(many[newest], whole[newest], rtol=1e-4)
     assert (np.abs(shard[newest] / whole[newest] - 1) > 1e-3).any()
+
+
+@pytest.mark.slow
+def test_in_float16_too_with_a_loss_scale():
+    """Gradients are 2**16 times larger then, and so are their histories."""
+    run = train_for(gpt2(), steps=6, zero=3, persistence_threshold=100, precision="fp16")
+    # float16 has 11 bits to round to, 8-bit borders add up to 3e-4.
+    np.testing.assert_allclose(run.losses, on_one_device().losses, atol=2e-3, rtol=0)
+    assert int(run.state["skipped"]) == 0
+    scaled, plain = (
+        np.asarray(one.state["extras"][HISTORY])[:, fp8.OUTPUT_GRADIENT, 0]
+        for one in (run, on_one_device())
+    )
+    np.testing.assert_allclose(scaled / plain, float(run.state["loss_scale"]["scale"]), rtol=0.1)
 
 
 # --- what leaves the state alone --------------------------------------------------------------
