@@ -81,10 +81,10 @@ def test_the_state_is_one_history_per_projection_and_layer():
     np.testing.assert_array_equal(state["extras"][HISTORY], wanted)
 
 
-LOSS_TOLERANCE = 3e-5
-"""|difference of losses| of float32 runs of 6 steps. Measured: 1e-6. Where the order of a sum moves
-an operand over the border between two 8-bit values it becomes the other one, so that a correct run
-may be further away than float32's noise; 8-bit rounding as such changes these losses by 2e-4."""
+LOSS_TOLERANCE = 1e-4
+"""|difference of losses| of float32 runs of 6 steps. Measured: 1e-6, or 6e-5 where the order of a sum
+moves operands over the border between two 8-bit values, which then become the other one. 8-bit
+rounding as such changes these losses by 2e-4."""
 
 
 @functools.cache
@@ -95,7 +95,7 @@ def on_one_device(name="gpt2", **changes):
 def test_the_losses_are_near_those_without_8_bits_but_not_the_same():
     plain = train_for(reference_model("gpt2"), steps=6, devices=1)
     difference = np.abs(on_one_device().losses - plain.losses).max()
-    assert 3 * LOSS_TOLERANCE < difference < 2e-3
+    assert 1.5 * LOSS_TOLERANCE < difference < 2e-3
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -162,7 +162,7 @@ def test_a_step_of_a_shard_alone_would_be_noticed():
 
 @pytest.mark.slow
 def test_in_float16_too_with_a_loss_scale():
-    """Gradients are 2**16 times larger then, and so are their histories."""
+    """Its gradients are of the mean loss times the scale, and so are their histories."""
     run = train_for(gpt2(), steps=6, zero=3, persistence_threshold=100, precision="fp16")
     # float16 has 11 bits to round to, 8-bit borders add up to 3e-4.
     np.testing.assert_allclose(run.losses, on_one_device().losses, atol=2e-3, rtol=0)
@@ -171,7 +171,8 @@ def test_in_float16_too_with_a_loss_scale():
         np.asarray(one.state["extras"][HISTORY])[:, fp8.OUTPUT_GRADIENT, 0]
         for one in (run, on_one_device())
     )
-    np.testing.assert_allclose(scaled / plain, float(run.state["loss_scale"]["scale"]), rtol=0.1)
+    factor = float(run.state["loss_scale"]["scale"]) / text_batch(0)["tokens"].size
+    np.testing.assert_allclose(scaled / plain, factor, rtol=0.1)
 
 
 # --- what leaves the state alone --------------------------------------------------------------
