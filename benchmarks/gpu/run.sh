@@ -53,7 +53,8 @@ module_of() {
 limit_of() {
   case $1 in
     environment) printf 60 ;;
-    llama | optimizer) printf 150 ;;
+    llama) printf 150 ;;
+    optimizer) printf 180 ;;
     torch) printf 220 ;;
     *) printf 120 ;;
   esac
