@@ -37,6 +37,16 @@ examples:
 exit codes: 0 it fits, 1 it does not fit, 2 the input was wrong, 3 only formulas were asked for or
 at hand, and they cannot decide. ZEROJAX_CACHE names the folder of results (or off)."""
 
+_SCHEDULE = """\
+Without NAME it lists the schedules there are. NAME may be a CSV file of your own, one line for each
+tick and one column for each stage, with cells such as F4+B0; --csv writes one to start from.
+
+examples:
+  zerojax schedule 1f1b --stages 4 --microbatches 8
+  zerojax schedule interleaved --stages 4 --microbatches 8 --chunks 2 --svg interleaved.svg
+  zerojax schedule zb_h1 --stages 4 --microbatches 8 --costs 1,1.2,0.8 --csv mine.csv
+  zerojax schedule mine.csv"""
+
 _GENERATE = """\
 examples:
   zerojax generate runs/tiny_shakespeare "To be, or"
@@ -95,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_train(commands)
     _add_plan(commands)
+    _add_schedule(commands)
     _add_generate(commands)
     _add_eval(commands)
     _add_report(commands)
@@ -159,6 +170,30 @@ def _add_plan(commands) -> None:
         metavar="SECONDS",
         help="of the search (%(default)g)",
     )
+
+
+def _add_schedule(commands) -> None:
+    parser = _add(
+        commands,
+        "schedule",
+        "schedule",
+        "draw a pipeline schedule, its bubble and memory",
+        _SCHEDULE,
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="such as 1f1b, or a CSV file")
+    parser.add_argument("--stages", type=int, metavar="N", help="pipeline stages")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches in a step")
+    parser.add_argument(
+        "--chunks", type=int, metavar="V", help="parts of the model on a stage (interleaved: 2)"
+    )
+    parser.add_argument(
+        "--costs",
+        default="1,1,1",
+        metavar="F,B,W",
+        help="times of a microbatch: forward, gradient of the input, of the weights (%(default)s)",
+    )
+    parser.add_argument("--svg", metavar="FILE", help="also write the picture as SVG")
+    parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
 
 
 def _add_generate(commands) -> None:

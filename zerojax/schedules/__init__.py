@@ -1,0 +1,25 @@
+"""Pipeline schedules as tables: built, checked, simulated, drawn, and lowered for the executor.
+
+Knows ticks, stages, microbatches and chunks; never knows models, arrays of JAX or devices.
+"""
+
+from zerojax.schedules.catalog import SCHEDULES, make_schedule
+from zerojax.schedules.checks import check_schedule, count_in_flight
+from zerojax.schedules.files import read_csv, write_csv
+from zerojax.schedules.simulation import Costs, Simulation, simulate
+from zerojax.schedules.table import Operation, Schedule, ScheduleError
+
+__all__ = [
+    "SCHEDULES",
+    "Costs",
+    "Operation",
+    "Schedule",
+    "ScheduleError",
+    "Simulation",
+    "check_schedule",
+    "count_in_flight",
+    "make_schedule",
+    "read_csv",
+    "simulate",
+    "write_csv",
+]

@@ -1,0 +1,204 @@
+"""What a pipeline schedule is: a table of ticks x stages whose cells hold operations.
+
+Knows operations, cells and which virtual stage lives where; never knows costs, arrays or devices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+KINDS = ("F", "B", "W")
+PLACEMENTS = ("loop", "v")
+_OPERATION = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be built, read or run; the text says where and what to do.
+
+    tick is that of the broken rule, None where the whole table is meant.
+    """
+
+    def __init__(self, text: str, *, tick: int | None = None):
+        super().__init__(text)
+        self.tick = tick
+
+
+class Operation(NamedTuple):
+    """One piece of work of one stage on one microbatch.
+
+    kind: F (forward), B (backward; where the table has W, only the gradient of the input) or W (the
+    gradient of the weights). microbatch and chunk count from 0; a stage that holds several pieces
+    of the model names them by chunk.
+    """
+
+    kind: str
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+Cell = tuple[Operation, ...]
+
+
+class Event(NamedTuple):
+    """One operation of a table and where it stands."""
+
+    tick: int
+    stage: int
+    virtual_stage: int
+    operation: Operation
+
+
+def parse_cell(text: str) -> Cell:
+    """The operations of a cell.
+
+    Args:
+      text: such as `F4`, `F4+B0` or `F4.1+B0.1+W0`; empty or `.` is idle. The number behind the
+        point is the chunk.
+
+    Raises:
+      ScheduleError: something in it is not an operation.
+
+    >>> parse_cell("F4+B0.1")
+    (Operation(kind='F', microbatch=4, chunk=0), Operation(kind='B', microbatch=0, chunk=1))
+    """
+    text = text.strip()
+    if text in ("", "."):
+        return ()
+    operations = []
+    for word in text.split("+"):
+        match = _OPERATION.fullmatch(word.strip())
+        if match is None:
+            raise ScheduleError(
+                f"{text!r} is no cell; write F, B or W, the microbatch and, behind a point, the "
+                "chunk, joined by +, such as F4.1+B0, or . for idle"
+            )
+        kind, microbatch, chunk = match.groups()
+        operations.append(Operation(kind, int(microbatch), int(chunk or 0)))
+    return tuple(sorted(operations, key=lambda operation: KINDS.index(operation.kind)))
+
+
+def format_cell(cell: Cell) -> str:
+    """The text that `parse_cell` reads; `.` for an idle cell."""
+    return "+".join(map(str, cell)) or "."
+
+
+def virtual_stage(placement: str, num_stages: int, stage: int, chunk: int) -> int:
+    """Which part of the model, counted from the input, is this chunk of this stage.
+
+    `loop` deals the parts out round and round; `v` goes down the stages with chunk 0 and comes
+    back up with chunk 1, so that stage 0 holds both the first and the last part.
+    """
+    if placement == "v":
+        return stage if chunk == 0 else 2 * num_stages - 1 - stage
+    return chunk * num_stages + stage
+
+
+def locate(placement: str, num_stages: int, virtual: int) -> tuple[int, int]:
+    """(stage, chunk) of a virtual stage; the inverse of `virtual_stage`."""
+    if placement == "v":
+        return (virtual, 0) if virtual < num_stages else (2 * num_stages - 1 - virtual, 1)
+    return virtual % num_stages, virtual // num_stages
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A table of cells, `table[tick][stage]`, and where the chunks lie.
+
+    A tick has three slots, and every stage goes through them in step with the others: F, then B,
+    then W. A cell holds at most one operation for each slot. What F or B sends leaves in the same
+    tick and may be used one tick later; the last virtual stage turns its activation into a gradient
+    inside its F slot, so that its B may follow in the same tick.
+
+    Nothing is checked here; `check_schedule` does.
+    """
+
+    name: str
+    table: tuple[tuple[Cell, ...], ...]
+    placement: str = "loop"
+
+    @classmethod
+    def from_cells(
+        cls, name: str, rows: Sequence[Sequence[str]], *, placement: str = "loop"
+    ) -> Schedule:
+        """A user's own table, written down.
+
+        Args:
+          name: how it is called in plans and pictures.
+          rows: one sequence per tick, one text per stage, as `parse_cell` reads them.
+          placement: `loop` or `v`, see `virtual_stage`.
+
+        Raises:
+          ScheduleError: a cell cannot be read; the text names tick and stage.
+        """
+        table = []
+        for tick, row in enumerate(rows):
+            cells = []
+            for stage, text in enumerate(row):
+                try:
+                    cells.append(parse_cell(text))
+                except ScheduleError as error:
+                    raise ScheduleError(f"tick {tick}, stage {stage}: {error}", tick=tick) from None
+            table.append(tuple(cells))
+        return cls(name, tuple(table), placement)
+
+    @property
+    def num_ticks(self) -> int:
+        """Rows of the table."""
+        return len(self.table)
+
+    @property
+    def num_stages(self) -> int:
+        """Columns of the table, of its first row."""
+        return len(self.table[0]) if self.table else 0
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """One more than the largest microbatch in the table."""
+        return 1 + max((event.operation.microbatch for event in self.events()), default=-1)
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """One more than the largest chunk in the table; 2 where the placement is `v`."""
+        largest = max((event.operation.chunk for event in self.events()), default=0)
+        return max(largest + 1, 2 if self.placement == "v" else 1)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """In how many parts the model is cut."""
+        return self.num_stages * self.num_chunks
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether the gradient of the weights is an operation (W) of its own."""
+        return any(event.operation.kind == "W" for event in self.events())
+
+    @cached_property
+    def tick_of(self) -> dict[tuple[str, int, int], int]:
+        """(kind, virtual stage, microbatch) -> tick."""
+        return {
+            (event.operation.kind, event.virtual_stage, event.operation.microbatch): event.tick
+            for event in self.events()
+        }
+
+    def events(self) -> Iterator[Event]:
+        """Every operation, in the order of ticks, and within a tick of slots, then stages."""
+        for tick, row in enumerate(self.table):
+            for kind in KINDS:
+                for stage, cell in enumerate(row):
+                    for operation in cell:
+                        if operation.kind == kind:
+                            virtual = virtual_stage(
+                                self.placement, self.num_stages, stage, operation.chunk
+                            )
+                            yield Event(tick, stage, virtual, operation)
+
+    def locate(self, virtual: int) -> tuple[int, int]:
+        """(stage, chunk) of a virtual stage."""
+        return locate(self.placement, self.num_stages, virtual)
