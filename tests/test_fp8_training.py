@@ -82,8 +82,8 @@ def test_the_state_is_one_history_per_projection_and_layer():
 
 
 LOSS_TOLERANCE = 1e-4
-"""|difference of losses| of float32 runs of 6 steps. Measured: 1e-6, or 6e-5 where the order of a sum
-moves operands over the border between two 8-bit values, which then become the other one. 8-bit
+"""|difference of losses| of float32 runs of 6 steps. Measured: 1e-6, or 6e-5 where the order of a
+sum moves operands over the border between two 8-bit values, which then become the other one. 8-bit
 rounding as such changes these losses by 2e-4."""
 
 
@@ -123,10 +123,9 @@ def test_doing_the_forward_pass_again_writes_the_same_histories(remat):
 
 
 def check_same_histories(found, wanted):
-    """Of all rows of the batch, on every device: the largest of a shard alone is another number.
+    """The same on every device; near those of one device, which 8-bit borders move by up to 1.5 %.
 
-    The largest magnitudes move with the parameters, which 8-bit borders move: by 1 % at most here,
-    while those of one row in eight differ by up to 20 %.
+    That they are those of the whole batch is tested to 1e-4 after the first step (below).
     """
     assert found.keys() == wanted.keys()
     for name, history in found.items():
@@ -136,7 +135,7 @@ def check_same_histories(found, wanted):
         filled = copies[0][:, :, :6]
         assert (filled > 0).all(), name
         assert (copies[0][:, [fp8.INPUT, fp8.OUTPUT_GRADIENT], 6:] == 0).all(), name
-        np.testing.assert_allclose(filled, np.asarray(wanted[name])[:, :, :6], rtol=0.01)
+        np.testing.assert_allclose(filled, np.asarray(wanted[name])[:, :, :6], rtol=0.05)
 
 
 @pytest.mark.slow
