@@ -123,9 +123,11 @@ def test_doing_the_forward_pass_again_writes_the_same_histories(remat):
 
 
 def check_same_histories(found, wanted):
-    """The same on every device; near those of one device, which 8-bit borders move by up to 1.5 %.
+    """The same on every device, and near those of one device.
 
-    That they are those of the whole batch is tested to 1e-4 after the first step (below).
+    Sums in another order move gradients over 8-bit borders, and an e5m2 border moves a value by
+    1/8 or more; measured: 5 %, of a gradient near zero. That histories are those of the whole batch
+    is tested to 1e-4 after the first step (below).
     """
     assert found.keys() == wanted.keys()
     for name, history in found.items():
@@ -135,7 +137,7 @@ def check_same_histories(found, wanted):
         filled = copies[0][:, :, :6]
         assert (filled > 0).all(), name
         assert (copies[0][:, [fp8.INPUT, fp8.OUTPUT_GRADIENT], 6:] == 0).all(), name
-        np.testing.assert_allclose(filled, np.asarray(wanted[name])[:, :, :6], rtol=0.05)
+        np.testing.assert_allclose(filled, np.asarray(wanted[name])[:, :, :6], rtol=0.125)
 
 
 @pytest.mark.slow
