@@ -53,7 +53,7 @@ def run(words: list[str], folder: Path) -> str:
 @pytest.mark.examples
 def test_the_python_blocks_run_one_after_another(tmp_path):
     program = "\n".join(blocks("python"))
-    assert program.count("zerojax.train(") == 2
+    assert program.count("zerojax.train(") == 3
     assert "bytes per device" in run(["-c", program], tmp_path)
 
 
