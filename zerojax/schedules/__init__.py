@@ -6,18 +6,22 @@ Knows ticks, stages, microbatches and chunks; never knows models, arrays of JAX 
 from zerojax.schedules.catalog import SCHEDULES, make_schedule
 from zerojax.schedules.checks import check_schedule, count_in_flight
 from zerojax.schedules.files import read_csv, write_csv
+from zerojax.schedules.lowering import ExecutorTable, Run, lower
 from zerojax.schedules.simulation import Costs, Simulation, simulate
 from zerojax.schedules.table import Operation, Schedule, ScheduleError
 
 __all__ = [
     "SCHEDULES",
     "Costs",
+    "ExecutorTable",
     "Operation",
+    "Run",
     "Schedule",
     "ScheduleError",
     "Simulation",
     "check_schedule",
     "count_in_flight",
+    "lower",
     "make_schedule",
     "read_csv",
     "simulate",

@@ -70,6 +70,8 @@ def _check_shape(schedule: Schedule) -> None:
         )
     if not schedule.num_stages:
         raise ScheduleError(f"schedule {schedule.name!r} is empty; it needs one row for each tick")
+    if not any(cell for row in schedule.table for cell in row):
+        raise ScheduleError(f"schedule {schedule.name!r} has no operation; write some, such as F0")
     for tick, row in enumerate(schedule.table):
         if len(row) != schedule.num_stages:
             raise ScheduleError(

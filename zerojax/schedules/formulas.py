@@ -1,6 +1,7 @@
 """What the papers, and the arithmetic of tables, say about the known schedules.
 
-Knows closed formulas only; tests compare them with `simulation`. p stages, m microbatches, v chunks.
+Knows closed formulas only; tests compare them with `simulation`.
+Below, p is the number of stages, m of microbatches and v of chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ def bubble_formula(
     """Share of the time in which a stage idles, all stages in step.
 
     gpipe arXiv:1811.06965, 1f1b and interleaved arXiv:2104.04473: (p-1)/(vm+p-1), whatever the
-    costs. 1f1b_classic has no formula in step: half of its slots are empty. zb_h1 and zb_v: W is the only part of a microbatch that leaves no bubble behind.
+    costs. 1f1b_classic has no formula in step: half of its slots are empty. zb_h1 and zb_v: all
+    stages do W at the same time, so that only F and B leave a bubble.
     """
     costs = costs or Costs()
     p, m = stages, microbatches

@@ -5,6 +5,7 @@ Knows the costs of F, B and W that it is told; never measures anything. See `for
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -76,12 +77,16 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     return Simulation(
         num_ticks=schedule.num_ticks,
         time=time,
-        bubble=1 - work / time,
+        bubble=_idle_share(work, time),
         asynchronous_time=asynchronous_time,
-        asynchronous_bubble=1 - work / asynchronous_time,
+        asynchronous_bubble=_idle_share(work, asynchronous_time),
         in_flight=count_in_flight(schedule),
         num_messages=_count_messages(schedule),
     )
+
+
+def _idle_share(work: float, time: float) -> float:
+    return max(0.0, 1 - work / time)  # rounding may make it -1e-16
 
 
 def used_slots(schedule: Schedule) -> list[tuple[str, ...]]:
@@ -120,5 +125,5 @@ def _run_without_waiting(schedule: Schedule, times: dict[str, float]) -> float:
 
 def _count_messages(schedule: Schedule) -> int:
     places = [schedule.locate(virtual)[0] for virtual in range(schedule.num_virtual_stages)]
-    borders = sum(here != there for here, there in zip(places, places[1:], strict=False))
+    borders = sum(here != there for here, there in itertools.pairwise(places))
     return 2 * borders * schedule.num_microbatches
