@@ -165,6 +165,14 @@ def test_boxes_stay_inside_and_do_not_overlap(schedule):
             assert end <= start + 0.11  # both are rounded to a tenth of a pixel
 
 
+@pytest.mark.parametrize("costs", [Costs(1, 1000, 1e-300), Costs(0, 1, 0), Costs(1e-9, 1e9, 1)])
+def test_lopsided_costs_do_not_make_the_svg_endless(costs):
+    schedule = make_schedule("zb_h1", stages=4, microbatches=8)
+    root = ElementTree.fromstring(draw_svg(schedule, costs))
+    # 14 ticks of three slots, the dearest 220 pixels wide.
+    assert float(root.attrib["width"]) <= 14 * 3 * 220 + 100
+
+
 def test_the_name_of_a_file_cannot_break_the_svg(tmp_path):
     path = tmp_path / "a<b&c.csv"
     path.write_text("F0+B0\n")

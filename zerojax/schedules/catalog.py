@@ -24,8 +24,11 @@ SCHEDULES = {
 }
 """Name -> one line on what it is good for."""
 
-MAX_OPERATIONS = 100_000
+MAX_OPERATIONS = 50_000
 """Most forwards in one table; more would be a table nobody can compile."""
+
+MAX_STAGES = 256
+"""Most stages in one table, which grows with their square."""
 
 _WITH_CHUNKS = re.compile(r"(\w+)\((\d+)\)")
 
@@ -128,6 +131,8 @@ def _check_numbers(name: str, stages: int, microbatches: int, chunks: int | None
             f"chunks={chunks}, but schedule {name!r} has {own} on each stage; "
             f"use chunks={own} or interleaved({max(chunks, 2)})"
         )
+    if stages > MAX_STAGES:
+        raise ScheduleError(f"stages={stages}, the limit is {MAX_STAGES}; use fewer stages")
     number = stages * microbatches * chunks
     if number > MAX_OPERATIONS:
         raise ScheduleError(

@@ -301,8 +301,16 @@ def _join(runs: list[Run], max_runs: int) -> list[Run]:
 
 
 def _merge(left: Run, right: Run) -> Run:
-    either = (a or b for a, b in zip(left[2:7], right[2:7], strict=True))
-    return Run(left.start, right.stop, *either, left.receives | right.receives)
+    return Run(
+        left.start,
+        right.stop,
+        forward=left.forward or right.forward,
+        backward=left.backward or right.backward,
+        weight=left.weight or right.weight,
+        embed=left.embed or right.embed,
+        head=left.head or right.head,
+        receives=left.receives | right.receives,
+    )
 
 
 def _masked(left: Run, right: Run) -> int:

@@ -40,7 +40,7 @@ def draw(schedule: Schedule) -> str:
     blocks = []
     for place, start in enumerate(starts):
         if len(starts) > kept and place == kept - 1:
-            left_out = f"... ticks {start} to {starts[-1] - 1} are left out; --svg draws them all"
+            left_out = f"... ticks {start} to {starts[-1] - 1} are left out; `zerojax schedule` draws them all with --svg"
             blocks.append([left_out])
         if place < kept - 1 or place == len(starts) - 1:
             stop = min(start + per_block, schedule.num_ticks)

@@ -15,7 +15,7 @@ COLOURS = {"F": "#4c78a8", "B": "#e45756", "W": "#54a24b"}
 MEANINGS = {"F": "forward", "B": "backward", "W": "gradient of the weights"}
 LANE, GAP, LEFT, TOP = 28, 6, 70, 54
 SMALLEST_BOX = 22.0
-"""Width in pixels of the cheapest operation that costs anything."""
+"""Width in pixels of the cheapest operation; less only beside one that costs over 10 times it."""
 
 
 def draw_svg(schedule: Schedule, costs: Costs | None = None) -> str:
@@ -30,7 +30,7 @@ def draw_svg(schedule: Schedule, costs: Costs | None = None) -> str:
     costs = costs or Costs()
     simulation = simulate(schedule, costs)
     starts, times = tick_starts(schedule, costs), costs.of(schedule)
-    scale = SMALLEST_BOX / min(time for time in times.values() if time > 0)
+    scale = _pixels_per_time(list(times.values()))
     boxes = []
     for tick, (row, kinds) in enumerate(zip(schedule.table, used_slots(schedule), strict=True)):
         left = starts[tick]
@@ -41,7 +41,7 @@ def draw_svg(schedule: Schedule, costs: Costs | None = None) -> str:
                         x, width = LEFT + left * scale, times[kind] * scale
                         boxes.append(_box(schedule, operation, stage, tick, x, width))
             left += times[kind]
-    width = max(LEFT + starts[-1] * scale + GAP, 640)
+    width = max(LEFT + starts[-1] * scale + GAP, 760)
     height = TOP + schedule.num_stages * (LANE + GAP) + 26
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
@@ -57,6 +57,12 @@ def draw_svg(schedule: Schedule, costs: Costs | None = None) -> str:
     return "\n".join(parts) + "\n"
 
 
+def _pixels_per_time(times: list[float]) -> float:
+    """The cheapest operation gets a box one can read, unless another costs 10 times as much."""
+    cheapest, dearest = min(time for time in times if time > 0), max(times)
+    return SMALLEST_BOX / max(cheapest, dearest / 10)
+
+
 def _title(schedule: Schedule) -> str:
     chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     return (
@@ -70,7 +76,8 @@ def _text(x: float, y: float, text: str, extra: str = "") -> str:
 
 
 def _heading(schedule: Schedule, simulation: Simulation) -> list[str]:
-    in_flight = " ".join(map(str, simulation.in_flight))
+    numbers = simulation.in_flight
+    in_flight = " ".join(map(str, numbers)) if len(numbers) <= 16 else f"at most {max(numbers)}"
     return [
         _text(GAP, 18, _title(schedule), ' font-size="15" font-weight="bold"'),
         _text(
