@@ -148,7 +148,8 @@ def build_zb_v(num_stages: int, num_microbatches: int) -> Schedule:
     A microbatch enters every second tick; the two chunks of a stage then never meet, because one is
     an even and the other an odd number of stages from the input. All stages do W in the same 2m
     ticks and hold the same number of activations, 3p-1 of half a stage. The bubble in step is that
-    of `zb_h1`.
+    of `zb_h1`, and no V has a smaller one: the last stage does 2m forwards, the first of which is
+    p-1 ticks from the input and the last of which is p-1 ticks from the end of the model.
     """
     p, m = num_stages, num_microbatches
     ticks = {}

@@ -40,8 +40,8 @@ def draw(schedule: Schedule) -> str:
     blocks = []
     for place, start in enumerate(starts):
         if len(starts) > kept and place == kept - 1:
-            left_out = f"... ticks {start} to {starts[-1] - 1} are left out; `zerojax schedule` draws them all with --svg"
-            blocks.append([left_out])
+            left_out = f"... ticks {start} to {starts[-1] - 1} are left out"
+            blocks.append([f"{left_out}; `zerojax schedule ... --svg FILE` draws them all"])
         if place < kept - 1 or place == len(starts) - 1:
             stop = min(start + per_block, schedule.num_ticks)
             ticks = [str(tick) for tick in range(start, stop)]
