@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import jax.extend.core as jax_core
 import jax.numpy as jnp
 
 from zerojax import profile, trees
@@ -77,7 +76,7 @@ def model_flops(plan: Planned) -> float:
 
     Three times the forward pass (`profile.TRAINING_FACTOR`) of every microbatch of every shard.
     """
-    forward = profile.count_flops(jax_core.jaxpr_as_fun(plan.forward), *plan.forward.in_avals)
+    forward = profile.count_program_flops(plan.forward)
     shards = plan.placement.axis_sizes[DATA] * plan.placement.axis_sizes[REPLICA]
     return profile.TRAINING_FACTOR * forward * plan.num_microbatches * shards
 
