@@ -32,6 +32,10 @@ from zerojax.replicated import over_auto_axes
 
 Arrays = dict[str, Any]
 
+MAX_PERMUTES = 3
+"""Between CPU processes gradients are exchanged in so many permutes at most. With more shards one
+all-to-all takes their place, since every permute is in the program once per bucket."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafCollectives:
@@ -148,24 +152,42 @@ def exchange_pieces(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Ar
     For CPU processes: gloo's reduce-scatter sends from a buffer that it already overwrites, so that
     pieces are wrong now and then (https://github.com/jax-ml/jax/issues/40830; seen with jax 0.10.2
     and 0.11.2), and for 14 MB between two processes it takes 14 ms of CPU time, an all-to-all 5 and
-    this 3. In round k each device sends to the k-th after it what that one owns.
+    permutes 3.
 
     Args:
       wholes: {name: whole value}, all of one dtype.
     """
     size = next(iter(leaves.values())).data_size
+    if size > MAX_PERMUTES + 1:
+        return _exchange_at_once(wholes, leaves)
     rank = lax.axis_index(DATA)
     sums = {name: leaves[name].piece(whole, rank) for name, whole in wholes.items()}
+    # In each round every device sends to the one so many places after it what that one owns.
     for shift in range(1, size):
         owner = lax.rem(rank + shift, size)
         pieces = [leaves[name].piece(whole, owner).reshape(-1) for name, whole in wholes.items()]
         around = [(sender, (sender + shift) % size) for sender in range(size)]
-        received, start = lax.ppermute(jnp.concatenate(pieces), DATA, around), 0
-        for name, total in sums.items():
-            part = lax.slice_in_dim(received, start, start + total.size)
-            sums[name] = total + part.reshape(total.shape)
-            start += total.size
+        received = lax.ppermute(jnp.concatenate(pieces), DATA, around)
+        parts = _cut(received, {name: total.shape for name, total in sums.items()})
+        sums = {name: total + parts[name] for name, total in sums.items()}
     return sums
+
+
+def _exchange_at_once(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arrays:
+    rows = [leaves[name].split_rows(whole) for name, whole in wholes.items()]
+    received = lax.all_to_all(jnp.concatenate(rows, axis=1), DATA, 0, 0)
+    shapes = {name: leaves[name].shard_shape(whole.shape) for name, whole in wholes.items()}
+    return _cut(jnp.sum(received, axis=0), shapes)
+
+
+def _cut(flat: jax.Array, shapes: Mapping[str, Sequence[int]]) -> Arrays:
+    """Arrays of these shapes from their elements, one after the other."""
+    result, start = {}, 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        result[name] = lax.slice_in_dim(flat, start, start + size).reshape(shape)
+        start += size
+    return result
 
 
 def pad_dim(x: jax.Array, dim: int, size: int) -> jax.Array:
@@ -331,12 +353,8 @@ def _scatter_bucket(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Ar
             return exchange_pieces(wholes, leaves)
         rows = [leaves[name].split_rows(whole) for name, whole in wholes.items()]
         flat = lax.psum_scatter(jnp.concatenate(rows, axis=1), DATA, scatter_dimension=0)
-        shards, start = {}, 0
-        for (name, whole), row in zip(wholes.items(), rows, strict=True):
-            columns = lax.slice_in_dim(flat, start, start + row.shape[1])
-            shards[name] = columns.reshape(leaves[name].shard_shape(whole.shape))
-            start += row.shape[1]
-        return shards
+        shapes = {name: leaves[name].shard_shape(whole.shape) for name, whole in wholes.items()}
+        return _cut(flat, shapes)
 
     specs = {name: leaves[name].spec(whole.ndim) for name, whole in wholes.items()}
     return over_auto_axes(local, (specs,), specs)(wholes)
@@ -363,12 +381,7 @@ def sum_buckets(
 
         def local(bucket: Arrays) -> Arrays:
             flat = lax.psum(jnp.concatenate([x.reshape(-1) for x in bucket.values()]), over)
-            summed, start = {}, 0
-            for name, value in bucket.items():
-                part = lax.slice_in_dim(flat, start, start + value.size)
-                summed[name] = part.reshape(value.shape)
-                start += value.size
-            return summed
+            return _cut(flat, {name: value.shape for name, value in bucket.items()})
 
         specs = {name: P(*axes[name]) for name in names}
         result |= over_auto_axes(local, (specs,), specs)(bucket)
