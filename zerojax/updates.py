@@ -84,15 +84,16 @@ def choose_update(
 def build_norm(plan: Planned) -> Callable[[Arrays, jax.Array], GradientNorm]:
     """`(gradients, scale) -> GradientNorm` of the gradients times `scale`, to be traced.
 
-    Every gradient is read once and one vector is summed over the mesh. Left to the compiler, each
-    sum of squares is a collective of its own where collectives cannot be grouped (gloo).
+    Every gradient is read once, and the sums of squares of all leaves, with their total, are agreed
+    in one step. Left to the compiler, each leaf's is a collective of its own where collectives
+    cannot be grouped (gloo).
     """
     specs = _specs(plan.abstract_state["params"])
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
     over = tuple(name for name in plan.mesh.axis_names if any(name in a for a in axes.values()))
     choice = plan.update_choices["statistics"]
 
-    def local(grads: Arrays, scale: jax.Array) -> jax.Array:
+    def local(grads: Arrays, scale: jax.Array) -> GradientNorm:
         squares = []
         for name, grad in grads.items():
             sums = update_leaf(
@@ -100,20 +101,17 @@ def build_norm(plan: Planned) -> Callable[[Arrays, jax.Array], GradientNorm]:
             ).sums
             copies = math.prod(plan.mesh.shape[axis] for axis in set(over) - set(axes[name]))
             squares.append(sums[0] / copies)
-        total = jnp.stack(squares)
-        return lax.psum(total, over) if over else total
+        # Two operands: the sum of a single small one over 64 GPUs becomes a Triton kernel that XLA
+        # 0.12 cannot compile ("size mismatch when packing elements for LLVM struct").
+        sums = sum(squares), jnp.stack(squares)
+        total, each = lax.psum(sums, over) if over else sums
+        bad = ~jnp.isfinite(each)
+        first = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
+        return GradientNorm(jnp.sqrt(total), first)
 
-    whole = jax.shard_map(
+    return jax.shard_map(
         local, mesh=plan.mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False
     )
-
-    def norm(grads: Arrays, scale: jax.Array) -> GradientNorm:
-        squares = whole(grads, scale)
-        bad = ~jnp.isfinite(squares)
-        first = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
-        return GradientNorm(jnp.sqrt(jnp.sum(squares)), first)
-
-    return norm
 
 
 def build_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:

@@ -207,15 +207,16 @@ def _lamb_passes(
     return applied.updated[0], half.updated
 
 
-def _norms(sums: tuple[Arrays, ...], context: UpdateContext) -> dict[str, jax.Array]:
+def _norms(sums: tuple[Arrays, ...], context: UpdateContext) -> dict[str, tuple[jax.Array, ...]]:
     """{name: the roots of its sums over all shards}: one collective for equally split leaves."""
     split_alike: dict[tuple[str, ...], list[str]] = {}
     for name in sums[0]:
         split_alike.setdefault(context.axes[name], []).append(name)
     norms = {}
     for names in split_alike.values():
-        local = jnp.stack([jnp.stack([each[name] for each in sums]) for name in names])
-        norms |= dict(zip(names, jnp.sqrt(context.sum_over_shards(names[0], local)), strict=True))
+        local = tuple(jnp.stack([each[name] for name in names]) for each in sums)
+        agreed = [jnp.sqrt(x) for x in context.sum_over_shards(names[0], local)]
+        norms |= {name: tuple(x[at] for x in agreed) for at, name in enumerate(names)}
     return norms
 
 

@@ -20,6 +20,7 @@ from zerojax.optim.schedules import Schedule
 
 Arrays = dict[str, jax.Array]
 Tree = Any
+Sums = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,10 +60,13 @@ class UpdateContext:
             for name, shard in params.items()
         }
 
-    def sum_over_shards(self, name: str, value: jax.Array) -> jax.Array:
-        """The sum over the whole parameter of numbers of each shard, of any shape."""
+    def sum_over_shards(self, name: str, values: Sums) -> Sums:
+        """The sums over the whole parameter of arrays of each shard, agreed in one step.
+
+        Two arrays at least: see `zerojax.updates.build_norm` for what becomes of a single one.
+        """
         axes = self.axes[name]
-        return lax.psum(value, axes) if axes else value
+        return lax.psum(values, axes) if axes else values
 
 
 Apply = Callable[[Arrays, Tree, Arrays, UpdateContext], tuple[Arrays, Tree]]
