@@ -14,10 +14,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import zerojax
 from pallas_kernels import choice
 from pallas_kernels.choice import Choice
+from tests.small_models import reference_model
 from zerojax import compiler, hlo, trees
 from zerojax.gpus import find_gpu
+from zerojax.mesh import make_mesh
 from zerojax.optim import adam8bit, coding_of
 from zerojax.optim.optimizer import UpdateContext
 
@@ -97,3 +100,19 @@ def test_shards_are_updated_in_place(mesh, name, kernels, moved, temporary):
     assert moved[0] <= bytes_per_parameter(entry) <= moved[1]
     assert compiled.memory.temporary <= temporary
     assert compiled.memory.aliased == pytest.approx(kept / DEVICES, rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"matmul_dtype": "fp8"}], ids=["lamb", "lamb and fp8"])
+def test_the_small_sums_of_a_step_compile_for_64_gpus(options):
+    """XLA 0.12 aborts at the sum of one small array over 64 GPUs; over 8 and 512 it does not."""
+    mesh = make_mesh({"data": 64}, compiler.gpu_devices(find_gpu("h100"), 64))
+    rows = jax.ShapeDtypeStruct((64, 128), jnp.int32)
+    plan = zerojax.make_plan(
+        reference_model("gpt2", max_seq_len=128, embed_dim=128, **options),
+        mesh,
+        example_batch={"tokens": rows, "targets": rows},
+        optimizer=zerojax.lamb(1e-3),
+        zero=1,
+    )
+    step = zerojax.build_step(plan)
+    assert compiler.compile_for_gpus(step, plan.abstract_state, plan.abstract_batch, fast=True)

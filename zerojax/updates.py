@@ -84,9 +84,9 @@ def choose_update(
 def build_norm(plan: Planned) -> Callable[[Arrays, jax.Array], GradientNorm]:
     """`(gradients, scale) -> GradientNorm` of the gradients times `scale`, to be traced.
 
-    Every gradient is read once, and the sums of squares of all leaves, with their total, are agreed
-    in one step. Left to the compiler, each leaf's is a collective of its own where collectives
-    cannot be grouped (gloo).
+    Every gradient is read once, and the sums of squares of all leaves are agreed in one step. Left
+    to the compiler, each leaf's is a collective of its own where collectives cannot be grouped
+    (gloo).
     """
     specs = _specs(plan.abstract_state["params"])
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
@@ -101,10 +101,13 @@ def build_norm(plan: Planned) -> Callable[[Arrays, jax.Array], GradientNorm]:
             ).sums
             copies = math.prod(plan.mesh.shape[axis] for axis in set(over) - set(axes[name]))
             squares.append(sums[0] / copies)
-        # Two operands: the sum of a single small one over 64 GPUs becomes a Triton kernel that XLA
-        # 0.12 cannot compile ("size mismatch when packing elements for LLVM struct").
-        sums = sum(squares), jnp.stack(squares)
-        total, each = lax.psum(sums, over) if over else sums
+        # In two halves, both needed at once: the sum of a single small array over 64 GPUs becomes a
+        # Triton kernel that XLA 0.12 cannot compile ("size mismatch when packing elements").
+        even, odd = jnp.stack(squares[::2]), jnp.stack([*squares[1::2], jnp.float32(0)])
+        if over:
+            even, odd = lax.psum((even, odd), over)
+        each = [(odd if at % 2 else even)[at // 2] for at in range(len(squares))]
+        total, each = jnp.sum(even) + jnp.sum(odd), jnp.stack(each)
         bad = ~jnp.isfinite(each)
         first = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
         return GradientNorm(jnp.sqrt(total), first)
