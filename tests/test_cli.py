@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import zerojax
+from tests.cli_complaints import fails
 from zerojax.cli import keys, main
 from zerojax.cli.complaints import explain
 from zerojax.cli.devices import use_cpu_devices
@@ -35,20 +36,6 @@ def run_cli(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.Compl
         text=True,
         timeout=300,
     )
-
-
-def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Runs a command that must fail as bad input; returns its one line of complaint."""
-    try:
-        code = main(words)
-    except SystemExit as exit_:
-        code = exit_.code
-    out, err = capsys.readouterr()
-    assert code == 2
-    assert out == ""
-    assert err.startswith("zerojax: error: ")
-    assert len(err.splitlines()) == 1
-    return err
 
 
 # Help

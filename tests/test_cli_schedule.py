@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli_complaints import fails
 from zerojax.cli import main
 from zerojax.schedules import SCHEDULES, make_schedule, read_csv
 
@@ -26,17 +27,7 @@ def output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line of a command that must fail as bad input."""
-    try:
-        code = main(["schedule", *words])
-    except SystemExit as exit_:
-        code = exit_.code
-    out, err = capsys.readouterr()
-    assert code == 2
-    assert out == ""
-    assert err.startswith("zerojax: error: ")
-    assert len(err.splitlines()) == 1
-    return err
+    return fails(capsys, "schedule", *words)
 
 
 def test_without_a_name_it_lists_the_names(capsys):

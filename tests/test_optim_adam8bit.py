@@ -14,58 +14,24 @@ from flax import nnx
 from pallas_kernels import adam8bit as codes
 from pallas_kernels import choice, optimizers
 from pallas_kernels.choice import Choice
+from tests.adam8bit_steps import (
+    CODED,
+    RATE,
+    SHAPES,
+    assert_same,
+    context_of,
+    normal,
+    stepped,
+    tree,
+)
 from zerojax.config import ModelConfig
 from zerojax.data.corpus import read_text
 from zerojax.models import build_model
 from zerojax.optim import adamw, coding_of
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.adam8bit_state import part_of
-from zerojax.optim.optimizer import UpdateContext
 
-XLA = Choice("xla", "for a test")
 INTERPRET = Choice("interpret", "for a test")
-SHAPES = {"head/kernel": (96, 48), "layers/bias": (4, 1100), "norm/scale": (48,)}
-CODED = ("head/kernel", "layers/bias")
-RATE = {"learning_rate": 1e-2, "b2": 0.95, "weight_decay": 0.1}
-
-
-def normal(number, shape):
-    return jax.random.normal(jax.random.fold_in(jax.random.key(3), number), shape)
-
-
-def tree(number, shapes=SHAPES):
-    return {
-        name: normal(100 * number + k, shape)
-        for k, (name, shape) in enumerate(sorted(shapes.items()))
-    }
-
-
-def context_of(count, *, scale=1.0, skip=False, chosen=XLA, names=SHAPES, axes=None):
-    return UpdateContext(
-        gradient_scale=jnp.float32(scale),
-        skip=jnp.asarray(skip),
-        key=jax.random.fold_in(jax.random.key(0), count),
-        axes=axes or dict.fromkeys(names, ()),
-        choice=chosen,
-    )
-
-
-def stepped(tx, params, state, *, first=0, steps=3, **more):
-    shapes = {name: x.shape for name, x in params.items()}
-    for count in range(first, first + steps):
-        context = context_of(count, names=params, **more)
-        params, state = tx.apply(tree(1 + count, shapes), state, params, context)
-    return params, state
-
-
-def assert_same(one, other):
-    """Structures, dtypes and every bit."""
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True
-    ):
-        assert a.dtype == b.dtype, path
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=str(path))
 
 
 # The update

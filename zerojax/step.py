@@ -18,7 +18,7 @@ from zerojax import mesh as meshes
 from zerojax.model import Loss
 from zerojax.planned import Planned
 from zerojax.state import TrainState, step_key
-from zerojax.updates import build_norm, build_update
+from zerojax.updates import ThisStep, build_norm, build_update
 
 Metrics = dict[str, jax.Array]
 
@@ -59,7 +59,7 @@ def build_step(plan: Planned) -> Any:
         scale = 1 / (sums["weight"] if factor is None else sums["weight"] * factor)
         grad_norm, bad_leaf = read_norm(grads, scale)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        params, opt_state = update(grads, state, scale, grad_norm, ~finite, key)
+        params, opt_state = update(grads, state, ThisStep(scale, grad_norm, ~finite, key))
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         skipped = 1 - finite.astype(jnp.int32)
         new_state = TrainState(

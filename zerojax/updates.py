@@ -39,6 +39,23 @@ class GradientNorm(NamedTuple):
     bad_leaf: jax.Array
 
 
+class ThisStep(NamedTuple):
+    """What an update is told beside gradients and state.
+
+    Attributes:
+      scale: float32 []; gradients are multiplied by it.
+      norm: float32 []; that of the scaled gradients, by which they are clipped where the optimizer
+        says so.
+      skip: bool []; True changes nothing.
+      key: the step's typed PRNG key.
+    """
+
+    scale: jax.Array
+    norm: jax.Array
+    skip: jax.Array
+    key: jax.Array
+
+
 def fit_optimizer(
     tx: optax.GradientTransformation, precision: Precision
 ) -> optax.GradientTransformation:
@@ -118,33 +135,24 @@ def build_norm(plan: Planned) -> Callable[[Arrays, jax.Array], GradientNorm]:
 
 
 def build_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
-    """`(gradients, state, scale, norm, skip, key) -> (parameters, optimizer state)`, to be traced.
-
-    Gradients are multiplied by `scale`, clipped by `norm` (that of the scaled gradients) where the
-    optimizer says so, and where `skip` is True nothing changes.
-    """
+    """`(gradients, state, ThisStep) -> (parameters, optimizer state)`, to be traced."""
     if isinstance(plan.tx, Optimizer):
         return _build_in_place(plan, plan.tx)
     tx = optax.with_extra_args_support(plan.tx)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.abstract_state["params"])
 
-    def update(
-        grads: Arrays,
-        state: TrainState,
-        scale: jax.Array,
-        norm: jax.Array,
-        skip: jax.Array,
-        key: jax.Array,
-    ) -> tuple[Arrays, Any]:
+    def update(grads: Arrays, state: TrainState, now: ThisStep) -> tuple[Arrays, Any]:
         grads = {
-            name: lax.with_sharding_constraint(grad * scale, shardings[name])
+            name: lax.with_sharding_constraint(grad * now.scale, shardings[name])
             for name, grad in grads.items()
         }
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"], grad_norm=norm)
+        updates, opt_state = tx.update(
+            grads, state["opt_state"], state["params"], grad_norm=now.norm
+        )
         params = optax.apply_updates(state["params"], updates)
         # where, not cond: a cond costs 4 to 14 bytes per parameter of traffic and a copy of the
         # state.
-        keep = lambda new, old: jnp.where(skip, old, new)  # noqa: E731
+        keep = lambda new, old: jnp.where(now.skip, old, new)  # noqa: E731
         return (
             jax.tree.map(keep, params, state["params"]),
             jax.tree.map(keep, opt_state, state["opt_state"]),
@@ -186,18 +194,12 @@ def _build_in_place(plan: Planned, tx: Optimizer) -> Callable[..., tuple[Arrays,
         check_vma=False,
     )
 
-    def update(
-        grads: Arrays,
-        state: TrainState,
-        scale: jax.Array,
-        norm: jax.Array,
-        skip: jax.Array,
-        key: jax.Array,
-    ) -> tuple[Arrays, Any]:
-        if tx.clip_norm is not None:
-            scale = scale * jnp.where(norm < tx.clip_norm, 1.0, tx.clip_norm / norm)
-        key_data = jax.random.key_data(key)
-        return mapped(grads, state["opt_state"], state["params"], scale, skip, key_data)
+    def update(grads: Arrays, state: TrainState, now: ThisStep) -> tuple[Arrays, Any]:
+        scale, limit = now.scale, tx.clip_norm
+        if limit is not None:
+            scale = scale * jnp.where(now.norm < limit, 1.0, limit / now.norm)
+        key_data = jax.random.key_data(now.key)
+        return mapped(grads, state["opt_state"], state["params"], scale, now.skip, key_data)
 
     return update
 
