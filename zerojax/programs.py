@@ -63,3 +63,39 @@ def _count_whole(outside: Any, inside: Any) -> int:
     """How many values have the same number of dimensions outside and inside of a loop."""
     pairs = zip(outside, inside, strict=True)
     return sum(outer.aval.ndim == inner.aval.ndim for outer, inner in pairs)
+
+
+_COLLECTIVES = (
+    "psum",
+    "pmax",
+    "pmin",
+    "ppermute",
+    "pgather",
+    "all_gather",
+    "all_to_all",
+    "ragged_all_to_all",
+    "reduce_scatter",
+    "unreduced_",
+)
+"""How the names of JAX's collectives begin, `psum_invariant` and `all_gather_reduced` included."""
+
+
+def collectives_in_branches(program: ClosedJaxpr | Jaxpr) -> list[str]:
+    """Names of the collectives of which a `cond` or `switch` decides whether they run.
+
+    Sees those that are written over manual axes; what the partitioner adds for automatic ones is in
+    the compiled program alone (`zerojax.hlo.find_in_branches`).
+
+    Args:
+      program: traced, as in `jitted.trace(...).jaxpr`.
+    """
+    return list(_in_branches(getattr(program, "jaxpr", program), inside=False))
+
+
+def _in_branches(program: Jaxpr, *, inside: bool) -> Iterator[str]:
+    for equation in program.eqns:
+        name = equation.primitive.name
+        if inside and name.startswith(_COLLECTIVES):
+            yield name
+        for inner in inner_programs(equation.params):
+            yield from _in_branches(inner, inside=inside or name == "cond")

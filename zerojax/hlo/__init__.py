@@ -3,7 +3,7 @@
 Knows the text that XLA prints; never JAX, models or plans.
 """
 
-from zerojax.hlo.collectives import Collective, find_collectives
+from zerojax.hlo.collectives import Collective, find_collectives, find_in_branches
 from zerojax.hlo.matmuls import matmul_flops, opaque_calls
 from zerojax.hlo.overlap import Overlap, find_overlap
 from zerojax.hlo.program import Computation, Instruction, Program, read_program
@@ -18,6 +18,7 @@ __all__ = [
     "Overlap",
     "Program",
     "find_collectives",
+    "find_in_branches",
     "find_overlap",
     "hbm_bytes",
     "matmul_flops",

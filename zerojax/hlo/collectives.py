@@ -92,6 +92,37 @@ def find_collectives(program: Program, num_devices: int) -> list[Collective]:
     return list(_Finder(program, num_devices).inside(program.entry.name).values())
 
 
+def find_in_branches(program: Program, num_devices: int) -> list[Collective]:
+    """Collectives of which a conditional decides whether they run: all branches, at any depth.
+
+    Devices that take different branches of one wait for each other for ever, so that a pipeline's
+    step must have none. `times` is 1, whatever loops are around.
+
+    Args:
+      program: compiled for `num_devices` devices.
+    """
+    finder = _Finder(program, num_devices)
+    waiting = [
+        name
+        for computation in program.computations.values()
+        if program.times_run(computation.name)
+        for instruction in computation.instructions
+        for name in instruction.branches
+    ]
+    seen = set(waiting)
+    found = []
+    while waiting:
+        computation = program.computations[waiting.pop()]
+        for instruction in computation.instructions:
+            if _kind(instruction):
+                one = finder.read(computation, instruction)
+                found.append(dataclasses.replace(one, in_branch=True))
+            callees = {name for names in instruction.callees.values() for name in names} - seen
+            seen |= callees
+            waiting += callees
+    return sorted(found, key=lambda one: one.name)
+
+
 class _Finder:
     """Collectives by name, as seen from one run of a computation."""
 
@@ -114,7 +145,7 @@ class _Finder:
 
     def _of_instruction(self, where: Computation, instruction: Instruction) -> list[Collective]:
         if _kind(instruction):
-            return [self._read(where, instruction)]
+            return [self.read(where, instruction)]
         if instruction.opcode == "conditional":
             branches = [list(self.inside(name).values()) for name in instruction.branches]
             dearest = max(branches, key=lambda branch: sum(c.wire_bytes * c.times for c in branch))
@@ -132,7 +163,8 @@ class _Finder:
             for inner in self.inside(name).values()
         ]
 
-    def _read(self, where: Computation, instruction: Instruction) -> Collective:
+    def read(self, where: Computation, instruction: Instruction) -> Collective:
+        """One execution of a collective in the computation where it stands."""
         kind = _kind(instruction)
         sent = where.operand_arrays(instruction)
         if instruction.opcode == "send" or kind == "ragged-all-to-all":
