@@ -29,6 +29,7 @@ from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.forecast import Forecast, make_forecast
 from zerojax.gpus import Gpu, find_gpu
 from zerojax.mesh import DATA, DATA_AXES, STAGE
+from zerojax.pipeline_layout import PipelineLayout
 from zerojax.placement import Placement, PlacementRules, place_parameters
 from zerojax.plan_checks import (
     check_batch,
@@ -74,6 +75,7 @@ class Plan:
       tx: the optimizer; learning_rate: its schedule over updates applied, where it is known.
       update_choices: what runs the update and the gradients' statistics, kernel or XLA, and why.
       num_microbatches: pieces a device's rows are cut into.
+      pipeline: how the layers lie on stages and which schedule runs them; None with one stage.
       abstract_state: `TrainState` of `ShapeDtypeStruct`s with shardings, as stored.
       abstract_canonical: the same with true shapes and evenly dividing shardings: the form on disk
         and between two plans.
@@ -96,6 +98,7 @@ class Plan:
     update_choices: Mapping[str, Choice]
     learning_rate: optim.Schedule | None
     num_microbatches: int
+    pipeline: PipelineLayout | None
     abstract_state: TrainState
     abstract_canonical: TrainState
     abstract_batch: Tree
@@ -276,6 +279,7 @@ def make_plan(
         update_choices=update_choices,
         learning_rate=optimizer_built.learning_rate,
         num_microbatches=num_microbatches,
+        pipeline=None,
         abstract_state=build(canonical=False),
         abstract_canonical=build(canonical=True),
         abstract_batch=abstract_batch,

@@ -16,6 +16,7 @@ from pallas_kernels.choice import Choice
 from zerojax.config import MeshConfig
 from zerojax.model import Loss, Model
 from zerojax.optim import Schedule
+from zerojax.pipeline_layout import PipelineLayout
 from zerojax.placement import Placement
 from zerojax.precision import Precision
 from zerojax.state import TrainState
@@ -44,6 +45,8 @@ class Planned(Protocol):
     def learning_rate(self) -> Schedule | None: ...
     @property
     def num_microbatches(self) -> int: ...
+    @property
+    def pipeline(self) -> PipelineLayout | None: ...
     @property
     def abstract_state(self) -> TrainState: ...
     @property

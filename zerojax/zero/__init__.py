@@ -1,0 +1,32 @@
+"""What is gathered when, and what is scattered when, in the pass of every ZeRO stage.
+
+One `shard_map`, manual over the data axes; tensor-parallel axes stay with the compiler. Knows a
+model only as something to run and parameters only by their placement; never sees the optimizer,
+which runs outside on global arrays.
+"""
+
+from zerojax.zero.evaluation import build_forward, for_evaluation
+from zerojax.zero.gradients import build_gradients
+from zerojax.zero.microbatch import PassConfig, as_sum_and_weight, run_microbatch, shard_key
+from zerojax.zero.parameters import (
+    build_reads,
+    build_rewriting,
+    prepare_parameters,
+    reduce_gradients,
+    values_to_read,
+)
+
+__all__ = [
+    "PassConfig",
+    "as_sum_and_weight",
+    "build_forward",
+    "build_gradients",
+    "build_reads",
+    "build_rewriting",
+    "for_evaluation",
+    "prepare_parameters",
+    "reduce_gradients",
+    "run_microbatch",
+    "shard_key",
+    "values_to_read",
+]

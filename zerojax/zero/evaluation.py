@@ -1,0 +1,89 @@
+"""The forward pass alone, in evaluation mode.
+
+Knows what is gathered when; nothing is scattered and nothing changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from zerojax import replicated
+from zerojax.mesh import DATA_AXES
+from zerojax.model import Loss, trace_model
+from zerojax.placement import Access, LeafPlacement
+from zerojax.zero.microbatch import Arrays, PassConfig, run_microbatch, shard_key
+from zerojax.zero.parameters import (
+    build_reads,
+    build_rewriting,
+    cast,
+    prepare_parameters,
+    values_to_read,
+)
+
+
+def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
+    """`(params, frozen, extras, key_data, batch) -> {"loss": sum, "weight": sum}`, to be traced.
+
+    Runs `function(model, batch)` in evaluation mode; nothing is differentiated and extras do not
+    change.
+    """
+    table = config.placement.leaves
+    config = dataclasses.replace(config, loss=function)
+
+    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+        evaluation = for_evaluation(config, {**params, **frozen}, extras, batch)
+        inputs, constants = prepare_parameters(evaluation, params, frozen)
+        values = values_to_read(evaluation, inputs, constants, frozen)
+        key = shard_key(key_data)
+        on_read = build_reads(evaluation, frozen)
+
+        def loss_of(values: Arrays, extras: Arrays, key: Any, batch: Arrays):
+            return run_microbatch(evaluation, values, extras, key, batch, on_read, train=False)[0]
+
+        loss_of = build_rewriting(evaluation, frozen)(loss_of) if on_read else loss_of
+        loss, weight = loss_of(values, extras, key, batch)
+        return replicated.sum_replicated({"loss": loss, "weight": weight})
+
+    def forward(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+        specs = lambda arrays: {name: table[name].data_spec for name in arrays}  # noqa: E731
+        mapped = jax.shard_map(
+            local,
+            mesh=config.mesh,
+            in_specs=(specs(params), specs(frozen), P(), P(), P(DATA_AXES)),
+            out_specs=P(),
+            axis_names=set(DATA_AXES),
+            check_vma=False,
+        )
+        return mapped(params, frozen, extras, key_data, batch)
+
+    return forward
+
+
+def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Arrays) -> PassConfig:
+    """What evaluation does otherwise: nothing is scattered, and the function may read otherwise."""
+    abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    leaves = config.placement.leaves
+    params = {
+        name: jax.ShapeDtypeStruct(
+            leaves[name].shape, cast(x, config.precision.compute_dtype).dtype
+        )
+        for name, x in stored.items()
+    }
+    extras, batch = jax.tree.map(abstract, (extras, batch))
+    trace = trace_model(config.model, params, extras, batch, config.loss, train=False)
+
+    def place(leaf: LeafPlacement) -> LeafPlacement:
+        lazily = leaf.access is Access.GATHER_ON_USE and leaf.name not in trace.barriers
+        if lazily or leaf.access is Access.WHOLE:
+            return leaf
+        return dataclasses.replace(leaf, access=Access.GATHER_ONCE)
+
+    placement = dataclasses.replace(
+        config.placement, leaves={name: place(leaf) for name, leaf in leaves.items()}
+    )
+    return dataclasses.replace(config, placement=placement, regather=False)

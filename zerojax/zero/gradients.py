@@ -1,0 +1,132 @@
+"""The forward and backward pass of a batch, microbatch after microbatch, at every ZeRO stage.
+
+Knows what is gathered and reduced when; never sees the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from zerojax import model_state, replicated
+from zerojax.mesh import DATA_AXES
+from zerojax.zero.microbatch import Arrays, PassConfig, run_microbatch, shard_key
+from zerojax.zero.parameters import (
+    build_reads,
+    build_rewriting,
+    prepare_parameters,
+    reduce_gradients,
+    values_to_read,
+)
+
+
+def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
+    """A function of `(params, frozen, extras, key_data, batch, loss_factor)`, to be traced inside a
+    jitted step.
+
+    Its arguments: `params` and `frozen` as stored (shards of global arrays); `key_data` uint32, the
+      key of the step; `batch` {key: [global batch, ...]}; `loss_factor` float32 [], what the loss
+      is multiplied by before it is differentiated, or None.
+
+    Returns:
+      A function giving `({"loss": sum, "weight": sum}, grads, extras)`: sums over the global batch,
+      float32; grads {name: float32, stored shape and spec}, summed, not yet divided by the weight
+      nor by the factor.
+    """
+    table = config.placement.leaves
+    specs = {name: leaf.data_spec for name, leaf in table.items()}
+
+    def local(
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        loss_factor: jax.Array | None,
+    ):
+        key = shard_key(key_data)
+        inputs, constants = prepare_parameters(config, params, frozen)
+        on_read = build_reads(config, frozen)
+
+        def loss_of(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
+            values = values_to_read(config, inputs, constants, frozen)
+            result, after = run_microbatch(config, values, extras, key, batch, on_read, train=True)
+            return result[0], (result[1], after)
+
+        loss_of = build_rewriting(config, frozen)(loss_of) if on_read else loss_of
+
+        def differentiated(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
+            loss, (weight, after) = loss_of(inputs, extras, key, batch)
+            scaled = loss if loss_factor is None else loss * loss_factor
+            return scaled, ({"loss": loss, "weight": weight}, after)
+
+        differentiate = model_state.value_and_grad(differentiated, config.model.overwritten)
+        sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
+        grads = reduce_gradients(config, grads)
+        agreed = model_state.agree(extras, after, config.model.overwritten)
+        return replicated.sum_replicated(sums), grads, agreed
+
+    def gradients(
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        loss_factor: jax.Array | None = None,
+    ):
+        params_specs = {name: specs[name] for name in params}
+        frozen_specs = {name: specs[name] for name in frozen}
+        mapped = jax.shard_map(
+            local,
+            mesh=config.mesh,
+            in_specs=(params_specs, frozen_specs, P(), P(), P(DATA_AXES), P()),
+            out_specs=(P(), params_specs, P()),
+            axis_names=set(DATA_AXES),
+            check_vma=False,
+        )
+        return mapped(params, frozen, extras, key_data, batch, loss_factor)
+
+    return gradients
+
+
+def _accumulate(
+    config: PassConfig,
+    differentiate: Callable[..., Any],
+    inputs: Arrays,
+    extras: Arrays,
+    key: jax.Array,
+    batch: Arrays,
+) -> tuple[Arrays, Arrays, Arrays]:
+    """Loss sums and gradients of all microbatches of this data shard, nothing reduced yet."""
+    if config.num_microbatches == 1:
+        (_, (sums, extras)), grads = differentiate(inputs, extras, key, batch)
+        return sums, grads, extras
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(config.num_microbatches, -1, *x.shape[1:])
+
+    overwritten = config.model.overwritten
+    latest_steps = model_state.pick(extras, overwritten)
+
+    def one(carry: Any, item: Any) -> tuple[Any, None]:
+        sums, grads, extras = carry
+        index, microbatch = item
+        microbatch_key = jax.random.fold_in(key, index)
+        given = {**extras, **latest_steps}
+        (_, (more, after)), new = differentiate(inputs, given, microbatch_key, microbatch)
+        extras = model_state.after_microbatch(extras, after, overwritten)
+        sums = jax.tree.map(jnp.add, sums, more)
+        return (sums, jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, new), extras), None
+
+    dtype = config.precision.accumulate_dtype
+    zeros = {name: jnp.zeros(value.shape, dtype) for name, value in inputs.items()}
+    start = {"loss": jnp.float32(0), "weight": jnp.float32(0)}, zeros
+    start = *start, model_state.before_microbatches(extras, overwritten)
+    items = jnp.arange(config.num_microbatches), jax.tree.map(split, batch)
+    (sums, grads, extras), _ = lax.scan(one, start, items)
+    return sums, grads, extras

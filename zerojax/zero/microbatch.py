@@ -1,0 +1,91 @@
+"""What a pass depends on, and how one microbatch goes through the model.
+
+Knows a model only as something to run; never gathers or reduces anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.activations import activation_rules
+from zerojax.mesh import DATA, MODEL, REPLICA
+from zerojax.model import Loss, Model
+from zerojax.placement import Placement
+from zerojax.precision import Precision
+
+Arrays = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassConfig:
+    """What a pass over a batch depends on, besides its arrays.
+
+    Attributes:
+      model, loss: what to run.
+      mesh: a `Mesh`, or an `AbstractMesh` when only a program is wanted.
+      placement, precision: where parameters lie and in which dtypes they are read and reduced.
+      num_microbatches: pieces of each device's rows; their gradients are accumulated.
+      reduce_bucket_size, allgather_bucket_size: elements per collective.
+      sequence_sharding: split the residual stream over `model` along the sequence.
+      regather: at stage 3, gather parameters again in the backward pass instead of keeping them.
+    """
+
+    model: Model
+    loss: Loss
+    mesh: Any
+    placement: Placement
+    precision: Precision
+    num_microbatches: int
+    reduce_bucket_size: int
+    allgather_bucket_size: int
+    sequence_sharding: bool
+    regather: bool
+
+
+def as_sum_and_weight(result: Any) -> tuple[jax.Array, jax.Array]:
+    """A loss as float32 `(sum, weight)`; a scalar counts as the mean of one equally sized piece."""
+    loss, weight = result if isinstance(result, tuple) else (result, 1.0)
+    return jnp.asarray(loss, jnp.float32), jnp.asarray(weight, jnp.float32)
+
+
+def cast_batch(batch: Arrays, dtype: Any) -> Arrays:
+    """Floating-point leaves in `dtype`; integers and booleans as they are."""
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch
+    )
+
+
+def shard_key(key_data: jax.Array) -> jax.Array:
+    """The step's key folded with this data shard's index, so that shards drop different units."""
+    index = lax.axis_index(REPLICA) * lax.axis_size(DATA) + lax.axis_index(DATA)
+    return jax.random.fold_in(jax.random.wrap_key_data(key_data), index)
+
+
+def run_microbatch(
+    config: PassConfig,
+    values: Arrays,
+    extras: Arrays,
+    key: jax.Array,
+    batch: Arrays,
+    on_read: Mapping[str, Any],
+    *,
+    train: bool,
+) -> tuple[tuple[jax.Array, jax.Array], Arrays]:
+    rules = {"sequence": MODEL} if config.sequence_sharding else None
+    batch = cast_batch(batch, config.precision.compute_dtype)
+    with activation_rules(rules):
+        result, after = config.model.run(
+            values,
+            extras,
+            key,
+            lambda bound: config.loss(bound, batch),
+            train=train,
+            on_read=on_read,
+        )
+    return as_sum_and_weight(result), after

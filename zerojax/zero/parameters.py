@@ -1,0 +1,145 @@
+"""How parameters are gathered before and while a model reads them, and how gradients are reduced.
+
+Knows parameters by their placement; never runs a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import collectives
+from zerojax.mesh import DATA, REPLICA, communicates_through_gloo
+from zerojax.placement import Access, LeafPlacement
+from zerojax.rewriting import Rewriting
+from zerojax.zero.microbatch import Arrays, PassConfig
+
+
+def _of_access(config: PassConfig, names: Any, *accesses: Access) -> list[str]:
+    return [name for name in names if config.placement.leaves[name].access in accesses]
+
+
+def _leaf_collectives(config: PassConfig, names: Any) -> dict[str, collectives.LeafCollectives]:
+    return {
+        name: collectives.leaf_collectives(
+            config.placement.leaves[name],
+            config.placement.axis_sizes[DATA],
+            compute_dtype=config.precision.compute_dtype,
+            reduce_dtype=config.precision.reduce_dtype,
+            exchange=communicates_through_gloo(config.mesh),
+        )
+        for name in names
+    }
+
+
+def prepare_parameters(config: PassConfig, params: Arrays, frozen: Arrays) -> tuple[Arrays, Arrays]:
+    """Once per step: gathers what is gathered once, casts the rest.
+
+    Returns:
+      ({name: what is differentiated}, {name: whole value that is only read}).
+    """
+    compute, reduce = config.precision.compute_dtype, config.precision.reduce_dtype
+    stored = {**params, **frozen}
+    once = _of_access(config, stored, Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY)
+    sharded = {name: cast(stored[name], compute) for name in once}
+    wholes = collectives.gather_buckets(
+        sharded, _leaf_collectives(config, once), config.allgather_bucket_size
+    )
+    inputs, constants = {}, {}
+    for name, value in stored.items():
+        access = config.placement.leaves[name].access
+        if access is Access.WHOLE:
+            inputs[name] = cast(value, compute)
+        elif access is Access.GATHER_ONCE:
+            inputs[name] = wholes[name]
+        else:
+            inputs[name] = cast(value, reduce)
+            if access is Access.GATHER_ONCE_SCATTER_EARLY:
+                constants[name] = wholes[name]
+    for name in frozen:
+        value = inputs.pop(name)
+        constants.setdefault(name, value)
+    return inputs, constants
+
+
+def cast(value: jax.Array, dtype: Any) -> jax.Array:
+    return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
+
+
+def values_to_read(config: PassConfig, inputs: Arrays, constants: Arrays, frozen: Arrays) -> Arrays:
+    """What is bound into the model: a value, a shard, or (whole, shard) for the early scatter."""
+    values = {name: constants[name] for name in frozen}
+    for name, value in inputs.items():
+        values[name] = (constants[name], value) if name in constants else value
+    return {name: values[name] for name in config.placement.leaves if name in values}
+
+
+def build_reads(config: PassConfig, frozen: Arrays) -> dict[str, Any]:
+    """What reading does, for the parameters where it does something."""
+    leaves = config.placement.leaves
+    on_use = _of_access(config, leaves, Access.GATHER_ON_USE)
+    early = _of_access(config, leaves, Access.GATHER_ONCE_SCATTER_EARLY)
+    table = _leaf_collectives(config, on_use + early)
+    reads: dict[str, Any] = {name: collectives.GatherOnUse(name, table[name]) for name in on_use}
+    tapped = [name for name in early if name not in frozen]
+    return reads | {name: collectives.ScatterEarly(name, table[name]) for name in tapped}
+
+
+def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
+    """Reads of one layer in one collective; at stage 3 gathers are done again.
+
+    Frozen parameters have buckets of their own, since nothing of theirs is scattered.
+    """
+    placed = config.placement.leaves
+    names = _of_access(config, placed, Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
+    table = _leaf_collectives(config, names)
+    lazy = config.placement.zero == 3
+    limit = config.allgather_bucket_size if lazy else config.reduce_bucket_size
+
+    def buckets(names: Sequence[str]) -> list[list[str]]:
+        made = []
+        for fixed in (False, True):
+            chosen = [name for name in names if (name in frozen) == fixed]
+            sizes = {name: _slice_size(placed[name]) for name in chosen}
+            made += collectives.make_buckets(sizes, limit)
+        return made
+
+    def read_together(names: Sequence[str], given: Sequence[Any]) -> Sequence[Any]:
+        leaves = tuple(table[name] for name in names)
+        operands = [list(arrays) for arrays in zip(*given, strict=True)]
+        read = collectives.gather_on_use if lazy else collectives.scatter_early
+        return read(leaves, *operands)
+
+    return Rewriting(
+        shapes={name: placed[name].shape for name in names},
+        buckets=buckets,
+        read_together=read_together,
+        regather=config.regather,
+        everywhere=not config.model.reads_lazily,
+    )
+
+
+def _slice_size(leaf: LeafPlacement) -> int:
+    """Elements of the part of a parameter that one read gives."""
+    return math.prod(leaf.shape[leaf.stack_dims :])
+
+
+def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
+    """Gradients summed over the data axes, as stored: float32, sharded where the placement says."""
+    leaves = config.placement.leaves
+    bucket_size, dtype = config.reduce_bucket_size, config.precision.reduce_dtype
+    axes = {name: leaf.axes for name, leaf in leaves.items()}
+    wholes = {n: grads[n].astype(dtype) for n in _of_access(config, grads, Access.WHOLE)}
+    reduced = collectives.sum_buckets(wholes, axes, bucket_size)
+    once = {n: grads[n] for n in _of_access(config, grads, Access.GATHER_ONCE)}
+    shards = collectives.scatter_buckets(once, _leaf_collectives(config, once), bucket_size)
+    shards |= {n: grads[n] for n in grads if n not in shards and n not in reduced}
+    if config.placement.axis_sizes[REPLICA] > 1:
+        shards = {name: shard.astype(dtype) for name, shard in shards.items()}
+        shards = collectives.sum_over_replicas(shards, axes, bucket_size)
+    reduced |= shards
+    return {name: reduced[name].astype(jnp.float32) for name in grads}
