@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -14,7 +15,15 @@ TENSOR_PARALLEL = {**AXES, "data": 4, "model": 2}
 
 
 def place(
-    shapes, *, reads=None, axes=AXES, always_frozen=None, barriers=None, lazily=True, **rules
+    shapes,
+    *,
+    reads=None,
+    axes=AXES,
+    always_frozen=None,
+    barriers=None,
+    lazily=True,
+    rows=None,
+    **rules,
 ):
     """The rows for parameters that are read whole unless `reads` says otherwise."""
     read_shapes = {name: frozenset([shape]) for name, shape in shapes.items()}
@@ -29,6 +38,7 @@ def place(
         always_frozen=always_frozen,
         barriers=barriers,
         reads_lazily=lazily,
+        layer_rows=rows,
     )
     return placement.leaves
 
@@ -47,14 +57,14 @@ def test_where_nothing_divides_the_largest_free_dimension_is_padded():
     assert leaf.stored_shape == (3, 64, 30)
     assert leaf.is_padded
     assert leaf.reasons == ("dim 1 of 61 is padded to 64 to divide by data 8",)
-    assert leaf.canonical_spec(8) == P(None, None, None)
-    assert place({"w": (10, 16)})["w"].canonical_spec(8) == P(None, "data")
+    assert leaf.canonical_spec(AXES) == P(None, None, None)
+    assert place({"w": (10, 16)})["w"].canonical_spec(AXES) == P(None, "data")
 
 
 def test_a_canonical_spec_uses_another_dimension_that_divides():
     leaf = place({"w": (2, 8, 9)}, reads={"w": [(9,)]})["w"]
     assert leaf.stored_spec == P(None, None, "data")
-    assert leaf.canonical_spec(8) == P(None, "data", None)
+    assert leaf.canonical_spec(AXES) == P(None, "data", None)
 
 
 def test_dimensions_that_a_scan_slices_are_never_split():
@@ -203,3 +213,103 @@ def test_counts():
     assert placement.num_parameters(frozen=True) == 32
     assert placement.shard_elements(placement.leaves["a"]) == 61
     assert [name for name, _ in placement.exceptions()] == ["a", "b"]
+
+
+PIPELINE = {**AXES, "data": 2, "stage": 2, "model": 2}
+EVEN, DEALT, UNEVEN = (0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 2, 3, 4, -1)
+
+
+def place_stack(shape, rows, *, axes=PIPELINE, **rules):
+    """One stack [layers, ...] on a pipeline, and one that is not."""
+    reads = {"stack": [shape[1:]], "other": [shape[1:]]}
+    return place(
+        {"stack": shape, "other": shape}, reads=reads, axes=axes, rows={"stack": rows}, **rules
+    )
+
+
+def test_a_stack_on_a_pipeline_lies_in_rows():
+    leaves = place_stack((5, 8, 6), UNEVEN, tensor_parallel=[("", (None, "model"))])
+    leaf = leaves["stack"]
+    assert (leaf.shape, leaf.stored_shape) == ((5, 8, 6), (6, 8, 6))
+    assert leaf.is_padded
+    assert leaf.stored_spec == P("stage", "data", "model")
+    assert leaf.manual_spec == P("stage", "data", None)
+    assert leaf.data_spec == P(None, "data", None)
+    assert leaf.model_spec == P(None, None, "model")
+    other = leaves["other"]
+    assert other.layer_rows is None
+    assert other.stored_spec == other.canonical_spec(PIPELINE) == P(None, "data", "model")
+    assert other.manual_spec == P(None, "data", None)
+
+
+def test_rows_and_the_dimension_of_data_are_padded_together():
+    placement = place_parameters(
+        {"w": (5, 7)},
+        {"w": frozenset([(7,)])},
+        PIPELINE,
+        PlacementRules(zero=3),
+        layer_rows={"w": UNEVEN},
+    )
+    leaf = placement.leaves["w"]
+    assert leaf.stored_shape == (6, 8)
+    assert placement.shard_elements(leaf) == 3 * 4
+    assert placement.num_parameters() == 5 * 7
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "canonical", "exchange"),
+    [
+        # stage divides the layers, and data its own dimension
+        ((4, 8, 6), EVEN, P("stage", "data", None), P(None, "data", "stage")),
+        ((4, 8, 6), DEALT, P("stage", "data", None), P(None, "data", "stage")),
+        # the dimension of data is padded, and another would be that of stage
+        ((4, 7, 5), EVEN, P("stage", None, None), P(None, ("data", "stage"), None)),
+        ((4, 3, 6), EVEN, P("stage", None, "data"), P(None, None, "data")),
+        # stage does not divide the layers: another free dimension, else below data, else nowhere
+        ((5, 8, 6), UNEVEN, P(None, "data", "stage"), P(None, "data", "stage")),
+        ((5, 8), UNEVEN, P(None, ("data", "stage")), P(None, ("data", "stage"))),
+        ((5, 6), UNEVEN, P(None, "data"), P(None, "data")),
+        ((5, 7), UNEVEN, P(None, None), P(None, ("data", "stage"))),
+        ((4,), EVEN, P("stage"), P(None)),
+        ((5,), UNEVEN, P(None), P(None)),
+    ],
+)
+def test_the_canonical_form_divides_evenly_and_rows_change_places_in_parts(
+    shape, rows, canonical, exchange
+):
+    leaf = place_stack(shape, rows)["stack"]
+    assert leaf.canonical_spec(PIPELINE) == canonical
+    assert leaf.exchange_spec(PIPELINE) == exchange
+    for spec, sizes in ((canonical, leaf.shape), (exchange, leaf.stored_shape)):
+        for entry, size in zip(spec, sizes, strict=True):
+            names = [entry] if isinstance(entry, str) else entry or []
+            assert size % math.prod(PIPELINE[name] for name in names) == 0
+
+
+def test_data_goes_to_another_dimension_than_stage_where_its_own_is_padded():
+    leaf = place({"w": (4, 8, 9)}, axes=PIPELINE, reads={"w": [(9,)]}, rows={"w": DEALT})["w"]
+    assert leaf.stored_spec == P("stage", None, "data")
+    assert leaf.canonical_spec(PIPELINE) == P("stage", "data", None)
+
+
+def test_without_zero_stage_alone_splits():
+    leaf = place_stack((4, 8), DEALT, zero=0)["stack"]
+    assert leaf.access is Access.WHOLE
+    assert leaf.stored_spec == leaf.canonical_spec(PIPELINE) == P("stage", None)
+
+
+def test_a_stack_that_is_not_read_layer_by_layer_is_refused():
+    shape = (4, 8)
+    message = "stack is stacked over the layers of the pipeline, but is read whole; read it inside"
+    with pytest.raises(ValueError, match=message):
+        place({"stack": shape}, axes=PIPELINE, rows={"stack": EVEN})
+    with pytest.raises(ValueError, match=r"but is read with shape \[2, 8\], no trailing slice"):
+        place({"stack": shape}, axes=PIPELINE, rows={"stack": EVEN}, reads={"stack": [(2, 8)]})
+
+
+def test_a_rule_that_splits_the_layers_is_refused():
+    message = "stack: its tensor-parallel rule splits dim 0 over model, and dim 0 holds the layers"
+    with pytest.raises(ValueError, match=message):
+        place_stack((4, 8), EVEN, tensor_parallel=[("", ("model", None))])
+    with pytest.raises(ValueError, match="names the axis 'stage'; use 'model' or null"):
+        place_stack((4, 8), EVEN, tensor_parallel=[("", ("stage", None))])

@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import loss_scale, trees
-from zerojax.mesh import DATA
 from zerojax.optim import coding_of
 from zerojax.placement import LeafPlacement, Placement
 from zerojax.precision import Precision
@@ -35,11 +34,10 @@ def abstract_state(
     canonical: bool,
 ) -> TrainState:
     """The state as `ShapeDtypeStruct`s: padded as stored, or in its canonical form."""
-    data_size = placement.axis_sizes[DATA]
 
     def place(leaf: LeafPlacement) -> jax.ShapeDtypeStruct:
         shape = leaf.shape if canonical else leaf.stored_shape
-        spec = leaf.canonical_spec(data_size) if canonical else leaf.stored_spec
+        spec = leaf.canonical_spec(placement.axis_sizes) if canonical else leaf.stored_spec
         floating = jnp.issubdtype(params[leaf.name].dtype, jnp.floating)
         dtype = precision.param_dtype if floating else params[leaf.name].dtype
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))

@@ -1,8 +1,8 @@
 """Where each parameter lives: a table of partition specs, and the rules that fill it.
 
-Knows names, shapes and axis sizes; never touches arrays, devices or Flax. Sources: ZeRO,
-Rajbhandari et al. 2019 (arXiv:1910.02054); tensor parallelism, Shoeybi et al. 2019
-(arXiv:1909.08053).
+Knows names, shapes, axis sizes and which layers lie in which rows of a stack; never touches arrays,
+devices, schedules or Flax. Sources: ZeRO, Rajbhandari et al. 2019 (arXiv:1910.02054); tensor
+parallelism, Shoeybi et al. 2019 (arXiv:1909.08053).
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import enum
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
 from zerojax import trees
-from zerojax.mesh import AXES, DATA, MODEL
+from zerojax.mesh import DATA, MODEL, STAGE
 
 Shape = tuple[int, ...]
 Rules = Sequence[tuple[str, Sequence[str | None]]]
@@ -50,6 +51,9 @@ class LeafPlacement:
       padded_size: stored size of `zero_dim`, a multiple of the `data` axis.
       access: how forward and backward get at it.
       frozen: no gradient and no optimizer state.
+      layer_rows: for a parameter on a pipeline the layer in each row of the stored stack, -1 where
+        a row is padding (zeros); its dimension 0 is split over `stage`. None: not on a pipeline,
+        so that every pipeline stage has all of it.
       reasons: why this row is an exception to its stage's rule, if it is.
     """
 
@@ -61,15 +65,18 @@ class LeafPlacement:
     padded_size: int | None
     access: Access
     frozen: bool = False
+    layer_rows: tuple[int, ...] | None = None
     reasons: tuple[str, ...] = ()
 
     @property
     def stored_shape(self) -> Shape:
-        """The shape in the state, padded where `data` does not divide."""
-        if self.zero_dim is None or self.padded_size is None:
-            return self.shape
-        index = len(self.shape) + self.zero_dim
-        return (*self.shape[:index], self.padded_size, *self.shape[index + 1 :])
+        """The shape in the state: padded where `data` does not divide, rows in place of layers."""
+        shape = list(self.shape)
+        if self.zero_dim is not None and self.padded_size is not None:
+            shape[self.zero_dim] = self.padded_size
+        if self.layer_rows is not None:
+            shape[0] = len(self.layer_rows)
+        return tuple(shape)
 
     @property
     def is_padded(self) -> bool:
@@ -85,23 +92,71 @@ class LeafPlacement:
         """How masters, optimizer state and reduced gradients lie."""
         axes = list(self.axes)
         if self.zero_dim is not None:
-            axes[len(axes) + self.zero_dim] = DATA
+            axes[self.zero_dim] = DATA
+        if self.layer_rows is not None:
+            axes[0] = STAGE
         return P(*axes)
 
     @property
     def data_spec(self) -> P:
-        """The part of `stored_spec` that the manual region over `data` sees."""
+        """The part of `stored_spec` that a region sees that is manual over `data` alone."""
         return P(*(axis if axis == DATA else None for axis in self.stored_spec))
 
-    def canonical_spec(self, data_size: int) -> P:
-        """A spec that divides the true shape evenly: on disk and between two placements."""
-        if not self.is_padded:
-            return self.stored_spec
-        axes: list[str | None] = list(self.axes)
-        free = [i for i, axis in enumerate(axes) if axis is None and self.shape[i] % data_size == 0]
-        if free:
-            axes[max(free, key=lambda i: self.shape[i])] = DATA
+    @property
+    def manual_spec(self) -> P:
+        """The part of `stored_spec` that a region sees that is manual over `data` and `stage`."""
+        return P(*(axis if axis in (DATA, STAGE) else None for axis in self.stored_spec))
+
+    def canonical_spec(self, axis_sizes: Mapping[str, int]) -> P:
+        """A spec that divides the true shape evenly: on disk and between two placements.
+
+        Where a pipeline does not divide the layers, `stage` takes another dimension.
+        """
+        axes: list[Any] = [axis if axis == MODEL else None for axis in self.stored_spec]
+        if self.layer_rows is not None and self.shape[0] % axis_sizes[STAGE] == 0:
+            axes[0] = STAGE
+        if self.zero_dim is not None:
+            if self.shape[self.zero_dim] % axis_sizes[DATA] == 0:
+                axes[self.zero_dim] = DATA
+            else:
+                _put(axes, DATA, self.shape, axis_sizes)
+        if self.layer_rows is not None and axes[0] != STAGE:
+            _put(axes, STAGE, self.shape, axis_sizes, shared=True)
         return P(*axes)
+
+    def exchange_spec(self, axis_sizes: Mapping[str, int]) -> P:
+        """How a stack lies while its rows change places: whole along dimension 0.
+
+        `stage` splits another dimension of `stored_shape` meanwhile, if it divides one, so that no
+        device holds the whole stack.
+        """
+        axes: list[Any] = [None, *self.stored_spec[1:]]
+        _put(axes, STAGE, self.stored_shape, axis_sizes, start=1, shared=True)
+        return P(*axes)
+
+
+def _put(
+    axes: list[Any],
+    axis: str,
+    shape: Shape,
+    axis_sizes: Mapping[str, int],
+    *,
+    start: int = 0,
+    shared: bool = False,
+) -> None:
+    """Gives `axis` the largest free dimension from `start` on that it divides, in place.
+
+    Where there is none it stays out, or, if `shared`, splits the parts of another axis.
+    """
+    size = axis_sizes[axis]
+    indices = range(start, len(shape))
+    free = [i for i in indices if axes[i] is None and shape[i] % size == 0]
+    if free:
+        axes[max(free, key=lambda i: shape[i])] = axis
+    elif shared:
+        taken = [i for i in indices if axes[i] is not None]
+        for i in [i for i in taken if shape[i] % (axis_sizes[axes[i]] * size) == 0][:1]:
+            axes[i] = (axes[i], axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +220,7 @@ def place_parameters(
     always_frozen: Mapping[str, str] | None = None,
     barriers: Mapping[str, str] | None = None,
     reads_lazily: bool = True,
+    layer_rows: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Placement:
     """Fills the table.
 
@@ -182,9 +238,11 @@ def place_parameters(
         whole.
       barriers: name -> why the parameter cannot be gathered where the model reads it.
       reads_lazily: False when the model has no point of use (a pair of functions).
+      layer_rows: name -> `LeafPlacement.layer_rows`, for the parameters on a pipeline.
 
     Raises:
-      ValueError: a rule names an unknown axis, does not fit a shape, or does not divide it.
+      ValueError: a rule names an unknown axis, does not fit a shape, or does not divide it; a
+        parameter on a pipeline is not read layer by layer, or a rule splits its layers.
     """
     frozen = dict(always_frozen or {})
     frozen_by_user = (
@@ -198,6 +256,10 @@ def place_parameters(
         reasons = [frozen[name]] if name in frozen else []
         zero_dim = padded = None
         axes = axes_of[name]
+        rows = (layer_rows or {}).get(name)
+        if rows is not None:
+            _check_rows(name, shape, rows, axis_sizes)
+            _check_stack(name, axes, stack_dims, barrier)
         if axis_sizes[DATA] > 1 and rules.zero > 0 and name not in (always_frozen or {}):
             zero_dim, padded, reason = _zero_dim(shape, axes, stack_dims, axis_sizes[DATA])
             reasons += [reason] if reason else []
@@ -214,6 +276,7 @@ def place_parameters(
             padded_size=padded,
             access=access,
             frozen=name in frozen or name in frozen_by_user,
+            layer_rows=rows,
             reasons=tuple(reasons),
         )
     return Placement(leaves, rules.zero, dict(axis_sizes))
@@ -251,6 +314,32 @@ def _stack_dims(shape: Shape, reads: frozenset[Shape] | None) -> tuple[int, str 
     return len(shape) - min(map(len, reads)), None
 
 
+def _check_rows(
+    name: str, shape: Shape, rows: tuple[int, ...], axis_sizes: Mapping[str, int]
+) -> None:
+    """What `zerojax.pipeline_layout` guarantees."""
+    held = sorted(layer for layer in rows if layer >= 0)
+    assert held == list(range(shape[0])), (name, shape, rows)
+    assert len(rows) % axis_sizes[STAGE] == 0, (name, rows, dict(axis_sizes))
+
+
+def _check_stack(
+    name: str, axes: tuple[str | None, ...], stack_dims: int, barrier: str | None
+) -> None:
+    """Refuses a parameter of which a pipeline stage cannot hold just its own layers."""
+    if stack_dims == 0:
+        why = barrier or "is read whole"
+        raise ValueError(
+            f"{name} is stacked over the layers of the pipeline, but {why}; read it inside the "
+            "layer loop only, one layer at a time, or use stage=1"
+        )
+    if axes[0] is not None:
+        raise ValueError(
+            f"{name}: its tensor-parallel rule splits dim 0 over {axes[0]}, and dim 0 holds the "
+            "layers, which the pipeline splits; give the rule one entry fewer, or use stage=1"
+        )
+
+
 def _zero_dim(
     shape: Shape, axes: tuple[str | None, ...], stack_dims: int, data_size: int
 ) -> tuple[int | None, int | None, str | None]:
@@ -276,7 +365,7 @@ def _tensor_parallel_axes(
     compiled = []
     for pattern, axes in rules:
         for axis in axes:
-            if axis is not None and (axis not in AXES or axis == DATA):
+            if axis not in (None, MODEL):
                 raise ValueError(
                     f"tensor-parallel rule {pattern!r} names the axis {axis!r}; "
                     f"use {MODEL!r} or null"
