@@ -292,6 +292,8 @@ def _convert(hint: Any, value: Any) -> Any:
         return _convert_union(args, value)
     if hint is str:
         return _convert_text(value)
+    if hint is object:
+        return value
     if hint is type(None):
         _expect(is_null(value), "nothing (null)", value)
         return None

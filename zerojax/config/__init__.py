@@ -4,7 +4,7 @@ Frozen and checked when made; knows no JAX, no devices and no files (`config_loa
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,11 +17,11 @@ from zerojax.config.checks import (
     refuse,
 )
 from zerojax.config.loss_scale import LossScale, describe_loss_scale
+from zerojax.config.mesh import MeshConfig, as_mesh_config
 from zerojax.config_loader import (
     ConfigError,
     coerce_fields,
     from_dict,
-    is_null,
     load_dataclass,
     to_dict,
 )
@@ -45,54 +45,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Rules = tuple[tuple[str, tuple[str | None, ...]], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """How the devices are laid out, and what each axis splits."""
-
-    data: int = -1
-    """Devices that split the batch and, with ZeRO, the state; -1 takes all the others leave."""
-    model: int = 1
-    """Devices that split each matrix (tensor parallelism); 1 = whole, since it pays only when a
-    layer does not fit or the batch cannot be split further."""
-    stage: int = 1
-    """Pipeline stages; 1 = none."""
-    replica: int = 1
-    """Copies of the ZeRO-sharded state: shard in a node, replicate across. 1 = shard over all."""
-    zero: int = 1
-    """ZeRO 0..3. 0: nothing split; 1: optimizer state; 2: and gradients; 3: and parameters. 1 = the
-    largest saving that adds no communication."""
-    persistence_threshold: int = 100_000
-    """Elements. At zero=3 a smaller leaf stays whole: gathering it costs more time than it saves
-    memory (DeepSpeed's default)."""
-    reduce_bucket_size: int = 50_000_000
-    """Elements of gradient per reduction: one collective for many leaves. DeepSpeed's 500 million
-    costs a 1.3-billion-parameter GPT at zero=2 2.3 GB per device more (compiled for 8 H100)."""
-    allgather_bucket_size: int = 50_000_000
-    """Elements of parameters per gather outside the layer loop; the same reason."""
-    sequence_sharding: bool = False
-    """Also split norms and residuals over `model`, along the sequence. Off: no use at model=1."""
-    offload: None = None
-    """Reserved for state outside device memory; only None is accepted yet."""
-    rules: Rules | None = None
-    """Tensor-parallel rules, first match wins: (regex on the parameter's name, mesh axis or null
-    for each trailing dim). None: the model's own `tensor_parallel_rules` if it has some."""
-
-    def __post_init__(self) -> None:
-        if not is_null(self.offload):
-            refuse("offload", self.offload, "is not built yet; leave it None and use zero=3")
-        coerce_fields(self)
-        if self.data < 1 and self.data != -1:
-            refuse("data", self.data, "must be >= 1, or -1 for all devices the other axes leave")
-        check_at_least(self, 1, "model", "stage", "replica")
-        if self.zero not in range(4):
-            refuse("zero", self.zero, "must be 0, 1, 2 or 3")
-        check_at_least(self, 0, "persistence_threshold")
-        check_at_least(self, 1, "reduce_bucket_size", "allgather_bucket_size")
-        for pattern, _ in self.rules or ():
-            check_regex("rules", pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,16 +326,3 @@ def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] 
     if cls is RunConfig and path is not None:
         defaults["run_dir"] = f"runs/{Path(path).stem}"
     return load_dataclass(cls, path, overrides, defaults=defaults)
-
-
-def as_mesh_config(value: MeshConfig | Mapping[str, Any] | None) -> MeshConfig:
-    """A MeshConfig from itself, a mapping of its fields, or None (the defaults)."""
-    if value is None:
-        return MeshConfig()
-    if isinstance(value, MeshConfig):
-        return value
-    if isinstance(value, Mapping):
-        return from_dict(MeshConfig, value)
-    raise TypeError(
-        f"mesh_config is a {type(value).__name__}; give a MeshConfig, a dict of its fields, or None"
-    )

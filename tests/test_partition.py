@@ -1,0 +1,96 @@
+"""Layers are divided as the best of all ways, found by trying them, would be."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from zerojax.config.mesh import PARTITIONS
+from zerojax.partition import METHODS, partition_layers
+
+
+def all_partitions(num_layers, num_parts):
+    for cuts in itertools.combinations(range(1, num_layers), num_parts - 1):
+        edges = [0, *cuts, num_layers]
+        yield tuple(b - a for a, b in itertools.pairwise(edges))
+
+
+def heaviest(layers, layer_cost, embed_cost, head_cost):
+    costs = [count * layer_cost for count in layers]
+    costs[0] += embed_cost
+    costs[-1] += head_cost
+    return max(costs)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 8, 11])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 8])
+def test_by_cost_it_is_the_best_of_all_ways_and_of_those_the_most_even(num_layers, num_parts):
+    """Costs are whole numbers, so that equal ones compare as equal."""
+    if num_parts > num_layers:
+        pytest.skip("more parts than layers")
+    numbers = random.Random(num_layers * 31 + num_parts)
+    trials = [(1, 0, 0), (0, 0, 0), (0, 3, 2), (2, 1, 1)]
+    trials += [tuple(numbers.randrange(0, limit) for limit in (5, 12, 30)) for _ in range(12)]
+    for layer_cost, embed_cost, head_cost in trials:
+        costs = {"layer_cost": layer_cost, "embed_cost": embed_cost, "head_cost": head_cost}
+        best = min(
+            all_partitions(num_layers, num_parts),
+            key=lambda way: (
+                heaviest(way, layer_cost, embed_cost, head_cost),
+                sorted(way, reverse=True),
+                [-count for count in way],
+            ),
+        )
+        for method in ("flops", "parameters"):
+            assert partition_layers(method, num_layers, num_parts, **costs) == best
+
+
+def test_a_heavy_head_takes_layers_from_the_last_part():
+    assert partition_layers("flops", 32, 4, head_cost=4) == (9, 9, 9, 5)
+    assert partition_layers("flops", 32, 4, embed_cost=2, head_cost=2) == (7, 9, 9, 7)
+    # One that outweighs everything still leaves one layer in its part, and the rest is even.
+    assert partition_layers("flops", 10, 4, head_cost=100) == (3, 3, 3, 1)
+
+
+def test_without_costs_beside_the_layers_all_methods_agree_where_parts_are_equal():
+    for method in METHODS:
+        assert partition_layers(method, 12, 4) == (3, 3, 3, 3)
+    assert partition_layers("flops", 10, 4) == (3, 3, 2, 2)
+    assert partition_layers([3, 3, 2, 2], 10, 4) == (3, 3, 2, 2)
+
+
+def test_many_layers_are_quick():
+    """Not every way of dividing 512 layers is tried."""
+    layers = partition_layers("flops", 512, 32, layer_cost=7.0, head_cost=40.0)
+    assert (sum(layers), len(layers), max(layers)) == (512, 32, 17)
+
+
+def test_settings_name_the_methods_there_are():
+    assert PARTITIONS == METHODS
+
+
+@pytest.mark.parametrize(
+    ("method", "num_layers", "num_parts", "message"),
+    [
+        (
+            "uniform",
+            10,
+            4,
+            r"10 layers do not divide by 4 parts .* needs; use 2 or 5 parts, partition=\"flops\", "
+            r"or a list such as partition=\[3, 3, 2, 2\]",
+        ),
+        ("uniform", 4, 8, r"8 parts \(stages x chunks\) for 4 layers: .* use at most 4 parts"),
+        ("flops", 4, 8, "8 parts .* for 4 layers"),
+        ("flop", 8, 4, "partition='flop' is not known; did you mean 'flops'"),
+        ("best", 8, 4, "partition='best' is not known; use uniform, parameters, flops or a list"),
+        ([4, 4], 8, 4, r"\[4, 4\] has 2 entries for 4 parts .*such as \[2, 2, 2, 2\]"),
+        ([4, 4, 0, 0], 8, 4, r"leaves a part without layers; give each at least 1, such as"),
+        ([4, 4, 2, 2], 8, 4, r"has 12 layers, and the model has 8; the entries have to add up to"),
+        ([1, 1, 1], 2, 3, r"has 3 layers, and the model has 2; the entries have to add up to 2$"),
+    ],
+)
+def test_what_does_not_fit_is_refused(method, num_layers, num_parts, message):
+    with pytest.raises(ValueError, match=message):
+        partition_layers(method, num_layers, num_parts)
