@@ -1,0 +1,327 @@
+"""The traced loss of a microbatch cut in three: before the layers, some of the layers, after them.
+
+Knows traced programs and which inputs are parameters; never which layers are where, or when a piece
+runs. What the layers compute is kept exactly as the model wrote it: checkpoints, custom
+derivatives, reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal, jaxpr_as_fun
+
+from zerojax.layer_loop.finding import LayerLoop, find_layer_loop
+from zerojax.layer_loop.pieces import Piece, cut_piece, follow_stains
+
+Arrays = dict[str, Any]
+Activations = tuple[jax.Array, ...]
+LossAndWeight = tuple[jax.Array, jax.Array]
+
+
+def cut_loss(
+    function: Callable[..., tuple[LossAndWeight, Arrays]],
+    values: Arrays,
+    extras: Arrays,
+    key: Any,
+    batch: Any,
+    *,
+    padding: bool = False,
+) -> LossPieces:
+    """The pieces of a loss.
+
+    Args:
+      function: `(values, extras, key, batch) -> ((loss, weight), extras afterwards)`, the loss of
+        one microbatch. It may close over arrays, traced ones too.
+      values: {name: pytree of `ShapeDtypeStruct`}, parameters as the model gets them, stacked ones
+        with the rows of all layers.
+      extras, key, batch: pytrees of `ShapeDtypeStruct`.
+      padding: whether rows may be padding (-1). Without it nothing is masked.
+
+    Raises:
+      ValueError: the program has not the form that `find_layer_loop` asks for, or an extra is
+        written in a way that cannot be cut.
+    """
+    arguments = values, extras, key, batch
+    closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    leaves, tree = jax.tree.flatten(arguments)
+    positions = jax.tree.unflatten(tree, range(len(leaves)))
+    names: list[str | None] = [None] * len(leaves)
+    for name, places in positions[0].items():
+        for place in jax.tree.leaves(places):
+            names[place] = name
+    loop = find_layer_loop(closed, names)
+    (loss, weight), written = jax.tree.unflatten(
+        jax.tree.structure(result), loop.program.jaxpr.outvars
+    )
+    inputs = loop.program.jaxpr.invars
+    unchanged = [n for n, atom in written.items() if atom is inputs[positions[1][n]]]
+    written = {name: atom for name, atom in written.items() if name not in unchanged}
+    by_embed, by_layers, by_head = _sort_extras(loop, written)
+    _check_weight(loop, weight)
+    before = loop.embed_piece.closed.jaxpr.outvars
+    stained = follow_stains(
+        loop.program.jaxpr,
+        {inputs[i]: frozenset([i]) for i in jax.tree.leaves(positions[:2])},
+    )
+    return LossPieces(
+        loop=loop,
+        padding=padding,
+        _positions=positions,
+        _embed=cut_piece(loop.program, [*before, *by_embed.values()]),
+        _around=cut_piece(loop.program, [*loop.consts, *loop.others]),
+        _head=loop.cut_after([loss, weight, *by_head.values()]),
+        _embed_extras=tuple(by_embed),
+        _layer_extras=by_layers,
+        _head_extras=tuple(by_head),
+        _masked_consts=tuple(bool(stained(atom)) for atom in loop.consts),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LossPieces:
+    """A loss in three pieces; embed, then layers once or more, then head give the whole loss.
+
+    Each piece is a function to be traced, with derivatives by `jax.vjp`. Their arguments are
+    named alike: `outer` {name: value} holds at least those parameters without rows of layers that
+    the piece reads; `extras`, `key` and `batch` are whole and of the form that the loss was traced
+    with.
+
+    Attributes:
+      loop: the loop over layers.
+      padding: whether rows may be -1.
+    """
+
+    loop: LayerLoop
+    padding: bool
+    _positions: tuple[Arrays, Arrays, Any, Any]
+    _embed: Piece
+    _around: Piece
+    _head: Piece
+    _embed_extras: tuple[str, ...]
+    _layer_extras: dict[str, int]
+    _head_extras: tuple[str, ...]
+    _masked_consts: tuple[bool, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return self.loop.num_layers
+
+    @property
+    def stacked(self) -> frozenset[str]:
+        """Names of the parameters that have one row for each layer."""
+        return self.loop.stacked
+
+    @property
+    def activations(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What travels from layer to layer; PRNG keys do so as their data."""
+        return tuple(map(_abstract_data, self.loop.activations))
+
+    @property
+    def embed_reads(self) -> frozenset[str]:
+        """Names of the parameters that `embed` depends on."""
+        return self.loop.names_of(self._embed.inputs)
+
+    @property
+    def layers_reads_outer(self) -> frozenset[str]:
+        """Names of the parameters without rows of layers that `layers` depends on."""
+        return self.loop.names_of(self._around.inputs)
+
+    @property
+    def head_reads(self) -> frozenset[str]:
+        """Names of the parameters that `head` depends on."""
+        return self.loop.names_of(self._head.inputs)
+
+    def embed(
+        self, outer: Arrays, extras: Arrays, key: Any, batch: Any
+    ) -> tuple[Activations, Arrays]:
+        """(what the first layer takes, {name: new value} of the extras that are written here)."""
+        outputs = self._embed((), self._inputs(outer, extras, key, batch))
+        count = len(self.activations)
+        activations = tuple(map(_as_data, outputs[:count]))
+        return activations, dict(zip(self._embed_extras, outputs[count:], strict=True))
+
+    def layers(
+        self,
+        stacked: Arrays,
+        outer: Arrays,
+        extras: Arrays,
+        key: Any,
+        batch: Any,
+        rows: jax.Array,
+        activations: Activations,
+    ) -> tuple[Activations, Arrays]:
+        """Some layers, one after the other.
+
+        Args:
+          stacked: {name: value whose arrays have n rows}.
+          rows: int32 [n], which layer each row is. With `padding`, -1 is none: the activations go
+            on as they are, and the row gets gradients of exactly zero, whatever the layer makes
+            of its contents.
+          activations: from `embed`, or from earlier layers.
+
+        Returns:
+          (activations, {name: [n, ...] rows of the new value} of the extras that the layers
+          write); rows of padding are zeros.
+        """
+        inputs = self._inputs(outer, extras, key, batch)
+        around = self._around((), inputs)
+        consts = around[: len(self.loop.consts)]
+        present = jnp.asarray(rows) >= 0 if self.padding else None
+        sliced = self._slices(self._stack_inputs(stacked), around[len(consts) :], rows)
+        if present is not None:
+            # Zeros that come back into a layer may leave it as NaN (0 times infinity), so it is not
+            # enough to pass over what a row of padding gives: what goes in is masked, too. The
+            # selection has one array on both sides, so that only its derivative costs anything;
+            # here, outside of the loop, it keeps the loop from storing masked copies of weights.
+            sliced = [_let_gradients_pass(present, values) for values in sliced]
+        run = functools.partial(self._one_layer, consts)
+        unroll = min(self.loop.equation.params["unroll"], max(1, rows.shape[0]))
+        after, written = lax.scan(run, activations, (present, sliced), unroll=unroll)
+        return after, dict(zip(self._layer_extras, written, strict=True))
+
+    def head(
+        self, outer: Arrays, extras: Arrays, key: Any, batch: Any, activations: Activations
+    ) -> tuple[LossAndWeight, Arrays]:
+        """((loss, weight), {name: new value} of the extras that are written here)."""
+        inputs = self._inputs(outer, extras, key, batch)
+        loss, weight, *written = self._head(self._as_carried(activations), inputs)
+        return (loss, weight), dict(zip(self._head_extras, written, strict=True))
+
+    # --- what a piece is given --------------------------------------------------------------------
+
+    def _inputs(self, outer: Arrays, extras: Arrays, key: Any, batch: Any) -> dict[int, Any]:
+        rest = _pair(self._positions[1:], (extras, key, batch))
+        return _pair({name: self._positions[0][name] for name in outer}, outer) | rest
+
+    def _stack_inputs(self, stacked: Arrays) -> dict[int, Any]:
+        return _pair({name: self._positions[0][name] for name in stacked}, stacked)
+
+    def _slices(
+        self, stacks: dict[int, jax.Array], others: Sequence[jax.Array], rows: jax.Array
+    ) -> list[jax.Array]:
+        """What the loop slices: rows of parameters, and the same rows of everything else."""
+        # Rows of padding take those of the first layer: any that exist will do.
+        layer_of_row = jnp.maximum(rows, 0) if self.padding else rows
+        remaining = iter(others)
+        slices = []
+        for stack in self.loop.slices:
+            if stack is None:
+                slices.append(next(remaining)[layer_of_row])
+                continue
+            value = stacks[stack.input]
+            for step in stack.steps:
+                value = step.primitive.bind(value, **step.params)
+            slices.append(value)
+        return slices
+
+    def _one_layer(
+        self,
+        consts: Sequence[jax.Array],
+        activations: Activations,
+        given: tuple[jax.Array | None, list[jax.Array]],
+    ) -> tuple[Activations, list[jax.Array]]:
+        present, sliced = given
+        entering = activations
+        if present is not None:
+            entering = tuple(_let_gradients_pass(present, x) for x in activations)
+            # A mask in the loop makes it store a copy for each row, so only what may have a
+            # derivative is masked.
+            pairs = zip(consts, self._masked_consts, strict=True)
+            consts = [_let_gradients_pass(present, c) if masked else c for c, masked in pairs]
+        layer = jaxpr_as_fun(self.loop.layer)
+        outputs = layer(*consts, *self._as_carried(entering), *sliced)
+        after = tuple(map(_as_data, outputs[: len(activations)]))
+        rows = outputs[len(activations) :]
+        written = [_as_data(rows[index]) for index in self._layer_extras.values()]
+        if present is None:
+            return after, written
+        kept = zip(after, activations, strict=True)
+        return (
+            tuple(jnp.where(present, new, old) for new, old in kept),
+            [jnp.where(present, row, jnp.zeros_like(row)) for row in written],
+        )
+
+    def _as_carried(self, activations: Activations) -> list[jax.Array]:
+        """Activations as the program knows them, with PRNG keys made of their data."""
+        pairs = zip(activations, self.loop.activations, strict=True)
+        return [
+            jax.random.wrap_key_data(x, impl=_key_impl(like)) if _is_key(like) else x
+            for x, like in pairs
+        ]
+
+
+def _sort_extras(loop: LayerLoop, written: Arrays) -> tuple[Arrays, dict[str, int], Arrays]:
+    """The extras by who writes them.
+
+    Returns:
+      ({name: value of the program} written before the loop, {name: which of the values that the
+      loop gives a row of for each layer}, {name: value} written after it).
+    """
+    depends, given = loop.dependence(), loop.row_outputs()
+    by_embed, by_layers, by_head = {}, {}, {}
+    for name, atom in written.items():
+        if not isinstance(atom, Literal) and atom in given:
+            by_layers[name] = given.index(atom)
+        elif not depends(atom):
+            by_embed[name] = atom
+        elif "rows" not in depends(atom):
+            by_head[name] = atom
+        else:
+            raise ValueError(
+                f"the model's state {name} is computed from what the loop of {loop.num_layers} "
+                "layers returns for each layer, and no pipeline stage has that of all layers: "
+                "store the rows themselves (the second result of jax.lax.scan), or compute it from "
+                "the carried value"
+            )
+    return by_embed, by_layers, by_head
+
+
+def _check_weight(loop: LayerLoop, weight: Any) -> None:
+    if "rows" in loop.dependence()(weight):
+        raise ValueError(
+            f"the weight of the loss uses what the loop of {loop.num_layers} layers returns for "
+            "each layer, but only carried values go from one pipeline stage to the next: add it up "
+            "in the carried value instead"
+        )
+
+
+def _pair(positions: Any, values: Any) -> dict[int, Any]:
+    """{position: array}, for trees of the same form."""
+    return dict(zip(jax.tree.leaves(positions), jax.tree.leaves(values), strict=True))
+
+
+def _let_gradients_pass(present: jax.Array, value: jax.Array) -> jax.Array:
+    """`value`, whose gradient is zero where `present` is false (one bool for each leading row)."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return value
+    mask = present.reshape(present.shape + (1,) * (value.ndim - present.ndim))
+    return jnp.where(mask, value, lax.stop_gradient(value))
+
+
+def _is_key(value: Any) -> bool:
+    return jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _as_data(value: jax.Array) -> jax.Array:
+    """A plain array of a definite dtype: the data of keys, what Python numbers became."""
+    if _is_key(value):
+        return jax.random.key_data(value)
+    return lax.convert_element_type(value, value.dtype)
+
+
+def _abstract_data(value: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(_as_data, value)
+
+
+def _key_impl(like: jax.ShapeDtypeStruct) -> str:
+    """The name of the generator of a key."""
+    found: list[str] = []
+    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), like)
+    return found[0]
