@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import trees
-from zerojax.mesh import MODEL, describe_mesh
-from zerojax.placement import Access, Placement
+from zerojax.mesh import MODEL, STAGE, describe_mesh
+from zerojax.pipeline_costs import total_buffer_bytes
+from zerojax.pipeline_page import pipeline_dict, pipeline_line, pipeline_lines
+from zerojax.placement import Access, LeafPlacement, Placement
 from zerojax.planned import Planned
 
 
@@ -26,15 +28,19 @@ def shard_bytes(tree: Any) -> int:
 
 
 def role_bytes(plan: Planned) -> dict[str, int]:
-    """Bytes per device by role. State roles are exact; the last three are the stage's formula.
+    """Bytes per device by role. State roles are exact; the others are by formula.
 
     Returns:
       masters, optimizer state, frozen, extras: what the state holds between steps.
       gathered weights: copies in the compute dtype that forward and backward read.
       gradients: as the backward pass leaves them, and the accumulator where microbatches need one.
+      pipeline buffers: where there is one, what waits between the passes of its stages.
     """
     state = plan.abstract_state
     weights, gradients = _formula_bytes(plan)
+    buffers = {}
+    if plan.pipeline is not None:
+        buffers[PIPELINE_BUFFERS] = total_buffer_bytes(plan.pipeline)
     return {
         "master weights": shard_bytes(state["params"]),
         "optimizer state": shard_bytes(state["opt_state"]),
@@ -42,11 +48,28 @@ def role_bytes(plan: Planned) -> dict[str, int]:
         "extras": shard_bytes(state["extras"]),
         "gathered weights": weights,
         "gradients": gradients,
+        **buffers,
     }
 
 
+PIPELINE_BUFFERS = "pipeline buffers"
+
+
+def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
+    """Elements of a gathered parameter on one device: its own rows of a pipelined stack, padding
+    included, and what tensor parallelism leaves."""
+    split = math.prod(placement.axis_sizes[axis] for axis in leaf.axes if axis is not None)
+    shape = leaf.shape
+    if leaf.layer_rows is not None:
+        shape = (len(leaf.layer_rows) // placement.axis_sizes[STAGE], *shape[1:])
+    return trees.num_elements(shape) // split
+
+
 def _formula_bytes(plan: Planned) -> tuple[int, int]:
-    """(weights that forward and backward hold, gradients they leave), bytes per device."""
+    """(weights that forward and backward hold, gradients they leave), bytes per device.
+
+    A pipeline always adds up; what one microbatch adds is that of one chunk.
+    """
     placement: Placement = plan.placement
     compute = jnp.dtype(plan.precision.compute_dtype).itemsize
     accumulate = jnp.dtype(plan.precision.accumulate_dtype).itemsize
@@ -54,11 +77,14 @@ def _formula_bytes(plan: Planned) -> tuple[int, int]:
     weights = gradients = 0
     on_use: dict[str, int] = {}
     for leaf in placement.leaves.values():
-        split = math.prod(placement.axis_sizes[axis] for axis in leaf.axes if axis is not None)
-        whole = trees.num_elements(leaf.shape) // split
+        whole = whole_elements(placement, leaf)
         shard = placement.shard_elements(leaf)
+        layers = math.prod(leaf.shape[: leaf.stack_dims])
+        chunks = 1
+        if plan.pipeline is not None and leaf.layer_rows is not None:
+            chunks = plan.pipeline.schedule.num_chunks
+            layers = chunks * plan.pipeline.chunk_rows
         if leaf.access is Access.GATHER_ON_USE:
-            layers = math.prod(leaf.shape[: leaf.stack_dims])
             group = leaf.name.split(trees.SEPARATOR)[0] if leaf.stack_dims else leaf.name
             on_use[group] = on_use.get(group, 0) + whole // layers * compute
             weights += shard * reduce
@@ -66,21 +92,23 @@ def _formula_bytes(plan: Planned) -> tuple[int, int]:
             weights += whole * compute
         if not leaf.frozen:
             scattered = leaf.access in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
-            summed = accumulate if plan.num_microbatches > 1 else 0
+            summed = accumulate if plan.num_microbatches > 1 or plan.pipeline else 0
             if scattered:  # a microbatch's own are added to the sum as they come
                 gradients += shard * (summed or reduce)
             else:
-                gradients += whole * (compute + summed)
+                gradients += whole * summed + whole // chunks * compute
     return weights + max(on_use.values(), default=0), gradients
 
 
 def plan_line(plan: Planned) -> str:
-    """One line: model size, mesh, stage, precision, batch, bytes of state per device."""
+    """One line: model size, mesh, ZeRO, precision, batch, pipeline, bytes of state per device."""
     counts = trees.format_count(plan.placement.num_parameters())
     state = trees.format_bytes(shard_bytes(plan.abstract_state))
     batch = f"batch {plan.global_batch_size}"
     if plan.num_microbatches > 1:
         batch += f" in {plan.num_microbatches} microbatches"
+    if plan.pipeline is not None:
+        batch += f", {pipeline_line(plan.pipeline)}"
     return (
         f"{counts} parameters, mesh {describe_mesh(plan.mesh)}, zero={plan.zero}, "
         f"{jnp.dtype(plan.precision.compute_dtype).name}, {batch}, {state} of state per device"
@@ -88,13 +116,15 @@ def plan_line(plan: Planned) -> str:
 
 
 def plan_table(plan: Planned) -> str:
-    """One page: bytes by role, one line per parameter, every exception, every reason."""
+    """One page: bytes by role, the pipeline, one line per parameter, every exception and reason."""
     lines = [plan_line(plan), "", "bytes per device"]
     roles = role_bytes(plan)
     for role, count in roles.items():
         if count or role in ("master weights", "optimizer state"):
             lines.append(f"  {role:<18} {trees.format_bytes(count):>11}")
     lines.append(f"  {'sum':<18} {trees.format_bytes(sum(roles.values())):>11}  + activations")
+    if plan.pipeline is not None:
+        lines += ["", *pipeline_lines(plan.pipeline, plan.placement)]
     lines += ["", *_leaf_lines(plan.placement)]
     exceptions = plan.placement.exceptions()
     if exceptions:
@@ -135,6 +165,7 @@ def plan_dict(plan: Planned) -> dict[str, Any]:
         "num_frozen_parameters": placement.num_parameters(frozen=True),
         "tensor_parallel": placement.axis_sizes[MODEL],
         "bytes_per_device": role_bytes(plan),
+        "pipeline": None if plan.pipeline is None else pipeline_dict(plan.pipeline, placement),
         "parameters": [
             {
                 "name": leaf.name,

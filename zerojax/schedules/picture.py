@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import textwrap
 
+from zerojax.schedules.catalog import SCHEDULES
 from zerojax.schedules.simulation import Simulation
 from zerojax.schedules.table import KINDS, Operation, Schedule
 
 WIDTH = 100
 MAX_LINES = 80
+SHORT_ROWS = 36
+GAP = " ..."
 
 
 def chunk_letter(chunk: int) -> str:
@@ -50,6 +53,47 @@ def draw(schedule: Schedule) -> str:
                 [h.ljust(width) + "".join(c.rjust(column) for c in row) for h, row in lines]
             )
     return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def draw_short(schedule: Schedule, width: int = WIDTH) -> str:
+    """The same in one block: of a table that is too wide the middle is left out.
+
+    Of more than `SHORT_ROWS` rows nothing is drawn, and where to see the rest is said.
+
+    Args:
+      width: columns that may be used.
+    """
+    rows = _label_rows(schedule)
+    if len(rows) > SHORT_ROWS:
+        return f"{len(rows)} rows are too many to draw here\n{_see(schedule)}"
+    heads = [head for head, _ in rows]
+    left = max(len(head) for head in heads)
+    column = 1 + max(len(str(schedule.num_ticks - 1)), *(len(c) for _, row in rows for c in row))
+    shown, gap = list(range(schedule.num_ticks)), schedule.num_ticks
+    if left + column * len(shown) > width:
+        kept = max(2, (width - left - len(GAP)) // column)
+        gap = (kept + 1) // 2
+        shown = shown[:gap] + shown[-(kept - gap) :]
+    lines = []
+    for head, cells in [("tick", [str(tick) for tick in range(schedule.num_ticks)]), *rows]:
+        texts = [cells[tick].rjust(column) for tick in shown]
+        if gap < schedule.num_ticks:
+            texts.insert(gap, GAP)
+        lines.append(head.ljust(left) + "".join(texts))
+    if gap < schedule.num_ticks:
+        left_out = schedule.num_ticks - len(shown)
+        lines += [f"{left_out} ticks are left out", _see(schedule)]
+    return "\n".join(lines)
+
+
+def _see(schedule: Schedule) -> str:
+    """What to type to have all of a schedule drawn."""
+    if schedule.name not in SCHEDULES:
+        return "see `zerojax schedule FILE.csv --svg FILE`"
+    words = f"{schedule.name} --stages {schedule.num_stages} "
+    words += f"--microbatches {schedule.num_microbatches}"
+    words += f" --chunks {schedule.num_chunks}" * (schedule.num_chunks > 2)  # 2 is the default
+    return f"see `zerojax schedule {words} --svg FILE`"
 
 
 def _label_rows(schedule: Schedule) -> list[tuple[str, list[str]]]:
