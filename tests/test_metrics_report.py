@@ -14,11 +14,15 @@ from zerojax.config import LogConfig, RunConfig, to_dict
 from zerojax.metrics import RunLog, read_metrics, write_report
 from zerojax.metrics.charts import Chart, Series, draw, log_ticks, nice_ticks, smooth, thin
 from zerojax.metrics.report import make_charts
+from zerojax.schedules import make_schedule
+from zerojax.schedules.table import format_cell
 
 MEMORY = {"source": "host RSS", "in_use": 2**30, "peak": 2**31, "limit": 2**33}
 
 
-def make_run(folder, *, steps=200, until=None, losses=None, name="plan of <b>this</b> run"):
+def make_run(
+    folder, *, steps=200, until=None, losses=None, name="plan of <b>this</b> run", plan=None
+):
     times = [0.0]
     log = RunLog(
         folder,
@@ -32,7 +36,7 @@ def make_run(folder, *, steps=200, until=None, losses=None, name="plan of <b>thi
         stream=io.StringIO(),
         clock=lambda: times[0],
     )
-    log.start(name, ["zero=1: the default"], "name & shape", {}, to_dict(RunConfig()))
+    log.start(name, ["zero=1: the default"], "name & shape", plan or {}, to_dict(RunConfig()))
     for step in range(1, (until or steps) + 1):
         times[0] += 0.5
         loss = losses[step - 1] if losses else 2 + 4 * math.exp(-step / 30)
@@ -108,6 +112,42 @@ def test_an_unfinished_run_and_one_report(tmp_path):
     assert "at step 1 of 200" in page
     assert "Throughput" not in page
     Tags(page)
+
+
+def plan_with(schedule):
+    rows = [[format_cell(cell) for cell in row] for row in schedule.table]
+    return {
+        "pipeline": {
+            "schedule": schedule.name,
+            "table": rows,
+            "placement": schedule.placement,
+            "costs": {"forward": 1.0, "backward": 1.0, "weight": 1.0},
+        }
+    }
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_the_schedule_of_a_pipeline_is_drawn_in_the_plan(tmp_path, name):
+    schedule = make_schedule(name, stages=2, microbatches=4)
+    page = write_report(make_run(tmp_path, plan=plan_with(schedule))).read_text()
+    tags = Tags(page)
+    assert tags.loads == []
+    assert not re.findall(r"https?:", page)
+    plan_section = page.partition("<h2>Plan</h2>")[2].partition("<h2>")[0]
+    operations = sum(1 for _ in schedule.events())
+    assert plan_section.count('<g class="operation">') == operations
+    assert plan_section.index("</svg>") < plan_section.index("<pre>")
+
+
+def test_a_plan_without_a_pipeline_or_with_one_too_large_has_no_picture(tmp_path, monkeypatch):
+    for plan in [{"pipeline": None}, {"pipeline": {"table": None}}]:
+        page = write_report(make_run(tmp_path, plan=plan)).read_text()
+        assert "<pre>" in page
+        assert 'class="operation"' not in page
+    schedule = make_schedule("1f1b", stages=2, microbatches=4)
+    monkeypatch.setattr("zerojax.metrics.report.MAX_BOXES", 15)  # it has 16
+    page = write_report(make_run(tmp_path, plan=plan_with(schedule))).read_text()
+    assert 'class="operation"' not in page
 
 
 def test_losses_that_are_not_finite_leave_a_gap_and_a_mark(tmp_path):

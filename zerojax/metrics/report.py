@@ -16,10 +16,14 @@ from typing import Any
 from zerojax.metrics.charts import Chart, Points, Series, draw, smooth, thin
 from zerojax.metrics.console import GIB, format_number, format_seconds
 from zerojax.metrics.jsonl import Metrics, read_metrics
+from zerojax.schedules import Costs, Schedule
+from zerojax.schedules.svg import draw_svg
 
 FILE_NAME = "report.html"
 SMOOTHED_FROM = 40
 """Reports; a shorter curve is drawn as it is."""
+MAX_BOXES = 5000
+"""Operations of the largest pipeline schedule that is drawn: about 1.5 MB of page."""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -65,10 +69,10 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
 {_tiles(metrics)}</dl>
 <section class="charts">
 {"".join(draw(chart, ends) for chart in charts)}</section>
-{_panel("Plan", f"<pre>{html.escape(plan_rest.strip())}</pre>" if plan_rest.strip() else "")}
+{_panel("Plan", _schedule(_json(run_dir / "plan.json")) + _plan_text(plan_rest))}
 {_panel("Configuration", _settings(_json(run_dir / "config.json")))}
-<footer>Written by zerojax on {time.strftime("%Y-%m-%d at %H:%M")} from metrics.jsonl, plan.txt and
-config.json in {html.escape(str(run_dir))}.{_unreadable(metrics)}</footer>
+<footer>Written by zerojax on {time.strftime("%Y-%m-%d at %H:%M")} from metrics.jsonl, plan.txt,
+plan.json and config.json in {html.escape(str(run_dir))}.{_unreadable(metrics)}</footer>
 </main>
 <script type="application/json" id="data">{_embedded(charts, ends)}</script>
 <script>
@@ -287,6 +291,26 @@ def _setting(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value if value != [] else "none")
+
+
+def _plan_text(text: str) -> str:
+    return f"<pre>{html.escape(text.strip())}</pre>" if text.strip() else ""
+
+
+def _schedule(plan: Mapping[str, Any]) -> str:
+    """The picture of the pipeline's schedule; nothing where there is none, or one too large."""
+    pipeline = plan.get("pipeline")
+    if not pipeline or not pipeline["table"]:
+        return ""
+    schedule = Schedule.from_cells(
+        pipeline["schedule"], pipeline["table"], placement=pipeline["placement"]
+    )
+    if sum(1 for _ in schedule.events()) > MAX_BOXES:
+        return ""
+    # Inside of a page SVG needs no name space, and this one shall name no address.
+    return draw_svg(schedule, Costs(**pipeline["costs"])).replace(
+        ' xmlns="http://www.w3.org/2000/svg"', "", 1
+    )
 
 
 def _panel(title: str, content: str) -> str:
