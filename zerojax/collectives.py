@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax import trees
-from zerojax.mesh import DATA, DATA_AXES, REPLICA
+from zerojax.mesh import DATA, DATA_AXES
 from zerojax.placement import LeafPlacement
 from zerojax.programs import mark_read
 from zerojax.replicated import over_auto_axes
@@ -387,9 +387,3 @@ def sum_buckets(
         result |= over_auto_axes(local, (specs,), specs)(bucket)
     return {name: result[name] for name in values}
 
-
-def sum_over_replicas(
-    shards: Arrays, axes: Mapping[str, tuple[str | None, ...]], bucket_size: int
-) -> Arrays:
-    """Sums shards over `replica` (hybrid sharding: scatter inside a group, sum across groups)."""
-    return sum_buckets(shards, axes, bucket_size, over=(REPLICA,))

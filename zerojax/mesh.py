@@ -23,7 +23,8 @@ AXES = (REPLICA, DATA, STAGE, MODEL)
 DATA_AXES = (REPLICA, DATA)
 """Axes over which the batch is split. Parameters are sharded over `data` alone."""
 AUTO_AXES = (STAGE, MODEL)
-"""Axes that stay with the compiler while `replica` and `data` are manual."""
+"""Axes that stay with the compiler while `replica` and `data` are manual; under a pipeline `stage`
+is manual, too."""
 
 
 def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:

@@ -39,6 +39,7 @@ from zerojax.plan_checks import (
     check_trained,
     naming_the_call,
 )
+from zerojax.plan_pipeline import plan_pipeline
 from zerojax.plan_reasons import (
     describe_choices,
     describe_model,
@@ -59,6 +60,9 @@ _MESH_OPTIONS = (
     "reduce_bucket_size",
     "allgather_bucket_size",
     "sequence_sharding",
+    "schedule",
+    "partition",
+    "stash",
 )
 
 
@@ -255,7 +259,11 @@ def make_plan(
         trace = models.trace_model(internal, as_read(params, precision), extras, microbatch, loss)
     check_loss(trace.result)
     check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
-    placement = _place(internal, params, trace, settings, mesh, freeze)
+    layout = None
+    if mesh.shape[STAGE] > 1:
+        arrays = as_read(params, precision), extras, microbatch
+        layout = plan_pipeline(settings, num_microbatches, internal, loss, trace, arrays)
+    placement = _place(internal, params, trace, settings, mesh, freeze, layout)
     check_trained(placement)
     regather = settings.zero == 3 and internal.reads_lazily
     compiler_options, dropped_options = choose_options(mesh, regather)
@@ -279,7 +287,7 @@ def make_plan(
         update_choices=update_choices,
         learning_rate=optimizer_built.learning_rate,
         num_microbatches=num_microbatches,
-        pipeline=None,
+        pipeline=layout,
         abstract_state=build(canonical=False),
         abstract_canonical=build(canonical=True),
         abstract_batch=abstract_batch,
@@ -322,11 +330,6 @@ def _resolve_mesh(
     settings = dataclasses.replace(settings, data=mesh.shape[DATA])
     if zero is not None:
         settings = dataclasses.replace(settings, zero=zero)
-    if mesh.shape[STAGE] > 1:
-        raise ValueError(
-            f"stage={mesh.shape[STAGE]}: pipeline parallelism is not part of this version; "
-            "use stage=1"
-        )
     return settings, mesh
 
 
@@ -337,12 +340,19 @@ def _place(
     settings: MeshConfig,
     mesh: Mesh | AbstractMesh,
     freeze: tuple[str, ...],
+    layout: PipelineLayout | None,
 ) -> Placement:
     integers = {
         name: f"{leaf.dtype.name} has no gradient: frozen and kept whole"
         for name, leaf in params.items()
         if not jnp.issubdtype(leaf.dtype, jnp.floating)
     }
+    barriers, layer_rows = dict(trace.barriers), None
+    if layout is not None:
+        layer_rows = dict.fromkeys(layout.stacked, layout.rows)
+        if not model.reads_lazily:
+            early = dict.fromkeys(layout.stacked, "is read before the loop over layers")
+            barriers = early | barriers
     rules = settings.rules
     if rules is None:
         rules = models.bound_attribute(model, "tensor_parallel_rules") or ()
@@ -357,6 +367,7 @@ def _place(
             persistence_threshold=settings.persistence_threshold,
         ),
         always_frozen=integers,
-        barriers=trace.barriers,
+        barriers=barriers,
         reads_lazily=model.reads_lazily,
+        layer_rows=layer_rows,
     )

@@ -80,6 +80,16 @@ _COLLECTIVES = (
 """How the names of JAX's collectives begin, `psum_invariant` and `all_gather_reduced` included."""
 
 
+def holds_collectives(program: ClosedJaxpr | Jaxpr) -> bool:
+    """Whether a traced program has a collective over manual axes, at any depth."""
+    jaxpr: Any = getattr(program, "jaxpr", program)
+    return any(
+        equation.primitive.name.startswith(_COLLECTIVES)
+        or any(holds_collectives(inner) for inner in inner_programs(equation.params))
+        for equation in jaxpr.eqns
+    )
+
+
 def collectives_in_branches(program: ClosedJaxpr | Jaxpr) -> list[str]:
     """Names of the collectives of which a `cond` or `switch` decides whether they run.
 

@@ -1,6 +1,6 @@
-"""Sums and maxima over the data axes of values that are whole on every device.
+"""Sums and maxima, over the data axes mostly, of values that are whole on every device.
 
-Knows arrays inside a region that is manual over the data axes; never parameters or buckets.
+Knows arrays inside a region that is manual over these axes; never parameters or buckets.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from zerojax.mesh import AUTO_AXES, DATA_AXES
 
 def over_auto_axes(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """`function` on the local shards of the axes that are still with the compiler."""
+    remaining = set(AUTO_AXES) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    if not remaining:
+        return function
     return jax.shard_map(
         function,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=set(AUTO_AXES),
+        axis_names=remaining,
         check_vma=False,
     )
 
 
-def sum_replicated(values: Any) -> Any:
-    """Sums a tree of values that are whole on the compiler's axes over the data axes."""
+def sum_replicated(values: Any, over: tuple[str, ...] = DATA_AXES) -> Any:
+    """Sums a tree of values that are whole on the compiler's axes over manual axes."""
     specs = jax.tree.map(lambda _: P(), values)
-    return over_auto_axes(lambda tree: lax.psum(tree, DATA_AXES), (specs,), specs)(values)
+    return over_auto_axes(lambda tree: lax.psum(tree, over), (specs,), specs)(values)
 
 
 def max_replicated(values: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import loss_scale, zero
+from zerojax import loss_scale, pipeline, zero
 from zerojax import mesh as meshes
 from zerojax.model import Loss
 from zerojax.planned import Planned
@@ -38,7 +38,7 @@ def build_step(plan: Planned) -> Any:
       `step.lower(...)` gives the program. A loop that never waits queues steps without end: wait
       for a metric at least every 64 steps (`Trainer` does).
     """
-    gradients = zero.build_gradients(pass_config(plan))
+    gradients = _passes(plan).build_gradients(pass_config(plan))
     replicated = NamedSharding(plan.mesh, P())
     read_norm, update = build_norm(plan), build_update(plan)
     scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
@@ -120,12 +120,17 @@ def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:
       `evaluate(state, batch) -> {"loss": sum, "weight": sum}`, float32 scalars over the global
       batch. The model runs in evaluation mode; the state is not donated and does not change.
     """
-    forward = zero.build_forward(pass_config(plan), loss or plan.loss)
+    forward = _passes(plan).build_forward(pass_config(plan), loss or plan.loss)
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
         return forward(state["params"], state["frozen"], state["extras"], state["rng"], batch)
 
     return jax.jit(evaluate, out_shardings=NamedSharding(plan.mesh, P()))
+
+
+def _passes(plan: Planned) -> Any:
+    """The room that goes through the layers: in one piece, or over stages."""
+    return zero if plan.pipeline is None else pipeline
 
 
 def pass_config(plan: Planned) -> zero.PassConfig:
@@ -141,4 +146,5 @@ def pass_config(plan: Planned) -> zero.PassConfig:
         allgather_bucket_size=plan.settings.allgather_bucket_size,
         sequence_sharding=plan.settings.sequence_sharding,
         regather=plan.regather,
+        pipeline=plan.pipeline,
     )

@@ -3,7 +3,7 @@
 Knows ticks, stages, microbatches and chunks; never knows models, arrays of JAX or devices.
 """
 
-from zerojax.schedules.catalog import SCHEDULES, make_schedule
+from zerojax.schedules.catalog import SCHEDULES, forward_schedule, make_schedule
 from zerojax.schedules.checks import check_schedule, count_in_flight
 from zerojax.schedules.files import read_csv, write_csv
 from zerojax.schedules.lowering import ExecutorTable, Run, lower
@@ -21,6 +21,7 @@ __all__ = [
     "Simulation",
     "check_schedule",
     "count_in_flight",
+    "forward_schedule",
     "lower",
     "make_schedule",
     "read_csv",

@@ -166,3 +166,33 @@ def build_zb_v(num_stages: int, num_microbatches: int) -> Schedule:
         for place, (_, virtual, microbatch) in enumerate(backwards):
             ticks["W", virtual, microbatch] = 4 * p - 3 + place
     return assemble("zb_v", ticks, p, "v")
+
+
+def build_forward(
+    num_stages: int, num_microbatches: int, num_chunks: int, placement: str
+) -> Schedule:
+    """All forwards as early as they can be, for evaluation; backwards follow in mirror order.
+
+    In every tick a stage takes what is ready, first of the lowest group of p microbatches, then of
+    the lowest chunk, then of the lowest microbatch.
+    """
+    p, last = num_stages, num_stages * num_chunks - 1
+    ready = {(0, microbatch) for microbatch in range(num_microbatches)}
+    done: dict[tuple[int, int], int] = {}
+    tick = 0
+    while len(done) < (last + 1) * num_microbatches:
+        chosen: dict[int, tuple[tuple[int, int, int], tuple[int, int]]] = {}
+        for virtual, microbatch in ready:
+            stage, chunk = locate(placement, p, virtual)
+            rank = microbatch // p, chunk, microbatch
+            if stage not in chosen or rank < chosen[stage][0]:
+                chosen[stage] = rank, (virtual, microbatch)
+        for _, (virtual, microbatch) in chosen.values():
+            done[virtual, microbatch] = tick
+            ready.remove((virtual, microbatch))
+            if virtual < last:
+                ready.add((virtual + 1, microbatch))
+        tick += 1
+    ticks = {("F", *item): at for item, at in done.items()}
+    ticks |= {("B", *item): 2 * tick - 1 - at for item, at in done.items()}
+    return assemble("forward", ticks, p, placement)

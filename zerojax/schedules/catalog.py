@@ -66,6 +66,16 @@ def make_schedule(
     return schedule
 
 
+def forward_schedule(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """A schedule over the same stages and chunks whose forwards run without a pause.
+
+    For evaluation, with any number of microbatches: see `building.build_forward`.
+    """
+    return building.build_forward(
+        schedule.num_stages, num_microbatches, schedule.num_chunks, schedule.placement
+    )
+
+
 def _check_agreement(
     schedule: Schedule, stages: int | None, microbatches: int | None, chunks: int | None
 ) -> None:

@@ -33,9 +33,9 @@ class Run(NamedTuple):
     """Ticks start to stop - 1, which one loop goes through with the same slots in its body.
 
     forward, backward, weight: whether the body has the slot; embed, head: whether the first and
-    the last virtual stage do F in it; receives: (what, direction) of the permutes in the body, what
-    being activation or gradient. A gradient that is sent in the last tick of a run is received in
-    the first one of the next.
+    the last virtual stage do F in it; embed_backward: whether the first does B; receives: (what,
+    direction) of the permutes in the body, what being activation or gradient. A gradient that is
+    sent in the last tick of a run is received in the first one of the next.
     """
 
     start: int
@@ -45,6 +45,7 @@ class Run(NamedTuple):
     weight: bool
     embed: bool
     head: bool
+    embed_backward: bool
     receives: frozenset[tuple[str, str]]
 
 
@@ -287,7 +288,10 @@ def _cut(columns: dict[str, np.ndarray], sizes: dict[str, int]) -> list[Run]:
         forward, backward, weight = map(bool, used[start])
         embed = bool(columns["forward_first"][rows].any())
         head = bool(columns["forward_last"][rows].any())
-        runs.append(Run(start, stop, forward, backward, weight, embed, head, receives))
+        embed_backward = bool(columns["backward_first"][rows].any())
+        runs.append(
+            Run(start, stop, forward, backward, weight, embed, head, embed_backward, receives)
+        )
     return runs
 
 
@@ -309,6 +313,7 @@ def _merge(left: Run, right: Run) -> Run:
         weight=left.weight or right.weight,
         embed=left.embed or right.embed,
         head=left.head or right.head,
+        embed_backward=left.embed_backward or right.embed_backward,
         receives=left.receives | right.receives,
     )
 

@@ -16,6 +16,7 @@ from jax import lax
 from zerojax.activations import activation_rules
 from zerojax.mesh import DATA, MODEL, REPLICA
 from zerojax.model import Loss, Model
+from zerojax.pipeline_layout import PipelineLayout
 from zerojax.placement import Placement
 from zerojax.precision import Precision
 
@@ -34,6 +35,7 @@ class PassConfig:
       reduce_bucket_size, allgather_bucket_size: elements per collective.
       sequence_sharding: split the residual stream over `model` along the sequence.
       regather: at stage 3, gather parameters again in the backward pass instead of keeping them.
+      pipeline: how the layers lie on stages; None with one stage.
     """
 
     model: Model
@@ -46,6 +48,7 @@ class PassConfig:
     allgather_bucket_size: int
     sequence_sharding: bool
     regather: bool
+    pipeline: PipelineLayout | None = None
 
 
 def as_sum_and_weight(result: Any) -> tuple[jax.Array, jax.Array]:

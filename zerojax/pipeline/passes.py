@@ -1,0 +1,336 @@
+"""The pass of a batch through pipeline stages, with every ZeRO stage inside them.
+
+One `shard_map`, manual over the data axes and `stage`; tensor parallelism stays with the compiler.
+Joins what `zero` knows of parameters with what the executor knows of schedules; never sees the
+optimizer.
+
+What is gathered once per step is gathered once per step here, too: before the loop over ticks. What
+ZeRO scatters inside the backward pass is scattered in every backward slot, and what it gathers
+where it is read is gathered in every slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from zerojax import model_state, replicated
+from zerojax.layer_loop import LossPieces, cut_loss
+from zerojax.mesh import DATA_AXES, MODEL, STAGE
+from zerojax.model import Loss
+from zerojax.pipeline import kinds
+from zerojax.pipeline.executor import Results, execute
+from zerojax.pipeline.residuals import SplitPasses, split_passes
+from zerojax.pipeline.stage import StageWork
+from zerojax.pipeline_layout import PipelineLayout
+from zerojax.programs import holds_collectives
+from zerojax.schedules import forward_schedule, lower
+from zerojax.zero import (
+    PassConfig,
+    build_reads,
+    build_rewriting,
+    for_evaluation,
+    prepare_parameters,
+    reduce_gradients,
+    run_microbatch,
+    shard_key,
+    values_to_read,
+)
+
+Arrays = dict[str, Any]
+
+MANUAL_AXES = (*DATA_AXES, STAGE)
+
+
+def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
+    """See `zerojax.zero.build_gradients`: the same arguments and results, for more than one stage.
+
+    Parameters that the layer loop slices come and go as `LeafPlacement.layer_rows` says.
+    """
+    layout = _layout(config)
+
+    def local(
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        loss_factor: jax.Array | None,
+    ):
+        weights = _Weights(config, layout, params, frozen)
+        microbatches = _split(batch, config.num_microbatches)
+        pieces = weights.cut(extras, key_data, microbatches, train=True)
+        work = weights.work(pieces, key_data, microbatches, loss_factor)
+        found = execute(
+            layout.table,
+            work,
+            weights=weights.of_stages(weights.inputs),
+            fixed=weights.of_stages(weights.constants),
+            outer=weights.of_all(weights.inputs),
+            rows=_rows(layout),
+            extras=extras,
+            accumulate_dtype=config.precision.accumulate_dtype,
+            activation_spec=_activation_spec(config),
+        )
+        grads = {**found.chunks, **found.outer}
+        grads = reduce_gradients(config, {name: grads[name] for name in params})
+        after = _agree_on_extras(layout, extras, found)
+        sums = replicated.sum_replicated(found.sums, over=MANUAL_AXES)
+        return sums, grads, model_state.agree(extras, after, config.model.overwritten)
+
+    def gradients(
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        loss_factor: jax.Array | None = None,
+    ):
+        mapped = jax.shard_map(
+            local,
+            mesh=config.mesh,
+            in_specs=(_specs(config, params), _specs(config, frozen), P(), P(), P(DATA_AXES), P()),
+            out_specs=(P(), _specs(config, params), P()),
+            axis_names=set(MANUAL_AXES),
+            check_vma=False,
+        )
+        return mapped(params, frozen, extras, key_data, batch, loss_factor)
+
+    return gradients
+
+
+def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
+    """See `zerojax.zero.build_forward`; the rows of a shard go through as microbatches, too."""
+    layout = _layout(config)
+    config = dataclasses.replace(config, loss=function)
+
+    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        count = max(n for n in range(1, config.num_microbatches + 1) if rows % n == 0)
+        schedule = layout.schedule
+        table = lower(forward_schedule(schedule, count))
+        microbatches = _split(batch, count)
+        evaluation = _for_evaluation(config, params, frozen, extras, microbatches)
+        weights = _Weights(evaluation, layout, params, frozen)
+        pieces = weights.cut(extras, key_data, microbatches, train=False)
+        found = execute(
+            table,
+            weights.work(pieces, key_data, microbatches, None),
+            weights=weights.of_stages(weights.inputs),
+            fixed=weights.of_stages(weights.constants),
+            outer=weights.of_all(weights.inputs),
+            rows=_rows(layout),
+            extras=extras,
+            accumulate_dtype=config.precision.accumulate_dtype,
+            activation_spec=_activation_spec(config),
+            backward=False,
+        )
+        return replicated.sum_replicated(found.sums, over=MANUAL_AXES)
+
+    def forward(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+        mapped = jax.shard_map(
+            local,
+            mesh=config.mesh,
+            in_specs=(_specs(config, params), _specs(config, frozen), P(), P(), P(DATA_AXES)),
+            out_specs=P(),
+            axis_names=set(MANUAL_AXES),
+            check_vma=False,
+        )
+        return mapped(params, frozen, extras, key_data, batch)
+
+    return forward
+
+
+def _layout(config: PassConfig) -> PipelineLayout:
+    assert config.pipeline is not None
+    return config.pipeline
+
+
+def _specs(config: PassConfig, arrays: Arrays) -> dict[str, P]:
+    return {name: config.placement.leaves[name].manual_spec for name in arrays}
+
+
+def _rows(layout: PipelineLayout) -> np.ndarray:
+    """int32 [stages, chunks, rows of a chunk]."""
+    schedule = layout.schedule
+    shape = schedule.num_stages, schedule.num_chunks, layout.chunk_rows
+    return np.asarray(layout.rows, np.int32).reshape(shape)
+
+
+def _split(batch: Arrays, count: int) -> Arrays:
+    """[rows, ...] -> [microbatches, rows, ...]."""
+    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+
+
+def _activation_spec(config: PassConfig) -> P:
+    return P(None, MODEL, None) if config.sequence_sharding else P()
+
+
+def _for_evaluation(
+    config: PassConfig, params: Arrays, frozen: Arrays, extras: Arrays, microbatches: Arrays
+) -> PassConfig:
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches)
+    return for_evaluation(config, {**params, **frozen}, extras, one)
+
+
+class _Weights:
+    """The parameters of a device inside a pass: gathered where that happens once per step.
+
+    Attributes:
+      inputs: {name: what is differentiated}, constants: {name: what is only read}; a name is in
+        both where a gathered value is read and its shard is differentiated.
+    """
+
+    def __init__(
+        self, config: PassConfig, layout: PipelineLayout, params: Arrays, frozen: Arrays
+    ) -> None:
+        self.config, self.layout, self.frozen = config, layout, frozen
+        self.inputs, self.constants = prepare_parameters(config, params, frozen)
+        self.on_read = build_reads(config, frozen)
+        rewriting = build_rewriting(config, frozen)
+        self.rewritten = rewriting if self.on_read else lambda function: function
+
+    def of_stages(self, arrays: Arrays) -> Arrays:
+        return {name: x for name, x in arrays.items() if name in self.layout.stacked}
+
+    def of_all(self, arrays: Arrays) -> Arrays:
+        return {name: x for name, x in arrays.items() if name not in self.layout.stacked}
+
+    def bind(self, inputs: Arrays, constants: Arrays) -> Arrays:
+        """What the model is given: a value, a shard, or (whole, shard)."""
+        frozen = {name: None for name in constants if name in self.frozen}
+        return values_to_read(self.config, inputs, constants, frozen)
+
+    def cut(self, extras: Arrays, key_data: Any, microbatches: Arrays, *, train: bool):
+        """The loss of one microbatch as pieces, traced with all layers."""
+        layers = self.layout.num_layers
+
+        def run(values: Arrays, extras: Arrays, key: jax.Array, batch: Arrays):
+            return run_microbatch(
+                self.config, values, extras, key, batch, self.on_read, train=train
+            )
+
+        def whole(name: str, value: Any) -> Any:
+            stacked = name in self.layout.stacked
+            shape = lambda x: (layers, *x.shape[1:]) if stacked else x.shape  # noqa: E731
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), value)
+
+        values = self.bind(self.inputs, self.constants)
+        return cut_loss(
+            run,
+            {name: whole(name, value) for name, value in values.items()},
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), extras),
+            jax.eval_shape(shard_key, key_data),
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches),
+            padding=-1 in self.layout.rows,
+        )
+
+    def work(
+        self,
+        pieces: LossPieces,
+        key_data: Any,
+        microbatches: Arrays,
+        loss_factor: jax.Array | None,
+    ) -> StageWork:
+        """What the executor calls."""
+        key = shard_key(key_data)
+        fixed = self.of_all(self.constants)
+        run_embed, run_head = self.rewritten(pieces.embed), self.rewritten(pieces.head)
+        run_layers = self.rewritten(pieces.layers)
+
+        def context(extras: Arrays, index: jax.Array) -> tuple[Arrays, jax.Array, Arrays]:
+            take = lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False)  # noqa: E731
+            return extras, jax.random.fold_in(key, index), jax.tree.map(take, microbatches)
+
+        def embed(outer: Arrays, extras: Arrays, index: jax.Array):
+            activations, changes = run_embed(self.bind(outer, fixed), *context(extras, index))
+            return list(activations), changes
+
+        def layers(weights: Arrays, given: Arrays, activations: list, state: Any):
+            outer = {**self.of_all(self.inputs), **weights["outer"]}
+            chunk = self.bind(weights["chunk"], given["chunk"])
+            rest = *context(*state), given["rows"], tuple(activations)
+            outputs, changes = run_layers(chunk, self.bind(outer, fixed), *rest)
+            return list(outputs), changes
+
+        def head(outer: Arrays, extras: Arrays, index: jax.Array, activations: list):
+            values = self.bind(outer, fixed)
+            given = *context(extras, index), tuple(activations)
+            (loss, weight), changes = run_head(values, *given)
+            scaled = loss if loss_factor is None else loss * loss_factor
+            return scaled, ({"loss": loss, "weight": weight}, changes)
+
+        trained = self.of_all(self.inputs).keys()
+
+        def may_run_alone(reads: frozenset[str], program: Any) -> bool:
+            """Whether no device of another stage takes part in a piece, forward and backward."""
+            collective = holds_collectives(program) or reads & self.on_read.keys()
+            return self.config.mesh.shape[MODEL] == 1 and not collective
+
+        return StageWork(
+            embed=embed,
+            layers=layers,
+            head=head,
+            embed_reads=frozenset(trained & pieces.embed_reads),
+            layers_reads=frozenset(trained & pieces.layers_reads_outer),
+            head_reads=frozenset(trained & pieces.head_reads),
+            embed_alone=may_run_alone(pieces.embed_reads, pieces.loop.embed),
+            head_alone=may_run_alone(pieces.head_reads, pieces.loop.head),
+        )
+
+
+def _agree_on_extras(layout: PipelineLayout, before: Arrays, found: Results) -> Arrays:
+    """The extras after the pass, the same on every stage: each as its writer left it."""
+    stage, schedule = lax.axis_index(STAGE), layout.schedule
+    first, _ = schedule.locate(0)
+    last, _ = schedule.locate(schedule.num_virtual_stages - 1)
+    rows = jnp.asarray(_rows(layout)).reshape(schedule.num_stages, -1)[stage]
+    mine = jnp.zeros(layout.num_layers, bool).at[jnp.where(rows < 0, layout.num_layers, rows)]
+    mine = mine.set(True, mode="drop")
+    wrote: Mapping[str, jax.Array] = {
+        **dict.fromkeys(found.embed_writes, stage == first),
+        **dict.fromkeys(found.head_writes, stage == last),
+        **dict.fromkeys(found.layers_writes, mine),
+    }
+
+    def own(name: str, value: jax.Array) -> jax.Array:
+        chosen = wrote[name].reshape(-1, *[1] * (value.ndim - 1)) if value.ndim else wrote[name]
+        return jnp.where(chosen, value, jnp.zeros_like(value))
+
+    changed = {name: own(name, found.extras[name]) for name in sorted(wrote)}
+    summed = replicated.sum_replicated(changed, over=(STAGE,)) if changed else {}
+    return {**before, **summed}
+
+
+def split_layers(
+    pieces: LossPieces, params: Mapping[str, Any], extras: Arrays, key: Any, batch: Any, rows: int
+) -> SplitPasses:
+    """The passes of a chunk of so many layers, of one microbatch, from abstract arrays."""
+    given = {name: x for name, x in params.items() if name in pieces.stacked}
+    chunk = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in given.items()}
+    outer = {name: x for name, x in params.items() if name not in pieces.stacked}
+    activations = pieces.activations
+
+    def run(weights: Any, fixed: Any, inputs: list, context: Any) -> Any:
+        others, *rest = context
+        given = tuple(kinds.join(inputs, others, activations))
+        outputs, changes = pieces.layers(weights["chunk"], weights["outer"], *rest, fixed, given)
+        return kinds.floating(outputs), changes
+
+    return split_passes(
+        run,
+        {
+            "chunk": chunk,
+            "outer": {n: x for n, x in outer.items() if n in pieces.layers_reads_outer},
+        },
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+        kinds.floating(activations),
+        (kinds.others(activations), extras, key, batch),
+    )

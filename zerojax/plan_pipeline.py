@@ -1,0 +1,106 @@
+"""How a plan lays a model on pipeline stages: which layers where, and what that will hold.
+
+Knows the traced loss, schedules and costs; makes no placement and no program that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from zerojax import trees
+from zerojax.config import MeshConfig
+from zerojax.layer_loop import LayerLoop, cut_loss, find_layer_loop
+from zerojax.model import Loss, Model, ModelTrace
+from zerojax.partition import partition_layers
+from zerojax.pipeline import split_layers
+from zerojax.pipeline_layout import PipelineLayout
+from zerojax.profile import count_program_flops
+from zerojax.schedules import lower, make_schedule
+from zerojax.zero import as_sum_and_weight
+
+Arrays = Mapping[str, Any]
+
+
+def plan_pipeline(
+    settings: MeshConfig,
+    num_microbatches: int,
+    model: Model,
+    loss: Loss,
+    trace: ModelTrace,
+    arrays: tuple[Arrays, Arrays, Any],
+) -> PipelineLayout:
+    """The layout of a model on `settings.stage` stages.
+
+    Args:
+      settings: the mesh options.
+      num_microbatches: of a step.
+      model, loss: what is trained; trace: of one microbatch.
+      arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: the model has no layers that could be divided, or something in it that does not
+        go over stages; `ScheduleError`: the schedule cannot run with these numbers.
+    """
+    params, extras, batch = arrays
+    if model.overwritten:
+        raise ValueError(
+            f"stage={settings.stage} does not go with 8-bit products: their scales (such as "
+            f"{min(model.overwritten)}) are gradients of a whole step; use matmul_dtype=None or "
+            "stage=1"
+        )
+    names = [*sorted(params), *[None] * len(jax.tree.leaves((extras, batch)))]
+    loop = find_layer_loop(trace.jaxpr, names)
+    schedule = make_schedule(
+        settings.schedule, stages=settings.stage, microbatches=num_microbatches
+    )
+    flops = {name: count_program_flops(getattr(loop, name)) for name in _PIECES}
+    layers = partition_layers(
+        settings.partition,
+        loop.num_layers,
+        schedule.num_virtual_stages,
+        **_costs(settings.partition, loop, params, flops),
+    )
+    table = lower(schedule, stash=settings.stash)
+
+    def run(values: Any, extras: Any, key: Any, batch: Any) -> Any:
+        result, after = model.run(values, extras, key, lambda bound: loss(bound, batch))
+        return as_sum_and_weight(result), after
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    pieces = cut_loss(run, dict(params), dict(extras), key, batch, padding=len(set(layers)) > 1)
+    stash = sum(x.size * x.dtype.itemsize for x in pieces.activations)
+    if settings.stash == "residuals":
+        rows = max(layers)
+        stash = split_layers(pieces, params, extras, key, batch, rows).num_bytes
+    return PipelineLayout(
+        table=table,
+        layers=layers,
+        stacked=loop.stacked,
+        activations=pieces.activations,
+        embed_flops=flops["embed"],
+        layer_flops=flops["layer"],
+        head_flops=flops["head"],
+        stash_bytes=stash,
+    )
+
+
+_PIECES = ("embed", "layer", "head")
+
+
+def _costs(
+    method: Any, loop: LayerLoop, params: Arrays, flops: Mapping[str, float]
+) -> dict[str, float]:
+    """What a layer, the embedding and the head cost, in the unit that the method divides by."""
+    if method == "flops":
+        return {f"{name}_cost": flops[name] for name in _PIECES}
+    sizes = {name: trees.num_elements(leaf.shape) for name, leaf in params.items()}
+    before = loop.names_of(loop.embed_piece.inputs)
+    rest = {name: size for name, size in sizes.items() if name not in loop.stacked}
+    return {
+        "layer_cost": sum(sizes[name] for name in loop.stacked) / loop.num_layers,
+        "embed_cost": sum(size for name, size in rest.items() if name in before),
+        "head_cost": sum(size for name, size in rest.items() if name not in before),
+    }
