@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from zerojax.layer_loop.finding import LayerLoop, find_layer_loop
-from zerojax.layer_loop.pieces import Piece, cut_piece, follow_stains
+from zerojax.layer_loop.pieces import Piece, cut_piece
 
 Arrays = dict[str, Any]
 Activations = tuple[jax.Array, ...]
@@ -66,10 +66,6 @@ def cut_loss(
     by_embed, by_layers, by_head = _sort_extras(loop, written)
     _check_weight(loop, weight)
     before = loop.embed_piece.closed.jaxpr.outvars
-    stained = follow_stains(
-        loop.program.jaxpr,
-        {inputs[i]: frozenset([i]) for i in jax.tree.leaves(positions[:2])},
-    )
     return LossPieces(
         loop=loop,
         padding=padding,
@@ -80,7 +76,6 @@ def cut_loss(
         _embed_extras=tuple(by_embed),
         _layer_extras=by_layers,
         _head_extras=tuple(by_head),
-        _masked_consts=tuple(bool(stained(atom)) for atom in loop.consts),
     )
 
 
@@ -107,7 +102,6 @@ class LossPieces:
     _embed_extras: tuple[str, ...]
     _layer_extras: dict[str, int]
     _head_extras: tuple[str, ...]
-    _masked_consts: tuple[bool, ...]
 
     @property
     def num_layers(self) -> int:
@@ -177,10 +171,9 @@ class LossPieces:
         sliced = self._slices(self._stack_inputs(stacked), around[len(consts) :], rows)
         if present is not None:
             # Zeros that come back into a layer may leave it as NaN (0 times infinity), so it is not
-            # enough to pass over what a row of padding gives: what goes in is masked, too. The
-            # selection has one array on both sides, so that only its derivative costs anything;
-            # here, outside of the loop, it keeps the loop from storing masked copies of weights.
-            sliced = [_let_gradients_pass(present, values) for values in sliced]
+            # enough to pass over what a row of padding gives: the gradients of all that goes in
+            # are masked, too.
+            sliced = _mask_gradients(sliced, present)
         run = functools.partial(self._one_layer, consts)
         unroll = min(self.loop.equation.params["unroll"], max(1, rows.shape[0]))
         after, written = lax.scan(run, activations, (present, sliced), unroll=unroll)
@@ -230,11 +223,8 @@ class LossPieces:
         present, sliced = given
         entering = activations
         if present is not None:
-            entering = tuple(_let_gradients_pass(present, x) for x in activations)
-            # A mask in the loop makes it store a copy for each row, so only what may have a
-            # derivative is masked.
-            pairs = zip(consts, self._masked_consts, strict=True)
-            consts = [_let_gradients_pass(present, c) if masked else c for c, masked in pairs]
+            entering = tuple(_mask_gradients(activations, present))
+            consts = _mask_gradients(consts, present)
         layer = jaxpr_as_fun(self.loop.layer)
         outputs = layer(*consts, *self._as_carried(entering), *sliced)
         after = tuple(map(_as_data, outputs[: len(activations)]))
@@ -297,12 +287,33 @@ def _pair(positions: Any, values: Any) -> dict[int, Any]:
     return dict(zip(jax.tree.leaves(positions), jax.tree.leaves(values), strict=True))
 
 
-def _let_gradients_pass(present: jax.Array, value: jax.Array) -> jax.Array:
-    """`value`, whose gradient is zero where `present` is false (one bool for each leading row)."""
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
-        return value
-    mask = present.reshape(present.shape + (1,) * (value.ndim - present.ndim))
-    return jnp.where(mask, value, lax.stop_gradient(value))
+@jax.custom_vjp
+def _mask_gradient(value: jax.Array, present: jax.Array) -> jax.Array:
+    """`value`, whose gradient is zero where `present` is false (one bool for each leading row).
+
+    A derivative rule and not a selection between `value` and a copy that has no gradient: the
+    result is `value` itself, so that a backward pass does not keep it a second time.
+    """
+    return value
+
+
+def _mask_forward(value: jax.Array, present: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return value, present
+
+
+def _mask_backward(present: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    mask = present.reshape(present.shape + (1,) * (cotangent.ndim - present.ndim))
+    return jnp.where(mask, cotangent, jnp.zeros_like(cotangent)), None
+
+
+_mask_gradient.defvjp(_mask_forward, _mask_backward)
+
+
+def _mask_gradients(values: Sequence[jax.Array], present: jax.Array) -> list[jax.Array]:
+    """The same of each value that can have a gradient."""
+    return [
+        _mask_gradient(x, present) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in values
+    ]
 
 
 def _is_key(value: Any) -> bool:
