@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.pipelines import layout_of
+from tests.pipelines import plan_of as pipelined
 from tests.small_models import reference_model
 from zerojax import make_plan
 from zerojax.forecast import formulas
@@ -88,3 +92,60 @@ def test_model_flops_are_three_forward_passes_over_the_global_batch():
     matrices = layers * 12 * width * width + width * vocab
     attention = layers * 2 * 16 * width
     assert formulas.model_flops(one) == pytest.approx(6 * tokens * (matrices + attention), rel=0.02)
+
+
+# --- a pipeline ---------------------------------------------------------------------------------
+
+LAYERS = 12 * 32 * 32 + 13 * 32
+"""Parameters of a layer of the tiny GPT-2."""
+OTHERS = 64 * 32 + 16 * 32 + 2 * 32
+"""Of its embedding, which is also its head, positions and last norm."""
+BF16 = 2
+
+
+def test_a_pipeline_has_the_layers_of_one_stage_in_its_unit():
+    plan = pipelined(layout_of(stages=4, microbatches=8, layers=(2, 2, 2, 2)), data=2)
+    assert formulas.wire_unit(plan) == BF16 * (2 * LAYERS + OTHERS) / 2
+
+
+@pytest.mark.parametrize(
+    ("zero", "layers_units", "others_units"),
+    [
+        (0, 2, 0),  # what is whole everywhere is summed over data and stage at once
+        (1, 2, 2),  # one gather and one scatter, also with microbatches
+        (2, 1 + 11, 1 + 8),  # a scatter in each of the m+p-1 ticks with B, of the m with the head
+        (3, 3 * 11, 3 * 8),  # and a gather in each tick with F and each with B
+    ],
+)
+def test_under_a_pipeline_zero_sends_in_every_tick_that_has_the_slot(
+    zero, layers_units, others_units
+):
+    plan = pipelined(layout_of(stages=4, microbatches=8, layers=(2, 2, 2, 2)), data=2, zero=zero)
+    ring = 1 / 2
+    expected = BF16 * ring * (layers_units * 2 * LAYERS + others_units * OTHERS)
+    assert formulas.wire_bytes(plan) == expected
+
+
+def test_a_chunk_is_the_unit_of_a_slot():
+    layout = layout_of("interleaved(2)", stages=2, microbatches=4, layers=(1, 1, 1, 1))
+    plan = pipelined(layout, data=2, zero=2)
+    # 2m + p - 1 ticks have B, each of one of two layers; 6 are in the run that has the head.
+    expected = BF16 * (2 * LAYERS + 9 * LAYERS + OTHERS + 6 * OTHERS) / 2
+    assert formulas.wire_bytes(plan) == expected
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_along_stage_go_messages_and_the_gradients_of_what_all_stages_have(zero):
+    layout = layout_of(stages=4, microbatches=8, layers=(2, 2, 2, 2))
+    plan = pipelined(layout, data=2, zero=zero)
+    messages = (11 + 11) * 2 * 16 * 8 * BF16
+    whole_ring, stage_ring = 2 * 7 / 8, 2 * 3 / 4
+    shared = whole_ring * OTHERS if zero == 0 else stage_ring * OTHERS / 2
+    assert formulas.stage_bytes(plan) == messages + BF16 * shared
+    assert formulas.stage_bytes(plan_of(zero)) == 0
+
+
+def test_model_flops_do_not_know_of_stages():
+    plan = pipelined(layout_of(stages=4, microbatches=8, layers=(2, 2, 2, 2)), data=2)
+    whole = dataclasses.replace(plan, pipeline=None)
+    assert formulas.model_flops(plan) == formulas.model_flops(whole)

@@ -16,6 +16,7 @@ from forecast_samples import (
     sample_row,
 )
 
+from tests.pipelines import layout_of, plan_of
 from zerojax.forecast.page import WIDTH, forecast_dict, forecast_page, round_to_sum
 from zerojax.forecast.result import FORMULA
 
@@ -27,6 +28,16 @@ def formula_forecast(**changes):
     return sample_forecast(memory=memory, source=FORMULA, why_formula=WHY, **changes)
 
 
+def pipeline_forecast(**changes):
+    """Of a plan with a pipeline, which sends along `stage`."""
+    messages = sample_row(kind="collective-permute", axis="stage", wire_bytes=GIB, count=22)
+    found = sample_forecast(plan_of(layout_of(layers=(2, 2, 2, 2))), rows=(sample_row(), messages))
+    traffic = dataclasses.replace(
+        found.traffic, stage_wire_bytes=GIB, stage_formula_bytes=2 * GIB, **changes
+    )
+    return dataclasses.replace(found, traffic=traffic)
+
+
 def pages():
     crossing = (sample_row(crosses_nodes=True), sample_row(kind="all-reduce", wire_bytes=7))
     wide = sample_plan(devices=64, zero=1, rows=256)
@@ -36,6 +47,8 @@ def pages():
         "formula": formula_forecast(),
         "one device": sample_forecast(sample_plan(devices=1, zero=0)),
         "small": sample_forecast(memory=sample_memory(scale=1e-5)),
+        "pipeline": pipeline_forecast(),
+        "pipeline by formula": pipeline_forecast(rows=(), wire_bytes=None, data_wire_bytes=None),
         "options": sample_forecast(options_dropped={"xla_gpu_x": "No such compile option " * 9}),
         "roles short of the peak": sample_forecast(
             memory=dataclasses.replace(sample_memory(), peak=36 * GIB)
@@ -136,6 +149,19 @@ def test_links_and_left_out_options_are_noted():
     assert "as NCCL" in section(page, "NOTES")[-1]
     assert "(8 nodes of 8), mesh data 64" in page
     assert "option xla_gpu_x left out: No such" in forecast_page(pages()["options"])
+
+
+def test_a_pipeline_says_what_it_idles_and_sends():
+    page = forecast_page(pages()["pipeline"])
+    head = page.split("FITS")[0]
+    assert "pipeline 1f1b, bubble 27.3% (15.8% with 16 microbatches), slowest stage 1.00" in head
+    traffic = section(page, "TRAFFIC")
+    assert any(re.match(r"  collective-permute +stage +bf16 +22 +2 +1\.00 ", x) for x in traffic)
+    assert any(re.match(r"  pipeline by formula +2\.00 ", line) for line in traffic)
+    assert "along stage 50.0% of the pipeline's formula is sent" in page
+    assert "33% above the model's own, idle slots included" in page
+    by_formula = section(forecast_page(pages()["pipeline by formula"]), "TRAFFIC")
+    assert "  pipeline by formula: 2.0 GiB, 0.98 units" in by_formula
 
 
 def test_json_keeps_every_number():

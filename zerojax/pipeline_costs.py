@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 
 from zerojax.pipeline_layout import PipelineLayout
-from zerojax.schedules import Costs, Run, Simulation, simulate
+from zerojax.schedules import SCHEDULES, Costs, Run, Simulation, simulate
+from zerojax.schedules.formulas import bubble_formula
 
 TRAINING_FACTOR = 3
 """Forward and backward of a model over its forward."""
@@ -70,6 +71,20 @@ def field_bubble(layout: PipelineLayout) -> float:
 def in_flight(layout: PipelineLayout) -> tuple[int, ...]:
     """Most microbatches that each stage holds at a time, one for each chunk they are held in."""
     return _simulated(layout).in_flight
+
+
+def bubble_of_more(layout: PipelineLayout) -> float | None:
+    """`bubble` with twice as many microbatches; None for a schedule without a formula."""
+    schedule = layout.schedule
+    if schedule.name not in SCHEDULES or schedule.name == "1f1b_classic":
+        return None
+    return bubble_formula(
+        schedule.name,
+        stages=schedule.num_stages,
+        microbatches=2 * schedule.num_microbatches,
+        chunks=schedule.num_chunks,
+        costs=slot_costs(layout),
+    )
 
 
 @functools.lru_cache(maxsize=2)

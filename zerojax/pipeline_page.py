@@ -72,6 +72,9 @@ def _bubble_sentence(layout: PipelineLayout) -> str:
     )
     if layout.schedule.name in ("1f1b", "gpipe"):
         sentence += ", (p-1)/(m+p-1)"
+    larger = costs.bubble_of_more(layout)
+    if larger is not None and layout.schedule.num_stages > 1:
+        sentence += f"; {larger:.1%} with num_microbatches={2 * layout.schedule.num_microbatches}"
     return sentence
 
 
@@ -188,6 +191,7 @@ def pipeline_dict(layout: PipelineLayout, placement: Placement) -> dict[str, Any
         "stash": layout.table.stash,
         "bubble": costs.bubble(layout),
         "field_bubble": costs.field_bubble(layout),
+        "bubble_of_more": costs.bubble_of_more(layout),
         "layers": list(layout.layers),
         "in_flight": list(costs.in_flight(layout)),
         "stage_parameters": list(stage_parameters(layout, placement)),

@@ -37,7 +37,7 @@ from zerojax.hlo.live import read_live
 from zerojax.hlo.overlap import find_overlap
 from zerojax.hlo.program import read_program
 from zerojax.hlo.traffic import hbm_bytes
-from zerojax.mesh import DATA_AXES
+from zerojax.mesh import DATA_AXES, STAGE
 from zerojax.plan_table import role_bytes, shard_bytes
 from zerojax.planned import Planned
 from zerojax.step import build_step
@@ -202,6 +202,7 @@ def _assemble(
             hbm_bytes=None if facts is None else facts["hbm_bytes"],
             rows=traffic.rows,
             formula_bytes=traffic.formula_bytes,
+            stage_bytes=traffic.stage_formula_bytes,
             tokens=formulas.tokens_per_step(plan),
         ),
         verdict=verdict(plan, gpu, memory),
@@ -279,19 +280,24 @@ def _traffic(
     plan: Planned, gpu: Gpu, mesh: Mapping[str, int], dtype: str, facts: Facts | None
 ) -> Traffic:
     unit = formulas.wire_unit(plan)
-    formula = formulas.wire_bytes(plan)
+    by_formula = Traffic(
+        rows=(),
+        wire_bytes=None,
+        data_wire_bytes=None,
+        formula_bytes=formulas.wire_bytes(plan),
+        unit=unit,
+        stage_formula_bytes=formulas.stage_bytes(plan),
+    )
     if facts is None:
-        return Traffic(
-            rows=(), wire_bytes=None, data_wire_bytes=None, formula_bytes=formula, unit=unit
-        )
+        return by_formula
     rows = _rows(facts["collectives"], gpu, mesh, dtype)
-    ours = [row for row in rows if set(row.axis.split("+")) <= set(DATA_AXES)]
-    return Traffic(
+    axes = {row: set(row.axis.split("+")) for row in rows}
+    return dataclasses.replace(
+        by_formula,
         rows=rows,
         wire_bytes=sum(row.wire_bytes for row in rows),
-        data_wire_bytes=sum(row.wire_bytes for row in ours),
-        formula_bytes=formula,
-        unit=unit,
+        data_wire_bytes=sum(row.wire_bytes for row in rows if axes[row] <= set(DATA_AXES)),
+        stage_wire_bytes=sum(row.wire_bytes for row in rows if STAGE in axes[row]),
     )
 
 

@@ -1,8 +1,8 @@
 """What formulas say of a plan's step: bytes on the wire, floating-point operations, tokens.
 
-Knows the placement table; never a compiled program. Sources: ZeRO, Rajbhandari et al. 2019
-(arXiv:1910.02054), section 7: 2, 2, 2 and 3 units per step at stages 0 to 3, a unit being the
-bytes of all parameters as sent; ring collectives send (N-1)/N of their payload per device.
+Knows the placement table and a pipeline's; never a compiled program. Sources: ZeRO, Rajbhandari et
+al. 2019 (arXiv:1910.02054), section 7: 2, 2, 2 and 3 units per step at stages 0 to 3, a unit being
+the bytes of all parameters as sent; ring collectives send (N-1)/N of their payload per device.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from zerojax import profile, trees
-from zerojax.mesh import DATA, REPLICA
+from zerojax import profile
+from zerojax.mesh import DATA, REPLICA, STAGE
+from zerojax.pipeline_costs import message_bytes, ticks_of
 from zerojax.placement import Access, LeafPlacement
+from zerojax.plan_table import whole_elements
 from zerojax.planned import Planned
 
 WIRE_UNIT_BYTES = 2
@@ -24,11 +26,12 @@ WIRE_UNIT_BYTES = 2
 def wire_unit(plan: Planned) -> float:
     """2 bytes x parameters x (N-1)/N, per device: what one all-gather of bfloat16 weights sends.
 
-    N is the size of `data`; parameters are divided by tensor parallelism.
+    N is the size of `data`; parameters are those that a device reads: divided by tensor
+    parallelism, and of a pipeline those of one stage.
     """
     size = plan.placement.axis_sizes[DATA]
-    whole = sum(_whole(plan, leaf) for leaf in plan.placement.leaves.values())
-    return WIRE_UNIT_BYTES * whole * (size - 1) / size
+    whole = sum(whole_elements(plan.placement, leaf) for leaf in plan.placement.leaves.values())
+    return WIRE_UNIT_BYTES * whole * _ring(size)
 
 
 def wire_bytes(plan: Planned) -> int:
@@ -39,9 +42,34 @@ def wire_bytes(plan: Planned) -> int:
       gather once: one all-gather and one reduce-scatter.
       gather once, scatter early: one all-gather, one reduce-scatter per microbatch.
       gather on use: per microbatch two all-gathers (forward, backward) and one reduce-scatter.
-    A parameter that the model reads several times (tied weights) is counted once.
+    A parameter that the model reads several times (tied weights) is counted once. Of a pipeline a
+    device has the layers of one stage, and what is said per microbatch happens in every tick that
+    has the slot, masked ones included: m+p-1 in place of m for 1f1b.
     """
     return round(sum(_leaf_wire(plan, leaf) for leaf in plan.placement.leaves.values()))
+
+
+def stage_bytes(plan: Planned) -> int:
+    """Bytes that one device of a pipeline sends per step along `stage`, 0 without one.
+
+    Activations and gradients to its neighbours, and the gradients of what every stage has
+    (embedding and head), summed over the stages where they are already reduced over `data`. Where
+    such a parameter is whole on every data shard, one all-reduce does both, and counts here.
+    """
+    if plan.pipeline is None:
+        return 0
+    shared = [leaf for leaf in plan.placement.leaves.values() if leaf.layer_rows is None]
+    return message_bytes(plan.pipeline) + round(sum(_shared_wire(plan, leaf) for leaf in shared))
+
+
+def _shared_wire(plan: Planned, leaf: LeafPlacement) -> float:
+    if leaf.frozen:
+        return 0.0
+    sizes, reduce = plan.placement.axis_sizes, jnp.dtype(plan.precision.reduce_dtype).itemsize
+    members = sizes[STAGE] * sizes[REPLICA]
+    if leaf.access is Access.WHOLE:
+        return 2 * _ring(members * sizes[DATA]) * whole_elements(plan.placement, leaf) * reduce
+    return 2 * _ring(members) * plan.placement.shard_elements(leaf) * reduce
 
 
 def _leaf_wire(plan: Planned, leaf: LeafPlacement) -> float:
@@ -49,26 +77,42 @@ def _leaf_wire(plan: Planned, leaf: LeafPlacement) -> float:
     data, replicas = sizes[DATA], sizes[REPLICA]
     compute = jnp.dtype(plan.precision.compute_dtype).itemsize
     reduce = jnp.dtype(plan.precision.reduce_dtype).itemsize
-    whole, trained = _whole(plan, leaf), not leaf.frozen
+    whole, trained = whole_elements(plan.placement, leaf), not leaf.frozen
+    with_stages = plan.pipeline is not None and leaf.layer_rows is None
     if leaf.access is Access.WHOLE:
-        return 2 * _ring(data * replicas) * whole * reduce * trained
-    lazily = leaf.access is Access.GATHER_ON_USE
-    early = leaf.access is Access.GATHER_ONCE_SCATTER_EARLY
-    gathers = plan.num_microbatches * (1 + plan.regather) if lazily else 1
-    scatters = plan.num_microbatches if lazily or early else 1
+        summed = 0 if with_stages else 2 * _ring(data * replicas)
+        return summed * whole * reduce * trained
+    gathers, scatters = _times_used(plan, leaf)
+    if leaf.access is not Access.GATHER_ON_USE:
+        gathers = 1
+    if leaf.access is Access.GATHER_ONCE:
+        scatters = 1
     sent = _ring(data) * whole * (gathers * compute + trained * scatters * reduce)
-    return sent + trained * 2 * _ring(replicas) * whole / data * reduce
+    over_replicas = 0 if with_stages else 2 * _ring(replicas)
+    return sent + trained * over_replicas * whole / data * reduce
+
+
+def _times_used(plan: Planned, leaf: LeafPlacement) -> tuple[float, float]:
+    """(gathers, scatters) of a parameter in one step if each use of it has its own, where 1 is all
+    that a device reads of it."""
+    layout = plan.pipeline
+    if layout is None:
+        return plan.num_microbatches * (1 + plan.regather), plan.num_microbatches
+    split = layout.schedule.splits_backward
+    last = "weight" if split else "backward"
+    if leaf.layer_rows is None:
+        # Read by the embedding or the head: the former again in a backward slot of its own.
+        ticks = ticks_of(layout, "head")
+        return ticks * (1 + plan.regather), ticks
+    passes = ("forward", "backward", "weight") if split else ("forward", "backward")
+    again = layout.table.stash == "input"
+    gathers = sum(ticks_of(layout, slot) * (1 + again * (slot != "forward")) for slot in passes)
+    chunks = layout.schedule.num_chunks
+    return gathers / chunks, ticks_of(layout, last) / chunks
 
 
 def _ring(size: int) -> float:
     return (size - 1) / size
-
-
-def _whole(plan: Planned, leaf: LeafPlacement) -> int:
-    """Elements of a gathered parameter on one device."""
-    sizes = plan.placement.axis_sizes
-    split = math.prod(sizes[axis] for axis in leaf.axes if axis is not None)
-    return trees.num_elements(leaf.shape) // split
 
 
 def model_flops(plan: Planned) -> float:

@@ -65,10 +65,24 @@ def _head(forecast: ForecastNumbers) -> list[str]:
         f"{format_count(plan['num_parameters'])} parameters, zero={plan['zero']}, "
         f"{plan['precision']['compute_dtype']}, batch {plan['global_batch_size']}{parts}",
         f"{forecast.num_devices} x {gpu.title}{where}, mesh {axes or '1 device'}",
+        *_pipeline(plan["pipeline"]),
         *_origin(forecast),
         "",
         *_verdict(forecast),
     ]
+
+
+def _pipeline(pipeline: dict[str, Any] | None) -> list[str]:
+    if pipeline is None:
+        return []
+    words = f"pipeline {pipeline['schedule']}, bubble {pipeline['bubble']:.1%}"
+    larger = pipeline["bubble_of_more"]
+    if larger is not None:
+        words += f" ({larger:.1%} with {2 * pipeline['num_microbatches']} microbatches)"
+    return _wrap(
+        f"{words}, slowest stage {pipeline['balance']:.2f} times the mean, "
+        f"{format_bytes(pipeline['message_bytes'])} to neighbours"
+    )
 
 
 def _origin(forecast: ForecastNumbers) -> list[str]:
@@ -162,10 +176,12 @@ def _traffic(traffic: Traffic, num_devices: int) -> list[str]:
         return ["TRAFFIC: none, there is one device"]
     title = "TRAFFIC, sent by one device per step"
     if traffic.wire_bytes is None:
-        units = f"{traffic.formula_bytes / (traffic.unit or 1.0):.2f} units"
-        by_formula = f"  ZeRO by formula: {format_bytes(traffic.formula_bytes)}, {units}"
-        return [title, by_formula, *_traffic_remarks(traffic)]
-    largest = max(traffic.wire_bytes, traffic.formula_bytes, 1)
+        by_formula = [
+            f"  {name} by formula: {format_bytes(sent)}, {sent / (traffic.unit or 1.0):.2f} units"
+            for name, sent in _by_formula(traffic)
+        ]
+        return [title, *by_formula, *_traffic_remarks(traffic)]
+    largest = max(traffic.wire_bytes, traffic.formula_bytes, traffic.stage_formula_bytes, 1)
     unit, scale, digits = _unit(largest, BYTE_UNITS)
     rows: Rows = [
         ["collective", "axis", "dtype", "times", "in loops", unit, "units", "link", "hidden"]
@@ -189,19 +205,16 @@ def _traffic(traffic: Traffic, num_devices: int) -> list[str]:
         )
     blank = ["", "", "", ""]
     rows.append(["sum", *blank, f"{sum(shown):,.{digits}f}", f"{sum(units):.2f}", "", ""])
-    formula = traffic.formula_bytes
-    rows.append(
-        [
-            "ZeRO by formula",
-            *blank,
-            f"{formula / scale:,.{digits}f}",
-            f"{formula / unit_bytes:.2f}",
-            "",
-            "",
-        ]
-    )
+    for name, sent in _by_formula(traffic):
+        size, in_units = f"{sent / scale:,.{digits}f}", f"{sent / unit_bytes:.2f}"
+        rows.append([f"{name} by formula", *blank, size, in_units, "", ""])
     table = align_columns(rows, left=3)
     return [title, *table, *_traffic_remarks(traffic)]
+
+
+def _by_formula(traffic: Traffic) -> list[tuple[str, int]]:
+    pipeline = [("pipeline", traffic.stage_formula_bytes)] * bool(traffic.stage_formula_bytes)
+    return [("ZeRO", traffic.formula_bytes), *pipeline]
 
 
 def _traffic_remarks(traffic: Traffic) -> list[str]:
@@ -209,6 +222,13 @@ def _traffic_remarks(traffic: Traffic) -> list[str]:
     if traffic.data_wire_bytes is not None and traffic.formula_bytes:
         ratio = traffic.data_wire_bytes / traffic.formula_bytes
         lines[0] += f"; the data axes send {ratio:.1%} of the formula"
+    if traffic.stage_wire_bytes is not None and traffic.stage_formula_bytes:
+        ratio = traffic.stage_wire_bytes / traffic.stage_formula_bytes
+        lines.append(
+            f"  along stage {ratio:.1%} of the pipeline's formula is sent: permutes are messages "
+            "between"
+        )
+        lines.append("  neighbours, reductions the gradients of what every stage has")
     if traffic.rows:
         lines += [
             "  hidden: share of its time that products scheduled beside it last, at peak rates"
@@ -225,8 +245,7 @@ def _time(forecast: ForecastNumbers) -> list[str]:
     def cell(seconds: float | None) -> str:
         return "-" if seconds is None else f"{seconds / scale:,.{digits}f}"
 
-    again = estimate.flops / estimate.model_flops - 1 if estimate.model_flops else 0.0
-    repeated = f", {again:.0%} of it computed again" if again > 0.005 else ""
+    repeated = _repeated(forecast)
     rows: Rows = [["", unit, ""]]
     rows.append(
         ["matrix products", cell(times[0]), f"{_si(estimate.flops)}FLOP on a device{repeated}"]
@@ -237,6 +256,17 @@ def _time(forecast: ForecastNumbers) -> list[str]:
     rows.append(["wire", cell(times[2]), _links(forecast)])
     rows += _step_rows(estimate, scale, digits)
     return [title, *align_columns(rows, left=1, last_left=True), *_rates(estimate)]
+
+
+def _repeated(forecast: ForecastNumbers) -> str:
+    """By how much more is computed than the model asks for, if it is."""
+    estimate = forecast.estimate
+    again = estimate.flops / estimate.model_flops - 1 if estimate.model_flops else 0.0
+    if again <= 0.005:
+        return ""
+    if forecast.plan["pipeline"] is None:
+        return f", {again:.0%} of it computed again"
+    return f", {again:.0%} above the model's own, idle slots included"
 
 
 def _step_rows(estimate: Estimate, scale: float, digits: int) -> Rows:
