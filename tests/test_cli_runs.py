@@ -52,7 +52,7 @@ def finished(tmp_path_factory) -> Finished:
     printed = []
     for words in (["steps=4", "zero=2"], ["steps=6", "zero=3"]):
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            assert train(folder, *words, "optimizer.schedule=constant", "warmup_steps=0") == 0
+            assert train(folder, *words, "schedule=constant", "warmup_steps=0") == 0
         printed.append(out.getvalue())
     return Finished(folder, *printed)
 

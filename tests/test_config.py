@@ -110,7 +110,13 @@ def test_the_run_folder_is_named_for_the_file_unless_it_is_given(tmp_path):
         ("freeze=[a, b]", lambda run: run.freeze, ("a", "b")),
         ("mesh={zero: 3, model: 2}", lambda run: (run.mesh.zero, run.mesh.model), (3, 2)),
         ("tie_embeddings=true", lambda run: run.model.tie_embeddings, True),
-        ("mesh.schedule=interleaved(2)", lambda run: run.mesh.schedule, "interleaved(2)"),
+        ("pipeline_schedule=zb_v", lambda run: run.mesh.pipeline_schedule, "zb_v"),
+        ("schedule=linear", lambda run: run.optimizer.schedule, "linear"),
+        (
+            "pipeline_schedule=interleaved(2)",
+            lambda run: run.mesh.pipeline_schedule,
+            "interleaved(2)",
+        ),
         ("partition=[3, 3, 2]", lambda run: run.mesh.partition, (3, 3, 2)),
         ("partition=flops", lambda run: run.mesh.partition, "flops"),
         ("stash=input", lambda run: run.mesh.stash, "input"),
@@ -152,8 +158,14 @@ BAD_FILES = [
     ("mesh:\n  zero: 4", "mesh.zero: 4 must be 0, 1, 2 or 3 ({path}:2)"),
     ("mesh: {data: 0}", "mesh.data: 0 must be >= 1, or -1 for all devices"),
     ("mesh: {model: -1}", "mesh.model: -1 must be >= 1"),
-    ("mesh: {schedule: 4}", "mesh.schedule: 4 is no schedule; use a name such as 1f1b, the path"),
-    ("mesh: {schedule: ''}", "mesh.schedule: '' is no schedule; use a name such as 1f1b"),
+    (
+        "mesh: {pipeline_schedule: 4}",
+        "pipeline_schedule: 4 is no schedule; use a name such as",
+    ),
+    (
+        "mesh: {pipeline_schedule: ''}",
+        "pipeline_schedule: '' is no schedule; use a name",
+    ),
     ("mesh: {partition: flop}", "mesh.partition: 'flop' is not one of uniform, parameters, flops"),
     ("mesh: {partition: flop}", "nor a list of whole numbers; did you mean 'flops'?"),
     ("mesh: {partition: [2, 2.5]}", "mesh.partition: expected an integer, got 2.5 (float)"),
@@ -194,10 +206,6 @@ def test_a_mistake_in_a_file_is_named(tmp_path, text, sentence):
     [
         ("zero", "override 'zero' is not KEY=VALUE; an example is mesh.zero=3"),
         ("every=3", "every: ambiguous key; write checkpoint.every or log.every (command line)"),
-        (
-            "schedule=cosine",
-            "schedule: ambiguous key; write mesh.schedule or optimizer.schedule (command line)",
-        ),
         ("zerro=3", "zerro: unknown key; did you mean 'mesh.zero'? (command line)"),
         ("mesh.x.y=3", "mesh.x.y: unknown key"),
         ("data=8", "not a value; write mesh.data=8 (command line)"),
@@ -256,13 +264,13 @@ def test_python_callers_get_the_same_checks():
 
 def test_a_schedule_of_ones_own_is_kept_and_written_down_whole():
     schedule = make_schedule("1f1b", stages=2, microbatches=2)
-    config = MeshConfig(schedule=schedule)
-    assert config.schedule is schedule
+    config = MeshConfig(pipeline_schedule=schedule)
+    assert config.pipeline_schedule is schedule
     written = json.loads(json.dumps(to_dict(config)))
-    read = from_dict(MeshConfig, written).schedule
+    read = from_dict(MeshConfig, written).pipeline_schedule
     assert (read["name"], read["placement"]) == ("1f1b", "loop")
     assert read["table"][1][0] == [["F", 1, 0]]
-    assert to_dict(MeshConfig(schedule=read)) == to_dict(config)
+    assert to_dict(MeshConfig(pipeline_schedule=read)) == to_dict(config)
 
 
 def test_as_mesh_config():

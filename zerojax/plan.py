@@ -60,7 +60,7 @@ _MESH_OPTIONS = (
     "reduce_bucket_size",
     "allgather_bucket_size",
     "sequence_sharding",
-    "schedule",
+    "pipeline_schedule",
     "partition",
     "stash",
 )

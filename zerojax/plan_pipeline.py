@@ -54,7 +54,7 @@ def plan_pipeline(
     names = [*sorted(params), *[None] * len(jax.tree.leaves((extras, batch)))]
     loop = find_layer_loop(trace.jaxpr, names)
     schedule = make_schedule(
-        settings.schedule, stages=settings.stage, microbatches=num_microbatches
+        settings.pipeline_schedule, stages=settings.stage, microbatches=num_microbatches
     )
     flops = {name: count_program_flops(getattr(loop, name)) for name in _PIECES}
     layers = partition_layers(

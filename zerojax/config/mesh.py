@@ -29,10 +29,10 @@ class MeshConfig:
     stage: int = 1
     """Pipeline stages, each with its own layers; 1 = none, since a pipeline idles while it fills
     and empties. It pays where links are too slow for what zero=3 or `model` sends."""
-    schedule: str | object = "1f1b"
+    pipeline_schedule: str | object = "1f1b"
     """Which microbatch a pipeline stage works on when: 1f1b, gpipe, interleaved, zb_h1, zb_v, or a
     CSV file of your own; `zerojax schedule 1f1b --stages 4 --microbatches 8` draws it. With
-    'mesh.schedule=interleaved(2)' (in quotes) each stage has two chunks and less time is idle.
+    'pipeline_schedule=interleaved(2)' (in quotes) each stage has two chunks, so less time is idle.
     1f1b = what a stage keeps does not grow with the number of microbatches. From Python also a
     zerojax.schedules.Schedule. Without stage > 1 it does not matter."""
     partition: tuple[int, ...] | str = "uniform"
@@ -77,7 +77,7 @@ class MeshConfig:
         check_at_least(self, 1, "reduce_bucket_size", "allgather_bucket_size")
         for pattern, _ in self.rules or ():
             check_regex("rules", pattern)
-        _check_schedule(self.schedule)
+        _check_schedule(self.pipeline_schedule)
         _check_partition(self.partition)
 
 
@@ -88,7 +88,7 @@ def _check_schedule(schedule: Any) -> None:
     )
     if not schedule or not (isinstance(schedule, str) or has_table):
         refuse(
-            "schedule",
+            "pipeline_schedule",
             schedule,
             "is no schedule; use a name such as 1f1b, the path of a CSV file, or a "
             "zerojax.schedules.Schedule",
