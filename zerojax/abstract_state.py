@@ -5,7 +5,8 @@ Knows the placement table, dtypes and the optimizer's `init`; never a model or a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +22,19 @@ from zerojax.precision import Precision
 from zerojax.state import TrainState
 
 Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRows:
+    """How a stored leaf on a pipeline differs from its canonical form in dimension 0.
+
+    Attributes:
+      rows: see `LeafPlacement.layer_rows`.
+      sharding: how the leaf lies, in its stored shape, while rows change places.
+    """
+
+    rows: tuple[int, ...]
+    sharding: NamedSharding
 
 
 def abstract_state(
@@ -92,20 +106,116 @@ def _opt_state(
     coding = coding_of(tx)
     if coding is not None and not canonical:
         return coding.abstract_state(trained, sizes)
-    init = tx.init if coding is None else coding.canonical_init
-    bare = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in trained.items()}
-    state = jax.eval_shape(init, bare)
-
-    def is_masked(leaf: Any) -> bool:
-        return isinstance(leaf, optax.MaskedNode)
+    state = _init_shapes(tx, {name: x.shape for name, x in trained.items()}, trained)
 
     def like(leaf: Any, param: Any) -> Any:
-        if is_masked(leaf):  # a parameter that this part of the optimizer leaves to another
-            return leaf
         if tuple(leaf.shape) != tuple(param.shape):
             return replicate(leaf)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding)
 
-    return optax.tree_utils.tree_map_params(
-        init, like, state, trained, transform_non_params=replicate, is_leaf=is_masked
+    return _map_params(tx, like, state, trained, others=replicate)
+
+
+def rows_of_state(
+    placement: Placement,
+    tx: optax.GradientTransformation,
+    stored: TrainState,
+) -> TrainState | None:
+    """For each leaf of a state its `LayerRows`, or None where both forms have the same rows.
+
+    Args:
+      placement: the table.
+      tx: the optimizer, whose state is taken in its canonical form over stored parameters.
+      stored: the abstract state as it is stored.
+
+    Returns:
+      The state's tree with `LayerRows` and None for leaves; None where no leaf has any.
+
+    Raises:
+      ValueError: the optimizer keeps an array in which layers are not dimension 0.
+    """
+    params: dict[str, LayerRows | None] = {}
+    for name, leaf in placement.leaves.items():
+        in_order = leaf.layer_rows is None or leaf.layer_rows == tuple(range(leaf.shape[0]))
+        mesh = (stored["params"] | stored["frozen"])[name].sharding.mesh
+        sharding = NamedSharding(mesh, leaf.exchange_spec(placement.axis_sizes))
+        params[name] = None if in_order else LayerRows(leaf.layer_rows or (), sharding)
+    if not any(params.values()):
+        return None
+    result: Tree = jax.tree.map(lambda _: None, stored)
+    result["params"], result["frozen"] = (
+        {name: params[name] for name in stored[part]} for part in ("params", "frozen")
     )
+    result["opt_state"] = _opt_state_rows(tx, stored["params"], params)
+    return result
+
+
+def _opt_state_rows(
+    tx: optax.GradientTransformation,
+    trained: Mapping[str, Any],
+    rows: Mapping[str, LayerRows | None],
+) -> Tree:
+    """`LayerRows` of an optimizer's state: its leaves that grow with a parameter's dimension 0."""
+    shapes = {name: tuple(x.shape) for name, x in trained.items()}
+    larger = {n: (s[0] + 1, *s[1:]) if rows[n] else s for n, s in shapes.items()}
+    state, grown = (_init_shapes(tx, each, trained) for each in (shapes, larger))
+    names = _map_params(
+        tx, lambda _, name: name, state, {name: name for name in trained}, others=lambda _: ""
+    )
+
+    def of_leaf(leaf: Any, more: Any, name: str) -> LayerRows | None:
+        found = rows.get(name)
+        if found is None or leaf.shape == more.shape:
+            return None
+        if leaf.ndim != more.ndim or leaf.shape[1:] != more.shape[1:]:
+            raise ValueError(
+                f"the optimizer keeps an array {list(leaf.shape)} for {name} {list(shapes[name])} "
+                "in which the layers are not dimension 0, so the pipeline cannot store its rows; "
+                "use another optimizer, or stage=1"
+            )
+        if leaf.shape == shapes[name]:
+            return found
+        return LayerRows(found.rows, NamedSharding(found.sharding.mesh, P()))
+
+    leaves = zip(*map(jax.tree.leaves, (state, grown, names)), strict=True)
+    return jax.tree.structure(state).unflatten([of_leaf(*each) for each in leaves])
+
+
+def _init_shapes(
+    tx: optax.GradientTransformation,
+    shapes: Mapping[str, tuple[int, ...]],
+    params: Mapping[str, Any],
+) -> Tree:
+    """The optimizer's state in its canonical form, over parameters of these shapes."""
+    coding = coding_of(tx)
+    init = tx.init if coding is None else coding.canonical_init
+    bare = {n: jax.ShapeDtypeStruct(shapes[n], x.dtype) for n, x in params.items()}
+    return jax.eval_shape(init, bare)
+
+
+def _map_params(
+    tx: optax.GradientTransformation,
+    function: Callable[[Any, Any], Any],
+    state: Tree,
+    of_params: Tree,
+    *,
+    others: Callable[[Any], Any],
+) -> Tree:
+    """A function of each leaf that belongs to a parameter and of something of that parameter.
+
+    All other leaves are given to `others`. A parameter that a part of the optimizer leaves to
+    another part has no leaf there.
+    """
+    coding = coding_of(tx)
+    return optax.tree_utils.tree_map_params(
+        tx.init if coding is None else coding.canonical_init,
+        lambda leaf, of_param: leaf if _is_masked(leaf) else function(leaf, of_param),
+        state,
+        of_params,
+        transform_non_params=others,
+        is_leaf=_is_masked,
+    )
+
+
+def _is_masked(leaf: Any) -> bool:
+    return isinstance(leaf, optax.MaskedNode)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zerojax import loss_scale
-from zerojax.abstract_state import canonical_opt_state
+from zerojax.abstract_state import LayerRows, canonical_opt_state, rows_of_state
 from zerojax.optim import StateCoding, coding_of
 from zerojax.planned import Planned
 from zerojax.state import TrainState, run_key_data, zero_counter
@@ -56,7 +56,13 @@ def build_initialiser(plan: Planned) -> Any:
         batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract_batch)
         key = jax.random.wrap_key_data(key_data)
         params, extras = plan.model.init(jax.random.fold_in(key, 0), batch, plan.loss)
-        return _assemble(plan, params, extras, key_data)
+        abstract = {**plan.abstract_state["params"], **plan.abstract_state["frozen"]}
+        rows = _rows_of_params(plan)
+        stored = {
+            name: _fit(params[name].astype(leaf.dtype), leaf.shape, rows[name], to_rows=True)
+            for name, leaf in abstract.items()
+        }
+        return _assemble(plan, stored, extras, key_data)
 
     return jax.jit(initialise, out_shardings=plan.state_shardings)
 
@@ -67,7 +73,10 @@ def _copy_initial(plan: Planned, key_data: np.ndarray) -> TrainState:
     assert arrays is not None
     params, extras = arrays
     stored = {**plan.abstract_state["params"], **plan.abstract_state["frozen"]}
-    placed = {name: _place(np.asarray(params[name]), leaf) for name, leaf in stored.items()}
+    rows = _rows_of_params(plan)
+    placed = {
+        name: _place(np.asarray(params[name]), leaf, rows[name]) for name, leaf in stored.items()
+    }
     host_extras = {name: np.asarray(value) for name, value in extras.items()}
 
     # A jitted function that donates nothing: on CPU a placed array may share memory with the
@@ -80,8 +89,12 @@ def _copy_initial(plan: Planned, key_data: np.ndarray) -> TrainState:
     return jitted(placed, host_extras, key_data)
 
 
-def _place(value: np.ndarray, stored: jax.ShapeDtypeStruct) -> jax.Array:
+def _place(value: np.ndarray, stored: jax.ShapeDtypeStruct, rows: LayerRows | None) -> jax.Array:
     """A host array in its stored shards; each device receives its own part only."""
+    if rows is not None:
+        layers = np.asarray(rows.rows)
+        in_order, value = value, np.zeros((len(layers), *value.shape[1:]), value.dtype)
+        value[layers >= 0] = in_order[layers[layers >= 0]]
     widths = [(0, new - old) for new, old in zip(stored.shape, value.shape, strict=True)]
     padded = np.pad(value, widths) if value.shape != stored.shape else value
     cast = padded.astype(stored.dtype, copy=False)
@@ -89,21 +102,15 @@ def _place(value: np.ndarray, stored: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _assemble(plan: Planned, params: dict, extras: dict, key_data: jax.Array) -> TrainState:
-    """Traced: the whole state from parameters of true or stored shape."""
+    """Traced: the whole state from parameters of stored shape."""
     abstract, scaling = plan.abstract_state, plan.precision.loss_scale
-
-    def fit(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        x = params[name]
-        widths = [(0, new - old, 0) for new, old in zip(leaf.shape, x.shape, strict=True)]
-        return jax.lax.pad(x.astype(leaf.dtype), jnp.zeros((), leaf.dtype), widths)
-
-    trained = {name: fit(name, leaf) for name, leaf in abstract["params"].items()}
+    trained = {name: params[name] for name in abstract["params"]}
     return TrainState(
         step=zero_counter(),
         skipped=zero_counter(),
         rng=key_data,
         params=trained,
-        frozen={name: fit(name, leaf) for name, leaf in abstract["frozen"].items()},
+        frozen={name: params[name] for name in abstract["frozen"]},
         opt_state=_new_opt_state(plan, trained),
         extras={name: jnp.asarray(extras[name]) for name in abstract["extras"]},
         loss_scale={} if scaling is None else loss_scale.init(scaling),
@@ -118,19 +125,32 @@ def _new_opt_state(plan: Planned, trained: dict[str, jax.Array]) -> Any:
 
 
 def to_canonical(plan: Planned, state: TrainState) -> TrainState:
-    """The state without padding, in `plan.abstract_canonical`'s shardings.
+    """The state without padding, layers in order, in `plan.abstract_canonical`'s shardings.
 
-    Leaves without padding are passed on as they are, not copied. Moments that are coded are decoded
-    to float32 first.
+    Leaves whose two forms are the same are passed on as they are, not copied. Moments that are
+    coded are decoded to float32 first.
     """
-    return _convert(_recoded(plan, state, decode=True), plan.abstract_canonical)
+    decoded = _recoded(plan, state, decode=True)
+    return _convert(decoded, plan.abstract_canonical, _rows_of_state(plan), to_rows=False)
 
 
 def from_canonical(plan: Planned, canonical: TrainState) -> TrainState:
     """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says."""
     stored = plan.abstract_state.copy()
     stored["opt_state"] = decoded_opt_state(plan)
-    return _recoded(plan, _convert(canonical, stored), decode=False)
+    arrays = _convert(canonical, stored, _rows_of_state(plan), to_rows=True)
+    return _recoded(plan, arrays, decode=False)
+
+
+def _rows_of_state(plan: Planned) -> TrainState | None:
+    return rows_of_state(plan.placement, plan.tx, plan.abstract_state)
+
+
+def _rows_of_params(plan: Planned) -> dict[str, LayerRows | None]:
+    rows = _rows_of_state(plan)
+    if rows is None:
+        return dict.fromkeys(plan.placement.leaves)
+    return {**rows["params"], **rows["frozen"]}
 
 
 def decoded_opt_state(plan: Planned) -> Any:
@@ -192,27 +212,32 @@ def reshard_state(old: Planned, new: Planned, state: TrainState) -> TrainState:
     return from_canonical(new, _convert(canonical, new.abstract_canonical))
 
 
-def _convert(tree: Any, abstract: Any) -> Any:
+def _convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False) -> Any:
     """`tree` with `abstract`'s shapes (cut, or padded with zeros) and shardings.
 
     Everything that has to change on one set of devices changes in one program: on CPU several
     programs with collectives that do not wait for each other can block each other for good.
+
+    Args:
+      rows: `LayerRows` of the leaves whose rows change places, None for the others; or just None.
+      to_rows: from layers in order to rows, or back.
     """
     leaves, structure = jax.tree.flatten(tree)
     targets = structure.flatten_up_to(abstract)
+    moves = [None] * len(leaves) if rows is None else structure.flatten_up_to(rows)
     changing, result = [], list(leaves)
-    for index, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
-        if leaf.shape == target.shape and leaf.sharding == target.sharding:
+    for index, (leaf, target, move) in enumerate(zip(leaves, targets, moves, strict=True)):
+        same = leaf.shape == target.shape and leaf.sharding == target.sharding
+        if same and move is None:
             continue
         if _devices(leaf.sharding) != _devices(target.sharding):
             result[index] = jax.device_put(leaf, target.sharding)  # between sets of devices
         else:
             changing.append(index)
     if changing:
-        wanted = tuple((targets[i].shape, targets[i].sharding) for i in changing)
-        for index, leaf in zip(
-            changing, _resizer(wanted)([leaves[i] for i in changing]), strict=True
-        ):
+        wanted = tuple((targets[i].shape, targets[i].sharding, moves[i]) for i in changing)
+        change = _resizer(wanted, to_rows)
+        for index, leaf in zip(changing, change([leaves[i] for i in changing]), strict=True):
             result[index] = leaf
     return structure.unflatten(result)
 
@@ -223,14 +248,54 @@ def _devices(sharding: NamedSharding) -> list[jax.Device]:
 
 
 @functools.lru_cache(maxsize=16)
-def _resizer(wanted: tuple[tuple[tuple[int, ...], NamedSharding], ...]) -> Any:
+def _resizer(
+    wanted: tuple[tuple[tuple[int, ...], NamedSharding, LayerRows | None], ...], to_rows: bool
+) -> Any:
     """A jitted function of arrays that gives them new shapes and shardings."""
 
     def resize(arrays: list[jax.Array]) -> list[jax.Array]:
-        result = []
-        for x, (shape, _) in zip(arrays, wanted, strict=True):
-            widths = [(0, new - old, 0) for new, old in zip(shape, x.shape, strict=True)]
-            result.append(jax.lax.pad(x, jnp.zeros((), x.dtype), widths))
-        return result
+        return [
+            _fit(x, shape, rows, to_rows=to_rows)
+            for x, (shape, _, rows) in zip(arrays, wanted, strict=True)
+        ]
 
-    return jax.jit(resize, out_shardings=[sharding for _, sharding in wanted])
+    return jax.jit(resize, out_shardings=[sharding for _, sharding, _ in wanted])
+
+
+def _fit(
+    x: jax.Array, shape: tuple[int, ...], rows: LayerRows | None, *, to_rows: bool
+) -> jax.Array:
+    """Traced: an array cut, or padded with zeros, to a shape, its rows in their places."""
+    if rows is not None and not to_rows:
+        x = _layers_in_order(x, rows)
+    sizes = shape if rows is None else (x.shape[0], *shape[1:])
+    widths = [(0, new - old, 0) for new, old in zip(sizes, x.shape, strict=True)]
+    x = jax.lax.pad(x, jnp.zeros((), x.dtype), widths)
+    return _layers_in_rows(x, rows) if rows is not None and to_rows else x
+
+
+def _layers_in_rows(x: jax.Array, rows: LayerRows) -> jax.Array:
+    """[layers, ...] -> [rows, ...]; rows without a layer are zeros."""
+    layers = np.asarray(rows.rows)
+    taken = _take(x, np.maximum(layers, 0), rows.sharding)
+    if layers.min() >= 0:
+        return taken
+    held = (layers >= 0).reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(held, taken, jnp.zeros((), x.dtype))
+
+
+def _layers_in_order(x: jax.Array, rows: LayerRows) -> jax.Array:
+    """[rows, ...] -> [layers, ...]; the inverse of `_layers_in_rows`."""
+    layers = np.asarray(rows.rows)
+    return _take(x, np.argsort(layers)[np.sum(layers < 0) :], rows.sharding)
+
+
+def _take(x: jax.Array, indices: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """x[indices], which every device does for its part of all rows.
+
+    Left to itself the compiler gathers each stack whole on every device (XLA of JAX 0.10 and 0.12,
+    on CPU).
+    """
+    x = jax.lax.with_sharding_constraint(x, sharding)
+    taken = x.at[indices].get(mode="promise_in_bounds")
+    return jax.lax.with_sharding_constraint(taken, sharding)
