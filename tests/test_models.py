@@ -28,7 +28,7 @@ from zerojax.models import (
     build_model,
     tensor_parallel_rules,
 )
-from zerojax.models.decoder import scan_blocks, stack_blocks
+from zerojax.models.stacking import scan_blocks, stack_blocks
 
 VOCAB, SEQ, LAYERS, HEADS, WIDTH = 29, 12, 2, 4, 16
 SIZES: dict[str, Any] = {

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zerojax.config import ConfigError, LossScale, MeshConfig, OptimizerConfig, RunConfig
     from zerojax.data import TokenSource, shard_batch
     from zerojax.mesh import make_abstract_mesh, make_mesh
+    from zerojax.models import Stages
     from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
     from zerojax.plan import Plan, make_plan
     from zerojax.precision import Precision
@@ -37,6 +38,7 @@ __all__ = [
     "Plan",
     "Precision",
     "RunConfig",
+    "Stages",
     "TokenSource",
     "TrainState",
     "Trainer",
@@ -73,6 +75,7 @@ _HOME_OF_NAME = {
     "Plan": "plan",
     "Precision": "precision",
     "RunConfig": "config",
+    "Stages": "models",
     "TokenSource": "data",
     "TrainState": "state",
     "Trainer": "trainer",

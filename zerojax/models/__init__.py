@@ -1,6 +1,7 @@
-"""The reference models: GPT-2 and a Llama-style decoder, in plain Flax NNX.
+"""The reference models, GPT-2 and a Llama-style decoder, in plain Flax NNX, and models from parts.
 
-Knows how a model is built from its configuration; never knows a mesh, a batch or an optimizer.
+Knows how a model is built, from its configuration or from its parts; never knows a mesh, a batch or
+an optimizer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from zerojax.models.decoder import MEGATRON_RULES, Block, Decoder, KVCache, Tens
 from zerojax.models.generate import generate
 from zerojax.models.gpt2 import GPT2, GPT2Config
 from zerojax.models.llama import Llama, LlamaConfig
+from zerojax.models.stages import Stages
 
 __all__ = [
     "GPT2",
@@ -23,6 +25,7 @@ __all__ = [
     "KVCache",
     "Llama",
     "LlamaConfig",
+    "Stages",
     "as_decoder_config",
     "build_model",
     "generate",

@@ -1,4 +1,4 @@
-"""How a decoder is put together: embed, blocks stacked and scanned, head; its loss and its cache.
+"""How a decoder is put together: embed, stacked blocks, head; its loss and its cache.
 
 Knows layers and their order; never knows a mesh, a batch's origin, or the optimizer.
 """
@@ -19,17 +19,10 @@ from zerojax.chunked_loss import head_next_token
 from zerojax.losses import next_token
 from zerojax.models.fp8 import check_matmul_dtype
 from zerojax.models.layers import Attention, Dropout, Embedding, Projection
+from zerojax.models.stacking import check_remat, scan_blocks
 
 RESIDUAL_DIMS = ("batch", "sequence", "embed")
 TensorParallelRules = tuple[tuple[str, tuple[str | None, ...]], ...]
-
-# What the backward pass keeps of a layer instead of computing it again. Every one but "none" gives
-# up gathered weights: they are no output of a dot product.
-REMAT_POLICIES: Mapping[str, Callable[..., bool] | None] = {
-    "full": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-REMAT_NAMES = ("none", *REMAT_POLICIES)
 
 # Megatron's cut (arXiv:1909.08053): heads and the MLP's width over `model`, one sum per sub-layer
 # after the row-parallel output; the vocabulary over `model` at both ends. Axes are those of the
@@ -111,58 +104,6 @@ class Block(nnx.Module):
 
     def _add(self, x: jax.Array, change: jax.Array) -> jax.Array:
         return constrain(x + change.astype(x.dtype), RESIDUAL_DIMS)
-
-
-def stack_blocks(build: Callable[[nnx.Rngs], Block], num_layers: int, *, rngs: nnx.Rngs) -> Block:
-    """`num_layers` layers as one `Block` whose arrays have a leading dimension of that size.
-
-    Each layer gets its own random keys, for its initial values and for its dropout.
-    """
-    return nnx.vmap(build, in_axes=0, out_axes=0)(rngs.split(num_layers))
-
-
-def scan_blocks(blocks: Block, x: jax.Array, *, remat: str) -> jax.Array:
-    """Applies stacked layers one after the other; the program's size does not grow with depth.
-
-    A layer is merged from its slice inside the loop, and inside the checkpoint, so that whatever
-    reading a parameter does (a gather) happens there, per layer, and again in the backward pass.
-
-    Args:
-      blocks: stacked by `stack_blocks`; random counts advance in place.
-      x: [batch, seq, embed].
-      remat: "none" keeps every residual; "full" keeps only `x` of each layer; "dots" also keeps
-        the outputs of matrix products of activations with weights.
-    """
-    graphdef, params, rest = nnx.split(blocks, nnx.Param, ...)
-
-    def layer(x: jax.Array, slices: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, nnx.State]:
-        before = _raw_values(slices[1])
-        block = nnx.merge(graphdef, *slices)
-        x = block(x)
-        _, _, after = nnx.split(block, nnx.Param, ...)
-        return x, _changed(before, after)
-
-    if remat != "none":
-        # prevent_cse guards against undoing the recomputation; a scan's body needs no guard.
-        layer = jax.checkpoint(layer, policy=REMAT_POLICIES[remat], prevent_cse=False)
-    x, changed = lax.scan(layer, x, (params, rest))
-    if jax.tree.leaves(changed):
-        nnx.update(blocks, changed)
-    return x
-
-
-def _raw_values(state: nnx.State) -> dict[tuple[Any, ...], Any]:
-    return {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(state)}
-
-
-def _changed(before: Mapping[tuple[Any, ...], Any], after: nnx.State) -> nnx.State:
-    """The variables that a layer has written to; none in evaluation, where nothing is drawn."""
-    written = [
-        (path, variable)
-        for path, variable in nnx.to_flat_state(after)
-        if variable.get_raw_value() is not before[path]
-    ]
-    return nnx.from_flat_state(written)
 
 
 class Decoder(nnx.Module):
@@ -307,8 +248,7 @@ def check_decoder_sizes(config: Any) -> None:
         )
     if not 0.0 <= config.dropout < 1.0:
         raise ValueError(f"dropout={config.dropout} is not in [0, 1); use 0.0 for none")
-    if config.remat not in REMAT_NAMES:
-        raise ValueError(f"remat={config.remat!r} is unknown; use one of {', '.join(REMAT_NAMES)}")
+    check_remat(config.remat)
     check_matmul_dtype(config.matmul_dtype)
     if config.loss_chunk is not None:
         _check_at_least_one("loss_chunk", config.loss_chunk)

@@ -16,9 +16,9 @@ from zerojax.models.decoder import (
     Decoder,
     build_lm_head,
     check_decoder_sizes,
-    stack_blocks,
 )
 from zerojax.models.layers import Attention, Dropout, Embedding, GeluMlp, LayerNorm
+from zerojax.models.stacking import stack_blocks
 
 INIT_STDDEV = 0.02
 

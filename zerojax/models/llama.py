@@ -15,9 +15,9 @@ from zerojax.models.decoder import (
     Decoder,
     build_lm_head,
     check_decoder_sizes,
-    stack_blocks,
 )
 from zerojax.models.layers import Attention, Dropout, Embedding, RMSNorm, SwiGluMlp
+from zerojax.models.stacking import stack_blocks
 
 INIT_STDDEV = 0.02
 MLP_MULTIPLE = 128  # the default MLP width is rounded up to whole tiles of a matrix unit
