@@ -85,7 +85,19 @@ def test_custom_vjp_is_counted_both_ways():
 
     f.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, r[0].T @ g))
     assert count_flops(f, X, W) == ONE
-    assert count_flops(jax.grad(lambda x, w: f(x, w).sum(), (0, 1)), X, W) == 3 * ONE
+    both = jax.value_and_grad(lambda x, w: f(x, w).sum(), (0, 1))
+    assert count_flops(both, X, W) == 3 * ONE
+
+
+def test_what_no_result_depends_on_is_not_counted():
+    assert count_flops(lambda x, w: (x @ w, x)[1], X, W) == 0
+    # The gradient of a sum needs no forward product.
+    assert count_flops(jax.grad(lambda x, w: (x @ w).sum(), (0, 1)), X, W) == 2 * ONE
+
+    def loop(x, w):
+        return jax.lax.scan(lambda c, _: (c @ w, (c.T @ c).sum()), x, None, length=5)[0]
+
+    assert count_flops(loop, X, W) == 5 * ONE
 
 
 @pytest.mark.parametrize("step", [1, 3])

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 
 def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
@@ -21,8 +22,9 @@ def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
 
     A multiply-add is two. Loops count as often as they run, a `cond` as its dearest branch, the
     body of a `shard_map` once per device: the result is a sum over all devices. Elementwise work
-    is left out, as in every published MFU. What remat computes again is counted when `fn` contains
-    its backward pass; for MFU (model FLOPs) count the forward pass times `TRAINING_FACTOR`.
+    is left out, as in every published MFU, and so is what no result depends on. What remat computes
+    again is counted when `fn` contains its backward pass; for MFU (model FLOPs) count the forward
+    pass times `TRAINING_FACTOR`.
 
     Args:
       fn: any function that JAX can trace.
@@ -35,8 +37,10 @@ def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
 
 
 def count_program_flops(program: core.ClosedJaxpr) -> float:
-    """The same of a program that is traced already."""
-    return float(_jaxpr_flops(program.jaxpr))
+    """The same of a program that is traced already; what nothing needs is left out."""
+    outputs = [True] * len(program.jaxpr.outvars)
+    needed, _ = partial_eval.dce_jaxpr(program.jaxpr, outputs, instantiate=True)
+    return float(_jaxpr_flops(needed))
 
 
 TRAINING_FACTOR = 3
