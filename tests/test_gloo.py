@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import collectives, make_abstract_mesh, make_mesh
 from zerojax.collectives import LeafCollectives, scatter_buckets
-from zerojax.mesh import DATA_AXES, communicates_through_gloo
+from zerojax.mesh import DATA, DATA_AXES, communicates_through_gloo
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,7 +32,8 @@ def leaf(name: str, exchange: bool) -> LeafCollectives:
         size=shape[dim],
         padded_size=-(-shape[dim] // 8) * 8,
         axes=(None,) * len(shape),
-        data_size=8,
+        num_shards=8,
+        over=(DATA,),
         compute_dtype="float32",
         reduce_dtype="float32",
         exchange=exchange,

@@ -238,8 +238,10 @@ def test_a_stack_on_a_pipeline_lies_in_rows():
     assert leaf.model_spec == P(None, None, "model")
     other = leaves["other"]
     assert other.layer_rows is None
-    assert other.stored_spec == other.canonical_spec(PIPELINE) == P(None, "data", "model")
-    assert other.manual_spec == P(None, "data", None)
+    # Every stage reads it, so none of it has to lie on two of them.
+    both = P(None, ("data", "stage"), "model")
+    assert other.stored_spec == other.canonical_spec(PIPELINE) == both
+    assert other.manual_spec == P(None, ("data", "stage"), None)
 
 
 def test_rows_and_the_dimension_of_data_are_padded_together():

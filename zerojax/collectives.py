@@ -1,7 +1,7 @@
 """How sharded parameters are gathered and gradients reduced: one collective per bucket.
 
-Knows arrays inside a region that is manual over the data axes; knows nothing of models, stages or
-optimizers.
+Knows arrays inside a region that is manual over the data axes (under a pipeline also over `stage`);
+knows nothing of models or optimizers.
 
 Every collective sits in a nested `shard_map` over the axes that are still with the compiler. XLA
 does not partition a manual collective over automatic axes: it would gather tensor-parallel shards
@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax import trees
-from zerojax.mesh import DATA, DATA_AXES
+from zerojax.mesh import DATA_AXES
 from zerojax.placement import LeafPlacement
 from zerojax.programs import mark_read
 from zerojax.replicated import over_auto_axes
@@ -33,8 +33,8 @@ from zerojax.replicated import over_auto_axes
 Arrays = dict[str, Any]
 
 MAX_PERMUTES = 3
-"""Between CPU processes gradients are exchanged in so many permutes at most. With more shards one
-all-to-all takes their place, since every permute is in the program once per bucket."""
+"""Most permutes in which CPU processes exchange gradients; with more shards it is one all-to-all,
+since every permute is in the program once per bucket."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,8 @@ class LeafCollectives:
       zero_dim: sharded dimension, negative.
       size, padded_size: true and stored size of that dimension.
       axes: tensor-parallel axis per dimension of the whole leaf; a slice uses the trailing ones.
-      data_size: number of shards.
+      num_shards: in how many pieces it is cut.
+      over: the mesh axes over which they lie, outermost first.
       compute_dtype: dtype of a gathered value, by name.
       reduce_dtype: dtype of a gradient on the wire, by name.
       exchange: sum gradients by exchanging pieces, see `exchange_pieces`.
@@ -55,7 +56,8 @@ class LeafCollectives:
     size: int
     padded_size: int
     axes: tuple[str | None, ...]
-    data_size: int
+    num_shards: int
+    over: tuple[str, ...]
     compute_dtype: str
     reduce_dtype: str
     exchange: bool = False
@@ -69,7 +71,9 @@ class LeafCollectives:
 
         def local(shard: jax.Array) -> jax.Array:
             dim = shard.ndim + self.zero_dim
-            whole = lax.all_gather(shard.astype(self.compute_dtype), DATA, axis=dim, tiled=True)
+            whole = lax.all_gather(
+                shard.astype(self.compute_dtype), self.over, axis=dim, tiled=True
+            )
             if self.size == self.padded_size:
                 return whole
             return lax.slice_in_dim(whole, 0, self.size, axis=dim)
@@ -78,7 +82,7 @@ class LeafCollectives:
         return over_auto_axes(local, spec, spec)(shard)
 
     def scatter(self, whole: jax.Array) -> jax.Array:
-        """This device's shard, in `reduce_dtype`, of the sum over `data` of whole gradients."""
+        """This device's shard, in `reduce_dtype`, of the sum of all whole gradients."""
 
         def local(whole: jax.Array) -> jax.Array:
             whole = whole.astype(self.reduce_dtype)
@@ -86,52 +90,48 @@ class LeafCollectives:
                 return exchange_pieces({"": whole}, {"": self})[""]
             dim = whole.ndim + self.zero_dim
             padded = pad_dim(whole, dim, self.padded_size)
-            return lax.psum_scatter(padded, DATA, scatter_dimension=dim, tiled=True)
+            return lax.psum_scatter(padded, self.over, scatter_dimension=dim, tiled=True)
 
         spec = self.spec(whole.ndim)
         return over_auto_axes(local, spec, spec)(whole)
 
-    def to_rows(self, shard: jax.Array) -> jax.Array:
-        """[elements]: a shard laid flat, for packing."""
-        return shard.reshape(-1)
-
     def from_rows(self, rows: jax.Array, shard_shape: Sequence[int]) -> jax.Array:
-        """The whole, unpadded value from `rows` [data_size, elements of a shard]."""
+        """The whole, unpadded value from `rows` [num_shards, elements of a shard]."""
         dim = len(shard_shape) + self.zero_dim
-        stacked = jnp.moveaxis(rows.reshape(self.data_size, *shard_shape), 0, dim)
+        stacked = jnp.moveaxis(rows.reshape(self.num_shards, *shard_shape), 0, dim)
         shape = (*shard_shape[:dim], self.padded_size, *shard_shape[dim + 1 :])
         return lax.slice_in_dim(stacked.reshape(shape), 0, self.size, axis=dim)
 
     def split_rows(self, whole: jax.Array) -> jax.Array:
-        """[data_size, elements of a shard]: a whole value cut into the devices' shards."""
+        """[num_shards, elements of a shard]: a whole value cut into the devices' shards."""
         dim = whole.ndim + self.zero_dim
         padded = pad_dim(whole, dim, self.padded_size)
-        chunk = self.padded_size // self.data_size
-        shape = (*whole.shape[:dim], self.data_size, chunk, *whole.shape[dim + 1 :])
-        return jnp.moveaxis(padded.reshape(shape), dim, 0).reshape(self.data_size, -1)
+        chunk = self.padded_size // self.num_shards
+        shape = (*whole.shape[:dim], self.num_shards, chunk, *whole.shape[dim + 1 :])
+        return jnp.moveaxis(padded.reshape(shape), dim, 0).reshape(self.num_shards, -1)
 
     def piece(self, whole: jax.Array, index: jax.Array) -> jax.Array:
-        """The shard of device `index` along `data`, cut from a whole value."""
+        """The shard number `index`, cut from a whole value."""
         dim = whole.ndim + self.zero_dim
         padded = pad_dim(whole, dim, self.padded_size)
-        chunk = self.padded_size // self.data_size
+        chunk = self.padded_size // self.num_shards
         return lax.dynamic_slice_in_dim(padded, index * chunk, chunk, dim)
 
     def shard_shape(self, whole_shape: Sequence[int]) -> tuple[int, ...]:
         dim = len(whole_shape) + self.zero_dim
-        chunk = self.padded_size // self.data_size
+        chunk = self.padded_size // self.num_shards
         return (*whole_shape[:dim], chunk, *whole_shape[dim + 1 :])
 
 
 def leaf_collectives(
     leaf: LeafPlacement,
-    data_size: int,
+    num_shards: int,
     *,
     compute_dtype: Any,
     reduce_dtype: Any,
     exchange: bool = False,
 ) -> LeafCollectives:
-    """The collectives of a parameter that its placement shards over `data`."""
+    """The collectives of a parameter that its placement shards."""
     assert leaf.zero_dim is not None
     assert leaf.padded_size is not None
     return LeafCollectives(
@@ -139,7 +139,8 @@ def leaf_collectives(
         size=leaf.shape[leaf.zero_dim],
         padded_size=leaf.padded_size,
         axes=leaf.axes,
-        data_size=data_size,
+        num_shards=num_shards,
+        over=leaf.zero_axes,
         compute_dtype=np.dtype(compute_dtype).name,
         reduce_dtype=np.dtype(reduce_dtype).name,
         exchange=exchange,
@@ -147,7 +148,7 @@ def leaf_collectives(
 
 
 def exchange_pieces(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arrays:
-    """This device's shards of the sums over `data`, without a reduce-scatter; the same bytes.
+    """This device's shards of the sums of wholes, without a reduce-scatter; the same bytes.
 
     For CPU processes: gloo's reduce-scatter sends from a buffer that it already overwrites, so that
     pieces are wrong now and then (https://github.com/jax-ml/jax/issues/40830; seen with jax 0.10.2
@@ -155,19 +156,20 @@ def exchange_pieces(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Ar
     permutes 3.
 
     Args:
-      wholes: {name: whole value}, all of one dtype.
+      wholes: {name: whole value}, all of one dtype and over the same axes.
     """
-    size = next(iter(leaves.values())).data_size
+    first = next(iter(leaves.values()))
+    size, over = first.num_shards, first.over
     if size > MAX_PERMUTES + 1:
         return _exchange_at_once(wholes, leaves)
-    rank = lax.axis_index(DATA)
+    rank = lax.axis_index(over)
     sums = {name: leaves[name].piece(whole, rank) for name, whole in wholes.items()}
     # In each round every device sends to the one so many places after it what that one owns.
     for shift in range(1, size):
         owner = lax.rem(rank + shift, size)
         pieces = [leaves[name].piece(whole, owner).reshape(-1) for name, whole in wholes.items()]
         around = [(sender, (sender + shift) % size) for sender in range(size)]
-        received = lax.ppermute(jnp.concatenate(pieces), DATA, around)
+        received = lax.ppermute(jnp.concatenate(pieces), over, around)
         parts = _cut(received, {name: total.shape for name, total in sums.items()})
         sums = {name: total + parts[name] for name, total in sums.items()}
     return sums
@@ -175,7 +177,7 @@ def exchange_pieces(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Ar
 
 def _exchange_at_once(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arrays:
     rows = [leaves[name].split_rows(whole) for name, whole in wholes.items()]
-    received = lax.all_to_all(jnp.concatenate(rows, axis=1), DATA, 0, 0)
+    received = lax.all_to_all(jnp.concatenate(rows, axis=1), leaves[next(iter(wholes))].over, 0, 0)
     shapes = {name: leaves[name].shard_shape(whole.shape) for name, whole in wholes.items()}
     return _cut(jnp.sum(received, axis=0), shapes)
 
@@ -200,7 +202,6 @@ def pad_dim(x: jax.Array, dim: int, size: int) -> jax.Array:
 
 
 # --- reads: what a model gets when it reads a sharded parameter -----------------------------------
-
 
 Leaves = tuple[LeafCollectives, ...]
 Several = Sequence[jax.Array]
@@ -243,8 +244,7 @@ scatter_early.defvjp(_tap_forward, _tap_backward)
 
 def _in_one(collective: Callable, leaves: Leaves, arrays: Several) -> Several:
     table = {str(index): leaf for index, leaf in enumerate(leaves)}
-    done = collective(dict(zip(table, arrays, strict=True)), table, sys.maxsize)
-    return [done[index] for index in table]
+    return list(collective(dict(zip(table, arrays, strict=True)), table, sys.maxsize).values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,6 +294,18 @@ def make_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return buckets
 
 
+def buckets_of(
+    sizes: Mapping[str, int], leaves: Mapping[str, LeafCollectives], limit: int
+) -> list[list[str]]:
+    """`make_buckets`, for the leaves over each set of mesh axes by themselves."""
+    made = []
+    for over in dict.fromkeys(leaves[name].over for name in sizes):
+        made += make_buckets(
+            {n: size for n, size in sizes.items() if leaves[n].over == over}, limit
+        )
+    return made
+
+
 def gather_buckets(
     shards: Arrays, leaves: Mapping[str, LeafCollectives], bucket_size: int
 ) -> Arrays:
@@ -304,9 +316,9 @@ def gather_buckets(
       leaves: {name: its collectives}.
       bucket_size: elements of the gathered values per collective.
     """
-    sizes = {name: math.prod(s.shape) * leaves[name].data_size for name, s in shards.items()}
+    sizes = {name: math.prod(s.shape) * leaves[name].num_shards for name, s in shards.items()}
     result: Arrays = {}
-    for names in make_buckets(sizes, bucket_size):
+    for names in buckets_of(sizes, leaves, bucket_size):
         if len(names) == 1:
             result[names[0]] = leaves[names[0]].gather(shards[names[0]])
         else:
@@ -317,10 +329,9 @@ def gather_buckets(
 def _gather_bucket(shards: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arrays:
     def local(shards: Arrays) -> Arrays:
         parts = [
-            leaves[name].to_rows(shard).astype(leaves[name].compute_dtype)
-            for name, shard in shards.items()
+            shard.reshape(-1).astype(leaves[name].compute_dtype) for name, shard in shards.items()
         ]
-        rows = lax.all_gather(jnp.concatenate(parts), DATA, axis=0)
+        rows = lax.all_gather(jnp.concatenate(parts), leaves[next(iter(shards))].over, axis=0)
         whole, start = {}, 0
         for name, shard in shards.items():
             columns = lax.slice_in_dim(rows, start, start + shard.size, axis=1)
@@ -335,10 +346,10 @@ def _gather_bucket(shards: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arr
 def scatter_buckets(
     wholes: Arrays, leaves: Mapping[str, LeafCollectives], bucket_size: int
 ) -> Arrays:
-    """This device's shards of the sums over `data` in `reduce_dtype`, one collective per bucket."""
+    """This device's shards of the sums in `reduce_dtype`, one collective per bucket."""
     sizes = {name: trees.num_elements(whole.shape) for name, whole in wholes.items()}
     result: Arrays = {}
-    for names in make_buckets(sizes, bucket_size):
+    for names in buckets_of(sizes, leaves, bucket_size):
         if len(names) == 1:
             result[names[0]] = leaves[names[0]].scatter(wholes[names[0]])
         else:
@@ -352,7 +363,8 @@ def _scatter_bucket(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Ar
         if any(leaves[name].exchange for name in wholes):
             return exchange_pieces(wholes, leaves)
         rows = [leaves[name].split_rows(whole) for name, whole in wholes.items()]
-        flat = lax.psum_scatter(jnp.concatenate(rows, axis=1), DATA, scatter_dimension=0)
+        over = leaves[next(iter(wholes))].over
+        flat = lax.psum_scatter(jnp.concatenate(rows, axis=1), over, scatter_dimension=0)
         shapes = {name: leaves[name].shard_shape(whole.shape) for name, whole in wholes.items()}
         return _cut(flat, shapes)
 
@@ -366,10 +378,10 @@ def sum_buckets(
     bucket_size: int,
     over: tuple[str, ...] = DATA_AXES,
 ) -> Arrays:
-    """Sums over mesh axes, one all-reduce per bucket; all values have one dtype.
+    """Sums over mesh axes, one all-reduce per bucket.
 
     Args:
-      values: {name: array}.
+      values: {name: array}, all of one dtype.
       axes: {name: tensor-parallel axis per dimension}.
       bucket_size: elements per collective.
       over: the mesh axes to sum over.
@@ -386,4 +398,3 @@ def sum_buckets(
         specs = {name: P(*axes[name]) for name in names}
         result |= over_auto_axes(local, (specs,), specs)(bucket)
     return {name: result[name] for name in values}
-

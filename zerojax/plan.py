@@ -347,18 +347,18 @@ def _place(
         for name, leaf in params.items()
         if not jnp.issubdtype(leaf.dtype, jnp.floating)
     }
-    barriers, layer_rows = dict(trace.barriers), None
+    barriers, read_shapes, layer_rows = dict(trace.barriers), dict(trace.read_shapes), None
     if layout is not None:
         layer_rows = dict.fromkeys(layout.stacked, layout.rows)
-        if not model.reads_lazily:
-            early = dict.fromkeys(layout.stacked, "is read before the loop over layers")
-            barriers = early | barriers
+        if not model.reads_lazily:  # read whole as `apply` starts, but the loop takes its slices
+            barriers |= dict.fromkeys(layout.stacked, "is read before the loop over layers")
+            read_shapes |= {name: frozenset([params[name].shape[1:]]) for name in layout.stacked}
     rules = settings.rules
     if rules is None:
         rules = models.bound_attribute(model, "tensor_parallel_rules") or ()
     return place_parameters(
         {name: tuple(leaf.shape) for name, leaf in params.items()},
-        trace.read_shapes,
+        read_shapes,
         mesh.shape,
         PlacementRules(
             zero=settings.zero,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import collectives
-from zerojax.mesh import DATA, DATA_AXES, REPLICA, STAGE, communicates_through_gloo
+from zerojax.mesh import DATA_AXES, REPLICA, STAGE, communicates_through_gloo
 from zerojax.placement import Access, LeafPlacement
 from zerojax.rewriting import Rewriting
 from zerojax.zero.microbatch import Arrays, PassConfig
@@ -27,7 +27,7 @@ def _leaf_collectives(config: PassConfig, names: Any) -> dict[str, collectives.L
     return {
         name: collectives.leaf_collectives(
             config.placement.leaves[name],
-            config.placement.axis_sizes[DATA],
+            config.placement.num_shards(config.placement.leaves[name]),
             compute_dtype=config.precision.compute_dtype,
             reduce_dtype=config.precision.reduce_dtype,
             exchange=communicates_through_gloo(config.mesh),
@@ -105,7 +105,7 @@ def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
         for fixed in (False, True):
             chosen = [name for name in names if (name in frozen) == fixed]
             sizes = {name: _slice_size(placed[name]) for name in chosen}
-            made += collectives.make_buckets(sizes, limit)
+            made += collectives.buckets_of(sizes, table, limit)
         return made
 
     def read_together(names: Sequence[str], given: Sequence[Any]) -> Sequence[Any]:
@@ -131,26 +131,23 @@ def _slice_size(leaf: LeafPlacement) -> int:
 def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
     """Gradients summed over the data axes, as stored: float32, sharded where the placement says.
 
-    Under a pipeline those of parameters that are on every stage are also summed over `stage`: each
+    Under a pipeline those of parameters that every stage reads are summed over `stage`, too: each
     stage has its own part of them, most have none.
     """
     leaves = config.placement.leaves
     bucket_size, dtype = config.reduce_bucket_size, config.precision.reduce_dtype
     axes = {name: leaf.axes for name, leaf in leaves.items()}
-    common = [name for name in grads if config.pipeline and leaves[name].layer_rows is None]
     wholes = {n: grads[n].astype(dtype) for n in _of_access(config, grads, Access.WHOLE)}
+    everywhere = [n for n in wholes if config.pipeline and leaves[n].layer_rows is None]
     reduced: Arrays = {}
     for over in (DATA_AXES, (*DATA_AXES, STAGE)):
-        chosen = {n: x for n, x in wholes.items() if (n in common) == (STAGE in over)}
+        chosen = {n: x for n, x in wholes.items() if (n in everywhere) == (STAGE in over)}
         reduced |= collectives.sum_buckets(chosen, axes, bucket_size, over)
     once = {n: grads[n] for n in _of_access(config, grads, Access.GATHER_ONCE)}
     shards = collectives.scatter_buckets(once, _leaf_collectives(config, once), bucket_size)
     shards |= {n: grads[n] for n in grads if n not in shards and n not in reduced}
-    axes_left = {name: (STAGE,) if name in common else () for name in shards}
     if config.placement.axis_sizes[REPLICA] > 1:
-        axes_left = {name: (REPLICA, *left) for name, left in axes_left.items()}
-    for over in dict.fromkeys(axes_left.values()):
-        chosen = {n: x.astype(dtype) for n, x in shards.items() if axes_left[n] == over and over}
-        shards |= collectives.sum_buckets(chosen, axes, bucket_size, over)
+        shards = {name: shard.astype(dtype) for name, shard in shards.items()}
+        shards = collectives.sum_buckets(shards, axes, bucket_size, (REPLICA,))
     reduced |= shards
     return {name: reduced[name].astype(jnp.float32) for name in grads}

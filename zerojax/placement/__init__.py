@@ -1,0 +1,12 @@
+"""Where each parameter lives: a table of partition specs, and the rules that fill it.
+
+Knows names, shapes, axis sizes and which layers lie in which rows of a stack; never touches arrays,
+devices, schedules or Flax. Sources: ZeRO, Rajbhandari et al. 2019 (arXiv:1910.02054); tensor
+parallelism, Shoeybi et al. 2019 (arXiv:1909.08053).
+"""
+
+from zerojax.placement.leaf import Access, LeafPlacement
+from zerojax.placement.rules import PlacementRules, Rules
+from zerojax.placement.table import Placement, place_parameters
+
+__all__ = ["Access", "LeafPlacement", "Placement", "PlacementRules", "Rules", "place_parameters"]
