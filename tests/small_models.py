@@ -140,3 +140,21 @@ class WithStatistics(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+class Layers(nnx.Module):
+    """Few and small arrays in stacked layers, of which one dimension may be odd."""
+
+    def __init__(self, rngs: nnx.Rngs, num_layers: int = 8, width: int = 24):
+        self.first = nnx.Linear(12, width, rngs=rngs)
+        self.blocks = nnx.vmap(lambda r: nnx.Linear(width, width, rngs=r), in_axes=0, out_axes=0)(
+            rngs.split(num_layers)
+        )
+        self.out = nnx.Linear(width, 5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def apply(layer: nnx.Linear, x: jax.Array) -> jax.Array:
+            return x + jnp.tanh(layer(x))
+
+        return self.out(apply(self.blocks, self.first(x)))

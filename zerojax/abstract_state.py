@@ -134,12 +134,13 @@ def rows_of_state(
     Raises:
       ValueError: the optimizer keeps an array in which layers are not dimension 0.
     """
-    params: dict[str, LayerRows | None] = {}
+    arrays = stored["params"] | stored["frozen"]
+    params: dict[str, LayerRows | None] = dict.fromkeys(arrays)
     for name, leaf in placement.leaves.items():
-        in_order = leaf.layer_rows is None or leaf.layer_rows == tuple(range(leaf.shape[0]))
-        mesh = (stored["params"] | stored["frozen"])[name].sharding.mesh
-        sharding = NamedSharding(mesh, leaf.exchange_spec(placement.axis_sizes))
-        params[name] = None if in_order else LayerRows(leaf.layer_rows or (), sharding)
+        if leaf.layer_rows is not None and leaf.layer_rows != tuple(range(leaf.shape[0])):
+            spec = leaf.exchange_spec(placement.axis_sizes)
+            sharding = NamedSharding(arrays[name].sharding.mesh, spec)
+            params[name] = LayerRows(leaf.layer_rows, sharding)
     if not any(params.values()):
         return None
     result: Tree = jax.tree.map(lambda _: None, stored)
