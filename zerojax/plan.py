@@ -350,9 +350,10 @@ def _place(
     barriers, read_shapes, layer_rows = dict(trace.barriers), dict(trace.read_shapes), None
     if layout is not None:
         layer_rows = dict.fromkeys(layout.stacked, layout.rows)
-        if not model.reads_lazily:  # read whole as `apply` starts, but the loop takes its slices
-            barriers |= dict.fromkeys(layout.stacked, "is read before the loop over layers")
-            read_shapes |= {name: frozenset([params[name].shape[1:]]) for name in layout.stacked}
+        # Read whole, but what is read goes nowhere but into the loop, which slices it.
+        early = [n for n in layout.stacked if params[n].shape in read_shapes.get(n, ())]
+        barriers |= dict.fromkeys(early, "is read before the loop over layers")
+        read_shapes |= {name: frozenset([params[name].shape[1:]]) for name in early}
     rules = settings.rules
     if rules is None:
         rules = models.bound_attribute(model, "tensor_parallel_rules") or ()
