@@ -1,0 +1,65 @@
+"""Pipeline stages: layers divided over devices, microbatches one after the other, any schedule.
+
+`zerojax.Stages` makes a model of three parts of your own. Its layers run in one loop, which is what
+a pipeline cuts; a model that scans its layers itself is cut just as it is. Combined with ZeRO.
+"""
+
+import jax
+import numpy as np
+from flax import nnx
+
+import zerojax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+class Block(nnx.Module):
+    """One layer of your own: what it takes and what it gives have the same shape."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(32, rngs=rngs)
+        self.linear = nnx.Linear(32, 32, rngs=rngs)
+
+    def __call__(self, x):
+        return x + nnx.gelu(self.linear(self.norm(x)))
+
+
+def make_model(rngs: nnx.Rngs) -> zerojax.Stages:
+    embed, head = nnx.Linear(4, 32, rngs=rngs), nnx.Linear(32, 1, rngs=rngs)
+    return zerojax.Stages(embed, Block, head, num_layers=8, rngs=rngs)
+
+
+def loss(model, batch):
+    return zerojax.losses.mean_squared_error(model(batch["x"]), batch["y"])
+
+
+def make_batch(step: int) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(step).normal(size=(64, 4)).astype(np.float32)
+    return {"x": x, "y": np.sin(x.sum(axis=1, keepdims=True))}
+
+
+def losses(mesh_config: dict) -> list[float]:
+    plan = zerojax.make_plan(
+        make_model,
+        mesh_config,
+        example_batch=make_batch(0),
+        loss=loss,
+        optimizer=zerojax.adamw(1e-2),
+        num_microbatches=8,
+        precision="fp32",
+        persistence_threshold=0,
+    )
+    print(plan.table())  # with the schedule: which stage works on which microbatch when
+    state, step = zerojax.init_state(plan), zerojax.build_step(plan)
+    found = []
+    for number in range(5):
+        state, metrics = step(state, zerojax.shard_batch(plan, make_batch(number)))
+        found.append(float(metrics["loss"]))
+    return found
+
+
+piped = losses({"data": 2, "stage": 4, "zero": 2})
+interleaved = losses({"data": 2, "stage": 4, "zero": 1, "pipeline_schedule": "interleaved(2)"})
+plain = losses({"data": 8})
+print(piped, interleaved, plain)
+np.testing.assert_allclose([piped, interleaved], [plain, plain], atol=4e-6)
