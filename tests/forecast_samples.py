@@ -49,6 +49,7 @@ def sample_plan(
     num_microbatches: int = 1,
     remat: str = "none",
     rows: int = 64,
+    stage: int = 1,
 ) -> Plan:
     """A Llama of four layers on a mesh that is not here."""
     config = ModelConfig(
@@ -57,7 +58,7 @@ def sample_plan(
     tokens = jax.ShapeDtypeStruct((rows, 128), jnp.int32)
     return make_plan(
         build_model(config, 256),
-        make_abstract_mesh({"model": model}, devices),
+        make_abstract_mesh({"model": model, "stage": stage}, devices),
         example_batch={"tokens": tokens, "targets": tokens},
         zero=zero,
         num_microbatches=num_microbatches,

@@ -16,6 +16,7 @@ from tests.small_models import reference_model
 from zerojax import make_plan
 from zerojax.mesh import make_abstract_mesh
 from zerojax.pipeline_layout import PipelineLayout
+from zerojax.placement import Access
 from zerojax.plan import Plan
 from zerojax.schedules import lower, make_schedule
 
@@ -70,8 +71,13 @@ def plan_of(layout: PipelineLayout | None = None, *, data: int = 2, zero: int = 
     layout = layout or layout_of(layers=(2, 2, 2, 2))
     plan = _plan_without(layout.num_layers, layout.schedule.num_microbatches, data, zero)
     stacked = frozenset(name for name in plan.placement.leaves if name.startswith("blocks/"))
+    whole: dict[str, Any] = {"zero_axes": ("data", "stage")}
+    if zero:
+        whole["access"] = Access.GATHER_ONCE
     leaves = {
-        name: dataclasses.replace(leaf, layer_rows=layout.rows if name in stacked else None)
+        name: dataclasses.replace(
+            leaf, **({"layer_rows": layout.rows} if name in stacked else whole)
+        )
         for name, leaf in plan.placement.leaves.items()
     }
     sizes = {**plan.placement.axis_sizes, "stage": layout.schedule.num_stages}

@@ -105,44 +105,49 @@ BF16 = 2
 
 def test_a_pipeline_has_the_layers_of_one_stage_in_its_unit():
     plan = pipelined(layout_of(stages=4, microbatches=8, layers=(2, 2, 2, 2)), data=2)
-    assert formulas.wire_unit(plan) == BF16 * (2 * LAYERS + OTHERS) / 2
+    assert formulas.wire_unit(plan) == BF16 * (2 * LAYERS * 1 / 2 + OTHERS * 7 / 8)
 
 
 @pytest.mark.parametrize(
-    ("zero", "layers_units", "others_units"),
+    ("zero", "units"),
     [
-        (0, 2, 0),  # what is whole everywhere is summed over data and stage at once
-        (1, 2, 2),  # one gather and one scatter, also with microbatches
-        (2, 1 + 11, 1 + 8),  # a scatter in each of the m+p-1 ticks with B, of the m with the head
-        (3, 3 * 11, 3 * 8),  # and a gather in each tick with F and each with B
+        (0, 2),
+        (1, 2),  # one gather and one scatter, also with microbatches
+        (2, 1 + 11),  # a scatter in each of the m+p-1 ticks with B
+        (3, 3 * 11),  # and a gather in each tick with F and each with B
     ],
 )
-def test_under_a_pipeline_zero_sends_in_every_tick_that_has_the_slot(
-    zero, layers_units, others_units
-):
+def test_under_a_pipeline_zero_sends_in_every_tick_that_has_the_slot(zero, units):
     plan = pipelined(layout_of(stages=4, microbatches=8, layers=(2, 2, 2, 2)), data=2, zero=zero)
-    ring = 1 / 2
-    expected = BF16 * ring * (layers_units * 2 * LAYERS + others_units * OTHERS)
+    # What every stage reads goes over data x stage = 8 devices once per step at any stage of ZeRO.
+    expected = BF16 * (units * 2 * LAYERS * 1 / 2 + 2 * OTHERS * 7 / 8)
     assert formulas.wire_bytes(plan) == expected
 
 
 def test_a_chunk_is_the_unit_of_a_slot():
     layout = layout_of("interleaved(2)", stages=2, microbatches=4, layers=(1, 1, 1, 1))
     plan = pipelined(layout, data=2, zero=2)
-    # 2m + p - 1 ticks have B, each of one of two layers; 6 are in the run that has the head.
-    expected = BF16 * (2 * LAYERS + 9 * LAYERS + OTHERS + 6 * OTHERS) / 2
+    # 2m + p - 1 ticks have B, each of one of two layers.
+    layers = 2 * LAYERS + 9 * LAYERS
+    assert formulas.wire_bytes(plan) == BF16 * (layers * 1 / 2 + 2 * OTHERS * 3 / 4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stash", "gathers"),
+    # Of 2 stages and 4 microbatches: 5 ticks with F, 5 with B, 4 or 5 with W.
+    [
+        ("1f1b", "residuals", 5 + 5),
+        ("1f1b", "input", 5 + 2 * 5),
+        ("zb_h1", "residuals", 5 + 5 + 4),
+        ("zb_h1", "input", 5 + 2 * 5 + 2 * 4),
+    ],
+)
+def test_every_pass_over_the_layers_gathers_them_at_stage_3(schedule, stash, gathers):
+    layout = layout_of(schedule, stages=2, microbatches=4, layers=(1, 1), stash=stash)
+    plan = pipelined(layout, data=2, zero=3)
+    scatters = 4 if schedule == "zb_h1" else 5
+    expected = BF16 * ((gathers + scatters) * LAYERS * 1 / 2 + 2 * OTHERS * 3 / 4)
     assert formulas.wire_bytes(plan) == expected
-
-
-@pytest.mark.parametrize("zero", [0, 1])
-def test_along_stage_go_messages_and_the_gradients_of_what_all_stages_have(zero):
-    layout = layout_of(stages=4, microbatches=8, layers=(2, 2, 2, 2))
-    plan = pipelined(layout, data=2, zero=zero)
-    messages = (11 + 11) * 2 * 16 * 8 * BF16
-    whole_ring, stage_ring = 2 * 7 / 8, 2 * 3 / 4
-    shared = whole_ring * OTHERS if zero == 0 else stage_ring * OTHERS / 2
-    assert formulas.stage_bytes(plan) == messages + BF16 * shared
-    assert formulas.stage_bytes(plan_of(zero)) == 0
 
 
 def test_model_flops_do_not_know_of_stages():

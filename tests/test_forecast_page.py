@@ -33,7 +33,7 @@ def pipeline_forecast(**changes):
     messages = sample_row(kind="collective-permute", axis="stage", wire_bytes=GIB, count=22)
     found = sample_forecast(plan_of(layout_of(layers=(2, 2, 2, 2))), rows=(sample_row(), messages))
     traffic = dataclasses.replace(
-        found.traffic, stage_wire_bytes=GIB, stage_formula_bytes=2 * GIB, **changes
+        found.traffic, message_wire_bytes=GIB, message_formula_bytes=2 * GIB, **changes
     )
     return dataclasses.replace(found, traffic=traffic)
 
@@ -157,11 +157,11 @@ def test_a_pipeline_says_what_it_idles_and_sends():
     assert "pipeline 1f1b, bubble 27.3% (15.8% with 16 microbatches), slowest stage 1.00" in head
     traffic = section(page, "TRAFFIC")
     assert any(re.match(r"  collective-permute +stage +bf16 +22 +2 +1\.00 ", x) for x in traffic)
-    assert any(re.match(r"  pipeline by formula +2\.00 ", line) for line in traffic)
-    assert "along stage 50.0% of the pipeline's formula is sent" in page
+    assert any(re.match(r"  messages by formula +2\.00 ", line) for line in traffic)
+    assert "messages between neighbours: 50.0% of the formula" in page
     assert "33% above the model's own, idle slots included" in page
     by_formula = section(forecast_page(pages()["pipeline by formula"]), "TRAFFIC")
-    assert "  pipeline by formula: 2.0 GiB, 0.98 units" in by_formula
+    assert "  messages by formula: 2.0 GiB, 0.98 units" in by_formula
 
 
 def test_json_keeps_every_number():

@@ -102,10 +102,10 @@ def test_without_a_compiled_program_the_formula_sends_and_hides_all_it_can():
 
 def test_by_formula_a_pipeline_sends_to_its_neighbours():
     mesh = {**MESH, "data": 2, "stage": 4}
-    result = roofline(hbm_bytes=None, formula_bytes=10**8, stage_bytes=3 * 10**8, mesh=mesh)
+    result = roofline(hbm_bytes=None, formula_bytes=10**8, message_bytes=3 * 10**8, mesh=mesh)
     # A stage is a neighbour in the node: 3 s. A ring of `data` leaves it, one device in each.
     assert result.wire_seconds == 3.0 + 10.0
-    outside = roofline(hbm_bytes=None, stage_bytes=10**8, mesh={**MESH, "data": 1, "stage": 8})
+    outside = roofline(hbm_bytes=None, message_bytes=10**8, mesh={**MESH, "data": 1, "stage": 8})
     assert outside.wire_seconds == 10.0, "a message has the network card of its sender alone"
 
 

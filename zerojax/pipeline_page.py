@@ -29,10 +29,10 @@ UNEVEN = 1.05
 ZERO_SENTENCES = (
     "zero=0: gradients are summed over data once per step, behind the last tick",
     "zero=1: weights are gathered once per step, gradients scattered once, behind the last tick",
-    "zero=2: weights are gathered once per step; gradients are scattered in the B slot of every "
-    "tick, so that none is ever whole",
-    "zero=3: weights are gathered in the F slot of every tick and again in the B slot, which "
-    "scatters their gradients",
+    "zero=2: weights are gathered once per step; gradients of the layers are scattered in the B "
+    "slot of every tick, so that none of them is whole",
+    "zero=3: weights of the layers are gathered in the F slot of every tick and again in the B "
+    "slot, which scatters their gradients",
 )
 
 
@@ -165,10 +165,11 @@ def _message_sentence(layout: PipelineLayout) -> str:
 
 def _shared_sentence(layout: PipelineLayout, placement: Placement) -> str:
     count = trees.format_count(shared_parameters(layout, placement))
-    return (
-        f"embedding and head, {count} parameters, are on every stage; their gradients are summed "
-        "over stage once per step"
-    )
+    if placement.zero == 0:
+        how = "are whole on every stage; their gradients are summed over data and stage"
+    else:
+        how = "are split over data and stage; all stages gather them, and scatter their gradients,"
+    return f"embedding and head, {count} parameters, {how} once per step"
 
 
 def _wrap(sentence: str) -> list[str]:

@@ -136,7 +136,7 @@ def plan_table(plan: Planned) -> str:
 def _leaf_lines(placement: Placement) -> list[str]:
     rows = [("parameter", "shape", "stored as", "per device", "read")]
     for leaf in placement.leaves.values():
-        spec = ", ".join(axis or "-" for axis in leaf.stored_spec) or "whole"
+        spec = ", ".join(map(_axis_words, leaf.stored_spec)) or "whole"
         size = trees.format_bytes(placement.shard_elements(leaf) * 4)
         access = "frozen, " * leaf.frozen + leaf.access.value
         rows.append((leaf.name, "x".join(map(str, leaf.shape)) or "scalar", spec, size, access))
@@ -145,6 +145,10 @@ def _leaf_lines(placement: Placement) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def _axis_words(axes: Any) -> str:
+    return "+".join(axes) if isinstance(axes, tuple) else axes or "-"
 
 
 def plan_dict(plan: Planned) -> dict[str, Any]:

@@ -32,12 +32,13 @@ from zerojax.forecast.result import (
 from zerojax.forecast.roles import bytes_by_role
 from zerojax.forecast.roofline import estimate, link_bandwidth, peak_flops, verdict
 from zerojax.gpus import Gpu, target_text
-from zerojax.hlo.collectives import Collective, find_collectives
+from zerojax.hlo.collectives import PERMUTE, Collective, find_collectives
 from zerojax.hlo.live import read_live
 from zerojax.hlo.overlap import find_overlap
 from zerojax.hlo.program import read_program
 from zerojax.hlo.traffic import hbm_bytes
 from zerojax.mesh import DATA_AXES, STAGE
+from zerojax.pipeline_costs import message_bytes
 from zerojax.plan_table import role_bytes, shard_bytes
 from zerojax.planned import Planned
 from zerojax.step import build_step
@@ -202,7 +203,7 @@ def _assemble(
             hbm_bytes=None if facts is None else facts["hbm_bytes"],
             rows=traffic.rows,
             formula_bytes=traffic.formula_bytes,
-            stage_bytes=traffic.stage_formula_bytes,
+            message_bytes=traffic.message_formula_bytes,
             tokens=formulas.tokens_per_step(plan),
         ),
         verdict=verdict(plan, gpu, memory),
@@ -286,18 +287,20 @@ def _traffic(
         data_wire_bytes=None,
         formula_bytes=formulas.wire_bytes(plan),
         unit=unit,
-        stage_formula_bytes=formulas.stage_bytes(plan),
+        message_formula_bytes=message_bytes(plan.pipeline) if plan.pipeline else 0,
     )
     if facts is None:
         return by_formula
     rows = _rows(facts["collectives"], gpu, mesh, dtype)
-    axes = {row: set(row.axis.split("+")) for row in rows}
+    messages = [row for row in rows if (row.kind, row.axis) == (PERMUTE, STAGE)]
+    shards = {*DATA_AXES, STAGE}
+    ours = [row for row in rows if set(row.axis.split("+")) <= shards and row not in messages]
     return dataclasses.replace(
         by_formula,
         rows=rows,
         wire_bytes=sum(row.wire_bytes for row in rows),
-        data_wire_bytes=sum(row.wire_bytes for row in rows if axes[row] <= set(DATA_AXES)),
-        stage_wire_bytes=sum(row.wire_bytes for row in rows if STAGE in axes[row]),
+        data_wire_bytes=sum(row.wire_bytes for row in ours),
+        message_wire_bytes=sum(row.wire_bytes for row in messages),
     )
 
 

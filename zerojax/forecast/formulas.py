@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from zerojax import profile
-from zerojax.mesh import DATA, REPLICA, STAGE
-from zerojax.pipeline_costs import message_bytes, ticks_of
+from zerojax.mesh import DATA, REPLICA
+from zerojax.pipeline_costs import ticks_of
 from zerojax.placement import Access, LeafPlacement
 from zerojax.plan_table import whole_elements
 from zerojax.planned import Planned
@@ -26,89 +26,66 @@ WIRE_UNIT_BYTES = 2
 def wire_unit(plan: Planned) -> float:
     """2 bytes x parameters x (N-1)/N, per device: what one all-gather of bfloat16 weights sends.
 
-    N is the size of `data`; parameters are those that a device reads: divided by tensor
+    N is the number of shards; parameters are those that a device reads: divided by tensor
     parallelism, and of a pipeline those of one stage.
     """
-    size = plan.placement.axis_sizes[DATA]
-    whole = sum(whole_elements(plan.placement, leaf) for leaf in plan.placement.leaves.values())
-    return WIRE_UNIT_BYTES * whole * _ring(size)
+    placement = plan.placement
+    return WIRE_UNIT_BYTES * math.fsum(
+        _ring(placement.num_shards(leaf)) * whole_elements(placement, leaf)
+        for leaf in placement.leaves.values()
+    )
 
 
 def wire_bytes(plan: Planned) -> int:
-    """Bytes that one device sends per step over the data axes for weights and gradients.
+    """Bytes that one device sends per step for weights and gradients.
 
     What a parameter costs follows from how it is read (`zerojax.placement.Access`):
       whole: one all-reduce of its gradient, twice (N-1)/N of it.
       gather once: one all-gather and one reduce-scatter.
       gather once, scatter early: one all-gather, one reduce-scatter per microbatch.
       gather on use: per microbatch two all-gathers (forward, backward) and one reduce-scatter.
-    A parameter that the model reads several times (tied weights) is counted once. Of a pipeline a
-    device has the layers of one stage, and what is said per microbatch happens in every tick that
-    has the slot, masked ones included: m+p-1 in place of m for 1f1b.
+    A parameter that the model reads several times (tied weights) is counted once.
+
+    Of a pipeline a device has the layers of one stage, over `data`; what is said per microbatch
+    happens in every tick that has the slot, masked ones included: m+p-1 times in place of m for
+    1f1b. What all stages read goes over `data` and `stage` together, once per step. Messages
+    between stages are not in it (`pipeline_costs.message_bytes`).
     """
     return round(sum(_leaf_wire(plan, leaf) for leaf in plan.placement.leaves.values()))
 
 
-def stage_bytes(plan: Planned) -> int:
-    """Bytes that one device of a pipeline sends per step along `stage`, 0 without one.
-
-    Activations and gradients to its neighbours, and the gradients of what every stage has
-    (embedding and head), summed over the stages where they are already reduced over `data`. Where
-    such a parameter is whole on every data shard, one all-reduce does both, and counts here.
-    """
-    if plan.pipeline is None:
-        return 0
-    shared = [leaf for leaf in plan.placement.leaves.values() if leaf.layer_rows is None]
-    return message_bytes(plan.pipeline) + round(sum(_shared_wire(plan, leaf) for leaf in shared))
-
-
-def _shared_wire(plan: Planned, leaf: LeafPlacement) -> float:
-    if leaf.frozen:
-        return 0.0
-    sizes, reduce = plan.placement.axis_sizes, jnp.dtype(plan.precision.reduce_dtype).itemsize
-    members = sizes[STAGE] * sizes[REPLICA]
-    if leaf.access is Access.WHOLE:
-        return 2 * _ring(members * sizes[DATA]) * whole_elements(plan.placement, leaf) * reduce
-    return 2 * _ring(members) * plan.placement.shard_elements(leaf) * reduce
-
-
 def _leaf_wire(plan: Planned, leaf: LeafPlacement) -> float:
-    sizes = plan.placement.axis_sizes
-    data, replicas = sizes[DATA], sizes[REPLICA]
+    placement, shards = plan.placement, plan.placement.num_shards(leaf)
+    replicas = placement.axis_sizes[REPLICA]
     compute = jnp.dtype(plan.precision.compute_dtype).itemsize
     reduce = jnp.dtype(plan.precision.reduce_dtype).itemsize
-    whole, trained = whole_elements(plan.placement, leaf), not leaf.frozen
-    with_stages = plan.pipeline is not None and leaf.layer_rows is None
+    whole, trained = whole_elements(placement, leaf), not leaf.frozen
     if leaf.access is Access.WHOLE:
-        summed = 0 if with_stages else 2 * _ring(data * replicas)
-        return summed * whole * reduce * trained
+        return 2 * _ring(shards * replicas) * whole * reduce * trained
     gathers, scatters = _times_used(plan, leaf)
-    if leaf.access is not Access.GATHER_ON_USE:
-        gathers = 1
-    if leaf.access is Access.GATHER_ONCE:
-        scatters = 1
-    sent = _ring(data) * whole * (gathers * compute + trained * scatters * reduce)
-    over_replicas = 0 if with_stages else 2 * _ring(replicas)
-    return sent + trained * over_replicas * whole / data * reduce
+    sent = _ring(shards) * whole * (gathers * compute + trained * scatters * reduce)
+    return sent + trained * 2 * _ring(replicas) * whole / shards * reduce
 
 
 def _times_used(plan: Planned, leaf: LeafPlacement) -> tuple[float, float]:
-    """(gathers, scatters) of a parameter in one step if each use of it has its own, where 1 is all
-    that a device reads of it."""
-    layout = plan.pipeline
-    if layout is None:
-        return plan.num_microbatches * (1 + plan.regather), plan.num_microbatches
-    split = layout.schedule.splits_backward
-    last = "weight" if split else "backward"
-    if leaf.layer_rows is None:
-        # Read by the embedding or the head: the former again in a backward slot of its own.
-        ticks = ticks_of(layout, "head")
-        return ticks * (1 + plan.regather), ticks
-    passes = ("forward", "backward", "weight") if split else ("forward", "backward")
-    again = layout.table.stash == "input"
-    gathers = sum(ticks_of(layout, slot) * (1 + again * (slot != "forward")) for slot in passes)
-    chunks = layout.schedule.num_chunks
-    return gathers / chunks, ticks_of(layout, last) / chunks
+    """(gathers, scatters) of a parameter in one step; 1 is all that a device reads of it."""
+    early = leaf.access in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
+    lazily = leaf.access is Access.GATHER_ON_USE
+    if plan.pipeline is None:
+        microbatches = plan.num_microbatches
+        gathers = microbatches * (1 + plan.regather) if lazily else 1
+        return gathers, microbatches if early else 1
+    layout, chunks = plan.pipeline, plan.pipeline.schedule.num_chunks
+    gathers = scatters = 1.0
+    if early:
+        last = "weight" if layout.schedule.splits_backward else "backward"
+        scatters = ticks_of(layout, last) / chunks
+    if lazily:
+        # With the stash `input` the backward slots begin with a forward pass.
+        again = 2 if layout.table.stash == "input" else 1
+        backward = ticks_of(layout, "backward") + ticks_of(layout, "weight")
+        gathers = (ticks_of(layout, "forward") + again * backward) / chunks
+    return gathers, scatters
 
 
 def _ring(size: int) -> float:

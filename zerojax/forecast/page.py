@@ -181,7 +181,7 @@ def _traffic(traffic: Traffic, num_devices: int) -> list[str]:
             for name, sent in _by_formula(traffic)
         ]
         return [title, *by_formula, *_traffic_remarks(traffic)]
-    largest = max(traffic.wire_bytes, traffic.formula_bytes, traffic.stage_formula_bytes, 1)
+    largest = max(traffic.wire_bytes, traffic.formula_bytes, traffic.message_formula_bytes, 1)
     unit, scale, digits = _unit(largest, BYTE_UNITS)
     rows: Rows = [
         ["collective", "axis", "dtype", "times", "in loops", unit, "units", "link", "hidden"]
@@ -213,7 +213,7 @@ def _traffic(traffic: Traffic, num_devices: int) -> list[str]:
 
 
 def _by_formula(traffic: Traffic) -> list[tuple[str, int]]:
-    pipeline = [("pipeline", traffic.stage_formula_bytes)] * bool(traffic.stage_formula_bytes)
+    pipeline = [("messages", traffic.message_formula_bytes)] * bool(traffic.message_formula_bytes)
     return [("ZeRO", traffic.formula_bytes), *pipeline]
 
 
@@ -222,13 +222,11 @@ def _traffic_remarks(traffic: Traffic) -> list[str]:
     if traffic.data_wire_bytes is not None and traffic.formula_bytes:
         ratio = traffic.data_wire_bytes / traffic.formula_bytes
         lines[0] += f"; the data axes send {ratio:.1%} of the formula"
-    if traffic.stage_wire_bytes is not None and traffic.stage_formula_bytes:
-        ratio = traffic.stage_wire_bytes / traffic.stage_formula_bytes
+    if traffic.message_wire_bytes is not None and traffic.message_formula_bytes:
+        ratio = traffic.message_wire_bytes / traffic.message_formula_bytes
         lines.append(
-            f"  along stage {ratio:.1%} of the pipeline's formula is sent: permutes are messages "
-            "between"
+            f"  permutes along stage are messages between neighbours: {ratio:.1%} of the formula"
         )
-        lines.append("  neighbours, reductions the gradients of what every stage has")
     if traffic.rows:
         lines += [
             "  hidden: share of its time that products scheduled beside it last, at peak rates"

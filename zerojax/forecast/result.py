@@ -93,9 +93,9 @@ class Traffic:
     Attributes:
       rows: from the compiled program, largest first; empty where nothing was compiled.
       wire_bytes: their sum; None where nothing was compiled.
-      data_wire_bytes: of these, over the data axes (ZeRO's own); stage_wire_bytes: with the axis
-        `stage` in it (the pipeline's).
-      formula_bytes: ZeRO's by formula (see `formulas`); stage_formula_bytes: the pipeline's.
+      data_wire_bytes: of these ZeRO's own, over the data axes, and over `stage` for what all stages
+        read; message_wire_bytes: between neighbours of a pipeline.
+      formula_bytes: ZeRO's by formula (see `formulas`); message_formula_bytes: the messages'.
       unit: 2 bytes x parameters x (N-1)/N.
     """
 
@@ -104,8 +104,8 @@ class Traffic:
     data_wire_bytes: int | None
     formula_bytes: int
     unit: float
-    stage_wire_bytes: int | None = None
-    stage_formula_bytes: int = 0
+    message_wire_bytes: int | None = None
+    message_formula_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ def estimate(
     hbm_bytes: int | None,
     rows: Sequence[TrafficRow],
     formula_bytes: int = 0,
-    stage_bytes: int = 0,
+    message_bytes: int = 0,
     tokens: int | None = None,
 ) -> Estimate:
     """The roofline (Williams et al. 2009, doi:10.1145/1498765.1498785) with a third roof, the wire.
@@ -96,11 +96,11 @@ def estimate(
       hbm_bytes: read and written by one device per step; None where nothing was compiled.
       rows: what one device sends; empty where nothing was compiled.
       formula_bytes: taken instead of rows where nothing was compiled: hidden as far as possible;
-        stage_bytes: likewise what a pipeline sends.
+        message_bytes: likewise what a pipeline sends.
       tokens: of one global batch.
     """
     if hbm_bytes is None:
-        rows = _formula_rows(gpu, mesh, formula_bytes, stage_bytes)
+        rows = _formula_rows(gpu, mesh, formula_bytes, message_bytes)
     peak = peak_flops(gpu, dtype)
     compute = flops / peak if peak else None
     memory = None if hbm_bytes is None else hbm_bytes / gpu.memory_bandwidth
@@ -126,14 +126,14 @@ def estimate(
 
 
 def _formula_rows(
-    gpu: Gpu, mesh: Mapping[str, int], data_bytes: int, stage_bytes: int
+    gpu: Gpu, mesh: Mapping[str, int], data_bytes: int, message_bytes: int
 ) -> list[TrafficRow]:
     """What formulas send: ZeRO's rings over the data axes, a pipeline's messages to neighbours."""
     data_axes = [name for name in ("replica", "data") if mesh.get(name, 1) > 1]
     span = mesh.get("stage", 1) * mesh.get("model", 1)  # of devices, from first to last stage
     rows = (
         ("all-gather", "+".join(data_axes) or "data", data_bytes, math.prod(mesh.values())),
-        ("collective-permute", "stage", stage_bytes, span),
+        ("collective-permute", "stage", message_bytes, span),
     )
     return [
         TrafficRow(
