@@ -12,11 +12,13 @@ import pytest
 from forecast_samples import GIB, sample_card, sample_forecast, sample_plan
 
 from zerojax import compiler
+from zerojax import pipeline_costs as costs
 from zerojax.compiler import CompileError
 from zerojax.forecast.result import FORMULA, RoleBytes
 from zerojax.plan_table import role_bytes, shard_bytes
 from zerojax.search import Candidate, list_candidates, search, search_dict, search_page
 from zerojax.search.bounds import Bounds, bounds_of, bounds_on, repeated
+from zerojax.search.candidates import REMATS
 from zerojax.search.result import BEATEN, CHOSEN, FAILED, FITS, IMPOSSIBLE, NOT_TRIED, TOO_LARGE
 
 CARD = sample_card()
@@ -51,15 +53,20 @@ class World:
         accumulated = 2 if c.num_microbatches > 1 else 1
         gradients = self.gradients * accumulated / (8 if c.zero >= 2 else 1)
         weights = self.weights / (8 if c.zero == 3 else 1)
-        return (self.state / split + gradients + weights) / c.model
+        return (self.state / split + gradients + weights) / c.model / c.stage
+
+    def busy(self, c: Candidate) -> float:
+        """Seconds of products, empty slots of a pipeline included."""
+        idle = (c.stage - 1) / c.num_microbatches
+        return self.compute * RECOMPUTE[c.remat] * (1 + idle)
 
     def bounds(self, c: Candidate) -> Bounds:
         self.plan(c)
-        wire = self.wire * (1.5 * c.num_microbatches if c.zero == 3 else 1.0)
+        wire = self.wire * (1.5 * c.num_microbatches if c.zero == 3 else 1.0) / c.stage
         return Bounds(
-            seconds=max(self.compute * RECOMPUTE[c.remat], wire),
+            seconds=max(self.busy(c), wire),
             wire_seconds=wire,
-            state=int(self.state / [1, 8, 8, 8][c.zero] / c.model * GIB),
+            state=int(self.state / [1, 8, 8, 8][c.zero] / c.model / c.stage * GIB),
             peak=int(self.peak(c) * GIB),
             limit=LIMIT,
         )
@@ -75,7 +82,8 @@ class World:
         self.now += self.compile_seconds
         if c in self.broken:
             raise CompileError("INTERNAL: a pass failed\nmore")
-        activations = self.activations * KEPT[c.remat] / c.num_microbatches
+        in_flight = min(c.num_microbatches, 2 * c.stage - 1)
+        activations = self.activations * KEPT[c.remat] * in_flight / c.num_microbatches
         peak = int((self.peak(c) + activations) * GIB)
         bounds = self.bounds(c)
         forecast = sample_forecast()
@@ -88,7 +96,7 @@ class World:
             memory=dataclasses.replace(forecast.memory, peak=peak, roles=roles),
             estimate=dataclasses.replace(
                 forecast.estimate,
-                compute_seconds=self.compute * RECOMPUTE[c.remat],
+                compute_seconds=self.busy(c),
                 memory_seconds=0.0,
                 step_seconds=bounds.seconds + 0.1 * bounds.wire_seconds,
             ),
@@ -111,10 +119,10 @@ def run(world: World, candidates=None, **options):
     )
 
 
-def cheapest_of_all(world: World) -> float:
+def cheapest_of_all(world: World, candidates=None) -> float:
     """By compiling every candidate."""
     fitting = []
-    for candidate in list_candidates(8, 64, node_devices=8):
+    for candidate in candidates or list_candidates(8, 64, node_devices=8):
         if candidate.model != 8:
             forecast = world.forecast(candidate)
             if forecast.verdict.fits:
@@ -156,9 +164,36 @@ def test_words_set_it():
         "mesh.data=-1",
         "mesh.zero=3",
         "mesh.model=2",
+        "mesh.stage=1",
         "num_microbatches=4",
         "model.remat=full",
     )
+
+
+def test_pipelines_that_cut_the_layers_and_have_enough_microbatches_are_listed():
+    found = list_candidates(8, 64, node_devices=8, num_layers=12)
+    piped = [c for c in found if c.stage > 1]
+    assert [c for c in found if c.stage == 1] == list_candidates(8, 64, node_devices=8)
+    assert {c.stage for c in piped} == {2, 4}, "8 does not divide 12 layers"
+    by_mesh = {(c.stage, c.model): set() for c in piped}
+    for c in piped:
+        by_mesh[c.stage, c.model].add(c.num_microbatches)
+    assert by_mesh == {
+        (2, 1): {8, 16},  # 64 rows on 4 data shards
+        (2, 2): {16, 32},
+        (2, 4): {32, 64},
+        (4, 1): {16, 32},
+        (4, 2): {32, 64},
+    }
+    assert {c.zero for c in piped if c.stage * c.model < 8} == {1, 2, 3}
+    assert {c.zero for c in piped if c.stage * c.model == 8} == {0}
+    few = list_candidates(8, 8, node_devices=8, num_layers=12)
+    assert {(c.stage, c.model, c.num_microbatches) for c in few if c.stage > 1} == {
+        (2, 2, 4),
+        (2, 4, 4),
+        (2, 4, 8),
+        (4, 2, 8),
+    }
 
 
 # Order and pruning
@@ -178,6 +213,22 @@ def test_the_choice_is_the_cheapest_of_all_and_costs_few_compilations(activation
     assert result.chosen.peak <= LIMIT
     assert few <= 16, "of more than 200 candidates"
     assert sum(trial.status == CHOSEN for trial in result.trials) == 1
+
+
+@pytest.mark.parametrize("activations", [1, 80, 400])
+@pytest.mark.parametrize("state", [10, 300])
+@pytest.mark.parametrize("wire", [0.01, 3.0])
+def test_pipelines_are_chosen_where_they_are_the_cheapest(activations, state, wire):
+    candidates = list_candidates(8, 64, node_devices=8, num_layers=8)
+    world = World(activations=activations, state=state, wire=wire)
+    result = run(world, candidates, budget=10**9)
+    few = len(world.compiled)
+    assert result.chosen.seconds <= cheapest_of_all(world, candidates) / (1 - 0.05)
+    assert few <= 24, f"of {len(candidates)} candidates"
+    if wire < 1 and activations == 1:
+        assert result.chosen.candidate.stage == 1, "a bubble for nothing"
+    if wire > 1:
+        assert result.chosen.candidate.stage > 1, "of this wire less is sent"
 
 
 def test_nothing_depends_on_the_order_of_the_candidates():
@@ -327,7 +378,9 @@ def candidate(**changes) -> Candidate:
 
 
 def plan_for(c: Candidate):
-    return sample_plan(zero=c.zero, num_microbatches=c.num_microbatches, remat=c.remat)
+    return sample_plan(
+        zero=c.zero, num_microbatches=c.num_microbatches, remat=c.remat, stage=c.stage
+    )
 
 
 def test_bounds_are_those_of_the_plan():
@@ -353,6 +406,26 @@ def test_bounds_of_every_remat_are_those_of_its_own_plan():
     for remat in ("none", "dots", "full"):
         own = candidate(zero=3, num_microbatches=2, remat=remat)
         assert find(own) == bounds_of(plan_for(own), CARD, repeated(plan_for(own)))
+
+
+def test_bounds_of_a_pipeline_count_its_bubble_and_its_least_buffers():
+    find = bounds_on(
+        dataclasses.replace(CARD, node_bandwidth=1e15), plan_for
+    )  # no wire to wait for
+    whole = find(candidate(num_microbatches=8))
+    piped = {remat: find(candidate(num_microbatches=8, stage=2, remat=remat)) for remat in REMATS}
+    plan = plan_for(candidate(num_microbatches=8, stage=2))
+    assert plan.pipeline is not None
+    slower = piped["none"].seconds / whole.seconds
+    assert slower == pytest.approx(
+        costs.executed_flops(plan.pipeline) / costs.useful_flops(plan.pipeline)
+    )
+    # Idle in 1 of 9 ticks, and the head makes one of two stages slower; the other waits.
+    assert 9 / 8 < slower < 1.25
+    assert len({bounds.peak for bounds in piped.values()}) == 1
+    for remat, bounds in piped.items():
+        own = plan_for(candidate(num_microbatches=8, stage=2, remat=remat))
+        assert bounds.peak <= sum(role_bytes(own).values())
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ def _add_plan(commands) -> None:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="find zero, model, num_microbatches and remat that fit and cost the least",
+        help="find zero, model, stage, num_microbatches and remat that fit and cost the least",
     )
     parser.add_argument(
         "--budget",

@@ -80,6 +80,7 @@ def _search(
         config.global_batch_size,
         node_devices=gpu.node_devices,
         replicas=config.mesh.replica,
+        num_layers=config.model.num_layers,
     )
     if not candidates:
         raise ValueError(
@@ -115,7 +116,13 @@ def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:
     """The settings of a run with those of a candidate laid over them."""
     return dataclasses.replace(
         config,
-        mesh=dataclasses.replace(config.mesh, data=-1, model=candidate.model, zero=candidate.zero),
+        mesh=dataclasses.replace(
+            config.mesh,
+            data=-1,
+            model=candidate.model,
+            stage=candidate.stage,
+            zero=candidate.zero,
+        ),
         model=dataclasses.replace(config.model, remat=candidate.remat),
         num_microbatches=candidate.num_microbatches,
     )

@@ -12,9 +12,10 @@ from zerojax import profile
 from zerojax.forecast import formulas
 from zerojax.forecast.roofline import estimate, memory_limit
 from zerojax.gpus import Gpu
+from zerojax.pipeline_costs import executed_flops, message_bytes, useful_flops
 from zerojax.plan import Plan
 from zerojax.plan_table import role_bytes, shard_bytes
-from zerojax.search.candidates import Candidate
+from zerojax.search.candidates import REMATS, Candidate
 from zerojax.step import build_step
 
 
@@ -43,36 +44,45 @@ FindBounds = Callable[[Candidate], Bounds]
 def bounds_on(gpu: Gpu, make_plan_for: MakePlan) -> FindBounds:
     """The function that finds the bounds of candidates on a card; it raises what planning raises.
 
-    Remat changes neither bytes nor wire by formula, so that one plan serves all its kinds. The step
-    is traced once per kind, to count what is computed again: that share depends neither on the mesh
-    nor on the microbatches.
+    Remat changes neither bytes nor wire by formula, so that one plan serves all its kinds; only a
+    pipeline's buffers hold less with more of it, and one plan with all of it bounds them from
+    below. The step without a pipeline is traced once per kind, to count what is computed again:
+    that share depends neither on the mesh nor on the microbatches.
     """
-    plans: dict[tuple[int, int, int], Plan] = {}
+    plans: dict[tuple[int, ...], Plan] = {}
     repeats: dict[str, float] = {}
 
     def find(candidate: Candidate) -> Bounds:
-        key = (candidate.zero, candidate.model, candidate.num_microbatches)
+        key = (candidate.zero, candidate.model, candidate.stage, candidate.num_microbatches)
         if key not in plans:
-            plans[key] = make_plan_for(candidate)
-        if candidate.remat not in repeats:
+            least = dataclasses.replace(candidate, remat=REMATS[-1])
+            plans[key] = make_plan_for(candidate if candidate.stage == 1 else least)
+        if candidate.remat not in repeats and candidate.stage == 1:
             repeats[candidate.remat] = repeated(make_plan_for(candidate))
-        return bounds_of(plans[key], gpu, repeats[candidate.remat])
+        return bounds_of(plans[key], gpu, repeats.get(candidate.remat, 1.0))
 
     return find
 
 
 def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
-    """The bounds of one plan, whose step computes `repeat` times the FLOPs of one without remat."""
+    """The bounds of one plan, whose step computes `repeat` times the FLOPs of one without remat.
+
+    A pipeline computes in empty slots, too, and waits for its slowest stage.
+    """
     flops = formulas.model_flops(plan) / plan.mesh.size
+    executed = flops
+    if plan.pipeline is not None:
+        executed = flops * executed_flops(plan.pipeline) / useful_flops(plan.pipeline)
     time = estimate(
         gpu,
         mesh={str(name): size for name, size in plan.mesh.shape.items()},
         dtype=plan.precision.compute_dtype.name,
-        flops=flops * repeat,
+        flops=executed * repeat,
         model_flops=flops,
         hbm_bytes=None,
         rows=(),
         formula_bytes=formulas.wire_bytes(plan),
+        message_bytes=message_bytes(plan.pipeline) if plan.pipeline else 0,
     )
     return Bounds(
         seconds=time.step_seconds or 0.0,

@@ -47,13 +47,14 @@ def expected_peak(entry: Open, compiled: Sequence[Compiled]) -> float | None:
     """Bytes, with activations in proportion to those of a compiled plan; None if there is none.
 
     At the same number of microbatches they do not depend on `model`: what it splits comes back
-    as rows.
+    as rows. What a pipeline holds says nothing of one with another number of stages.
     """
     mine = entry.candidate
     alike = [
         other
         for other in compiled
-        if other.forecast is not None and other.entry.candidate.remat == mine.remat
+        if other.forecast is not None
+        and (other.entry.candidate.remat, other.entry.candidate.stage) == (mine.remat, mine.stage)
     ]
     if not alike:
         return None
@@ -70,7 +71,8 @@ def expected_peak(entry: Open, compiled: Sequence[Compiled]) -> float | None:
 
 
 def least_seconds(entry: Open, compiled: Sequence[Compiled]) -> float:
-    """A time that it is not taken to beat: by formula, or by compiled plans of the same remat.
+    """A time that it is not taken to beat: by formula, or by compiled plans of the same remat and
+    the same number of pipeline stages.
 
     Only of those that fit: in what does not, the compiler itself computes things again.
     """
@@ -80,7 +82,7 @@ def least_seconds(entry: Open, compiled: Sequence[Compiled]) -> float:
         if (
             other.trial.status != FITS
             or other.forecast is None
-            or theirs.remat != entry.candidate.remat
+            or (theirs.remat, theirs.stage) != (entry.candidate.remat, entry.candidate.stage)
         ):
             continue
         time = other.forecast.estimate
@@ -98,10 +100,13 @@ def why_too_large(entry: Open, other: Compiled) -> str | None:
 
     Activations do not shrink with less remat, nor by more than the rows in flight do, nor by
     more than tensor parallelism splits them; as that also gives each device more rows, a
-    larger `model` saves nothing at the same number of microbatches.
+    larger `model` saves nothing at the same number of microbatches. All of this is said of plans
+    with the same number of pipeline stages.
     """
     mine, theirs = entry.candidate, other.entry.candidate
     if other.forecast is None or REMATS.index(mine.remat) > REMATS.index(theirs.remat):
+        return None
+    if mine.stage != theirs.stage:
         return None
     number, same_mesh = other.trial.number, mine.model == theirs.model
     as_many_rows = mine.num_microbatches <= theirs.num_microbatches
@@ -127,7 +132,7 @@ def only_adds_work(entry: Open, other: Compiled) -> bool:
     mine, theirs = entry.candidate, other.entry.candidate
     return (
         other.trial.status == FITS
-        and (mine.zero, mine.model) == (theirs.zero, theirs.model)
+        and (mine.zero, mine.model, mine.stage) == (theirs.zero, theirs.model, theirs.stage)
         and mine.num_microbatches >= theirs.num_microbatches
         and REMATS.index(mine.remat) >= REMATS.index(theirs.remat)
     )

@@ -22,7 +22,7 @@ def search_page(result: SearchResult) -> str:
         f"SEARCH: {len(result.trials)} candidates, {len(compiled)} compiled, {result.elapsed:.0f} s"
     ]
     if compiled:
-        header = ("#", "zero", "model", "microbatches", "remat", "GiB", "ms/step", "")
+        header = ("#", "zero", "model", "stage", "microbatches", "remat", "GiB", "ms/step", "")
         cells: Rows = [header, *(_row(trial) for trial in compiled)]
         lines += ["", *align_columns(cells, left=1, last_left=True)]
     lines += ["", *_others(result), *textwrap.wrap(result.sentence, WIDTH)]
@@ -64,11 +64,12 @@ def search_dict(result: SearchResult) -> dict[str, Any]:
 def _row(trial: Trial) -> tuple[str, ...]:
     candidate = trial.candidate
     status = f"{trial.status}: {trial.reason}"
-    room = WIDTH - 58
+    room = WIDTH - 65
     return (
         f"{trial.number}{'*' * (trial.status == CHOSEN)}",
         str(candidate.zero),
         str(candidate.model),
+        str(candidate.stage),
         str(candidate.num_microbatches),
         candidate.remat,
         "-" if trial.peak is None else f"{trial.peak / GIB:,.2f}",

@@ -99,16 +99,18 @@ class _Search:
         self.open: list[Open] = []
         self.compiled: list[Compiled] = []
         self.closed: list[Trial] = []
-        self.refused: dict[tuple[int, int], Trial] = {}
+        self.refused: dict[tuple[int, ...], Trial] = {}
         self.no_compiler: str | None = None
 
     def consider(self, candidate: Candidate) -> None:
         """Plans one candidate and asks the formulas.
 
         They know no activations, so more microbatches or remat cannot save what is too large
-        already: such candidates are not even planned.
+        already: such candidates are not even planned. (A pipeline's buffers they know, and more
+        microbatches do save those.)
         """
-        refused = self.refused.get((candidate.zero, candidate.model))
+        mesh = candidate.zero, candidate.model, candidate.stage
+        refused = self.refused.get(mesh) if candidate.stage == 1 else None
         if refused is not None:
             self.closed.append(dataclasses.replace(refused, candidate=candidate, bound=None))
             return
@@ -123,7 +125,7 @@ class _Search:
         if bounds.peak > bounds.limit:
             sizes = f"{format_bytes(bounds.peak)} of {format_bytes(bounds.limit)}"
             self.close(entry, TOO_LARGE, f"without activations already {sizes}")
-            self.refused[candidate.zero, candidate.model] = self.closed[-1]
+            self.refused[mesh] = self.closed[-1]
 
     def close(self, entry: Open, status: str, reason: str) -> None:
         self.open.remove(entry)
@@ -164,6 +166,7 @@ class _Search:
         return (
             peak is not None and peak > entry.bounds.limit,
             _rounded(least_seconds(entry, self.compiled)),
+            candidate.stage,
             candidate.model,
             REMATS.index(candidate.remat),
             candidate.zero,
@@ -191,7 +194,7 @@ class _Search:
         mine, theirs = entry.candidate, best.candidate
         peak = expected_peak(entry, self.compiled)
         return (
-            (mine.zero, mine.model, mine.remat) == (theirs.zero, theirs.model, theirs.remat)
+            dataclasses.replace(mine, num_microbatches=theirs.num_microbatches) == theirs
             and mine.num_microbatches < theirs.num_microbatches
             and peak is not None
             and peak <= entry.bounds.limit
