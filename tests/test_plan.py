@@ -257,7 +257,10 @@ def batch_of(rows, targets=None):
         ),
         (
             {"mesh": {"stage": 2}},
-            "stage=2: pipeline parallelism is not part of this version; use stage=1",
+            "pipeline stages need a model whose layers run in one jax.lax.scan over stacked "
+            "parameters: use zerojax.Stages(embed, block, head), flax.linen.scan, or stack the "
+            "layers with nnx.vmap and scan them. Found no loop in the loss: layers that a Python "
+            "loop calls are unrolled",
         ),
         (
             {"mesh": {"model": 2}, "rules": (("last/kernel", (None, "model")),)},

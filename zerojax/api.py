@@ -46,7 +46,7 @@ def train(
     precision: Precision | str | None = None,
     reduce_dtype: str | None = None,
     accumulate_dtype: str | None = None,
-    num_microbatches: int = 1,
+    num_microbatches: int | None = None,
     steps: int | None = None,
     global_batch_size: int | None = None,
     seq_len: int | None = None,
@@ -77,7 +77,8 @@ def train(
       optimizer: any optax transformation, or an `OptimizerConfig`. None: AdamW.
       precision: "bf16", "fp32" or a `Precision`. None: bf16, on CPU fp32.
       reduce_dtype, accumulate_dtype: "bf16" or "fp32", see `zerojax.precision.as_precision`.
-      num_microbatches: pieces each device's rows are cut into so that activations fit.
+      num_microbatches: pieces each device's rows are cut into so that activations fit; None: see
+        `make_plan`.
       steps: batches of the whole run, those before a resume included. None: until `batches` end;
         for text and endless batches 200.
       global_batch_size, seq_len: of text data.
@@ -103,7 +104,7 @@ def train(
         )
     internal = models.as_model(model)
     mesh = _as_mesh(mesh_config)
-    unit = meshes.num_data_shards(mesh) * num_microbatches
+    unit = meshes.num_data_shards(mesh) * (num_microbatches or mesh.shape[meshes.STAGE])
     reasons: list[str] = []
     if batches is None:
         text = _TextDefaults(internal, data, global_batch_size, seq_len, unit, seed)

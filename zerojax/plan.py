@@ -39,7 +39,7 @@ from zerojax.plan_checks import (
     check_trained,
     naming_the_call,
 )
-from zerojax.plan_pipeline import plan_pipeline
+from zerojax.plan_pipeline import choose_microbatches, plan_pipeline
 from zerojax.plan_reasons import (
     describe_choices,
     describe_model,
@@ -205,7 +205,7 @@ def make_plan(
     precision: Precision | str = "bf16",
     reduce_dtype: str | None = None,
     accumulate_dtype: str | None = None,
-    num_microbatches: int = 1,
+    num_microbatches: int | None = None,
     freeze: tuple[str, ...] = (),
     steps: int | None = None,
     **mesh_options: Any,
@@ -223,7 +223,8 @@ def make_plan(
       zero: ZeRO stage 0..3; None takes the mesh config's, or 1.
       precision: "bf16", "fp32" or a `Precision`.
       reduce_dtype, accumulate_dtype: "fp32" or "bf16"; None: see `as_precision`.
-      num_microbatches: pieces each device's rows are cut into; gradients are accumulated.
+      num_microbatches: pieces each device's rows are cut into; gradients are accumulated. None: 1,
+        or with pipeline stages as many as the rows allow, up to 4 for each stage.
       freeze: regular expressions on parameter names that get no gradient.
       steps: length of the run, for the learning-rate schedule.
       **mesh_options: other fields of `MeshConfig`: rules, persistence_threshold,
@@ -252,6 +253,7 @@ def make_plan(
     )
     optimizer_built = optim.build_optimizer(optimizer, steps)
     batch = abstract(example_batch)
+    num_microbatches, reasons = choose_microbatches(num_microbatches, mesh, batch)
     check_batch(batch, mesh, num_microbatches)
     microbatch = slice_batch(batch, meshes.num_data_shards(mesh) * num_microbatches)
     with naming_the_call():
@@ -297,6 +299,7 @@ def make_plan(
         forward=trace.jaxpr,
         reasons=(
             *describe_choices(settings, mesh, precision, placement),
+            *reasons,
             *optimizer_built.reasons,
             *describe_model(internal, trace, placement, extras, precision, regather),
             *describe_update(update_choices),

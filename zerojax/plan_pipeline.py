@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import trees
 from zerojax.config import MeshConfig
 from zerojax.layer_loop import LayerLoop, cut_loss, find_layer_loop
+from zerojax.mesh import STAGE, num_data_shards
 from zerojax.model import Loss, Model, ModelTrace
 from zerojax.partition import partition_layers
 from zerojax.pipeline import split_layers
@@ -85,6 +87,27 @@ def plan_pipeline(
         head_flops=flops["head"],
         stash_bytes=stash,
     )
+
+
+def choose_microbatches(
+    given: int | None, mesh: Mesh | AbstractMesh, batch: Any
+) -> tuple[int, list[str]]:
+    """(number of microbatches, reasons): what was given, or a default.
+
+    More microbatches leave stages idle for a smaller part of a step; what each costs is smaller
+    matrices. Groups of as many as there are stages go first: some schedules need them.
+    """
+    stages = mesh.shape[STAGE]
+    if given is not None or stages == 1:
+        return (1 if given is None else given), []
+    rows = jax.tree.leaves(batch)[0].shape[0] // num_data_shards(mesh)
+    fitting = [n for n in range(1, 4 * stages + 1) if rows % n == 0]
+    number = max(fitting, key=lambda n: (n % stages == 0, n), default=1)
+    idle = (stages - 1) / (number + stages - 1)
+    return number, [
+        f"num_microbatches={number}: of {rows} rows on a data shard, up to 4 for each of {stages} "
+        f"stages; with 1f1b {idle:.0%} of a step is idle"
+    ]
 
 
 _PIECES = ("embed", "layer", "head")

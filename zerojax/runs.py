@@ -140,15 +140,16 @@ def plan_from_config(config: RunConfig, num_devices: int) -> Plan:
 
 def _check_pieces(config: RunConfig, shards: int) -> None:
     """Refuses a batch that so many shards cannot cut, naming both settings that would mend it."""
-    batch, pieces = config.global_batch_size, shards * config.num_microbatches
+    parts = config.num_microbatches or 1
+    batch, pieces = config.global_batch_size, shards * parts
     if batch % pieces == 0:
         return
-    fewer = [n for n in range(1, config.num_microbatches) if batch % (shards * n) == 0]
+    fewer = [n for n in range(1, parts) if batch % (shards * n) == 0]
     remedies = [f"num_microbatches={fewer[-1]}"] if fewer else []
     remedies.append(f"global_batch_size={-(-batch // pieces) * pieces}")
     raise ValueError(
         f"global_batch_size={batch} is not divisible by {shards} data shards x num_microbatches="
-        f"{config.num_microbatches} = {pieces}; use {' or '.join(remedies)}"
+        f"{parts} = {pieces}; use {' or '.join(remedies)}"
     )
 
 

@@ -257,8 +257,9 @@ class RunConfig:
     """How the loss is scaled in fp16; nothing else takes one."""
     global_batch_size: int = 32
     """Examples per optimizer step, over all devices and microbatches."""
-    num_microbatches: int = 1
-    """Parts the batch is cut into so that activations fit; the result does not change."""
+    num_microbatches: int | None = None
+    """Parts the batch is cut into so that activations fit; the result does not change. None: 1, or
+    with pipeline stages as many as the batch allows, up to 4 for each stage."""
     steps: int = 300
     """Batches to train on."""
     eval_every: int | None = 100
@@ -279,7 +280,7 @@ class RunConfig:
         check_at_least(self, 1, "global_batch_size", "num_microbatches", "steps", "eval_every")
         check_at_least(self, 1, "eval_batches", "cpu_devices")
         check_at_least(self, 0, "seed")
-        batch, parts = self.global_batch_size, self.num_microbatches
+        batch, parts = self.global_batch_size, self.num_microbatches or 1
         if batch % parts:
             low = batch // parts * parts
             near = f"{low} or {low + parts}" if low else str(parts)
