@@ -271,9 +271,14 @@ def test_a_counter_a_key_and_numbers_of_layers() -> None:
     outer = {"head": arguments[0]["head"]}
     _, written = pieces.embed(outer, *arguments[1:])
     assert set(written) == {"calls"}
-    activations = [jnp.zeros(x.shape, x.dtype) for x in pieces.activations]
-    _, written = pieces.head(outer, *arguments[1:], tuple(activations))
+    activations = tuple(jnp.zeros(x.shape, x.dtype) for x in pieces.activations)
+    _, written = pieces.head(outer, *arguments[1:], activations)
     assert set(written) == {"count"}
+    rows = jnp.asarray([-1, 1])
+    stacked = {name: arguments[0][name][:2] for name in pieces.stacked}
+    _, written = pieces.layers(stacked, outer, *arguments[1:], rows, activations)
+    assert set(written) == {"means"}
+    np.testing.assert_array_equal(written["means"] == 0, [True, False])
 
 
 def test_constants_of_the_loop_from_other_parameters() -> None:

@@ -153,6 +153,9 @@ class LossPieces:
     ) -> tuple[Activations, Arrays]:
         """Some layers, one after the other.
 
+        What the loop takes beside parameters and activations (keys, masks, tables of positions) is
+        computed by every call, for all layers.
+
         Args:
           stacked: {name: value whose arrays have n rows}.
           rows: int32 [n], which layer each row is. With `padding`, -1 is none: the activations go
