@@ -227,7 +227,8 @@ def test_search_as_json(forecasts, monkeypatch, capsys):
         (["zero=7"], "must be 0, 1, 2 or 3"),
         (["--gpus", "h100"], "unrecognized arguments: --gpus"),
         (["vocab_size=null", "data.path=no/such/tokens.bin"], "set model.vocab_size"),
-        (["stage=2"], "pipeline parallelism"),
+        (["stage=2", "mesh.pipeline_schedule=1f2b"], "did you mean '1f1b'"),
+        (["stage=3"], "does not divide the 8 devices"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(words, part, capsys):
