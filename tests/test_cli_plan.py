@@ -188,7 +188,8 @@ def test_without_the_compiler_it_says_how_to_get_it(monkeypatch, capsys):
 def test_search_prints_the_table_and_the_commands(scale, forecasts, monkeypatch, capsys):
     forecasts[0][0] = sample_memory(scale=scale)
     monkeypatch.setattr(compiler, "missing", lambda: None)
-    assert main([*FEW, "--search"]) == (0 if scale == 1 else 1)
+    # One layer, so that no pipelines are looked at.
+    assert main([*FEW, "num_layers=1", "--search"]) == (0 if scale == 1 else 1)
     out = capsys.readouterr().out
     assert out.startswith("SEARCH: ")
     if scale == 1:
@@ -206,7 +207,18 @@ def test_search_as_json(forecasts, monkeypatch, capsys):
     assert main([*FEW, "--search", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["chosen"]["status"] == "chosen"
+    assert values["chosen"]["candidate"]["stage"] == 1
+    assert {trial["candidate"]["stage"] for trial in values["trials"]} == {1, 2}, "two layers"
     assert values["forecast"]["verdict"]["fits"] is True
+
+
+def test_a_plan_with_a_pipeline_says_so(capsys):
+    words = ["stage=2", "num_microbatches=4", "mesh.pipeline_schedule=gpipe"]
+    assert main([*WORDS, *words, "--no-compile"]) == 3
+    out = capsys.readouterr().out
+    assert "mesh data 4 x stage 2" in out
+    assert "pipeline gpipe, bubble 20.0% (11.1% with 8 microbatches)" in out
+    assert "messages by formula" in out
 
 
 # Mistakes
