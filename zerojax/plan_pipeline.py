@@ -55,9 +55,8 @@ def plan_pipeline(
         )
     names = [*sorted(params), *[None] * len(jax.tree.leaves((extras, batch)))]
     loop = find_layer_loop(trace.jaxpr, names)
-    schedule = make_schedule(
-        settings.pipeline_schedule, stages=settings.stage, microbatches=num_microbatches
-    )
+    source: Any = settings.pipeline_schedule
+    schedule = make_schedule(source, stages=settings.stage, microbatches=num_microbatches)
     flops = {name: count_program_flops(getattr(loop, name)) for name in _PIECES}
     layers = partition_layers(
         settings.partition,
@@ -76,7 +75,7 @@ def plan_pipeline(
     stash = sum(x.size * x.dtype.itemsize for x in pieces.activations)
     if settings.stash == "residuals":
         rows = max(layers)
-        stash = split_layers(pieces, params, extras, key, batch, rows).num_bytes
+        stash = split_layers(pieces, params, dict(extras), key, batch, rows).num_bytes
     return PipelineLayout(
         table=table,
         layers=layers,

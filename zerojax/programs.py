@@ -99,7 +99,8 @@ def collectives_in_branches(program: ClosedJaxpr | Jaxpr) -> list[str]:
     Args:
       program: traced, as in `jitted.trace(...).jaxpr`.
     """
-    return list(_in_branches(getattr(program, "jaxpr", program), inside=False))
+    jaxpr: Any = getattr(program, "jaxpr", program)
+    return list(_in_branches(jaxpr, inside=False))
 
 
 def _in_branches(program: Jaxpr, *, inside: bool) -> Iterator[str]:

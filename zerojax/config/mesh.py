@@ -106,7 +106,7 @@ def _check_partition(partition: tuple[int, ...] | str) -> None:
             partition,
             f"is not one of {', '.join(PARTITIONS)}, nor a list of whole numbers; {hint}",
         )
-    if not partition or min(partition) < 1:
+    if not partition or any(int(count) < 1 for count in partition):
         refuse(
             "partition",
             list(partition),

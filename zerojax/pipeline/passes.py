@@ -79,6 +79,8 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
             accumulate_dtype=config.precision.accumulate_dtype,
             activation_spec=_activation_spec(config),
         )
+        assert found.chunks is not None
+        assert found.outer is not None
         grads = {**found.chunks, **found.outer}
         grads = reduce_gradients(config, {name: grads[name] for name in params})
         after = _agree_on_extras(layout, extras, found)
@@ -319,9 +321,10 @@ def split_layers(
     activations = pieces.activations
 
     def run(weights: Any, fixed: Any, inputs: list, context: Any) -> Any:
-        others, *rest = context
+        others, extras, key, batch = context
         given = tuple(kinds.join(inputs, others, activations))
-        outputs, changes = pieces.layers(weights["chunk"], weights["outer"], *rest, fixed, given)
+        state = extras, key, batch, fixed, given
+        outputs, changes = pieces.layers(weights["chunk"], weights["outer"], *state)
         return kinds.floating(outputs), changes
 
     return split_passes(

@@ -80,6 +80,7 @@ def run_microbatch(
     *,
     train: bool,
 ) -> tuple[tuple[jax.Array, jax.Array], Arrays]:
+    """((loss sum, weight), extras afterwards) of one microbatch, from what parameters read as."""
     rules = {"sequence": MODEL} if config.sequence_sharding else None
     batch = cast_batch(batch, config.precision.compute_dtype)
     with activation_rules(rules):

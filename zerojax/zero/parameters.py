@@ -67,6 +67,7 @@ def prepare_parameters(config: PassConfig, params: Arrays, frozen: Arrays) -> tu
 
 
 def cast(value: jax.Array, dtype: Any) -> jax.Array:
+    """A floating-point array in `dtype`; any other as it is."""
     return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
 
