@@ -18,6 +18,7 @@ from zerojax.forecast.roofline import (
 )
 from zerojax.gpus import find_gpu
 from zerojax.plan_table import role_bytes
+from zerojax.schedules import lower, make_schedule
 
 MESH = {"replica": 1, "data": 8, "stage": 1, "model": 1}
 # 1e12 FLOP/s, 1e9 B/s of memory, 1e8 B/s in a node, 1e7 B/s between nodes: seconds by hand.
@@ -257,6 +258,41 @@ def test_formulas_propose_nothing_about_activations():
     lines = words(remedies(sample_plan(), sample_memory(compiled=False, scale=10)))
     assert "mesh.zero=3" in lines
     assert not [line for line in lines if "microbatches" in line or "remat" in line]
+
+
+def test_a_pipeline_can_keep_less_or_have_more_stages():
+    plan = sample_plan(devices=8, zero=1, rows=64, num_microbatches=8, stage=2)
+    lines = remedies(plan, sample_memory(activations=45 * GIB))
+    found = words(lines)
+    assert "mesh.data=-1 mesh.stage=4" in found, "four layers"
+    assert "mesh.stash=input" not in found, "its buffers are some MiB: not worth a line"
+    layout = dataclasses.replace(plan.pipeline, stash_bytes=2 * GIB)
+    lines = remedies(
+        dataclasses.replace(plan, pipeline=layout), sample_memory(activations=45 * GIB)
+    )
+    by_words = dict(zip(words(lines), lines, strict=True))
+    # Three microbatches in flight, and a spare slot.
+    assert "saves about 8.0 GiB" in by_words["mesh.stash=input"]
+    assert "mesh.pipeline_schedule=1f1b" not in by_words
+
+
+def test_gpipe_keeps_all_microbatches():
+    plan = sample_plan(devices=8, zero=1, rows=64, num_microbatches=8, stage=2)
+    table = lower(make_schedule("gpipe", stages=2, microbatches=8))
+    layout = dataclasses.replace(plan.pipeline, table=table, stash_bytes=GIB)
+    lines = remedies(
+        dataclasses.replace(plan, pipeline=layout), sample_memory(activations=45 * GIB)
+    )
+    by_words = dict(zip(words(lines), lines, strict=True))
+    assert "saves about 5.0 GiB" in by_words["mesh.pipeline_schedule=1f1b"], "8 in place of 3"
+    assert not [line for line in by_words if line.startswith("num_microbatches")]
+
+
+def test_without_a_pipeline_stages_are_a_remedy_where_they_divide_the_layers():
+    two = sample_plan(devices=8, zero=1, rows=64, num_microbatches=2)
+    assert "mesh.data=-1 mesh.stage=2" in words(remedies(two))
+    one = sample_plan(devices=8, zero=1, rows=64)
+    assert not [line for line in words(remedies(one)) if "mesh.stage" in line]
 
 
 def test_nothing_helps():

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from pallas_kernels.choice import Choice
 from zerojax import mesh as meshes
 from zerojax.config import MeshConfig
-from zerojax.mesh import DATA
+from zerojax.mesh import DATA, STAGE
 from zerojax.model import Model, ModelTrace, bound_attribute
 from zerojax.placement import Placement
 from zerojax.precision import Precision
@@ -31,7 +31,12 @@ def describe_choices(
     lines = [
         f"mesh {meshes.describe_mesh(mesh)}: {meshes.num_data_shards(mesh)} shards of the batch"
     ]
-    if shards == 1 and settings.zero:
+    if shards == 1 and settings.zero and mesh.shape[STAGE] > 1:
+        lines.append(
+            f"zero={settings.zero} splits only what all pipeline stages read: the data axis has "
+            "one device"
+        )
+    elif shards == 1 and settings.zero:
         lines.append(f"zero={settings.zero} shards nothing: the data axis has one device")
     else:
         roles = ("nothing", "optimizer state", "optimizer state and gradients", "all state")

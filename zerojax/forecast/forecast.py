@@ -39,7 +39,7 @@ from zerojax.hlo.program import read_program
 from zerojax.hlo.traffic import hbm_bytes
 from zerojax.mesh import DATA_AXES, STAGE
 from zerojax.pipeline_costs import message_bytes
-from zerojax.plan_table import role_bytes, shard_bytes
+from zerojax.plan_table import PIPELINE_BUFFERS, role_bytes, shard_bytes
 from zerojax.planned import Planned
 from zerojax.step import build_step
 
@@ -263,7 +263,8 @@ def _roles(
 ) -> tuple[RoleBytes, ...]:
     """Rows that add up to the peak, with the formula beside them where there is one.
 
-    Without the compiler's account of what lives when, temporaries are one row.
+    Without the compiler's account of what lives when, temporaries are one row. A pipeline's buffers
+    are activations to the compiler.
     """
     if found is None:
         found = {role: formula[role] for role in STATE_ROLES}
@@ -271,7 +272,11 @@ def _roles(
         found["other"] = use.peak - sum(found.values())  # counters, outputs of their own
     names = list(dict.fromkeys([*formula, *found]))
     return tuple(
-        RoleBytes(role=name, bytes=found.get(name, 0), formula=formula.get(name))
+        RoleBytes(
+            role=name,
+            bytes=None if name == PIPELINE_BUFFERS else found.get(name, 0),
+            formula=formula.get(name),
+        )
         for name in names
         if found.get(name) or formula.get(name)
     )

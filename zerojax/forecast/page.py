@@ -164,10 +164,13 @@ def _compiler_count(memory: Memory, scale: float, digits: int) -> list[str]:
 
 def _memory_remarks(memory: Memory) -> list[str]:
     host = format_bytes(memory.host) if memory.host else "none"
+    buffers = [row for row in memory.roles if row.role == "pipeline buffers"]
+    buffered = bool(buffers) and memory.peak is not None
     return [
         f"  between steps: state {format_bytes(memory.state)}, batch {format_bytes(memory.batch)}; "
         f"host memory: {host}",
         "  formulas know no activations and nothing that the compiler adds",
+        *["  pipeline buffers are among the compiled activations"] * buffered,
     ]
 
 

@@ -15,10 +15,13 @@ import jax.numpy as jnp
 from zerojax import programs
 from zerojax.forecast.result import Memory
 from zerojax.gpus import Gpu
-from zerojax.mesh import DATA, MODEL, num_data_shards
+from zerojax.mesh import DATA, MODEL, STAGE, num_data_shards
 from zerojax.model import bound_attribute
+from zerojax.pipeline_costs import activation_bytes, total_buffer_bytes
 from zerojax.placement import Access
+from zerojax.plan_table import PIPELINE_BUFFERS, whole_elements
 from zerojax.planned import Planned
+from zerojax.schedules import lower, make_schedule
 from zerojax.trees import format_bytes, num_elements
 
 STATE = ("master weights", "optimizer state", "optimizer temporaries")
@@ -56,8 +59,8 @@ def largest_role(memory: Memory, needed: int) -> str:
 def find_remedies(
     plan: Planned, gpu: Gpu, memory: Memory, *, excess: int, fraction: float
 ) -> list[str]:
-    """One line each, in order: more devices, a higher stage, microbatches, remat, tensor
-    parallelism, and a larger share of the card for JAX.
+    """One line each, in order: more devices, a higher stage, microbatches, what a pipeline keeps,
+    remat, tensor parallelism, more pipeline stages, and a larger share of the card for JAX.
 
     Savings are computed from the bytes by role, so they are estimates; compile to know.
 
@@ -93,8 +96,10 @@ def _all_remedies(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[_R
     yield from _more_devices(plan, sizes)
     yield from _higher_zero(plan, sizes)
     yield from _microbatches(plan, sizes)
+    yield from _pipeline(plan)
     yield from _remat(plan, sizes)
     yield from _tensor_parallel(plan, gpu, sizes)
+    yield from _more_stages(plan, sizes)
 
 
 def rows_at_once(plan: Planned) -> int:
@@ -150,8 +155,10 @@ def _higher_zero(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
 
 
 def _microbatches(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
-    rows, activations = rows_at_once(plan), _sum(sizes, "activations")
-    extra = accumulation_bytes(plan) if plan.num_microbatches == 1 else 0
+    rows, activations = rows_at_once(plan), _sum(sizes, "activations", PIPELINE_BUFFERS)
+    if plan.pipeline is not None and plan.pipeline.schedule.name == "gpipe":
+        return  # which keeps them all, however many there are
+    extra = accumulation_bytes(plan) if plan.num_microbatches == 1 and not plan.pipeline else 0
     also = "; adds a sum of gradients" if extra > 0 else ""
     factors = [factor for factor in (2, 4, 8, 16, 32, 64) if rows % factor == 0]
     for factor in factors[:1] + factors[-1:] * (len(factors) > 1):
@@ -175,12 +182,45 @@ def accumulation_bytes(plan: Planned) -> int:
     for leaf in placement.leaves.values():
         if leaf.frozen:
             continue
-        split = math.prod(placement.axis_sizes[axis] for axis in leaf.axes if axis is not None)
         if leaf.access in early:
             total += placement.shard_elements(leaf) * (sum_bytes - replaced)
         else:
-            total += num_elements(leaf.shape) // split * sum_bytes
+            total += whole_elements(placement, leaf) * sum_bytes
     return total
+
+
+def _pipeline(plan: Planned) -> Iterator[_Remedy]:
+    """What its stages keep less of."""
+    layout = plan.pipeline
+    if layout is None:
+        return
+    schedule, now = layout.schedule, total_buffer_bytes(layout)
+    if schedule.name == "gpipe":
+        sizes = {"stages": schedule.num_stages, "microbatches": schedule.num_microbatches}
+        table = lower(make_schedule("1f1b", **sizes), stash=layout.table.stash)
+        fewer = total_buffer_bytes(dataclasses.replace(layout, table=table))
+        why = "a stage then keeps fewer microbatches than there are; the bubble is the same"
+        yield _Remedy("mesh.pipeline_schedule=1f1b", why, now - fewer)
+    if layout.table.stash == "residuals":
+        table = lower(schedule, stash="input")
+        inputs = dataclasses.replace(layout, table=table, stash_bytes=activation_bytes(layout))
+        why = "stages keep what they were sent and compute forward again: a third more FLOPs"
+        yield _Remedy("mesh.stash=input", why, now - total_buffer_bytes(inputs))
+
+
+def _more_stages(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
+    """Half of the layers on each device, twice the rows."""
+    stages, layers = 2 * plan.mesh.shape[STAGE], num_layers(plan)
+    leaves = plan.placement.leaves.values()
+    if plan.mesh.shape[DATA] % 2 or layers % stages or plan.num_microbatches < stages:
+        return
+    stacked = sum(num_elements(leaf.shape) for leaf in leaves if leaf.stack_dims)
+    half = stacked / plan.placement.num_parameters() / 2
+    split = [] if plan.zero == 3 else ["gathered weights"]
+    split += ["gradients"] * (plan.zero < 2) + list(STATE) * (plan.zero < 1)
+    why = f"each device has {layers // stages} of {layers} layers; idle slots cost time"
+    saving = _sum(sizes, *split) * half
+    yield _Remedy(f"mesh.data=-1 mesh.stage={stages}", why, saving)
 
 
 def _remat(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
