@@ -8,10 +8,20 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.pipeline_toy import Toy, build_pipelined, make_batch, make_extras, plain, restore, store
+from tests.pipeline_toy import (
+    Toy,
+    build_pipelined,
+    make_batch,
+    make_extras,
+    microbatch,
+    plain,
+    restore,
+    store,
+)
 from zerojax.config import MeshConfig
 from zerojax.mesh import make_mesh
-from zerojax.schedules import make_schedule
+from zerojax.pipeline.residuals import split_passes
+from zerojax.schedules import check_schedule, forward_schedule, make_schedule
 
 KEY = jnp.uint32(7)
 
@@ -63,11 +73,102 @@ def check(ours, theirs):
 SCHEDULES = ["1f1b", "gpipe", "1f1b_classic", "interleaved", "zb_h1", "zb_v"]
 
 
-@pytest.mark.parametrize("stash", ["residuals", "input"])
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
+def even(toy, schedule):
+    parts = schedule.num_virtual_stages
+    return (toy.num_layers // parts,) * parts
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "stash"),
+    [
+        ("1f1b", 4, "residuals"),
+        ("1f1b", 2, "input"),
+        ("gpipe", 2, "residuals"),
+        ("1f1b_classic", 4, "input"),
+        ("interleaved", 2, "residuals"),
+        ("zb_h1", 2, "input"),
+        ("zb_v", 2, "residuals"),
+    ],
+)
 def test_gradients_are_those_of_one_device(name, stages, stash):
     toy = Toy(tied=name != "gpipe", remat=name == "1f1b", counter=name == "interleaved")
     schedule = make_schedule(name, stages=stages, microbatches=2 * stages)
-    parts = schedule.num_virtual_stages
-    check(*run(toy, schedule, (toy.num_layers // parts,) * parts, stash=stash))
+    check(*run(toy, schedule, even(toy, schedule), stash=stash))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2, 4])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_for_every_schedule_and_number_of_microbatches(name, stages, times):
+    schedule = make_schedule(name, stages=stages, microbatches=times * stages)
+    toy = Toy(tied=times != 2, remat=stages == 4, counter=times == 4)
+    stash = "input" if (times + stages // 2) % 2 else "residuals"
+    check(*run(toy, schedule, even(toy, schedule), stash=stash))
+
+
+def test_stages_may_have_different_numbers_of_layers():
+    schedule = make_schedule("1f1b", stages=4, microbatches=4)
+    check(*run(Toy(num_layers=7), schedule, (1, 3, 2, 1)))
+
+
+def test_embedding_and_head_on_all_stages_give_the_same():
+    """As where collectives are in them: every stage computes them, and most throw it away."""
+    schedule = make_schedule("interleaved", stages=2, microbatches=4)
+    toy = Toy(tied=False)
+    check(*run(toy, schedule, even(toy, schedule), alone=False))
+
+
+@pytest.mark.parametrize(("name", "count"), [("1f1b", 5), ("zb_v", 3), ("interleaved(4)", 6)])
+def test_the_forward_pass_alone(name, count):
+    schedule = forward_schedule(make_schedule(name, stages=2, microbatches=2), count)
+    toy = Toy()
+    blocks, outer = toy.init()
+    extras, batch = make_extras(toy), make_batch(count)
+    local, flat = build_pipelined(toy, schedule, even(toy, schedule), backward=False)
+    step = over_stages(local, 2, backward=False)
+    sums = step(store(blocks, flat), outer, extras, batch, KEY)
+    (theirs, _), _ = plain(toy, blocks, outer, extras, batch, KEY)
+    assert relative_error(sums, theirs) < 1e-6
+
+
+def test_an_input_stash_holds_no_more_than_inputs_and_residuals_no_weights():
+    """What goes through buffers depends on the microbatch: not on weights alone."""
+    toy = Toy(remat=True)
+    blocks, outer = toy.init()
+    extras, batch = make_extras(toy), make_batch(2)
+    rows = jnp.arange(toy.num_layers)
+
+    def layers(weights, fixed, inputs, index):
+        given = microbatch(batch, KEY, index)
+        return toy.layers(weights, fixed["outer"], extras, *given, fixed["rows"], inputs)
+
+    (x,), _ = toy.embed(outer, extras, *microbatch(batch, KEY, jnp.int32(1)))
+    fixed = {"outer": outer, "rows": rows}
+    passes = split_passes(layers, blocks, fixed, [x], jnp.int32(1))
+    sizes = {leaf.shape for leaf in jax.tree.leaves(blocks)}
+    assert not sizes & {leaf.shape for leaf in passes.stored}
+    # One input for each layer, and numbers: a count, a row, the microbatch's own.
+    large = [leaf for leaf in passes.stored if leaf.size >= x.size]
+    assert [leaf.shape for leaf in large] == [(toy.num_layers, *x.shape)] * len(large)
+    assert len(large) <= 2  # the input, and the noise that does not depend on it
+    outputs, _, stored = passes.forward(blocks, fixed, [x], jnp.int32(1))
+    cotangents = [jnp.ones_like(y) for y in outputs]
+    found = passes.backward(blocks, fixed, stored, cotangents)
+    _, pull, _ = jax.vjp(
+        lambda blocks, x: layers(blocks, fixed, x, jnp.int32(1)), blocks, [x], has_aux=True
+    )
+    assert relative_error(found, pull(cotangents)) < 1e-6
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 7])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved(3)", "zb_v"])
+def test_forward_schedules_have_no_gap_and_hold_no_more_than_they_need(name, count):
+    given = make_schedule(name, stages=4, microbatches=4)
+    schedule = check_schedule(forward_schedule(given, count))
+    assert (schedule.num_chunks, schedule.placement) == (given.num_chunks, given.placement)
+    ticks = [at for (kind, *_), at in schedule.tick_of.items() if kind == "F"]
+    if name == "1f1b":
+        assert max(ticks) + 1 == count + 3
+    if name == "interleaved(3)" and count == 4:
+        assert max(ticks) + 1 == 3 * count + 3
