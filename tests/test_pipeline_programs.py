@@ -1,0 +1,110 @@
+"""What the program of a pipelined step computes and sends, against what the plan says of it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.small_models import reference_model
+from zerojax import compiler, hlo, make_mesh, make_plan, profile
+from zerojax import pipeline_costs as costs
+from zerojax.forecast import formulas
+from zerojax.gpus import find_gpu
+from zerojax.mesh import make_abstract_mesh
+from zerojax.programs import collectives_in_branches
+from zerojax.step import build_step
+
+STAGES, DATA, MICROBATCHES = 2, 2, 4
+SIZES = {"num_layers": 4, "embed_dim": 64, "tie_embeddings": False}
+NORMS = 512
+"""Bytes per step of what is summed besides: loss, weight and the gradients' norm."""
+
+
+def plan_on(mesh, zero: int = 1, model: str = "gpt2", **options):
+    rows = jax.ShapeDtypeStruct((DATA * MICROBATCHES, 16), jnp.int32)
+    return make_plan(
+        reference_model(model, **SIZES),
+        mesh,
+        example_batch={"tokens": rows, "targets": rows},
+        zero=zero,
+        num_microbatches=MICROBATCHES,
+        persistence_threshold=0,
+        **options,
+    )
+
+
+@functools.cache
+def traced_step(zero: int, schedule: str, stash: str):
+    mesh = make_abstract_mesh({"data": DATA, "stage": STAGES}, DATA * STAGES)
+    plan = plan_on(mesh, zero, pipeline_schedule=schedule, stash=stash)
+    return plan, build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
+
+
+CASES = [
+    ("1f1b", "residuals"),
+    ("1f1b", "input"),
+    ("gpipe", "residuals"),
+    ("interleaved", "residuals"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "stash"), CASES)
+def test_a_device_computes_what_its_table_says(schedule, stash):
+    """To the last product: embedding, head and masked slots included."""
+    plan, traced = traced_step(1, schedule, stash)
+    computed = profile.count_program_flops(traced.jaxpr) / plan.mesh.size
+    assert computed == costs.executed_flops(plan.pipeline)
+
+
+def test_where_the_backward_is_split_the_count_is_close():
+    """W is taken to go back through all of a chunk; it leaves out its first layer's input."""
+    plan, traced = traced_step(1, "zb_h1", "residuals")
+    computed = profile.count_program_flops(traced.jaxpr) / plan.mesh.size
+    assert computed == pytest.approx(costs.executed_flops(plan.pipeline), rel=0.05)
+
+
+def test_model_flops_of_a_device_are_its_part_of_all_stages():
+    plan, _ = traced_step(1, "1f1b", "residuals")
+    whole = plan_on(make_abstract_mesh({"data": DATA}, DATA))
+    assert formulas.model_flops(plan) == formulas.model_flops(whole)
+    share = formulas.model_flops(plan) / plan.mesh.size
+    assert share == pytest.approx(costs.useful_flops(plan.pipeline), rel=1e-12)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_no_collective_is_inside_a_conditional(zero):
+    plan, traced = traced_step(zero, "1f1b", "residuals")
+    assert plan.pipeline is not None
+    assert collectives_in_branches(traced.jaxpr) == []
+    assert "cond" in str(traced.jaxpr), "embedding and head are skipped where they are not"
+
+
+# --- compiled for GPUs --------------------------------------------------------------------------
+
+
+@pytest.mark.gpu_programs
+@pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+@pytest.mark.parametrize("zero", range(4))
+def test_a_pipelined_step_sends_what_the_formulas_say(zero):
+    """Weights once per step at ZeRO 1 and 2; scatters and gathers in every tick from 2 and 3 on."""
+    devices = compiler.gpu_devices(find_gpu("h100"), DATA * STAGES)
+    plan = plan_on(make_mesh({"data": DATA, "stage": STAGES}, devices), zero)
+    lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
+    program = hlo.read_program(compiler.compile_for_gpus(lowered, fast=True).text)
+    found = hlo.find_collectives(program, plan.mesh.size)
+    messages = [one for one in found if one.kind == "collective-permute"]
+    sent = sum(one.times * one.wire_bytes for one in messages)
+    assert sent == costs.message_bytes(plan.pipeline)
+    rest = sum(one.times * one.wire_bytes for one in found if one not in messages)
+    assert 0 <= rest - formulas.wire_bytes(plan) <= NORMS
+    gathers = [one for one in found if one.kind == "all-gather"]
+    assert (max((one.loop_depth for one in gathers), default=0) > 0) == (zero == 3)
+    assert hlo.find_in_branches(program, plan.mesh.size) == []
+    assert hlo.matmul_flops(program) == costs.executed_flops(plan.pipeline)
+    overlap = hlo.find_overlap(program, messages)
+    in_loop = [one for one in messages if one.loop_depth]
+    assert in_loop
+    assert all(overlap[one.name].matmuls for one in in_loop), "each has a slot to travel beside"
