@@ -17,9 +17,8 @@ For 1.3 billion parameters on 8 H100 it takes 4 MB more. JAX 0.10 does not know 
 TWO_AT_ONCE_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 """Two collectives under way at once. On 64 H100 in 8 nodes all gathers of that model are then
 scheduled beside matrix products (33 % without); on one node it brings nothing and costs 206 MB.
-Under a pipeline activations travel beside the gathers: with 1.3 billion parameters on 8 H100, data 2
-x stage 4, three times as many products lie under way of each message, and the peak is 21 MB
-lower."""
+Under a pipeline activations travel beside the gathers: with 1.3 billion parameters on 8 H100,
+data 2 x stage 4, three times as many products lie under each message, and the peak is 21 MB lower."""
 
 
 def choose_options(mesh: Mesh | AbstractMesh, regather: bool) -> tuple[dict, dict[str, str]]:
@@ -35,6 +34,5 @@ def choose_options(mesh: Mesh | AbstractMesh, regather: bool) -> tuple[dict, dic
     if not regather or not isinstance(mesh, Mesh) or not compiler.is_cuda(mesh):
         return {}, {}
     nodes = {device.process_index for device in mesh.devices.flat}
-    several = len(nodes) > 1 or mesh.shape[STAGE] > 1
-    two = TWO_AT_ONCE_OPTIONS if several else {}
-    return compiler.keep_known_options(mesh, {**PREFETCH_OPTIONS, **two})
+    both = TWO_AT_ONCE_OPTIONS if len(nodes) > 1 or mesh.shape[STAGE] > 1 else {}
+    return compiler.keep_known_options(mesh, {**PREFETCH_OPTIONS, **both})
