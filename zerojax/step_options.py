@@ -18,7 +18,7 @@ TWO_AT_ONCE_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit":
 """Two collectives under way at once. On 64 H100 in 8 nodes all gathers of that model are then
 scheduled beside matrix products (33 % without); on one node it brings nothing and costs 206 MB.
 Under a pipeline activations travel beside the gathers: with 1.3 billion parameters on 8 H100,
-data 2 x stage 4, three times as many products lie under each message, and the peak is 21 MB lower."""
+data 2 x stage 4, three times as many products lie under each message, at 21 MB less."""
 
 
 def choose_options(mesh: Mesh | AbstractMesh, regather: bool) -> tuple[dict, dict[str, str]]:
