@@ -154,7 +154,7 @@ def test_links_and_left_out_options_are_noted():
 def test_a_pipeline_says_what_it_idles_and_sends():
     page = forecast_page(pages()["pipeline"])
     head = page.split("FITS")[0]
-    assert "pipeline 1f1b, bubble 27.3% (15.8% with 16 microbatches), slowest stage 1.00" in head
+    assert "pipeline 1f1b, bubble 27.3% (15.8% with 16 microbatches), ticks 1.00 times" in head
     traffic = section(page, "TRAFFIC")
     assert any(re.match(r"  collective-permute +stage +bf16 +22 +2 +1\.00 ", x) for x in traffic)
     assert any(re.match(r"  messages by formula +2\.00 ", line) for line in traffic)

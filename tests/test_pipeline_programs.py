@@ -37,9 +37,9 @@ def plan_on(mesh, zero: int = 1, model: str = "gpt2", **options):
 
 
 @functools.cache
-def traced_step(zero: int, schedule: str, stash: str):
+def traced_step(zero: int, schedule: str, stash: str, partition="uniform"):
     mesh = make_abstract_mesh({"data": DATA, "stage": STAGES}, DATA * STAGES)
-    plan = plan_on(mesh, zero, pipeline_schedule=schedule, stash=stash)
+    plan = plan_on(mesh, zero, pipeline_schedule=schedule, stash=stash, partition=partition)
     return plan, build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
 
 
@@ -57,6 +57,14 @@ def test_a_device_computes_what_its_table_says(schedule, stash):
     plan, traced = traced_step(1, schedule, stash)
     computed = profile.count_program_flops(traced.jaxpr) / plan.mesh.size
     assert computed == costs.executed_flops(plan.pipeline)
+
+
+def test_padding_is_computed_like_layers():
+    plan, traced = traced_step(1, "1f1b", "residuals", (3, 1))
+    computed = profile.count_program_flops(traced.jaxpr) / plan.mesh.size
+    assert computed == costs.executed_flops(plan.pipeline)
+    even, _ = traced_step(1, "1f1b", "residuals")
+    assert computed > 1.3 * costs.executed_flops(even.pipeline)
 
 
 def test_where_the_backward_is_split_the_count_is_close():
@@ -105,6 +113,8 @@ def test_a_pipelined_step_sends_what_the_formulas_say(zero):
     assert hlo.find_in_branches(program, plan.mesh.size) == []
     assert hlo.matmul_flops(program) == costs.executed_flops(plan.pipeline)
     overlap = hlo.find_overlap(program, messages)
-    in_loop = [one for one in messages if one.loop_depth]
-    assert in_loop
-    assert all(overlap[one.name].matmuls for one in in_loop), "each has a slot to travel beside"
+    hidden = [overlap[one.name].matmuls > 0 for one in messages if one.loop_depth]
+    # Beside ZeRO's own collectives in the loop, which the compiler does not run at the same time,
+    # one of the two has no slot to travel beside.
+    assert all(hidden) if zero < 2 else any(hidden)
+    assert hidden

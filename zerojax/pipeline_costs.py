@@ -115,9 +115,17 @@ def by_stage(layout: PipelineLayout, values: Sequence[float]) -> tuple[float, ..
 
 
 def balance(layout: PipelineLayout) -> float:
-    """The dearest virtual stage over their mean, by forward FLOPs: what every tick costs more."""
-    flops = chunk_flops(layout)
-    return max(flops) * len(flops) / math.fsum(flops) if any(flops) else 1.0
+    """What the forward of a tick costs, over the mean of the virtual stages.
+
+    All of them compute as many rows as the longest has layers, padding too; the dearest has the
+    embedding or the head besides.
+    """
+    flops = math.fsum(chunk_flops(layout))
+    ends = [0.0] * len(layout.layers)
+    ends[0] += layout.embed_flops
+    ends[-1] += layout.head_flops
+    tick = layout.chunk_rows * layout.layer_flops + max(ends)
+    return tick * len(layout.layers) / flops if flops else 1.0
 
 
 def executed_flops(layout: PipelineLayout) -> float:

@@ -23,9 +23,6 @@ MAX_CELLS = 20_000
 MAX_STAGE_ROWS = 16
 """Stages that have a row each; of more the middle is left out."""
 
-UNEVEN = 1.05
-"""Slowest over mean from which on the page says what would help."""
-
 ZERO_SENTENCES = (
     "zero=0: gradients are summed over data once per step, behind the last tick",
     "zero=1: weights are gathered once per step, gradients scattered once, behind the last tick",
@@ -132,17 +129,21 @@ def shared_parameters(layout: PipelineLayout, placement: Placement) -> int:
 
 
 def _balance_sentence(layout: PipelineLayout) -> str:
-    found = costs.balance(layout)
     part = "chunk" if layout.schedule.num_chunks > 1 else "stage"
     sentence = (
-        f"balance: the slowest {part} takes {found:.2f} times the mean, and every tick with it"
+        f"balance: every tick takes {costs.balance(layout):.2f} times the mean {part}, as long "
     )
+    sentence += f"as the slowest, which has {_what_is_slowest(layout)}"
     padding = layout.schedule.num_virtual_stages * layout.chunk_rows - layout.num_layers
     if padding:
-        sentence += f"; {padding} rows of each stack are padding, as {part}s have unequal layers"
-    if found > UNEVEN and len(set(layout.layers)) == 1:
-        sentence += "; partition=flops counts embedding and head in"
+        sentence += f"; {padding} rows of each stack are padding, computed like layers"
     return sentence
+
+
+def _what_is_slowest(layout: PipelineLayout) -> str:
+    if not layout.embed_flops and not layout.head_flops:
+        return "no more than the others"
+    return "the head" if layout.head_flops >= layout.embed_flops else "the embedding"
 
 
 def _buffer_sentence(layout: PipelineLayout) -> str:

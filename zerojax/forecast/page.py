@@ -80,7 +80,7 @@ def _pipeline(pipeline: dict[str, Any] | None) -> list[str]:
     if larger is not None:
         words += f" ({larger:.1%} with {2 * pipeline['num_microbatches']} microbatches)"
     return _wrap(
-        f"{words}, slowest stage {pipeline['balance']:.2f} times the mean, "
+        f"{words}, ticks {pipeline['balance']:.2f} times the mean stage, "
         f"{format_bytes(pipeline['message_bytes'])} to neighbours"
     )
 
