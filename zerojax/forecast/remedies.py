@@ -204,7 +204,7 @@ def _pipeline(plan: Planned) -> Iterator[_Remedy]:
     if layout.table.stash == "residuals":
         table = lower(schedule, stash="input")
         inputs = dataclasses.replace(layout, table=table, stash_bytes=activation_bytes(layout))
-        why = "stages keep what they were sent and compute forward again: a third more FLOPs"
+        why = "stages keep what they were sent and compute forward again: up to a third more FLOPs"
         yield _Remedy("mesh.stash=input", why, now - total_buffer_bytes(inputs))
 
 
