@@ -100,6 +100,32 @@ def test_the_step_is_compiled_and_its_numbers_add_up(cache, zero):
 
 @needs_compiler
 @pytest.mark.gpu_programs
+def test_the_step_of_a_pipeline_is_compiled_and_its_numbers_add_up(cache):
+    shape = jax.ShapeDtypeStruct((8, 128), jnp.int32)
+    plan = make_plan(
+        reference_model("gpt2", num_layers=4, embed_dim=256, max_seq_len=128, remat="full"),
+        make_abstract_mesh({"data": 2, "stage": 2}, 4),
+        example_batch={"tokens": shape, "targets": shape},
+        num_microbatches=4,
+    )
+    forecast = plan.compile(gpu="h100", fast=True)
+    memory, traffic = forecast.memory, forecast.traffic
+    assert forecast.source == COMPILED
+    assert sum(role.bytes or 0 for role in memory.roles) == memory.peak
+    roles = {role.role: role for role in memory.roles}
+    assert roles["pipeline buffers"].bytes is None
+    assert roles["pipeline buffers"].formula > 0
+    assert roles["gradients"].bytes == pytest.approx(roles["gradients"].formula, rel=0.05)
+    assert traffic.message_wire_bytes == traffic.message_formula_bytes > 0
+    assert traffic.data_wire_bytes == pytest.approx(traffic.formula_bytes, rel=0.03)
+    assert {row.axis for row in traffic.rows} <= {"data", "stage", "data+stage"}
+    page = forecast.page()
+    assert "pipeline 1f1b, bubble 20.0%" in page
+    assert "messages between neighbours: 100.0% of the formula" in page
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
 def test_the_same_step_comes_from_the_cache(cache):
     first = plan_of(3).compile(gpu="h100", fast=True)
     again = plan_of(3).compile(gpu="h100", fast=True)
