@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import zerojax
 from tests.small_models import Layers, reference_model, regression_loss
 from tests.trajectories import TOLERANCE, optimizer, regression_batch, text_batch
+from zerojax.cli import main
 from zerojax.config import LogConfig
 
 BATCHES = [regression_batch(index) for index in range(4)]
@@ -80,6 +82,42 @@ def test_a_live_run_changes_its_pipeline():
     assert not changes, "every reshard has to have happened"
     assert trainer.plan.pipeline.layers == (5, 3)
     np.testing.assert_allclose(losses, uninterrupted()[0], rtol=0, atol=TOLERANCE)
+
+
+RUN_FILE = """
+model: {num_layers: 4, num_heads: 2, embed_dim: 32, max_seq_len: 32}
+data: {seq_len: 32}
+mesh: {stage: 2, zero: 2, pipeline_schedule: interleaved(2), stash: input}
+optimizer: {warmup_steps: 1}
+precision: fp32
+global_batch_size: 16
+steps: 2
+eval_every: null
+eval_batches: 1
+log: {console: quiet, tensorboard: false}
+"""
+
+
+@pytest.mark.slow
+def test_a_run_file_trains_a_pipeline_which_is_evaluated_and_writes_text(tmp_path, capsys):
+    """The second command goes on with another pipeline."""
+    path, folder = tmp_path / "run.yaml", tmp_path / "run"
+    path.write_text(RUN_FILE, encoding="utf-8")
+    words = ["train", str(path), f"run_dir={folder}"]
+    assert main([*words, "num_microbatches=2"]) == 0
+    assert "interleaved" in (folder / "plan.txt").read_text(encoding="utf-8")
+    changes = ["pipeline_schedule=1f1b", "partition=[3, 1]", "num_microbatches=4", "steps=3"]
+    assert main([*words, *changes]) == 0
+    assert "1f1b" in (folder / "plan.txt").read_text(encoding="utf-8")
+    capsys.readouterr()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (*_, validation) = (row["loss"] for row in rows if row["kind"] == "eval")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["mesh"]["partition"] == [3, 1]
+    assert main(["eval", str(folder)]) == 0
+    assert f"step 3: loss {validation:.4f}" in capsys.readouterr().out
+    assert main(["generate", str(folder), "To be", "--tokens", "4"]) == 0
+    assert capsys.readouterr().out.startswith("To be")
 
 
 @pytest.mark.slow
