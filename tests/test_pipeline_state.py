@@ -27,6 +27,7 @@ from zerojax.arrays import (
     to_canonical,
 )
 from zerojax.checkpoint import Checkpointer
+from zerojax.optim import depends_on_sizes
 from zerojax.state import run_key_data
 from zerojax.updates import ThisStep, build_update
 
@@ -355,6 +356,27 @@ def test_an_optimizer_that_mixes_layers_is_refused():
         lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape[::-1]), params),
         lambda updates, state, params=None: (updates, state),
     )
-    plan = plan_of(WIDE, optimizer=turned, **ODD)
     with pytest.raises(ValueError, match="in which the layers are not dimension 0.*use another"):
-        to_canonical(plan, init_state(plan))
+        plan_of(WIDE, optimizer=turned, **ODD)
+
+
+@pytest.mark.parametrize("make", [optax.contrib.muon, optax.adafactor])
+def test_an_optimizer_that_asks_for_sizes_needs_stages_with_equal_layers(make):
+    """Muon takes biases for a matrix and scales by its shape; adafactor takes means."""
+    with pytest.raises(ValueError, match="asks how large arrays are .* divide the layers evenly"):
+        plan_of(WIDE, optimizer=make(1e-2), **ODD)
+    even = ODD | {"partition": "uniform"}
+    assert plan_of(functools.partial(WIDE, num_layers=4), optimizer=make(1e-2), **even).pipeline
+
+
+def test_sizes_matter_to_an_optimizer_that_writes_them_into_its_update():
+    shapes = [{"a": (4, 8), "b": (6,)}, {"a": (5, 8), "b": (6,)}]
+    one, other = (
+        {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in each.items()}
+        for each in shapes
+    )
+    mean = optax.stateless(lambda g, _: jax.tree.map(lambda x: x - jnp.mean(x), g))
+    assert depends_on_sizes(optax.chain(optax.scale_by_adam(), mean), one, other)
+    norms = optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3), optax.ema(0.9))
+    assert not depends_on_sizes(norms, one, other)
+    assert not depends_on_sizes(mean, one, one)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import loss_scale, trees
-from zerojax.optim import coding_of
+from zerojax.optim import Optimizer, coding_of, depends_on_sizes
 from zerojax.placement import LeafPlacement, Placement
 from zerojax.precision import Precision
 from zerojax.state import TrainState
@@ -47,7 +47,11 @@ def abstract_state(
     *,
     canonical: bool,
 ) -> TrainState:
-    """The state as `ShapeDtypeStruct`s: padded as stored, or in its canonical form."""
+    """The state as `ShapeDtypeStruct`s: padded as stored, or in its canonical form.
+
+    Raises:
+      ValueError: the optimizer cannot do with how a pipeline stores parameters.
+    """
 
     def place(leaf: LeafPlacement) -> jax.ShapeDtypeStruct:
         shape = leaf.shape if canonical else leaf.stored_shape
@@ -64,7 +68,9 @@ def abstract_state(
     trained = {name: leaf for name, leaf in placed.items() if name not in frozen}
     sizes = {name: trees.num_elements(placement.leaves[name].shape) for name in trained}
     counter = replicate(jax.ShapeDtypeStruct((), jnp.int32))
-    return TrainState(
+    if not canonical:
+        _check_padding(tx, placement, trained)
+    state = TrainState(
         step=counter,
         skipped=counter,
         rng=replicate(jax.ShapeDtypeStruct((2,), jnp.uint32)),
@@ -74,6 +80,9 @@ def abstract_state(
         extras={name: replicate(leaf) for name, leaf in extras.items()},
         loss_scale=jax.tree.map(replicate, _loss_scale(precision)),
     )
+    if not canonical:
+        rows_of_state(placement, tx, state)  # refuses before there are arrays
+    return state
 
 
 def canonical_opt_state(
@@ -86,6 +95,31 @@ def canonical_opt_state(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P()))
 
     return _opt_state(tx, trained, replicate, {}, canonical=True)
+
+
+def _check_padding(
+    tx: optax.GradientTransformation, placement: Placement, trained: Mapping[str, Any]
+) -> None:
+    """Refuses an optimizer to which rows without a layer are not the same as no rows.
+
+    Those of zerojax take zeros for nothing.
+    """
+    rows = {name: placement.leaves[name].layer_rows or () for name in trained}
+    if isinstance(tx, Optimizer) or not any(-1 in layers for layers in rows.values()):
+        return
+    without = {
+        name: jax.ShapeDtypeStruct((x.shape[0] - rows[name].count(-1), *x.shape[1:]), x.dtype)
+        if rows[name]
+        else x
+        for name, x in trained.items()
+    }
+    if depends_on_sizes(tx, dict(trained), without):
+        raise ValueError(
+            "the optimizer asks how large arrays are (for a mean, or to scale the update of a "
+            "matrix), and where pipeline stages have unequal layers the arrays are padded with "
+            'zeros; divide the layers evenly (partition="uniform"), or use adamw, lion, lamb, sgd '
+            "or adam8bit of zerojax, or stage=1"
+        )
 
 
 def _loss_scale(precision: Precision) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from zerojax.optim.groups import decay_mask, is_matrix
 from zerojax.optim.methods import adamw, lamb, lion, sgd
 from zerojax.optim.optimizer import Optimizer, UpdateContext, coding_of
 from zerojax.optim.schedules import Schedule, build_schedule
+from zerojax.optim.sizes import depends_on_sizes
 
 __all__ = [
     "BuiltOptimizer",
@@ -25,6 +26,7 @@ __all__ = [
     "clip_by_global_norm",
     "coding_of",
     "decay_mask",
+    "depends_on_sizes",
     "is_matrix",
     "lamb",
     "lion",
