@@ -199,7 +199,7 @@ def test_keys_lists_every_setting_with_its_meaning(capsys):
     assert [key for key, _, text in keys.all_keys() if not text] == []
     assert main(["keys", "microbatch"]) == 0
     out = capsys.readouterr().out
-    assert "num_microbatches=1\n" in out
+    assert "num_microbatches=null\n" in out
     assert "mesh.zero" not in out
 
 

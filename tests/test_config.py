@@ -29,7 +29,7 @@ from zerojax.config import (
     load,
     to_dict,
 )
-from zerojax.schedules import make_schedule
+from zerojax.schedules import ScheduleError, make_schedule
 
 SECTIONS = [
     MeshConfig,
@@ -271,6 +271,9 @@ def test_a_schedule_of_ones_own_is_kept_and_written_down_whole():
     assert (read["name"], read["placement"]) == ("1f1b", "loop")
     assert read["table"][1][0] == [["F", 1, 0]]
     assert to_dict(MeshConfig(pipeline_schedule=read)) == to_dict(config)
+    assert make_schedule(read, stages=2, microbatches=2) == schedule
+    with pytest.raises(ScheduleError, match="mapping with table is no schedule .*it has name, tab"):
+        make_schedule({"table": []})
 
 
 def test_as_mesh_config():

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from zerojax.schedules import building
 from zerojax.schedules.checks import check_schedule
@@ -34,7 +36,7 @@ _WITH_CHUNKS = re.compile(r"(\w+)\((\d+)\)")
 
 
 def make_schedule(
-    source: str | Path | Schedule,
+    source: str | Path | Schedule | Mapping[str, Any],
     *,
     stages: int | None = None,
     microbatches: int | None = None,
@@ -44,7 +46,7 @@ def make_schedule(
 
     Args:
       source: a name of `SCHEDULES` (`interleaved(4)` sets chunks), the path of a CSV file, or a
-        `Schedule` of the user's own.
+        `Schedule` of the user's own, also as the mapping of its fields that a run's config holds.
       stages: number of pipeline stages; a table of one's own has it already and must agree.
       microbatches: number of microbatches in a step; the same.
       chunks: pieces of the model on each stage; None takes 2 for interleaved and zb_v, else 1.
@@ -56,6 +58,8 @@ def make_schedule(
     >>> make_schedule("1f1b", stages=4, microbatches=8).num_ticks
     14
     """
+    if isinstance(source, Mapping):
+        source = Schedule.from_dict(source)
     if isinstance(source, Schedule):
         schedule = check_schedule(source)
     elif isinstance(source, Path) or source.endswith(".csv") or "/" in source:

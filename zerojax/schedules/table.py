@@ -6,10 +6,10 @@ Knows operations, cells and which virtual stage lives where; never knows costs, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 KINDS = ("F", "B", "W")
 PLACEMENTS = ("loop", "v")
@@ -147,6 +147,28 @@ class Schedule:
                     raise ScheduleError(f"tick {tick}, stage {stage}: {error}", tick=tick) from None
             table.append(tuple(cells))
         return cls(name, tuple(table), placement)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Schedule:
+        """A schedule of which only its fields are left, as JSON keeps them.
+
+        Args:
+          fields: `name`, `table` and `placement`; each operation a list of kind, microbatch, chunk.
+
+        Raises:
+          ScheduleError: they are not the fields of a schedule.
+        """
+        try:
+            table = tuple(
+                tuple(tuple(Operation(*operation) for operation in cell) for cell in row)
+                for row in fields["table"]
+            )
+            return cls(fields["name"], table, fields["placement"])
+        except (KeyError, TypeError) as error:
+            raise ScheduleError(
+                f"a mapping with {', '.join(fields)} is no schedule ({error}); it has name, table "
+                "and placement, as dataclasses.asdict of a Schedule gives them"
+            ) from None
 
     @property
     def num_ticks(self) -> int:
