@@ -45,6 +45,7 @@ LAYOUTS = {
         "zero": 3,
     },
     "three stages": {"stage": 3, "partition": (3, 3, 2), "zero": 0},
+    "replicas": {"replica": 2, "stage": 2, "partition": (3, 5), "data": 2, "zero": 3},
     "three axes": {"stage": 2, "data": 2, "model": 2, "rules": TENSOR_PARALLEL, "zero": 1},
 }
 ROWS = {
@@ -57,7 +58,7 @@ STACKS = ("blocks/kernel", "blocks/bias")
 
 def plan_of(factory, *, optimizer, **settings):
     """A plan over as many devices as the sizes of the mesh need, one where there is none."""
-    sizes = {axis: settings.pop(axis, 1) for axis in ("data", "stage", "model")}
+    sizes = {axis: settings.pop(axis, 1) for axis in ("replica", "data", "stage", "model")}
     return plan_for(
         factory,
         devices=math.prod(sizes.values()),
