@@ -53,8 +53,8 @@ def abstract(tree: Any) -> Any:
     return jax.eval_shape(lambda tree: tree, tree)
 
 
-def cut(program: Program, arguments: Sequence[Any], *, padding: bool = False) -> LossPieces:
-    return cut_loss(program, *abstract(tuple(arguments)), padding=padding)
+def cut(program: Program, arguments: Sequence[Any], **options: bool) -> LossPieces:
+    return cut_loss(program, *abstract(tuple(arguments)), **options)
 
 
 def composed(pieces: LossPieces, chunks: Sequence[Sequence[int]]) -> Program:
@@ -66,7 +66,7 @@ def composed(pieces: LossPieces, chunks: Sequence[Sequence[int]]) -> Program:
         rest = extras, key, batch
         after = dict(extras)
         activations, written = pieces.embed(outer, *rest)
-        after |= written
+        after |= written | pieces.count(extras)
         for chunk in chunks:
             rows = jnp.asarray(chunk, jnp.int32)
             stacked = {name: take_rows(values[name], rows) for name in pieces.stacked}
@@ -106,8 +106,11 @@ def assert_same(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * largest)
 
 
-def assert_composes(program: Program, arguments: Sequence[Any], chunks: Any) -> LossPieces:
-    pieces = cut(program, arguments, padding=any(-1 in chunk for chunk in chunks))
+def assert_composes(
+    program: Program, arguments: Sequence[Any], chunks: Any, **options: bool
+) -> LossPieces:
+    padding = any(-1 in chunk for chunk in chunks)
+    pieces = cut(program, arguments, padding=padding, **options)
     expected = differentiated(program)(*arguments)
     assert_same(differentiated(composed(pieces, chunks))(*arguments), expected)
     return pieces
@@ -267,10 +270,12 @@ def test_a_counter_a_key_and_numbers_of_layers() -> None:
         pieces = assert_composes(several_carried, arguments, chunks)
     kinds = [(x.shape, x.dtype.name) for x in pieces.activations]
     assert kinds == [((4, 6), "float32")] * 2 + [((), "int32"), ((2,), "uint32")]
-    # The key travels as its data; the layers write their means, the head the count.
+    # The key travels as its data; the layers write their means, the head the count; calls are
+    # counted.
     outer = {"head": arguments[0]["head"]}
     _, written = pieces.embed(outer, *arguments[1:])
-    assert set(written) == {"calls"}
+    assert not written
+    assert set(pieces.count(extras)) == {"calls"}
     activations = tuple(jnp.zeros(x.shape, x.dtype) for x in pieces.activations)
     _, written = pieces.head(outer, *arguments[1:], activations)
     assert set(written) == {"count"}
@@ -337,6 +342,54 @@ def test_padding_of_layers_that_make_nan(masked: bool) -> None:
             assert not np.isfinite(grad).all(), name
     if masked:
         assert_composes(program_of(divided), given[:4], [[0, -1], [-1, 1]])
+
+
+def test_padding_may_be_passed_over() -> None:
+    """Then a layer that would make NaN of its zeros is not computed; its gradients are zeros."""
+    values, batch = layer_values(2), regression()
+    chunks = [[0, -1], [-1, 1]]
+    pieces = assert_composes(program_of(divided), (values, {}, KEY, batch), chunks, skips=True)
+    rows = jnp.asarray([-1, -1, -1])
+    stacked = take_rows({name: values[name] for name in pieces.stacked}, rows)
+
+    def run(stacked: Arrays, x: jax.Array) -> Any:
+        return pieces.layers(stacked, values, {}, KEY, batch, rows, (x,))[0]
+
+    (after,), back = jax.vjp(run, stacked, batch["x"])
+    np.testing.assert_array_equal(after, batch["x"])
+    grads, grad_x = back((jnp.ones_like(after),))
+    np.testing.assert_array_equal(grad_x, jnp.ones_like(after))
+    assert not any(np.any(grad) for grad in jax.tree.leaves(grads))
+    # Under the checkpoint around the `cond` nothing but inputs is kept, no copy of a weight.
+    kept = jax.eval_shape(lambda: jax.vjp(run, stacked, batch["x"])[1])
+    shapes = [leaf.shape for leaf in jax.tree.leaves(kept)]
+    assert shapes.count(stacked["blocks/w"].shape) <= 1
+
+
+def test_counters_and_who_may_read_what_another_wrote() -> None:
+    """What only counts is known for each microbatch before any goes through the layers."""
+    values, batch = layer_values(2), regression()
+    extras = {"seen": jnp.int32(3), "twice": jnp.int32(6), "mean": jnp.float32(0)}
+
+    def loss(place: str) -> Program:
+        def program(values: Arrays, extras: Arrays, key: jax.Array, batch: Any) -> Any:
+            seen = extras["seen"].astype(jnp.float32)
+            mean = extras["mean"]
+            x = batch["x"] + (mean if place == "embed" else 0)
+            x, _ = lax.scan(dense, x, (values["blocks/w"], values["blocks/b"]))
+            result = finish(values, x * (1 + 0.1 * seen) + (mean if place == "head" else 0), batch)
+            new = jnp.mean(batch["x"]) if place != "embed" else jnp.mean(x)
+            after = {"seen": extras["seen"] + 1, "twice": 2 * (extras["seen"] + 1), "mean": new}
+            return result, after
+
+        return program
+
+    pieces = assert_composes(loss("nowhere"), (values, extras, KEY, batch), [[0], [1]])
+    assert pieces.count(extras) == {"seen": 4, "twice": 8}
+    with pytest.raises(ValueError, match="mean is written before the layers and read after the la"):
+        cut(loss("head"), (values, extras, KEY, batch))
+    with pytest.raises(ValueError, match="mean is written after the layers and read before the la"):
+        cut(loss("embed"), (values, extras, KEY, batch))
 
 
 def test_several_arrays_of_one_parameter_dtypes_and_marks() -> None:

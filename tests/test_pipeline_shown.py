@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -73,7 +74,18 @@ def test_embedding_head_and_padding_are_in_what_a_device_computes():
     assert costs.balance(layout) == (3 * 10 + 5) / 23
 
 
-def test_layers_moved_away_from_the_head_save_no_time():
+def test_where_padding_is_passed_over_layers_moved_away_from_the_head_save_time():
+    numbers = {"stages": 2, "microbatches": 4, "layer_flops": 1000.0, "head_flops": 2000.0}
+    even = layout_of(layers=(4, 4), **numbers)
+    moved = dataclasses.replace(layout_of(layers=(5, 3), **numbers), skips_padding=True)
+    assert costs.balance(moved) == 1
+    assert costs.balance(even) == 6 / 5
+    # F: five layers on the first stage, or three and the head's 3 x 2 on the last; B: 2 x 5.
+    assert costs.executed_flops(moved) == 1000 * (5 + 4 * (9 + 10) + 10)
+    assert costs.executed_flops(even) == 1000 * (4 + 4 * (4 + 6 + 8) + 8)
+
+
+def test_layers_moved_away_from_the_head_save_no_time_where_padding_is_computed():
     """Padding is computed like a layer, so that an even division is the fastest."""
     even = layout_of(stages=2, microbatches=4, layers=(4, 4), head_flops=2000.0)
     moved = layout_of(stages=2, microbatches=4, layers=(5, 3), head_flops=2000.0)

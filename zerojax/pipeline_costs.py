@@ -117,10 +117,12 @@ def by_stage(layout: PipelineLayout, values: Sequence[float]) -> tuple[float, ..
 def balance(layout: PipelineLayout) -> float:
     """What the forward of a tick costs, over the mean of the virtual stages.
 
-    All of them compute as many rows as the longest has layers, padding too; the dearest has the
-    embedding or the head besides.
+    Where padding is computed, all of them compute as many rows as the longest has layers; the
+    dearest has the embedding or the head besides.
     """
     flops = math.fsum(chunk_flops(layout))
+    if layout.skips_padding:
+        return max(chunk_flops(layout)) * len(layout.layers) / flops if flops else 1.0
     ends = [0.0] * len(layout.layers)
     ends[0] += layout.embed_flops
     ends[-1] += layout.head_flops
@@ -132,17 +134,30 @@ def executed_flops(layout: PipelineLayout) -> float:
     """FLOPs that one device goes through in a step, masked slots and padding included.
 
     Embedding and head are computed where a run has them, the embedding's forward again before its
-    backward.
+    backward. Where padding is passed over it is what a device waits for: in the forward slot the
+    dearest of the virtual stages with its embedding or head, in the others the longest.
     """
     times, chunk = slot_costs(layout).of(layout.schedule), layout.chunk_rows * layout.layer_flops
     chunk *= layout.schedule.num_chunks  # of which the times are those of one
     total = 0.0
     for run in layout.table.runs:
         tick = sum(times[kind] for kind in _kinds(run)) * chunk
-        tick += run.embed * layout.embed_flops + run.head * HEAD_FACTOR * layout.head_flops
+        ends = run.embed * layout.embed_flops, run.head * HEAD_FACTOR * layout.head_flops
+        tick += _forward_ends(layout, *ends) if run.forward else 0.0
         tick += run.embed_backward * EMBED_BACKWARD_FACTOR * layout.embed_flops
         total += _length(run) * tick
     return total
+
+
+def _forward_ends(layout: PipelineLayout, embed: float, head: float) -> float:
+    """What embedding and head add to the forward slot of the longest chunk."""
+    if not layout.skips_padding:
+        return embed + head
+    parts = [count * layout.layer_flops for count in layout.layers]
+    longest = max(parts)
+    parts[0] += embed
+    parts[-1] += head
+    return max(parts) - longest
 
 
 def useful_flops(layout: PipelineLayout) -> float:

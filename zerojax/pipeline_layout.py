@@ -31,6 +31,8 @@ class PipelineLayout:
         matrix products alone.
       stash_bytes: what one chunk keeps of one microbatch of one data shard between its forward and
         its backward.
+      skips_padding: whether a stage with fewer layers than another waits instead of computing rows
+        that hold none.
     """
 
     table: ExecutorTable
@@ -41,6 +43,7 @@ class PipelineLayout:
     layer_flops: float
     head_flops: float
     stash_bytes: int
+    skips_padding: bool = False
 
     @property
     def schedule(self) -> Schedule:

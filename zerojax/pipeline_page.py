@@ -136,7 +136,8 @@ def _balance_sentence(layout: PipelineLayout) -> str:
     sentence += f"as the slowest, which has {_what_is_slowest(layout)}"
     padding = layout.schedule.num_virtual_stages * layout.chunk_rows - layout.num_layers
     if padding:
-        sentence += f"; {padding} rows of each stack are padding, computed like layers"
+        how = "passed over" if layout.skips_padding else "computed like layers"
+        sentence += f"; {padding} rows of each stack are padding, {how}"
     return sentence
 
 

@@ -264,7 +264,7 @@ def make_plan(
     layout = None
     if mesh.shape[STAGE] > 1:
         arrays = as_read(params, precision), extras, microbatch
-        layout = plan_pipeline(settings, num_microbatches, internal, loss, trace, arrays)
+        layout = plan_pipeline(settings, mesh, num_microbatches, internal, loss, trace, arrays)
     placement = _place(internal, params, trace, settings, mesh, freeze, layout)
     check_trained(placement)
     regather = settings.zero == 3 and internal.reads_lazily

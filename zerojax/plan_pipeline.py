@@ -5,6 +5,7 @@ Knows the traced loss, schedules and costs; makes no placement and no program th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +15,13 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax import trees
 from zerojax.config import MeshConfig
 from zerojax.layer_loop import LayerLoop, cut_loss, find_layer_loop
-from zerojax.mesh import STAGE, num_data_shards
+from zerojax.mesh import DATA, MODEL, STAGE, num_data_shards
 from zerojax.model import Loss, Model, ModelTrace
 from zerojax.partition import partition_layers
 from zerojax.pipeline import split_layers
 from zerojax.pipeline_layout import PipelineLayout
 from zerojax.profile import count_program_flops
+from zerojax.programs import holds_collectives
 from zerojax.schedules import lower, make_schedule
 from zerojax.zero import as_sum_and_weight
 
@@ -28,6 +30,7 @@ Arrays = Mapping[str, Any]
 
 def plan_pipeline(
     settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
     num_microbatches: int,
     model: Model,
     loss: Loss,
@@ -37,7 +40,7 @@ def plan_pipeline(
     """The layout of a model on `settings.stage` stages.
 
     Args:
-      settings: the mesh options.
+      settings: the mesh options; mesh: made from them.
       num_microbatches: of a step.
       model, loss: what is trained; trace: of one microbatch.
       arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
@@ -71,7 +74,10 @@ def plan_pipeline(
         return as_sum_and_weight(result), after
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    pieces = cut_loss(run, dict(params), dict(extras), key, batch, padding=len(set(layers)) > 1)
+    padding = len(set(layers)) > 1
+    skips = padding and _may_skip(settings, mesh, loop)
+    cut = functools.partial(cut_loss, padding=padding, skips=skips)
+    pieces = cut(run, dict(params), dict(extras), key, batch)
     stash = sum(x.size * x.dtype.itemsize for x in pieces.activations)
     if settings.stash == "residuals":
         rows = max(layers)
@@ -85,7 +91,15 @@ def plan_pipeline(
         layer_flops=flops["layer"],
         head_flops=flops["head"],
         stash_bytes=stash,
+        skips_padding=skips,
     )
+
+
+def _may_skip(settings: MeshConfig, mesh: Mesh | AbstractMesh, loop: LayerLoop) -> bool:
+    """Whether layers that a stage does not have may be passed over: see `cut_loss`."""
+    gathers = settings.zero > 1 and mesh.shape[DATA] > 1
+    collective = mesh.shape[MODEL] > 1 or gathers or holds_collectives(loop.layer)
+    return not collective and (settings.stash == "input" or loop.is_checkpointed)
 
 
 def choose_microbatches(

@@ -38,7 +38,8 @@ class MeshConfig:
     partition: tuple[int, ...] | str = "uniform"
     """Layers on each pipeline stage: uniform = equally many; flops or parameters = so that the
     heaviest stage has least, embedding and head counted; or a list from first to last, one entry
-    per stage and chunk: 'partition=[3, 3, 2, 2]'. A stage with fewer layers than others waits."""
+    per stage and chunk: 'partition=[3, 3, 2, 2]'. A stage with fewer layers than others waits; with
+    zero > 1, model > 1 or layers without checkpoints it computes padding instead."""
     stash: Literal["residuals", "input"] = "residuals"
     """What a pipeline stage keeps of a microbatch from its forward to its backward pass: residuals
     = what the model's own remat would keep, so that nothing more is computed again; input = only

@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
 from zerojax.layer_loop.finding import LayerLoop, find_layer_loop
 from zerojax.layer_loop.pieces import Piece, cut_piece
+from zerojax.layer_loop.writers import check_readers, sort_extras
 
 Arrays = dict[str, Any]
 Activations = tuple[jax.Array, ...]
@@ -33,6 +34,7 @@ def cut_loss(
     batch: Any,
     *,
     padding: bool = False,
+    skips: bool = False,
 ) -> LossPieces:
     """The pieces of a loss.
 
@@ -43,6 +45,9 @@ def cut_loss(
         with the rows of all layers.
       extras, key, batch: pytrees of `ShapeDtypeStruct`.
       padding: whether rows may be padding (-1). Without it nothing is masked.
+      skips: whether rows of padding are not computed at all, but under a `cond`: only where no
+        collective is in a layer, and where a layer is checkpointed (`LayerLoop.is_checkpointed`)
+        or its residuals are not kept, since what a `cond` hands on to a backward pass are copies.
 
     Raises:
       ValueError: the program has not the form that `find_layer_loop` asks for, or an extra is
@@ -63,19 +68,25 @@ def cut_loss(
     inputs = loop.program.jaxpr.invars
     unchanged = [n for n, atom in written.items() if atom is inputs[positions[1][n]]]
     written = {name: atom for name, atom in written.items() if name not in unchanged}
-    by_embed, by_layers, by_head = _sort_extras(loop, written)
+    writers = sort_extras(loop, written, positions[1])
     _check_weight(loop, weight)
     before = loop.embed_piece.closed.jaxpr.outvars
+    around = cut_piece(loop.program, [*loop.consts, *loop.others])
+    head = loop.cut_after([loss, weight, *writers.head.values()])
+    check_readers(writers, positions[1], embed=loop.embed_piece, around=around, head=head)
     return LossPieces(
         loop=loop,
         padding=padding,
+        skips=skips,
         _positions=positions,
-        _embed=cut_piece(loop.program, [*before, *by_embed.values()]),
-        _around=cut_piece(loop.program, [*loop.consts, *loop.others]),
-        _head=loop.cut_after([loss, weight, *by_head.values()]),
-        _embed_extras=tuple(by_embed),
-        _layer_extras=by_layers,
-        _head_extras=tuple(by_head),
+        _embed=cut_piece(loop.program, [*before, *writers.embed.values()]),
+        _around=around,
+        _head=head,
+        _count=cut_piece(loop.program, list(writers.counters.values())),
+        _embed_extras=tuple(writers.embed),
+        _layer_extras=writers.layers,
+        _head_extras=tuple(writers.head),
+        _counters=tuple(writers.counters),
     )
 
 
@@ -83,7 +94,8 @@ def cut_loss(
 class LossPieces:
     """A loss in three pieces; embed, then layers once or more, then head give the whole loss.
 
-    Each piece is a function to be traced, with derivatives by `jax.vjp`. Their arguments are
+    Each piece is a function to be traced, with derivatives by `jax.vjp`; `count` is a fourth, for
+    the extras that only count. Their arguments are
     named alike: `outer` {name: value} holds at least those parameters without rows of layers that
     the piece reads; `extras`, `key` and `batch` are whole and of the form that the loss was traced
     with.
@@ -91,17 +103,21 @@ class LossPieces:
     Attributes:
       loop: the loop over layers.
       padding: whether rows may be -1.
+      skips: whether those are passed over instead of computed and thrown away.
     """
 
     loop: LayerLoop
     padding: bool
+    skips: bool
     _positions: tuple[Arrays, Arrays, Any, Any]
     _embed: Piece
     _around: Piece
     _head: Piece
+    _count: Piece
     _embed_extras: tuple[str, ...]
     _layer_extras: dict[str, int]
     _head_extras: tuple[str, ...]
+    _counters: tuple[str, ...]
 
     @property
     def num_layers(self) -> int:
@@ -172,7 +188,7 @@ class LossPieces:
         consts = around[: len(self.loop.consts)]
         present = jnp.asarray(rows) >= 0 if self.padding else None
         sliced = self._slices(self._stack_inputs(stacked), around[len(consts) :], rows)
-        if present is not None:
+        if present is not None and not self.skips:
             # Zeros that come back into a layer may leave it as NaN (0 times infinity), so it is not
             # enough to pass over what a row of padding gives: the gradients of all that goes in
             # are masked, too.
@@ -189,6 +205,15 @@ class LossPieces:
         inputs = self._inputs(outer, extras, key, batch)
         loss, weight, *written = self._head(self._as_carried(activations), inputs)
         return (loss, weight), dict(zip(self._head_extras, written, strict=True))
+
+    def count(self, extras: Arrays) -> Arrays:
+        """{name: new value} of the extras that count microbatches, whatever these hold.
+
+        Each is found from such extras alone, so the value that a microbatch finds is known before
+        any other has gone through the layers: whoever runs the pieces gives each its own.
+        """
+        written = self._count((), _pair(self._positions[1], extras))
+        return dict(zip(self._counters, written, strict=True))
 
     # --- what a piece is given --------------------------------------------------------------------
 
@@ -224,6 +249,8 @@ class LossPieces:
         given: tuple[jax.Array | None, list[jax.Array]],
     ) -> tuple[Activations, list[jax.Array]]:
         present, sliced = given
+        if present is not None and self.skips:
+            return self._layer_or_nothing(consts, activations, present, sliced)
         entering = activations
         if present is not None:
             entering = tuple(_mask_gradients(activations, present))
@@ -241,6 +268,28 @@ class LossPieces:
             [jnp.where(present, row, jnp.zeros_like(row)) for row in written],
         )
 
+    def _layer_or_nothing(
+        self,
+        consts: Sequence[jax.Array],
+        activations: Activations,
+        present: jax.Array,
+        sliced: list[jax.Array],
+    ) -> tuple[Activations, list[jax.Array]]:
+        """A layer where there is one, under a `cond`."""
+        compute = lambda *given: self._one_layer(given[0], given[1], (None, given[2]))  # noqa: E731
+        given = consts, activations, sliced
+        nothing = jax.eval_shape(compute, *given)[1]
+
+        def pass_on(*given: Any) -> tuple[Activations, list[jax.Array]]:
+            return given[1], [jnp.zeros(x.shape, x.dtype) for x in nothing]
+
+        # Without the checkpoint the residuals of the two branches, of which one has none, would be
+        # made alike by copies: of the weights, too.
+        run = jax.checkpoint(
+            lambda *given: lax.cond(present, compute, pass_on, *given), prevent_cse=False
+        )
+        return run(*given)
+
     def _as_carried(self, activations: Activations) -> list[jax.Array]:
         """Activations as the program knows them, with PRNG keys made of their data."""
         pairs = zip(activations, self.loop.activations, strict=True)
@@ -248,32 +297,6 @@ class LossPieces:
             jax.random.wrap_key_data(x, impl=_key_impl(like)) if _is_key(like) else x
             for x, like in pairs
         ]
-
-
-def _sort_extras(loop: LayerLoop, written: Arrays) -> tuple[Arrays, dict[str, int], Arrays]:
-    """The extras by who writes them.
-
-    Returns:
-      ({name: value of the program} written before the loop, {name: which of the values that the
-      loop gives a row of for each layer}, {name: value} written after it).
-    """
-    depends, given = loop.dependence(), loop.row_outputs()
-    by_embed, by_layers, by_head = {}, {}, {}
-    for name, atom in written.items():
-        if not isinstance(atom, Literal) and atom in given:
-            by_layers[name] = given.index(atom)
-        elif not depends(atom):
-            by_embed[name] = atom
-        elif "rows" not in depends(atom):
-            by_head[name] = atom
-        else:
-            raise ValueError(
-                f"the model's state {name} is computed from what the loop of {loop.num_layers} "
-                "layers returns for each layer, and no pipeline stage has that of all layers: "
-                "store the rows themselves (the second result of jax.lax.scan), or compute it from "
-                "the carried value"
-            )
-    return by_embed, by_layers, by_head
 
 
 def _check_weight(loop: LayerLoop, weight: Any) -> None:

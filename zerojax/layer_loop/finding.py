@@ -21,7 +21,7 @@ from zerojax.layer_loop.pieces import (
     follow_stains,
     inline_calls_with_loops,
 )
-from zerojax.programs import inner_programs, split_scan
+from zerojax.programs import inner_programs, is_checkpoint, split_scan
 
 _REMEDY = (
     "pipeline stages need a model whose layers run in one jax.lax.scan over stacked parameters: "
@@ -45,6 +45,17 @@ class Stack:
 
     input: int
     steps: tuple[Any, ...]
+
+
+def _keeps_products(equation: Any) -> bool:
+    """Whether a backward pass may find products of this equation that were kept."""
+    if is_checkpoint(equation) and equation.params["policy"] is None:
+        return False
+    return equation.primitive.name in ("dot_general", "conv_general_dilated") or any(
+        _keeps_products(inner)
+        for program in inner_programs(equation.params)
+        for inner in program.eqns
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,6 +97,11 @@ class LayerLoop:
     def layer(self) -> ClosedJaxpr:
         """The program of one layer: (constants, activations, slices) -> (activations, slices)."""
         return self.equation.params["jaxpr"]
+
+    @cached_property
+    def is_checkpointed(self) -> bool:
+        """Whether all products of a layer are in checkpoints that keep none of them."""
+        return not any(map(_keeps_products, self.layer.jaxpr.eqns))
 
     @property
     def head(self) -> ClosedJaxpr:

@@ -67,7 +67,8 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         weights = _Weights(config, layout, params, frozen)
         microbatches = _split(batch, config.num_microbatches)
         pieces = weights.cut(extras, key_data, microbatches, train=True)
-        work = weights.work(pieces, key_data, microbatches, loss_factor)
+        counts, counted = _count(pieces, extras, config.num_microbatches)
+        work = weights.work(pieces, counts, key_data, microbatches, loss_factor)
         found = execute(
             layout.table,
             work,
@@ -83,7 +84,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         assert found.outer is not None
         grads = {**found.chunks, **found.outer}
         grads = reduce_gradients(config, {name: grads[name] for name in params})
-        after = _agree_on_extras(layout, extras, found)
+        after = {**_agree_on_extras(layout, extras, found), **counted}
         sums = replicated.sum_replicated(found.sums, over=MANUAL_AXES)
         return sums, grads, model_state.agree(extras, after, config.model.overwritten)
 
@@ -122,9 +123,10 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
         evaluation = _for_evaluation(config, params, frozen, extras, microbatches)
         weights = _Weights(evaluation, layout, params, frozen)
         pieces = weights.cut(extras, key_data, microbatches, train=False)
+        counts, _ = _count(pieces, extras, count)
         found = execute(
             table,
-            weights.work(pieces, key_data, microbatches, None),
+            weights.work(pieces, counts, key_data, microbatches, None),
             weights=weights.of_stages(weights.inputs),
             fixed=weights.of_stages(weights.constants),
             outer=weights.of_all(weights.inputs),
@@ -232,16 +234,18 @@ class _Weights:
             jax.eval_shape(shard_key, key_data),
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches),
             padding=-1 in self.layout.rows,
+            skips=self.layout.skips_padding,
         )
 
     def work(
         self,
         pieces: LossPieces,
+        counts: Arrays,
         key_data: Any,
         microbatches: Arrays,
         loss_factor: jax.Array | None,
     ) -> StageWork:
-        """What the executor calls."""
+        """What the executor calls; `counts` are the extras that `_count` gives each microbatch."""
         key = shard_key(key_data)
         fixed = self.of_all(self.constants)
         run_embed, run_head = self.rewritten(pieces.embed), self.rewritten(pieces.head)
@@ -249,7 +253,10 @@ class _Weights:
 
         def context(extras: Arrays, index: jax.Array) -> tuple[Arrays, jax.Array, Arrays]:
             take = lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False)  # noqa: E731
-            return extras, jax.random.fold_in(key, index), jax.tree.map(take, microbatches)
+            mine, batch = jax.tree.map(take, (counts, microbatches))
+            # As without a pipeline, where a batch in one piece has the key of the step.
+            own = key if self.config.num_microbatches == 1 else jax.random.fold_in(key, index)
+            return {**extras, **mine}, own, batch
 
         def embed(outer: Arrays, extras: Arrays, index: jax.Array):
             activations, changes = run_embed(self.bind(outer, fixed), *context(extras, index))
@@ -269,6 +276,7 @@ class _Weights:
             scaled = loss if loss_factor is None else loss * loss_factor
             return scaled, ({"loss": loss, "weight": weight}, changes)
 
+        assert not (self.layout.skips_padding and self.layout.stacked & self.on_read.keys())
         trained = self.of_all(self.inputs).keys()
 
         def may_run_alone(reads: frozenset[str], program: Any) -> bool:
@@ -286,6 +294,17 @@ class _Weights:
             embed_alone=may_run_alone(pieces.embed_reads, pieces.loop.embed),
             head_alone=may_run_alone(pieces.head_reads, pieces.loop.head),
         )
+
+
+def _count(pieces: LossPieces, extras: Arrays, number: int) -> tuple[Arrays, Arrays]:
+    """({name: [microbatches, ...]}, {name: value afterwards}) of the extras that count."""
+
+    def one(extras: Arrays, _: None) -> tuple[Arrays, Arrays]:
+        after = pieces.count(extras)
+        return {**extras, **after}, {name: extras[name] for name in after}
+
+    after, found = lax.scan(one, extras, length=number)
+    return found, {name: after[name] for name in found}
 
 
 def _agree_on_extras(layout: PipelineLayout, before: Arrays, found: Results) -> Arrays:
