@@ -1,0 +1,260 @@
+"""How long a pipeline's steps take, against its arithmetic: stages that wait, and stages that
+compute.
+
+Waiting: a layer occupies its device for a set time without occupying a core (a callback that
+sleeps), so that four devices work side by side on two cores. Computing: matrix products, two stages
+on two cores, against data parallelism over the same two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from benchmarks.measuring import Side, interleave, least_of, ratio_of, sample
+from benchmarks.recording import Goal, Record
+from zerojax.replicated import over_auto_axes
+from zerojax.schedules import Costs, simulate
+
+NUM_DEVICES = 4
+SCHEDULES = ("1f1b", "gpipe", "interleaved(2)", "zb_h1", "1f1b_classic")
+SLOT_MS = 40.0
+"""Of one microbatch on one stage: forward, gradients of inputs and gradients of weights, each."""
+LIMIT = 1.10
+"""Of a step's time over what the table says. What is left is the rest of the step and the host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """milliseconds: of a slot; microbatches: of the two parts; width, rows: of the products."""
+
+    milliseconds: float
+    waiting: tuple[int, ...]
+    computing: tuple[int, ...]
+    width: int
+    rows: int
+    rounds: int
+
+
+FULL = Sizes(SLOT_MS, (8, 16), (2, 4, 8, 16), 512, 128, 5)
+SMOKE = Sizes(1.0, (4,), (2,), 8, 2, 1)
+
+
+def measure(smoke: bool) -> Record:
+    """One row per schedule and number of microbatches, then one per number for real products."""
+    sizes = SMOKE if smoke else FULL
+    rows, goals = _measure_waiting(sizes)
+    more_rows, more_goals = _measure_computing(sizes)
+    notes = [
+        f"waiting: 4 stages; F, input gradients and weight gradients sleep {sizes.milliseconds:g} "
+        "ms each per stage and microbatch, idle slots too, as all stages are in step; bubble = 1 - "
+        "work / time; in_step and field: zerojax.schedules.simulate, the latter as papers count",
+        "computing: 1f1b, 2 stages on 2 cores, over data parallelism on the same cores with the "
+        "same sequences per device and microbatch; ideal (m+p-1)/m",
+    ]
+    return Record(
+        name="pipeline_bubble",
+        rows=rows + more_rows,
+        goals=[*goals, *more_goals],
+        notes=notes,
+    )
+
+
+# --- stages that wait ---------------------------------------------------------------------------
+
+
+def _measure_waiting(sizes: Sizes) -> tuple[list[dict[str, Any]], list[Goal]]:
+    sides, simulations = {}, {}
+    for number in sizes.waiting:
+        for name in SCHEDULES:
+            plan, batch = _waiting_plan(name, number, sizes.milliseconds)
+            assert plan.pipeline is not None
+            sides[name, number] = _side(plan, batch)
+            simulations[name, number] = simulate(plan.pipeline.schedule, Costs(1, 1, 1))
+    samples = _take(sides, sizes.rounds)
+    rows, goals = [], []
+    for (name, number), taken in samples.items():
+        seconds, found = least_of(taken, "wall"), simulations[name, number]
+        slot = sizes.milliseconds / 1e3
+        rows.append(
+            {
+                "work": "waiting",
+                "schedule": name,
+                "m": number,
+                "ms": seconds * 1e3,
+                "bubble": 1 - 3 * slot * number / seconds,
+                "in_step": found.bubble,
+                "field": found.asynchronous_bubble,
+                "time/table": seconds / (found.time * slot),
+            }
+        )
+        title = f"{name}, m={number}: time / what the table says, waiting"
+        goals.append(Goal(name=title, value=rows[-1]["time/table"], limit=LIMIT))
+    return rows, goals
+
+
+def _waiting_plan(schedule: str, number: int, milliseconds: float) -> tuple[Any, Any]:
+    chunks = 2 if schedule.startswith("interleaved") else 1
+    operation = _waiting_layer(milliseconds / chunks, split=schedule.startswith("zb"))
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.scale = nnx.Param(jnp.ones(4))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return operation(x, self.scale[...])
+
+    layers = NUM_DEVICES * chunks
+    mesh = {"stage": NUM_DEVICES, "data": 1, "pipeline_schedule": schedule}
+    return _plan(Block, 4, layers, mesh, number, rows=number)
+
+
+def _waiting_layer(milliseconds: float, *, split: bool) -> Callable[..., jax.Array]:
+    """x * scale, which takes so long forward, and as long for each of its two gradients.
+
+    split: the two gradients wait by themselves, for schedules in which one of them is made later.
+    """
+    one, both = _wait(milliseconds), _wait(2 * milliseconds)
+
+    @jax.custom_vjp
+    def layer(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return one(x) * scale[None]
+
+    def forward(x: jax.Array, scale: jax.Array) -> Any:
+        return layer(x, scale), (x, scale)
+
+    def backward(kept: Any, gradient: jax.Array) -> Any:
+        x, scale = kept
+        if split:
+            return one(gradient * scale[None]), one(jnp.sum(gradient * x, axis=0))
+        gradient = both(gradient)
+        return gradient * scale[None], jnp.sum(gradient * x, axis=0)
+
+    layer.defvjp(forward, backward)
+    return layer
+
+
+def _wait(milliseconds: float) -> Callable[[jax.Array], jax.Array]:
+    def sleep(x: Any) -> np.ndarray:
+        time.sleep(milliseconds / 1e3)
+        return np.asarray(x)
+
+    def call(x: jax.Array) -> jax.Array:
+        return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def wait(x: jax.Array) -> jax.Array:
+        # JAX takes callbacks only where no mesh axis is left to the compiler.
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        return (over_auto_axes(call, P(), P()) if manual else call)(x)
+
+    return wait
+
+
+# --- stages that compute ------------------------------------------------------------------------
+
+
+def _measure_computing(sizes: Sizes) -> tuple[list[dict[str, Any]], list[Goal]]:
+    width, rows_each = sizes.width, sizes.rows
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+            self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x + self.down(nnx.relu(self.up(x)))
+
+    sides = {}
+    for number in sizes.computing:
+        # The same rows in each product: a data shard has half of the microbatches.
+        piped = {"stage": 2, "data": 1}, number
+        plain = {"data": 2}, number // 2
+        for name, (mesh, microbatches) in {"pipeline": piped, "data": plain}.items():
+            plan, batch = _plan(Block, width, 4, mesh, microbatches, rows=number * rows_each)
+            sides[name, number] = _side(plan, batch)
+    samples = _take(sides, sizes.rounds)
+    rows, goals = [], []
+    for number in sizes.computing:
+        piped, plain = samples["pipeline", number], samples["data", number]
+        ratio, ideal = ratio_of(piped, plain, "wall"), (number + 1) / number
+        rows.append(
+            {
+                "work": "computing",
+                "schedule": "1f1b",
+                "m": number,
+                "ms": least_of(piped, "wall") * 1e3,
+                "data_parallel_ms": least_of(plain, "wall") * 1e3,
+                "pipeline/data": ratio,
+                "ideal": ideal,
+            }
+        )
+        title = f"1f1b, m={number}: (pipeline / data parallel) / ideal, computing"
+        goals.append(Goal(name=title, value=ratio / ideal, limit=LIMIT))
+    return rows, goals
+
+
+# --- both ---------------------------------------------------------------------------------------
+
+
+def _plan(
+    block: type, width: int, layers: int, mesh: Mapping[str, Any], microbatches: int, *, rows: int
+) -> tuple[Any, Any]:
+    """A plan of so many blocks between two small linear layers, and a batch for it."""
+
+    def factory(rngs: nnx.Rngs) -> Any:
+        embed, head = nnx.Linear(4, width, rngs=rngs), nnx.Linear(width, 1, rngs=rngs)
+        return zerojax.Stages(embed, block, head, num_layers=layers, rngs=rngs)
+
+    def loss(model: Any, batch: Any) -> Any:
+        return zerojax.losses.mean_squared_error(model(batch["x"]), batch["y"])
+
+    random = np.random.default_rng(0)
+    shapes = {"x": (rows, 4), "y": (rows, 1)}
+    batch = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    devices = jax.devices()[: mesh.get("stage", 1) * mesh["data"]]
+    axes = {name: mesh[name] for name in ("stage", "data") if name in mesh}
+    options = {name: value for name, value in mesh.items() if name not in axes}
+    plan = zerojax.make_plan(
+        factory,
+        zerojax.make_mesh(axes, devices),
+        example_batch=batch,
+        loss=loss,
+        optimizer=zerojax.sgd(1e-4),
+        num_microbatches=microbatches,
+        precision="fp32",
+        **options,
+    )
+    return plan, batch
+
+
+def _side(plan: Any, batch: Any) -> Side:
+    """Steps of a plan, one after the other."""
+    state, step = zerojax.init_state(plan), zerojax.build_step(plan)
+    placed = zerojax.shard_batch(plan, batch)
+
+    def run(steps: int) -> Any:
+        def all_steps() -> None:
+            nonlocal state
+            for _ in range(steps):
+                state, metrics = step(state, placed)
+                jax.block_until_ready(metrics)
+
+        return sample(all_steps, steps)
+
+    return run
+
+
+def _take(sides: Mapping[Any, Side], rounds: int) -> dict[Any, Any]:
+    names = {f"{name} {number}": (name, number) for name, number in sides}
+    by_name = {name: sides[key] for name, key in names.items()}
+    samples = interleave(by_name, warm_up=1, steps=1, rounds=rounds)
+    return {names[name]: taken for name, taken in samples.items()}
