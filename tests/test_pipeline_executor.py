@@ -62,10 +62,10 @@ def run(toy, schedule, layers, **options):
 
 
 def check(ours, theirs):
-    """Up to the order in which float32 sums are taken."""
+    """Up to the order in which float32 sums are taken; 2.7e-7 was the largest that was seen."""
     ((sums, extras), grads), ((their_sums, their_extras), their_grads) = ours, theirs
-    assert relative_error(sums, their_sums) < 1e-6
-    assert relative_error(grads, their_grads) < 1e-6
+    assert relative_error(sums, their_sums) < 5e-7
+    assert relative_error(grads, their_grads) < 5e-7
     for name in extras:
         np.testing.assert_array_equal(extras[name], their_extras[name])
 
