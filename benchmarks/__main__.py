@@ -24,6 +24,7 @@ NAMES = (
     "default_run",
     "plans",
     "optimizer",
+    "pipeline",
 )
 
 

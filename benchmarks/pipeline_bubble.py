@@ -35,8 +35,10 @@ LIMIT = 1.10
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """milliseconds: of a slot; microbatches: of the two parts; width, rows: of the products."""
+    """schedules, milliseconds of a slot and microbatches of the first part; microbatches, width and
+    rows of the products of the second; rounds of both."""
 
+    schedules: tuple[str, ...]
     milliseconds: float
     waiting: tuple[int, ...]
     computing: tuple[int, ...]
@@ -45,8 +47,8 @@ class Sizes:
     rounds: int
 
 
-FULL = Sizes(SLOT_MS, (8, 16), (2, 4, 8, 16), 512, 128, 5)
-SMOKE = Sizes(1.0, (4,), (2,), 8, 2, 1)
+FULL = Sizes(SCHEDULES, SLOT_MS, (8, 16), (2, 4, 8, 16), 512, 128, 5)
+SMOKE = Sizes(("1f1b", "zb_h1"), 1.0, (4,), (2,), 8, 2, 1)
 
 
 def measure(smoke: bool) -> Record:
@@ -75,7 +77,7 @@ def measure(smoke: bool) -> Record:
 def _measure_waiting(sizes: Sizes) -> tuple[list[dict[str, Any]], list[Goal]]:
     sides, simulations = {}, {}
     for number in sizes.waiting:
-        for name in SCHEDULES:
+        for name in sizes.schedules:
             plan, batch = _waiting_plan(name, number, sizes.milliseconds)
             assert plan.pipeline is not None
             sides[name, number] = _side(plan, batch)

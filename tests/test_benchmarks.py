@@ -47,9 +47,10 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def run_benchmark(name: str, folder: Path, *options: str) -> dict:
+def run_benchmark(name: str, folder: Path, *options: str, module: str | None = None) -> dict:
     """The record that the benchmark writes, after checking what all records have."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--smoke", "--out", str(folder)]
+    module = module or name
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--smoke", "--out", str(folder)]
     result = run(*command, *options)
     assert result.returncode == 0, result.stdout
     record = json.loads((folder / f"{name}.json").read_text())
@@ -125,6 +126,22 @@ def test_default_run(tmp_path):
     assert row["steps"] == 4
     assert row["peak_MB"] > 0
     assert row["validation_loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "planned"), [("memory", "buffers"), ("wire", "messages")])
+def test_what_a_pipeline_holds_and_sends(part, planned, tmp_path):
+    record = run_benchmark(f"pipeline_{part}", tmp_path, part, module="pipeline")
+    assert record["rows"][0][f"planned_{planned}_MB"] > 0
+
+
+@pytest.mark.slow
+def test_how_long_a_pipeline_takes(tmp_path):
+    record = run_benchmark("pipeline_bubble", tmp_path, "bubble", module="pipeline")
+    assert column(record, "schedule") == ["1f1b", "zb_h1", "1f1b"]
+    assert column(record, "work") == ["waiting", "waiting", "computing"]
+    assert all(0 < row["bubble"] < 1 for row in record["rows"][:2])
+    assert record["rows"][0]["in_step"] == pytest.approx(3 / 7)  # (p-1)/(m+p-1)
 
 
 def test_an_unknown_benchmark_is_refused_with_the_known_ones():
