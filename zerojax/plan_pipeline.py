@@ -5,6 +5,7 @@ Knows the traced loss, schedules and costs; makes no placement and no program th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from zerojax.mesh import DATA, MODEL, STAGE, num_data_shards
 from zerojax.model import Loss, Model, ModelTrace
 from zerojax.partition import partition_layers
 from zerojax.pipeline import split_layers
+from zerojax.pipeline_costs import executed_flops
 from zerojax.pipeline_layout import PipelineLayout
 from zerojax.profile import count_program_flops
 from zerojax.programs import holds_collectives
@@ -60,36 +62,35 @@ def plan_pipeline(
     loop = find_layer_loop(trace.jaxpr, names)
     source: Any = settings.pipeline_schedule
     schedule = make_schedule(source, stages=settings.stage, microbatches=num_microbatches)
-    flops = {name: count_program_flops(getattr(loop, name)) for name in _PIECES}
-    layers = partition_layers(
-        settings.partition,
-        loop.num_layers,
-        schedule.num_virtual_stages,
-        **_costs(settings.partition, loop, params, flops),
+    draft = PipelineLayout(
+        table=lower(schedule, stash=settings.stash),
+        layers=(loop.num_layers,) * schedule.num_virtual_stages,
+        stacked=loop.stacked,
+        activations=loop.activations,
+        embed_flops=count_program_flops(loop.embed),
+        layer_flops=count_program_flops(loop.layer),
+        head_flops=count_program_flops(loop.head),
+        stash_bytes=0,
+        skips_padding=_may_skip(settings, mesh, loop),
     )
-    table = lower(schedule, stash=settings.stash)
+    layers = _divide(settings.partition, loop, params, draft)
+    padding = len(set(layers)) > 1
+    skips = padding and draft.skips_padding
 
     def run(values: Any, extras: Any, key: Any, batch: Any) -> Any:
         result, after = model.run(values, extras, key, lambda bound: loss(bound, batch))
         return as_sum_and_weight(result), after
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    padding = len(set(layers)) > 1
-    skips = padding and _may_skip(settings, mesh, loop)
-    cut = functools.partial(cut_loss, padding=padding, skips=skips)
-    pieces = cut(run, dict(params), dict(extras), key, batch)
+    arguments = run, dict(params), dict(extras), key, batch
+    pieces = cut_loss(*arguments, padding=padding, skips=skips)
     stash = sum(x.size * x.dtype.itemsize for x in pieces.activations)
     if settings.stash == "residuals":
-        rows = max(layers)
-        stash = split_layers(pieces, params, dict(extras), key, batch, rows).num_bytes
-    return PipelineLayout(
-        table=table,
+        stash = split_layers(pieces, params, dict(extras), key, batch, max(layers)).num_bytes
+    return dataclasses.replace(
+        draft,
         layers=layers,
-        stacked=loop.stacked,
         activations=pieces.activations,
-        embed_flops=flops["embed"],
-        layer_flops=flops["layer"],
-        head_flops=flops["head"],
         stash_bytes=stash,
         skips_padding=skips,
     )
@@ -123,15 +124,32 @@ def choose_microbatches(
     ]
 
 
-_PIECES = ("embed", "layer", "head")
+def _divide(method: Any, loop: LayerLoop, params: Arrays, draft: PipelineLayout) -> tuple[int, ...]:
+    """Layers of each virtual stage.
+
+    "flops" is the division that the executor goes through fastest. In every tick it does a forward
+    slot, in which the last virtual stage does all of the head, and a backward slot, and each takes
+    as long as its slowest stage: so the head counts for more than its part of a whole step, or, if
+    padding is computed, for nothing. The best divisions for several weights of it are compared.
+    """
+    divide = functools.partial(
+        partition_layers, method, loop.num_layers, draft.schedule.num_virtual_stages
+    )
+    if method != "flops":
+        return divide(**_sizes(loop, params))
+    costs = {"layer_cost": draft.layer_flops, "embed_cost": draft.embed_flops}
+    weights = [weight * draft.head_flops / 2 for weight in range(7)]
+    candidates = dict.fromkeys(divide(**costs, head_cost=head) for head in weights)
+
+    def time(layers: tuple[int, ...]) -> float:
+        skips = draft.skips_padding and len(set(layers)) > 1
+        return executed_flops(dataclasses.replace(draft, layers=layers, skips_padding=skips))
+
+    return min(candidates, key=time)
 
 
-def _costs(
-    method: Any, loop: LayerLoop, params: Arrays, flops: Mapping[str, float]
-) -> dict[str, float]:
-    """What a layer, the embedding and the head cost, in the unit that the method divides by."""
-    if method == "flops":
-        return {f"{name}_cost": flops[name] for name in _PIECES}
+def _sizes(loop: LayerLoop, params: Arrays) -> dict[str, float]:
+    """The number of parameters of a layer, of the embedding, and of what else there is."""
     sizes = {name: trees.num_elements(leaf.shape) for name, leaf in params.items()}
     before = loop.names_of(loop.embed_piece.inputs)
     rest = {name: size for name, size in sizes.items() if name not in loop.stacked}

@@ -36,10 +36,11 @@ class MeshConfig:
     1f1b = what a stage keeps does not grow with the number of microbatches. From Python also a
     zerojax.schedules.Schedule. Without stage > 1 it does not matter."""
     partition: tuple[int, ...] | str = "uniform"
-    """Layers on each pipeline stage: uniform = equally many; flops or parameters = so that the
-    heaviest stage has least, embedding and head counted; or a list from first to last, one entry
-    per stage and chunk: 'partition=[3, 3, 2, 2]'. A stage with fewer layers than others waits; with
-    zero > 1, model > 1 or layers without checkpoints it computes padding instead."""
+    """Layers on each pipeline stage: uniform = equally many; flops = so that a step takes least,
+    the head counted; parameters = so that the largest stage is smallest, embedding and head
+    counted; or a list from first to last, one entry per stage and chunk:
+    'partition=[3, 3, 2, 2]'. A stage with fewer layers than others waits; with zero > 1, model > 1
+    or layers without checkpoints it computes padding instead."""
     stash: Literal["residuals", "input"] = "residuals"
     """What a pipeline stage keeps of a microbatch from its forward to its backward pass: residuals
     = what the model's own remat would keep, so that nothing more is computed again; input = only
