@@ -46,7 +46,7 @@ def test_flops_is_the_division_with_the_shortest_step():
     """Compared with every division of 16 layers. What the last stage gives up, three others share:
     the forward slot is three layers shorter, the backward slot of twice the time one longer."""
     config = dataclasses.replace(SMALL, num_layers=16, vocab_size=1024)
-    chosen = plan(config=config, stage=4, partition="flops").pipeline
+    chosen = plan(config=config, rows=64, num_microbatches=32, stage=4, partition="flops").pipeline
     assert chosen.skips_padding
     every = [
         (*parts, 16 - sum(parts))
