@@ -1,0 +1,85 @@
+"""Buckets moved by several threads at once, in pieces, with a checksum of what was moved.
+
+Knows descriptors, offsets and buffers; never knows whose they are.
+
+A disk answers several requests at once faster than one after the other, and `zlib.crc32`, as the
+transfers themselves, lets other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import struct
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+
+from zerojax.store.files import read_into, write_from
+
+
+class Transfer:
+    """One bucket on its way."""
+
+    def __init__(self, pieces: list[concurrent.futures.Future[int]]):
+        self._pieces = pieces
+
+    def wait(self) -> int:
+        """Waits for all pieces, also after one has failed, so that the buffer is free again.
+
+        Returns:
+          The checksum of the bucket: CRC-32 over the CRC-32 of each piece, little-endian. It finds
+          torn, stale and flipped buckets; it is no protection against intent.
+
+        Raises:
+          OSError: that of the first piece that failed.
+        """
+        concurrent.futures.wait(self._pieces)
+        checksums = [piece.result() for piece in self._pieces]
+        return zlib.crc32(struct.pack(f"<{len(checksums)}I", *checksums))
+
+
+class TransferPool:
+    """Threads that read and write pieces of at most `piece_bytes`, a multiple of the block."""
+
+    def __init__(self, *, num_threads: int, piece_bytes: int):
+        self.piece_bytes = piece_bytes
+        self._executor = concurrent.futures.ThreadPoolExecutor(num_threads, "zerojax-store")
+
+    def read(self, descriptor: int, buffer: np.ndarray, offset: int) -> Transfer:
+        """Starts to fill `buffer`, uint8, from byte `offset` of the file on."""
+        return self._start(_read_piece, descriptor, buffer, offset)
+
+    def write(self, descriptor: int, buffer: np.ndarray, offset: int) -> Transfer:
+        """Starts to write `buffer`, uint8, to byte `offset`; it must not change meanwhile."""
+        return self._start(_write_piece, descriptor, buffer, offset)
+
+    def _start(
+        self,
+        move: Callable[[int, memoryview, int], int],
+        descriptor: int,
+        buffer: np.ndarray,
+        offset: int,
+    ) -> Transfer:
+        view, step = buffer.data, self.piece_bytes
+        return Transfer(
+            [
+                self._executor.submit(move, descriptor, view[at : at + step], offset + at)
+                for at in range(0, len(view), step)
+            ]
+        )
+
+    def close(self) -> None:
+        """Waits for what is under way and ends the threads."""
+        self._executor.shutdown(wait=True)
+
+
+def _read_piece(descriptor: int, piece: memoryview, offset: int) -> int:
+    read_into(descriptor, piece, offset)
+    return zlib.crc32(piece)
+
+
+def _write_piece(descriptor: int, piece: memoryview, offset: int) -> int:
+    checksum = zlib.crc32(piece)
+    write_from(descriptor, piece, offset)
+    return checksum
