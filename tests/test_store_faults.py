@@ -8,12 +8,14 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.store_process import BUCKET_BYTES, advance, wrong_buckets
 from tests.test_store import fail_transfers, flip, make, run
 from zerojax.store import BucketStore, StoreError
-from zerojax.store.files import pad_to_block
+from zerojax.store.files import BLOCK, pad_to_block
+from zerojax.store.pool import checksum_piece
 
 PADDED = pad_to_block(BUCKET_BYTES)
 
@@ -45,6 +47,30 @@ def test_a_stale_bucket_is_named(tmp_path):
         pytest.raises(StoreError, match="bucket 2 .* is not what generation 2 wrote"),
     ):
         wrong_buckets(store)
+
+
+@pytest.mark.parametrize("size", [512, BLOCK, PADDED // 2])
+def test_a_torn_bucket_is_named(tmp_path, size):
+    """The last bytes of bucket 4 never reached the disk: a sector, a block, half of it."""
+    with make(tmp_path) as store:
+        advance(store)
+        old = (tmp_path / "buckets0.bin").read_bytes()
+        advance(store)
+    end = 4 * PADDED + BUCKET_BYTES // 512 * 512
+    with (tmp_path / "buckets0.bin").open("r+b") as file:
+        file.seek(end - size)
+        file.write(old[end - size : end])
+    with (
+        BucketStore.open(tmp_path) as store,
+        pytest.raises(StoreError, match="bucket 4 .* torn"),
+    ):
+        wrong_buckets(store)
+
+
+def test_blocks_that_changed_places_are_found():
+    words = np.arange(4 * BLOCK // 8, dtype=np.uint64)
+    swapped = words.reshape(4, -1)[[0, 2, 1, 3]].copy()
+    assert checksum_piece(words.view(np.uint8).data) != checksum_piece(swapped.view(np.uint8).data)
 
 
 def test_a_torn_bucket_of_the_slot_that_does_not_count_is_no_matter(tmp_path):

@@ -2,8 +2,8 @@
 
 Knows descriptors, offsets and buffers; never knows whose they are.
 
-A disk answers several requests at once faster than one after the other, and `zlib.crc32`, as the
-transfers themselves, lets other threads run meanwhile.
+A disk answers several requests at once faster than one after the other, and checksums, as the
+transfers themselves, let other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from zerojax.store.files import read_into, write_from
+from zerojax.store.files import BLOCK, read_into, write_from
 
 
 class Transfer:
@@ -28,8 +28,8 @@ class Transfer:
         """Waits for all pieces, also after one has failed, so that the buffer is free again.
 
         Returns:
-          The checksum of the bucket: CRC-32 over the CRC-32 of each piece, little-endian. It finds
-          torn, stale and flipped buckets; it is no protection against intent.
+          The checksum of the bucket: CRC-32 over the checksums of its pieces, little-endian. It
+          finds torn, stale and flipped buckets; it is no protection against intent.
 
         Raises:
           OSError: that of the first piece that failed.
@@ -74,12 +74,23 @@ class TransferPool:
         self._executor.shutdown(wait=True)
 
 
+def checksum_piece(piece: memoryview) -> int:
+    """CRC-32 over the sums of each block of 4096 bytes, taken as 512 words of 64 bits.
+
+    What a disk does wrong it does by blocks, and their order counts here; a flipped bit changes its
+    block's sum. Words that change places inside a block would not be seen. CRC-32 over all bytes
+    is ten times slower (4 against 45 GB/s on one core) and took a quarter of a sweep's rate.
+    """
+    words = np.frombuffer(piece, np.uint64).reshape(-1, BLOCK // 8)
+    return zlib.crc32(words.sum(axis=1).data)
+
+
 def _read_piece(descriptor: int, piece: memoryview, offset: int) -> int:
     read_into(descriptor, piece, offset)
-    return zlib.crc32(piece)
+    return checksum_piece(piece)
 
 
 def _write_piece(descriptor: int, piece: memoryview, offset: int) -> int:
-    checksum = zlib.crc32(piece)
+    checksum = checksum_piece(piece)
     write_from(descriptor, piece, offset)
     return checksum
