@@ -161,8 +161,8 @@ def messages_travel_beside_a_whole_slot(built):
 
 @claim(lambda case: case.zero == 2 or case.model > 1)
 def messages_wait_for_other_collectives(built):
-    """XLA has one collective under way at a time unless told otherwise: one of the two messages has
-    then only what lies between slots to travel beside. It would be news if it had more."""
+    """The control of the claim above. XLA has one collective under way at a time unless told
+    otherwise, so that one of the two messages has only what lies between slots beside it."""
     flops = min(built.overlap[c.name].matmul_flops for c in built.steady_permutes)
     assert flops < 0.99 * built.case.forward_flops
 
