@@ -104,6 +104,15 @@ def test_buckets_that_a_sweep_passes_over_stay_as_they_were(tmp_path, durable):
                 assert np.array_equal(bucket.array.view(np.uint64), expected(bucket.index, 1))
 
 
+def test_buckets_that_were_never_written_are_zeros(tmp_path, durable):
+    """Also where another bucket was in the same memory before."""
+    with make(tmp_path, durable=durable) as store:
+        for bucket in store.sweep(order=[0, 1, 2], read=False):
+            bucket.array[:] = 255
+            bucket.write()
+        assert [int(bucket.array.max()) for bucket in store.sweep()] == [255] * 3 + [0] * 3
+
+
 def test_a_sweep_that_writes_nothing_makes_no_generation(tmp_path, durable):
     with make(tmp_path, durable=durable) as store:
         before = (tmp_path / "manifest.json").read_bytes()

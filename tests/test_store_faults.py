@@ -6,16 +6,17 @@ import errno
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.store_process import BUCKET_BYTES, advance, wrong_buckets
+from tests.store_process import BUCKET_BYTES, NUM_BUCKETS, advance, wrong_buckets
 from tests.test_store import fail_transfers, flip, make, run
 from zerojax.store import BucketStore, StoreError
-from zerojax.store.files import BLOCK, pad_to_block
-from zerojax.store.pool import checksum_piece
+from zerojax.store.files import BLOCK, aligned_buffer, pad_to_block
+from zerojax.store.pool import TransferPool, checksum_piece
 
 PADDED = pad_to_block(BUCKET_BYTES)
 
@@ -111,6 +112,44 @@ def test_errors_of_threads_are_raised_in_the_caller(tmp_path, monkeypatch, name,
         assert wrong_buckets(store) == []  # the generation before
         advance(store)
         assert wrong_buckets(store) == []
+
+
+def test_a_failed_transfer_is_over_before_its_error_is_raised(monkeypatch):
+    """The first piece fails at once, the second is still being read into the buffer."""
+    ended = []
+
+    def read(descriptor, buffers, offset):
+        if offset == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.2)
+        ended.append(offset)
+        return len(buffers[0])
+
+    monkeypatch.setattr(os, "preadv", read)
+    pool = TransferPool(num_threads=2, piece_bytes=BLOCK)
+    with pytest.raises(OSError, match="Input/output"):
+        pool.read(-1, aligned_buffer(2 * BLOCK), 0).wait()
+    assert ended == [BLOCK]
+    pool.close()
+
+
+def test_data_is_on_disk_before_the_manifest_that_tells_of_it(tmp_path, monkeypatch):
+    """A killed process cannot show this, a power cut would: the order of the system calls."""
+    calls = []
+    for name in ("pwritev", "fdatasync", "write", "fsync", "rename"):
+        real = getattr(os, name)
+
+        def call(*args, real=real, name=name):
+            result = real(*args)
+            calls.append(name)
+            return result
+
+        monkeypatch.setattr(os, name, call)
+    with make(tmp_path, durable=True) as store:
+        calls.clear()
+        advance(store)
+    expected_calls = ["pwritev"] * NUM_BUCKETS + ["fdatasync", "write", "fsync", "rename", "fsync"]
+    assert calls == expected_calls
 
 
 def test_a_full_disk_leaves_a_durable_store_as_it_was(tmp_path, monkeypatch):
