@@ -61,6 +61,14 @@ examples:
 then:
   zerojax train CONFIG data.path=runs/tokens"""
 
+_BENCH_IO = """\
+Writes and reads a file below PATH past the page cache, with 1 to 8 transfers at once, by the same
+code that keeps a training state on disk; then removes it.
+
+examples:
+  zerojax bench io runs
+  zerojax bench io /mnt/nvme --size 8192"""
+
 _EXIT_CODES = """\
 exit codes: 0 it worked, 1 it failed, 2 the input was wrong, 130 stopped with Ctrl-C.
 ZEROJAX_DEBUG=1 shows the traceback of an error."""
@@ -112,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_keys(commands)
     _add_env(commands)
     _add_data(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -261,4 +270,16 @@ def _add_data(commands) -> None:
         default=0.05,
         metavar="F",
         help="part, from the end, that is never trained on (%(default)s)",
+    )
+
+
+def _add_bench(commands) -> None:
+    bench = commands.add_parser(
+        "bench", help="measure this machine", description="Measure this machine."
+    )
+    inner = bench.add_subparsers(metavar="COMMAND", required=True)
+    parser = _add(inner, "io", "bench", "measure how fast a disk reads and writes", _BENCH_IO)
+    parser.add_argument("path", metavar="PATH", help="folder on the disk to be measured")
+    parser.add_argument(
+        "--size", type=int, default=1024, metavar="MIB", help="bytes to write (%(default)s MiB)"
     )
