@@ -167,10 +167,11 @@ def test_a_full_disk_leaves_a_durable_store_as_it_was(tmp_path, monkeypatch):
         assert wrong_buckets(store) == []
 
 
+@pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize("name", ["write", "fsync", "rename"])
-def test_a_manifest_that_cannot_be_written(tmp_path, monkeypatch, name):
-    store = make(tmp_path, durable=True)
-    with store:
+def test_a_manifest_that_cannot_be_written(tmp_path, monkeypatch, name, durable):
+    """Of a scratch store it is the mark that a sweep begins, before any bucket is written over."""
+    with make(tmp_path, durable=durable) as store:
         advance(store)
         with monkeypatch.context() as full:
             fail_transfers(full, name, errno.ENOSPC, after=0)

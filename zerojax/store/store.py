@@ -328,8 +328,9 @@ class BucketStore:
         if self.is_durable:
             return
         begun = dataclasses.replace(self._manifest, begun=self.generation + 1)
-        self._refusal = tell_mixed(self.folder, begun)
+        self._refusal = _tell_unsure(self.folder, begun)
         save_manifest(self.folder, begun)
+        self._refusal = tell_mixed(self.folder, begun)
 
     def _commit(self, written: dict[int, int]) -> None:
         """Makes what was written count. Until the manifest is replaced, the old one holds."""
@@ -345,16 +346,20 @@ class BucketStore:
             checksums=tuple(checksums),
         )
         # Between here and the end it is unknown which of two manifests is on disk.
-        self._refusal = self._refusal or (
-            f"{self.folder}: the manifest of generation {generation} could not be written; close "
-            "the store, mend what was wrong with the disk, and open it: it has the last whole one"
-        )
+        self._refusal = self._refusal or _tell_unsure(self.folder, new)
         if self.is_durable:
             # A scratch store needs no order on disk: checksums tell what a power cut took.
             for slot in {slots[index] for index in written}:
                 os.fdatasync(self._descriptors[slot])
         save_manifest(self.folder, new)
         self._manifest, self._refusal = new, None
+
+
+def _tell_unsure(folder: Path, manifest: Manifest) -> str:
+    return (
+        f"{folder}: the manifest of generation {manifest.begun} could not be written; close the "
+        "store, mend what was wrong with the disk, and open it: it has the last whole generation"
+    )
 
 
 def _nothing_to_wait_for() -> None:
