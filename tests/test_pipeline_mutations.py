@@ -120,7 +120,6 @@ MISTAKES = {
 """What is wrong: (schedule, stash, change of the columns)."""
 
 QUICK = {
-    "a forward of another microbatch",
     "a backward of another microbatch",
     "one slot too few for residuals",
     "a dropped gradient",

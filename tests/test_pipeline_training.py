@@ -46,13 +46,12 @@ OPTIMIZERS = {
     "sgd": lambda: zerojax.sgd(0.3, momentum=0.9, weight_decay=0.01),
     "lamb": lambda: zerojax.lamb(1e-2, clip_norm=0.05),
     "optax lamb": lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.lamb(1e-2)),
-    "lion": lambda: zerojax.lion(1e-3),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "zero"),
-    [("sgd", 2), ("lamb", 1), slow("optax lamb", 3), slow("lamb", 3), slow("sgd", 0)],
+    [("lamb", 1), slow("optax lamb", 3), slow("sgd", 2)],
 )
 def test_optimizers_see_the_arrays_of_one_device(name, zero):
     """Norms of arrays and of all gradients are over stages, and rows of padding count as nothing.
@@ -67,7 +66,8 @@ def test_optimizers_see_the_arrays_of_one_device(name, zero):
     np.testing.assert_allclose(run.norms, expected.norms, rtol=2e-6)
 
 
-@pytest.mark.parametrize("zero", [1, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 3])
 def test_eight_bit_moments_follow_those_of_one_device(zero):
     """Blocks are cut within each shard, so codes differ, by a coding error in each step."""
     wide = small(layers=8, width=32)
@@ -82,7 +82,7 @@ def test_eight_bit_moments_follow_those_of_one_device(zero):
 # Frozen parameters
 
 
-@pytest.mark.parametrize("zero", [slow(0), slow(1), 2, 3])
+@pytest.mark.parametrize("zero", [slow(1), slow(2), 3])
 def test_frozen_parameters_stay_and_the_rest_trains(zero):
     freeze = ("embed/.*", "blocks/linear/bias")
     expected = one_device(freeze=freeze)
@@ -108,7 +108,7 @@ def dropped(rate_behind):
 @pytest.mark.parametrize(
     ("schedule", "stash", "mesh", "zero", "behind"),
     [
-        ("1f1b", "residuals", {"stage": 4}, 0, 0.0),
+        slow("1f1b", "residuals", {"stage": 4}, 0, 0.0),
         ("zb_v", "input", {"stage": 2, "model": 2}, 3, 0.2),
         slow("interleaved(2)", "residuals", {"stage": 2, "model": 2}, 1, 0.2),
         slow("gpipe", "input", {"stage": 2}, 2, 0.2),
@@ -183,9 +183,7 @@ def hinted_batch(index):
     return {**text_batch(index), "hints": hints}
 
 
-@pytest.mark.parametrize(
-    ("mesh", "zero"), [(FOUR_STAGES, 1), slow(TWO_STAGES, 2), slow(FOUR_STAGES, 3)]
-)
+@pytest.mark.parametrize(("mesh", "zero"), [(FOUR_STAGES, 1), slow(TWO_STAGES, 3)])
 def test_an_overflow_on_one_stage_skips_the_step_on_all(mesh, zero):
     """The gradient of one layer's probe overflows, in one row of the batch; all others are finite.
 
@@ -228,10 +226,9 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(mesh, zero):
 @pytest.mark.parametrize(
     ("kind", "zero"),
     [
-        ("linen", 3),
-        *(slow("linen", zero) for zero in (0, 1, 2)),
-        *(("function", zero) for zero in (1, 2, 3)),
-        slow("function", 0),
+        ("function", 3),
+        *(slow("function", zero) for zero in (0, 1, 2)),
+        *(slow("linen", zero) for zero in range(4)),
     ],
 )
 def test_other_kinds_of_models_equal_one_device(kind, zero):
@@ -245,11 +242,10 @@ def test_other_kinds_of_models_equal_one_device(kind, zero):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, 3])
-def test_sequence_sharding_equals_one_device(zero):
+def test_sequence_sharding_equals_one_device():
     model = reference_model("llama", num_layers=4)
     expected = one_device(model)
-    options = {"sequence_sharding": True, "num_microbatches": 4, "zero": zero}
+    options = {"sequence_sharding": True, "num_microbatches": 4, "zero": 3}
     assert_equal_runs(train(model, mesh=TWO_STAGES, **options), expected)
 
 
