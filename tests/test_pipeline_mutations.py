@@ -121,9 +121,7 @@ MISTAKES = {
 
 QUICK = {
     "a backward of another microbatch",
-    "one slot too few for residuals",
     "a dropped gradient",
-    "a skipped backward",
 }
 
 

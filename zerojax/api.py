@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from zerojax import mesh as meshes
 from zerojax import model as models
 from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, as_mesh_config, to_dict
-from zerojax.data import Feed, TokenSource, as_feed, as_source
+from zerojax.data import Feed, TokenSource, as_feed, as_source, local_rows_of_mesh
 from zerojax.forecast.formulas import tokens_per_step
 from zerojax.losses import next_token
 from zerojax.plan import Plan, make_plan
@@ -117,8 +117,8 @@ def train(
     check_validation(validation)
     precision, reason = _default_precision(precision, mesh)
     reasons += [reason] if reason else []
-    feed = as_feed(batches, rows=rows_of_process(batches))
-    example = _first_batch(feed)
+    feed = as_feed(batches, rows=rows_of_process(batches, mesh))
+    example = _first_batch(feed, mesh)
     if steps is None and not _ends(batches):
         steps = DEFAULT_STEPS
         reasons.append(f"steps={steps}: the default where batches have no end")
@@ -227,7 +227,7 @@ def _default_precision(precision: Any, mesh: Mesh) -> tuple[Any, str | None]:
     return "bf16", "precision='bf16': the default on accelerators"
 
 
-def _first_batch(feed: Feed) -> Any:
+def _first_batch(feed: Feed, mesh: Mesh) -> Any:
     """The shapes of the first batch, globally; the batch itself stays in the feed."""
     before = feed.state()
     try:
@@ -235,13 +235,16 @@ def _first_batch(feed: Feed) -> Any:
     except StopIteration:
         raise ValueError("batches is empty: there is no first batch to plan with") from None
     feed.give_back([(batch, feed.state())], before)
-    count = jax.process_count()
+    shards = meshes.num_data_shards(mesh)
+    low, high = local_rows_of_mesh(mesh, shards)
 
     def widen(leaf: Any) -> jax.ShapeDtypeStruct:
         struct = jax.eval_shape(lambda: jnp.asarray(leaf)) if not hasattr(leaf, "shape") else leaf
         dtype = jax.dtypes.canonicalize_dtype(struct.dtype)
-        shape = (struct.shape[0] * count, *struct.shape[1:]) if struct.shape else ()
-        return jax.ShapeDtypeStruct(shape, dtype)
+        if not struct.shape:
+            return jax.ShapeDtypeStruct((), dtype)
+        rows = struct.shape[0] * shards // (high - low)
+        return jax.ShapeDtypeStruct((rows, *struct.shape[1:]), dtype)
 
     return jax.tree.map(widen, batch)
 

@@ -158,7 +158,7 @@ def exchange_pieces(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Ar
     Args:
       wholes: {name: whole value}, all of one dtype and over the same axes.
     """
-    first = next(iter(leaves.values()))
+    first = leaves[next(iter(wholes))]
     size, over = first.num_shards, first.over
     if size > MAX_PERMUTES + 1:
         return _exchange_at_once(wholes, leaves)

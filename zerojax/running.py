@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from zerojax import profile
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig
-from zerojax.data import Feed, TokenSource
+from zerojax.data import Feed, TokenSource, local_rows_of_mesh
 from zerojax.forecast.formulas import model_flops
 from zerojax.metrics import RunLog
 from zerojax.plan import Plan
@@ -106,9 +107,11 @@ def _open_log(run: RunFiles, plan: Plan, start_step: int) -> RunLog:
     return log
 
 
-def rows_of_process(batches: Any) -> tuple[int, int] | None:
-    """Rows of a text batch that this process reads; other batches are cut by the user."""
+def rows_of_process(batches: Any, mesh: Mesh) -> tuple[int, int] | None:
+    """Rows of a text batch that this process reads; other batches are cut by the user.
+
+    All processes of a pipeline whose stages lie on different ones read the same rows.
+    """
     if not isinstance(batches, TokenSource) or jax.process_count() == 1:
         return None
-    share = batches.global_batch_size // jax.process_count()
-    return jax.process_index() * share, (jax.process_index() + 1) * share
+    return local_rows_of_mesh(mesh, batches.global_batch_size)

@@ -84,7 +84,7 @@ def run_from_config(config: RunConfig) -> Trainer:
         save_on_exit=checkpoint.save_on_exit,
         resume_hint="run the same command again to resume",
     )
-    feed = as_feed(train_source, rows=rows_of_process(train_source))
+    feed = as_feed(train_source, rows=rows_of_process(train_source, plan.mesh))
     if tokenizer is not None and jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         save_tokenizer(tokenizer, folder / TOKENIZER_FILE)

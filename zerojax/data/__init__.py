@@ -5,7 +5,7 @@ Knows a plan's batch; never touches parameters, the step or the loop.
 
 from zerojax.data.corpus import read_text
 from zerojax.data.feed import Feed, as_feed
-from zerojax.data.placing import local_rows, shard_batch
+from zerojax.data.placing import local_rows, local_rows_of_mesh, shard_batch
 from zerojax.data.prefetching import Prefetch, prefetch
 from zerojax.data.source import TokenSource, as_source
 from zerojax.data.tokenizer import (
@@ -31,6 +31,7 @@ __all__ = [
     "as_tokenizer",
     "load_tokenizer",
     "local_rows",
+    "local_rows_of_mesh",
     "open_tokens",
     "prefetch",
     "read_text",

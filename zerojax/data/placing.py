@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from zerojax.mesh import DATA_AXES
 from zerojax.trees import flatten_names, unflatten_like
 
 # The names of a language-model batch that hold token ids (others, such as labels, are not bounded
@@ -87,6 +89,11 @@ def local_rows(plan: BatchPlan) -> tuple[int, int]:
     """
     size = jax.tree.leaves(plan.abstract_batch)[0].shape[0]
     return _local_rows(plan.batch_sharding, size)
+
+
+def local_rows_of_mesh(mesh: Mesh, size: int) -> tuple[int, int]:
+    """The same of batches of `size` rows over a mesh, before there is a plan."""
+    return _local_rows(NamedSharding(mesh, P(DATA_AXES)), size)
 
 
 @functools.lru_cache(maxsize=64)

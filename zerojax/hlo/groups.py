@@ -65,7 +65,8 @@ def _read_mesh(text: str) -> list[Group]:
     """`mesh['a'=4,'b'=2] {'b','a':(1)2}`: groups along axes, or parts of axes, of a mesh.
 
     `'a':(2)2` is the part of `a` between strides: an axis of 8 read as [2, 2, 2], the middle one.
-    Between mesh and axes the devices' order may stand, as ids or as `device_ids=([[0,2],[1,3]])`.
+    Between mesh and axes the devices' order may stand, as ids, as `device_ids=([[0,2],[1,3]])`
+    or as `device_ids=([2,4]T(1,0))`, all of them counted in [2, 4] and transposed.
     Source: MeshAxesReplicaGroupList in OpenXLA's xla/hlo/ir/replica_group.cc.
     """
     found = _MESH.fullmatch(text)
@@ -106,7 +107,9 @@ def _cut_axis(size: int, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _mesh_order(text: str, count: int) -> Sequence[int]:
-    iota = re.search(r"<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    iota = re.search(r"<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text) or re.search(
+        r"\(\[([\d,]+)\]T\(([\d,]+)\)", text
+    )
     if iota:
         source = _integers(iota[1])
         return _transposed(range(count), source, _integers(iota[2] or "") or range(len(source)))
