@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from benchmarks.measuring import Side, interleave, least_of, ratio_of, sample
+from benchmarks.measuring import Side, interleave, least_of, sample
 from benchmarks.recording import Goal, Record
 from zerojax.replicated import over_auto_axes
 from zerojax.schedules import Costs, simulate
@@ -47,7 +47,7 @@ class Sizes:
     rounds: int
 
 
-FULL = Sizes(SCHEDULES, SLOT_MS, (8, 16), (2, 4, 8, 16), 512, 128, 5)
+FULL = Sizes(SCHEDULES, SLOT_MS, (8, 16), (2, 4, 8, 16), 256, 512, 5)
 SMOKE = Sizes(("1f1b", "zb_h1"), 1.0, (4,), (2,), 8, 2, 1)
 
 
@@ -60,8 +60,9 @@ def measure(smoke: bool) -> Record:
         f"waiting: 4 stages; F, input gradients and weight gradients sleep {sizes.milliseconds:g} "
         "ms each per stage and microbatch, idle slots too, as all stages are in step; bubble = 1 - "
         "work / time; in_step and field: zerojax.schedules.simulate, the latter as papers count",
-        "computing: 1f1b, 2 stages on 2 cores, over data parallelism on the same cores with the "
-        "same sequences per device and microbatch; ideal (m+p-1)/m",
+        "computing: 1f1b, 2 stages on 2 cores; table: m+p-1 times what one more microbatch costs "
+        "two data shards on the same cores (the slope of data_parallel_ms), with the same rows in "
+        "each product; what a step costs once, such as its update, comes on top",
     ]
     return Record(
         name="pipeline_bubble",
@@ -184,23 +185,26 @@ def _measure_computing(sizes: Sizes) -> tuple[list[dict[str, Any]], list[Goal]]:
             plan, batch = _plan(Block, width, 4, mesh, microbatches, rows=number * rows_each)
             sides[name, number] = _side(plan, batch)
     samples = _take(sides, sizes.rounds)
+    seconds = {key: least_of(taken, "wall") for key, taken in samples.items()}
+    *_, few, many = (0, *sizes.computing)
+    before = seconds["data", few] if few else 0.0
+    microbatch = (seconds["data", many] - before) / (many - few)
     rows, goals = [], []
     for number in sizes.computing:
-        piped, plain = samples["pipeline", number], samples["data", number]
-        ratio, ideal = ratio_of(piped, plain, "wall"), (number + 1) / number
+        ideal = (number + 1) * microbatch
         rows.append(
             {
                 "work": "computing",
                 "schedule": "1f1b",
                 "m": number,
-                "ms": least_of(piped, "wall") * 1e3,
-                "data_parallel_ms": least_of(plain, "wall") * 1e3,
-                "pipeline/data": ratio,
-                "ideal": ideal,
+                "ms": seconds["pipeline", number] * 1e3,
+                "time/table": seconds["pipeline", number] / ideal,
+                "table_ms": ideal * 1e3,
+                "data_parallel_ms": seconds["data", number] * 1e3,
             }
         )
-        title = f"1f1b, m={number}: (pipeline / data parallel) / ideal, computing"
-        goals.append(Goal(name=title, value=ratio / ideal, limit=LIMIT))
+        title = f"1f1b, m={number}: time / what the table says, computing"
+        goals.append(Goal(name=title, value=rows[-1]["time/table"], limit=LIMIT))
     return rows, goals
 
 
