@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import profile
 from zerojax.checkpoint import Checkpointer, CheckpointError
@@ -107,7 +107,7 @@ def _open_log(run: RunFiles, plan: Plan, start_step: int) -> RunLog:
     return log
 
 
-def rows_of_process(batches: Any, mesh: Mesh) -> tuple[int, int] | None:
+def rows_of_process(batches: Any, mesh: Mesh | AbstractMesh) -> tuple[int, int] | None:
     """Rows of a text batch that this process reads; other batches are cut by the user.
 
     All processes of a pipeline whose stages lie on different ones read the same rows.

@@ -91,7 +91,7 @@ def local_rows(plan: BatchPlan) -> tuple[int, int]:
     return _local_rows(plan.batch_sharding, size)
 
 
-def local_rows_of_mesh(mesh: Mesh, size: int) -> tuple[int, int]:
+def local_rows_of_mesh(mesh: Mesh | AbstractMesh, size: int) -> tuple[int, int]:
     """The same of batches of `size` rows over a mesh, before there is a plan."""
     return _local_rows(NamedSharding(mesh, P(DATA_AXES)), size)
 
