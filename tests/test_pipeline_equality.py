@@ -1,7 +1,7 @@
 """GPT-2 and Llama over pipeline stages give the losses of one device, whatever the schedule.
 
-The rows are such that every two choices meet in one of them. Three of them, with other choices in
-every place, take six steps; all others, marked slow, take twenty.
+The rows are such that every two choices meet in one of them. Three of them, each with a
+mesh, a ZeRO stage and a schedule of its own, take six steps; all others, marked slow, take twenty.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def test_the_losses_are_those_of_one_device(
 
 
 def test_the_rows_span_what_they_claim():
-    for column, choices in enumerate(CHOICES[1:], 1):
-        assert {row[column] for row in QUICK} == set(choices)
+    for column in (1, 2, 3):  # mesh, ZeRO stage, schedule
+        assert len({row[column] for row in QUICK}) == len(QUICK)
     for (a, first), (b, second) in itertools.combinations(enumerate(CHOICES), 2):
         met = {(row[a], row[b]) for row in [*QUICK, *SLOW]}
         assert met == set(itertools.product(first, second))
