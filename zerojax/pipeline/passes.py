@@ -31,7 +31,7 @@ from zerojax.pipeline.residuals import SplitPasses, split_passes
 from zerojax.pipeline.stage import StageWork
 from zerojax.pipeline_layout import PipelineLayout
 from zerojax.programs import holds_collectives
-from zerojax.schedules import forward_schedule, lower
+from zerojax.schedules import ExecutorTable, forward_schedule, lower
 from zerojax.zero import (
     PassConfig,
     build_reads,
@@ -69,17 +69,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         pieces = weights.cut(extras, key_data, microbatches, train=True)
         counts, counted = _count(pieces, extras, config.num_microbatches)
         work = weights.work(pieces, counts, key_data, microbatches, loss_factor)
-        found = execute(
-            layout.table,
-            work,
-            weights=weights.of_stages(weights.inputs),
-            fixed=weights.of_stages(weights.constants),
-            outer=weights.of_all(weights.inputs),
-            rows=_rows(layout),
-            extras=extras,
-            accumulate_dtype=config.precision.accumulate_dtype,
-            activation_spec=_activation_spec(config),
-        )
+        found = weights.execute(layout.table, work, extras)
         assert found.chunks is not None
         assert found.outer is not None
         grads = {**found.chunks, **found.outer}
@@ -117,25 +107,14 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
     def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
         rows = jax.tree.leaves(batch)[0].shape[0]
         count = max(n for n in range(1, config.num_microbatches + 1) if rows % n == 0)
-        schedule = layout.schedule
-        table = lower(forward_schedule(schedule, count))
+        table = lower(forward_schedule(layout.schedule, count))
         microbatches = _split(batch, count)
         evaluation = _for_evaluation(config, params, frozen, extras, microbatches)
         weights = _Weights(evaluation, layout, params, frozen)
         pieces = weights.cut(extras, key_data, microbatches, train=False)
         counts, _ = _count(pieces, extras, count)
-        found = execute(
-            table,
-            weights.work(pieces, counts, key_data, microbatches, None),
-            weights=weights.of_stages(weights.inputs),
-            fixed=weights.of_stages(weights.constants),
-            outer=weights.of_all(weights.inputs),
-            rows=_rows(layout),
-            extras=extras,
-            accumulate_dtype=config.precision.accumulate_dtype,
-            activation_spec=_activation_spec(config),
-            backward=False,
-        )
+        work = weights.work(pieces, counts, key_data, microbatches, None)
+        found = weights.execute(table, work, extras, backward=False)
         return replicated.sum_replicated(found.sums, over=MANUAL_AXES)
 
     def forward(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
@@ -293,6 +272,23 @@ class _Weights:
             head_reads=frozenset(trained & pieces.head_reads),
             embed_alone=may_run_alone(pieces.embed_reads, pieces.loop.embed),
             head_alone=may_run_alone(pieces.head_reads, pieces.loop.head),
+        )
+
+    def execute(
+        self, table: ExecutorTable, work: StageWork, extras: Arrays, *, backward: bool = True
+    ) -> Results:
+        """All microbatches of a table, with these parameters."""
+        return execute(
+            table,
+            work,
+            weights=self.of_stages(self.inputs),
+            fixed=self.of_stages(self.constants),
+            outer=self.of_all(self.inputs),
+            rows=_rows(self.layout),
+            extras=extras,
+            accumulate_dtype=self.config.precision.accumulate_dtype,
+            activation_spec=_activation_spec(self.config),
+            backward=backward,
         )
 
 
