@@ -6,13 +6,11 @@ two minutes of two free cores. One test is one program, and looks at every claim
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import pytest
 
 from tests import gpu_programs
-from tests.gpu_programs import BF16, LAYERS, SEQ, WIDTH, Case, GpuProgram, compile_case
+from tests.gpu_programs import BF16, LAYERS, SEQ, WIDTH, Case, compile_case
+from tests.program_claims import Claims
 from zerojax import collectives, compiler
 from zerojax.forecast import formulas
 
@@ -33,35 +31,12 @@ LAYER_SHARE = LAYERS * gpu_programs.LAYER_PARAMETERS / gpu_programs.gpt_config()
 """Parameters in the layers, of all; the rest are tables."""
 
 
-class Claim(NamedTuple):
-    holds_for: Callable[[Case], bool]
-    check: Callable[[GpuProgram], None]
-
-
-CLAIMS: list[Claim] = []
-
-
-def claim(holds_for: Callable[[Case], bool] = lambda case: True):
-    """A promise about the program of every case that `holds_for` picks."""
-
-    def register(check):
-        CLAIMS.append(Claim(holds_for, check))
-        return check
-
-    return register
+claim = Claims()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_program_keeps_every_promise_of_its_stage(case):
-    built, broken = compile_case(case), []
-    for holds_for, check in CLAIMS:
-        if holds_for(case):
-            try:
-                check(built)
-            except AssertionError as error:
-                broken.append(AssertionError(f"{check.__name__}: {error}"))
-    if broken:
-        raise ExceptionGroup(f"{case.name} breaks {len(broken)} promises", broken)
+    claim.check(case, compile_case(case))
 
 
 def wire(found):

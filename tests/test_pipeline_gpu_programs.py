@@ -7,12 +7,11 @@ of processor time. The expectations are those of `benchmarks.pipeline_programs`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 
-from benchmarks.pipeline_programs import BF16, SMALL, Built, Case, compile_case, wire
+from benchmarks.pipeline_programs import BF16, SMALL, Case, compile_case, wire
+from tests.program_claims import Claims
 from zerojax import compiler, hlo
 from zerojax.pipeline_costs import total_buffer_bytes
 
@@ -41,35 +40,12 @@ TINY = 1024
 """Bytes: sums of losses and weights, and the optimizer's norms."""
 
 
-class Claim(NamedTuple):
-    holds_for: Callable[[Case], bool]
-    check: Callable[[Built], None]
-
-
-CLAIMS: list[Claim] = []
-
-
-def claim(holds_for: Callable[[Case], bool] = lambda case: True):
-    """A promise about the program of every case that `holds_for` picks."""
-
-    def register(check):
-        CLAIMS.append(Claim(holds_for, check))
-        return check
-
-    return register
+claim = Claims()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_program_keeps_every_promise_of_its_stage(case):
-    built, broken = compile_case(case), []
-    for holds_for, check in CLAIMS:
-        if holds_for(case):
-            try:
-                check(built)
-            except AssertionError as error:
-                broken.append(AssertionError(f"{check.__name__}: {error}"))
-    if broken:
-        raise ExceptionGroup(f"{case.name} breaks {len(broken)} promises", broken)
+    claim.check(case, compile_case(case))
 
 
 @claim()
