@@ -21,6 +21,7 @@ from zerojax.config import (
     DataConfig,
     LogConfig,
     MeshConfig,
+    OffloadConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -33,6 +34,7 @@ from zerojax.schedules import ScheduleError, make_schedule
 
 SECTIONS = [
     MeshConfig,
+    OffloadConfig,
     ModelConfig,
     DataConfig,
     OptimizerConfig,
@@ -100,7 +102,7 @@ def test_the_run_folder_is_named_for_the_file_unless_it_is_given(tmp_path):
         ("seed=7", lambda run: run.seed, 7),
         ("clip_norm=none", lambda run: run.optimizer.clip_norm, None),
         ("eval_every=null", lambda run: run.eval_every, None),
-        ("offload=null", lambda run: run.mesh.offload, None),
+        ("offload=null", lambda run: run.mesh.offload, OffloadConfig()),
         ("remat=none", lambda run: run.model.remat, "none"),
         ("tensorboard=false", lambda run: run.log.tensorboard, False),
         ("wandb=2024", lambda run: run.log.wandb, "2024"),
@@ -154,7 +156,7 @@ BAD_FILES = [
         "'adam' is not one of adamw, lion, sgd, lamb, adam8bit; did you mean",
     ),
     ("mesh: 3", "mesh: expected a section with the keys data, model"),
-    ("mesh:\n  offload: cpu", "mesh.offload: 'cpu' is not built yet; leave it None"),
+    ("mesh:\n  offload: cpu", "mesh.offload: expected a section with the keys opt_state"),
     ("mesh:\n  zero: 4", "mesh.zero: 4 must be 0, 1, 2 or 3 ({path}:2)"),
     ("mesh: {data: 0}", "mesh.data: 0 must be >= 1, or -1 for all devices"),
     ("mesh: {model: -1}", "mesh.model: -1 must be >= 1"),
@@ -212,7 +214,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path, text, sentence):
         ("log=3", "log: this is a section (log.every, "),
         ("zero=three", "mesh.zero: expected an integer, got 'three' (str) (command line)"),
         ("zero=7", "mesh.zero: 7 must be 0, 1, 2 or 3 (command line)"),
-        ("offload=cpu", "mesh.offload: 'cpu' is not built yet"),
+        ("offload=cpu", "this is a section (mesh.offload.opt_state"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named(override, sentence):

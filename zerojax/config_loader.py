@@ -158,7 +158,8 @@ def _check_keys(cls: type, values: Any, prefix: Key = (), root: type | None = No
         if field is None:
             hint = _nearest(str(name), cls, prefix, root)
             raise ConfigError(f"unknown key; {hint}", (*prefix, str(name)))
-        if dataclasses.is_dataclass(field) and not isinstance(value, field):  # type: ignore[arg-type]
+        whole = is_null(value) or isinstance(value, field) if dataclasses.is_dataclass(field) else True  # type: ignore[arg-type]
+        if not whole:
             _check_keys(typing.cast(type, field), value, (*prefix, name), root)
 
 
@@ -179,12 +180,15 @@ def _closest(name: str, known: Sequence[str]) -> str | None:
 
 
 def _resolve(cls: type, text: str) -> Key:
-    """The full key an override means: itself, or the only leaf that ends in it."""
+    """The full key an override means: itself, or the only leaf or section that ends in it."""
     key = tuple(text.split("."))
     leaves = [*_leaves(cls)]
     if key in leaves or any(leaf[: len(key)] == key for leaf in leaves):
         return key
     matches = [leaf for leaf in leaves if leaf[-len(key) :] == key]
+    if not matches:  # a section that is nested in another
+        sections = dict.fromkeys(prefix for leaf in leaves for prefix in _prefixes(leaf[:-1]))
+        matches = [section for section in sections if section[-len(key) :] == key]
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -200,12 +204,13 @@ def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, st
     key = _resolve(cls, text.strip().removeprefix("--"))
     new: Any = CommandText(value)
     if key not in set(_leaves(cls)):
-        new = _parse(value)
-        if not isinstance(new, dict):
+        new = parse_text(value)
+        if not isinstance(new, dict) and new is not None:
             raise ConfigError(_section_hint(cls, key, value), key, "command line")
     node = values
     for name in key[:-1]:
-        node[name] = dict(node.get(name) or {})
+        found = node.get(name) or {}
+        node[name] = to_dict(found) if dataclasses.is_dataclass(found) else dict(found)
         node = node[name]
     if isinstance(new, dict):
         new = {**(node.get(key[-1]) or {}), **new}
@@ -275,7 +280,8 @@ def _record_lines(node: yaml.Node | None, key: Key, source: str, where: dict[Key
         _record_lines(value, child, source, where)
 
 
-def _parse(text: str) -> Any:
+def parse_text(text: str) -> Any:
+    """What a text typed on a command line means in YAML; itself where it means nothing."""
     try:
         return yaml.safe_load(text) if text else ""
     except yaml.YAMLError:
@@ -298,10 +304,12 @@ def _convert(hint: Any, value: Any) -> Any:
         _expect(is_null(value), "nothing (null)", value)
         return None
     if isinstance(value, CommandText):
-        value = _parse(value)
+        value = parse_text(value)
         if origin is tuple and args[0] is str and isinstance(value, str):
             value = [value]  # freeze=embed/.* is a list of one
     if dataclasses.is_dataclass(hint):
+        if is_null(value):
+            return hint()  # type: ignore[operator] - a section that says nothing
         return value if isinstance(value, hint) else from_dict(hint, value)  # type: ignore[arg-type]
     if origin is typing.Literal:
         return _convert_literal(args, value)

@@ -18,6 +18,7 @@ from zerojax.config.checks import (
 )
 from zerojax.config.loss_scale import LossScale, describe_loss_scale
 from zerojax.config.mesh import MeshConfig, as_mesh_config
+from zerojax.config.offload import OffloadConfig
 from zerojax.config_loader import (
     ConfigError,
     coerce_fields,
@@ -34,6 +35,7 @@ __all__ = [
     "LossScale",
     "MeshConfig",
     "ModelConfig",
+    "OffloadConfig",
     "OptimizerConfig",
     "ParameterGroup",
     "RunConfig",

@@ -3,13 +3,15 @@
 Knows numbers and names; no devices, no models, and not which schedules there are.
 """
 
+import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from zerojax.config.checks import check_at_least, check_regex, refuse
-from zerojax.config_loader import coerce_fields, from_dict, is_null
+from zerojax.config.offload import OffloadConfig
+from zerojax.config_loader import coerce_fields, from_dict
 
 Rules = tuple[tuple[str, tuple[str | None, ...]], ...]
 
@@ -60,15 +62,13 @@ class MeshConfig:
     """Elements of parameters per gather outside the layer loop; the same reason."""
     sequence_sharding: bool = False
     """Also split norms and residuals over `model`, along the sequence. Off: no use at model=1."""
-    offload: None = None
-    """Reserved for state outside device memory; only None is accepted yet."""
+    offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
+    """What lies outside device memory; null leaves everything on the device."""
     rules: Rules | None = None
     """Tensor-parallel rules, first match wins: (regex on the parameter's name, mesh axis or null
     for each trailing dim). None: the model's own `tensor_parallel_rules` if it has some."""
 
     def __post_init__(self) -> None:
-        if not is_null(self.offload):
-            refuse("offload", self.offload, "is not built yet; leave it None and use zero=3")
         coerce_fields(self)
         if self.data < 1 and self.data != -1:
             refuse("data", self.data, "must be >= 1, or -1 for all devices the other axes leave")

@@ -1,0 +1,76 @@
+"""How the state of each parameter is cut into slices, and in which tier each slice lies.
+
+Knows names, counts and tiers; never knows arrays, meshes, optimizers or how a slice is moved.
+
+A shard of a parameter, as a device holds it, is read as one long vector and cut into `num_slices`
+slices of `slice_elements`, a multiple of the number of layers in it, so that no slice holds parts
+of two layers. Masters and moments are stored so, [slices, elements] on each device: the first
+`device` slices in device memory, the next `host` in pinned host memory, the rest in files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from zerojax.config.offload import DEVICE, HOST, NVME
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlicedLeaf:
+    """The slices of one parameter.
+
+    Attributes:
+      name: of the parameter.
+      shard_shape: of the stored parameter on one device.
+      axes: mesh axes that its shards lie over, outermost first; all of the mesh's axes that split
+        any of its dimensions.
+      num_shards: devices among which these axes divide it.
+      slice_elements: of one slice.
+      counts: {tier: slices of each shard in it}, of every tier, nearest first.
+    """
+
+    name: str
+    shard_shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    num_shards: int
+    slice_elements: int
+    counts: Mapping[str, int]
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of one shard."""
+        return sum(self.counts.values())
+
+    def first(self, tier: str) -> int:
+        """Number of the first slice of a tier."""
+        before = {DEVICE: (), HOST: (DEVICE,), NVME: (DEVICE, HOST)}[tier]
+        return sum(self.counts[nearer] for nearer in before)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadLayout:
+    """What of a plan lies where.
+
+    Attributes:
+      leaves: {name: slices} of the parameters whose masters and moments are offloaded, in the order
+        of the state.
+      arrays: what a slice has of state, the order in which a bucket on disk has them: "master"
+        (where the precision has masters), then names of the optimizer's moments.
+      streamed: names of the parameters whose weights wait on the host and come layer by layer.
+      activations: whether what each layer is given waits on the host.
+      update_in_backward: whether layers are updated as their gradients appear.
+      kept: (name, reason) of every parameter that stays on the device although others leave it.
+    """
+
+    leaves: Mapping[str, SlicedLeaf]
+    arrays: tuple[str, ...]
+    streamed: frozenset[str]
+    activations: bool
+    update_in_backward: bool
+    kept: tuple[tuple[str, str], ...]
+
+    @property
+    def on_disk(self) -> tuple[SlicedLeaf, ...]:
+        """The leaves that have slices in files."""
+        return tuple(leaf for leaf in self.leaves.values() if leaf.counts[NVME])
