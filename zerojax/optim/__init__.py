@@ -9,11 +9,12 @@ from zerojax.optim.clipping import clip_by_global_norm
 from zerojax.optim.coding import StateCoding
 from zerojax.optim.groups import decay_mask, is_matrix
 from zerojax.optim.methods import adamw, lamb, lion, sgd
-from zerojax.optim.optimizer import Optimizer, UpdateContext, coding_of
+from zerojax.optim.optimizer import BegunUpdate, Optimizer, UpdateContext, coding_of
 from zerojax.optim.schedules import Schedule, build_schedule
 from zerojax.optim.sizes import depends_on_sizes
 
 __all__ = [
+    "BegunUpdate",
     "BuiltOptimizer",
     "Optimizer",
     "Schedule",

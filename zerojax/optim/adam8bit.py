@@ -76,6 +76,7 @@ def adam8bit(
         moments=("mu", "nu"),
         scalars=functools.partial(optimizers.adam_scalars, **rule),
         run=_update_leaves,
+        elementwise=False,
     )
     options = Options(
         learning_rate=learning_rate, decay=Decay(**decay, groups=as_groups(groups)), **more

@@ -6,6 +6,7 @@ Knows optax's states and leaves by name; never which optimizer's arithmetic it r
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from pallas_kernels.elementwise import Rule, Updated
 from pallas_kernels.update import update, update_trees
 from zerojax.optim.clipping import clip_by_global_norm
 from zerojax.optim.groups import Decay, LeafSettings
-from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
+from zerojax.optim.optimizer import Arrays, BegunUpdate, Optimizer, UpdateContext
 from zerojax.optim.schedules import Schedule, as_schedule
 
 Tree = Any
@@ -82,6 +83,7 @@ class Method:
       moments: fields of optax's state that hold moments, in the order of the rule.
       scalars: (learning_rate, weight_decay=, count=, gradient_scale=, skip=) -> the rule's scalars.
       run: what updates all leaves.
+      elementwise: whether each element is updated by itself, so that a shard may come in pieces.
     """
 
     kernel: str
@@ -89,6 +91,7 @@ class Method:
     moments: tuple[str, ...]
     scalars: Callable[..., Any]
     run: Run
+    elementwise: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,6 +149,7 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
         clip_norm=options.clip_norm,
         with_dtypes=with_dtypes,
         learning_rate=as_schedule(options.learning_rate),
+        begin=functools.partial(_begin, method, options) if method.elementwise else None,
     )
 
 
@@ -204,13 +208,25 @@ def _apply(
     method: Method, options: Options, arrays: tuple[Arrays, Arrays, Tree], context: UpdateContext
 ) -> tuple[Arrays, Tree]:
     params, grads, state = arrays
+    begun = _begin(method, options, state, context.whole(params), context)
+    params, after = begun.run(params, begun.moments, grads, None)
+    return params, begun.end(after)
+
+
+def _begin(
+    method: Method,
+    options: Options,
+    state: Tree,
+    whole: Mapping[str, jax.ShapeDtypeStruct],
+    context: UpdateContext,
+) -> BegunUpdate:
     parts = jax.tree.leaves(state, is_leaf=_is_part)
     schedule = next((p for p in parts if isinstance(p, optax.ScaleByScheduleState)), None)
     moments = next((p for p in parts if p is not schedule), None)
     rate = as_schedule(options.learning_rate)(schedule.count if schedule else 0)
     rate = jnp.asarray(rate, jnp.float32)
     counted = moments is not None and "count" in moments._fields
-    settings = options.decay.settings(context.whole(params))
+    settings = options.decay.settings(dict(whole))
 
     def scalars_of(leaf: LeafSettings) -> Any:
         return method.scalars(
@@ -222,24 +238,31 @@ def _apply(
         )
 
     by_settings = {leaf: scalars_of(leaf) for leaf in dict.fromkeys(settings.values())}
-    numbers = Numbers(
-        scalars={name: by_settings[leaf] for name, leaf in settings.items()},
-        stochastic=options.stochastic,
-        context=context,
-    )
+
+    def run(
+        params: Arrays, before: tuple[Arrays, ...], grads: Arrays, piece: jax.Array | None
+    ) -> tuple[Arrays, tuple[Arrays, ...]]:
+        numbers = Numbers(
+            scalars={name: by_settings[settings[name]] for name in params},
+            stochastic=options.stochastic,
+            context=dataclasses.replace(context, piece=piece),
+        )
+        return method.run(params, before, grads, numbers)
+
+    def end(after: tuple[dict[str, Any], ...]) -> Tree:
+        def advance(part: Any) -> Any:
+            changed: dict[str, Any] = {}
+            if part is moments:
+                changed |= zip(method.moments, after, strict=True)
+            if "count" in part._fields:
+                new = optax.safe_increment(part.count)
+                changed["count"] = jnp.where(context.skip, part.count, new)
+            return part._replace(**changed)
+
+        return jax.tree.map(advance, state, is_leaf=_is_part)
+
     before = tuple(getattr(moments, field) for field in method.moments)
-    params, after = method.run(params, before, grads, numbers)
-
-    def advance(part: Any) -> Any:
-        changed: dict[str, Any] = {}
-        if part is moments:
-            changed |= zip(method.moments, after, strict=True)
-        if "count" in part._fields:
-            new = optax.safe_increment(part.count)
-            changed["count"] = jnp.where(context.skip, part.count, new)
-        return part._replace(**changed)
-
-    return params, jax.tree.map(advance, state, is_leaf=_is_part)
+    return BegunUpdate(moments=before, run=run, end=end)
 
 
 def _is_part(node: Any) -> bool:

@@ -133,6 +133,7 @@ def lamb(
             moments=("mu", "nu"),
             scalars=functools.partial(optimizers.adam_scalars, b1=b1, b2=b2, eps=eps),
             run=_lamb_passes,
+            elementwise=False,
         ),
         _options("lamb", learning_rate, weight_decay, mask, groups, clip_norm, impl),
     )

@@ -37,6 +37,7 @@ class UpdateContext:
       choice: which implementation runs, and why.
       shapes: {name: shape of the whole parameter}, for weight-decay masks that ask; {} where no
         parameter is split.
+      piece: int32 []; number of the piece of a shard that is updated, where it comes in pieces.
     """
 
     gradient_scale: jax.Array
@@ -45,10 +46,13 @@ class UpdateContext:
     axes: Mapping[str, tuple[str, ...]]
     choice: Choice
     shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    piece: jax.Array | None = None
 
     def seed(self, name: str) -> jax.Array:
         """uint32 [2]: random bits of a parameter's shard; copies of one shard get the same."""
         key = jax.random.fold_in(self.key, sorted(self.axes).index(name))
+        if self.piece is not None:
+            key = jax.random.fold_in(key, self.piece)
         for axis in self.axes[name]:
             key = jax.random.fold_in(key, lax.axis_index(axis))
         return seed_of(key)
@@ -72,6 +76,25 @@ class UpdateContext:
 Apply = Callable[[Arrays, Tree, Arrays, UpdateContext], tuple[Arrays, Tree]]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BegunUpdate:
+    """An update whose numbers are known and whose arrays come later, whole or in pieces.
+
+    Attributes:
+      moments: for each moment {name: what the state holds of it}, in the order of the rule.
+      run: (parameters, moments, gradients, piece) -> (parameters, moments), each moment and the
+        others {name: array} of some parameters; `piece` as in `UpdateContext`, or None.
+      end: moments of all parameters -> the state after this step.
+    """
+
+    moments: tuple[dict[str, Any], ...]
+    run: Callable[..., tuple[Arrays, tuple[Arrays, ...]]]
+    end: Callable[[tuple[dict[str, Any], ...]], Tree]
+
+
+Begin = Callable[[Tree, Mapping[str, jax.ShapeDtypeStruct], UpdateContext], BegunUpdate]
+
+
 class Optimizer(optax.GradientTransformationExtraArgs):
     """An optax transformation that can also update shards in place.
 
@@ -91,6 +114,9 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         nearest.
       coding: how the state becomes the one that is stored, and back; None where it is that already.
       learning_rate: its schedule over updates applied, for reports; None where it is not known.
+      begin: (state, {name: the whole parameter's shape and dtype}, context) -> `BegunUpdate`, for
+        shards that come in pieces; None where an element's update depends on other elements. State
+        may hold anything in place of the moments.
     """
 
     apply: Apply
@@ -100,6 +126,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     with_dtypes: Callable[[Any, bool], Optimizer]
     coding: StateCoding | None
     learning_rate: Schedule | None
+    begin: Begin | None
 
     def __new__(
         cls,
@@ -113,11 +140,12 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         with_dtypes: Callable[[Any, bool], Optimizer],
         coding: StateCoding | None = None,
         learning_rate: Schedule | None = None,
+        begin: Begin | None = None,
     ) -> Optimizer:
         self = super().__new__(cls, init, update)
         self.apply, self.kernel, self.impl, self.clip_norm = apply, kernel, impl, clip_norm
         self.with_dtypes, self.learning_rate = with_dtypes, learning_rate
-        self.coding = coding
+        self.coding, self.begin = coding, begin
         return self
 
 
