@@ -13,7 +13,7 @@ from tests.trajectories import text_batch
 from zerojax.config import LogConfig, ModelConfig
 from zerojax.models import build_model
 from zerojax.optim import adam8bit
-from zerojax.plan_table import shard_bytes
+from zerojax.plan_counts import shard_bytes
 
 BATCHES = [text_batch(index) for index in range(4)]
 STEPS = 8

@@ -21,7 +21,7 @@ from zerojax.arrays import (
 )
 from zerojax.mesh import make_abstract_mesh
 from zerojax.plan import make_plan
-from zerojax.plan_table import shard_bytes
+from zerojax.plan_counts import shard_bytes
 from zerojax.state import run_key_data
 
 USER = {

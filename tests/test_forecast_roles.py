@@ -23,7 +23,7 @@ from zerojax.hlo.live import LiveAtPeak, read_live
 from zerojax.hlo.program import read_program
 from zerojax.mesh import AXES
 from zerojax.models import GPT2, GPT2Config, Llama, LlamaConfig
-from zerojax.plan_table import role_bytes
+from zerojax.plan_counts import role_bytes
 
 # --- by hand --------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from zerojax.forecast.roofline import (
     verdict,
 )
 from zerojax.gpus import find_gpu
-from zerojax.plan_table import role_bytes
+from zerojax.plan_counts import role_bytes
 from zerojax.schedules import lower, make_schedule
 
 MESH = {"replica": 1, "data": 8, "stage": 1, "model": 1}

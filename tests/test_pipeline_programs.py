@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.small_models import reference_model
-from zerojax import compiler, hlo, make_mesh, make_plan, profile
+from zerojax import compiler, hlo, make_mesh, make_plan, plan_counts, profile
 from zerojax import pipeline_costs as costs
 from zerojax.forecast import formulas
 from zerojax.gpus import find_gpu
@@ -77,8 +77,8 @@ def test_where_the_backward_is_split_the_count_is_close():
 def test_model_flops_of_a_device_are_its_part_of_all_stages():
     plan, _ = traced_step(1, "1f1b", "residuals")
     whole = plan_on(make_abstract_mesh({"data": DATA}, DATA))
-    assert formulas.model_flops(plan) == formulas.model_flops(whole)
-    share = formulas.model_flops(plan) / plan.mesh.size
+    assert plan_counts.model_flops(plan) == plan_counts.model_flops(whole)
+    share = plan_counts.model_flops(plan) / plan.mesh.size
     assert share == pytest.approx(costs.useful_flops(plan.pipeline), rel=1e-12)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.pipelines import layout_of, plan_of
 from zerojax import pipeline_costs as costs
 from zerojax.pipeline_page import pipeline_dict, pipeline_lines
-from zerojax.plan_table import role_bytes, whole_elements
+from zerojax.plan_counts import role_bytes, whole_elements
 from zerojax.schedules import Schedule, simulate
 from zerojax.schedules.formulas import bubble_formula
 from zerojax.schedules.picture import GAP, SHORT_ROWS, WIDTH, draw, draw_short

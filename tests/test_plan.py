@@ -18,7 +18,7 @@ from zerojax.config import MeshConfig
 from zerojax.mesh import make_abstract_mesh, make_mesh
 from zerojax.placement import Access
 from zerojax.plan import make_plan
-from zerojax.plan_table import role_bytes
+from zerojax.plan_counts import role_bytes
 from zerojax.trees import flatten_names
 
 

@@ -15,7 +15,7 @@ from zerojax import compiler
 from zerojax import pipeline_costs as costs
 from zerojax.compiler import CompileError
 from zerojax.forecast.result import FORMULA, RoleBytes
-from zerojax.plan_table import role_bytes, shard_bytes
+from zerojax.plan_counts import role_bytes, shard_bytes
 from zerojax.search import Candidate, list_candidates, search, search_dict, search_page
 from zerojax.search.bounds import Bounds, bounds_of, bounds_on, repeated
 from zerojax.search.candidates import REMATS

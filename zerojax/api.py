@@ -19,9 +19,9 @@ from zerojax import mesh as meshes
 from zerojax import model as models
 from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, as_mesh_config, to_dict
 from zerojax.data import Feed, TokenSource, as_feed, as_source, local_rows_of_mesh
-from zerojax.forecast.formulas import tokens_per_step
 from zerojax.losses import next_token
 from zerojax.plan import Plan, make_plan
+from zerojax.plan_counts import tokens_per_step
 from zerojax.precision import Precision
 from zerojax.running import (
     CHECKPOINT_FOLDER,

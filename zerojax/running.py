@@ -20,9 +20,9 @@ from zerojax import profile
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.data import Feed, TokenSource, local_rows_of_mesh
-from zerojax.forecast.formulas import model_flops
 from zerojax.metrics import RunLog
 from zerojax.plan import Plan
+from zerojax.plan_counts import model_flops
 from zerojax.trainer import Habits, Trainer
 
 CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json", "checkpoints"

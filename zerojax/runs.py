@@ -19,9 +19,9 @@ from zerojax.config import RunConfig, from_dict, to_dict
 from zerojax.data import as_feed, as_source, load_tokenizer, save_tokenizer
 from zerojax.data.tokenizer import as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
-from zerojax.forecast.formulas import tokens_per_step
 from zerojax.models import build_model
 from zerojax.plan import Plan, make_plan, plan_options
+from zerojax.plan_counts import tokens_per_step
 from zerojax.precision import Precision, as_precision
 from zerojax.running import (
     CHECKPOINT_FOLDER,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import compiler, profile
 from zerojax.forecast import cache, formulas
@@ -39,7 +39,13 @@ from zerojax.hlo.program import read_program
 from zerojax.hlo.traffic import hbm_bytes
 from zerojax.mesh import DATA_AXES, STAGE
 from zerojax.pipeline_costs import message_bytes
-from zerojax.plan_table import PIPELINE_BUFFERS, role_bytes, shard_bytes
+from zerojax.plan_counts import (
+    PIPELINE_BUFFERS,
+    model_flops,
+    role_bytes,
+    shard_bytes,
+    tokens_per_step,
+)
 from zerojax.planned import Planned
 from zerojax.step import build_step
 
@@ -68,6 +74,7 @@ def make_forecast(
     plan: Planned,
     gpu: Gpu,
     *,
+    devices: Sequence[Any] | None = None,
     why_formula: str | None = None,
     fast: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -77,6 +84,8 @@ def make_forecast(
     Args:
       plan: on a mesh of `compiler.gpu_devices(gpu, ...)`, or on an abstract mesh.
       gpu: the card.
+      devices: of `gpu_devices`, in the order of an abstract mesh: what a plan with arrays in host
+        memory, which a mesh of such devices would lose, is compiled for.
       why_formula: why nothing can be compiled; None compiles.
       fast: see `compiler.FAST_OPTIONS`.
       progress: told what is being done, a few words each time.
@@ -92,13 +101,13 @@ def make_forecast(
     flops = profile.count_program_flops(traced.jaxpr) / plan.mesh.size
     if why_formula is None:
         say("lowering")
-        lowered = traced.lower()
+        lowered = traced.lower() if devices is None else compiler.lower_for_gpus(traced)
         key = cache_key(plan, gpu, fast, program=lowered.as_text())
         facts = cache.load(key)
         if facts is None:
             say(f"compiling for {plan.mesh.size} {gpu.title}" + " (fast options)" * fast)
             began = time.perf_counter()
-            facts = _compile(lowered, plan, fast)
+            facts = _compile(lowered, plan, devices, fast)
             seconds = time.perf_counter() - began
             cache.store(key, facts)
     return _assemble(plan, gpu, flops, facts, why_formula, seconds)
@@ -119,16 +128,25 @@ def cache_key(plan: Planned, gpu: Gpu, fast: bool, *, program: str) -> str:
     )
 
 
-def _compile(lowered: Any, plan: Planned, fast: bool) -> Facts:
-    assert isinstance(plan.mesh, Mesh), "only a mesh of devices can be compiled for"
+def _compile(lowered: Any, plan: Planned, devices: Sequence[Any] | None, fast: bool) -> Facts:
     with tempfile.TemporaryDirectory(prefix="zerojax-plan-") as folder:
-        compiled = compiler.compile_for_gpus(lowered, dump=Path(folder), fast=fast)
+        compiled = compiler.compile_for_gpus(
+            lowered,
+            devices=devices,
+            options=None if devices is None else plan.compiler_options,
+            dump=Path(folder),
+            fast=fast,
+        )
         live = read_live(Path(folder))
         roles = None if live is None else bytes_by_role(live, plan)
     program = read_program(compiled.text)
     collectives = find_collectives(program, plan.mesh.size)
     overlap = find_overlap(program, collectives)
-    rows = [_collective_facts(one, overlap.get(one.name), plan.mesh) for one in collectives]
+    nodes = _nodes(plan.mesh if devices is None else devices)
+    rows = [
+        _collective_facts(one, overlap.get(one.name), _axes_of(one.group, plan.mesh), nodes)
+        for one in collectives
+    ]
     return {
         "memory": dataclasses.asdict(compiled.memory),
         "roles": roles,
@@ -138,12 +156,12 @@ def _compile(lowered: Any, plan: Planned, fast: bool) -> Facts:
     }
 
 
-def _collective_facts(one: Collective, overlap: Any, mesh: Mesh) -> Facts:
+def _collective_facts(one: Collective, overlap: Any, axes: str, nodes: Sequence[int]) -> Facts:
     return {
         "kind": one.kind,
         "dtype": one.dtype,
-        "axis": _axes_of(one.group, mesh),
-        "crosses_nodes": _crosses_nodes(one.group, mesh),
+        "axis": axes,
+        "crosses_nodes": len({nodes[index] for index in one.group}) > 1,
         "times": one.times,
         "payload_bytes": one.payload_bytes,
         "wire_bytes": one.wire_bytes,
@@ -152,19 +170,22 @@ def _collective_facts(one: Collective, overlap: Any, mesh: Mesh) -> Facts:
     }
 
 
-def _axes_of(group: Sequence[int], mesh: Mesh) -> str:
+def _axes_of(group: Sequence[int], mesh: Mesh | AbstractMesh) -> str:
     """The mesh axes along which the devices of a group differ, as in "data+model".
 
     A program numbers its devices as the mesh lists them.
     """
-    places = np.array(np.unravel_index(list(group), mesh.devices.shape))
+    places = np.array(np.unravel_index(list(group), tuple(mesh.shape.values())))
     differ = [name for name, row in zip(mesh.axis_names, places, strict=True) if len(set(row)) > 1]
     return "+".join(map(str, differ)) or "none"
 
 
-def _crosses_nodes(group: Sequence[int], mesh: Mesh) -> bool:
-    devices = mesh.devices.reshape(-1)
-    return len({devices[index].process_index for index in group}) > 1
+def _nodes(devices: Mesh | AbstractMesh | Sequence[Any]) -> list[int]:
+    """The node of each device, in the order of the mesh."""
+    if isinstance(devices, AbstractMesh):
+        raise TypeError("an abstract mesh is compiled for devices=; pass compiler.gpu_devices(...)")
+    every = devices.devices.flat if isinstance(devices, Mesh) else devices
+    return [device.process_index for device in every]
 
 
 # --- one forecast ---------------------------------------------------------------------------------
@@ -199,12 +220,12 @@ def _assemble(
             mesh=mesh,
             dtype=dtype,
             flops=flops,
-            model_flops=formulas.model_flops(plan) / plan.mesh.size,
+            model_flops=model_flops(plan) / plan.mesh.size,
             hbm_bytes=None if facts is None else facts["hbm_bytes"],
             rows=traffic.rows,
             formula_bytes=traffic.formula_bytes,
             message_bytes=traffic.message_formula_bytes,
-            tokens=formulas.tokens_per_step(plan),
+            tokens=tokens_per_step(plan),
         ),
         verdict=verdict(plan, gpu, memory),
         remarks=() if facts is None else _remarks(facts),

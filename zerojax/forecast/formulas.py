@@ -1,4 +1,4 @@
-"""What formulas say of a plan's step: bytes on the wire, floating-point operations, tokens.
+"""What formulas say that a plan's step sends: bytes on the wire.
 
 Knows the placement table and a pipeline's; never a compiled program. Sources: ZeRO, Rajbhandari et
 al. 2019 (arXiv:1910.02054), section 7: 2, 2, 2 and 3 units per step at stages 0 to 3, a unit being
@@ -8,15 +8,13 @@ the bytes of all parameters as sent; ring collectives send (N-1)/N of their payl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from zerojax import profile
-from zerojax.mesh import DATA, REPLICA
+from zerojax.mesh import REPLICA
 from zerojax.pipeline_costs import ticks_of
 from zerojax.placement import Access, LeafPlacement
-from zerojax.plan_table import whole_elements
+from zerojax.plan_counts import whole_elements
 from zerojax.planned import Planned
 
 WIRE_UNIT_BYTES = 2
@@ -90,20 +88,3 @@ def _times_used(plan: Planned, leaf: LeafPlacement) -> tuple[float, float]:
 
 def _ring(size: int) -> float:
     return (size - 1) / size
-
-
-def model_flops(plan: Planned) -> float:
-    """Floating-point operations of one step over all devices, without what remat repeats.
-
-    Three times the forward pass (`profile.TRAINING_FACTOR`) of every microbatch of every shard.
-    """
-    forward = profile.count_program_flops(plan.forward)
-    shards = plan.placement.axis_sizes[DATA] * plan.placement.axis_sizes[REPLICA]
-    return profile.TRAINING_FACTOR * forward * plan.num_microbatches * shards
-
-
-def tokens_per_step(plan: Planned) -> int | None:
-    """Tokens of a global batch; None where batches hold no "tokens"."""
-    batch = plan.abstract_batch
-    tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
-    return None if tokens is None else math.prod(tokens.shape)

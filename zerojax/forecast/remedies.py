@@ -19,7 +19,7 @@ from zerojax.mesh import DATA, MODEL, STAGE, num_data_shards
 from zerojax.model import bound_attribute
 from zerojax.pipeline_costs import activation_bytes, total_buffer_bytes
 from zerojax.placement import Access
-from zerojax.plan_table import PIPELINE_BUFFERS, whole_elements
+from zerojax.plan_counts import PIPELINE_BUFFERS, whole_elements
 from zerojax.planned import Planned
 from zerojax.schedules import lower, make_schedule
 from zerojax.trees import format_bytes, num_elements

@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from zerojax import profile
+from zerojax import plan_counts, profile
 from zerojax.forecast import formulas
 from zerojax.forecast.roofline import estimate, memory_limit
 from zerojax.gpus import Gpu
 from zerojax.pipeline_costs import executed_flops, message_bytes, useful_flops
 from zerojax.plan import Plan
-from zerojax.plan_table import role_bytes, shard_bytes
+from zerojax.plan_counts import role_bytes, shard_bytes
 from zerojax.search.candidates import REMATS, Candidate
 from zerojax.step import build_step
 
@@ -69,7 +69,7 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
 
     A pipeline computes in empty slots, too, and waits for its slowest stage.
     """
-    flops = formulas.model_flops(plan) / plan.mesh.size
+    flops = plan_counts.model_flops(plan) / plan.mesh.size
     executed = flops
     if plan.pipeline is not None:
         executed = flops * executed_flops(plan.pipeline) / useful_flops(plan.pipeline)
@@ -96,4 +96,4 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
 def repeated(plan: Plan) -> float:
     """FLOPs of the step with what remat computes again, over those without."""
     traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
-    return profile.count_program_flops(traced.jaxpr) / formulas.model_flops(plan)
+    return profile.count_program_flops(traced.jaxpr) / plan_counts.model_flops(plan)
