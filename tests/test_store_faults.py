@@ -102,7 +102,7 @@ def test_a_manifest_that_was_changed(tmp_path):
 
 @pytest.mark.parametrize(("name", "done"), [("preadv", "read"), ("pwritev", "written")])
 def test_errors_of_threads_are_raised_in_the_caller(tmp_path, monkeypatch, name, done):
-    with make(tmp_path, durable=True) as store:
+    with make(tmp_path, durable=True, num_threads=1) as store:  # in order
         advance(store)
         with monkeypatch.context() as faulty:
             fail_transfers(faulty, name, errno.EIO, after=2)

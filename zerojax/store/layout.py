@@ -54,7 +54,7 @@ def make_files(folder: Path, manifest: Manifest) -> None:
     paths = [slot_path(folder, slot) for slot in range(manifest.num_slots)]
     give_up(folder)
     disk_bytes = manifest.num_slots * manifest.file_bytes
-    two_manifests = 2**16 + 64 * manifest.num_buckets  # while one replaces the other
+    two_manifests = 2**16 + 96 * manifest.num_buckets  # while one replaces the other
     remedy = "or keep one generation (durable=False)" if manifest.durable else "or keep less on it"
     check_space(folder, disk_bytes + two_manifests, remedy=remedy)
     try:

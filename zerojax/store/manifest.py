@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
+import itertools
 import json
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from zerojax.store.errors import StoreError
 from zerojax.store.files import pad_to_block, replace_file
 
 NAME = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +26,7 @@ class Manifest:
     """What a store says about itself.
 
     Attributes:
-      num_buckets: how many there are.
-      bucket_bytes: bytes of one, as the caller asked, before padding.
+      sizes: bytes of each bucket, as the caller asked, before padding.
       piece_bytes: bytes moved at once; checksums are taken over pieces.
       durable: whether each bucket has two slots.
       generation: sweeps that wrote and ended; the generation that `slots` and `checksums` tell of.
@@ -34,8 +36,7 @@ class Manifest:
       checksums: of each bucket, `pool.Transfer.wait`; None where it was never written: zeros.
     """
 
-    num_buckets: int
-    bucket_bytes: int
+    sizes: tuple[int, ...]
     piece_bytes: int
     durable: bool
     generation: int
@@ -44,19 +45,66 @@ class Manifest:
     checksums: tuple[int | None, ...]
 
     @property
-    def padded_bytes(self) -> int:
-        """Bytes of a bucket on disk and in memory."""
-        return pad_to_block(self.bucket_bytes)
+    def num_buckets(self) -> int:
+        """How many buckets there are."""
+        return len(self.sizes)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of the largest bucket, without padding."""
+        return max(self.sizes)
+
+    @functools.cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each bucket begins in a file of buckets, and where the last one ends."""
+        return tuple(itertools.accumulate(map(pad_to_block, self.sizes), initial=0))
 
     @property
     def file_bytes(self) -> int:
         """Bytes of one file of buckets."""
-        return self.num_buckets * self.padded_bytes
+        return self.offsets[-1]
 
     @property
     def num_slots(self) -> int:
         """Files of buckets."""
         return 2 if self.durable else 1
+
+
+def first_manifest(
+    num_buckets: int, bucket_bytes: int | Sequence[int], piece_bytes: int, *, durable: bool
+) -> Manifest:
+    """Of a store of zeros; the arguments are those of `BucketStore.create`.
+
+    Raises:
+      ValueError: a number that is too small, or sizes of more or fewer buckets.
+    """
+    check_at_least("num_buckets", num_buckets, 1)
+    sizes = (bucket_bytes,) * num_buckets if isinstance(bucket_bytes, int) else tuple(bucket_bytes)
+    if len(sizes) != num_buckets:
+        raise ValueError(
+            f"bucket_bytes has {len(sizes)} sizes, and num_buckets={num_buckets}; give one size "
+            "for each bucket, or one for all"
+        )
+    check_at_least("bucket_bytes", min(sizes), 1)
+    return Manifest(
+        sizes=sizes,
+        piece_bytes=piece_bytes,
+        durable=durable,
+        generation=0,
+        begun=0,
+        slots=(0,) * num_buckets,
+        checksums=(None,) * num_buckets,
+    )
+
+
+def check_at_least(name: str, value: int, least: int) -> None:
+    """Refuses a number that is too small.
+
+    Raises:
+      ValueError: naming it and the limit.
+    """
+    if value < least:
+        raise ValueError(f"{name}={value}; at least {least} is needed")
 
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:
@@ -103,5 +151,5 @@ def load_manifest(folder: Path) -> Manifest:
             f"{path}: written as format {found}, this version reads {_FORMAT}; delete the folder "
             "and fill the store again, from a checkpoint"
         )
-    slots, checksums = tuple(fields.pop("slots")), tuple(fields.pop("checksums"))
-    return Manifest(**fields, slots=slots, checksums=checksums)
+    tables = {name: tuple(fields.pop(name)) for name in ("sizes", "slots", "checksums")}
+    return Manifest(**fields, **tables)

@@ -21,7 +21,14 @@ from numpy.typing import DTypeLike
 from zerojax.store import files
 from zerojax.store.errors import StoreError
 from zerojax.store.layout import check_files, make_files, slot_path, tell_mixed
-from zerojax.store.manifest import NAME, Manifest, load_manifest, save_manifest
+from zerojax.store.manifest import (
+    NAME,
+    Manifest,
+    check_at_least,
+    first_manifest,
+    load_manifest,
+    save_manifest,
+)
 from zerojax.store.pool import Transfer, TransferPool
 from zerojax.store.sweep import FEWEST_BUFFERS, Bucket, sweep_buckets
 
@@ -30,7 +37,7 @@ NUM_THREADS = 4
 
 
 class BucketStore:
-    """Numbered buckets of one size in the files of a folder, read and written in sweeps.
+    """Numbered buckets in the files of a folder, read and written in sweeps.
 
     By default a store is scratch: one copy, and a sweep writes over it. A process that ends inside
     a sweep leaves buckets of two generations, and the store is refused from then on. A durable
@@ -54,8 +61,9 @@ class BucketStore:
         self._descriptors: list[int] = []
         self._lock = lock
         self._pool = TransferPool(num_threads=num_threads, piece_bytes=manifest.piece_bytes)
-        self._ring = [files.aligned_buffer(manifest.padded_bytes) for _ in range(num_buffers)]
-        self.buffer_bytes = num_buffers * manifest.padded_bytes
+        largest = files.pad_to_block(manifest.bucket_bytes)
+        self._ring = [files.aligned_buffer(largest) for _ in range(num_buffers)]
+        self.buffer_bytes = num_buffers * largest
         self.is_direct = self._open_slots()
 
     @classmethod
@@ -64,7 +72,7 @@ class BucketStore:
         folder: str | os.PathLike[str],
         *,
         num_buckets: int,
-        bucket_bytes: int,
+        bucket_bytes: int | Sequence[int],
         durable: bool = False,
         replace: bool = False,
         num_threads: int = NUM_THREADS,
@@ -75,32 +83,22 @@ class BucketStore:
         Args:
           folder: made where it is missing; only files of the store's own names are touched.
           num_buckets: how many, at least 1.
-          bucket_bytes: bytes of one, at least 1; on disk and in memory padded to 4096.
+          bucket_bytes: bytes of one, or of each, at least 1; on disk padded to 4096. In memory all
+            have the size of the largest.
           durable: keep two generations, for twice the disk.
           replace: give up a store that is there, whatever its condition.
           num_threads: transfers of at most 4 MiB under way at once.
           num_buffers: buckets in memory, at least 3.
 
         Raises:
-          ValueError: a number that is too small.
+          ValueError: a number that is too small, or sizes of more or fewer buckets.
           StoreError: a store is there and `replace` is False, or it is open elsewhere.
           OSError: ENOSPC when the disk has too little space; nothing is left behind.
         """
-        _check_at_least("num_buckets", num_buckets, 1)
-        _check_at_least("bucket_bytes", bucket_bytes, 1)
+        manifest = first_manifest(num_buckets, bucket_bytes, PIECE_BYTES, durable=durable)
         _check_counts(num_threads, num_buffers)
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        manifest = Manifest(
-            num_buckets=num_buckets,
-            bucket_bytes=bucket_bytes,
-            piece_bytes=PIECE_BYTES,
-            durable=durable,
-            generation=0,
-            begun=0,
-            slots=(0,) * num_buckets,
-            checksums=(None,) * num_buckets,
-        )
         lock = files.lock_folder(path)
         try:
             if (path / NAME).exists() and not replace:
@@ -154,8 +152,13 @@ class BucketStore:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of one bucket, without padding."""
+        """Bytes of one bucket, without padding; of the largest where they differ."""
         return self._manifest.bucket_bytes
+
+    @property
+    def bucket_sizes(self) -> tuple[int, ...]:
+        """Bytes of each bucket, without padding."""
+        return self._manifest.sizes
 
     @property
     def is_durable(self) -> bool:
@@ -186,7 +189,7 @@ class BucketStore:
         exception) leaves a durable store as it was, and a scratch store mixed as soon as it wrote.
 
         Args:
-          dtype: of `bucket.array`; its size must divide `bucket_bytes`.
+          dtype: of `bucket.array`; its size must divide the bytes of every bucket.
           order: numbers of the buckets to visit, each at most once; all of them, from 0 on.
           read: False where every byte will be set anyway; arrays then hold anything.
 
@@ -200,10 +203,11 @@ class BucketStore:
           OSError: what the disk says, naming the bucket. ENOSPC where it is full.
         """
         kind = np.dtype(dtype)
-        if self.bucket_bytes % kind.itemsize:
+        uneven = [size for size in set(self.bucket_sizes) if size % kind.itemsize]
+        if uneven:
             raise ValueError(
                 f"dtype={kind} has {kind.itemsize} bytes, which does not divide "
-                f"bucket_bytes={self.bucket_bytes}; make the store with a multiple of it"
+                f"bucket_bytes={uneven[0]}; make the store with a multiple of it"
             )
         places = list(range(self.num_buckets)) if order is None else [int(i) for i in order]
         _check_order(places, self.num_buckets)
@@ -264,7 +268,7 @@ class BucketStore:
             yield from sweep_buckets(
                 order,
                 self._ring,
-                lambda buffer: buffer[: self.bucket_bytes].view(kind),
+                lambda index, buffer: buffer[: self.bucket_sizes[index]].view(kind),
                 start_read=self._start_read if read else _read_nothing,
                 start_write=lambda index, buffer: self._start_write(index, buffer, begin, written),
             )
@@ -275,10 +279,11 @@ class BucketStore:
 
     def _start_read(self, index: int, buffer: np.ndarray) -> Callable[[], None]:
         checksum, slot = self._manifest.checksums[index], self._manifest.slots[index]
+        offset, end = self._manifest.offsets[index : index + 2]
+        buffer = buffer[: end - offset]
         if checksum is None:
             buffer[:] = 0
             return _nothing_to_wait_for
-        offset = index * self._manifest.padded_bytes
         transfer = self._pool.read(self._descriptors[slot], buffer, offset)
 
         def finish() -> None:
@@ -301,8 +306,8 @@ class BucketStore:
     ) -> Callable[[], None]:
         begin()
         slot = self._next_slot(index)
-        offset = index * self._manifest.padded_bytes
-        transfer = self._pool.write(self._descriptors[slot], buffer, offset)
+        offset, end = self._manifest.offsets[index : index + 2]
+        transfer = self._pool.write(self._descriptors[slot], buffer[: end - offset], offset)
 
         def finish() -> None:
             written[index] = self._wait(transfer, f"bucket {index} could not be written")
@@ -370,14 +375,9 @@ def _read_nothing(index: int, buffer: np.ndarray) -> Callable[[], None]:
     return _nothing_to_wait_for
 
 
-def _check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name}={value}; at least {least} is needed")
-
-
 def _check_counts(num_threads: int, num_buffers: int) -> None:
-    _check_at_least("num_threads", num_threads, 1)
-    _check_at_least("num_buffers", num_buffers, FEWEST_BUFFERS)
+    check_at_least("num_threads", num_threads, 1)
+    check_at_least("num_buffers", num_buffers, FEWEST_BUFFERS)
 
 
 def _check_order(order: list[int], num_buckets: int) -> None:

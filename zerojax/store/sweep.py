@@ -63,7 +63,7 @@ class Bucket:
 def sweep_buckets(
     order: Sequence[int],
     ring: Sequence[np.ndarray],
-    as_array: Callable[[np.ndarray], np.ndarray],
+    as_array: Callable[[int, np.ndarray], np.ndarray],
     *,
     start_read: Start,
     start_write: Start,
@@ -73,7 +73,7 @@ def sweep_buckets(
     Args:
       order: numbers of buckets, each at most once.
       ring: at least `FEWEST_BUFFERS` buffers; bucket number p of `order` uses ring[p % len(ring)].
-      as_array: the caller's view of a buffer.
+      as_array: the caller's view of a bucket, given its number and buffer.
       start_read: starts to read a bucket into a buffer.
       start_write: starts to write one from it.
     """
@@ -98,7 +98,7 @@ def sweep_buckets(
             reads[place]()
             del reads[place]
             buffer = ring[place % len(ring)]
-            bucket = Bucket(index, as_array(buffer), lambda place=place: write(place))
+            bucket = Bucket(index, as_array(index, buffer), lambda place=place: write(place))
             try:
                 yield bucket
             finally:
