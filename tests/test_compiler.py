@@ -9,11 +9,15 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import compiler, make_mesh
+from zerojax.config import MeshConfig
 from zerojax.gpus import find_gpu
+from zerojax.mesh import make_abstract_mesh
+from zerojax.step_options import PREFETCH_OPTIONS, choose_options
 
 H100 = find_gpu("h100")
 needs_compiler = pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
@@ -126,6 +130,78 @@ def test_a_program_is_compiled_for_gpus_that_are_not_here():
     assert program.memory.outputs == 256 * 4
     assert "all-reduce" in program.text
     assert program.memory.host_peak == 0
+
+
+LAYERS, ROWS, COLUMNS = 6, 256, 512
+
+
+def lower_with_host_memory(num_devices, body):
+    """The lowering for CUDA of a loop that does `body` to every slice of an array on the host."""
+    mesh = make_abstract_mesh(MeshConfig(), num_devices)
+    host = NamedSharding(mesh, P(None, None, "data"), memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct((LAYERS, ROWS, COLUMNS), jnp.float32, sharding=host)
+
+    def local(x):
+        def one(i, x):
+            piece = lax.dynamic_index_in_dim(x, i, 0, allow_negative_indices=False)
+            return lax.dynamic_update_index_in_dim(x, body(piece), i, 0)
+
+        return lax.fori_loop(0, LAYERS, one, x)
+
+    specs = {"mesh": mesh, "in_specs": P(None, None, "data"), "out_specs": P(None, None, "data")}
+    step = jax.jit(
+        jax.shard_map(local, check_vma=False, **specs), donate_argnums=0, out_shardings=host
+    )
+    return compiler.lower_for_gpus(step.trace(x))
+
+
+def on_the_device(piece):
+    piece = jax.device_put(piece, jax.memory.Space.Device)
+    return jax.device_put(piece * 2, jax.memory.Space.Host)
+
+
+def test_a_program_with_host_memory_is_lowered_for_gpus_without_any():
+    text = lower_with_host_memory(8, on_the_device).as_text()
+    assert text.count("annotate_device_placement") >= 2
+    assert 'memory_kind = "pinned_host"' in text
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_host_memory_is_counted_apart_and_donated_in_place(num_devices):
+    devices = compiler.gpu_devices(H100, num_devices)
+    lowered = lower_with_host_memory(num_devices, on_the_device)
+    program = compiler.compile_for_gpus(
+        lowered, devices=devices, options=compiler.HOST_OPTIONS, fast=True
+    )
+    whole = LAYERS * ROWS * COLUMNS * 4 // num_devices
+    memory = program.memory
+    assert (memory.host_arguments, memory.host_outputs, memory.host_aliased) == (whole,) * 3
+    assert memory.host_temporary == 0
+    assert memory.arguments == 0
+    assert 0 < memory.temporary <= 2 * whole // LAYERS + 4096  # a slice, its double, counters
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
+def test_arithmetic_on_the_host_is_refused_with_a_remedy():
+    devices = compiler.gpu_devices(H100, 1)
+    lowered = lower_with_host_memory(1, lambda piece: piece * 2)
+    with pytest.raises(compiler.CompileError, match=r"bring it to the device first"):
+        compiler.compile_for_gpus(lowered, devices=devices, options=compiler.HOST_OPTIONS)
+    # Without the options it becomes a program for the host's processor, and nobody is told.
+    compiler.compile_for_gpus(lowered, devices=devices, fast=True)
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
+def test_steps_with_host_memory_are_compiled_with_the_guard():
+    mesh = make_mesh({"data": 8}, devices=compiler.gpu_devices(H100, 8))
+    assert choose_options(mesh, regather=False) == ({}, {})
+    assert choose_options(mesh, regather=False, on_host=True) == (compiler.HOST_OPTIONS, {})
+    chosen, dropped = choose_options(mesh, regather=True, on_host=True)
+    assert chosen.keys() | dropped.keys() == {*compiler.HOST_OPTIONS, *PREFETCH_OPTIONS}
 
 
 def test_a_refused_program_is_one_sentence():

@@ -1,6 +1,6 @@
 """Which compiler options help a step, found by compiling for GPUs (`tests/test_gpu_programs.py`).
 
-Knows devices and what the step does with its weights; never the step itself.
+Knows devices and what the step does with weights and host memory; never the step itself.
 """
 
 from __future__ import annotations
@@ -21,18 +21,25 @@ Under a pipeline activations travel beside the gathers: with 1.3 billion paramet
 data 2 x stage 4, three times as many products lie under each message, at 21 MB less."""
 
 
-def choose_options(mesh: Mesh | AbstractMesh, regather: bool) -> tuple[dict, dict[str, str]]:
+def choose_options(
+    mesh: Mesh | AbstractMesh, regather: bool, on_host: bool = False
+) -> tuple[dict, dict[str, str]]:
     """What a step on these devices is compiled with.
 
     Args:
       mesh: of the devices; on anything but NVIDIA GPUs there is nothing to choose.
       regather: whether the step gathers weights in its layer loops (ZeRO-3).
+      on_host: whether it keeps arrays in host memory.
 
     Returns:
       ({option: value}, {option: why this compiler goes without it}).
     """
-    if not regather or not isinstance(mesh, Mesh) or not compiler.is_cuda(mesh):
+    if not isinstance(mesh, Mesh) or not compiler.is_cuda(mesh):
         return {}, {}
-    nodes = {device.process_index for device in mesh.devices.flat}
-    both = TWO_AT_ONCE_OPTIONS if len(nodes) > 1 or mesh.shape[STAGE] > 1 else {}
-    return compiler.keep_known_options(mesh, {**PREFETCH_OPTIONS, **both})
+    options = dict(compiler.HOST_OPTIONS) if on_host else {}
+    if regather:
+        options |= PREFETCH_OPTIONS
+        nodes = {device.process_index for device in mesh.devices.flat}
+        if len(nodes) > 1 or mesh.shape[STAGE] > 1:
+            options |= TWO_AT_ONCE_OPTIONS
+    return compiler.keep_known_options(mesh, options)
