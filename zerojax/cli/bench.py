@@ -6,17 +6,21 @@ Knows the words of the command and its table; measuring is `zerojax.store.rates`
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
-from zerojax.store.rates import measure_rates
+from zerojax.machine_rates import MeasuredDisk, disk_name, keep
+from zerojax.store.rates import Rates, measure_rates
 
 _GB = 1e9
 _MIB = 2**20
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line for each number of threads, and the best of them."""
+    """Prints a line for each number of threads, and the best of them; or all as JSON."""
     folder = Path(args.path)
     if not folder.exists():
         raise FileNotFoundError(f"{folder}: no such folder; name one on the disk to be measured")
@@ -28,21 +32,47 @@ def run(args: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*refuses O_DIRECT")  # said below, once
         for rates in measure_rates(folder, num_bytes=args.size * _MIB):
-            if not found:
-                print(f"{folder}: GB/s (10^9 bytes), best of three passes over {args.size} MiB")
-                print(f"{'threads':>7}  {'write':>7}  {'read':>7}  {'read + write':>12}")
+            if not args.json:
+                _print_row(rates, folder, args.size, is_first=not found)
             found.append(rates)
-            print(
-                f"{rates.num_threads:>7}  {rates.write / _GB:>7.2f}  {rates.read / _GB:>7.2f}  "
-                f"{rates.both / _GB:>12.2f}",
-                flush=True,
-            )
-    if not all(rates.is_direct for rates in found):
+    best = max(found, key=lambda rates: rates.both)
+    disk = MeasuredDisk(disk=disk_name(folder), write=best.write, read=best.read, both=best.both)
+    kept = keep(disk) if best.is_direct else None
+    if args.json:
+        print(json.dumps(_as_dict(folder, found, best, disk.disk, kept), indent=2))
+        return 0
+    if not best.is_direct:
         print(
             "this file system refuses O_DIRECT: these are rates of the page cache as much as of a "
             "disk; another disk would tell more"
         )
-    best = max(found, key=lambda rates: rates.both)
     plural = "" if best.num_threads == 1 else "s"
     print(f"best: {best.both / _GB:.2f} GB/s read + write, with {best.num_threads} thread{plural}")
+    if kept is not None:
+        print(f"kept for plans: {disk.disk}, in {kept}")
     return 0
+
+
+def _print_row(rates: Rates, folder: Path, size: int, *, is_first: bool) -> None:
+    if is_first:
+        print(f"{folder}: GB/s (10^9 bytes), best of three passes over {size} MiB")
+        print(f"{'threads':>7}  {'write':>7}  {'read':>7}  {'read + write':>12}")
+    print(
+        f"{rates.num_threads:>7}  {rates.write / _GB:>7.2f}  {rates.read / _GB:>7.2f}  "
+        f"{rates.both / _GB:>12.2f}",
+        flush=True,
+    )
+
+
+def _as_dict(
+    folder: Path, found: Sequence[Rates], best: Rates, disk: str, kept: Path | None
+) -> dict[str, object]:
+    """Rates in bytes per second."""
+    return {
+        "folder": str(folder),
+        "disk": disk,
+        "is_direct": best.is_direct,
+        "rates": [dataclasses.asdict(rates) for rates in found],
+        "best": dataclasses.asdict(best),
+        "kept": None if kept is None else str(kept),
+    }

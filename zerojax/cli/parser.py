@@ -65,9 +65,19 @@ _BENCH_IO = """\
 Writes and reads a file below PATH past the page cache, with 1 to 8 transfers at once, by the same
 code that keeps a training state on disk; then removes it.
 
+`zerojax plan` takes the best of it for offload to this disk.
+
 examples:
   zerojax bench io runs
   zerojax bench io /mnt/nvme --size 8192"""
+
+_BENCH_LINK = """\
+Copies arrays between the first accelerator and pinned host memory: each way, and both at once.
+`zerojax plan` takes the best of it for offload on such a card.
+
+examples:
+  zerojax bench link
+  zerojax bench link --size 2048 --json"""
 
 _EXIT_CODES = """\
 exit codes: 0 it worked, 1 it failed, 2 the input was wrong, 130 stopped with Ctrl-C.
@@ -283,3 +293,9 @@ def _add_bench(commands) -> None:
     parser.add_argument(
         "--size", type=int, default=1024, metavar="MIB", help="bytes to write (%(default)s MiB)"
     )
+    parser.add_argument("--json", action="store_true", help="print every number as JSON")
+    parser = _add(
+        inner, "link", "bench_link", "measure how fast host and device exchange bytes", _BENCH_LINK
+    )
+    parser.add_argument("--size", type=int, metavar="MIB", help="of an array (16, 128 and 1024)")
+    parser.add_argument("--json", action="store_true", help="print every number as JSON")

@@ -10,33 +10,22 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "ZEROJAX_CACHE"
+from zerojax.user_cache import VARIABLE, replace_text, user_cache
+
 FORMAT = 1
 MAX_BYTES = 256 << 20
 """Of all entries; above it the longest unused ones go. A forecast takes some 10 to 100 kB."""
 
 
 def cache_folder() -> Path | None:
-    """Where entries lie; None where the cache is switched off.
-
-    ZEROJAX_CACHE names a folder, or "off"; without it the folder is `zerojax` in XDG_CACHE_HOME, or
-    in ~/.cache.
-    """
-    told = os.environ.get(VARIABLE, "").strip()
-    if told.lower() == "off":
-        return None
-    if told:
-        return Path(told).expanduser() / "forecasts"
-    # An empty or relative XDG_CACHE_HOME is to be ignored (XDG Base Directory Specification 0.8).
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
-    return root / "zerojax" / "forecasts"
+    """Where entries lie; None where the cache is switched off (see `user_cache`)."""
+    root = user_cache()
+    return None if root is None else root / "forecasts"
 
 
 def key_of(*parts: Any) -> str:
@@ -101,15 +90,7 @@ def store(key: str, value: Mapping[str, Any]) -> None:
     text = json.dumps({"key": key, "digest": _digest(value), "value": value})
     path = _path(folder, key)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=folder, prefix=".", suffix=".partial")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
-            os.replace(partial, path)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        replace_text(path, text)
         _shrink(folder, keep=path)
     except OSError as error:
         _warn(f"this forecast was not kept: {folder}: {error.strerror or error}")
