@@ -1,0 +1,64 @@
+"""Runs of elements inside an array, as boxes: which part of each dimension they cover.
+
+Knows shapes and counts; never files or values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""Where a box begins in each dimension, and its sizes."""
+
+
+def boxes_of_run(shape: Shape, first: int, count: int) -> Iterator[Box]:
+    """The boxes that elements `first` to `first + count` of an array in C order make up, in order.
+
+    At most two for each dimension but the last, and one.
+
+    >>> list(boxes_of_run((4, 10), 5, 20))
+    [((0, 5), (1, 5)), ((1, 0), (1, 10)), ((2, 0), (1, 5))]
+    """
+    if not shape:
+        if count:
+            yield (), ()
+        return
+    row = math.prod(shape[1:])
+    end = first + count
+    start, inside = divmod(first, row)
+    if count and (inside or count < row):
+        stop = min(end, (start + 1) * row)
+        for at, size in boxes_of_run(shape[1:], inside, stop - first):
+            yield (start, *at), (1, *size)
+        first, start = stop, start + 1
+    whole = (end - first) // row
+    if whole:
+        yield (start, *(0 for _ in shape[1:])), (whole, *shape[1:])
+        first, start = first + whole * row, start + whole
+    if first < end:
+        for at, size in boxes_of_run(shape[1:], 0, end - first):
+            yield (start, *at), (1, *size)
+
+
+def overlap(box: Box, other: Box) -> Box | None:
+    """What two boxes have in common; None where that is nothing.
+
+    >>> overlap(((0, 5), (2, 5)), ((1, 0), (4, 7)))
+    ((1, 5), (1, 2))
+    """
+    starts = tuple(max(a, b) for a, b in zip(box[0], other[0], strict=True))
+    ends = (
+        min(a + m, b + n) for a, m, b, n in zip(box[0], box[1], other[0], other[1], strict=True)
+    )
+    sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return None if any(size <= 0 for size in sizes) else (starts, sizes)
+
+
+def slices_of(box: Box, origin: Shape) -> tuple[slice, ...]:
+    """The index of a box in an array that itself begins at `origin`."""
+    return tuple(
+        slice(at - zero, at - zero + size)
+        for at, size, zero in zip(box[0], box[1], origin, strict=True)
+    )

@@ -1,0 +1,209 @@
+"""Large arrays in files, written piece by piece as they come and read by any part.
+
+Knows names, shapes and files; never what an array is, devices, or who wrote it.
+
+Every process writes a file of bytes and a table beside it. A piece is a run of elements of a block,
+a block a part of an array, such as the shard of one device. Who reads asks for a part of an array
+and need not know how it was cut. Neither ever holds more than a piece and what was asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
+import numpy as np
+
+from zerojax.store.boxes import Box, Shape, boxes_of_run, overlap, slices_of
+from zerojax.store.errors import StoreError
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of an array, whose elements come in pieces.
+
+    Attributes:
+      name: of the array.
+      start: where the block begins in the array, as it was stored.
+      shape: of the block.
+      rows: for an array whose rows were stored in another order: the row of the array that each
+        stored row is, -1 where it is none; None where they are the same.
+    """
+
+    name: str
+    start: Shape
+    shape: Shape
+    rows: tuple[int, ...] | None = None
+
+
+class PieceWriter:
+    """Writes the pieces of one process into a folder; the table is written by `close`."""
+
+    def __init__(self, folder: Path, process: int):
+        """Begins the file of a process.
+
+        Args:
+          folder: exists, and may be shared by all processes.
+          process: number of this one.
+
+        Raises:
+          OSError: what the system says.
+        """
+        self._path = folder / f"process_{process}.bin"
+        self._file = self._path.open("xb", buffering=0)
+        self._offset = 0
+        self._tables: dict[Block, list[tuple[int, int, int]]] = {}
+        self._dtypes: dict[str, str] = {}
+
+    def write(self, block: Block, first: int, piece: np.ndarray) -> None:
+        """Appends elements of a block.
+
+        Args:
+          block: whose they are.
+          first: number of the first of them in the block, in C order.
+          piece: 1-D and contiguous.
+        """
+        self._dtypes.setdefault(block.name, piece.dtype.name)
+        left = memoryview(piece.view(np.uint8))
+        while left:
+            left = left[self._file.write(left) :]
+        self._tables.setdefault(block, []).append((first, len(piece), self._offset))
+        self._offset += piece.nbytes
+
+    def close(self) -> None:
+        """Writes the table and ends the file."""
+        self._file.close()
+        blocks = [
+            {**dataclasses.asdict(block), "dtype": self._dtypes[block.name], "pieces": pieces}
+            for block, pieces in self._tables.items()
+        ]
+        table = json.dumps({"format": _FORMAT, "bytes": self._offset, "blocks": blocks})
+        self._path.with_suffix(".json").write_text(table, encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    path: Path
+    block: Block
+    dtype: np.dtype
+    runs: Sequence[tuple[int, int, int]]  # first element, elements, byte in the file
+
+
+class PieceReader:
+    """Arrays that `PieceWriter`s of all processes have left in a folder."""
+
+    def __init__(self, folder: Path):
+        """Reads the tables.
+
+        Args:
+          folder: where they wrote.
+
+        Raises:
+          StoreError: a table is missing or of another version.
+          OSError: what the system says.
+        """
+        self._pieces: dict[str, list[_Pieces]] = {}
+        tables = sorted(folder.glob("process_*.json"))
+        if not tables:
+            raise StoreError(f"{folder}: no table of arrays is here")
+        for path in tables:
+            table = json.loads(path.read_text(encoding="utf-8"))
+            if table["format"] != _FORMAT:
+                raise StoreError(
+                    f"{path}: written as format {table['format']}, this version reads {_FORMAT}"
+                )
+            data = path.with_suffix(".bin")
+            if data.stat().st_size != table["bytes"]:
+                raise StoreError(
+                    f"{data}: {data.stat().st_size} bytes, the table says {table['bytes']}"
+                )
+            for entry in table["blocks"]:
+                dtype, runs = np.dtype(entry.pop("dtype")), entry.pop("pieces")
+                block = Block(
+                    **{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
+                )
+                self._pieces.setdefault(block.name, []).append(_Pieces(data, block, dtype, runs))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The arrays that are here."""
+        return frozenset(self._pieces)
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """The part of an array.
+
+        Args:
+          name: one of `names`.
+          box: where it begins, and its sizes.
+
+        Raises:
+          StoreError: parts of it were written nowhere.
+        """
+        pieces = self._pieces[name]
+        result = np.empty(box[1], pieces[0].dtype)
+        found = 0
+        seen: set[tuple[Shape, int]] = set()
+        for one in pieces:
+            for first, count, offset in one.runs:
+                if (one.block.start, first) in seen:  # a copy on another device
+                    continue
+                seen.add((one.block.start, first))
+                for values, inside in _parts(one, first, count, offset, box):
+                    result[inside] = values
+                    found += values.size
+        if found != result.size:
+            raise StoreError(
+                f"{name}: {result.size - found} of {result.size} elements from {box[0]} on were "
+                "never written"
+            )
+        return result
+
+
+def _parts(
+    pieces: _Pieces, first: int, count: int, offset: int, wanted: Box
+) -> Iterator[tuple[np.ndarray, tuple[slice, ...]]]:
+    """What a piece has of a part: (values, where they go in it)."""
+    block, byte = pieces.block, offset
+    for at, size in boxes_of_run(block.shape, first, count):
+        begin = tuple(a + b for a, b in zip(at, block.start, strict=True))
+        for stored, array in _rows_of_array((begin, size), block.rows):
+            common = overlap(array, wanted)
+            if common is None:
+                continue
+            values = np.memmap(pieces.path, pieces.dtype, "r", byte, size)
+            # From the rows of the array to those of the file.
+            shifted = (stored[0][0] + common[0][0] - array[0][0], *common[0][1:]), common[1]
+            yield values[slices_of(shifted, begin)], slices_of(common, wanted[0])
+        byte += int(np.prod(size)) * pieces.dtype.itemsize
+
+
+def _rows_of_array(box: Box, rows: tuple[int, ...] | None) -> Iterator[tuple[Box, Box]]:
+    """(a part of the box as stored, the same as the array has it); rows of padding are left out."""
+    if rows is None:
+        yield box, box
+        return
+    (first, *start), (count, *size) = box
+    for row in range(first, first + count):
+        if rows[row] >= 0:
+            yield ((row, *start), (1, *size)), ((rows[row], *start), (1, *size))
