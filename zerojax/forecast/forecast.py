@@ -33,6 +33,7 @@ from zerojax.forecast.roles import bytes_by_role
 from zerojax.forecast.roofline import estimate, link_bandwidth, peak_flops, verdict
 from zerojax.gpus import Gpu, target_text
 from zerojax.hlo.collectives import PERMUTE, Collective, find_collectives
+from zerojax.hlo.host_copies import HostCopy, find_host_copies
 from zerojax.hlo.live import read_live
 from zerojax.hlo.overlap import find_overlap
 from zerojax.hlo.program import read_program
@@ -49,7 +50,7 @@ from zerojax.plan_counts import (
 from zerojax.planned import Planned
 from zerojax.step import build_step
 
-FACTS_VERSION = 3
+FACTS_VERSION = 4
 """Raised when the readers find something else in the same program: what is cached is not reused."""
 
 Facts = dict[str, Any]
@@ -151,6 +152,7 @@ def _compile(lowered: Any, plan: Planned, devices: Sequence[Any] | None, fast: b
         "memory": dataclasses.asdict(compiled.memory),
         "roles": roles,
         "collectives": rows,
+        "host_copies": [_copy_facts(copy) for copy in find_host_copies(program)],
         "hbm_bytes": hbm_bytes(program),
         "unknown_loops": list(program.unknown_loops),
     }
@@ -167,6 +169,19 @@ def _collective_facts(one: Collective, overlap: Any, axes: str, nodes: Sequence[
         "wire_bytes": one.wire_bytes,
         "loop_depth": one.loop_depth,
         "hidden_flops": 0 if overlap is None else overlap.matmul_flops,
+    }
+
+
+def _copy_facts(copy: HostCopy) -> Facts:
+    return {
+        "direction": copy.direction,
+        "bytes": copy.bytes,
+        "times": copy.times,
+        "loop_depth": copy.loop_depth,
+        "is_linear": copy.is_linear,
+        "is_async": copy.is_async,
+        "hidden_flops": copy.overlap.matmul_flops,
+        "opposite_bytes": copy.opposite_bytes,
     }
 
 

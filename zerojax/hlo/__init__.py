@@ -4,6 +4,7 @@ Knows the text that XLA prints; never JAX, models or plans.
 """
 
 from zerojax.hlo.collectives import Collective, find_collectives, find_in_branches
+from zerojax.hlo.host_copies import HostCopy, find_host_copies, link_bytes
 from zerojax.hlo.matmuls import matmul_flops, opaque_calls
 from zerojax.hlo.overlap import Overlap, find_overlap
 from zerojax.hlo.program import Computation, Instruction, Program, read_program
@@ -14,13 +15,16 @@ __all__ = [
     "Array",
     "Collective",
     "Computation",
+    "HostCopy",
     "Instruction",
     "Overlap",
     "Program",
     "find_collectives",
+    "find_host_copies",
     "find_in_branches",
     "find_overlap",
     "hbm_bytes",
+    "link_bytes",
     "matmul_flops",
     "opaque_calls",
     "read_program",

@@ -1,4 +1,4 @@
-"""What the schedule lets run while a collective is under way.
+"""What the schedule lets run while a collective, or a copy, is under way.
 
 Knows starts, dones and the order of instructions; never how long anything takes.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Protocol
 
-from zerojax.hlo.collectives import Collective
 from zerojax.hlo.matmuls import Matmuls
 from zerojax.hlo.program import Computation, Instruction, Program
 from zerojax.hlo.schedule import Total
@@ -17,6 +17,17 @@ from zerojax.hlo.traffic import Traffic
 _Path = tuple[int, ...]
 # Their value is their operand's, a started collective included.
 _SAME_VALUE = ("copy", "bitcast", "opt-barrier")
+
+
+class Started(Protocol):
+    """What is looked at: a `Collective`, a `HostCopy`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def start(self) -> str | None: ...
+    @property
+    def loop_depth(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +44,7 @@ class Overlap:
         are in different iterations.
       crosses_iterations: the latter: between them lie the end of one iteration (or what precedes
         the loop) and the beginning of the next; both are counted.
+      stretches: where it is under way: (computation, first instruction, the one after the last).
     """
 
     matmuls: int = 0
@@ -41,14 +53,17 @@ class Overlap:
     done: str | None = None
     pipelined: bool = False
     crosses_iterations: bool = False
+    stretches: tuple[tuple[str, int, int], ...] = dataclasses.field(
+        default=(), repr=False, compare=False
+    )
 
 
-def find_overlap(program: Program, collectives: Iterable[Collective]) -> dict[str, Overlap]:
+def find_overlap(program: Program, collectives: Iterable[Started]) -> dict[str, Overlap]:
     """Name of each collective -> what is scheduled while one execution of it is under way.
 
     Args:
       program: scheduled, as compilers leave it.
-      collectives: of `find_collectives(program, ...)`.
+      collectives: of `find_collectives(program, ...)` or `find_host_copies(program)`.
 
     Raises:
       ValueError: the program is not scheduled, so the order of its text says nothing.
@@ -78,7 +93,7 @@ class _Finder:
         self._count, self._flops = matmuls.total_count, matmuls.total_flops
         self._bytes = traffic.total
 
-    def overlap(self, collective: Collective) -> Overlap:
+    def overlap(self, collective: Started) -> Overlap:
         if collective.start is None:
             return Overlap()
         where, start = self._program.find(collective.start)
@@ -94,6 +109,7 @@ class _Finder:
             done=flight.done,
             pipelined=marked or flight.crosses,
             crosses_iterations=flight.crosses,
+            stretches=tuple((where.name, begin, end) for where, begin, end in flight.stretches),
         )
 
     def _sum(self, total: Total, flight: _Flight) -> int:
