@@ -15,6 +15,9 @@ import pytest
 from zerojax.host_memory import keep_freed_memory
 
 NUM_CPU_DEVICES = 8
+QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false"
+"""A flag that JAX before 0.11 knows: fusions are written as LLVM's code directly, not by way of MLIR,
+which takes half of a compilation."""
 
 
 def _gpu_was_asked_for(config: pytest.Config) -> bool:
@@ -30,7 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not _gpu_was_asked_for(config):
         # Also for the processes that tests start.
         os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         jax.config.update("jax_platforms", "cpu")
+        if jax.__version_info__ < (0, 11):
+            os.environ["XLA_FLAGS"] = (
+                f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}".strip()
+            )
     keep_freed_memory()
     jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
