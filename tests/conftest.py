@@ -16,8 +16,8 @@ from zerojax.host_memory import keep_freed_memory
 
 NUM_CPU_DEVICES = 8
 QUICK_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false"
-"""A flag that JAX before 0.11 knows: fusions are written as LLVM's code directly, not by way of MLIR,
-which takes half of a compilation."""
+"""A flag that JAX before 0.11 knows: fusions become LLVM's code directly, not by way of MLIR, which
+takes half of a compilation."""
 
 
 def _gpu_was_asked_for(config: pytest.Config) -> bool:
