@@ -15,6 +15,11 @@ from jax.sharding import NamedSharding
 
 from zerojax import loss_scale
 from zerojax.abstract_state import LayerRows, canonical_opt_state, rows_of_state
+from zerojax.offload.abstract import canonical_on_host
+from zerojax.offload.disk import DiskState
+from zerojax.offload.disk_fill import fill_disk, fill_new_disk
+from zerojax.offload.slices import to_device
+from zerojax.offload.state import cut_new_state, cut_state, join_state
 from zerojax.optim import StateCoding, coding_of
 from zerojax.planned import Planned
 from zerojax.state import TrainState, run_key_data, zero_counter
@@ -43,28 +48,57 @@ def init_state(plan: Planned, seed: int = 0) -> TrainState:
             "zerojax.make_mesh(...) to train"
         )
     key_data = np.asarray(run_key_data(seed))
+    disk = _new_disk(plan, key_data)  # first: there may be no space for it
     if plan.model.initial_arrays() is not None:
-        return _copy_initial(plan, key_data)
-    return build_initialiser(plan)(key_data)
+        state = _copy_initial(plan, key_data)
+    else:
+        state = build_initialiser(plan)(key_data)
+    if disk is not None:
+        state["disk"] = disk
+    return state
+
+
+def _new_disk(plan: Planned, key_data: np.ndarray) -> DiskState | None:
+    """The slices in files of a new state, one parameter in memory at a time."""
+    if plan.offload is None or not plan.offload.on_disk:
+        return None
+    given = plan.model.initial_arrays()
+
+    def stored(name: str) -> jax.Array:
+        leaf, rows = plan.abstract_stored["params"][name], _rows_of_params(plan)[name]
+        if given is not None:
+            return _place(np.asarray(given[0][name]), leaf, rows)
+        one = jax.jit(
+            lambda key_data: _new_params(plan, key_data)[0][name], out_shardings=leaf.sharding
+        )
+        return one(key_data)
+
+    return fill_new_disk(plan, stored)
 
 
 def build_initialiser(plan: Planned) -> Any:
     """`key_data -> TrainState`, jitted: every array is computed in its shards."""
 
     def initialise(key_data: jax.Array) -> TrainState:
-        # Zeros: linen looks at a batch's shapes only, and this costs no transfer.
-        batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract_batch)
-        key = jax.random.wrap_key_data(key_data)
-        params, extras = plan.model.init(jax.random.fold_in(key, 0), batch, plan.loss)
-        abstract = {**plan.abstract_state["params"], **plan.abstract_state["frozen"]}
-        rows = _rows_of_params(plan)
-        stored = {
-            name: _fit(params[name].astype(leaf.dtype), leaf.shape, rows[name], to_rows=True)
-            for name, leaf in abstract.items()
-        }
-        return _assemble(plan, stored, extras, key_data)
+        stored, extras = _new_params(plan, key_data)
+        return _offloaded(plan, _assemble(plan, stored, extras, key_data))
 
     return jax.jit(initialise, out_shardings=plan.state_shardings)
+
+
+def _new_params(plan: Planned, key_data: jax.Array) -> tuple[dict[str, jax.Array], Any]:
+    """Traced: all parameters as they are stored, and the model's own state."""
+    # Zeros: linen looks at a batch's shapes only, and this costs no transfer.
+    batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract_batch)
+    key = jax.random.wrap_key_data(key_data)
+    params, extras = plan.model.init(jax.random.fold_in(key, 0), batch, plan.loss)
+    abstract = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
+    rows = _rows_of_params(plan)
+    stored = {
+        name: _fit(params[name].astype(leaf.dtype), leaf.shape, rows[name], to_rows=True)
+        for name, leaf in abstract.items()
+    }
+    return stored, extras
 
 
 def _copy_initial(plan: Planned, key_data: np.ndarray) -> TrainState:
@@ -72,7 +106,7 @@ def _copy_initial(plan: Planned, key_data: np.ndarray) -> TrainState:
     arrays = plan.model.initial_arrays()
     assert arrays is not None
     params, extras = arrays
-    stored = {**plan.abstract_state["params"], **plan.abstract_state["frozen"]}
+    stored = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
     rows = _rows_of_params(plan)
     placed = {
         name: _place(np.asarray(params[name]), leaf, rows[name]) for name, leaf in stored.items()
@@ -83,7 +117,7 @@ def _copy_initial(plan: Planned, key_data: np.ndarray) -> TrainState:
     # user's, and the first donated step would write into it
     # (tests/test_arrays.py::test_users_own_arrays_survive).
     def build(placed: dict, extras: dict, key_data: jax.Array) -> TrainState:
-        return _assemble(plan, placed, extras, key_data)
+        return _offloaded(plan, _assemble(plan, placed, extras, key_data))
 
     jitted = jax.jit(build, out_shardings=plan.state_shardings)
     return jitted(placed, host_extras, key_data)
@@ -101,9 +135,14 @@ def _place(value: np.ndarray, stored: jax.ShapeDtypeStruct, rows: LayerRows | No
     return jax.make_array_from_callback(stored.shape, stored.sharding, lambda index: cast[index])
 
 
+def _offloaded(plan: Planned, stored: TrainState) -> TrainState:
+    """Traced: a new state as it lies in memory."""
+    return stored if plan.offload is None else cut_new_state(plan, stored)
+
+
 def _assemble(plan: Planned, params: dict, extras: dict, key_data: jax.Array) -> TrainState:
     """Traced: the whole state from parameters of stored shape."""
-    abstract, scaling = plan.abstract_state, plan.precision.loss_scale
+    abstract, scaling = plan.abstract_stored, plan.precision.loss_scale
     trained = {name: params[name] for name in abstract["params"]}
     return TrainState(
         step=zero_counter(),
@@ -121,7 +160,7 @@ def _new_opt_state(plan: Planned, trained: dict[str, jax.Array]) -> Any:
     coding = coding_of(plan.tx)
     if coding is None:
         return plan.tx.init(trained)
-    return coding.new_state(plan.abstract_state["opt_state"])
+    return coding.new_state(plan.abstract_stored["opt_state"])
 
 
 def to_canonical(plan: Planned, state: TrainState) -> TrainState:
@@ -130,20 +169,29 @@ def to_canonical(plan: Planned, state: TrainState) -> TrainState:
     Leaves whose two forms are the same are passed on as they are, not copied. Moments that are
     coded are decoded to float32 first.
     """
-    decoded = _recoded(plan, state, decode=True)
+    stored = state if plan.offload is None else join_state(plan, state)
+    decoded = _recoded(plan, stored, decode=True)
     return _convert(decoded, plan.abstract_canonical, _rows_of_state(plan), to_rows=False)
 
 
 def from_canonical(plan: Planned, canonical: TrainState) -> TrainState:
     """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says."""
-    stored = plan.abstract_state.copy()
+    stored = plan.abstract_stored.copy()
     stored["opt_state"] = decoded_opt_state(plan)
+    if plan.offload is not None:
+        stored = canonical_on_host(stored, plan.offload)
     arrays = _convert(canonical, stored, _rows_of_state(plan), to_rows=True)
-    return _recoded(plan, arrays, decode=False)
+    recoded = _recoded(plan, arrays, decode=False)
+    if plan.offload is None:
+        return recoded
+    state = cut_state(plan, recoded)
+    if plan.offload.on_disk:
+        state["disk"] = fill_disk(plan, recoded)
+    return state
 
 
 def _rows_of_state(plan: Planned) -> TrainState | None:
-    return rows_of_state(plan.placement, plan.tx, plan.abstract_state)
+    return rows_of_state(plan.placement, plan.tx, plan.abstract_stored)
 
 
 def _rows_of_params(plan: Planned) -> dict[str, LayerRows | None]:
@@ -155,7 +203,7 @@ def _rows_of_params(plan: Planned) -> dict[str, LayerRows | None]:
 
 def decoded_opt_state(plan: Planned) -> Any:
     """The abstract canonical state of the optimizer over parameters as they are stored."""
-    return canonical_opt_state(plan.tx, plan.abstract_state["params"])
+    return canonical_opt_state(plan.tx, plan.abstract_stored["params"])
 
 
 def _recoded(plan: Planned, state: TrainState, *, decode: bool) -> TrainState:
@@ -163,7 +211,7 @@ def _recoded(plan: Planned, state: TrainState, *, decode: bool) -> TrainState:
     coding = coding_of(plan.tx)
     if coding is None:
         return state
-    trees = plan.abstract_state["opt_state"], decoded_opt_state(plan)
+    trees = plan.abstract_stored["opt_state"], decoded_opt_state(plan)
     flat = [jax.tree.flatten(tree) for tree in trees]
     function = _recoder(coding, decode, *((tuple(leaves), form) for leaves, form in flat))
     changed = state.copy()
@@ -230,8 +278,10 @@ def _convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = Fals
         same = leaf.shape == target.shape and leaf.sharding == target.sharding
         if same and move is None:
             continue
-        if _devices(leaf.sharding) != _devices(target.sharding):
-            result[index] = jax.device_put(leaf, target.sharding)  # between sets of devices
+        moved = _devices(leaf.sharding) != _devices(target.sharding)
+        if moved or (move is None and _same_shards(leaf, target)):
+            # Between sets of devices, or between the memories of one.
+            result[index] = jax.device_put(leaf, target.sharding)
         else:
             changing.append(index)
     if changing:
@@ -240,6 +290,11 @@ def _convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = Fals
         for index, leaf in zip(changing, change([leaves[i] for i in changing]), strict=True):
             result[index] = leaf
     return structure.unflatten(result)
+
+
+def _same_shards(leaf: Any, target: Any) -> bool:
+    """Whether two arrays on the same devices differ in no more than the memory that they lie in."""
+    return leaf.shape == target.shape and leaf.sharding.spec == target.sharding.spec
 
 
 def _devices(sharding: NamedSharding) -> list[jax.Device]:
@@ -255,7 +310,7 @@ def _resizer(
 
     def resize(arrays: list[jax.Array]) -> list[jax.Array]:
         return [
-            _fit(x, shape, rows, to_rows=to_rows)
+            _fit(to_device(x), shape, rows, to_rows=to_rows)
             for x, (shape, _, rows) in zip(arrays, wanted, strict=True)
         ]
 

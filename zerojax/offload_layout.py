@@ -3,9 +3,9 @@
 Knows names, counts and tiers; never knows arrays, meshes, optimizers or how a slice is moved.
 
 A shard of a parameter, as a device holds it, is read as one long vector and cut into `num_slices`
-slices of `slice_elements`, a multiple of the number of layers in it, so that no slice holds parts
-of two layers. Masters and moments are stored so, [slices, elements] on each device: the first
-`device` slices in device memory, the next `host` in pinned host memory, the rest in files.
+slices of `slice_elements`: parts of a layer, or several whole layers. Masters and moments are
+stored so, [slices, elements] on each device: the first `device` slices in device memory, the next
+`host` in pinned host memory, the rest in files.
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.forecast import Forecast, make_forecast
 from zerojax.gpus import Gpu, find_gpu
 from zerojax.mesh import DATA, DATA_AXES, STAGE
+from zerojax.offload.abstract import abstract_offloaded, canonical_on_host
+from zerojax.offload_layout import OffloadLayout
 from zerojax.pipeline_layout import PipelineLayout
 from zerojax.placement import Placement, PlacementRules, place_parameters
 from zerojax.plan_checks import (
@@ -39,6 +41,7 @@ from zerojax.plan_checks import (
     check_trained,
     naming_the_call,
 )
+from zerojax.plan_offload import plan_offload
 from zerojax.plan_pipeline import choose_microbatches, plan_pipeline
 from zerojax.plan_reasons import (
     describe_choices,
@@ -60,6 +63,7 @@ _MESH_OPTIONS = (
     "reduce_bucket_size",
     "allgather_bucket_size",
     "sequence_sharding",
+    "offload",
     "pipeline_schedule",
     "partition",
     "stash",
@@ -80,7 +84,10 @@ class Plan:
       update_choices: what runs the update and the gradients' statistics, kernel or XLA, and why.
       num_microbatches: pieces a device's rows are cut into.
       pipeline: how the layers lie on stages and which schedule runs them; None with one stage.
-      abstract_state: `TrainState` of `ShapeDtypeStruct`s with shardings, as stored.
+      offload: what lies outside device memory, in which slices; None where nothing does.
+      abstract_state: `TrainState` of `ShapeDtypeStruct`s with shardings, as it lies in memory.
+      abstract_stored: the same with every parameter and moment in one piece on the device; without
+        offload the same object.
       abstract_canonical: the same with true shapes and evenly dividing shardings: the form on disk
         and between two plans.
       abstract_batch: the global batch, with shardings.
@@ -103,7 +110,9 @@ class Plan:
     learning_rate: optim.Schedule | None
     num_microbatches: int
     pipeline: PipelineLayout | None
+    offload: OffloadLayout | None
     abstract_state: TrainState
+    abstract_stored: TrainState
     abstract_canonical: TrainState
     abstract_batch: Tree
     compiler_options: Mapping[str, Any]
@@ -278,6 +287,8 @@ def make_plan(
         batch,
     )
     build = functools.partial(abstract_state, params, extras, placement, tx, precision, mesh)
+    offload = plan_offload(settings.offload, placement, precision, tx, mesh)
+    stored, canonical = build(canonical=False), build(canonical=True)
     return Plan(
         mesh=mesh,
         model=internal,
@@ -290,8 +301,10 @@ def make_plan(
         learning_rate=optimizer_built.learning_rate,
         num_microbatches=num_microbatches,
         pipeline=layout,
-        abstract_state=build(canonical=False),
-        abstract_canonical=build(canonical=True),
+        offload=offload,
+        abstract_state=abstract_offloaded(stored, offload, precision) if offload else stored,
+        abstract_stored=stored,
+        abstract_canonical=canonical_on_host(canonical, offload) if offload else canonical,
         abstract_batch=abstract_batch,
         compiler_options=compiler_options,
         dropped_options=dropped_options,

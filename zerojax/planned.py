@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from pallas_kernels.choice import Choice
 from zerojax.config import MeshConfig
 from zerojax.model import Loss, Model
+from zerojax.offload_layout import OffloadLayout
 from zerojax.optim import Schedule
 from zerojax.pipeline_layout import PipelineLayout
 from zerojax.placement import Placement
@@ -47,6 +48,10 @@ class Planned(Protocol):
     def num_microbatches(self) -> int: ...
     @property
     def pipeline(self) -> PipelineLayout | None: ...
+    @property
+    def offload(self) -> OffloadLayout | None: ...
+    @property
+    def abstract_stored(self) -> TrainState: ...
     @property
     def abstract_state(self) -> TrainState: ...
     @property

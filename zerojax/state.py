@@ -8,7 +8,7 @@ from it. Updates applied are `step - skipped`; optax's own counts follow those.
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,17 @@ class TrainState(TypedDict):
       skipped: int32 []; steps whose gradients were not finite and that changed nothing else.
       rng: uint32 [2]; key data of the run's PRNG key; step keys are folded from it.
       params: {name: array}, the trained weights (float32 masters unless the precision says
-        otherwise), padded as the placement says.
+        otherwise), padded as the placement says. Of a parameter whose optimizer state is sliced
+        (`zerojax.offload_layout`) the copy in the compute dtype that forward and backward read.
       frozen: {name: array}, parameters without gradient.
-      opt_state: what the optax transformation keeps for `params`.
+      opt_state: what the optax transformation keeps for `params`; each moment of a sliced parameter
+        as {tier: array}, like its master.
       extras: {name: array}, the model's own state (batch statistics, random counts), replicated.
       loss_scale: the counters of `zerojax.loss_scale`; {} where the loss is not scaled.
+      masters: only where something is offloaded: {name: {tier: float32 [slices of all shards,
+        elements]}} of sliced parameters.
+      disk: only there: what holds the slices that lie in files, a node without leaves; {} where
+        none do.
     """
 
     step: Any
@@ -37,6 +43,8 @@ class TrainState(TypedDict):
     opt_state: Any
     extras: dict[str, Any]
     loss_scale: dict[str, Any]
+    masters: NotRequired[dict[str, Any]]
+    disk: NotRequired[Any]
 
 
 def step_key(rng: jax.Array, step: jax.Array) -> jax.Array:

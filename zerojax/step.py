@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from zerojax import loss_scale, pipeline, zero
 from zerojax import mesh as meshes
 from zerojax.model import Loss
+from zerojax.offload.disk_step import DiskStep, pending_of, pending_shardings
+from zerojax.offload.update import build_offload_update
 from zerojax.planned import Planned
 from zerojax.state import TrainState, step_key
 from zerojax.updates import ThisStep, build_norm, build_update
@@ -40,10 +42,11 @@ def build_step(plan: Planned) -> Any:
     """
     gradients = _passes(plan).build_gradients(pass_config(plan))
     replicated = NamedSharding(plan.mesh, P())
-    read_norm, update = build_norm(plan), build_update(plan)
+    read_norm, update = build_norm(plan), _build_update(plan)
     scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
+    on_disk = plan.offload is not None and bool(plan.offload.on_disk)
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Any) -> tuple[Any, ...]:
         key = step_key(state["rng"], state["step"])
         factor = None if scaling is None else state["loss_scale"]["scale"] / weight
         sums, grads, extras = gradients(
@@ -59,19 +62,22 @@ def build_step(plan: Planned) -> Any:
         scale = 1 / (sums["weight"] if factor is None else sums["weight"] * factor)
         grad_norm, bad_leaf = read_norm(grads, scale)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        params, opt_state = update(grads, state, ThisStep(scale, grad_norm, ~finite, key))
+        now = ThisStep(scale, grad_norm, ~finite, key)
+        updated = update(grads, state, now)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         skipped = 1 - finite.astype(jnp.int32)
         new_state = TrainState(
             step=state["step"] + 1,
             skipped=state["skipped"] + skipped,
             rng=state["rng"],
-            params=params,
+            params=updated["params"],
             frozen=state["frozen"],
-            opt_state=opt_state,
+            opt_state=updated["opt_state"],
             extras=jax.tree.map(keep, extras, state["extras"]),
             loss_scale=state["loss_scale"],
         )
+        if plan.offload is not None:
+            new_state |= {"masters": updated["masters"], "disk": state["disk"]}
         metrics = {
             "loss": loss,
             "weight": sums["weight"],
@@ -85,14 +91,18 @@ def build_step(plan: Planned) -> Any:
                 scaling, state["loss_scale"], finite
             )
             metrics |= {"loss_scale": state["loss_scale"]["scale"], "at_floor": at_floor}
+        if on_disk:
+            return new_state, metrics, pending_of(plan, grads, state["opt_state"], now)
         return new_state, metrics
 
-    return jax.jit(
+    pending = (pending_shardings(plan),) if on_disk else ()
+    jitted = jax.jit(
         step,
         donate_argnums=0,
-        out_shardings=(plan.state_shardings, replicated),
+        out_shardings=(plan.state_shardings, replicated, *pending),
         compiler_options=dict(plan.compiler_options) or None,
     )
+    return DiskStep(plan, jitted) if on_disk else jitted
 
 
 def _expected_weight(plan: Planned) -> float:
@@ -128,6 +138,19 @@ def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:
     return jax.jit(evaluate, out_shardings=NamedSharding(plan.mesh, P()))
 
 
+def _build_update(plan: Planned) -> Any:
+    """`(gradients, state, ThisStep) -> what the update changes of a state`, to be traced."""
+    if plan.offload is not None and plan.offload.leaves:
+        return build_offload_update(plan)
+    update = build_update(plan)
+
+    def updated(grads: Any, state: TrainState, now: ThisStep) -> dict[str, Any]:
+        params, opt_state = update(grads, state, now)
+        return {"params": params, "opt_state": opt_state, "masters": {}}
+
+    return updated
+
+
 def _passes(plan: Planned) -> Any:
     """The room that goes through the layers: in one piece, or over stages."""
     return zero if plan.pipeline is None else pipeline
@@ -147,4 +170,5 @@ def pass_config(plan: Planned) -> zero.PassConfig:
         sequence_sharding=plan.settings.sequence_sharding,
         regather=plan.regather,
         pipeline=plan.pipeline,
+        offload=plan.offload,
     )

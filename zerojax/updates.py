@@ -195,13 +195,17 @@ def _build_in_place(plan: Planned, tx: Optimizer) -> Callable[..., tuple[Arrays,
     )
 
     def update(grads: Arrays, state: TrainState, now: ThisStep) -> tuple[Arrays, Any]:
-        scale, limit = now.scale, tx.clip_norm
-        if limit is not None:
-            scale = scale * jnp.where(now.norm < limit, 1.0, limit / now.norm)
-        key_data = jax.random.key_data(now.key)
+        scale, key_data = clipped_scale(tx, now), jax.random.key_data(now.key)
         return mapped(grads, state["opt_state"], state["params"], scale, now.skip, key_data)
 
     return update
+
+
+def clipped_scale(tx: Optimizer, now: ThisStep) -> jax.Array:
+    """float32 []: what gradients are multiplied by; with it their norm is at most `clip_norm`."""
+    if tx.clip_norm is None:
+        return now.scale
+    return now.scale * jnp.where(now.norm < tx.clip_norm, 1.0, tx.clip_norm / now.norm)
 
 
 def axes_of_leaves(

@@ -150,6 +150,7 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
         with_dtypes=with_dtypes,
         learning_rate=as_schedule(options.learning_rate),
         begin=functools.partial(_begin, method, options) if method.elementwise else None,
+        moments=method.moments if method.elementwise else (),
     )
 
 

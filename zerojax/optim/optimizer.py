@@ -117,6 +117,8 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       begin: (state, {name: the whole parameter's shape and dtype}, context) -> `BegunUpdate`, for
         shards that come in pieces; None where an element's update depends on other elements. State
         may hold anything in place of the moments.
+      moments: what optax calls the moments that the state holds, in the order of the rule; () where
+        `begin` is None.
     """
 
     apply: Apply
@@ -127,6 +129,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     coding: StateCoding | None
     learning_rate: Schedule | None
     begin: Begin | None
+    moments: tuple[str, ...]
 
     def __new__(
         cls,
@@ -141,11 +144,12 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         coding: StateCoding | None = None,
         learning_rate: Schedule | None = None,
         begin: Begin | None = None,
+        moments: tuple[str, ...] = (),
     ) -> Optimizer:
         self = super().__new__(cls, init, update)
         self.apply, self.kernel, self.impl, self.clip_norm = apply, kernel, impl, clip_norm
         self.with_dtypes, self.learning_rate = with_dtypes, learning_rate
-        self.coding, self.begin = coding, begin
+        self.coding, self.begin, self.moments = coding, begin, moments
         return self
 
 

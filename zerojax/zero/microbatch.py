@@ -16,6 +16,7 @@ from jax import lax
 from zerojax.activations import activation_rules
 from zerojax.mesh import DATA, MODEL, REPLICA
 from zerojax.model import Loss, Model
+from zerojax.offload_layout import OffloadLayout
 from zerojax.pipeline_layout import PipelineLayout
 from zerojax.placement import Placement
 from zerojax.precision import Precision
@@ -36,6 +37,7 @@ class PassConfig:
       sequence_sharding: split the residual stream over `model` along the sequence.
       regather: at stage 3, gather parameters again in the backward pass instead of keeping them.
       pipeline: how the layers lie on stages; None with one stage.
+      offload: what lies outside device memory; None where nothing does.
     """
 
     model: Model
@@ -49,6 +51,7 @@ class PassConfig:
     sequence_sharding: bool
     regather: bool
     pipeline: PipelineLayout | None = None
+    offload: OffloadLayout | None = None
 
 
 def as_sum_and_weight(result: Any) -> tuple[jax.Array, jax.Array]:

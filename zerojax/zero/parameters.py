@@ -130,7 +130,8 @@ def _slice_size(leaf: LeafPlacement) -> int:
 
 
 def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
-    """Gradients summed over the data axes, as stored: float32, sharded where the placement says.
+    """Gradients summed over the data axes, as stored, sharded where the placement says; float32,
+    but of parameters that are updated in slices in the dtype in which they were summed.
 
     Under a pipeline those of parameters that every stage reads are summed over `stage`, too: each
     stage has its own part of them, most have none.
@@ -151,4 +152,9 @@ def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
         shards = {name: shard.astype(dtype) for name, shard in shards.items()}
         shards = collectives.sum_buckets(shards, axes, bucket_size, (REPLICA,))
     reduced |= shards
-    return {name: reduced[name].astype(jnp.float32) for name in grads}
+    # What is updated slice by slice is cast there: a loop would be given all of it in float32.
+    sliced = config.offload.leaves if config.offload is not None else {}
+    return {
+        name: reduced[name] if name in sliced else reduced[name].astype(jnp.float32)
+        for name in grads
+    }

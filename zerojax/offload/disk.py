@@ -1,0 +1,252 @@
+"""The slices that lie in files: which bucket each is, and how they are filled and read.
+
+Knows layouts, this process's devices and a store; never an optimizer, a step or a checkpoint.
+
+A bucket is one slice of one parameter: of each array that belongs to it ("master", then moments)
+the rows [shards of this process, elements]. Every process has a store in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from zerojax.config.offload import DEVICE, NVME
+from zerojax.offload.slices import tier_sharding
+from zerojax.offload_layout import SlicedLeaf
+from zerojax.planned import Planned
+from zerojax.store import BucketStore, StoreError
+
+MASTER = "master"
+ALIGNMENT = 64  # bytes; from there on a CPU device takes memory as it is, without a copy
+
+Rows = Mapping[jax.Device, np.ndarray]
+"""{device: [elements], or [slices, elements]}: what each device of this process has."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DiskLeaf:
+    """The buckets of one parameter.
+
+    Attributes:
+      leaf: its slices.
+      first_bucket: number of the first of its buckets.
+      dtypes: {array: its dtype}, in the order of a bucket.
+      shards: numbers of the shards that this process has; a bucket has a row for each.
+      row_of: {device of this process: its row}; copies of a shard share one.
+    """
+
+    leaf: SlicedLeaf
+    first_bucket: int
+    dtypes: Mapping[str, np.dtype]
+    shards: tuple[int, ...]
+    row_of: Mapping[jax.Device, int]
+
+    @property
+    def num_buckets(self) -> int:
+        """How many of its slices lie in files."""
+        return self.leaf.counts[NVME]
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of one of its buckets."""
+        return sum(self._array_bytes(dtype) for dtype in self.dtypes.values())
+
+    def views(self, bucket: np.ndarray) -> dict[str, np.ndarray]:
+        """{array: [rows, elements]} of a bucket's bytes, sharing its memory."""
+        shape, start, result = (len(self.shards), self.leaf.slice_elements), 0, {}
+        for name, dtype in self.dtypes.items():
+            size = math.prod(shape) * dtype.itemsize
+            result[name] = bucket[start : start + size].view(dtype).reshape(shape)
+            start += self._array_bytes(dtype)
+        return result
+
+    def _array_bytes(self, dtype: np.dtype) -> int:
+        size = len(self.shards) * self.leaf.slice_elements * dtype.itemsize
+        return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DiskSlice:
+    """One bucket, in the caller's hands until the next one is asked for.
+
+    Attributes:
+      place: whose it is.
+      number: of the slice in its shard, counted over all tiers.
+      arrays: {array: [rows, elements]} in the store's own memory.
+      write: starts to write them; then they must not change.
+    """
+
+    place: DiskLeaf
+    number: int
+    arrays: Mapping[str, np.ndarray]
+    write: Callable[[], None]
+
+
+Source = Callable[[str, int], Rows | None]
+"""(array, number of a slice) -> what each device has of it; None stands for zeros."""
+
+
+class DiskState:
+    """The open store of this process and what lies where in it.
+
+    As a part of a state it is a node without leaves: JAX passes it by and never copies it. There is
+    one; a state whose slices are on disk is changed by each step, also where its arrays are not.
+
+    Attributes:
+      store: the buckets.
+      leaves: {name: its buckets}, in the order of the buckets.
+      failure: why the slices are no longer those of one step, if so.
+      data_state: position of the data after the step that comes next, for a durable store.
+    """
+
+    def __init__(self, store: BucketStore, leaves: Mapping[str, DiskLeaf]) -> None:
+        self.store, self.leaves = store, leaves
+        self.failure: str | None = None
+        self.data_state: dict[str, Any] | None = None
+
+    def slices(self, *, read: bool = True) -> Iterator[DiskSlice]:
+        """Goes through all buckets once; see `BucketStore.sweep`.
+
+        Raises:
+          StoreError, OSError: what the store says; also that an earlier sweep failed.
+        """
+        if self.failure is not None:
+            raise StoreError(self.failure)
+        places = [place for place in self.leaves.values() for _ in range(place.num_buckets)]
+        wrote = False
+
+        def write(bucket: Any) -> None:
+            nonlocal wrote
+            wrote = True
+            bucket.write()
+
+        try:
+            for bucket in self.store.sweep(read=read):
+                place = places[bucket.index]
+                number = place.leaf.first(NVME) + bucket.index - place.first_bucket
+                views = place.views(bucket.array)
+                yield DiskSlice(place, number, views, lambda b=bucket: write(b))
+        except BaseException as error:
+            if wrote:
+                self.failure = (
+                    f"{self.store.folder}: a sweep over the optimizer's state stopped half-way "
+                    f"({error or type(error).__name__}); start the run again: it goes on from the "
+                    + ("last whole step" if self.store.is_durable else "last checkpoint")
+                )
+            raise
+
+    def fill(self, source_of: Callable[[DiskLeaf], Source]) -> None:
+        """Writes every bucket anew.
+
+        Args:
+          source_of: called once for each parameter, in order; the former one's source is dropped
+            before.
+        """
+        current, source = None, None
+        for piece in self.slices(read=False):
+            if piece.place is not current:
+                source = None
+                current, source = piece.place, source_of(piece.place)
+            assert source is not None
+            for name, target in piece.arrays.items():
+                rows = source(name, piece.number)
+                if rows is None:
+                    target[:] = 0
+                    continue
+                for device, row in piece.place.row_of.items():
+                    target[row] = rows[device]
+            piece.write()
+
+    def read(self, leaf: SlicedLeaf, array: str) -> Rows:
+        """{device: [slices, elements]}: the slices in files of one array, copied; {} if it has none.
+
+        Raises:
+          StoreError, OSError: what the store says; also that an earlier sweep failed.
+        """
+        if leaf.name not in self.leaves:
+            return {}
+        place = self.leaves[leaf.name]
+        order = range(place.first_bucket, place.first_bucket + place.num_buckets)
+        shape = (len(place.shards), place.num_buckets, leaf.slice_elements)
+        result = np.empty(shape, place.dtypes[array])
+        if self.failure is not None:
+            raise StoreError(self.failure)
+        for bucket in self.store.sweep(order=order):
+            rows = place.views(bucket.array)[array]
+            result[:, bucket.index - place.first_bucket] = rows
+        return {device: result[row] for device, row in place.row_of.items()}
+
+    def close(self) -> None:
+        """Gives up the store's files. May be called twice."""
+        self.store.close()
+
+
+jax.tree_util.register_pytree_node(DiskState, lambda disk: ((), disk), lambda disk, _: disk)
+
+
+def disk_leaves(plan: Planned) -> dict[str, DiskLeaf]:
+    """{name: its buckets} of this process, in the order of the plan's layout."""
+    layout, mesh = plan.offload, plan.mesh
+    assert layout is not None
+    assert isinstance(mesh, Mesh)
+    own = {MASTER: np.dtype(plan.precision.param_dtype)}
+    dtypes = {name: own.get(name, np.dtype(plan.precision.moments_dtype)) for name in layout.arrays}
+    result, buckets = {}, 0
+    for leaf in layout.on_disk:
+        shard_of = _shards(leaf, mesh)
+        shards = tuple(sorted(set(shard_of.values())))
+        rows = {device: shards.index(shard) for device, shard in shard_of.items()}
+        result[leaf.name] = DiskLeaf(leaf, buckets, dtypes, shards, rows)
+        buckets += leaf.counts[NVME]
+    return result
+
+
+def _shards(leaf: SlicedLeaf, mesh: Mesh) -> dict[jax.Device, int]:
+    """{device of this process: number of its shard}."""
+    sharding = tier_sharding(leaf, DEVICE, mesh)
+    indices = sharding.addressable_devices_indices_map((leaf.num_shards, 1))
+    return {device: index[0].start or 0 for device, index in indices.items() if index is not None}
+
+
+def create_disk(plan: Planned) -> DiskState:
+    """A new store for the slices of a plan that lie in files; what is there is given up.
+
+    Raises:
+      ValueError: the plan does not say where.
+      StoreError: another process has it open.
+      OSError: the disk has too little space, in bytes and with what helps.
+    """
+    folder = store_folder(plan)
+    leaves = disk_leaves(plan)
+    sizes = [place.bucket_bytes for place in leaves.values() for _ in range(place.num_buckets)]
+    store = BucketStore.create(
+        folder,
+        num_buckets=len(sizes),
+        bucket_bytes=sizes,
+        durable=plan.settings.offload.durable,
+        replace=True,
+    )
+    return DiskState(store, leaves)
+
+
+def store_folder(plan: Planned) -> Path:
+    """Where the files of this process lie.
+
+    Raises:
+      ValueError: the plan does not say.
+    """
+    folder = plan.settings.offload.folder
+    if folder is None:
+        raise ValueError(
+            "offload.opt_state has nvme, and offload.folder is not given: there is no folder of a "
+            "run to put the files into; set offload.folder to one on the disk to be used"
+        )
+    return Path(folder).expanduser().absolute() / f"process_{jax.process_index()}"

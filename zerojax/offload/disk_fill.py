@@ -1,0 +1,89 @@
+"""How slices in files get their first values: from new parameters, or from a whole state.
+
+Knows plans, arrays and the layout of buckets; never an optimizer's arithmetic or a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zerojax.config.offload import NVME
+from zerojax.offload.disk import (
+    MASTER,
+    DiskLeaf,
+    DiskState,
+    Rows,
+    Source,
+    create_disk,
+)
+from zerojax.offload.slices import cut_leaf, map_moments
+from zerojax.planned import Planned
+from zerojax.state import TrainState
+
+
+def fill_new_disk(plan: Planned, stored: Callable[[str], jax.Array]) -> DiskState:
+    """A new store with the masters of new parameters and moments of zeros.
+
+    Args:
+      plan: with slices in files.
+      stored: name -> the parameter as it is stored; called once for each, in turn.
+    """
+
+    def source_of(place: DiskLeaf) -> Source:
+        arrays = {MASTER: stored(place.leaf.name)} if MASTER in place.dtypes else {}
+        return array_source(plan, place, arrays)
+
+    return _filled(plan, source_of)
+
+
+def fill_disk(plan: Planned, stored: TrainState) -> DiskState:
+    """A new store with the slices of a state in one piece, as `plan.abstract_stored` has it."""
+    arrays = arrays_on_disk(plan, stored)
+    return _filled(plan, lambda place: array_source(plan, place, arrays[place.leaf.name]))
+
+
+def _filled(plan: Planned, source_of: Callable[[DiskLeaf], Source]) -> DiskState:
+    disk = create_disk(plan)
+    try:
+        disk.fill(source_of)
+    except BaseException:
+        disk.close()
+        raise
+    return disk
+
+
+def array_source(plan: Planned, place: DiskLeaf, arrays: Mapping[str, jax.Array]) -> Source:
+    """The slices in files of a parameter's arrays; zeros of those that are missing."""
+    assert isinstance(plan.mesh, Mesh)
+    mesh = plan.mesh
+    rows = {name: cut_leaf(place.leaf, array, mesh)[1] for name, array in arrays.items()}
+    first = place.leaf.first(NVME)
+
+    def source(name: str, number: int) -> Rows | None:
+        if name not in rows:
+            return None
+        return {device: slices[number - first] for device, slices in rows[name].items()}
+
+    return source
+
+
+def arrays_on_disk(plan: Planned, state: Any) -> dict[str, dict[str, Any]]:
+    """{parameter with slices in files: {array: its leaf}} of any tree with a state's structure."""
+    layout = plan.offload
+    assert layout is not None
+    result: dict[str, dict[str, Any]] = {leaf.name: {} for leaf in layout.on_disk}
+    masters = [name for name in layout.arrays if name == MASTER]
+
+    def note(leaf: Any, number: int, moment: Any) -> None:
+        if leaf.name in result:
+            result[leaf.name][layout.arrays[len(masters) + number]] = moment
+
+    if masters:
+        for name, arrays in result.items():
+            arrays[MASTER] = state["params"][name]
+    map_moments(layout.leaves, note, state["opt_state"])
+    return result

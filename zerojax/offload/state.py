@@ -1,0 +1,132 @@
+"""A whole training state in slices: born so, cut from its stored form, joined to it again.
+
+Knows plans and states; never an update, and of files only that something holds them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from zerojax.config.offload import HOST
+from zerojax.offload.abstract import canonical_on_host
+from zerojax.offload.slices import (
+    Tiers,
+    abstract_tiers,
+    cut,
+    cut_leaf,
+    join_leaf,
+    map_moments,
+    to_device,
+    to_host,
+)
+from zerojax.offload_layout import SlicedLeaf
+from zerojax.planned import Planned
+from zerojax.state import TrainState
+
+
+def cut_new_state(plan: Planned, stored: TrainState) -> TrainState:
+    """Traced: a new state in slices, from one on the device, whose moments are zeros."""
+    layout, abstract = plan.offload, plan.abstract_state
+    assert layout is not None
+
+    def as_read(name: str, x: jax.Array) -> jax.Array:
+        x = x.astype(abstract["params"][name].dtype)
+        return to_host(x) if name in layout.streamed else x
+
+    def masters_of(leaf: SlicedLeaf) -> Tiers:
+        slices = abstract["masters"][leaf.name]
+        return jax.shard_map(
+            lambda shard: cut(leaf, shard),
+            mesh=plan.mesh,
+            in_specs=plan.abstract_stored["params"][leaf.name].sharding.spec,
+            out_specs={tier: x.sharding.spec for tier, x in slices.items()},
+            check_vma=False,
+        )(stored["params"][leaf.name])
+
+    def zeros(leaf: SlicedLeaf, _: int, moment: jax.Array) -> Tiers:
+        # The moments of every optimizer that can be offloaded begin at zero.
+        made = abstract_tiers(leaf, moment.dtype, plan.mesh).items()
+        new = {tier: jnp.zeros(x.shape, x.dtype) for tier, x in made}
+        return {tier: to_host(x) if tier == HOST else x for tier, x in new.items()}
+
+    result = stored.copy()
+    result["params"] = {name: as_read(name, x) for name, x in stored["params"].items()}
+    result["masters"] = {name: masters_of(layout.leaves[name]) for name in abstract["masters"]}
+    result["opt_state"] = map_moments(layout.leaves, zeros, stored["opt_state"])
+    result["disk"] = {}
+    return result
+
+
+def join_state(plan: Planned, state: TrainState) -> TrainState:
+    """The state with every parameter and moment in one piece, as `plan.abstract_stored` has it.
+
+    What has left the device is joined on the host, leaf by leaf.
+    """
+    layout, disk = plan.offload, state["disk"]
+    assert layout is not None
+    target = canonical_on_host(plan.abstract_stored, layout)
+    masters = int(plan.precision.has_masters)
+
+    def from_files(leaf: SlicedLeaf, array: int) -> Any:
+        return disk.read(leaf, layout.arrays[array]) if disk else None
+
+    def param(name: str, x: jax.Array) -> jax.Array:
+        wanted = target["params"][name]
+        if name not in state["masters"]:
+            return x if name not in layout.streamed else jax.device_put(x, wanted.sharding)
+        leaf = layout.leaves[name]
+        return join_leaf(leaf, state["masters"][name], wanted, from_files(leaf, 0))
+
+    def moment(leaf: SlicedLeaf, number: int, tiers: Tiers, wanted: Any) -> jax.Array:
+        return join_leaf(leaf, tiers, wanted, from_files(leaf, masters + number))
+
+    result = state.copy()
+    del result["masters"], result["disk"]
+    result["params"] = {name: param(name, x) for name, x in state["params"].items()}
+    result["opt_state"] = map_moments(
+        layout.leaves, moment, state["opt_state"], target["opt_state"]
+    )
+    return result
+
+
+def cut_state(plan: Planned, stored: TrainState) -> TrainState:
+    """The inverse of `join_state` for slices in memory; those of files are left out."""
+    layout, abstract, mesh = plan.offload, plan.abstract_state, plan.mesh
+    assert layout is not None
+    assert isinstance(mesh, Mesh)
+
+    def as_read(name: str, x: jax.Array) -> jax.Array:
+        wanted = abstract["params"][name]
+        if x.dtype == wanted.dtype:
+            return jax.device_put(x, wanted.sharding)
+        host = name in layout.streamed
+        return _cast(wanted.dtype, wanted.sharding, host)(x)
+
+    def moment(leaf: SlicedLeaf, _: int, x: jax.Array) -> Tiers:
+        return cut_leaf(leaf, x, mesh)[0]
+
+    result = stored.copy()
+    result["masters"] = {
+        name: cut_leaf(layout.leaves[name], stored["params"][name], mesh)[0]
+        for name in abstract["masters"]
+    }
+    result["params"] = {name: as_read(name, x) for name, x in stored["params"].items()}
+    result["opt_state"] = map_moments(layout.leaves, moment, stored["opt_state"])
+    result["disk"] = {}
+    return result
+
+
+@functools.lru_cache(maxsize=64)
+def _cast(dtype: Any, sharding: Any, host: bool) -> Any:
+    """A jitted function of an array, wherever it lies: the same in another dtype, where asked."""
+
+    def cast(x: jax.Array) -> jax.Array:
+        new = to_device(x).astype(dtype)
+        return to_host(new) if host else new
+
+    return jax.jit(cast, out_shardings=sharding)

@@ -1,0 +1,174 @@
+"""What of a plan leaves the device: which parameters, in how many slices, and in which tier each.
+
+Knows the placement table, shares and optimizers' names; never arrays, nor how a slice is moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax import trees
+from zerojax.config.offload import DEVICE, HOST, OffloadConfig
+from zerojax.offload_layout import OffloadLayout, SlicedLeaf
+from zerojax.optim import Optimizer
+from zerojax.placement import LeafPlacement, Placement
+from zerojax.precision import Precision
+
+MASTER = "master"
+"""What `OffloadLayout.arrays` calls the float32 weights."""
+
+
+def plan_offload(
+    config: OffloadConfig,
+    placement: Placement,
+    precision: Precision,
+    tx: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    *,
+    stacked: frozenset[str] = frozenset(),
+) -> OffloadLayout | None:
+    """The layout of everything that lies outside device memory; None where nothing does.
+
+    Args:
+      config: what was asked for.
+      placement: the table.
+      precision: whether there are float32 masters.
+      tx: the optimizer.
+      mesh: axis sizes.
+      stacked: names of the parameters that the layer loop takes layer by layer.
+
+    Raises:
+      ValueError: the optimizer cannot update a shard in pieces.
+    """
+    if config.is_off:
+        return None
+    moved = config.moves_opt_state or config.params == HOST
+    if moved:
+        _check_optimizer(tx, config)
+    trained = [leaf for leaf in placement.leaves.values() if not leaf.frozen]
+    if config.params == HOST:
+        streamed = [leaf for leaf in trained if leaf.name in stacked]
+    else:
+        streamed = []
+    kept, sliced = [], []
+    for leaf in trained if config.moves_opt_state else streamed:
+        shard = _shard_shape(leaf, mesh)
+        if trees.num_elements(shard) < config.min_elements:
+            kept.append((leaf.name, _why_small(trees.num_elements(shard), config.min_elements)))
+        else:
+            sliced.append((leaf, shard))
+    names = {leaf.name for leaf, _ in sliced}
+    return OffloadLayout(
+        leaves=_share_out(sliced, config, mesh),
+        arrays=(*((MASTER,) if precision.has_masters else ()), *_moments(tx)),
+        streamed=frozenset(leaf.name for leaf in streamed if leaf.name in names),
+        activations=config.activations == HOST,
+        update_in_backward=config.update_in_backward,
+        kept=tuple(kept),
+    )
+
+
+def _why_small(elements: int, limit: int) -> str:
+    return f"{elements} elements of a shard < offload.min_elements {limit}: stays on the device"
+
+
+def _check_optimizer(tx: optax.GradientTransformation, config: OffloadConfig) -> None:
+    if isinstance(tx, Optimizer) and tx.begin is not None:
+        return
+    name = tx.kernel if isinstance(tx, Optimizer) else "a plain optax transformation"
+    what = (
+        f"opt_state={dict(config.shares)}" if config.moves_opt_state else f"params={config.params}"
+    )
+    raise ValueError(
+        f"offload {what} updates each parameter in slices, and the optimizer, {name}, may need all "
+        "of a parameter at once; use zerojax.adamw, lion or sgd (not inside optax.chain), or leave "
+        "opt_state and params on the device"
+    )
+
+
+def _moments(tx: optax.GradientTransformation) -> tuple[str, ...]:
+    return tx.moments if isinstance(tx, Optimizer) else ()
+
+
+def _shard_shape(leaf: LeafPlacement, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+    """The shape of a stored parameter on one device."""
+    entries = [*leaf.stored_spec, *[None] * len(leaf.stored_shape)]
+    return tuple(
+        size // math.prod(mesh.shape[axis] for axis in _axes(entry))
+        for size, entry in zip(leaf.stored_shape, entries, strict=False)
+    )
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else entry
+
+
+def _share_out(
+    sliced: list[tuple[LeafPlacement, tuple[int, ...]]],
+    config: OffloadConfig,
+    mesh: Mesh | AbstractMesh,
+) -> Mapping[str, SlicedLeaf]:
+    """Slices of every leaf, shared out so that the shares hold for all leaves together."""
+    shares = config.shares if config.moves_opt_state else {DEVICE: 1.0}
+    # Elements that a tier should have and those that it has been given, of the leaves so far.
+    wanted, given = dict.fromkeys(shares, 0.0), dict.fromkeys(shares, 0)
+    result = {}
+    for leaf, shard in sliced:
+        layers = shard[0] if leaf.stack_dims else 1
+        size = trees.num_elements(shard)
+        elements = slice_elements(
+            size // layers, layers, config.slice_elements, whole_layers=config.update_in_backward
+        )
+        left = count = size // elements
+        counts = dict.fromkeys(("device", "host", "nvme"), 0)
+        for tier, share in shares.items():
+            wanted[tier] += share * size
+            fit = round((wanted[tier] - given[tier]) / elements)
+            counts[tier] = min(max(fit, 0), left)
+            left -= counts[tier]
+            given[tier] += counts[tier] * elements
+        last = list(shares)[-1]
+        counts[last] += left
+        given[last] += left * elements
+        assert sum(counts.values()) == count
+        axes = {axis for entry in leaf.stored_spec for axis in _axes(entry)}
+        over = tuple(axis for axis in mesh.axis_names if axis in axes and mesh.shape[axis] > 1)
+        result[leaf.name] = SlicedLeaf(
+            name=leaf.name,
+            shard_shape=shard,
+            axes=over,
+            num_shards=math.prod(mesh.shape[axis] for axis in over),
+            slice_elements=elements,
+            counts=counts,
+        )
+    return result
+
+
+def slice_elements(layer: int, layers: int, limit: int, *, whole_layers: bool) -> int:
+    """Elements of one slice: as many as the limit allows.
+
+    Args:
+      layer: elements of one layer of a shard.
+      layers: how many.
+      limit: elements of a slice, at most; a layer that nothing divides is taken whole.
+      whole_layers: never put several layers into one slice.
+
+    >>> slice_elements(1000, 24, 300, whole_layers=False)
+    250
+    >>> slice_elements(1000, 24, 9000, whole_layers=False)
+    8000
+    """
+    if layer > limit:
+        fewest = -(-layer // limit)
+        parts = next((n for n in range(fewest, 8 * fewest + 1) if layer % n == 0), 1)
+        return layer // parts
+    if whole_layers:
+        return layer
+    together = max(n for n in range(1, layers + 1) if layers % n == 0 and n * layer <= limit)
+    return together * layer
