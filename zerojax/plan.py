@@ -199,8 +199,16 @@ class Plan:
             mesh = meshes.make_mesh(settings, compiler.gpu_devices(card, count))
         else:
             mesh = meshes.make_abstract_mesh(settings, count)
-        plan = self.remake(mesh)
-        return make_forecast(plan, card, why_formula=why, fast=fast, progress=progress)
+        plan, devices = self.remake(mesh), None
+        if why is None and plan.settings.offload.on_host:
+            # Devices that are not here know no host memory: traced over the mesh's axes alone.
+            devices = list(mesh.devices.flat)
+            decided = ("compiler_options", "dropped_options", "update_choices", "reasons")
+            changes = {name: getattr(plan, name) for name in decided}
+            plan = dataclasses.replace(self.remake(mesh.abstract_mesh), **changes)
+        return make_forecast(
+            plan, card, devices=devices, why_formula=why, fast=fast, progress=progress
+        )
 
 
 def make_plan(
@@ -277,7 +285,7 @@ def make_plan(
     placement = _place(internal, params, trace, settings, mesh, freeze, layout)
     check_trained(placement)
     regather = settings.zero == 3 and internal.reads_lazily
-    compiler_options, dropped_options = choose_options(mesh, regather)
+    compiler_options, dropped_options = choose_options(mesh, regather, settings.offload.on_host)
     tx = fit_optimizer(optimizer_built.tx, precision)
     update_choices = choose_update(tx, mesh)
     abstract_batch = jax.tree.map(
