@@ -198,6 +198,39 @@ class LossPieces:
         after, written = lax.scan(run, activations, (present, sliced), unroll=unroll)
         return after, dict(zip(self._layer_extras, written, strict=True))
 
+    def surroundings(
+        self, outer: Arrays, extras: Arrays, key: Any, batch: Any
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """(what every layer takes whole, what has a row for each layer), beside parameters.
+
+        Keys, masks, tables of positions: for whoever runs layers one by one with `layer`.
+        """
+        around = self._around((), self._inputs(outer, extras, key, batch))
+        return around[: len(self.loop.consts)], around[len(self.loop.consts) :]
+
+    def layer(
+        self,
+        rows: Arrays,
+        consts: Sequence[jax.Array],
+        others: Sequence[jax.Array],
+        activations: Activations,
+    ) -> tuple[Activations, Arrays]:
+        """One layer: `rows` {name: its row of a stacked parameter}, see `surroundings`.
+
+        Args:
+          consts: the first of `surroundings`; others: this layer's row of each of the second.
+
+        Returns:
+          (activations, {name: this layer's row of the new value} of the extras it writes).
+        """
+        given, remaining = self._stack_inputs(rows), iter(others)
+        sliced = [
+            next(remaining) if stack is None else stack.apply(given[stack.input][None])[0]
+            for stack in self.loop.slices
+        ]
+        after, written = self._one_layer(consts, activations, (None, sliced))
+        return after, dict(zip(self._layer_extras, written, strict=True))
+
     def head(
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any, activations: Activations
     ) -> tuple[LossAndWeight, Arrays]:
@@ -236,10 +269,7 @@ class LossPieces:
             if stack is None:
                 slices.append(next(remaining)[layer_of_row])
                 continue
-            value = stacks[stack.input]
-            for step in stack.steps:
-                value = step.primitive.bind(value, **step.params)
-            slices.append(value)
+            slices.append(stack.apply(stacks[stack.input]))
         return slices
 
     def _one_layer(

@@ -46,6 +46,12 @@ class Stack:
     input: int
     steps: tuple[Any, ...]
 
+    def apply(self, rows: jax.Array) -> jax.Array:
+        """What the loop slices, of some rows [n, ...] of the input."""
+        for step in self.steps:
+            rows = step.primitive.bind(rows, **step.params)
+        return rows
+
 
 def _keeps_products(equation: Any) -> bool:
     """Whether a backward pass may find products of this equation that were kept."""
