@@ -1,0 +1,134 @@
+"""The pass of a batch whose layers' weights wait in host memory and come one layer at a time.
+
+Joins what `zero` knows of parameters around the layers with rows that are brought, gathered,
+reduced and sent back; never sees the optimizer.
+
+One `shard_map`, manual over the data axes, as without offload. The traced loss is cut into what is
+before the layers, the layers and what is after them; each is differentiated by itself. Parameters
+that are not stacked, and small stacks, are read as `zero` reads them. A stack on the host is read
+as at stage 3 whatever the stage is: a layer's shard is brought to the device and gathered there;
+its gradient is reduced in every microbatch and goes back to the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from zerojax import model_state, replicated
+from zerojax.mesh import DATA_AXES
+from zerojax.model import Loss
+from zerojax.offload.streaming_pass import StreamedPass
+from zerojax.zero import PassConfig, for_evaluation, reduce_gradients, shard_key
+
+Arrays = dict[str, Any]
+
+
+def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
+    """See `zerojax.zero.build_gradients`: the same arguments, results and sums, and more.
+
+    Gradients of streamed parameters come in pinned host memory, in the reduce dtype, or in the
+    accumulate dtype where there are several microbatches. `sums["squares"]` {name: float32 []} has
+    the sum of squares of each of them over all its shards, as the gradients are: neither divided by
+    the weight nor by the factor.
+    """
+
+    def local(
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        loss_factor: jax.Array | None,
+    ):
+        number = config.num_microbatches
+        microbatches = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches)
+        weights = StreamedPass(config, params, frozen, extras, key_data, one, train=True)
+        key = shard_key(key_data)
+        totals = weights.empty_totals()
+        if number == 1:
+            batch = jax.tree.map(lambda x: x[0], microbatches)
+            sums, outer, totals, extras_after = weights.differentiate(
+                extras, key, batch, loss_factor, totals, None
+            )
+        else:
+
+            def one_microbatch(carry: Any, item: Any) -> tuple[Any, None]:
+                sums, outer, totals, extras = carry
+                index, batch = item
+                own = jax.random.fold_in(key, index)
+                more, new, totals, extras = weights.differentiate(
+                    extras, own, batch, loss_factor, totals, index == 0
+                )
+                sums = jax.tree.map(jnp.add, sums, more)
+                outer = jax.tree.map(lambda a, g: a + g.astype(a.dtype), outer, new)
+                return (sums, outer, totals, extras), None
+
+            dtype = config.precision.accumulate_dtype
+            zeros = {name: jnp.zeros(x.shape, dtype) for name, x in weights.outer.items()}
+            sums = {"loss": jnp.float32(0), "weight": jnp.float32(0)}
+            start = sums, zeros, totals, extras
+            items = jnp.arange(number), microbatches
+            (sums, outer, totals, extras_after), _ = lax.scan(one_microbatch, start, items)
+        resident = reduce_gradients(config, {**outer, **totals["device"]})
+        grads = {**resident, **totals["host"]}
+        sums = replicated.sum_replicated(sums)
+        sums["squares"] = weights.rows.sum_squares(totals["squares"])
+        agreed = model_state.agree(extras, extras_after, config.model.overwritten)
+        return sums, {name: grads[name] for name in params}, agreed
+
+    def gradients(
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        loss_factor: jax.Array | None = None,
+    ):
+        mapped = jax.shard_map(
+            local,
+            mesh=config.mesh,
+            in_specs=(_specs(config, params), _specs(config, frozen), P(), P(), P(DATA_AXES), P()),
+            out_specs=(P(), _specs(config, params), P()),
+            axis_names=set(DATA_AXES),
+            check_vma=False,
+        )
+        return mapped(params, frozen, extras, key_data, batch, loss_factor)
+
+    return gradients
+
+
+def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
+    """See `zerojax.zero.build_forward`: the same arguments and results."""
+    config = dataclasses.replace(config, loss=function)
+
+    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+        evaluation = for_evaluation(config, {**params, **frozen}, extras, batch)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        weights = StreamedPass(evaluation, params, frozen, extras, key_data, one, train=False)
+        loss, weight = weights.evaluate(extras, shard_key(key_data), batch)
+        return replicated.sum_replicated({"loss": loss, "weight": weight})
+
+    def forward(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+        mapped = jax.shard_map(
+            local,
+            mesh=config.mesh,
+            in_specs=(_specs(config, params), _specs(config, frozen), P(), P(), P(DATA_AXES)),
+            out_specs=P(),
+            axis_names=set(DATA_AXES),
+            check_vma=False,
+        )
+        return mapped(params, frozen, extras, key_data, batch)
+
+    return forward
+
+
+def _specs(config: PassConfig, arrays: Arrays) -> dict[str, P]:
+    return {name: config.placement.leaves[name].data_spec for name in arrays}
