@@ -223,6 +223,7 @@ def test_remedies_stand_in_order_and_each_is_for_this_plan():
         "num_microbatches=2",
         "num_microbatches=8",
         "model.remat=full",
+        "mesh.offload.opt_state=host",
         "mesh.data=-1 mesh.model=2",
         "XLA_CLIENT_MEM_FRACTION=0.95",
     ]

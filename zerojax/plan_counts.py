@@ -1,4 +1,4 @@
-"""What is counted of a plan: bytes per device by role, floating-point operations, tokens.
+"""What is counted of a plan: bytes by role and tier, floating-point operations, tokens.
 
 Knows a plan by its attributes; never a compiled program, a card, nor how anything is shown.
 """
@@ -6,53 +6,161 @@ Knows a plan by its attributes; never a compiled program, a card, nor how anythi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax import profile, trees
-from zerojax.mesh import DATA, REPLICA, STAGE
+from zerojax import profile, programs, trees
+from zerojax.config.offload import DEVICE, HOST, NVME
+from zerojax.mesh import DATA, MODEL, REPLICA, STAGE
 from zerojax.pipeline_costs import total_buffer_bytes
 from zerojax.placement import Access, LeafPlacement, Placement
 from zerojax.planned import Planned
 
+MASTERS, OPTIMIZER, STORED = "master weights", "optimizer state", "weights"
+GATHERED, GRADIENTS, ACTIVATIONS = "gathered weights", "gradients", "activations"
+PIPELINE_BUFFERS = "pipeline buffers"
+HOST_KIND = "pinned_host"
+
+Tiers = dict[str, int]
+"""{tier: bytes per device}, of the tiers that hold any."""
+
 
 def shard_bytes(tree: Any) -> int:
-    """Bytes per device of a tree of `ShapeDtypeStruct`s with shardings."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
+    """Bytes of device memory per device, of a tree of `ShapeDtypeStruct`s with shardings."""
+    return sum(_shard(leaf) for leaf in jax.tree.leaves(tree) if not _on_host(leaf))
+
+
+def _shard(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _on_host(leaf: Any) -> bool:
+    return leaf.sharding.memory_kind == HOST_KIND
+
+
+def state_tiers(plan: Planned) -> dict[str, Tiers]:
+    """{role: {tier: bytes}} of what the state holds between steps; exact.
+
+    A role whose parameters are sliced (`zerojax.offload_layout`) has bytes in several tiers; what
+    lies in files is what is missing in memory of the state in one piece.
+
+    Returns:
+      masters: what the optimizer updates; optimizer state; weights: copies in the compute dtype of
+      sliced parameters, which forward and backward read; frozen; extras.
+    """
+    state, layout = plan.abstract_state, plan.offload
+    rest = {"frozen": state["frozen"], "extras": state["extras"]}
+    in_device = {role: {DEVICE: shard_bytes(tree)} for role, tree in rest.items()}
+    if layout is None:
+        return {
+            MASTERS: {DEVICE: shard_bytes(state["params"])},
+            OPTIMIZER: {DEVICE: shard_bytes(state["opt_state"])},
+            **in_device,
+        }
+    copied = layout.leaves if plan.precision.has_masters else {}
+    weights: Tiers = {}
+    updated: Tiers = {}
+    for name, leaf in state["params"].items():
+        tier = HOST if name in layout.streamed else DEVICE
+        _add(weights if name in copied else updated, tier, _shard(leaf))
+    masters = _memory_tiers(state["masters"])
+    stored = plan.abstract_stored
+    whole = sum(_shard(stored["params"][name]) for name in copied)
+    _add(masters, NVME, whole - sum(masters.values()))
+    for tier, size in updated.items():
+        _add(masters, tier, size)
+    moments = _memory_tiers(state["opt_state"])
+    all_moments = sum(map(_shard, jax.tree.leaves(stored["opt_state"])))
+    _add(moments, NVME, all_moments - sum(moments.values()))
+    return {MASTERS: masters, OPTIMIZER: moments, STORED: weights, **in_device}
+
+
+def _memory_tiers(tree: Any) -> Tiers:
+    """Of a tree with {tier: array} in place of what is sliced.
+
+    Told by names: a sharding over devices that are not here has lost its kind of memory.
+    """
+    found: Tiers = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        tier = getattr(path[-1], "key", None) if path else None
+        _add(found, HOST if tier == HOST else DEVICE, _shard(leaf))
+    return found
+
+
+def _add(tiers: Tiers, tier: str, size: int) -> None:
+    if size:
+        tiers[tier] = tiers.get(tier, 0) + size
+
+
+def state_bytes(plan: Planned, tier: str = DEVICE) -> int:
+    """Bytes per device that the whole state holds in a tier between steps, counters included."""
+    total = sum(tiers.get(tier, 0) for tiers in state_tiers(plan).values())
+    if tier == DEVICE:
+        state = plan.abstract_state
+        total += shard_bytes([state["step"], state["skipped"], state["rng"], state["loss_scale"]])
+    return total
+
+
+def role_tiers(plan: Planned) -> dict[str, Tiers]:
+    """{role: {tier: bytes per device}}. State roles are exact; the others are by formula.
+
+    Returns:
+      What `state_tiers` returns, and
+      gathered weights: copies in the compute dtype that forward and backward read.
+      gradients: as the backward pass leaves them, and the accumulator where microbatches need one.
+      activations: only what waits on the host; what is on the device no formula knows.
+      pipeline buffers: where there is a pipeline, what waits between the passes of its stages.
+    """
+    weights, gradients = _formula_tiers(plan)
+    found = {**state_tiers(plan), GATHERED: weights, GRADIENTS: gradients}
+    if plan.pipeline is not None:
+        found[PIPELINE_BUFFERS] = {DEVICE: total_buffer_bytes(plan.pipeline)}
+    if plan.offload is not None and plan.offload.activations:
+        found[ACTIVATIONS] = {HOST: kept_activation_bytes(plan) or 0}
+    return found
 
 
 def role_bytes(plan: Planned) -> dict[str, int]:
-    """Bytes per device by role. State roles are exact; the others are by formula.
+    """Bytes of device memory by role, without activations; see `role_tiers`."""
+    roles = {role: tiers.get(DEVICE, 0) for role, tiers in role_tiers(plan).items()}
+    return {role: size for role, size in roles.items() if role != ACTIVATIONS}
 
-    Returns:
-      masters, optimizer state, frozen, extras: what the state holds between steps.
-      gathered weights: copies in the compute dtype that forward and backward read.
-      gradients: as the backward pass leaves them, and the accumulator where microbatches need one.
-      pipeline buffers: where there is one, what waits between the passes of its stages.
+
+def kept_activation_bytes(plan: Planned) -> int | None:
+    """What all layers are given of one microbatch, bytes on one device; None without a layer loop.
+
+    The loop is the one that reads most bytes layer by layer.
     """
-    state = plan.abstract_state
-    weights, gradients = _formula_bytes(plan)
-    buffers = {}
-    if plan.pipeline is not None:
-        buffers[PIPELINE_BUFFERS] = total_buffer_bytes(plan.pipeline)
-    return {
-        "master weights": shard_bytes(state["params"]),
-        "optimizer state": shard_bytes(state["opt_state"]),
-        "frozen": shard_bytes(state["frozen"]),
-        "extras": shard_bytes(state["extras"]),
-        "gathered weights": weights,
-        "gradients": gradients,
-        **buffers,
-    }
+    loops = list(_loops(plan.forward.jaxpr))
+    if not loops:
+        return None
+    loop = max(loops, key=_stacked_bytes)
+    constants, carried = programs.split_scan(loop)
+    given = [v.aval for v in loop.invars[constants : constants + carried]]
+    size = sum(
+        math.prod(x.shape) * x.dtype.itemsize
+        for x in given
+        if x.shape and jnp.issubdtype(x.dtype, jnp.floating)
+    )
+    split = plan.mesh.shape[MODEL] if plan.settings.sequence_sharding else 1
+    return size * loop.params["length"] // (split * plan.mesh.shape[STAGE])
 
 
-PIPELINE_BUFFERS = "pipeline buffers"
+def _loops(program: Any) -> Iterator[Any]:
+    for equation in program.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+        else:
+            for inner in programs.inner_programs(equation.params):
+                yield from _loops(inner)
+
+
+def _stacked_bytes(loop: Any) -> int:
+    stacks = loop.invars[sum(programs.split_scan(loop)) :]
+    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in stacks)
 
 
 def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
@@ -65,39 +173,63 @@ def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
     return trees.num_elements(shape) // split
 
 
-def _formula_bytes(plan: Planned) -> tuple[int, int]:
+def layers_of(plan: Planned, leaf: LeafPlacement) -> int:
+    """Layers of a stack that one device has; 1 for what is no stack."""
+    if plan.pipeline is not None and leaf.layer_rows is not None:
+        return plan.pipeline.schedule.num_chunks * plan.pipeline.chunk_rows
+    return math.prod(leaf.shape[: leaf.stack_dims])
+
+
+def _formula_tiers(plan: Planned) -> tuple[Tiers, Tiers]:
     """(weights that forward and backward hold, gradients they leave), bytes per device.
 
-    A pipeline always adds up; what one microbatch adds is that of one chunk.
+    A pipeline always adds up; what one microbatch adds is that of one chunk. Of layers whose
+    weights wait on the host (`offload.streamed`) a device has two shards and one gathered layer;
+    their gradients are on the host, or with an update in the backward pass nowhere.
     """
     placement: Placement = plan.placement
+    layout = plan.offload
+    copied = layout.leaves if layout and plan.precision.has_masters else {}
+    streamed = layout.streamed if layout else frozenset()
     compute = jnp.dtype(plan.precision.compute_dtype).itemsize
     accumulate = jnp.dtype(plan.precision.accumulate_dtype).itemsize
     reduce = jnp.dtype(plan.precision.reduce_dtype).itemsize
-    weights = gradients = 0
+    weights = gradients = far_gradients = 0
     on_use: dict[str, int] = {}
     for leaf in placement.leaves.values():
         whole = whole_elements(placement, leaf)
         shard = placement.shard_elements(leaf)
-        layers = math.prod(leaf.shape[: leaf.stack_dims])
-        chunks = 1
-        if plan.pipeline is not None and leaf.layer_rows is not None:
-            chunks = plan.pipeline.schedule.num_chunks
-            layers = chunks * plan.pipeline.chunk_rows
+        layers = layers_of(plan, leaf)
+        several = plan.num_microbatches > 1 or plan.pipeline is not None
+        summed = accumulate if several else 0
+        if leaf.name in streamed:
+            on_use["streamed"] = on_use.get("streamed", 0) + whole // layers * compute
+            weights += 2 * shard // layers * compute
+            assert layout is not None
+            if layout.update_in_backward:
+                gradients += whole // layers * reduce
+            else:
+                far_gradients += shard * (summed or reduce)
+            continue
         if leaf.access is Access.GATHER_ON_USE:
             group = leaf.name.split(trees.SEPARATOR)[0] if leaf.stack_dims else leaf.name
             on_use[group] = on_use.get(group, 0) + whole // layers * compute
-            weights += shard * reduce
-        else:
+            weights += 0 if leaf.name in copied else shard * reduce
+        elif not (leaf.name in copied and leaf.access is Access.WHOLE):
             weights += whole * compute
         if not leaf.frozen:
             scattered = leaf.access in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
-            summed = accumulate if plan.num_microbatches > 1 or plan.pipeline else 0
+            chunks = 1
+            if plan.pipeline is not None and leaf.layer_rows is not None:
+                chunks = plan.pipeline.schedule.num_chunks
             if scattered:  # a microbatch's own are added to the sum as they come
                 gradients += shard * (summed or reduce)
             else:
                 gradients += whole * summed + whole // chunks * compute
-    return weights + max(on_use.values(), default=0), gradients
+    held: Tiers = {DEVICE: weights + max(on_use.values(), default=0)}
+    left: Tiers = {DEVICE: gradients}
+    _add(left, HOST, far_gradients)
+    return held, left
 
 
 def model_flops(plan: Planned) -> float:

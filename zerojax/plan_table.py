@@ -11,16 +11,17 @@ import jax.numpy as jnp
 
 from zerojax import trees
 from zerojax.mesh import MODEL, describe_mesh
+from zerojax.offload_page import offload_dict, offload_lines, offload_words, tier_lines
 from zerojax.pipeline_page import pipeline_dict, pipeline_line, pipeline_lines
 from zerojax.placement import Placement
-from zerojax.plan_counts import role_bytes, shard_bytes
+from zerojax.plan_counts import role_bytes, role_tiers, state_bytes
 from zerojax.planned import Planned
 
 
 def plan_line(plan: Planned) -> str:
     """One line: model size, mesh, ZeRO, precision, batch, pipeline, bytes of state per device."""
     counts = trees.format_count(plan.placement.num_parameters())
-    state = trees.format_bytes(shard_bytes(plan.abstract_state))
+    state = trees.format_bytes(state_bytes(plan))
     batch = f"batch {plan.global_batch_size}"
     if plan.num_microbatches > 1:
         batch += f" in {plan.num_microbatches} microbatches"
@@ -29,17 +30,17 @@ def plan_line(plan: Planned) -> str:
     return (
         f"{counts} parameters, mesh {describe_mesh(plan.mesh)}, zero={plan.zero}, "
         f"{jnp.dtype(plan.precision.compute_dtype).name}, {batch}, {state} of state per device"
+        f"{offload_words(plan)}"
     )
 
 
 def plan_table(plan: Planned) -> str:
     """One page: bytes by role, the pipeline, one line per parameter, every exception and reason."""
-    lines = [plan_line(plan), "", "bytes per device"]
-    roles = role_bytes(plan)
-    for role, count in roles.items():
-        if count or role in ("master weights", "optimizer state"):
-            lines.append(f"  {role:<18} {trees.format_bytes(count):>11}")
-    lines.append(f"  {'sum':<18} {trees.format_bytes(sum(roles.values())):>11}  + activations")
+    lines = [plan_line(plan), ""]
+    if plan.offload is None:
+        lines += _role_lines(plan)
+    else:
+        lines += [*tier_lines(role_tiers(plan)), "", *offload_lines(plan)]
     if plan.pipeline is not None:
         lines += ["", *pipeline_lines(plan.pipeline, plan.placement)]
     lines += ["", *_leaf_lines(plan.placement)]
@@ -48,6 +49,16 @@ def plan_table(plan: Planned) -> str:
         lines += ["", "exceptions", *(f"  {name}: {reason}" for name, reason in exceptions)]
     lines += ["", "why", *(f"  {reason}" for reason in plan.reasons)]
     return "\n".join(lines)
+
+
+def _role_lines(plan: Planned) -> list[str]:
+    roles = role_bytes(plan)
+    lines = ["bytes per device"]
+    for role, count in roles.items():
+        if count or role in ("master weights", "optimizer state"):
+            lines.append(f"  {role:<18} {trees.format_bytes(count):>11}")
+    total = trees.format_bytes(sum(roles.values()))
+    return [*lines, f"  {'sum':<18} {total:>11}  + activations"]
 
 
 def _leaf_lines(placement: Placement) -> list[str]:
@@ -86,6 +97,7 @@ def plan_dict(plan: Planned) -> dict[str, Any]:
         "num_frozen_parameters": placement.num_parameters(frozen=True),
         "tensor_parallel": placement.axis_sizes[MODEL],
         "bytes_per_device": role_bytes(plan),
+        "offload": offload_dict(plan),
         "pipeline": None if plan.pipeline is None else pipeline_dict(plan.pipeline, placement),
         "parameters": [
             {

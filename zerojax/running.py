@@ -20,6 +20,7 @@ from zerojax import profile
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.data import Feed, TokenSource, local_rows_of_mesh
+from zerojax.host_budget import check_offload
 from zerojax.metrics import RunLog
 from zerojax.plan import Plan
 from zerojax.plan_counts import model_flops
@@ -50,7 +51,9 @@ def start_run(
     seed: int,
     validation: Any,
 ) -> Trainer:
-    """Opens the checkpoints, resumes if there is something to resume from, and trains."""
+    """Checks offload, opens the checkpoints, resumes if there is something to resume, and trains."""
+    path = None if run.checkpoint is None else run.checkpoint.path
+    check_offload(plan, folder=None if path is None else Path(path).parent)
     checkpointer = _open_checkpoints(run, plan)
     try:
         trainer = Trainer(

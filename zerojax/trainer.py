@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax.arrays import from_canonical, init_state, reshard_state, to_canonical
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.data import Feed, TokenSource, as_feed, local_rows, prefetch, shard_batch
+from zerojax.host_budget import check_offload
 from zerojax.interruption import Interrupted, StopRequest
 from zerojax.metrics import RunLog
 from zerojax.plan import Plan
@@ -342,6 +343,7 @@ class Trainer:
         """
         self._report()
         plan = self._replan(mesh_config)
+        check_offload(plan)
         self.state = reshard_state(self.plan, plan, self.state)
         self.plan = plan
         self._step, self._step_was_called = build_step(plan), False

@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 import sys
 
+from zerojax.config import OffloadConfig
+from zerojax.system_memory import PINNED_LIMIT, least_room, pinned_limit_for
+
 
 def use_cpu_devices(number: int | None) -> None:
     """Makes JAX start with `number` virtual CPU devices; None leaves it as it is.
@@ -31,6 +34,17 @@ def use_cpu_devices(number: int | None) -> None:
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(number)
+
+
+def allow_pinned_memory(offload: OffloadConfig) -> None:
+    """Lets XLA take as much pinned host memory as there is, where a run offloads anything.
+
+    XLA reads its limit, 64 GiB unless it is told, when JAX starts its devices. A limit that is set
+    already stays; `zerojax.host_budget` refuses a run for which it is too small.
+    """
+    limit = None if offload.is_off else pinned_limit_for(least_room())
+    if limit is not None:
+        os.environ.setdefault(PINNED_LIMIT, str(limit))
 
 
 def run_one_program_at_a_time() -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import jax
 
 import zerojax
+from zerojax.link_rates import has_pinned_host
+from zerojax.system_memory import PINNED_LIMIT, least_room
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 OPTIONAL = {
@@ -30,7 +32,13 @@ OPTIONAL = {
         "pip install 'zerojax[plan]'",
     ),
 }
-VARIABLES = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+VARIABLES = (
+    "JAX_PLATFORMS",
+    "JAX_NUM_CPU_DEVICES",
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    PINNED_LIMIT,
+)
 GIB = 2**30
 
 
@@ -45,12 +53,15 @@ def version_of(package: str) -> str | None:
 def describe_host() -> dict[str, Any]:
     """Cores this process may use, memory and free disk, in bytes."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    room = least_room()
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
         "memory_bytes": pages,
+        "free_memory_bytes": None if room is None else room.free,
+        "memory_limit": None if room is None else room.source,
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
     }
 
@@ -74,6 +85,7 @@ def describe_devices() -> tuple[list[dict[str, Any]], str | None]:
                 "platform": device.platform,
                 "number": 0,
                 "memory_bytes": stats.get("bytes_limit"),
+                "pinned_host": has_pinned_host(device),
             },
         )
         group["number"] += 1
@@ -126,6 +138,9 @@ def format_table(facts: dict[str, Any]) -> str:
             f"{host['free_disk_bytes'] / GIB:.0f} GiB free here",
         )
     )
+    if host["free_memory_bytes"] is not None:
+        free = f"{host['free_memory_bytes'] / GIB:.0f} GiB, by {host['memory_limit']}"
+        rows.append(("free memory", free))
     for device in facts["devices"] or [None]:
         rows.append(("devices", _format_device(device) if device else "none"))
     rows += list(facts["variables"].items())
@@ -140,7 +155,8 @@ def format_table(facts: dict[str, Any]) -> str:
 def _format_device(device: dict[str, Any]) -> str:
     memory = device["memory_bytes"]
     each = f", {memory / GIB:.0f} GiB each" if memory else ""
-    return f"{device['number']} x {device['kind']} ({device['platform']}{each})"
+    pinned = ", pinned host memory" if device["pinned_host"] else ", no pinned host memory"
+    return f"{device['number']} x {device['kind']} ({device['platform']}{each}{pinned})"
 
 
 def run(args: argparse.Namespace) -> int:

@@ -37,7 +37,7 @@ def all_keys(cls: type = settings.RunConfig, prefix: str = "") -> Iterator[tuple
     for field in dataclasses.fields(cls):
         default = getattr(defaults, field.name)
         if dataclasses.is_dataclass(default):
-            yield from all_keys(type(default), f"{field.name}.")
+            yield from all_keys(type(default), f"{prefix}{field.name}.")
         else:
             yield prefix + field.name, default, texts[field.name]
 

@@ -33,6 +33,7 @@ examples:
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 8
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 8 zero=2 --json
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 64 --search
+  zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 1 opt_state=host
 
 exit codes: 0 it fits, 1 it does not fit, 2 the input was wrong, 3 only formulas were asked for or
 at hand, and they cannot decide. ZEROJAX_CACHE names the folder of results (or off)."""

@@ -8,18 +8,30 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+from collections.abc import Sequence
 
 from zerojax import compiler
 from zerojax import mesh as meshes
 from zerojax.cli.invocation import command_name
 from zerojax.cli.progress import Progress
-from zerojax.config import RunConfig
+from zerojax.config import OffloadConfig, RunConfig
+from zerojax.config.offload import HOST
 from zerojax.forecast.page import forecast_dict, forecast_page
 from zerojax.gpus import Gpu
 from zerojax.runs import plan_from_config
-from zerojax.search import Candidate, list_candidates, search, search_dict, search_page
+from zerojax.search import (
+    Candidate,
+    SearchResult,
+    list_candidates,
+    search,
+    search_dict,
+    search_page,
+)
 
 EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_NOT_DECIDED = 0, 1, 3
+MIN_BUDGET = 60.0
+"""Seconds that a second search has at least."""
+OFFLOADED = "mesh.offload.opt_state=host"
 NO_COMPILE = "--no-compile was given"
 
 
@@ -74,7 +86,10 @@ def _search(
     budget: float,
     words: list[str],
 ) -> int:
-    """The search compiles with the fast options: it compares, and the peak is within 2 %."""
+    """The search compiles with the fast options: it compares, and the peak is within 2 %.
+
+    Where nothing fits it looks once more, with the optimizer's state in host memory.
+    """
     candidates = list_candidates(
         devices,
         config.global_batch_size,
@@ -90,16 +105,17 @@ def _search(
     missing = compiler.missing()
     if missing is not None:
         raise compiler.CompilerMissing(f"--search compares compiled plans, but {missing}")
-    with Progress(quiet=as_json) as progress:
-        progress(f"searching {len(candidates)} candidates, for {budget:g} s at most")
-        result = search(
-            lambda candidate: plan_from_config(with_candidate(config, candidate), devices),
-            candidates,
-            gpu,
-            forecast_of=lambda planned: planned.compile(gpu=gpu, fast=True, progress=progress),
-            budget=budget,
-            report=progress,
+    result = _find(config, gpu, devices, candidates, budget=budget, quiet=as_json)
+    if result.chosen is None and result.certain and config.mesh.offload.is_off:
+        offloaded = dataclasses.replace(
+            config, mesh=dataclasses.replace(config.mesh, offload=OffloadConfig(opt_state=HOST))
         )
+        left = max(budget - result.elapsed, MIN_BUDGET)
+        found = _find(offloaded, gpu, devices, candidates, budget=left, quiet=as_json)
+        if found.chosen is not None:
+            sentence = f"{result.sentence} With {OFFLOADED}: {found.sentence}"
+            result = dataclasses.replace(found, sentence=sentence)
+            words = [*words, OFFLOADED]
     if as_json:
         print(json.dumps(search_dict(result), indent=2))
     else:
@@ -110,6 +126,28 @@ def _search(
             print(f"\nits page: {command_name()} {shlex.join(['plan', *chosen, *where])}")
             print(f"its run:  {command_name()} {shlex.join(['train', *chosen])}")
     return EXIT_DOES_NOT_FIT if result.chosen is None else EXIT_FITS
+
+
+def _find(
+    config: RunConfig,
+    gpu: Gpu,
+    devices: int,
+    candidates: Sequence[Candidate],
+    *,
+    budget: float,
+    quiet: bool,
+) -> SearchResult:
+    where = " with the optimizer's state on the host" * config.mesh.offload.moves_opt_state
+    with Progress(quiet=quiet) as progress:
+        progress(f"searching {len(candidates)} candidates{where}, for {budget:.0f} s at most")
+        return search(
+            lambda candidate: plan_from_config(with_candidate(config, candidate), devices),
+            candidates,
+            gpu,
+            forecast_of=lambda planned: planned.compile(gpu=gpu, fast=True, progress=progress),
+            budget=budget,
+            report=progress,
+        )
 
 
 def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from zerojax.cli.devices import use_cpu_devices
+from zerojax.cli.devices import allow_pinned_memory, use_cpu_devices
 from zerojax.cli.invocation import command_name
 from zerojax.config import RunConfig, load, to_dict
 from zerojax.host_memory import keep_freed_memory
@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
         keep_freed_memory()
+    allow_pinned_memory(config.mesh.offload)
     words = shlex.join(["train", *([path] if path else []), *overrides])
     command = f"{command_name()} {words}"
     return importlib.import_module("zerojax.cli.training").train(config, command)

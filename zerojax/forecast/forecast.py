@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import compiler, profile
-from zerojax.forecast import cache, formulas
+from zerojax.config.offload import HOST
+from zerojax.forecast import cache
+from zerojax.forecast.offloading import offload_numbers
 from zerojax.forecast.page import forecast_dict, forecast_page
 from zerojax.forecast.result import (
     COMPILED,
@@ -26,25 +27,24 @@ from zerojax.forecast.result import (
     ForecastNumbers,
     Memory,
     RoleBytes,
-    Traffic,
-    TrafficRow,
 )
 from zerojax.forecast.roles import bytes_by_role
-from zerojax.forecast.roofline import estimate, link_bandwidth, peak_flops, verdict
+from zerojax.forecast.roofline import estimate, verdict
+from zerojax.forecast.traffic import find_traffic
 from zerojax.gpus import Gpu, target_text
-from zerojax.hlo.collectives import PERMUTE, Collective, find_collectives
+from zerojax.hlo.collectives import Collective, find_collectives
 from zerojax.hlo.host_copies import HostCopy, find_host_copies
 from zerojax.hlo.live import read_live
 from zerojax.hlo.overlap import find_overlap
 from zerojax.hlo.program import read_program
 from zerojax.hlo.traffic import hbm_bytes
-from zerojax.mesh import DATA_AXES, STAGE
-from zerojax.pipeline_costs import message_bytes
 from zerojax.plan_counts import (
     PIPELINE_BUFFERS,
     model_flops,
     role_bytes,
+    role_tiers,
     shard_bytes,
+    state_bytes,
     tokens_per_step,
 )
 from zerojax.planned import Planned
@@ -56,7 +56,7 @@ FACTS_VERSION = 4
 Facts = dict[str, Any]
 """What was read from a compiled step: plain values, as JSON takes them."""
 
-STATE_ROLES = ("master weights", "optimizer state", "frozen", "extras")
+STATE_ROLES = ("master weights", "optimizer state", "weights", "frozen", "extras")
 
 
 class Forecast(ForecastNumbers):
@@ -217,7 +217,8 @@ def _assemble(
     mesh = {str(name): size for name, size in plan.mesh.shape.items()}
     dtype = np.dtype(plan.precision.compute_dtype).name
     memory = _memory(plan, facts)
-    traffic = _traffic(plan, gpu, mesh, dtype, facts)
+    traffic = find_traffic(plan, gpu, mesh, dtype, facts)
+    offload = offload_numbers(plan, gpu, facts)
     return Forecast(
         gpu=gpu,
         num_devices=plan.mesh.size,
@@ -230,6 +231,7 @@ def _assemble(
         seconds=seconds,
         memory=memory,
         traffic=traffic,
+        offload=offload,
         estimate=estimate(
             gpu,
             mesh=mesh,
@@ -241,6 +243,7 @@ def _assemble(
             formula_bytes=traffic.formula_bytes,
             message_bytes=traffic.message_formula_bytes,
             tokens=tokens_per_step(plan),
+            hiding=None if offload is None else offload.hiding,
         ),
         verdict=verdict(plan, gpu, memory),
         remarks=() if facts is None else _remarks(facts),
@@ -260,7 +263,7 @@ def _remarks(facts: Facts) -> tuple[str, ...]:
 
 def _memory(plan: Planned, facts: Facts | None) -> Memory:
     formula = role_bytes(plan)
-    state = shard_bytes(plan.abstract_state)
+    state = state_bytes(plan)
     batch = shard_bytes(plan.abstract_batch)
     if facts is None:
         roles = tuple(RoleBytes(role=r, bytes=None, formula=b) for r, b in formula.items())
@@ -272,7 +275,7 @@ def _memory(plan: Planned, facts: Facts | None) -> Memory:
             aliased=None,
             temporary=None,
             peak=None,
-            host=0,
+            host=sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values()),
             formula_peak=sum(formula.values()),
             roles=roles,
         )
@@ -303,7 +306,7 @@ def _roles(
     are activations to the compiler.
     """
     if found is None:
-        found = {role: formula[role] for role in STATE_ROLES}
+        found = {role: formula[role] for role in STATE_ROLES if role in formula}
         found |= {"batch": batch, "temporary": use.temporary}
         found["other"] = use.peak - sum(found.values())  # counters, outputs of their own
     names = list(dict.fromkeys([*formula, *found]))
@@ -316,66 +319,3 @@ def _roles(
         for name in names
         if found.get(name) or formula.get(name)
     )
-
-
-def _traffic(
-    plan: Planned, gpu: Gpu, mesh: Mapping[str, int], dtype: str, facts: Facts | None
-) -> Traffic:
-    unit = formulas.wire_unit(plan)
-    by_formula = Traffic(
-        rows=(),
-        wire_bytes=None,
-        data_wire_bytes=None,
-        formula_bytes=formulas.wire_bytes(plan),
-        unit=unit,
-        message_formula_bytes=message_bytes(plan.pipeline) if plan.pipeline else 0,
-    )
-    if facts is None:
-        return by_formula
-    rows = _rows(facts["collectives"], gpu, mesh, dtype)
-    messages = [row for row in rows if (row.kind, row.axis) == (PERMUTE, STAGE)]
-    shards = {*DATA_AXES, STAGE}
-    ours = [row for row in rows if set(row.axis.split("+")) <= shards and row not in messages]
-    return dataclasses.replace(
-        by_formula,
-        rows=rows,
-        wire_bytes=sum(row.wire_bytes for row in rows),
-        data_wire_bytes=sum(row.wire_bytes for row in ours),
-        message_wire_bytes=sum(row.wire_bytes for row in messages),
-    )
-
-
-_ROW_KEYS = ("kind", "axis", "dtype", "loop_depth", "crosses_nodes")
-
-
-def _rows(
-    collectives: Sequence[Facts], gpu: Gpu, mesh: Mapping[str, int], dtype: str
-) -> tuple[TrafficRow, ...]:
-    """One row per kind, axis, dtype and loop depth; the largest first."""
-    grouped: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
-    for one in collectives:
-        grouped[tuple(one[key] for key in _ROW_KEYS)].append(one)
-    rows = []
-    for key, members in grouped.items():
-        row = TrafficRow(
-            **dict(zip(_ROW_KEYS, key, strict=True)),
-            count=sum(one["times"] for one in members),
-            payload_bytes=sum(one["times"] * one["payload_bytes"] for one in members),
-            wire_bytes=round(sum(one["times"] * one["wire_bytes"] for one in members)),
-            hidden=0.0,
-        )
-        hidden = _hidden(members, peak_flops(gpu, dtype), link_bandwidth(gpu, mesh, row))
-        rows.append(dataclasses.replace(row, hidden=hidden))
-    return tuple(sorted(rows, key=lambda row: (-row.wire_bytes, row.kind, row.axis)))
-
-
-def _hidden(members: Sequence[Facts], peak: float | None, bandwidth: float) -> float:
-    """Share of the wire time that products between start and end take, all at published peaks."""
-    if not peak:
-        return 0.0
-    wire = hidden = 0.0
-    for one in members:
-        seconds = one["wire_bytes"] / bandwidth
-        wire += one["times"] * seconds
-        hidden += one["times"] * min(seconds, one["hidden_flops"] / peak)
-    return hidden / wire if wire else 0.0

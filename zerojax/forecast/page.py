@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerojax.forecast.result import COMPILED, Estimate, ForecastNumbers, Memory, Traffic
+from zerojax.offload_page import hiding_lines, moved_lines, tier_lines
 from zerojax.trees import format_bytes, format_count
 
 WIDTH = 100
@@ -26,6 +27,7 @@ def forecast_page(forecast: ForecastNumbers) -> str:
         _head(forecast),
         _memory(forecast.memory),
         _traffic(forecast.traffic, forecast.num_devices),
+        _offload(forecast),
         _time(forecast),
         _notes(forecast),
     ]
@@ -237,6 +239,35 @@ def _traffic_remarks(traffic: Traffic) -> list[str]:
     return lines
 
 
+def _offload(forecast: ForecastNumbers) -> list[str]:
+    offload = forecast.offload
+    if offload is None:
+        return []
+    lines = ["OFFLOAD, by formula", *(f"  {line}" for line in tier_lines(offload.tiers)), ""]
+    if not offload.moved:
+        return lines[:-1]
+    lines += [f"  {line}" for line in moved_lines(offload.moved)]
+    if offload.compiled_to_device is not None:
+        assert offload.compiled_to_host is not None
+        sizes = (offload.compiled_to_device, offload.compiled_to_host)
+        lines.append(f"    {'compiled':<18}" + "".join(f" {format_bytes(s):>11}" for s in sizes))
+        if offload.by_kernels:
+            lines += _wrap(
+                f"{format_bytes(offload.by_kernels)} of it are copied by kernels, with the "
+                "processors that products need",
+                "    ",
+                "      ",
+            )
+        if any(part.read for part in offload.moved):
+            lines.append("    files are read and written behind the compiled program")
+    if offload.hiding is not None:
+        tokens = forecast.estimate.tokens_per_second
+        step = forecast.estimate.step_seconds
+        now = round(tokens * step) if tokens and step else None
+        lines += [f"  {line}" for line in hiding_lines(offload.hiding, now)]
+    return lines
+
+
 def _time(forecast: ForecastNumbers) -> list[str]:
     estimate, gpu = forecast.estimate, forecast.gpu
     title = "TIME, an estimate: the roofline of published peaks. Not measured; no run reaches it"
@@ -275,17 +306,24 @@ def _step_rows(estimate: Estimate, scale: float, digits: int) -> Rows:
         return [["step", "-", "the card has no published peak for this dtype"]]
     exposed = estimate.exposed_wire_seconds
     busy = estimate.step_seconds - exposed
-    shown = round_to_sum([busy / scale, exposed / scale], digits)
+    shown = round_to_sum([busy / scale, exposed / scale, estimate.offload_seconds / scale], digits)
     total = f"{sum(shown):,.{digits}f}"
     longer = "matrix products" if estimate.bound_by == "compute" else "device memory"
-    if estimate.bound_by == "wire":
+    if estimate.bound_by in ("wire", "link"):
         longer = "the longer of the first two" if estimate.memory_seconds else "matrix products"
     beside = "longer than the matrix products that the schedule puts beside it"
     if estimate.hbm_bytes is None:
         beside = "assumed: all of it is hidden for as long as the matrix products last"
+    offload: Rows = []
+    plus = ""
+    if estimate.offload_seconds:
+        plus = " + offload"
+        words = "the update's link or disk, and what of the rest lasts longer than products"
+        offload = [["offload", f"{shown[2]:,.{digits}f}", words]]
     return [
         ["wire not hidden", f"{shown[1]:,.{digits}f}", beside],
-        ["step", total, f"= {longer} + wire not hidden; bound by {estimate.bound_by}"],
+        *offload,
+        ["step", total, f"= {longer} + wire not hidden{plus}; bound by {estimate.bound_by}"],
     ]
 
 

@@ -13,18 +13,30 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax import programs
+from zerojax.config.offload import HOST
 from zerojax.forecast.result import Memory
 from zerojax.gpus import Gpu
 from zerojax.mesh import DATA, MODEL, STAGE, num_data_shards
 from zerojax.model import bound_attribute
+from zerojax.optim import Optimizer
 from zerojax.pipeline_costs import activation_bytes, total_buffer_bytes
 from zerojax.placement import Access
-from zerojax.plan_counts import PIPELINE_BUFFERS, whole_elements
+from zerojax.plan_counts import (
+    ACTIVATIONS,
+    GATHERED,
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    PIPELINE_BUFFERS,
+    STORED,
+    kept_activation_bytes,
+    whole_elements,
+)
 from zerojax.planned import Planned
 from zerojax.schedules import lower, make_schedule
 from zerojax.trees import format_bytes, num_elements
 
-STATE = ("master weights", "optimizer state", "optimizer temporaries")
+STATE = (MASTERS, OPTIMIZER, "optimizer temporaries")
 MOST_FRACTION = 0.95
 """Of a card, what JAX may be given: CUDA, NCCL and libraries take some 0.5 to 2 GiB beside it."""
 SMALL = 0.01
@@ -60,7 +72,7 @@ def find_remedies(
     plan: Planned, gpu: Gpu, memory: Memory, *, excess: int, fraction: float
 ) -> list[str]:
     """One line each, in order: more devices, a higher stage, microbatches, what a pipeline keeps,
-    remat, tensor parallelism, more pipeline stages, and a larger share of the card for JAX.
+    remat, offload, tensor parallelism, more pipeline stages, and a larger share of the card.
 
     Savings are computed from the bytes by role, so they are estimates; compile to know.
 
@@ -98,6 +110,7 @@ def _all_remedies(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[_R
     yield from _microbatches(plan, sizes)
     yield from _pipeline(plan)
     yield from _remat(plan, sizes)
+    yield from _offload(plan, gpu, sizes)
     yield from _tensor_parallel(plan, gpu, sizes)
     yield from _more_stages(plan, sizes)
 
@@ -235,6 +248,46 @@ def _remat(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
     # (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1); one block at a time is whole again.
     saving = activations * (1 - 2 / 34) * (1 - 1 / layers) if now == "none" and layers > 1 else None
     yield _Remedy(words, why, saving)
+
+
+def _offload(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[_Remedy]:
+    """What can wait in host memory: the optimizer's state, then what layers are given, then their
+    weights."""
+    config, in_slices = plan.settings.offload, can_slice(plan)
+    state = _sum(sizes, MASTERS, OPTIMIZER)
+    if in_slices and config.opt_state != HOST and state:
+        # Forward and backward then read a copy that is kept; at stages 1 and 2 it comes on top of
+        # what is gathered from it.
+        kept = 0.0
+        if plan.precision.has_masters and plan.zero in (1, 2):
+            ratio = plan.precision.compute_dtype.itemsize / plan.precision.param_dtype.itemsize
+            kept = _sum(sizes, MASTERS) * ratio
+        seconds = state / gpu.host_bandwidth
+        yield _Remedy(
+            "mesh.offload.opt_state=host",
+            f"{format_bytes(state)} wait in the host's memory for each device (or nvme: in files); "
+            f"the update takes {seconds:.2g} s more at best",
+            state - kept,
+        )
+    if plan.pipeline is not None or num_layers(plan) == 1:
+        return
+    kept_inputs = kept_activation_bytes(plan) or 0
+    if config.activations != HOST and remat_of(plan) == "full":
+        why = "what each layer is given waits in the host's memory"
+        waiting = min(kept_inputs, _sum(sizes, ACTIVATIONS))
+        yield _Remedy("mesh.offload.activations=host", why, waiting * (1 - 2 / num_layers(plan)))
+    if config.params != HOST and in_slices and config.moves_opt_state:
+        leaves = plan.placement.leaves.values()
+        stacked = sum(num_elements(leaf.shape) for leaf in leaves if leaf.stack_dims)
+        share = stacked / plan.placement.num_parameters() * (1 - 2 / num_layers(plan))
+        why = "layers come to the device one by one, and their gradients leave it"
+        held = _sum(sizes, STORED, GRADIENTS) + _sum(sizes, GATHERED) * (plan.zero < 3)
+        yield _Remedy("mesh.offload.params=host", why, held * share)
+
+
+def can_slice(plan: Planned) -> bool:
+    """Whether the optimizer updates any slice of a parameter by itself."""
+    return isinstance(plan.tx, Optimizer) and plan.tx.begin is not None
 
 
 def num_layers(plan: Planned) -> int:

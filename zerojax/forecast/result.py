@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from zerojax.gpus import Gpu
+from zerojax.offload_costs import Hiding, Moved
 
 COMPILED = "compiled"
 FORMULA = "formula"
@@ -41,7 +42,7 @@ class Memory:
       arguments, outputs, aliased, temporary: as the compiler counts them; donated arguments are
         aliased with outputs.
       peak: the most that lives at once on the device: arguments + outputs - aliased + temporary.
-      host: peak in host memory (offload).
+      host: peak in host memory (offload); by formula where nothing was compiled.
       formula_peak: state, gathered weights and gradients by formula, without activations.
       roles: at the moment of the peak; their bytes add up to `peak`.
     """
@@ -109,6 +110,28 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Offload:
+    """What lies outside device memory, and what moves for it; bytes of one device, per step.
+
+    Attributes:
+      tiers: {role: {"device", "host" or "nvme": bytes}}, by formula.
+      moved: by purpose, by formula.
+      hiding: time at best, and with how many tokens products last as long; None where the batch has
+        no tokens, or the card no peak.
+      compiled_to_device, compiled_to_host: what the compiled program copies; None where nothing was
+        compiled. Files are read and written behind it, and are not in it.
+      by_kernels: of these bytes, what kernels copy with the processors that products need.
+    """
+
+    tiers: dict[str, dict[str, int]]
+    moved: tuple[Moved, ...]
+    hiding: Hiding | None
+    compiled_to_device: int | None
+    compiled_to_host: int | None
+    by_kernels: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
     """The roofline: what published peaks allow at best. Not a measurement, and never reached.
 
@@ -118,8 +141,10 @@ class Estimate:
       hbm_bytes: read and written by the compiled program; None where nothing was compiled.
       compute_seconds, memory_seconds, wire_seconds: each alone, at the published peak.
       exposed_wire_seconds: of the wire, what no matrix product hides in the schedule.
-      step_seconds: max(compute, memory) + exposed wire.
-      bound_by: "compute", "memory" or "wire".
+      offload_seconds: of what goes to the host and to disk and comes back, what nothing hides: the
+        update's, and what of the rest lasts longer than max(compute, memory). 0 without offload.
+      step_seconds: max(compute, memory) + exposed wire + offload.
+      bound_by: "compute", "memory", "wire" or "link", that of the host.
       mfu: model FLOPs over step_seconds and the published peak; None without a peak.
       tokens_per_second: of the whole mesh; None where the batch has no tokens.
     """
@@ -135,6 +160,7 @@ class Estimate:
     bound_by: str | None
     mfu: float | None
     tokens_per_second: float | None
+    offload_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,6 +196,7 @@ class ForecastNumbers:
       seconds: spent compiling; 0 from the cache.
       remarks: what makes a number a lower bound, such as a loop whose length the program does not
         say.
+      offload: what lies outside device memory; None where nothing does.
     """
 
     gpu: Gpu
@@ -186,3 +213,4 @@ class ForecastNumbers:
     estimate: Estimate
     verdict: Verdict
     remarks: tuple[str, ...] = ()
+    offload: Offload | None = None

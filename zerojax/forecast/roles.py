@@ -32,6 +32,7 @@ OPTIMIZER = "optimizer state"
 FROZEN = "frozen"
 EXTRAS = "extras"
 BATCH = "batch"
+STORED = "weights"
 WEIGHTS = "gathered weights"
 GRADIENTS = "gradients"
 ACTIVATIONS = "activations"
@@ -46,6 +47,7 @@ ROLES = (
     FROZEN,
     EXTRAS,
     BATCH,
+    STORED,
     WEIGHTS,
     GRADIENTS,
     ACTIVATIONS,
@@ -55,7 +57,13 @@ ROLES = (
     FRAGMENTATION,
 )
 
-_ARGUMENTS = {"params": MASTERS, "opt_state": OPTIMIZER, "frozen": FROZEN, "extras": EXTRAS}
+_ARGUMENTS = {
+    "params": MASTERS,
+    "masters": MASTERS,
+    "opt_state": OPTIMIZER,
+    "frozen": FROZEN,
+    "extras": EXTRAS,
+}
 
 
 def bytes_by_role(live: LiveAtPeak, plan: Planned) -> dict[str, int]:
@@ -66,7 +74,7 @@ def bytes_by_role(live: LiveAtPeak, plan: Planned) -> dict[str, int]:
       plan: whose step it is; names the arguments.
 
     Returns:
-      Every one of `ROLES`. The first five and "other" hold arguments, for the whole step; copies
+      Every one of `ROLES`. The first six and "other" hold arguments, for the whole step; copies
       and slices of the batch or of extras count there too. "other" also holds outputs that have
       memory of their own, counters, keys and tables of pointers; "fragmentation" is what no value
       uses of the temporaries' block. The sum is `live.peak`.
@@ -90,8 +98,12 @@ def argument_roles(plan: Planned) -> dict[str, str]:
     Names are paths in the call, such as `state['params']['lm_head/kernel']`.
     """
     roles = {}
+    copied = plan.abstract_state.get("masters", {})
     for path, _ in jax.tree_util.tree_leaves_with_path(plan.abstract_state):
-        roles["state" + jax.tree_util.keystr(path)] = _ARGUMENTS.get(path[0].key, OTHER)
+        role = _ARGUMENTS.get(path[0].key, OTHER)
+        if path[0].key == "params" and path[1].key in copied:
+            role = STORED  # the copy that forward and backward read
+        roles["state" + jax.tree_util.keystr(path)] = role
     for path, _ in jax.tree_util.tree_leaves_with_path(plan.abstract_batch):
         roles["batch" + jax.tree_util.keystr(path)] = BATCH
     return roles
@@ -117,6 +129,7 @@ class _Origin(enum.Flag):
 
 _ORIGINS = {
     MASTERS: _Origin.PARAMETER,
+    STORED: _Origin.PARAMETER,
     FROZEN: _Origin.PARAMETER,
     OPTIMIZER: _Origin.STATE,
     BATCH: _Origin.BATCH,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from zerojax.forecast.remedies import find_remedies, largest_role
 from zerojax.forecast.result import MEMORY_FRACTION, Estimate, Memory, TrafficRow, Verdict
 from zerojax.gpus import Gpu
+from zerojax.offload_costs import Hiding
 from zerojax.planned import Planned
 from zerojax.trees import format_bytes
 
@@ -20,16 +21,6 @@ FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION
 RINGS = ("all-gather", "reduce-scatter", "all-reduce")
 TIGHT = 0.03
 """A head-room below this share of the limit is said to be tight: the allocator's own gaps."""
-
-
-def peak_flops(gpu: Gpu, dtype: str) -> float | None:
-    """FLOP/s of one card's matrix units; None if it has none for this dtype.
-
-    Args:
-      dtype: "bfloat16", "float16", or "float32", which JAX runs on TF32 units where there are some.
-    """
-    peaks = {"bfloat16": gpu.bf16_flops, "float16": gpu.fp16_flops, "float32": gpu.fp32_flops}
-    return peaks.get(dtype)
 
 
 def members_per_node(mesh: Mapping[str, int], axis: str, node_devices: int) -> int:
@@ -77,6 +68,7 @@ def estimate(
     formula_bytes: int = 0,
     message_bytes: int = 0,
     tokens: int | None = None,
+    hiding: Hiding | None = None,
 ) -> Estimate:
     """The roofline (Williams et al. 2009, doi:10.1145/1498765.1498785) with a third roof, the wire.
 
@@ -86,7 +78,9 @@ def estimate(
       compute = flops / peak; memory = hbm_bytes / bandwidth; wire = sum of wire_bytes / link
       exposed = wire that the schedule does not hide behind matrix products, and what of the rest
                 is longer than max(compute, memory), which it would have to hide behind
-      step    = max(compute, memory) + exposed
+      offload = the update's link or disk, and what of the rest of the link is longer than
+                max(compute, memory)
+      step    = max(compute, memory) + exposed + offload
 
     Args:
       gpu: the card.
@@ -98,10 +92,11 @@ def estimate(
       formula_bytes: taken instead of rows where nothing was compiled: hidden as far as possible;
         message_bytes: likewise what a pipeline sends.
       tokens: of one global batch.
+      hiding: of a plan with offload.
     """
     if hbm_bytes is None:
         rows = _formula_rows(gpu, mesh, formula_bytes, message_bytes)
-    peak = peak_flops(gpu, dtype)
+    peak = gpu.peak_flops(dtype)
     compute = flops / peak if peak else None
     memory = None if hbm_bytes is None else hbm_bytes / gpu.memory_bandwidth
     seconds = [row.wire_bytes / link_bandwidth(gpu, mesh, row) for row in rows]
@@ -109,7 +104,10 @@ def estimate(
     hidden = math.fsum(s * row.hidden for s, row in zip(seconds, rows, strict=True))
     busy = max(compute or 0.0, memory or 0.0)
     exposed = max(wire - min(hidden, busy), 0.0)
-    step = None if compute is None else busy + exposed
+    offload = 0.0
+    if hiding is not None:
+        offload = hiding.update_seconds + max(hiding.stream_seconds - busy, 0.0)
+    step = None if compute is None else busy + exposed + offload
     return Estimate(
         flops=flops,
         model_flops=model_flops,
@@ -119,9 +117,10 @@ def estimate(
         wire_seconds=wire,
         exposed_wire_seconds=exposed,
         step_seconds=step,
-        bound_by=None if compute is None else _bound(compute, memory, exposed),
+        bound_by=None if compute is None else _bound(compute, memory, exposed, offload),
         mfu=model_flops / (step * peak) if step and peak else None,
         tokens_per_second=tokens / step if step and tokens else None,
+        offload_seconds=offload,
     )
 
 
@@ -152,7 +151,9 @@ def _formula_rows(
     ]
 
 
-def _bound(compute: float, memory: float | None, exposed: float) -> str:
+def _bound(compute: float, memory: float | None, exposed: float, offload: float) -> str:
+    if offload > max(compute, memory or 0.0, exposed):
+        return "link"
     if exposed > max(compute, memory or 0.0):
         return "wire"
     return "memory" if memory is not None and memory > compute else "compute"

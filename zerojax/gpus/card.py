@@ -86,6 +86,20 @@ class Gpu:
     sources: tuple[str, ...]
     assumptions: tuple[str, ...]
 
+    def peak_flops(self, dtype: str) -> float | None:
+        """FLOP/s of one card's matrix units; None if it has none for this dtype.
+
+        Args:
+          dtype: "bfloat16", "float16", or "float32", which JAX runs on TF32 units where there are
+            some.
+        """
+        peaks = {
+            "bfloat16": self.bf16_flops,
+            "float16": self.fp16_flops,
+            "float32": self.fp32_flops,
+        }
+        return peaks.get(dtype)
+
 
 class CardError(ValueError):
     """A mistake in a card: `message` is the sentence, `key` where, outermost first."""

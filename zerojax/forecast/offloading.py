@@ -1,0 +1,42 @@
+"""What offload takes of a forecast: bytes by tier, what moves, and what hides it.
+
+Knows formulas of offload and the copies that were read from a compiled step; never the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zerojax.forecast.result import Offload
+from zerojax.gpus import Gpu
+from zerojax.hlo.host_copies import TO_DEVICE, TO_HOST
+from zerojax.offload_costs import hiding, moved_bytes
+from zerojax.plan_counts import role_tiers
+from zerojax.planned import Planned
+
+
+def offload_numbers(plan: Planned, gpu: Gpu, facts: dict[str, Any] | None) -> Offload | None:
+    """None without offload.
+
+    Args:
+      facts: what was read from the compiled step, its `host_copies` among it; None: nothing was
+        compiled.
+    """
+    if plan.offload is None:
+        return None
+    copies = None if facts is None else facts["host_copies"]
+
+    def total(**wanted: Any) -> int | None:
+        if copies is None:
+            return None
+        same = [one for one in copies if all(one[key] == value for key, value in wanted.items())]
+        return sum(one["bytes"] * one["times"] for one in same)
+
+    return Offload(
+        tiers=role_tiers(plan),
+        moved=moved_bytes(plan),
+        hiding=hiding(plan, gpu),
+        compiled_to_device=total(direction=TO_DEVICE),
+        compiled_to_host=total(direction=TO_HOST),
+        by_kernels=total(is_linear=False),
+    )

@@ -1,0 +1,85 @@
+"""What one device of a plan sends per step: by formula, and as compiled where it was.
+
+Knows formulas and the facts that were read from a compiled step; never the step itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zerojax.forecast import formulas
+from zerojax.forecast.result import Traffic, TrafficRow
+from zerojax.forecast.roofline import link_bandwidth
+from zerojax.gpus import Gpu
+from zerojax.hlo.collectives import PERMUTE
+from zerojax.mesh import DATA_AXES, STAGE
+from zerojax.pipeline_costs import message_bytes
+from zerojax.planned import Planned
+
+Facts = dict[str, Any]
+
+
+def find_traffic(
+    plan: Planned, gpu: Gpu, mesh: Mapping[str, int], dtype: str, facts: Facts | None
+) -> Traffic:
+    unit = formulas.wire_unit(plan)
+    by_formula = Traffic(
+        rows=(),
+        wire_bytes=None,
+        data_wire_bytes=None,
+        formula_bytes=formulas.wire_bytes(plan),
+        unit=unit,
+        message_formula_bytes=message_bytes(plan.pipeline) if plan.pipeline else 0,
+    )
+    if facts is None:
+        return by_formula
+    rows = _rows(facts["collectives"], gpu, mesh, dtype)
+    messages = [row for row in rows if (row.kind, row.axis) == (PERMUTE, STAGE)]
+    shards = {*DATA_AXES, STAGE}
+    ours = [row for row in rows if set(row.axis.split("+")) <= shards and row not in messages]
+    return dataclasses.replace(
+        by_formula,
+        rows=rows,
+        wire_bytes=sum(row.wire_bytes for row in rows),
+        data_wire_bytes=sum(row.wire_bytes for row in ours),
+        message_wire_bytes=sum(row.wire_bytes for row in messages),
+    )
+
+
+_ROW_KEYS = ("kind", "axis", "dtype", "loop_depth", "crosses_nodes")
+
+
+def _rows(
+    collectives: Sequence[Facts], gpu: Gpu, mesh: Mapping[str, int], dtype: str
+) -> tuple[TrafficRow, ...]:
+    """One row per kind, axis, dtype and loop depth; the largest first."""
+    grouped: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
+    for one in collectives:
+        grouped[tuple(one[key] for key in _ROW_KEYS)].append(one)
+    rows = []
+    for key, members in grouped.items():
+        row = TrafficRow(
+            **dict(zip(_ROW_KEYS, key, strict=True)),
+            count=sum(one["times"] for one in members),
+            payload_bytes=sum(one["times"] * one["payload_bytes"] for one in members),
+            wire_bytes=round(sum(one["times"] * one["wire_bytes"] for one in members)),
+            hidden=0.0,
+        )
+        hidden = _hidden(members, gpu.peak_flops(dtype), link_bandwidth(gpu, mesh, row))
+        rows.append(dataclasses.replace(row, hidden=hidden))
+    return tuple(sorted(rows, key=lambda row: (-row.wire_bytes, row.kind, row.axis)))
+
+
+def _hidden(members: Sequence[Facts], peak: float | None, bandwidth: float) -> float:
+    """Share of the wire time that products between start and end take, all at published peaks."""
+    if not peak:
+        return 0.0
+    wire = hidden = 0.0
+    for one in members:
+        seconds = one["wire_bytes"] / bandwidth
+        wire += one["times"] * seconds
+        hidden += one["times"] * min(seconds, one["hidden_flops"] / peak)
+    return hidden / wire if wire else 0.0
