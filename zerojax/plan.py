@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,9 +29,10 @@ from zerojax.forecast import Forecast, make_forecast
 from zerojax.gpus import Gpu, find_gpu
 from zerojax.mesh import DATA, DATA_AXES, STAGE
 from zerojax.offload.abstract import abstract_offloaded, canonical_on_host
+from zerojax.offload.streaming_checks import check_update_in_backward, find_stacked
 from zerojax.offload_layout import OffloadLayout
 from zerojax.pipeline_layout import PipelineLayout
-from zerojax.placement import Placement, PlacementRules, place_parameters
+from zerojax.placement import Placement
 from zerojax.plan_checks import (
     check_batch,
     check_loss,
@@ -43,6 +43,7 @@ from zerojax.plan_checks import (
 )
 from zerojax.plan_offload import plan_offload
 from zerojax.plan_pipeline import choose_microbatches, plan_pipeline
+from zerojax.plan_placement import place_model
 from zerojax.plan_reasons import (
     describe_choices,
     describe_model,
@@ -278,11 +279,14 @@ def make_plan(
         trace = models.trace_model(internal, as_read(params, precision), extras, microbatch, loss)
     check_loss(trace.result)
     check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
-    layout = None
+    layout, arrays = None, (as_read(params, precision), extras, microbatch)
+    stacked = find_stacked(settings, internal, loss, arrays)
     if mesh.shape[STAGE] > 1:
-        arrays = as_read(params, precision), extras, microbatch
         layout = plan_pipeline(settings, mesh, num_microbatches, internal, loss, trace, arrays)
-    placement = _place(internal, params, trace, settings, mesh, freeze, layout)
+        stacked = layout.stacked
+    placement = place_model(
+        internal, params, trace, settings, mesh, freeze=freeze, stacked=stacked, layout=layout
+    )
     check_trained(placement)
     regather = settings.zero == 3 and internal.reads_lazily
     compiler_options, dropped_options = choose_options(mesh, regather, settings.offload.on_host)
@@ -295,7 +299,8 @@ def make_plan(
         batch,
     )
     build = functools.partial(abstract_state, params, extras, placement, tx, precision, mesh)
-    offload = plan_offload(settings.offload, placement, precision, tx, mesh)
+    offload = plan_offload(settings.offload, placement, precision, tx, mesh, stacked=stacked)
+    check_update_in_backward(offload, num_microbatches, precision, tx)
     stored, canonical = build(canonical=False), build(canonical=True)
     return Plan(
         mesh=mesh,
@@ -355,44 +360,3 @@ def _resolve_mesh(
     if zero is not None:
         settings = dataclasses.replace(settings, zero=zero)
     return settings, mesh
-
-
-def _place(
-    model: models.Model,
-    params: Mapping[str, Any],
-    trace: models.ModelTrace,
-    settings: MeshConfig,
-    mesh: Mesh | AbstractMesh,
-    freeze: tuple[str, ...],
-    layout: PipelineLayout | None,
-) -> Placement:
-    integers = {
-        name: f"{leaf.dtype.name} has no gradient: frozen and kept whole"
-        for name, leaf in params.items()
-        if not jnp.issubdtype(leaf.dtype, jnp.floating)
-    }
-    barriers, read_shapes, layer_rows = dict(trace.barriers), dict(trace.read_shapes), None
-    if layout is not None:
-        layer_rows = dict.fromkeys(layout.stacked, layout.rows)
-        # Read whole, but what is read goes nowhere but into the loop, which slices it.
-        early = [n for n in layout.stacked if params[n].shape in read_shapes.get(n, ())]
-        barriers |= dict.fromkeys(early, "is read before the loop over layers")
-        read_shapes |= {name: frozenset([params[name].shape[1:]]) for name in early}
-    rules = settings.rules
-    if rules is None:
-        rules = models.bound_attribute(model, "tensor_parallel_rules") or ()
-    return place_parameters(
-        {name: tuple(leaf.shape) for name, leaf in params.items()},
-        read_shapes,
-        mesh.shape,
-        PlacementRules(
-            zero=settings.zero,
-            tensor_parallel=rules if mesh.shape[meshes.MODEL] > 1 else (),
-            freeze=freeze,
-            persistence_threshold=settings.persistence_threshold,
-        ),
-        always_frozen=integers,
-        barriers=barriers,
-        reads_lazily=model.reads_lazily,
-        layer_rows=layer_rows,
-    )

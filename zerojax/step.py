@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import loss_scale, pipeline, zero
 from zerojax import mesh as meshes
 from zerojax.model import Loss
+from zerojax.offload import streaming
 from zerojax.offload.disk_step import DiskStep, pending_of, pending_shardings
 from zerojax.offload.update import build_offload_update
 from zerojax.planned import Planned
@@ -60,7 +61,7 @@ def build_step(plan: Planned) -> Any:
         loss = sums["loss"] / sums["weight"]
         # Divided by the scale that the loss was multiplied by, not by the next one.
         scale = 1 / (sums["weight"] if factor is None else sums["weight"] * factor)
-        grad_norm, bad_leaf = read_norm(grads, scale)
+        grad_norm, bad_leaf = read_norm(grads, scale, sums.get("squares", {}))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         now = ThisStep(scale, grad_norm, ~finite, key)
         updated = update(grads, state, now)
@@ -152,8 +153,10 @@ def _build_update(plan: Planned) -> Any:
 
 
 def _passes(plan: Planned) -> Any:
-    """The room that goes through the layers: in one piece, or over stages."""
-    return zero if plan.pipeline is None else pipeline
+    """The room that goes through the layers: in one piece, one by one, or over stages."""
+    if plan.pipeline is not None:
+        return pipeline
+    return streaming if plan.offload is not None and plan.offload.streamed else zero
 
 
 def pass_config(plan: Planned) -> zero.PassConfig:

@@ -98,8 +98,11 @@ def choose_update(
     return {"update": chosen, "statistics": statistics}
 
 
-def build_norm(plan: Planned) -> Callable[[Arrays, jax.Array], GradientNorm]:
-    """`(gradients, scale) -> GradientNorm` of the gradients times `scale`, to be traced.
+def build_norm(plan: Planned) -> Callable[..., GradientNorm]:
+    """`(gradients, scale, squares) -> GradientNorm` of the gradients times `scale`, to be traced.
+
+    `squares` {name: float32 []}, if given, are sums of squares of whole gradients that are known
+    already; they are not scaled yet. These gradients need not be given, and are not read again.
 
     Every gradient is read once, and the sums of squares of all leaves are agreed in one step. Left
     to the compiler, each leaf's is a collective of its own where collectives cannot be grouped
@@ -109,8 +112,9 @@ def build_norm(plan: Planned) -> Callable[[Arrays, jax.Array], GradientNorm]:
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
     over = tuple(name for name in plan.mesh.axis_names if any(name in a for a in axes.values()))
     choice = plan.update_choices["statistics"]
+    order = list(specs)
 
-    def local(grads: Arrays, scale: jax.Array) -> GradientNorm:
+    def local(grads: Arrays, scale: jax.Array, known: Arrays) -> GradientNorm:
         squares = []
         for name, grad in grads.items():
             sums = update_leaf(
@@ -120,18 +124,31 @@ def build_norm(plan: Planned) -> Callable[[Arrays, jax.Array], GradientNorm]:
             squares.append(sums[0] / copies)
         # In two halves, both needed at once: the sum of a single small array over 64 GPUs becomes a
         # Triton kernel that XLA 0.12 cannot compile ("size mismatch when packing elements").
+        squares = squares or [jnp.float32(0)]
         even, odd = jnp.stack(squares[::2]), jnp.stack([*squares[1::2], jnp.float32(0)])
         if over:
             even, odd = lax.psum((even, odd), over)
-        each = [(odd if at % 2 else even)[at // 2] for at in range(len(squares))]
-        total, each = jnp.sum(even) + jnp.sum(odd), jnp.stack(each)
+        found = [(odd if at % 2 else even)[at // 2] for at in range(len(grads))]
+        total = jnp.sum(even) + jnp.sum(odd)
+        by_name = dict(zip(grads, found, strict=True))
+        for name, square in known.items():
+            by_name[name] = square * scale * scale
+            total = total + by_name[name]
+        each = jnp.stack([by_name[name] for name in order])
         bad = ~jnp.isfinite(each)
         first = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
         return GradientNorm(jnp.sqrt(total), first)
 
-    return jax.shard_map(
-        local, mesh=plan.mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False
-    )
+    def norm(grads: Arrays, scale: jax.Array, squares: Arrays | None = None) -> GradientNorm:
+        squares = squares or {}
+        read = {name: grad for name, grad in grads.items() if name not in squares}
+        given = {name: specs[name] for name in read}, P(), P()
+        mapped = jax.shard_map(
+            local, mesh=plan.mesh, in_specs=given, out_specs=P(), check_vma=False
+        )
+        return mapped(read, scale, squares)
+
+    return norm
 
 
 def build_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:

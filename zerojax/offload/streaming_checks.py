@@ -28,13 +28,15 @@ def find_stacked(
     """Names of the parameters that the loop over layers takes layer by layer.
 
     Args:
-      settings: the mesh options, with `offload.params: host`.
+      settings: the mesh options; unless `offload.params` is host nothing is looked for.
       model, loss: what is trained.
       arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
 
     Raises:
       ValueError: the layers do not run in one loop, or something in the model does not go with it.
     """
+    if settings.offload.params != HOST:
+        return frozenset()
     params, extras, batch = arrays
     if settings.stage > 1:
         raise ValueError(
@@ -64,8 +66,7 @@ def find_stacked(
 
 
 def check_update_in_backward(
-    layout: OffloadLayout,
-    *,
+    layout: OffloadLayout | None,
     num_microbatches: int,
     precision: Precision,
     tx: optax.GradientTransformation,
@@ -75,6 +76,8 @@ def check_update_in_backward(
     Raises:
       ValueError: with the remedy.
     """
+    if layout is None or not layout.update_in_backward:
+        return
     what = "offload.update_in_backward updates a layer as soon as its gradient exists"
     if num_microbatches != 1:
         raise ValueError(

@@ -1,0 +1,68 @@
+"""From a traced model to the table of where its parameters lie: what is read how, what is frozen.
+
+Knows the trace, options and the rules of the table; never arrays or reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax import model as models
+from zerojax.config import MeshConfig
+from zerojax.mesh import MODEL
+from zerojax.pipeline_layout import PipelineLayout
+from zerojax.placement import Placement, PlacementRules, place_parameters
+
+
+def place_model(
+    model: models.Model,
+    params: Mapping[str, Any],
+    trace: models.ModelTrace,
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    *,
+    freeze: tuple[str, ...],
+    stacked: frozenset[str],
+    layout: PipelineLayout | None,
+) -> Placement:
+    """The table of a model's parameters.
+
+    Args:
+      model, params: what is trained; trace: of one microbatch.
+      settings: the mesh options; mesh: made from them.
+      freeze: regular expressions on names.
+      stacked: names of the parameters that a pass takes layer by layer, whatever the model reads.
+      layout: of a pipeline, None without one.
+    """
+    integers = {
+        name: f"{leaf.dtype.name} has no gradient: frozen and kept whole"
+        for name, leaf in params.items()
+        if not jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+    barriers, read_shapes = dict(trace.barriers), dict(trace.read_shapes)
+    # Read whole, but what is read goes nowhere but into the loop, which slices it.
+    early = [name for name in stacked if params[name].shape in read_shapes.get(name, ())]
+    barriers |= dict.fromkeys(early, "is read before the loop over layers")
+    read_shapes |= {name: frozenset([params[name].shape[1:]]) for name in early}
+    rules = settings.rules
+    if rules is None:
+        rules = models.bound_attribute(model, "tensor_parallel_rules") or ()
+    return place_parameters(
+        {name: tuple(leaf.shape) for name, leaf in params.items()},
+        read_shapes,
+        mesh.shape,
+        PlacementRules(
+            zero=settings.zero,
+            tensor_parallel=rules if mesh.shape[MODEL] > 1 else (),
+            freeze=freeze,
+            persistence_threshold=settings.persistence_threshold,
+        ),
+        always_frozen=integers,
+        barriers=barriers,
+        reads_lazily=model.reads_lazily,
+        layer_rows=None if layout is None else dict.fromkeys(stacked, layout.rows),
+    )
