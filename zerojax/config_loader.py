@@ -158,8 +158,8 @@ def _check_keys(cls: type, values: Any, prefix: Key = (), root: type | None = No
         if field is None:
             hint = _nearest(str(name), cls, prefix, root)
             raise ConfigError(f"unknown key; {hint}", (*prefix, str(name)))
-        whole = is_null(value) or isinstance(value, field) if dataclasses.is_dataclass(field) else True  # type: ignore[arg-type]
-        if not whole:
+        is_section = dataclasses.is_dataclass(field) and not is_null(value)
+        if is_section and not isinstance(value, field):  # type: ignore[arg-type]
             _check_keys(typing.cast(type, field), value, (*prefix, name), root)
 
 
@@ -209,8 +209,7 @@ def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, st
             raise ConfigError(_section_hint(cls, key, value), key, "command line")
     node = values
     for name in key[:-1]:
-        found = node.get(name) or {}
-        node[name] = to_dict(found) if dataclasses.is_dataclass(found) else dict(found)
+        node[name] = dict(node.get(name) or {})
         node = node[name]
     if isinstance(new, dict):
         new = {**(node.get(key[-1]) or {}), **new}
@@ -296,10 +295,8 @@ def _convert(hint: Any, value: Any) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value)
-    if hint is str:
-        return _convert_text(value)
-    if hint is object:
-        return value
+    if hint in (str, object):
+        return _convert_text(value) if hint is str else value
     if hint is type(None):
         _expect(is_null(value), "nothing (null)", value)
         return None
@@ -308,8 +305,7 @@ def _convert(hint: Any, value: Any) -> Any:
         if origin is tuple and args[0] is str and isinstance(value, str):
             value = [value]  # freeze=embed/.* is a list of one
     if dataclasses.is_dataclass(hint):
-        if is_null(value):
-            return hint()  # type: ignore[operator] - a section that says nothing
+        value = {} if is_null(value) else value
         return value if isinstance(value, hint) else from_dict(hint, value)  # type: ignore[arg-type]
     if origin is typing.Literal:
         return _convert_literal(args, value)

@@ -100,11 +100,15 @@ def _normal_shares(value: Any) -> Any:
     if isinstance(value, Mapping):
         value = tuple(value.items())
     if not isinstance(value, (tuple, list)) or not value:
-        refuse("opt_state", value, "is no tier; use device, host, nvme, or {device: 0.4, host: 0.6}")
+        refuse(
+            "opt_state", value, "is no tier; use device, host, nvme, or {device: 0.4, host: 0.6}"
+        )
     shares: dict[str, float] = {}
     for pair in value:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
-            refuse("opt_state", pair, "is no pair of tier and share; write {device: 0.4, host: 0.6}")
+            refuse(
+                "opt_state", pair, "is no pair of tier and share; write {device: 0.4, host: 0.6}"
+            )
         tier, share = pair
         _check_tier(tier)
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
@@ -126,4 +130,3 @@ def _check_tier(tier: Any) -> None:
     near = near or next(iter(difflib.get_close_matches(str(tier), TIERS, 1)), None)
     hint = f"did you mean {near!r}?" if near else "use device, host or nvme"
     refuse("opt_state", tier, f"is not one of {', '.join(TIERS)}; {hint}")
-
