@@ -200,15 +200,15 @@ class Plan:
             mesh = meshes.make_mesh(settings, compiler.gpu_devices(card, count))
         else:
             mesh = meshes.make_abstract_mesh(settings, count)
-        plan, devices = self.remake(mesh), None
+        plan, targets = self.remake(mesh), None
         if why is None and plan.settings.offload.on_host:
             # Devices that are not here know no host memory: traced over the mesh's axes alone.
-            devices = list(mesh.devices.flat)
+            targets = list(mesh.devices.flat)
             decided = ("compiler_options", "dropped_options", "update_choices", "reasons")
             changes = {name: getattr(plan, name) for name in decided}
             plan = dataclasses.replace(self.remake(mesh.abstract_mesh), **changes)
         return make_forecast(
-            plan, card, devices=devices, why_formula=why, fast=fast, progress=progress
+            plan, card, devices=targets, why_formula=why, fast=fast, progress=progress
         )
 
 
