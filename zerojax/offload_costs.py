@@ -25,6 +25,7 @@ from zerojax.plan_counts import (
     GRADIENTS,
     Tiers,
     kept_activation_bytes,
+    layers_of,
     model_flops,
     role_tiers,
     tokens_per_step,
@@ -102,7 +103,7 @@ def moved_bytes(plan: Planned) -> tuple[Moved, ...]:
     update: each slice of master and moments comes from the host, or through it from files, and
       goes back.
     weights: a streamed layer comes in the forward and again in the backward pass of every
-      microbatch; its new copy goes back once.
+      microbatch, except that the last one stays for both; new copies go back once.
     gradients of streamed layers: each microbatch's go to the host, added there to those before,
       which come for that; all come once more to the update. With an update in the backward pass
       none do.
@@ -114,12 +115,14 @@ def moved_bytes(plan: Planned) -> tuple[Moved, ...]:
     parts = [_update(plan)]
     number = plan.num_microbatches
     compute = jnp.dtype(plan.precision.compute_dtype).itemsize
-    streamed = sum(
-        plan.placement.shard_elements(plan.placement.leaves[name]) for name in layout.streamed
-    )
+    streamed = [plan.placement.leaves[name] for name in sorted(layout.streamed)]
     if streamed:
-        weights = streamed * compute
-        parts.append(Moved(what=WEIGHTS, to_device=2 * number * weights, to_host=weights))
+        shards = [
+            (plan.placement.shard_elements(x) * compute, layers_of(plan, x)) for x in streamed
+        ]
+        brought = sum(shard * (2 * layers - 1) // layers for shard, layers in shards)
+        whole = sum(shard for shard, _ in shards)
+        parts.append(Moved(what=WEIGHTS, to_device=number * brought, to_host=whole))
     left = role_tiers(plan)[GRADIENTS].get(HOST, 0)
     if left:
         added = number if number > 1 else 0

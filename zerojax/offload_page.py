@@ -93,15 +93,19 @@ def hiding_lines(found: Hiding, tokens: int | None) -> list[str]:
         assert rates.disk is not None
         sentence += f"; disk at {_rate(rates.disk)}, {rates.disk_source}"
     lines = _wrap(sentence)
-    seconds = f"update {_seconds(found.update_seconds)} after the backward pass"
+    seconds = []
+    if found.update_seconds:
+        seconds.append(f"{_seconds(found.update_seconds)} for the update, after the backward pass")
     if found.stream_seconds:
-        seconds += f", {_seconds(found.stream_seconds)} beside forward and backward"
-    lines += _wrap(f"at best {seconds}")
+        seconds.append(f"{_seconds(found.stream_seconds)} beside forward and backward")
+    lines += _wrap(f"at best {', '.join(seconds)}")
     rate = f"{found.flops / 1e12:.0f} TFLOP/s, half of the card's peak"
     if found.disk_seconds is None:
         return lines
     if found.tokens is None:
         return [*lines, *_wrap(f"no number of tokens hides it at {rate}")]
+    if not found.tokens:
+        return [*lines, *_wrap(f"products at {rate}, last longer with any number of tokens")]
     now = "" if tokens is None else f" (now {trees.format_count(tokens)})"
     return lines + _wrap(
         f"products at {rate}, last as long with {trees.format_count(found.tokens)} tokens "

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from zerojax.mesh import REPLICA
 from zerojax.pipeline_costs import ticks_of
 from zerojax.placement import Access, LeafPlacement
-from zerojax.plan_counts import whole_elements
+from zerojax.plan_counts import layers_of, whole_elements
 from zerojax.planned import Planned
 
 WIRE_UNIT_BYTES = 2
@@ -42,6 +42,8 @@ def wire_bytes(plan: Planned) -> int:
       gather once: one all-gather and one reduce-scatter.
       gather once, scatter early: one all-gather, one reduce-scatter per microbatch.
       gather on use: per microbatch two all-gathers (forward, backward) and one reduce-scatter.
+      streamed (`offload.params`), whatever the stage: per microbatch each layer is gathered twice,
+        the last one once, and its gradient reduced once.
     A parameter that the model reads several times (tied weights) is counted once.
 
     Of a pipeline a device has the layers of one stage, over `data`; what is said per microbatch
@@ -58,8 +60,10 @@ def _leaf_wire(plan: Planned, leaf: LeafPlacement) -> float:
     compute = jnp.dtype(plan.precision.compute_dtype).itemsize
     reduce = jnp.dtype(plan.precision.reduce_dtype).itemsize
     whole, trained = whole_elements(placement, leaf), not leaf.frozen
+    streamed = plan.offload is not None and leaf.name in plan.offload.streamed
     if leaf.access is Access.WHOLE:
-        return 2 * _ring(shards * replicas) * whole * reduce * trained
+        times = plan.num_microbatches if streamed else 1
+        return 2 * _ring(shards * replicas) * whole * reduce * trained * times
     gathers, scatters = _times_used(plan, leaf)
     sent = _ring(shards) * whole * (gathers * compute + trained * scatters * reduce)
     return sent + trained * 2 * _ring(replicas) * whole / shards * reduce
@@ -67,6 +71,8 @@ def _leaf_wire(plan: Planned, leaf: LeafPlacement) -> float:
 
 def _times_used(plan: Planned, leaf: LeafPlacement) -> tuple[float, float]:
     """(gathers, scatters) of a parameter in one step; 1 is all that a device reads of it."""
+    if plan.offload is not None and leaf.name in plan.offload.streamed:
+        return plan.num_microbatches * (2 - 1 / layers_of(plan, leaf)), plan.num_microbatches
     early = leaf.access in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
     lazily = leaf.access is Access.GATHER_ON_USE
     if plan.pipeline is None:
