@@ -129,6 +129,7 @@ ENTRY %main (a: f32[6,8,4], d: bf16[16]) -> (f32[6,8,4], f32[6,8,4], bf16[16]) {
   %c = f32[6,8,4]{2,1,0} copy-done(%c.s)
   %e = bf16[16]{0:S(5)} copy(%d)
   %same = bf16[16]{0} copy(%d)
+  %room = bf16[16]{0:S(5)} custom-call(), custom_call_target="AllocateBuffer"
   %k = f32[6,8,4]{2,1,0} fusion(%a), kind=kLoop, calls=%double
   ROOT %t = (f32[6,8,4], f32[6,8,4], bf16[16]{0:S(5)}) tuple(%c, %k, %e)
 }

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax import model_state, replicated
+from zerojax.layer_inputs import keep_inputs_on_host
 from zerojax.mesh import DATA_AXES
 from zerojax.zero.microbatch import Arrays, PassConfig, run_microbatch, shard_key
 from zerojax.zero.parameters import (
@@ -58,6 +59,8 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
             result, after = run_microbatch(config, values, extras, key, batch, on_read, train=True)
             return result[0], (result[1], after)
 
+        if config.offload is not None and config.offload.activations:
+            loss_of = keep_inputs_on_host(loss_of, list(constants.values()))
         loss_of = build_rewriting(config, frozen)(loss_of) if on_read else loss_of
 
         def differentiated(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
