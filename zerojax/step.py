@@ -18,6 +18,7 @@ from zerojax import mesh as meshes
 from zerojax.model import Loss
 from zerojax.offload import streaming
 from zerojax.offload.disk_step import DiskStep, pending_of, pending_shardings
+from zerojax.offload.streaming_update import build_updating_gradients
 from zerojax.offload.update import build_offload_update
 from zerojax.planned import Planned
 from zerojax.state import TrainState, step_key
@@ -41,28 +42,22 @@ def build_step(plan: Planned) -> Any:
       `step.lower(...)` gives the program. A loop that never waits queues steps without end: wait
       for a metric at least every 64 steps (`Trainer` does).
     """
-    gradients = _passes(plan).build_gradients(pass_config(plan))
+    gradients = _build_gradients(plan)
     replicated = NamedSharding(plan.mesh, P())
     read_norm, update = build_norm(plan), _build_update(plan)
     scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
     on_disk = plan.offload is not None and bool(plan.offload.on_disk)
+    in_backward = _updates_in_backward(plan)
 
     def step(state: TrainState, batch: Any) -> tuple[Any, ...]:
         key = step_key(state["rng"], state["step"])
         factor = None if scaling is None else state["loss_scale"]["scale"] / weight
-        sums, grads, extras = gradients(
-            state["params"],
-            state["frozen"],
-            state["extras"],
-            jax.random.key_data(key),
-            batch,
-            factor,
-        )
+        sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
         loss = sums["loss"] / sums["weight"]
         # Divided by the scale that the loss was multiplied by, not by the next one.
         scale = 1 / (sums["weight"] if factor is None else sums["weight"] * factor)
-        grad_norm, bad_leaf = read_norm(grads, scale, sums.get("squares", {}))
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        grad_norm, bad_leaf, read_finite = read_norm(grads, scale, sums.get("squares"))
+        finite = jnp.isfinite(loss) & (read_finite if in_backward else jnp.isfinite(grad_norm))
         now = ThisStep(scale, grad_norm, ~finite, key)
         updated = update(grads, state, now)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
@@ -137,6 +132,28 @@ def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:
         return forward(state["params"], state["frozen"], state["extras"], state["rng"], batch)
 
     return jax.jit(evaluate, out_shardings=NamedSharding(plan.mesh, P()))
+
+
+def _updates_in_backward(plan: Planned) -> bool:
+    return plan.offload is not None and plan.offload.update_in_backward
+
+
+def _build_gradients(plan: Planned) -> Any:
+    """`(state, key_data, batch, loss_factor) -> (sums, gradients, extras, state)`, to be traced.
+
+    The state is what it was, but for what the backward pass has updated already.
+    """
+    config = pass_config(plan)
+    if _updates_in_backward(plan):
+        updating = build_updating_gradients(plan, config)
+        return lambda state, key_data, batch, _: updating(state, key_data, batch)
+    gradients = _passes(plan).build_gradients(config)
+
+    def unchanged(state: TrainState, key_data: Any, batch: Any, factor: Any) -> tuple[Any, ...]:
+        given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
+        return *gradients(*given), state
+
+    return unchanged
 
 
 def _build_update(plan: Planned) -> Any:

@@ -33,10 +33,12 @@ class GradientNorm(NamedTuple):
     Attributes:
       norm: float32 []; the l2 norm of the scaled gradients, infinite or NaN where one is.
       bad_leaf: int32 []; number of the first leaf that is not finite, -1 where all are.
+      read_finite: bool []; whether all gradients that were read here are finite.
     """
 
     norm: jax.Array
     bad_leaf: jax.Array
+    read_finite: jax.Array
 
 
 class ThisStep(NamedTuple):
@@ -130,6 +132,7 @@ def build_norm(plan: Planned) -> Callable[..., GradientNorm]:
             even, odd = lax.psum((even, odd), over)
         found = [(odd if at % 2 else even)[at // 2] for at in range(len(grads))]
         total = jnp.sum(even) + jnp.sum(odd)
+        read_finite = jnp.isfinite(total)
         by_name = dict(zip(grads, found, strict=True))
         for name, square in known.items():
             by_name[name] = square * scale * scale
@@ -137,7 +140,7 @@ def build_norm(plan: Planned) -> Callable[..., GradientNorm]:
         each = jnp.stack([by_name[name] for name in order])
         bad = ~jnp.isfinite(each)
         first = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
-        return GradientNorm(jnp.sqrt(total), first)
+        return GradientNorm(jnp.sqrt(total), first, read_finite)
 
     def norm(grads: Arrays, scale: jax.Array, squares: Arrays | None = None) -> GradientNorm:
         squares = squares or {}

@@ -25,6 +25,7 @@ from zerojax import model_state, replicated
 from zerojax.mesh import DATA_AXES
 from zerojax.model import Loss
 from zerojax.offload.streaming_pass import StreamedPass
+from zerojax.offload.streaming_totals import GradientTotals
 from zerojax.zero import PassConfig, for_evaluation, reduce_gradients, shard_key
 
 Arrays = dict[str, Any]
@@ -47,41 +48,17 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         batch: Arrays,
         loss_factor: jax.Array | None,
     ):
-        number = config.num_microbatches
-        microbatches = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches)
-        weights = StreamedPass(config, params, frozen, extras, key_data, one, train=True)
-        key = shard_key(key_data)
-        totals = weights.empty_totals()
-        if number == 1:
-            batch = jax.tree.map(lambda x: x[0], microbatches)
-            sums, outer, totals, extras_after = weights.differentiate(
-                extras, key, batch, loss_factor, totals, None
-            )
-        else:
-
-            def one_microbatch(carry: Any, item: Any) -> tuple[Any, None]:
-                sums, outer, totals, extras = carry
-                index, batch = item
-                own = jax.random.fold_in(key, index)
-                more, new, totals, extras = weights.differentiate(
-                    extras, own, batch, loss_factor, totals, index == 0
-                )
-                sums = jax.tree.map(jnp.add, sums, more)
-                outer = jax.tree.map(lambda a, g: a + g.astype(a.dtype), outer, new)
-                return (sums, outer, totals, extras), None
-
-            dtype = config.precision.accumulate_dtype
-            zeros = {name: jnp.zeros(x.shape, dtype) for name, x in weights.outer.items()}
-            sums = {"loss": jnp.float32(0), "weight": jnp.float32(0)}
-            start = sums, zeros, totals, extras
-            items = jnp.arange(number), microbatches
-            (sums, outer, totals, extras_after), _ = lax.scan(one_microbatch, start, items)
+        microbatches = split_batch(batch, config.num_microbatches)
+        weights = StreamedPass(
+            config, params, frozen, extras, key_data, one_of(microbatches), train=True
+        )
+        given = extras, shard_key(key_data), microbatches, loss_factor
+        sums, outer, totals, after = _all_microbatches(weights, *given)
         resident = reduce_gradients(config, {**outer, **totals["device"]})
         grads = {**resident, **totals["host"]}
         sums = replicated.sum_replicated(sums)
         sums["squares"] = weights.rows.sum_squares(totals["squares"])
-        agreed = model_state.agree(extras, extras_after, config.model.overwritten)
+        agreed = model_state.agree(extras, after, config.model.overwritten)
         return sums, {name: grads[name] for name in params}, agreed
 
     def gradients(
@@ -92,11 +69,12 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         batch: Arrays,
         loss_factor: jax.Array | None = None,
     ):
+        specs = data_specs(config, params), data_specs(config, frozen)
         mapped = jax.shard_map(
             local,
             mesh=config.mesh,
-            in_specs=(_specs(config, params), _specs(config, frozen), P(), P(), P(DATA_AXES), P()),
-            out_specs=(P(), _specs(config, params), P()),
+            in_specs=(*specs, P(), P(), P(DATA_AXES), P()),
+            out_specs=(P(), specs[0], P()),
             axis_names=set(DATA_AXES),
             check_vma=False,
         )
@@ -105,22 +83,56 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
     return gradients
 
 
+def _all_microbatches(
+    weights: StreamedPass,
+    extras: Arrays,
+    key: jax.Array,
+    microbatches: Arrays,
+    loss_factor: jax.Array | None,
+) -> tuple[Arrays, Arrays, Arrays, Arrays]:
+    """(sums, gradients around the layers, totals of the layers', extras), of this data shard."""
+    number = weights.config.num_microbatches
+    sink = GradientTotals(rows=weights.rows, num_layers=weights.pieces.num_layers)
+    totals = sink.empty(adds=number > 1)
+    if number == 1:
+        batch = jax.tree.map(lambda x: x[0], microbatches)
+        return weights.differentiate(extras, key, batch, loss_factor, sink, totals)
+
+    def one(carry: Any, item: Any) -> tuple[Any, None]:
+        sums, outer, totals, extras = carry
+        index, batch = item
+        own = jax.random.fold_in(key, index)
+        adding = dataclasses.replace(sink, first=index == 0)
+        more, new, totals, extras = weights.differentiate(
+            extras, own, batch, loss_factor, adding, totals
+        )
+        sums = jax.tree.map(jnp.add, sums, more)
+        outer = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), outer, new)
+        return (sums, outer, totals, extras), None
+
+    dtype = weights.config.precision.accumulate_dtype
+    zeros = {name: jnp.zeros(x.shape, dtype) for name, x in weights.outer.items()}
+    start = {"loss": jnp.float32(0), "weight": jnp.float32(0)}, zeros, totals, extras
+    return lax.scan(one, start, (jnp.arange(number), microbatches))[0]
+
+
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
     """See `zerojax.zero.build_forward`: the same arguments and results."""
     config = dataclasses.replace(config, loss=function)
 
     def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
         evaluation = for_evaluation(config, {**params, **frozen}, extras, batch)
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        one = one_of(split_batch(batch, 1))
         weights = StreamedPass(evaluation, params, frozen, extras, key_data, one, train=False)
         loss, weight = weights.evaluate(extras, shard_key(key_data), batch)
         return replicated.sum_replicated({"loss": loss, "weight": weight})
 
     def forward(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+        specs = data_specs(config, params), data_specs(config, frozen)
         mapped = jax.shard_map(
             local,
             mesh=config.mesh,
-            in_specs=(_specs(config, params), _specs(config, frozen), P(), P(), P(DATA_AXES)),
+            in_specs=(*specs, P(), P(), P(DATA_AXES)),
             out_specs=P(),
             axis_names=set(DATA_AXES),
             check_vma=False,
@@ -130,5 +142,15 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
     return forward
 
 
-def _specs(config: PassConfig, arrays: Arrays) -> dict[str, P]:
+def split_batch(batch: Arrays, number: int) -> Arrays:
+    """[rows, ...] -> [microbatches, rows, ...]."""
+    return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
+
+
+def one_of(microbatches: Arrays) -> Arrays:
+    """One microbatch, as `ShapeDtypeStruct`s."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches)
+
+
+def data_specs(config: PassConfig, arrays: Arrays) -> dict[str, P]:
     return {name: config.placement.leaves[name].data_spec for name in arrays}

@@ -169,24 +169,28 @@ def run_backward(
     def bring(totals: Any, index: Any) -> Arrays:
         return work.load(index) if load is None else load(totals, index)
 
-    def one(index: Any, rows: Arrays, activations: Several, carry: Any) -> Any:
+    def one(index: Any, rows: Arrays, activations: Several, carry: Any, following: Any) -> Any:
         gradients, consts, others, totals = carry
         gradients, of_rows, of_consts, of_others = work.pull(rows, index, activations, gradients)
+        if load is not None:
+            # What `take` writes is what the following weights are read from: read first.
+            of_rows, following = lax.optimization_barrier((of_rows, following))
         consts = [jnp.add(total, new) for total, new in zip(consts, of_consts, strict=True)]
         others = [
             put_slice(total, new, index) for total, new in zip(others, of_others, strict=True)
         ]
-        return gradients, consts, others, take(totals, index, of_rows)
+        return following, (gradients, consts, others, take(totals, index, of_rows))
 
     def body(done: Any, state: Any) -> Any:
         rows, activations, carry = state
         index = last - done
-        following = bring(carry[-1], index - 1), inputs.load(last_layer.inputs, index - 1)
-        return *following, one(index, rows, activations, carry)
+        following, entering = bring(carry[-1], index - 1), inputs.load(last_layer.inputs, index - 1)
+        following, carry = one(index, rows, activations, carry, following)
+        return following, entering, carry
 
     start = last_layer.rows, last_layer.activations, (gradients, consts, others, totals)
     rows, activations, carry = lax.fori_loop(0, last, body, start)
-    return one(0, rows, activations, carry)
+    return one(0, rows, activations, carry, {})[1]
 
 
 def _put_rows(stacks: Arrays, rows: Arrays, index: Any) -> Arrays:

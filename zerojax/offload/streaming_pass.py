@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.layer_loop import cut_loss
 from zerojax.mesh import MODEL
-from zerojax.offload.slices import put_slice, take_slice
 from zerojax.offload.streaming_layers import (
     Inputs,
     LayerWork,
@@ -25,7 +24,8 @@ from zerojax.offload.streaming_layers import (
     run_backward,
     run_forward,
 )
-from zerojax.offload.streaming_rows import LayerRows, device_inputs, host_inputs
+from zerojax.offload.streaming_rows import LayerRows, apart, device_inputs, host_inputs
+from zerojax.offload.streaming_totals import Sink
 from zerojax.zero import (
     PassConfig,
     build_reads,
@@ -59,16 +59,16 @@ class StreamedPass:
     ) -> None:
         assert config.offload is not None
         self.config, self.frozen = config, frozen
-        waiting, here = _apart({**params, **frozen}, config.offload.streamed)
+        waiting, here = apart({**params, **frozen}, config.offload.streamed)
         of = lambda names: {name: here[name] for name in names if name in here}  # noqa: E731
         inputs, constants = prepare_parameters(config, of(params), of(frozen))
         abstract = _abstract(extras), jax.eval_shape(shard_key, key_data), batch
         whole = {name: self._whole(name, x) for name, x in {**params, **frozen}.items()}
         stacked = self._stacked(whole, *abstract, train=train)
-        resident, self.outer = _apart(inputs, stacked)
-        fixed, self.constants = _apart(constants, stacked)
+        resident, self.outer = apart(inputs, stacked)
+        fixed, self.constants = apart(constants, stacked)
         self.rows = LayerRows(config, waiting, resident, fixed, frozenset(frozen))
-        self.on_read = _apart(build_reads(config, frozen), stacked)[1]
+        self.on_read = apart(build_reads(config, frozen), stacked)[1]
         self.rewriting = build_rewriting(config, frozen)
         values = {name: _abstract(x) for name, x in self.bind(self.outer).items()}
         values |= {name: whole[name] for name in self.rows.names}
@@ -138,60 +138,6 @@ class StreamedPass:
             return device_inputs()
         return host_inputs(self.activation_specs)
 
-    def empty_totals(self) -> Arrays:
-        """The totals of the gradients of stacks: on the host, on the device, sums of squares."""
-        number, precision = self.config.num_microbatches, self.config.precision
-        adds = number > 1
-        dtype = precision.accumulate_dtype if adds else precision.reduce_dtype
-        like = {
-            name: jax.ShapeDtypeStruct(self.rows.waiting[name].shape[1:], dtype)
-            for name in self.rows.streamed
-        }
-        return {
-            "host": self.rows.stacks.empty(self.pieces.num_layers, like),
-            "device": {
-                n: jnp.zeros(x.shape, precision.accumulate_dtype if adds else x.dtype)
-                for n, x in self.rows.inputs.items()
-            },
-            "squares": {name: self.rows.squares_like(name) for name in self.rows.streamed},
-        }
-
-    def take(self, first: jax.Array | None) -> Callable[[Arrays, Any, Arrays], Arrays]:
-        """What becomes of the gradients of one layer.
-
-        Args:
-          first: bool [], whether this is the first microbatch; None where there are no others. What
-            is read of the host before it was written is thrown away.
-        """
-
-        def add(totals: Arrays, index: Any, grads: Arrays) -> Arrays:
-            reduced = self.rows.reduce(grads)
-            waiting, here = _apart(reduced, frozenset(self.rows.streamed))
-            if first is not None:
-                before = self.rows.stacks.load(totals["host"], index)
-                waiting = {
-                    name: jnp.where(first, 0, before[name]) + grad.astype(before[name].dtype)
-                    for name, grad in waiting.items()
-                }
-                here = {
-                    name: take_slice(totals["device"][name], index)
-                    + grad.astype(totals["device"][name].dtype)
-                    for name, grad in here.items()
-                }
-            squares = {
-                name: totals["squares"][name] + self.rows.squares(name, grad)
-                for name, grad in waiting.items()
-            }
-            return {
-                "host": self.rows.stacks.store(totals["host"], waiting, index),
-                "device": {
-                    name: _put(totals["device"][name], grad, index) for name, grad in here.items()
-                },
-                "squares": squares,
-            }
-
-        return add
-
     # --- a microbatch -----------------------------------------------------------------------------
 
     def evaluate(self, extras: Arrays, key: Any, batch: Arrays) -> tuple[jax.Array, jax.Array]:
@@ -209,10 +155,10 @@ class StreamedPass:
         key: Any,
         batch: Arrays,
         loss_factor: jax.Array | None,
-        totals: Arrays,
-        first: jax.Array | None,
-    ) -> tuple[Arrays, Arrays, Arrays, Arrays]:
-        """(sums, gradients around the layers, totals of those of the layers, extras afterwards)."""
+        sink: Sink,
+        totals: Any,
+    ) -> tuple[Arrays, Arrays, Any, Arrays]:
+        """(sums, gradients around the layers, the sink's totals, extras afterwards)."""
         context = extras, key, batch
         pieces, trained = self.pieces, self.outer.keys()
         reads = {
@@ -249,9 +195,9 @@ class StreamedPass:
             head, given["head"], floating(outputs), has_aux=True
         )
         of_head, gradients = pull_head(jnp.ones_like(scaled))
-        totals = {**totals, "squares": jax.tree.map(jnp.zeros_like, totals["squares"])}
+        totals = sink.start(totals, sums)
         gradients, consts, others, totals = run_backward(
-            work, last, inputs, gradients, totals, self.take(first)
+            work, last, inputs, gradients, totals, sink.take, sink.load
         )
         found = [of_head]
         if pull_around is not None:
@@ -262,16 +208,6 @@ class StreamedPass:
         }
         written = embed_changes | layer_changes | head_changes | pieces.count(extras)
         return sums, grads, totals, {**extras, **written}
-
-
-def _put(stack: jax.Array, row: jax.Array, index: Any) -> jax.Array:
-    return put_slice(stack, row.astype(stack.dtype), index)
-
-
-def _apart(arrays: Arrays, names: frozenset[str]) -> tuple[Arrays, Arrays]:
-    """(those of these names, the others)."""
-    chosen = {name: x for name, x in arrays.items() if name in names}
-    return chosen, {name: x for name, x in arrays.items() if name not in names}
 
 
 def _abstract(tree: Any) -> Any:

@@ -246,5 +246,11 @@ def host_inputs(specs: list[P]) -> Inputs:
     return Inputs(empty=empty, load=load, store=store)
 
 
+def apart(arrays: Arrays, names: Any) -> tuple[Arrays, Arrays]:
+    """(those of these names, the others)."""
+    chosen = {name: x for name, x in arrays.items() if name in names}
+    return chosen, {name: x for name, x in arrays.items() if name not in names}
+
+
 def _cast(value: jax.Array, dtype: Any) -> jax.Array:
     return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value

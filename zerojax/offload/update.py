@@ -31,7 +31,8 @@ Arrays = dict[str, Any]
 def build_offload_update(plan: Planned) -> Callable[..., dict[str, Any]]:
     """`(gradients, state, ThisStep) -> {"params": ..., "opt_state": ..., "masters": ...}`, traced.
 
-    Slices in files stay as they are, and so does the part of `params` that is made from them.
+    Slices in files stay as they are, and so does the part of `params` that is made from them. So
+    does what the backward pass has updated already; there are no gradients of it.
     """
     tx, layout = plan.tx, plan.offload
     assert isinstance(tx, Optimizer)
@@ -39,6 +40,9 @@ def build_offload_update(plan: Planned) -> Callable[..., dict[str, Any]]:
     assert layout is not None
     fields = ("params", "opt_state", "masters")
     specs = {name: specs_of(plan.abstract_state[name]) for name in fields}  # type: ignore[literal-required]
+
+    done = layout.streamed if layout.update_in_backward else frozenset()
+    given = {name: spec for name, spec in specs["params"].items() if name not in done}
 
     def local(grads: Arrays, old: dict[str, Any], *numbers: jax.Array) -> dict[str, Any]:
         context = context_of(plan, *numbers)
@@ -53,9 +57,8 @@ def build_offload_update(plan: Planned) -> Callable[..., dict[str, Any]]:
             moments = tuple(moment[name] for moment in begun.moments)
             update = _LeafUpdate(begun, leaf, on_host=name in layout.streamed)
             master = old["masters"].get(name)
-            params[name], new_master, new = update(
-                old["params"][name], master, moments, grads[name]
-            )
+            now = old["params"][name], master, moments
+            params[name], new_master, new = now if name in done else update(*now, grads[name])
             if master is not None:
                 masters[name] = new_master
             for moment, own in zip(after, new, strict=True):
@@ -66,7 +69,7 @@ def build_offload_update(plan: Planned) -> Callable[..., dict[str, Any]]:
     mapped = jax.shard_map(
         local,
         mesh=plan.mesh,
-        in_specs=(specs["params"], specs, P(), P(), P()),
+        in_specs=(given, specs, P(), P(), P()),
         out_specs=specs,
         check_vma=False,
     )
