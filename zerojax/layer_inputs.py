@@ -22,6 +22,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from zerojax.config import MeshConfig
+from zerojax.config.offload import HOST
 from zerojax.programs import inner_programs, is_checkpoint, split_scan
 from zerojax.trees import format_bytes
 
@@ -92,21 +94,26 @@ def find_layer_scans(closed: ClosedJaxpr, parameters: Sequence[bool]) -> list[La
     return _checked(list(_find(closed.jaxpr, held, "")))
 
 
-def plan_layer_inputs(forward: ClosedJaxpr, num_parameters: int, *, stages: int) -> tuple[str, ...]:
-    """What a plan with activations on the host says of them.
+def describe_layer_inputs(
+    settings: MeshConfig, forward: ClosedJaxpr, num_parameters: int
+) -> tuple[str, ...]:
+    """What a plan says of activations on the host: one line per loop; () where they stay.
 
     Args:
+      settings: the mesh options.
       forward: the loss of one microbatch on one data shard; its first inputs are parameters.
       num_parameters: how many.
-      stages: pipeline stages.
 
     Raises:
       ValueError: it cannot be done with this model or with stages; with the remedy.
     """
-    if stages > 1:
+    if settings.offload.activations != HOST:
+        return ()
+    if settings.stage > 1:
         raise ValueError(
-            f"offload activations=host does not go with stage={stages}: a pipeline keeps its own "
-            "stash of what each stage is given; use stage=1, or leave activations on the device"
+            f"offload activations=host does not go with stage={settings.stage}: a pipeline keeps "
+            "its own stash of what each stage is given; use stage=1, or leave activations on the "
+            "device"
         )
     inputs = len(forward.jaxpr.invars)
     scans = find_layer_scans(forward, [place < num_parameters for place in range(inputs)])

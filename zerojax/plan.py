@@ -27,6 +27,7 @@ from zerojax.abstract_state import abstract_state
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.forecast import Forecast, make_forecast
 from zerojax.gpus import Gpu, find_gpu
+from zerojax.layer_inputs import describe_layer_inputs
 from zerojax.mesh import DATA, DATA_AXES, STAGE
 from zerojax.offload.abstract import abstract_offloaded, canonical_on_host
 from zerojax.offload.streaming_checks import check_update_in_backward, find_stacked
@@ -328,6 +329,7 @@ def make_plan(
             *reasons,
             *optimizer_built.reasons,
             *describe_model(internal, trace, placement, extras, precision, regather),
+            *describe_layer_inputs(settings, trace.jaxpr, len(params)),
             *describe_update(update_choices),
             *describe_options(compiler_options, dropped_options),
         ),
