@@ -17,7 +17,8 @@ from zerojax.offload_layout import OffloadLayout
 from zerojax.plan_counts import Tiers, role_tiers, state_bytes, tokens_per_step
 from zerojax.planned import Planned
 
-WIDTH = 100
+WIDTH = 98
+"""Of the section; a forecast's page puts two spaces before it."""
 NAMES = {DEVICE: "device", HOST: "host", NVME: "disk"}
 ROLE, CELL = 18, 11
 
