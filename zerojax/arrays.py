@@ -246,7 +246,8 @@ def reshard_state(old: Planned, new: Planned, state: TrainState) -> TrainState:
     Args:
       old: the plan that `state` follows.
       new: a plan of the same model and optimizer.
-      state: stays valid; drop it to free its memory.
+      state: stays valid; drop it to free its memory. One with slices in files ends here, since the
+        new one may need their place.
 
     Raises:
       ValueError: the two plans describe different states.
@@ -257,6 +258,8 @@ def reshard_state(old: Planned, new: Planned, state: TrainState) -> TrainState:
             f"{new.fingerprint}): model, optimizer and freeze= have to be the same"
         )
     canonical = to_canonical(old, state)
+    if disk := state.get("disk"):
+        disk.close()
     return from_canonical(new, _convert(canonical, new.abstract_canonical))
 
 

@@ -166,7 +166,7 @@ class DiskState:
             piece.write()
 
     def read(self, leaf: SlicedLeaf, array: str) -> Rows:
-        """{device: [slices, elements]}: the slices in files of one array, copied; {} if it has none.
+        """{device: [slices, elements]}: slices in files of one array, copied; {} without any.
 
         Raises:
           StoreError, OSError: what the store says; also that an earlier sweep failed.

@@ -157,15 +157,23 @@ class SliceUpdates:
             numbers: tuple[jax.Array, ...],
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
             begun = begin(plan, opt_state, context_of(plan, *numbers))
-            rows = as_slices(leaf, weights)
-            own = old[MASTER][0] if MASTER in old else bring(take_slice(rows, number))
-            gradient = bring(take_slice(as_slices(leaf, grad), number))
-            own, after = update_slice(
-                begun, leaf.name, number, own, tuple(old[key][0] for key in moments), gradient
-            )
-            rows = put_slice(rows, leave(own.astype(rows.dtype)), number)
-            new = dict(zip(moments, (x[None] for x in after), strict=True))
-            new |= {MASTER: own[None]} if MASTER in old else {}
+            # In a loop, like slices on the host: computed beside the numbers of a step, an update
+            # rounds other products (XLA of JAX 0.10 on CPU).
+            grads = as_slices(leaf, grad)
+
+            def body(number: jax.Array, carry: Any) -> Any:
+                rows, old = carry
+                own = old[MASTER][0] if MASTER in old else bring(take_slice(rows, number))
+                gradient = bring(take_slice(grads, number))
+                own, after = update_slice(
+                    begun, leaf.name, number, own, tuple(old[key][0] for key in moments), gradient
+                )
+                rows = put_slice(rows, leave(own.astype(rows.dtype)), number)
+                new = dict(zip(moments, (x[None] for x in after), strict=True))
+                return rows, new | ({MASTER: own[None]} if MASTER in old else {})
+
+            carry = as_slices(leaf, weights), old
+            rows, new = jax.lax.fori_loop(number, number + 1, body, carry)
             return rows.reshape(leaf.shard_shape), new
 
         weights = plan.abstract_state["params"][leaf.name].sharding

@@ -1,0 +1,70 @@
+"""Tiny runs with slices in files, and without, whose states are compared bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests.small_models import reference_model
+from tests.trajectories import text_batch
+from zerojax.arrays import init_state, to_canonical
+from zerojax.config import MeshConfig, OffloadConfig
+from zerojax.data import shard_batch
+from zerojax.mesh import make_mesh
+from zerojax.optim import adamw
+from zerojax.plan import Plan, make_plan
+from zerojax.step import build_step
+from zerojax.trees import flatten_names
+
+SHARES = {"device": 0.3, "host": 0.3, "nvme": 0.4}
+
+
+def offload(folder: Path, opt_state: Any = "nvme", **options: Any) -> OffloadConfig:
+    """Slices so small that the larger parameters have several."""
+    return OffloadConfig(
+        opt_state=opt_state, folder=str(folder), slice_elements=100, min_elements=100, **options
+    )
+
+
+def plan_of(config: OffloadConfig | None, zero: int = 1, data: int = 8, **options: Any) -> Plan:
+    given = {} if config is None else {"offload": config}
+    mesh = make_mesh(MeshConfig(data=data), jax.devices()[:data])
+    model = reference_model("gpt2", num_layers=1, num_heads=2, embed_dim=16)
+    options = {"optimizer": adamw(1e-2, clip_norm=1.0), "precision": "fp32", **options}
+    options |= {"persistence_threshold": 100, "zero": zero}
+    return make_plan(model, mesh, example_batch=text_batch(0), **given, **options)
+
+
+def train(plan: Plan, steps: int, state: Any = None, first: int = 0) -> tuple[Any, list[float]]:
+    """(state, losses) after `steps` more steps."""
+    state = init_state(plan) if state is None else state
+    step, losses = build_step(plan), []
+    for index in range(first, first + steps):
+        state, metrics = step(state, shard_batch(plan, text_batch(index)))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def canonical(plan: Plan, state: Any) -> dict[str, np.ndarray]:
+    """{name: the whole array} of the canonical form."""
+    return {n: np.array(x) for n, x in flatten_names(to_canonical(plan, state)).items()}
+
+
+def differing(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:
+    """Names of arrays that are not the same bit for bit."""
+    assert one.keys() == other.keys()
+    same = lambda x, y: x.dtype == y.dtype and x.tobytes() == y.tobytes()  # noqa: E731
+    return [name for name in one if not same(one[name], other[name])]
+
+
+def close(state: Any) -> None:
+    """Ends the store of a state."""
+    if state.get("disk"):
+        state["disk"].close()
+
+
+def num_leaves(state: Any) -> int:
+    return len(jax.tree.leaves(state["disk"]))

@@ -1,0 +1,137 @@
+"""Masters and moments in files: the bits of the device tier, and what a step leaves on disk."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.offload_disk_runs import (
+    SHARES,
+    canonical,
+    close,
+    differing,
+    num_leaves,
+    offload,
+    plan_of,
+    train,
+)
+from tests.trajectories import text_batch
+from zerojax.arrays import init_state, reshard_state
+from zerojax.data import shard_batch
+from zerojax.precision import as_precision
+from zerojax.step import build_step
+from zerojax.store import StoreError
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def on_device(request):
+    """(ZeRO stage, losses, canonical state) of a run with everything on the device."""
+    plan = plan_of(None, request.param)
+    state, losses = train(plan, STEPS)
+    return request.param, losses, canonical(plan, state)
+
+
+@pytest.mark.parametrize("share", ["nvme", SHARES], ids=["nvme", "shares"])
+def test_the_bits_of_the_device_tier(tmp_path, on_device, share):
+    zero, losses, expected = on_device
+    plan = plan_of(offload(tmp_path, share), zero)
+    state, found = train(plan, STEPS)
+    try:
+        assert found == losses
+        assert differing(canonical(plan, state), expected) == []
+        assert state["disk"].store.generation == STEPS + 1  # the fill, and one sweep for each step
+        assert num_leaves(state) == 0
+        many = [leaf for leaf in plan.offload.on_disk if leaf.num_slices > 1]
+        assert many
+        if share == "nvme":
+            assert not jax.tree.leaves(state["masters"])
+    finally:
+        close(state)
+
+
+def test_a_skipped_step_touches_no_bucket(tmp_path):
+    plan = plan_of(offload(tmp_path), data=2)
+    state = init_state(plan)
+    state["params"] = {n: x.at[...].set(jnp.nan) for n, x in state["params"].items()}
+    before = state["disk"].store.generation
+    manifest = (tmp_path / "process_0" / "manifest.json").read_bytes()
+    state, metrics = build_step(plan)(state, shard_batch(plan, text_batch(0)))
+    close(state)
+    assert (int(metrics["skipped"]), int(state["step"]), int(state["skipped"])) == (1, 1, 1)
+    assert state["disk"].store.generation == before
+    assert (tmp_path / "process_0" / "manifest.json").read_bytes() == manifest
+
+
+def test_from_files_to_another_mesh_on_the_device_and_back(tmp_path):
+    files, device = plan_of(offload(tmp_path), zero=3, data=4), plan_of(None, data=2)
+    state, _ = train(files, 2)
+    expected = canonical(files, state)
+    moved = reshard_state(files, device, state)
+    assert differing(canonical(device, moved), expected) == []
+    back = reshard_state(device, files, moved)
+    try:
+        assert differing(canonical(files, back), expected) == []
+    finally:
+        close(back)
+
+
+def test_a_sweep_that_fails_is_told_and_nothing_is_saved_from_it(tmp_path, monkeypatch):
+    plan = plan_of(offload(tmp_path), data=2)
+    state = init_state(plan)
+    disk = state["disk"]
+    step, real = build_step(plan), disk.store._pool.write
+    calls: list[int] = []
+
+    def fail(*args):
+        calls.append(1)
+        if len(calls) > 3:
+            raise OSError(5, "Input/output error")
+        return real(*args)
+
+    monkeypatch.setattr(disk.store._pool, "write", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        step(state, shard_batch(plan, text_batch(0)))
+    with pytest.raises(StoreError, match=r"stopped half-way .* goes on from the last checkpoint"):
+        disk.read(plan.offload.on_disk[0], "master")
+    close(state)
+
+
+def test_a_store_needs_a_folder():
+    config = offload("x")
+    plan = plan_of(type(config)(opt_state="nvme", min_elements=100), data=2)
+    with pytest.raises(ValueError, match=r"offload.folder is not given.*set offload.folder"):
+        init_state(plan)
+
+
+def test_where_there_is_too_little_space_nothing_begins(tmp_path, monkeypatch):
+    """Before any array exists: the sentence has bytes and remedies."""
+    real = os.statvfs
+
+    def small(path):
+        found = real(path)
+        return type(found)((*found[:2], found[2], 0, 0, *found[5:]))
+
+    monkeypatch.setattr("os.statvfs", small)
+    plan = plan_of(offload(tmp_path), data=2)
+    with pytest.raises(OSError, match=r"needs .* MiB of disk, 0.0 MiB are free; free .*") as error:
+        init_state(plan)
+    assert error.value.errno == 28
+    assert not list((tmp_path / "process_0").glob("buckets*"))
+
+
+def test_moments_in_bfloat16(tmp_path):
+    """Another dtype beside the masters, with random rounding: the bits of one slicing."""
+    precision = as_precision("fp32", moments_dtype="bf16")
+    config = offload(tmp_path)
+    plan = plan_of(config, data=2, precision=precision)
+    state, losses = train(plan, 2)
+    close(state)
+    assert np.isfinite(losses).all()
+    sizes = {place.dtypes["mu"] for place in state["disk"].leaves.values()}
+    assert sizes == {np.dtype(jnp.bfloat16)}
