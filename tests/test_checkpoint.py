@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.checkpoint import Checkpointer, CheckpointError, Retention
-from zerojax.checkpoint.errors import is_disk_full, reason
+from zerojax.checkpoint.errors import DiskFullError, is_disk_full, reason
 from zerojax.checkpoint.metadata import check_same_arrays
 
 ABOUT = {"data_state": {"position": 7}, "config": {"a": [1, None]}, "plan": {"zero": 3}}
@@ -296,9 +296,8 @@ def test_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
             big = {"w": jnp.arange(2**19, dtype=jnp.float32)}
             with pytest.raises(CheckpointError, match=r"one needs 2\.0 MiB, .* free; free some"):
                 checkpointer.check_writable(2**21)
-            checkpointer.save(2, big, **ABOUT)
-            with pytest.raises(CheckpointError, match="no space left on device") as failure:
-                checkpointer.wait()
+            with pytest.raises(DiskFullError, match="no space left on device") as failure:
+                checkpointer.save(2, big, **ABOUT)
             assert is_disk_full(failure.value.__cause__)
             assert checkpointer.steps() == (1,)
             checkpointer.restore(small_abstract())

@@ -3,6 +3,7 @@ as the kernel writes them."""
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from pathlib import Path
@@ -11,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import zerojax
 from zerojax import host_budget, system_memory
+from zerojax.checkpoint import Checkpointer, folders
+from zerojax.checkpoint.errors import DiskFullError
 from zerojax.cli.complaints import explain
 from zerojax.cli.devices import allow_pinned_memory
-from zerojax.config import MeshConfig, OffloadConfig
+from zerojax.config import CheckpointConfig, MeshConfig, OffloadConfig
 from zerojax.host_budget import (
     check_disk,
     check_host_memory,
@@ -164,6 +168,43 @@ def test_the_pool_of_pinned_memory_is_large_enough(told, gib, problem, monkeypat
 
 def test_there_is_no_such_pool_on_a_cpu():
     check_pinned_limit(small_plan("host"), {PINNED_LIMIT: "0"})
+
+
+# Disks that fill up
+
+
+def test_a_disk_that_others_fill_ends_the_run_with_its_last_checkpoint_whole(tmp_path, monkeypatch):
+    checked = []
+
+    def check_free(folder, num_bytes):
+        checked.append(num_bytes)
+        if len(checked) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(folders, "check_free", check_free)
+
+    def run():
+        return zerojax.train(
+            (init, apply),
+            {"zero": 1},
+            [jnp.ones((8, WIDTH))] * 6,
+            loss=lambda model, batch: model(batch),
+            steps=6,
+            checkpoint=CheckpointConfig(path=str(tmp_path), every=2, asynchronous=False),
+            run_dir=None,
+        )
+
+    with pytest.raises(DiskFullError) as caught:
+        run()
+    sentence, is_bad_input = explain(caught.value)
+    assert sentence is not None
+    assert sentence.startswith(
+        f"step 4 was not saved in {tmp_path}: no space left on device (needs"
+    )
+    assert "earlier checkpoints are intact: 2" in sentence
+    assert not is_bad_input, "exit code 1"
+    assert Checkpointer(tmp_path).steps() == (2,)
+    assert run().num_steps == 6
 
 
 # The command's part

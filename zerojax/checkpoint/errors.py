@@ -16,7 +16,19 @@ _OS_ERROR_IN_TEXT = re.compile(r"os_error_code='(\d+)'")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the text names the value, limit and remedy."""
+    """A checkpoint cannot be written or read; the text names the value, limit and remedy.
+
+    Attributes:
+      is_bad_input: whether what the user gave is at fault, and not what has become of the machine.
+    """
+
+    is_bad_input = True
+
+
+class DiskFullError(CheckpointError):
+    """There is too little space for a checkpoint; those that are there are intact."""
+
+    is_bad_input = False
 
 
 def reason(error: BaseException) -> str:

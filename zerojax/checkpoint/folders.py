@@ -9,6 +9,7 @@ Knows files and names; never touches arrays or what the files mean.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -49,6 +50,16 @@ def make_partial(partial: Path) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(partial.parent)
     partial.mkdir()
+
+
+def check_free(folder: Path, num_bytes: int) -> None:
+    """Refuses what the disk of a folder has no space for.
+
+    Raises:
+      OSError: ENOSPC.
+    """
+    if shutil.disk_usage(folder).free < num_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def remove_leftovers(path: Path) -> None:

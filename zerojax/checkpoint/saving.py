@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from zerojax.checkpoint import agreement, arrays, folders
-from zerojax.checkpoint.errors import CheckpointError, is_disk_full, reason
+from zerojax.checkpoint.errors import CheckpointError, DiskFullError, is_disk_full, reason
 from zerojax.checkpoint.metadata import Metadata, write_metadata
 from zerojax.checkpoint.retention import Retention
 from zerojax.trees import format_bytes
@@ -65,13 +65,19 @@ def is_first_process() -> bool:
 
 
 def _start(save: Save) -> arrays.Write:
-    """Creates the partial folder and copies the arrays to the host."""
+    """Creates the partial folder and copies the arrays to the host.
+
+    Before it copies it refuses what the disk has no space for: a run whose disk others fill up then
+    ends between two steps, with its last checkpoint whole.
+    """
     error = None
     if is_first_process():
         try:
             folders.make_partial(save.partial)
+            folders.check_free(save.partial, save.state_bytes)
         except OSError as failure:
             error = _lost(save, failure)
+            error.__cause__ = failure
     agreement.raise_together(error)
     writing = None
     try:
@@ -112,7 +118,8 @@ def _lost(save: Save, error: BaseException) -> CheckpointError:
     if is_disk_full(error):
         text += f" (needs {format_bytes(save.state_bytes)}, {folders.free_text(path)})"
     steps = ", ".join(map(str, folders.list_steps(path))) or "none"
-    return CheckpointError(
+    kind = DiskFullError if is_disk_full(error) else CheckpointError
+    return kind(
         f"{text}; earlier checkpoints are intact: {steps};"
         " free some space, mend the folder, or use another one"
     )

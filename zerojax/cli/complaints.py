@@ -31,7 +31,8 @@ def explain(error: Exception) -> tuple[str | None, bool]:
     if isinstance(error, ImportError):
         return _about_import(error), False
     if _is_ours(type(error)):
-        return str(error), type(error).__module__ not in _NOT_OF_INPUT
+        ours = type(error).__module__ not in _NOT_OF_INPUT
+        return str(error), getattr(error, "is_bad_input", ours)
     if _raising_module(error) in PACKAGES:
         if isinstance(error, ValueError | TypeError):
             return str(error), True
