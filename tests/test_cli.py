@@ -221,6 +221,9 @@ def test_env_tells_versions_devices_and_what_is_missing():
     assert facts["devices"][0]["number"] == 3
     assert facts["packages"]["jax"]
     assert facts["host"]["memory_bytes"] > 2**30
+    assert 0 < facts["host"]["free_memory_bytes"] <= facts["host"]["memory_bytes"]
+    assert facts["host"]["memory_limit"]
+    assert facts["devices"][0]["pinned_host"] is True
     assert any("cpu_devices=8" in line for line in facts["advice"])
 
 

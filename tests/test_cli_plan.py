@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -24,7 +25,7 @@ from zerojax.config import RunConfig, load
 from zerojax.forecast.result import FORMULA
 from zerojax.plan import Plan, make_plan
 from zerojax.runs import plan_from_config, vocab_size_of
-from zerojax.search import Candidate
+from zerojax.search import Candidate, SearchResult, Trial
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = (
@@ -189,7 +190,9 @@ def test_search_prints_the_table_and_the_commands(scale, forecasts, monkeypatch,
     forecasts[0][0] = sample_memory(scale=scale)
     monkeypatch.setattr(compiler, "missing", lambda: None)
     # One layer, so that no pipelines are looked at.
-    assert main([*FEW, "num_layers=1", "--search"]) == (0 if scale == 1 else 1)
+    # Where nothing fits and nothing is offloaded it would look once more.
+    more = [] if scale == 1 else ["opt_state={device: 0.5, host: 0.5}"]
+    assert main([*FEW, "num_layers=1", *more, "--search"]) == (0 if scale == 1 else 1)
     out = capsys.readouterr().out
     assert out.startswith("SEARCH: ")
     if scale == 1:
@@ -219,6 +222,53 @@ def test_a_plan_with_a_pipeline_says_so(capsys):
     assert "mesh data 4 x stage 2" in out
     assert "pipeline gpipe, bubble 20.0% (11.1% with 8 microbatches)" in out
     assert "messages by formula" in out
+
+
+def test_a_plan_with_offload_shows_its_tiers(capsys):
+    words = ["opt_state={device: 0.5, host: 0.5}", "min_elements=100", "mesh.offload.params=host"]
+    assert main([*WORDS, *words, "--gpu", "h200", "--no-compile"]) == 3
+    out = capsys.readouterr().out
+    section = out.partition("OFFLOAD, by formula\n")[2].partition("\n\nTIME")[0]
+    assert "bytes per device" in section
+    assert "host" in section.splitlines()[0]
+    assert "update of the state" in section
+    assert "as published for NVIDIA H200" in section
+    assert "tokens per step" in section
+
+
+def test_a_search_that_finds_nothing_looks_once_more_with_the_state_on_the_host(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(compiler, "missing", lambda: None)
+    chosen = Trial(
+        candidate=Candidate(zero=3, model=1, num_microbatches=1, remat="full"),
+        status="chosen",
+        reason="",
+    )
+    nothing = SearchResult(
+        trials=(), chosen=None, forecast=None, certain=True, sentence="None fits.", elapsed=1.0
+    )
+    found = dataclasses.replace(nothing, chosen=chosen, sentence="zero=3: the cheapest.")
+    seen = []
+
+    def search(make_plan_for, candidates, gpu, *, budget, **_):
+        plan = make_plan_for(candidates[0])
+        seen.append((plan.settings.offload.opt_state, budget))
+        return found if plan.offload else nothing
+
+    monkeypatch.setattr(planning, "search", search)
+    words = [*FEW, "num_layers=1", "--search", "--budget", "200"]
+    assert main(words) == 0
+    assert seen == [("device", 200), ("host", 199)]
+    out = capsys.readouterr().out
+    assert "None fits. With mesh.offload.opt_state=host: zero=3: the cheapest." in out
+    commands = [line for line in out.splitlines() if line.startswith("its ")]
+    assert len(commands) == 2
+    assert all("mesh.offload.opt_state=host" in line for line in commands)
+    seen.clear()
+    monkeypatch.setattr(planning, "search", lambda *_, **__: seen.append(1) or nothing)
+    assert main([*words, "opt_state=host"]) == 1
+    assert len(seen) == 1, "it was on the host already"
 
 
 # Mistakes
