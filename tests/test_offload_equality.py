@@ -19,7 +19,7 @@ import pytest
 
 import zerojax
 from tests.small_models import reference_model
-from tests.trajectories import STEPS, Trajectory, train_for
+from tests.trajectories import STEPS, Trajectory, regression_batch, train_for
 from zerojax.arrays import to_canonical
 from zerojax.config import LossScale
 from zerojax.config.offload import DEVICE, HOST
@@ -158,6 +158,27 @@ def test_stages_of_a_pipeline_update_alike(zero, schedule):
         precision="bf16",
         optimizer=OPTIMIZERS["adamw"](),
     )
+
+
+def test_a_model_whose_parameters_are_all_sliced_updates_alike():
+    """Nothing is left for the update of what stays on the device."""
+
+    def init(key):
+        return {"w": jax.random.normal(key, (64, 5))}
+
+    def apply(params, x):
+        return x[:, :5] @ params["w"].T
+
+    def squares(model, batch):
+        return jnp.sum(jnp.square(model(batch["x"]) - 1)), jnp.float32(len(batch["x"]))
+
+    options = {"loss": squares, "batch": regression_batch, "devices": 2, "steps": 3}
+    options["optimizer"] = OPTIMIZERS["adamw"]()
+    offload = {"opt_state": "host", "slice_elements": 40, "min_elements": 1}
+    run = train_for((init, apply), offload=offload, **options)
+    expected = train_for((init, apply), **options)
+    assert run.plan.offload.leaves.keys() == run.state["params"].keys()
+    assert run.losses.tobytes() == expected.losses.tobytes()
 
 
 def assert_same_bits(model: Any, tiers: Any, **options: Any) -> tuple[Trajectory, Trajectory]:

@@ -243,6 +243,8 @@ def _begin(
     def run(
         params: Arrays, before: tuple[Arrays, ...], grads: Arrays, piece: jax.Array | None
     ) -> tuple[Arrays, tuple[Arrays, ...]]:
+        if not params:  # every parameter may lie in slices, which are updated apart
+            return params, before
         numbers = Numbers(
             scalars={name: by_settings[settings[name]] for name in params},
             stochastic=options.stochastic,
