@@ -25,6 +25,7 @@ from zerojax.host_budget import (
     check_pinned_limit,
     disk_bytes,
     host_bytes,
+    saving_bytes,
 )
 from zerojax.plan import Plan, make_plan
 from zerojax.store import StoreError
@@ -111,6 +112,17 @@ def test_a_share_is_proposed_that_fits():
         check_host_memory(plan, room_for(plan, -on_host // 2))
     # Half of what was on the host, and a bit less: shares are rounded down.
     assert "{device: 0.25, host: 0.37, nvme: 0.38}" in str(error.value)
+
+
+def test_a_checkpoint_needs_room_for_what_it_puts_together():
+    plan = small_plan("host")
+    saving = saving_bytes(plan)
+    assert saving == 8 * STATE * NUMBER
+    assert saving_bytes(small_plan("{host: 0.5, nvme: 0.5}")) == 0, "slice by slice"
+    check_host_memory(plan, room_for(plan, saving), saving)
+    with pytest.raises(ValueError, match="12.0 MiB of it while a checkpoint is copied") as error:
+        check_host_memory(plan, room_for(plan, saving - 4096), saving)
+    assert "{host: 0.99, nvme: 0.01}" in str(error.value)
 
 
 def test_a_run_is_refused_before_there_are_arrays(monkeypatch, tmp_path):

@@ -43,6 +43,23 @@ def host_bytes(plan: Planned) -> int:
     return total
 
 
+def saving_bytes(plan: Planned) -> int:
+    """Bytes of host memory that a checkpoint takes beside the state while it is copied.
+
+    Masters and moments with slices on the host are put together there, each in one piece. Those
+    with slices in files go to the checkpoint slice by slice.
+    """
+    layout = plan.offload
+    if layout is None:
+        return 0
+    number = len(_local_devices(plan))
+    joined = [
+        leaf for leaf in layout.leaves.values() if leaf.counts[HOST] and not leaf.counts[NVME]
+    ]
+    elements = sum(leaf.num_slices * leaf.slice_elements for leaf in joined)
+    return elements * slice_bytes_per_element(plan) * number
+
+
 def disk_bytes(plan: Planned) -> int:
     """Bytes that this process's files take; a durable run keeps two generations of them."""
     layout = plan.offload
@@ -82,35 +99,42 @@ def check_offload(
     """
     if plan.offload is None:
         return
-    check_host_memory(plan, least_room())
-    check_pinned_limit(plan, os.environ if environ is None else environ)
+    saving = 0 if folder is None else saving_bytes(plan)
+    check_host_memory(plan, least_room(), saving)
+    check_pinned_limit(plan, os.environ if environ is None else environ, saving)
     check_disk(plan, folder)
 
 
-def check_host_memory(plan: Planned, room: Room | None) -> None:
+def check_host_memory(plan: Planned, room: Room | None, saving: int = 0) -> None:
     """Refuses what does not fit into the memory that is there.
+
+    Args:
+      plan: the plan; room: what is there; saving: what a checkpoint takes for a while.
 
     Raises:
       ValueError: see `check_offload`.
     """
-    needed = host_bytes(plan)
+    needed = host_bytes(plan) + saving
     there = None if room is None else int(room.free * SPARE)
     if room is None or there is None or needed <= there:
         return
     number = len(_local_devices(plan))
     kinds = "device" if number == 1 else "devices"
+    whereof = f" ({format_bytes(saving)} of it while a checkpoint is copied)" if saving else ""
+    limit = f"{format_bytes(there)}: {SPARE:.0%} of what {room.source} leaves"
     raise ValueError(
-        f"offload needs {format_bytes(needed)} of host memory for {number} {kinds} of this process "
-        f"and may take {format_bytes(there)}: {SPARE:.0%} of what {room.source} leaves; "
-        f"{_join(host_remedies(plan, needed, there))}"
+        f"offload needs {format_bytes(needed)} of host memory{whereof} for {number} {kinds} of "
+        f"this process and may take {limit}; "
+        f"{_join(host_remedies(plan, needed - saving - there))}"
     )
 
 
-def host_remedies(plan: Planned, needed: int, there: int) -> Iterator[str]:
+def host_remedies(plan: Planned, excess: int) -> Iterator[str]:
     """What would make it fit, the cheapest first.
 
     Args:
-      needed: bytes of host memory; there: of it that may be taken.
+      excess: bytes of host memory above what may be taken, without those of a checkpoint: what has
+        slices in files needs none for it.
     """
     config, shares, number = (
         plan.settings.offload,
@@ -121,11 +145,13 @@ def host_remedies(plan: Planned, needed: int, there: int) -> Iterator[str]:
     movable = number * sum(tiers[role].get(HOST, 0) for role in (MASTERS, OPTIMIZER))
     share = shares.get(HOST, 0.0)
     if movable and share:
-        kept = math.floor(100 * share * max(movable - (needed - there), 0) / movable) / 100
+        least = movable / (100 * share)  # a hundredth of the state
+        left = max(movable - max(excess, least), 0)
+        kept = math.floor(100 * share * left / movable + 1e-6) / 100
         rest = {tier: part for tier, part in shares.items() if tier == DEVICE}
         disk = round(1 - kept - sum(rest.values()), 2)
         parts = {**rest, **({HOST: kept} if kept else {}), NVME: disk}
-        if movable >= needed - there:
+        if movable >= excess:
             words = ", ".join(f"{tier}: {part:g}" for tier, part in parts.items())
             yield f"set offload.opt_state: {{{words}}}, which puts the rest into files"
     if plan.zero == 0 and plan.mesh.shape[DATA] > 1:
@@ -135,7 +161,7 @@ def host_remedies(plan: Planned, needed: int, there: int) -> Iterator[str]:
     yield "more devices on other machines" if plan.zero else "a machine with more memory"
 
 
-def check_pinned_limit(plan: Planned, environ: Mapping[str, str]) -> None:
+def check_pinned_limit(plan: Planned, environ: Mapping[str, str], saving: int = 0) -> None:
     """Refuses what XLA's pool of pinned memory would refuse in the middle of a run.
 
     Only for GPUs. The pool is made when JAX starts its devices; the `zerojax` command sets the
@@ -152,6 +178,7 @@ def check_pinned_limit(plan: Planned, environ: Mapping[str, str]) -> None:
         raise ValueError(f"{PINNED_LIMIT}={told!r} is no whole number of GiB; set it, or unset it")
     limit = int(told) if told else DEFAULT_PINNED_GIB
     pinned = sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values()) * len(devices)
+    pinned += saving
     if pinned * POOL <= limit * GIB:
         return
     origin = f"{PINNED_LIMIT}={told}" if told else f"{PINNED_LIMIT} is not set, so it is {limit}"

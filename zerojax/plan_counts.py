@@ -119,7 +119,9 @@ def role_tiers(plan: Planned) -> dict[str, Tiers]:
     if plan.pipeline is not None:
         found[PIPELINE_BUFFERS] = {DEVICE: total_buffer_bytes(plan.pipeline)}
     if plan.offload is not None and plan.offload.activations:
-        found[ACTIVATIONS] = {HOST: kept_activation_bytes(plan) or 0}
+        # A loop over microbatches has two buffers for them (read from compiled programs).
+        buffers = 2 if plan.num_microbatches > 1 else 1
+        found[ACTIVATIONS] = {HOST: buffers * (kept_activation_bytes(plan) or 0)}
     return found
 
 
@@ -132,7 +134,8 @@ def role_bytes(plan: Planned) -> dict[str, int]:
 def kept_activation_bytes(plan: Planned) -> int | None:
     """What all layers are given of one microbatch, bytes on one device; None without a layer loop.
 
-    The loop is the one that reads most bytes layer by layer.
+    The loop is the one that reads most bytes layer by layer. Where the weights of layers come one
+    by one, the last layer's input stays on the device.
     """
     loops = list(_loops(plan.forward.jaxpr))
     if not loops:
@@ -146,7 +149,8 @@ def kept_activation_bytes(plan: Planned) -> int | None:
         if x.shape and jnp.issubdtype(x.dtype, jnp.floating)
     )
     split = plan.mesh.shape[MODEL] if plan.settings.sequence_sharding else 1
-    return size * loop.params["length"] // (split * plan.mesh.shape[STAGE])
+    streamed = plan.offload is not None and bool(plan.offload.streamed)
+    return size * (loop.params["length"] - streamed) // (split * plan.mesh.shape[STAGE])
 
 
 def _loops(program: Any) -> Iterator[Any]:
@@ -184,8 +188,8 @@ def _formula_tiers(plan: Planned) -> tuple[Tiers, Tiers]:
     """(weights that forward and backward hold, gradients they leave), bytes per device.
 
     A pipeline always adds up; what one microbatch adds is that of one chunk. Of layers whose
-    weights wait on the host (`offload.streamed`) a device has two shards and one gathered layer;
-    their gradients are on the host, or with an update in the backward pass nowhere.
+    weights wait on the host (`offload.streamed`) a device has two, gathered, and the gradients of
+    one; all gradients are on the host, or with an update in the backward pass nowhere.
     """
     placement: Placement = plan.placement
     layout = plan.offload
@@ -203,12 +207,10 @@ def _formula_tiers(plan: Planned) -> tuple[Tiers, Tiers]:
         several = plan.num_microbatches > 1 or plan.pipeline is not None
         summed = accumulate if several else 0
         if leaf.name in streamed:
-            on_use["streamed"] = on_use.get("streamed", 0) + whole // layers * compute
-            weights += 2 * shard // layers * compute
+            weights += 2 * whole // layers * compute
+            gradients += whole // layers * compute
             assert layout is not None
-            if layout.update_in_backward:
-                gradients += whole // layers * reduce
-            else:
+            if not layout.update_in_backward:
                 far_gradients += shard * (summed or reduce)
             continue
         if leaf.access is Access.GATHER_ON_USE:
