@@ -52,13 +52,18 @@ def build_offload_update(plan: Planned) -> Callable[..., dict[str, Any]]:
         params, after = begun.run(
             pick(old["params"]), tuple(map(pick, begun.moments)), pick(grads), None
         )
-        masters = {}
+        masters, last = {}, None
         for name, leaf in layout.leaves.items():
             moments = tuple(moment[name] for moment in begun.moments)
             update = _LeafUpdate(begun, leaf, on_host=name in layout.streamed)
             master = old["masters"].get(name)
+            if last is not None and name not in done:
+                # A loop over one slice is no loop: without an order the compiler would load the
+                # slices of all such parameters at once.
+                (master, moments), _ = lax.optimization_barrier(((master, moments), last))
             now = old["params"][name], master, moments
             params[name], new_master, new = now if name in done else update(*now, grads[name])
+            last = params[name] if leaf.counts[HOST] and name not in done else last
             if master is not None:
                 masters[name] = new_master
             for moment, own in zip(after, new, strict=True):
