@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks.gpu import summary
+from benchmarks.gpu import largest, offload, summary
 from benchmarks.gpu.subjects import make_factory, make_source
 from benchmarks.gpu.workloads import choose_workload
 from benchmarks.measuring import Sample, interleave, ratio_of
@@ -30,6 +30,8 @@ GPU_PARTS = {
     "target",
     "memory",
     "optimizer",
+    "offload",
+    "offload_bits",
     "torch",
 }
 
@@ -218,8 +220,34 @@ def test_the_gpu_command_runs_every_part_on_a_cpu(tmp_path):
         column(parts["memory"], "predicted_MB")
     )
     assert all(row["state_MB"] < row["predicted_MB"] for row in memory)
+    assert not [
+        row for row in parts["offload"]["rows"] if "note" in row and "torch" not in row["way"]
+    ]
+    steps = [row["way"] for row in parts["offload"]["rows"] if row["what"] == "step"]
+    assert steps == list(offload.TIERS)
+    assert all(goal["met"] for goal in parts["offload_bits"]["goals"])
     assert column(parts["command"], "command") == ["train", "eval", "generate"]
     assert result.stdout.rstrip().endswith(summary.summarise(parts).splitlines()[-1].strip())
+
+
+@pytest.mark.slow
+def test_the_search_for_the_largest_model_tries_every_way(tmp_path):
+    record = run_benchmark("largest", tmp_path, module="gpu.largest")
+    assert column(record, "way") == list(largest.WAYS)
+    assert set(column(record, "outcome")) == {"ok"}
+    assert "'nvme': 0.33" in record["rows"][0]["shares"]
+
+
+@pytest.mark.parametrize("tiers", [("device", "host"), ("device", "host", "nvme"), ("host",)])
+@pytest.mark.parametrize("parameters", [1e9, 12e9, 40e9])
+def test_shares_fill_the_nearest_tier_first_and_add_up_to_one(tiers, parameters):
+    shares = largest.shares_for(tiers, parameters, host=100e9, disk=50e9)
+    assert sum(shares.values()) == pytest.approx(1)
+    held = {tier: share * largest.STATE_BYTES * parameters for tier, share in shares.items()}
+    if "nvme" in held and "host" in tiers:
+        assert held["host"] == pytest.approx(100e9)
+    if parameters == 1e9:
+        assert shares == {tiers[0]: 1}
 
 
 # Stands in for Python: writes what a part would, but "stages" fails and "memory" never ends.

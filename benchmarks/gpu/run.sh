@@ -5,15 +5,17 @@
 #
 # Runs from the source tree; needs a Python with jax, flax, optax and orbax (PYTHON=... names it) and,
 # for the part "torch", torch. No network. Each part is a process of its own with a time limit and leaves
-# $OUT/PART.json (OUT: benchmarks/results/gpu-DATE); the summary is printed last.
+# $OUT/PART.json (OUT: benchmarks/results/gpu-DATE); the summary is printed last. A part that is named
+# alone has all of the time; "largest", which searches for the largest model, runs only when it is named.
 # --smoke takes tiny sizes and works without a GPU. Exit status 1: a part failed or ran out of time.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 # What is timed runs alone, the most important first. Checks share the GPU and run side by side.
-readonly first="environment gpt2 llama optimizer"
-readonly checks="stages twin command target memory"
+readonly first="environment gpt2 llama optimizer offload"
+readonly checks="stages offload_bits twin command target memory"
 readonly last="torch"
+readonly asked_for="largest"
 readonly budget_seconds=560
 readonly started=$SECONDS
 
@@ -23,8 +25,9 @@ for word in "$@"; do
   case $word in
     --smoke) smoke=--smoke ;;
     stages | twin | command | target | memory | environment | gpt2 | llama | optimizer | torch) wanted+=" $word" ;;
+    offload | offload_bits | largest) wanted+=" $word" ;;
     *)
-      printf 'there is no part %s; parts: %s\n' "$word" "$first $checks $last" >&2
+      printf 'there is no part %s; parts: %s\n' "$word" "$first $checks $last $asked_for" >&2
       exit 2
       ;;
   esac
@@ -35,7 +38,11 @@ out=${OUT:-benchmarks/results/gpu-$(date +%Y-%m-%d)}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
+# Files of offloaded state go beside the source: /tmp may be memory.
+mkdir -p runs
+scratch=$(mktemp -d "$PWD/runs/.scratch-XXXXXX")
+trap 'rm -rf "$logs" "$scratch"' EXIT
+export TMPDIR=$scratch
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
 if [[ -n $smoke ]]; then
@@ -46,15 +53,23 @@ module_of() {
   case $1 in
     gpt2 | llama) printf 'end_to_end %s' "$1" ;;
     torch) printf 'torch_end_to_end --seconds %s' "$((limit * 2 / 3))" ;;
+    offload) printf 'offload --seconds %s' "$((limit * 2 / 3))" ;;
+    largest) printf 'largest --seconds %s' "$((limit - 10))" ;;
     *) printf '%s' "$1" ;;
   esac
 }
 
 limit_of() {
+  # shellcheck disable=SC2086 # words
+  if (($(printf '%s\n' $wanted | wc -l) == 1)); then
+    printf '%s' "$budget_seconds"
+    return
+  fi
   case $1 in
     environment) printf 60 ;;
     llama) printf 150 ;;
-    optimizer) printf 180 ;;
+    optimizer | offload) printf 180 ;;
+    offload_bits) printf 150 ;;
     torch) printf 220 ;;
     *) printf 120 ;;
   esac
@@ -119,12 +134,12 @@ side_by_side() {
 {
   alone $first
   side_by_side $checks
-  alone $last
+  alone $last $asked_for
 }
 
 failed=0
 printf '\n== summary after %s s, results in %s\n' "$((SECONDS - started))" "$out"
-for name in $first $checks $last; do
+for name in $first $checks $last $asked_for; do
   if is_wanted "$name"; then
     printf '  %-12s %s s\n' "$name" "$(cat "$logs/$name.status")"
     [[ $(cat "$logs/$name.status") == ok* ]] || failed=1

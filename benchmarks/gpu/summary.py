@@ -23,6 +23,9 @@ PARTS = (
     "gpt2",
     "llama",
     "optimizer",
+    "offload",
+    "offload_bits",
+    "largest",
     "torch",
 )
 
@@ -53,6 +56,9 @@ def summarise(parts: dict[str, dict[str, Any]]) -> str:
     if speeds:
         lines.append(format_table(speeds))
         lines.append(f"  MFU against {PEAK_TFLOPS:g} TFLOP/s; /product: against the product above")
+    for name in ("offload", "largest"):
+        if name in parts:
+            lines.append(format_table([_short(row) for row in parts[name]["rows"]]))
     for name, record in parts.items():
         for goal in record["goals"]:
             sign = ">=" if goal["at_least"] else "<="
@@ -60,6 +66,15 @@ def summarise(parts: dict[str, dict[str, Any]]) -> str:
             text = f"  {name}: {goal['name']}: {goal['value']:.4g} (goal {sign} {goal['limit']:g})"
             lines.append(f"{text} {verdict}".rstrip())
     return "\n".join(lines)
+
+
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    """Without what is too long for a line."""
+    return {
+        key: value[:60] if isinstance(value, str) else value
+        for key, value in row.items()
+        if key not in ("at_s", "least_ms", "shares", "last_loss")
+    }
 
 
 def speed_rows(parts: dict[str, dict[str, Any]], product: float | None) -> list[dict[str, Any]]:

@@ -95,6 +95,37 @@ FULL = {
         rounds=3,
         remat="dots",
     ),
+    # The same model with 32,768 tokens per step, layers computed again: what leaves the device
+    # has this long to do so.
+    "offload": Workload(
+        kind="llama",
+        vocab_size=32768,
+        seq_len=2048,
+        num_layers=22,
+        num_heads=32,
+        num_kv_heads=8,
+        embed_dim=2048,
+        mlp_dim=5632,
+        batch_size=16,
+        steps=3,
+        rounds=2,
+        remat="full",
+    ),
+    # Layers of Llama 3 8B, 218 million parameters each; how many is searched for.
+    "largest": Workload(
+        kind="llama",
+        vocab_size=32768,
+        seq_len=2048,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        embed_dim=4096,
+        mlp_dim=14336,
+        batch_size=1,
+        steps=3,
+        rounds=1,
+        remat="full",
+    ),
     # About 200 million parameters: predicted against measured memory.
     "memory": Workload(
         kind="gpt2",

@@ -1,0 +1,267 @@
+"""Part "offload": the link, the update of a state that lies beyond it, and steps with each tier.
+
+Nothing is compared bit by bit here (`offload_bits`), and no model is too large (`largest`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import zerojax
+from benchmarks.gpu.offload_torch import torch_link_row
+from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source
+from benchmarks.gpu.workloads import Workload, choose_workload
+from benchmarks.machine import load_average
+from benchmarks.measuring import interleave, least_of, median_of, sample
+from benchmarks.recording import Goal, Record, add_arguments, write_record
+from zerojax.link_rates import LinkRates, measure_link
+from zerojax.offload_costs import moved_bytes
+from zerojax.store.rates import measure_rates
+
+HOST_GB = "100"
+"""Most pinned host memory; JAX's own limit is 64. Read when the backend starts."""
+SLICES = (2**22, 2**24, 2**26)
+UPDATE_BYTES = 24
+"""Per parameter on the link: float32 master and two moments, each way."""
+UTILISATION, STEP_LIMIT, OVERLAP = 0.85, 1.10, 0.90
+MIB = 2**20
+
+Tiers = Mapping[str, Mapping[str, Any]]
+TIERS: Tiers = {
+    "none": {},
+    "opt_state host": {"opt_state": "host"},
+    "params host": {"params": "host", "opt_state": "host"},
+    "activations host": {"activations": "host"},
+    "opt_state half host": {"opt_state": {"device": 0.5, "host": 0.5}},
+    "opt_state nvme": {"opt_state": "nvme"},
+}
+SMOKE_SLICES = {"slice_elements": 2**10, "min_elements": 2**8}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures and records, after each row, so that a late failure loses little."""
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", HOST_GB)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the device
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no row after this")
+    arguments = parser.parse_args(argv)
+    load_before = load_average()
+    began = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    goals: list[Goal] = []
+
+    def is_over() -> bool:
+        return time.perf_counter() - began > arguments.seconds
+
+    def keep(row: dict[str, Any], more: list[Goal]) -> None:
+        rows.append(row | {"at_s": time.perf_counter() - began})
+        goals.extend(more)
+        with contextlib.redirect_stdout(io.StringIO()):  # shown once, at the end
+            record()
+
+    def record() -> None:
+        write_record(Record(name="offload", rows=rows, goals=goals), arguments, load_before)
+
+    keep(torch_link_row(arguments.smoke), [])  # before JAX takes memory that it keeps
+    rates = _measure_links(arguments.smoke, keep)
+    for elements in SLICES[1:2] if arguments.smoke else SLICES:
+        if not is_over():
+            keep(*_guarded("update", f"slices of {elements}", _update, arguments, rates, elements))
+    with tempfile.TemporaryDirectory() as folder:
+        disk = _measure_disk(Path(folder), arguments.smoke, keep)
+        bare: float | None = None
+        for name, offload in TIERS.items():
+            if is_over():
+                keep({"what": "step", "way": name, "note": "left out: time is over"}, [])
+                continue
+            run = _Step(name, offload, Path(folder) / name.replace(" ", "_"), rates, disk, bare)
+            keep(*_guarded("step", name, run, arguments))
+            bare = bare or run.seconds
+            gc.collect()
+    record()
+
+
+def _guarded(
+    what: str, way: str, measure: Callable[..., Any], *given: Any
+) -> tuple[dict[str, Any], list[Goal]]:
+    """(row, goals); a failure is a note in the row, so that the next row may still work."""
+    row = {"what": what, "way": way}
+    try:
+        more, goals = measure(*given)
+    except Exception as error:
+        return row | {"note": f"{type(error).__name__}: {error}"[:300]}, []
+    return row | more, goals
+
+
+# --- rates of the link and of the disk ------------------------------------------------------------
+
+
+def _measure_links(smoke: bool, keep: Callable[..., None]) -> LinkRates:
+    """Rates of the largest array, which the goals are set against."""
+    sizes = (MIB,) if smoke else (16 * MIB, 128 * MIB, 1024 * MIB)
+    for size in sizes:
+        rates = measure_link(num_bytes=size, repeats=2 if smoke else 5)
+        row = {"what": "link", "way": f"device_put of {size // MIB} MiB"}
+        row |= {"in_GB/s": rates.to_device / 1e9, "out_GB/s": rates.to_host / 1e9}
+        keep(row | {"both_GB/s": rates.both / 1e9}, [])
+    return rates
+
+
+def _measure_disk(folder: Path, smoke: bool, keep: Callable[..., None]) -> float | None:
+    """Bytes per second, read and written at once; None where it cannot be told."""
+
+    def best() -> tuple[dict[str, Any], list[Goal]]:
+        # Every number of threads is tried; the best is what a pipeline can hope for.
+        found = list(measure_rates(folder, num_bytes=(4 if smoke else 1024) * MIB))
+        rates = max(found, key=lambda rates: rates.both)
+        row = {"in_GB/s": rates.read / 1e9, "out_GB/s": rates.write / 1e9}
+        row |= {"both_GB/s": rates.both / 1e9, "direct": rates.is_direct}
+        return row, []
+
+    row, _ = _guarded("disk", "buckets", best)
+    keep(row, [])
+    return row["both_GB/s"] * 1e9 if "both_GB/s" in row else None
+
+
+# --- the update alone -----------------------------------------------------------------------------
+
+
+def _init_vector(shape: tuple[int, int]) -> Callable[[jax.Array], dict[str, jax.Array]]:
+    return lambda key: {"w": jax.random.normal(key, shape)}
+
+
+def _apply_vector(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """A forward pass that costs next to nothing beside the update: [rows] -> [rows]."""
+    return x * jnp.mean(params["w"].astype(jnp.float32))
+
+
+def _square(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    found = model(batch["x"])
+    return jnp.sum(jnp.square(found)), jnp.float32(found.size)
+
+
+def _update(
+    arguments: argparse.Namespace, rates: LinkRates, elements: int
+) -> tuple[dict[str, Any], list[Goal]]:
+    """A step of half a billion parameters whose arithmetic is nothing but the update."""
+    shape = (4, 2**12) if arguments.smoke else (32, 2**24)
+    batch = {"x": jnp.ones((8,), jnp.float32)}
+    offload = SMOKE_SLICES if arguments.smoke else {"slice_elements": elements}
+    plan = zerojax.make_plan(
+        (_init_vector(shape), _apply_vector),
+        zerojax.make_mesh({"data": 1}, devices=jax.devices()[:1]),
+        example_batch=batch,
+        loss=_square,
+        optimizer=make_optimizer(),
+        precision="bf16",
+        offload={"opt_state": "host", **offload},
+    )
+    assert plan.offload is not None
+    assert plan.offload.leaves, plan.offload.kept
+    seconds, least = _time_steps(plan, lambda _: batch, warm_up=2, steps=3, rounds=3)
+    used = UPDATE_BYTES * shape[0] * shape[1] / seconds / rates.both
+    row = {"step_ms": 1e3 * seconds, "least_ms": 1e3 * least, "of_link": used}
+    name = f"update in slices of {elements}: bytes / time, of the link's both ways"
+    is_default = elements == plan.settings.offload.slice_elements or arguments.smoke
+    goal = Goal(name=name, value=used, limit=UTILISATION, at_least=True)
+    return row, [goal] if is_default else []
+
+
+# --- a whole step ---------------------------------------------------------------------------------
+
+
+class _Step:
+    """Trains one model with one choice of tiers. `seconds` is what a step took, once it has run."""
+
+    def __init__(
+        self,
+        name: str,
+        offload: Mapping[str, Any],
+        folder: Path,
+        rates: LinkRates,
+        disk: float | None,
+        bare: float | None,
+    ) -> None:
+        self._name, self._offload, self._folder = name, dict(offload), folder
+        self._rates, self._disk, self._bare = rates, disk, bare
+        self.seconds: float | None = None
+
+    def __call__(self, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
+        workload = choose_workload("offload", arguments.smoke)
+        plan = self._plan(workload, arguments.smoke)
+        source = make_source(workload, 4)
+        self.seconds, least = _time_steps(
+            plan, source.batch, warm_up=2, steps=workload.steps, rounds=workload.rounds
+        )
+        row = {"step_ms": 1e3 * self.seconds, "least_ms": 1e3 * least}
+        row["tokens_per_s"] = workload.tokens_per_step / self.seconds
+        if self._bare is None or not self._offload:
+            return row, []
+        link, disk = self._moving_seconds(plan)
+        ratio = self.seconds / self._bare
+        overlap = max(self._bare, link, disk) / self.seconds
+        row |= {"link_ms": 1e3 * link, "disk_ms": 1e3 * disk, "/none": ratio, "overlap": overlap}
+        of = f"{self._name}, {workload.tokens_per_step} tokens"
+        return row, [
+            Goal(name=f"{of}: step / step without", value=ratio, limit=STEP_LIMIT),
+            Goal(name=f"{of}: overlap", value=overlap, limit=OVERLAP, at_least=True),
+        ]
+
+    def _plan(self, workload: Workload, smoke: bool) -> zerojax.Plan:
+        offload = dict(self._offload)
+        if offload and smoke:
+            offload |= SMOKE_SLICES
+        if "nvme" in offload.values():
+            offload["folder"] = str(self._folder)
+        return zerojax.make_plan(
+            make_factory(workload),
+            zerojax.make_mesh({"data": 1}, devices=jax.devices()[:1]),
+            example_batch=make_source(workload, 4).batch(0),
+            optimizer=make_optimizer(),
+            precision="bf16",
+            offload=offload,
+        )
+
+    def _moving_seconds(self, plan: zerojax.Plan) -> tuple[float, float]:
+        """What the link and the disk need for this step's bytes at the rates measured here."""
+        moved = moved_bytes(plan)
+        link = sum(part.to_device + part.to_host for part in moved) / self._rates.both
+        on_disk = sum(part.read + part.written for part in moved)
+        return link, on_disk / self._disk if self._disk else 0.0
+
+
+def _time_steps(
+    plan: zerojax.Plan, batch: Callable[[int], Any], *, warm_up: int, steps: int, rounds: int
+) -> tuple[float, float]:
+    """(median, least) seconds of a step, of samples of so many steps each."""
+    state = [zerojax.init_state(plan)]
+    step = zerojax.build_step(plan)
+    batches = [zerojax.shard_batch(plan, batch(index)) for index in range(2)]
+
+    def run(steps: int) -> Any:
+        def one_after_the_other() -> None:
+            for index in range(steps):
+                state[0], metrics = step(state[0], batches[index % 2])
+            jax.block_until_ready((state[0], metrics))
+
+        return sample(one_after_the_other, steps)
+
+    taken = interleave({"step": run}, warm_up=warm_up, steps=steps, rounds=rounds)["step"]
+    return median_of(taken, "wall"), least_of(taken, "wall")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Part "offload_bits": every tier trains twenty steps with the bits of a run on the device.
+
+A donated array that a copy to the host still reads would show here and nowhere else: on a CPU
+nothing is copied. The compiler is told to be deterministic, since two programs may otherwise take
+two kernels for one product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import zerojax
+from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source
+from benchmarks.gpu.workloads import Workload, choose_workload
+from benchmarks.machine import load_average
+from benchmarks.recording import Goal, Record, parse_arguments, write_record
+from zerojax.arrays import to_canonical
+
+STEPS = 20
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+SLICES = {"slice_elements": 2**16, "min_elements": 2**10}
+TIERS: Mapping[str, Mapping[str, Any]] = {
+    "opt_state host": {"opt_state": "host"},
+    "opt_state shares": {"opt_state": {"device": 0.4, "host": 0.6}},
+    "opt_state nvme": {"opt_state": "nvme"},
+    "activations host": {"activations": "host"},
+    "params host": {"params": "host", "opt_state": "host"},
+}
+SAME_PROGRAM = ("opt_state host", "opt_state shares", "opt_state nvme")
+"""Forward and backward are those of the device, so that no bit may differ. Where layers or their
+inputs travel, another program computes them, and sums may be taken in another order."""
+TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
+"""Of losses, where programs differ: as in part "stages"."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compares and records; ends with an error where a bit or a loss differs that must not."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()  # read when the backend starts
+    arguments = parse_arguments(__doc__ or "", argv)
+    load_before = load_average()
+    jax.config.update("jax_default_matmul_precision", "highest")
+    with tempfile.TemporaryDirectory() as folder:
+        record = measure(choose_workload("stages", arguments.smoke), Path(folder), arguments.smoke)
+    write_record(record, arguments, load_before)
+    failed = [row["tier"] for row in record.rows if "note" in row]
+    if failed or not all(goal.is_met for goal in record.goals):
+        raise SystemExit(f"not as on the device, or not at all: see the table {failed or ''}")
+
+
+def measure(workload: Workload, folder: Path, smoke: bool) -> Record:
+    """One row per precision and tier, against the run on the device of that precision."""
+    workload = dataclasses.replace(workload, remat="full")
+    rows: list[dict[str, Any]] = []
+    goals = []
+    for precision, tolerance in list(TOLERANCES.items())[-1 if smoke else 0 :]:
+        exact, leaves = _train(workload, precision, {})
+        for name, offload in TIERS.items():
+            began = time.perf_counter()
+            row: dict[str, Any] = {"precision": precision, "tier": name}
+            rows.append(row)
+            own = folder / f"{precision}_{name.replace(' ', '_')}"
+            more = {"folder": str(own)} if name == "opt_state nvme" else {}
+            try:
+                losses, found = _train(workload, precision, {**offload, **more, **SLICES})
+            except Exception as error:  # the other tiers may still work
+                row["note"] = f"{type(error).__name__}: {error}"[:300]
+                continue
+            difference = float(np.max(np.abs(losses - exact)))
+            unequal = sum(found[key] != leaves[key] for key in leaves)
+            row |= {"max_loss_difference": difference, "unequal_arrays": unequal}
+            row |= {"arrays": len(leaves), "last_loss": float(losses[-1])}
+            row["seconds"] = time.perf_counter() - began
+            of = f"{precision}, {name}"
+            if name in SAME_PROGRAM:
+                goals.append(Goal(name=f"{of}: arrays with other bits", value=unequal, limit=0))
+            else:
+                name = f"{of}: largest loss difference"
+                goals.append(Goal(name=name, value=difference, limit=tolerance))
+    return Record(name="offload_bits", rows=rows, goals=goals)
+
+
+def _train(
+    workload: Workload, precision: str, offload: Mapping[str, Any]
+) -> tuple[np.ndarray, dict[str, bytes]]:
+    """(losses, {path: bytes} of the canonical state, which knows no tiers)."""
+    source = make_source(workload)
+    plan = zerojax.make_plan(
+        make_factory(workload),
+        zerojax.make_mesh({"data": 1}, devices=jax.devices()[:1]),
+        example_batch=source.batch(0),
+        optimizer=make_optimizer(),
+        precision=precision,
+        offload=dict(offload),
+    )
+    state, step = zerojax.init_state(plan), zerojax.build_step(plan)
+    losses = []
+    for index in range(STEPS):
+        state, metrics = step(state, zerojax.shard_batch(plan, source.batch(index)))
+        losses.append(metrics["loss"])
+    found = np.array([float(loss) for loss in losses])
+    paths = jax.tree.leaves_with_path(to_canonical(plan, state))
+    return found, {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in paths}
+
+
+if __name__ == "__main__":
+    main()
