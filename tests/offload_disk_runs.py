@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from tests.small_models import reference_model
-from tests.trajectories import text_batch
+from tests.trajectories import regression_batch, text_batch
 from zerojax.arrays import init_state, to_canonical
 from zerojax.config import MeshConfig, OffloadConfig
 from zerojax.data import shard_batch
+from zerojax.losses import mean_squared_error
 from zerojax.mesh import make_mesh
 from zerojax.optim import adamw
 from zerojax.plan import Plan, make_plan
@@ -29,13 +32,41 @@ def offload(folder: Path, opt_state: Any = "nvme", **options: Any) -> OffloadCon
     )
 
 
-def plan_of(config: OffloadConfig | None, zero: int = 1, data: int = 8, **options: Any) -> Plan:
+class Regression(nnx.Module):
+    """Two layers of width 33, which no mesh divides; compiles in a moment."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(12, 33, rngs=rngs)
+        self.middle = nnx.Linear(33, 33, rngs=rngs)
+        self.down = nnx.Linear(33, 5, rngs=rngs)
+
+    def loss(self, batch: dict) -> Any:
+        hidden = jnp.tanh(self.middle(jnp.tanh(self.up(batch["x"]))))
+        return mean_squared_error(self.down(hidden), batch["y"])
+
+
+def plan_of(
+    config: OffloadConfig | None,
+    zero: int = 1,
+    data: int = 8,
+    *,
+    text: bool = False,
+    **options: Any,
+) -> Plan:
+    """A plan of `Regression`, or of a tiny GPT-2."""
     given = {} if config is None else {"offload": config}
     mesh = make_mesh(MeshConfig(data=data), jax.devices()[:data])
-    model = reference_model("gpt2", num_layers=1, num_heads=2, embed_dim=16)
+    model = reference_model("gpt2", num_layers=2, num_heads=2, embed_dim=16) if text else Regression
+    batch = text_batch(0) if text else regression_batch(0)
     options = {"optimizer": adamw(1e-2, clip_norm=1.0), "precision": "fp32", **options}
     options |= {"persistence_threshold": 100, "zero": zero}
-    return make_plan(model, mesh, example_batch=text_batch(0), **given, **options)
+    return make_plan(model, mesh, example_batch=batch, **given, **options)
+
+
+def batch_of(plan: Plan, index: int) -> Any:
+    """A batch on the plan's devices."""
+    make = text_batch if "tokens" in plan.abstract_batch else regression_batch
+    return shard_batch(plan, make(index))
 
 
 def train(plan: Plan, steps: int, state: Any = None, first: int = 0) -> tuple[Any, list[float]]:
@@ -43,7 +74,7 @@ def train(plan: Plan, steps: int, state: Any = None, first: int = 0) -> tuple[An
     state = init_state(plan) if state is None else state
     step, losses = build_step(plan), []
     for index in range(first, first + steps):
-        state, metrics = step(state, shard_batch(plan, text_batch(index)))
+        state, metrics = step(state, batch_of(plan, index))
         losses.append(float(metrics["loss"]))
     return state, losses
 

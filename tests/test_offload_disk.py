@@ -11,6 +11,7 @@ import pytest
 
 from tests.offload_disk_runs import (
     SHARES,
+    batch_of,
     canonical,
     close,
     differing,
@@ -19,9 +20,7 @@ from tests.offload_disk_runs import (
     plan_of,
     train,
 )
-from tests.trajectories import text_batch
 from zerojax.arrays import init_state, reshard_state
-from zerojax.data import shard_batch
 from zerojax.precision import as_precision
 from zerojax.step import build_step
 from zerojax.store import StoreError
@@ -32,7 +31,7 @@ STEPS = 5
 @pytest.fixture(scope="module", params=[1, 3])
 def on_device(request):
     """(ZeRO stage, losses, canonical state) of a run with everything on the device."""
-    plan = plan_of(None, request.param)
+    plan = plan_of(None, request.param, text=True)
     state, losses = train(plan, STEPS)
     return request.param, losses, canonical(plan, state)
 
@@ -40,7 +39,7 @@ def on_device(request):
 @pytest.mark.parametrize("share", ["nvme", SHARES], ids=["nvme", "shares"])
 def test_the_bits_of_the_device_tier(tmp_path, on_device, share):
     zero, losses, expected = on_device
-    plan = plan_of(offload(tmp_path, share), zero)
+    plan = plan_of(offload(tmp_path, share), zero, text=True)
     state, found = train(plan, STEPS)
     try:
         assert found == losses
@@ -61,7 +60,7 @@ def test_a_skipped_step_touches_no_bucket(tmp_path):
     state["params"] = {n: x.at[...].set(jnp.nan) for n, x in state["params"].items()}
     before = state["disk"].store.generation
     manifest = (tmp_path / "process_0" / "manifest.json").read_bytes()
-    state, metrics = build_step(plan)(state, shard_batch(plan, text_batch(0)))
+    state, metrics = build_step(plan)(state, batch_of(plan, 0))
     close(state)
     assert (int(metrics["skipped"]), int(state["step"]), int(state["skipped"])) == (1, 1, 1)
     assert state["disk"].store.generation == before
@@ -96,7 +95,7 @@ def test_a_sweep_that_fails_is_told_and_nothing_is_saved_from_it(tmp_path, monke
 
     monkeypatch.setattr(disk.store._pool, "write", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        step(state, shard_batch(plan, text_batch(0)))
+        step(state, batch_of(plan, 0))
     with pytest.raises(StoreError, match=r"stopped half-way .* goes on from the last checkpoint"):
         disk.read(plan.offload.on_disk[0], "master")
     close(state)

@@ -18,6 +18,7 @@ from zerojax.abstract_state import LayerRows, canonical_opt_state, rows_of_state
 from zerojax.offload.abstract import canonical_on_host
 from zerojax.offload.disk import DiskState
 from zerojax.offload.disk_fill import fill_disk, fill_new_disk
+from zerojax.offload.disk_saving import restore_pieces
 from zerojax.offload.slices import to_device
 from zerojax.offload.state import cut_new_state, cut_state, join_state
 from zerojax.optim import StateCoding, coding_of
@@ -163,19 +164,31 @@ def _new_opt_state(plan: Planned, trained: dict[str, jax.Array]) -> Any:
     return coding.new_state(plan.abstract_stored["opt_state"])
 
 
-def to_canonical(plan: Planned, state: TrainState) -> TrainState:
+def to_canonical(plan: Planned, state: TrainState, *, from_disk: bool = True) -> TrainState:
     """The state without padding, layers in order, in `plan.abstract_canonical`'s shardings.
 
     Leaves whose two forms are the same are passed on as they are, not copied. Moments that are
     coded are decoded to float32 first.
+
+    Args:
+      plan: which `state` follows.
+      state: stays valid.
+      from_disk: False: a parameter or moment with slices in files is not read, and what is in its
+        place is no array (see `offload.disk_saving`).
     """
-    stored = state if plan.offload is None else join_state(plan, state)
+    if plan.offload is None:
+        stored = state
+    else:
+        stored = join_state(plan, state, from_disk=from_disk)
     decoded = _recoded(plan, stored, decode=True)
     return _convert(decoded, plan.abstract_canonical, _rows_of_state(plan), to_rows=False)
 
 
 def from_canonical(plan: Planned, canonical: TrainState) -> TrainState:
-    """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says."""
+    """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says.
+
+    A parameter or moment with slices in files may be an `offload.disk_saving.Saved` instead.
+    """
     stored = plan.abstract_stored.copy()
     stored["opt_state"] = decoded_opt_state(plan)
     if plan.offload is not None:
@@ -185,9 +198,12 @@ def from_canonical(plan: Planned, canonical: TrainState) -> TrainState:
     if plan.offload is None:
         return recoded
     state = cut_state(plan, recoded)
-    if plan.offload.on_disk:
+    if not plan.offload.on_disk:
+        return state
+    if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(canonical)):
         state["disk"] = fill_disk(plan, recoded)
-    return state
+        return state
+    return restore_pieces(plan, canonical, state)
 
 
 def _rows_of_state(plan: Planned) -> TrainState | None:
@@ -278,12 +294,19 @@ def _convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = Fals
     moves = [None] * len(leaves) if rows is None else structure.flatten_up_to(rows)
     changing, result = [], list(leaves)
     for index, (leaf, target, move) in enumerate(zip(leaves, targets, moves, strict=True)):
+        if not isinstance(leaf, jax.Array):  # see `offload.disk_saving`
+            result[index] = target if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+            continue
         same = leaf.shape == target.shape and leaf.sharding == target.sharding
         if same and move is None:
             continue
         moved = _devices(leaf.sharding) != _devices(target.sharding)
         if moved or (move is None and _same_shards(leaf, target)):
-            # Between sets of devices, or between the memories of one.
+            # Between sets of devices, or between the memories of one: one after the other, since
+            # JAX 0.10 does not do both at once.
+            kind = target.sharding.memory_kind
+            if leaf.sharding.memory_kind != kind:
+                leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(kind))
             result[index] = jax.device_put(leaf, target.sharding)
         else:
             changing.append(index)

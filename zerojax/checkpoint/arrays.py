@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from zerojax.trees import flatten_names
 
@@ -77,6 +78,21 @@ def read(folder: Path, abstract: Mapping[str, Any], *, subset: bool) -> dict[str
     context.pytree_options.loading.partial_load = subset
     with context:
         return orbax.load(folder, dict(abstract), checkpointable_name=_ITEM)
+
+
+def read_on_host(folder: Path, name: str, leaf: Any) -> np.ndarray:
+    """Reads one array whole into the memory of every process. Collective over all processes.
+
+    Args:
+      folder: what `start_write` wrote.
+      name: of the array.
+      leaf: has its shape and dtype.
+    """
+    orbax, context = _orbax()
+    context.pytree_options.loading.partial_load = True
+    with context:
+        like = {name: np.empty(leaf.shape, leaf.dtype)}
+        return orbax.load(folder, like, checkpointable_name=_ITEM)[name]
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:

@@ -13,9 +13,11 @@ import operator
 import os
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
+
+import jax
 
 from zerojax.checkpoint import agreement, arrays, folders
 from zerojax.checkpoint.errors import CheckpointError, reason
@@ -25,8 +27,9 @@ from zerojax.checkpoint.metadata import (
     make_metadata,
     read_metadata,
 )
+from zerojax.checkpoint.pieces import Pieces
 from zerojax.checkpoint.retention import Retention, as_retention
-from zerojax.checkpoint.saving import ARRAYS, Save, is_first_process, write
+from zerojax.checkpoint.saving import ARRAYS, PIECES, Save, is_first_process, write
 from zerojax.trees import flatten_names, num_bytes, unflatten_like
 
 PyTree = Any
@@ -122,6 +125,7 @@ class Checkpointer:
         data_state: dict[str, Any],
         config: dict[str, Any],
         plan: dict[str, Any],
+        write_pieces: Callable[[Path], None] | None = None,
     ) -> None:
         """Saves a state; returns when `state` may be donated, the rest happens in the background.
 
@@ -133,6 +137,8 @@ class Checkpointer:
           data_state: position of the data source; JSON values; the same on all processes.
           config: the resolved configuration; JSON values.
           plan: the plan; JSON values.
+          write_pieces: writes what `state` has as `ShapeDtypeStruct`s into the folder that it is
+            given, with a `store.pieces.PieceWriter`; done before this method returns.
 
         Raises:
           CheckpointError: this or the previous save failed. Earlier checkpoints are intact.
@@ -142,8 +148,13 @@ class Checkpointer:
             raise CheckpointError(f"the checkpointer of {self.path} is closed; make a new one")
         self.wait()
         step = self._new_step(step)
-        leaves = arrays.named_arrays(state)
-        metadata = make_metadata(step, leaves, data_state=data_state, config=config, plan=plan)
+        named = flatten_names(state)
+        in_pieces = {n: x for n, x in named.items() if isinstance(x, jax.ShapeDtypeStruct)}
+        if write_pieces is None:
+            in_pieces = {}
+        leaves = arrays.named_arrays({n: x for n, x in named.items() if n not in in_pieces})
+        described = leaves | in_pieces
+        metadata = make_metadata(step, described, data_state=data_state, config=config, plan=plan)
         self._attempts += 1
         agreement.same_everywhere(
             json.dumps([step, self._attempts, metadata.arrays, data_state]),
@@ -154,7 +165,8 @@ class Checkpointer:
             partial=folders.partial_folder(self.path, step, self._attempts),
             keep=self.keep,
             leaves=leaves,
-            state_bytes=num_bytes(leaves),
+            state_bytes=num_bytes(described),
+            write_pieces=write_pieces if in_pieces else None,
             started=concurrent.futures.Future(),
         )
         # All of it runs in the writer's thread, so that a Ctrl-C here interrupts only the waiting:
@@ -215,7 +227,12 @@ class Checkpointer:
             error.add_note(f"Also: {failure}")
 
     def restore(
-        self, abstract: PyTree, step: int | None = None, *, subset: bool = False
+        self,
+        abstract: PyTree,
+        step: int | None = None,
+        *,
+        subset: bool = False,
+        unread: Collection[str] = (),
     ) -> Restored:
         """Reads a state into the shardings of `abstract`, whatever mesh it was saved on.
 
@@ -224,6 +241,8 @@ class Checkpointer:
           step: a saved step; None: the newest.
           subset: True: `abstract` may lack leaves of the checkpoint, which are then not read
             (for example only `{"params": ...}`, to generate text).
+          unread: names of leaves that are not read now: an `checkpoint.pieces.Unread` in the place
+            of each reads any part of it later.
 
         Raises:
           CheckpointError: no such step; damaged; saved by another model (names the first differing
@@ -241,7 +260,8 @@ class Checkpointer:
         metadata = self._matching_metadata(wanted, step, subset)
         folder = folders.step_folder(self.path, metadata.step)
         try:
-            flat = arrays.read(folder / ARRAYS, wanted, subset=subset)
+            pieces = Pieces(folder / ARRAYS, folder / PIECES)
+            flat = pieces.read(wanted, unread=unread, subset=subset)
         except Exception as error:
             raise self._damaged(metadata.step, reason(error)) from error
         return Restored(

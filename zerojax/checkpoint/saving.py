@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -18,7 +19,7 @@ from zerojax.checkpoint.metadata import Metadata, write_metadata
 from zerojax.checkpoint.retention import Retention
 from zerojax.trees import format_bytes
 
-ARRAYS = "arrays"
+ARRAYS, PIECES = "arrays", "pieces"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,9 @@ class Save:
     keep: Retention
     leaves: dict[str, jax.Array]
     state_bytes: int
+    write_pieces: Callable[[Path], None] | None
+    """Writes the arrays that are nowhere in memory into a folder; returns when all are there."""
+
     started: concurrent.futures.Future[bool]
     """Done when the caller may donate the arrays; False when the save has failed before that."""
 
@@ -74,6 +78,8 @@ def _start(save: Save) -> arrays.Write:
     if is_first_process():
         try:
             folders.make_partial(save.partial)
+            if save.write_pieces is not None:
+                (save.partial / PIECES).mkdir()
             folders.check_free(save.partial, save.state_bytes)
         except OSError as failure:
             error = _lost(save, failure)
@@ -82,6 +88,8 @@ def _start(save: Save) -> arrays.Write:
     writing = None
     try:
         writing = arrays.start_write(save.partial / ARRAYS, save.leaves)
+        if save.write_pieces is not None:
+            save.write_pieces(save.partial / PIECES)
     except Exception as failure:
         error = _lost(save, failure)
     agreement.raise_together(error)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.config.offload import HOST
+from zerojax.config.offload import HOST, NVME
 from zerojax.offload.abstract import canonical_on_host
 from zerojax.offload.slices import (
     Tiers,
@@ -62,10 +62,15 @@ def cut_new_state(plan: Planned, stored: TrainState) -> TrainState:
     return result
 
 
-def join_state(plan: Planned, state: TrainState) -> TrainState:
+def join_state(plan: Planned, state: TrainState, *, from_disk: bool = True) -> TrainState:
     """The state with every parameter and moment in one piece, as `plan.abstract_stored` has it.
 
     What has left the device is joined on the host, leaf by leaf.
+
+    Args:
+      plan: with offload.
+      state: in slices.
+      from_disk: False: what has slices in files is left out, a `ShapeDtypeStruct` in its place.
     """
     layout, disk = plan.offload, state["disk"]
     assert layout is not None
@@ -80,9 +85,13 @@ def join_state(plan: Planned, state: TrainState) -> TrainState:
         if name not in state["masters"]:
             return x if name not in layout.streamed else jax.device_put(x, wanted.sharding)
         leaf = layout.leaves[name]
+        if leaf.counts[NVME] and not from_disk:
+            return wanted
         return join_leaf(leaf, state["masters"][name], wanted, from_files(leaf, 0))
 
     def moment(leaf: SlicedLeaf, number: int, tiers: Tiers, wanted: Any) -> jax.Array:
+        if leaf.counts[NVME] and not from_disk:
+            return wanted
         return join_leaf(leaf, tiers, wanted, from_files(leaf, masters + number))
 
     result = state.copy()
@@ -95,25 +104,29 @@ def join_state(plan: Planned, state: TrainState) -> TrainState:
 
 
 def cut_state(plan: Planned, stored: TrainState) -> TrainState:
-    """The inverse of `join_state` for slices in memory; those of files are left out."""
+    """The inverse of `join_state` for slices in memory; those of files are left out.
+
+    What is no array in `stored` stays what it is.
+    """
     layout, abstract, mesh = plan.offload, plan.abstract_state, plan.mesh
     assert layout is not None
     assert isinstance(mesh, Mesh)
 
     def as_read(name: str, x: jax.Array) -> jax.Array:
         wanted = abstract["params"][name]
+        if not isinstance(x, jax.Array):
+            return x
         if x.dtype == wanted.dtype:
             return jax.device_put(x, wanted.sharding)
         host = name in layout.streamed
         return _cast(wanted.dtype, wanted.sharding, host)(x)
 
     def moment(leaf: SlicedLeaf, _: int, x: jax.Array) -> Tiers:
-        return cut_leaf(leaf, x, mesh)[0]
+        return cut_leaf(leaf, x, mesh)[0] if isinstance(x, jax.Array) else x
 
     result = stored.copy()
     result["masters"] = {
-        name: cut_leaf(layout.leaves[name], stored["params"][name], mesh)[0]
-        for name in abstract["masters"]
+        name: moment(layout.leaves[name], 0, stored["params"][name]) for name in abstract["masters"]
     }
     result["params"] = {name: as_read(name, x) for name, x in stored["params"].items()}
     result["opt_state"] = map_moments(layout.leaves, moment, stored["opt_state"])

@@ -62,3 +62,14 @@ def slices_of(box: Box, origin: Shape) -> tuple[slice, ...]:
         slice(at - zero, at - zero + size)
         for at, size, zero in zip(box[0], box[1], origin, strict=True)
     )
+
+
+def rows_of_array(box: Box, rows: tuple[int, ...] | None) -> Iterator[tuple[Box, Box]]:
+    """(a part of the box as stored, the same as the array has it); rows of padding are left out."""
+    if rows is None:
+        yield box, box
+        return
+    (first, *start), (count, *size) = box
+    for row in range(first, first + count):
+        if rows[row] >= 0:
+            yield ((row, *start), (1, *size)), ((rows[row], *start), (1, *size))

@@ -19,7 +19,7 @@ from typing import Self
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
 
-from zerojax.store.boxes import Box, Shape, boxes_of_run, overlap, slices_of
+from zerojax.store.boxes import Box, Shape, boxes_of_run, overlap, rows_of_array, slices_of
 from zerojax.store.errors import StoreError
 
 _FORMAT = 1
@@ -187,7 +187,7 @@ def _parts(
     block, byte = pieces.block, offset
     for at, size in boxes_of_run(block.shape, first, count):
         begin = tuple(a + b for a, b in zip(at, block.start, strict=True))
-        for stored, array in _rows_of_array((begin, size), block.rows):
+        for stored, array in rows_of_array((begin, size), block.rows):
             common = overlap(array, wanted)
             if common is None:
                 continue
@@ -196,14 +196,3 @@ def _parts(
             shifted = (stored[0][0] + common[0][0] - array[0][0], *common[0][1:]), common[1]
             yield values[slices_of(shifted, begin)], slices_of(common, wanted[0])
         byte += int(np.prod(size)) * pieces.dtype.itemsize
-
-
-def _rows_of_array(box: Box, rows: tuple[int, ...] | None) -> Iterator[tuple[Box, Box]]:
-    """(a part of the box as stored, the same as the array has it); rows of padding are left out."""
-    if rows is None:
-        yield box, box
-        return
-    (first, *start), (count, *size) = box
-    for row in range(first, first + count):
-        if rows[row] >= 0:
-            yield ((row, *start), (1, *size)), ((rows[row], *start), (1, *size))

@@ -1,0 +1,89 @@
+"""The weights that forward and backward read, made again from masters in slices.
+
+Knows slices, buckets and dtypes; never where masters came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from zerojax.config.offload import DEVICE
+from zerojax.offload.disk import MASTER, DiskLeaf, DiskState
+from zerojax.offload.disk_step import place_rows
+from zerojax.offload.slices import (
+    MEMORY_TIERS,
+    Tiers,
+    as_slices,
+    put_slice,
+    shards_of,
+    tier_sharding,
+    to_host,
+)
+from zerojax.planned import Planned
+
+
+def build_weights(
+    plan: Planned, disk: DiskState, masters: Mapping[str, Tiers]
+) -> dict[str, jax.Array]:
+    """The weights of the parameters with slices in files, one slice in memory at a time.
+
+    Args:
+      plan: with float32 masters.
+      disk: their slices in files.
+      masters: {name: {tier: slices}} of those in memory.
+    """
+    abstract = plan.abstract_state["params"]
+    weights = {}
+    for name in disk.leaves:
+        make = lambda x=abstract[name]: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+        weights[name] = jax.jit(make, out_shardings=abstract[name].sharding)()
+    put = {name: _build_put(plan, place) for name, place in disk.leaves.items()}
+    for place, number, rows in _slices(disk, masters):
+        name, slices = place.leaf.name, place_rows(place, rows, plan)
+        weights[name] = put[name](weights[name], slices, np.int32(number))
+        jax.block_until_ready(weights[name])  # a CPU device may have taken the rows as they are
+    return weights
+
+
+def _slices(
+    disk: DiskState, masters: Mapping[str, Tiers]
+) -> Iterator[tuple[DiskLeaf, int, np.ndarray]]:
+    """(parameter, number, [rows, elements]) of all slices of masters."""
+    for place in disk.leaves.values():
+        tiers = masters.get(place.leaf.name, {})
+        for tier in [tier for tier in MEMORY_TIERS if tier in tiers]:
+            shards = shards_of(tiers[tier])
+            rows = {place.row_of[device]: shard for device, shard in shards.items()}
+            for index in range(place.leaf.counts[tier]):
+                taken = np.stack([rows[row][index] for row in range(len(rows))])
+                yield place, place.leaf.first(tier) + index, taken
+    for piece in disk.slices():
+        yield piece.place, piece.number, piece.arrays[MASTER]
+
+
+def _build_put(plan: Planned, place: DiskLeaf) -> Any:
+    """A jitted `(weights, master slice of every shard, number) -> weights`, in place."""
+    leaf = place.leaf
+    sharding = plan.abstract_state["params"][leaf.name].sharding
+    on_host = plan.offload is not None and leaf.name in plan.offload.streamed
+
+    def local(weights: jax.Array, master: jax.Array, number: jax.Array) -> jax.Array:
+        rows = as_slices(leaf, weights)
+        new = master[0].astype(rows.dtype)
+        rows = put_slice(rows, to_host(new) if on_host else new, number)
+        return rows.reshape(leaf.shard_shape)
+
+    mapped = jax.shard_map(
+        local,
+        mesh=plan.mesh,
+        in_specs=(sharding.spec, tier_sharding(leaf, DEVICE, plan.mesh).spec, P()),
+        out_specs=sharding.spec,
+        check_vma=False,
+    )
+    return jax.jit(mapped, donate_argnums=0, out_shardings=sharding)
