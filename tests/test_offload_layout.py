@@ -145,3 +145,14 @@ def test_only_activations_leave_without_slices():
     )
     assert layout is not None
     assert (dict(layout.leaves), layout.activations) == ({}, True)
+
+
+def test_a_plan_says_how_much_leaves_and_when_nothing_does():
+    plan = plan_of({"opt_state": "host", **SMALL})
+    sentence = next(line for line in plan.reasons if line.startswith("offload.opt_state host"))
+    assert f": {len(plan.offload.leaves)} parameters, in slices of at most 256 elements" in sentence
+    nothing = plan_of({"opt_state": {"device": 0.5, "host": 0.5}, "min_elements": 10**6})
+    assert any(
+        line.startswith("offload.opt_state 50% device and 50% host moves nothing")
+        for line in nothing.reasons
+    )

@@ -48,6 +48,7 @@ from zerojax.plan_placement import place_model
 from zerojax.plan_reasons import (
     describe_choices,
     describe_model,
+    describe_offload,
     describe_options,
     describe_update,
 )
@@ -329,6 +330,7 @@ def make_plan(
             *reasons,
             *optimizer_built.reasons,
             *describe_model(internal, trace, placement, extras, precision, regather),
+            *describe_offload(settings, offload),
             *describe_layer_inputs(settings, trace.jaxpr, len(params)),
             *describe_update(update_choices),
             *describe_options(compiler_options, dropped_options),

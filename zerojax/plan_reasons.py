@@ -14,8 +14,10 @@ from jax.sharding import AbstractMesh, Mesh
 from pallas_kernels.choice import Choice
 from zerojax import mesh as meshes
 from zerojax.config import MeshConfig
+from zerojax.config.offload import HOST
 from zerojax.mesh import DATA, STAGE
 from zerojax.model import Model, ModelTrace, bound_attribute
+from zerojax.offload_layout import OffloadLayout
 from zerojax.placement import Placement
 from zerojax.precision import Precision
 
@@ -114,3 +116,33 @@ def describe_options(known: Mapping[str, Any], dropped: Mapping[str, str]) -> li
     """One line per compiler option that was asked for."""
     lines = [f"compiler option {name}={value}" for name, value in known.items()]
     return lines + [f"compiler option {name} is left out: {why}" for name, why in dropped.items()]
+
+
+def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list[str]:
+    """How many parameters have their masters and moments where they were asked for, and why."""
+    config = settings.offload
+    if layout is None or not (config.moves_opt_state or config.params == HOST):
+        return []
+    if config.moves_opt_state:
+        shares = config.shares
+        where = " and ".join(f"{share:.0%} {tier}" for tier, share in shares.items())
+        where = next(iter(shares)) if len(shares) == 1 else where
+        what = f"offload.opt_state {where}"
+    else:
+        what = f"offload.params {config.params}"
+    largest = max((leaf.slice_elements for leaf in layout.leaves.values()), default=0)
+    if not layout.leaves:
+        return [
+            f"{what} moves nothing: no parameter's shard has offload.min_elements "
+            f"{config.min_elements:,}; lower it, or leave offload out"
+        ]
+    lines = [
+        f"{what}: {len(layout.leaves)} parameters, in slices of at most {largest:,} elements; "
+        f"{len(layout.kept)} with shards below {config.min_elements:,} elements stay on the device"
+    ]
+    if layout.streamed:
+        lines.append(
+            f"offload.params host: the weights of {len(layout.streamed)} parameters come to the "
+            "device layer by layer"
+        )
+    return lines
