@@ -119,7 +119,8 @@ def role_tiers(plan: Planned) -> dict[str, Tiers]:
     if plan.pipeline is not None:
         found[PIPELINE_BUFFERS] = {DEVICE: total_buffer_bytes(plan.pipeline)}
     if plan.offload is not None and plan.offload.activations:
-        # A loop over microbatches has two buffers for them (read from compiled programs).
+        # A loop over microbatches may have two buffers for them: compiled for 8 H200 it has two at
+        # stage 3 and one at stage 1.
         buffers = 2 if plan.num_microbatches > 1 else 1
         found[ACTIVATIONS] = {HOST: buffers * (kept_activation_bytes(plan) or 0)}
     return found
