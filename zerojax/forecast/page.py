@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from zerojax.forecast.offload_section import offload_section
 from zerojax.forecast.result import COMPILED, Estimate, ForecastNumbers, Memory, Traffic
-from zerojax.offload_page import hiding_lines, moved_lines, tier_lines
 from zerojax.trees import format_bytes, format_count
 
 WIDTH = 100
@@ -27,7 +27,7 @@ def forecast_page(forecast: ForecastNumbers) -> str:
         _head(forecast),
         _memory(forecast.memory),
         _traffic(forecast.traffic, forecast.num_devices),
-        _offload(forecast),
+        offload_section(forecast),
         _time(forecast),
         _notes(forecast),
     ]
@@ -236,35 +236,6 @@ def _traffic_remarks(traffic: Traffic) -> list[str]:
         lines += [
             "  hidden: share of its time that products scheduled beside it last, at peak rates"
         ]
-    return lines
-
-
-def _offload(forecast: ForecastNumbers) -> list[str]:
-    offload = forecast.offload
-    if offload is None:
-        return []
-    lines = ["OFFLOAD, by formula", *(f"  {line}" for line in tier_lines(offload.tiers)), ""]
-    if not offload.moved:
-        return lines[:-1]
-    lines += [f"  {line}" for line in moved_lines(offload.moved)]
-    if offload.compiled_to_device is not None:
-        assert offload.compiled_to_host is not None
-        sizes = (offload.compiled_to_device, offload.compiled_to_host)
-        lines.append(f"    {'compiled':<18}" + "".join(f" {format_bytes(s):>11}" for s in sizes))
-        if offload.by_kernels:
-            lines += _wrap(
-                f"{format_bytes(offload.by_kernels)} of it are copied by kernels, with the "
-                "processors that products need",
-                "    ",
-                "      ",
-            )
-        if any(part.read for part in offload.moved):
-            lines.append("    files are read and written behind the compiled program")
-    if offload.hiding is not None:
-        tokens = forecast.estimate.tokens_per_second
-        step = forecast.estimate.step_seconds
-        now = round(tokens * step) if tokens and step else None
-        lines += [f"  {line}" for line in hiding_lines(offload.hiding, now)]
     return lines
 
 

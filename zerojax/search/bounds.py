@@ -12,9 +12,10 @@ from zerojax import plan_counts, profile
 from zerojax.forecast import formulas
 from zerojax.forecast.roofline import estimate, memory_limit
 from zerojax.gpus import Gpu
+from zerojax.offload_costs import hiding
 from zerojax.pipeline_costs import executed_flops, message_bytes, useful_flops
 from zerojax.plan import Plan
-from zerojax.plan_counts import role_bytes, shard_bytes
+from zerojax.plan_counts import role_bytes, state_bytes
 from zerojax.search.candidates import REMATS, Candidate
 from zerojax.step import build_step
 
@@ -83,11 +84,12 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
         rows=(),
         formula_bytes=formulas.wire_bytes(plan),
         message_bytes=message_bytes(plan.pipeline) if plan.pipeline else 0,
+        hiding=hiding(plan, gpu),
     )
     return Bounds(
         seconds=time.step_seconds or 0.0,
         wire_seconds=time.wire_seconds,
-        state=shard_bytes(plan.abstract_state),
+        state=state_bytes(plan),
         peak=sum(role_bytes(plan).values()),
         limit=memory_limit(gpu)[0],
     )
