@@ -28,6 +28,7 @@ from zerojax.running import (
     RunFiles,
     rows_of_process,
     start_run,
+    with_disk_folder,
 )
 from zerojax.trainer import Callback, Habits, Trainer
 
@@ -123,10 +124,13 @@ def train(
         steps = DEFAULT_STEPS
         reasons.append(f"steps={steps}: the default where batches have no end")
 
+    checkpoint_config = _as_checkpoint(checkpoint)
+    folder = _run_folder(run_dir, checkpoint_config)
+
     def replan(mesh_config: Any) -> Plan:
         return make_plan(
             internal,
-            mesh_config,
+            with_disk_folder(mesh_config, folder),
             example_batch=example,
             loss=loss,
             optimizer=optimizer,
@@ -141,8 +145,6 @@ def train(
     plan = replan(
         mesh_config if not isinstance(mesh_config, Mapping) else as_mesh_config(mesh_config)
     )
-    checkpoint_config = _as_checkpoint(checkpoint)
-    folder = _run_folder(run_dir, checkpoint_config)
     run = RunFiles(
         folder=folder,
         log=log or LogConfig(),

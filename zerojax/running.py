@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import profile
 from zerojax.checkpoint import Checkpointer, CheckpointError
-from zerojax.config import CheckpointConfig, LogConfig
+from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, as_mesh_config
 from zerojax.data import Feed, TokenSource, local_rows_of_mesh
 from zerojax.host_budget import check_offload
 from zerojax.metrics import RunLog
@@ -27,6 +27,7 @@ from zerojax.plan_counts import model_flops
 from zerojax.trainer import Habits, Trainer
 
 CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json", "checkpoints"
+OFFLOAD_FOLDER = "offload"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ def start_run(
     seed: int,
     validation: Any,
 ) -> Trainer:
-    """Checks offload, opens the checkpoints, resumes if there is something to resume, and trains."""
+    """Checks offload, opens checkpoints, resumes if there is something to resume, and trains."""
     path = None if run.checkpoint is None else run.checkpoint.path
     check_offload(plan, folder=None if path is None else Path(path).parent)
     checkpointer = _open_checkpoints(run, plan)
@@ -77,6 +78,22 @@ def start_run(
                 error.add_note(f"Also: {failure}")
         raise
     return trainer
+
+
+def with_disk_folder(mesh_config: Any, folder: Path | None) -> Any:
+    """Mesh options whose files lie in the run's folder, where they have some and name no other.
+
+    Args:
+      mesh_config: as `zerojax.train` takes it.
+      folder: of the run; None: it has none.
+    """
+    if folder is None or not isinstance(mesh_config, MeshConfig | Mapping):
+        return mesh_config
+    settings = as_mesh_config(mesh_config)
+    if not settings.offload.on_disk or settings.offload.folder is not None:
+        return settings
+    offload = dataclasses.replace(settings.offload, folder=str(folder / OFFLOAD_FOLDER))
+    return dataclasses.replace(settings, offload=offload)
 
 
 def _open_checkpoints(run: RunFiles, plan: Plan) -> Checkpointer | None:

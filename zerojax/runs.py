@@ -30,6 +30,7 @@ from zerojax.running import (
     RunFiles,
     rows_of_process,
     start_run,
+    with_disk_folder,
 )
 from zerojax.trainer import Habits, Trainer
 
@@ -59,6 +60,7 @@ def run_from_config(config: RunConfig) -> Trainer:
         )
 
     def replan(mesh_config: Any) -> Plan:
+        mesh_config = with_disk_folder(mesh_config, folder)
         return _make_plan(config, mesh_config, train_source.batch(0), vocab_size)
 
     plan = replan(config.mesh)
