@@ -252,7 +252,7 @@ def _compile_directly(
     settings.num_replicas, settings.num_partitions = ids.shape
     build.num_replicas, build.num_partitions = ids.shape
     build.use_spmd_partitioning = True
-    build.use_shardy_partitioner = bool(jax.config.jax_use_shardy_partitioner)
+    build.use_shardy_partitioner = bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
     folder = _cuda_folder()
     if folder is not None:
         options = {"xla_gpu_cuda_data_dir": folder, **options}
@@ -326,7 +326,8 @@ def _cuda_folder() -> str | None:
             found = importlib.util.find_spec(package)
         except ModuleNotFoundError:
             continue
-        for folder in (found and found.submodule_search_locations) or ():
+        folders = None if found is None else found.submodule_search_locations
+        for folder in folders or ():
             if (Path(folder) / "bin" / "ptxas").exists():
                 return str(folder)
     return None

@@ -188,7 +188,8 @@ def _find(program: Jaxpr, held: set[Any], inside: str) -> Iterator[LayerScan]:
     """Loops that slice what is held; not those over what another loop slices."""
     held = set(held)
     for equation in program.eqns:
-        kind, given = equation.primitive.name, list(equation.invars)
+        kind = equation.primitive.name
+        given: list[Any] = list(equation.invars)
         if kind in _ROW_BY_ROW:
             held.update(equation.outvars if _holds(held, given[0]) else ())
             continue
@@ -196,6 +197,7 @@ def _find(program: Jaxpr, held: set[Any], inside: str) -> Iterator[LayerScan]:
             first = sum(split_scan(equation))
             if any(_holds(held, atom) for atom in given[first:]):
                 yield LayerScan(equation, inside)
+                continue
             given[first:] = [None] * (len(given) - first)
         elif kind == "cond":
             given = given[1:]
