@@ -71,9 +71,9 @@ def moved_lines(moved: Sequence[Moved]) -> list[str]:
     """What one device moves per step."""
     head = "".join(f" {name:>{CELL}}" for name in ("to device", "to host"))
     lines = [f"{'offload, per step':<{ROLE + 2}}{head}"]
-    rows = [(part.what, part.to_device, part.to_host) for part in moved]
-    sums = [sum(row[column] for row in rows) for column in (1, 2)]
-    for what, *sizes in [*rows, ("sum", *sums)]:
+    rows = [(part.what, (part.to_device, part.to_host)) for part in moved]
+    sums = sum(part.to_device for part in moved), sum(part.to_host for part in moved)
+    for what, sizes in [*rows, ("sum", sums)]:
         cells = [trees.format_bytes(size) if size else "-" for size in sizes]
         lines.append(f"  {what:<{ROLE}}" + "".join(f" {cell:>{CELL}}" for cell in cells))
     read, written = sum(part.read for part in moved), sum(part.written for part in moved)
