@@ -35,6 +35,7 @@ def run(words: list[str], folder: Path) -> str:
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "8",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as in conftest.py
+        "ZEROJAX_CACHE": str(folder / "cache"),  # rates that `zerojax bench` measures are kept
     }
     result = subprocess.run(
         [sys.executable, *words],
