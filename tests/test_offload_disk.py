@@ -84,7 +84,7 @@ def test_a_sweep_that_fails_is_told_and_nothing_is_saved_from_it(tmp_path, monke
     plan = plan_of(offload(tmp_path), data=2)
     state = init_state(plan)
     disk = state["disk"]
-    step, real = build_step(plan), disk.store._pool.write
+    step, real = build_step(plan), os.pwritev
     calls: list[int] = []
 
     def fail(*args):
@@ -93,9 +93,10 @@ def test_a_sweep_that_fails_is_told_and_nothing_is_saved_from_it(tmp_path, monke
             raise OSError(5, "Input/output error")
         return real(*args)
 
-    monkeypatch.setattr(disk.store._pool, "write", fail)
-    with pytest.raises(OSError, match="Input/output error"):
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(StoreError, match="stopped half-way .*Input/output error.* start the run"):
         step(state, batch_of(plan, 0))
+    monkeypatch.undo()
     with pytest.raises(StoreError, match=r"stopped half-way .* goes on from the last checkpoint"):
         disk.read(plan.offload.on_disk[0], "master")
     close(state)

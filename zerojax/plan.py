@@ -30,6 +30,7 @@ from zerojax.gpus import Gpu, find_gpu
 from zerojax.layer_inputs import describe_layer_inputs
 from zerojax.mesh import DATA, DATA_AXES, STAGE
 from zerojax.offload.abstract import abstract_offloaded, canonical_on_host
+from zerojax.offload.disk_checks import check_durable
 from zerojax.offload.streaming_checks import check_update_in_backward, find_stacked
 from zerojax.offload_layout import OffloadLayout
 from zerojax.pipeline_layout import PipelineLayout
@@ -301,6 +302,7 @@ def make_plan(
         batch,
     )
     build = functools.partial(abstract_state, params, extras, placement, tx, precision, mesh)
+    check_durable(settings.offload, precision, jax.process_count())
     offload = plan_offload(settings.offload, placement, precision, tx, mesh, stacked=stacked)
     check_update_in_backward(offload, num_microbatches, precision, tx)
     stored, canonical = build(canonical=False), build(canonical=True)

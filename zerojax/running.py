@@ -24,6 +24,7 @@ from zerojax.host_budget import check_offload
 from zerojax.metrics import RunLog
 from zerojax.plan import Plan
 from zerojax.plan_counts import model_flops
+from zerojax.saved_state import end_state
 from zerojax.trainer import Habits, Trainer
 
 CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json", "checkpoints"
@@ -55,7 +56,7 @@ def start_run(
     """Checks offload, opens checkpoints, resumes if there is something to resume, and trains."""
     path = None if run.checkpoint is None else run.checkpoint.path
     check_offload(plan, folder=None if path is None else Path(path).parent)
-    checkpointer = _open_checkpoints(run, plan)
+    checkpointer, trainer = _open_checkpoints(run, plan), None
     try:
         trainer = Trainer(
             plan,
@@ -71,6 +72,8 @@ def start_run(
         if checkpointer is not None:
             checkpointer.wait()
     except BaseException as error:
+        if trainer is not None:
+            end_state(trainer.state)
         if checkpointer is not None:
             try:
                 checkpointer.close()

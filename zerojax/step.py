@@ -5,6 +5,7 @@ Knows plans and traces everything; never runs a loop and never reads a value bac
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ from zerojax import loss_scale, pipeline, zero
 from zerojax import mesh as meshes
 from zerojax.model import Loss
 from zerojax.offload import streaming
+from zerojax.offload.disk_durable import write_rest
 from zerojax.offload.disk_step import DiskStep, pending_of, pending_shardings
 from zerojax.offload.streaming_update import build_updating_gradients
 from zerojax.offload.update import build_offload_update
@@ -98,7 +100,9 @@ def build_step(plan: Planned) -> Any:
         out_shardings=(plan.state_shardings, replicated, *pending),
         compiler_options=dict(plan.compiler_options) or None,
     )
-    return DiskStep(plan, jitted) if on_disk else jitted
+    if not on_disk:
+        return jitted
+    return DiskStep(plan, jitted, functools.partial(write_rest, plan))
 
 
 def _expected_weight(plan: Planned) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.arrays import from_canonical, init_state, reshard_state, to_canonical
+from zerojax.arrays import reshard_state, to_canonical
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.data import Feed, TokenSource, as_feed, local_rows, prefetch, shard_batch
 from zerojax.host_budget import check_offload
@@ -27,7 +27,9 @@ from zerojax.metrics import RunLog
 from zerojax.plan import Plan
 from zerojax.profile import device_memory
 from zerojax.reporting import Metrics, Reports, compare_peak
+from zerojax.saved_state import end_state, first_state, restore_state, save_state
 from zerojax.step import build_evaluation, build_step
+from zerojax.store import StoreError
 
 Callback = Callable[["Trainer", Metrics], Any]
 
@@ -100,10 +102,14 @@ class Trainer:
         self._reports = Reports(self.habits.max_skipped)
         self._step, self._step_was_called = build_step(plan), False
         self._evaluate = build_evaluation(plan)
-        if checkpointer is not None and checkpointer.latest_step() is not None:
-            self.restore()  # instead of init_state, so that two states never live together
+        latest = None if checkpointer is None else checkpointer.latest_step()
+        first = first_state(plan, seed, latest)
+        if first is None:
+            self.restore()  # instead of a new state, so that two states never live together
         else:
-            self.state = init_state(plan, seed)
+            self.state, self._data_state = first
+            self.num_steps = int(self.state["step"])
+            self._reports = Reports(self.habits.max_skipped, skipped=int(self.state["skipped"]))
 
     # --- stepping ---------------------------------------------------------------------------------
 
@@ -114,7 +120,9 @@ class Trainer:
     def _place(self, plan: Plan, batch: Any) -> Any:
         return shard_batch(plan, batch, vocab_size=plan.vocab_size)
 
-    def _step_on_devices(self, batch: Any) -> dict[str, jax.Array]:
+    def _step_on_devices(self, batch: Any, data_state: Any = None) -> dict[str, jax.Array]:
+        if disk := self.state.get("disk"):
+            disk.data_state = data_state
         self.state, metrics = self._step(self.state, batch)
         self._step_was_called = True
         self.num_steps += 1
@@ -171,7 +179,7 @@ class Trainer:
         try:
             yield
         except Exception as error:
-            is_ours = isinstance(error, (CheckpointError, FloatingPointError))
+            is_ours = isinstance(error, (CheckpointError, FloatingPointError, StoreError))
             if self.habits.save_on_exit and not is_ours and jax.process_count() == 1:
                 try:
                     self.save()
@@ -212,7 +220,7 @@ class Trainer:
                     batch, data_state = next(incoming)
                 except StopIteration:
                     return False
-                metrics = self._step_on_devices(batch)
+                metrics = self._step_on_devices(batch, data_state)
                 self._data_state = data_state
                 self._reports.follow(plan, self.num_steps, metrics)
                 done = self._report()
@@ -308,13 +316,9 @@ class Trainer:
         if self._checkpointer is None or self._saved_step == self.num_steps:
             return
         saving, self._saved_step = self.num_steps, None
-        self._checkpointer.save(
-            saving,
-            to_canonical(self.plan, self.state),
-            data_state=self._data_state or {},
-            config=self._config,
-            plan=self.plan.as_dict(),
-        )
+        about = {"data_state": self._data_state or {}, "config": self._config}
+        about["plan"] = self.plan.as_dict()
+        save_state(self._checkpointer, self.plan, self.state, step=saving, about=about)
         self._saved_step = saving
 
     def restore(self, step: int | None = None) -> Self:
@@ -327,9 +331,9 @@ class Trainer:
         if self._checkpointer is None:
             raise ValueError("this run has no checkpoints; pass checkpoint='runs/name' to train")
         self._checkpointer.metadata(step)  # refuses before the current state is dropped
+        end_state(self.state)
         self.state = None
-        restored = self._checkpointer.restore(self.plan.abstract_canonical, step)
-        self.state = from_canonical(self.plan, restored.state)
+        restored, self.state = restore_state(self._checkpointer, self.plan, step)
         self.num_steps = self._saved_step = restored.step
         self._data_state = restored.data_state or None
         self._reports = Reports(self.habits.max_skipped, skipped=int(self.state["skipped"]))
@@ -368,7 +372,8 @@ class Trainer:
         return self.plan.model.to_source(params, extras)
 
     def close(self) -> None:
-        """Waits for the last checkpoint to be on disk. May be called twice."""
+        """Waits for the last checkpoint to be on disk, and closes files. May be called twice."""
+        end_state(self.state)
         if self._checkpointer is not None:
             self._checkpointer.close()
 

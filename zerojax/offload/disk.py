@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,18 +106,23 @@ class DiskState:
       leaves: {name: its buckets}, in the order of the buckets.
       failure: why the slices are no longer those of one step, if so.
       data_state: position of the data after the step that comes next, for a durable store.
+      has_frozen: whether the frozen parameters are beside the buckets of a durable store.
+      before_commit: called when all buckets of a sweep were written, before they count.
     """
 
     def __init__(self, store: BucketStore, leaves: Mapping[str, DiskLeaf]) -> None:
         self.store, self.leaves = store, leaves
+        weakref.finalize(self, store.close)  # for who forgets to close it
         self.failure: str | None = None
         self.data_state: dict[str, Any] | None = None
+        self.has_frozen = False
+        self.before_commit: Callable[[], None] | None = None
 
     def slices(self, *, read: bool = True) -> Iterator[DiskSlice]:
         """Goes through all buckets once; see `BucketStore.sweep`.
 
         Raises:
-          StoreError, OSError: what the store says; also that an earlier sweep failed.
+          StoreError: what the store or the disk says; also that an earlier sweep failed.
         """
         if self.failure is not None:
             raise StoreError(self.failure)
@@ -129,18 +135,22 @@ class DiskState:
             bucket.write()
 
         try:
-            for bucket in self.store.sweep(read=read):
+            for count, bucket in enumerate(self.store.sweep(read=read), 1):
                 place = places[bucket.index]
                 number = place.leaf.first(NVME) + bucket.index - place.first_bucket
                 views = place.views(bucket.array)
                 yield DiskSlice(place, number, views, lambda b=bucket: write(b))
+                if wrote and count == len(places) and self.before_commit is not None:
+                    self.before_commit()
         except BaseException as error:
             if wrote:
                 self.failure = (
                     f"{self.store.folder}: a sweep over the optimizer's state stopped half-way "
-                    f"({error or type(error).__name__}); start the run again: it goes on from the "
+                    f"({_text_of(error)}); start the run again: it goes on from the "
                     + ("last whole step" if self.store.is_durable else "last checkpoint")
                 )
+            if isinstance(error, OSError):
+                raise StoreError(self.failure or _text_of(error)) from error
             raise
 
     def fill(self, source_of: Callable[[DiskLeaf], Source]) -> None:
@@ -169,7 +179,7 @@ class DiskState:
         """{device: [slices, elements]}: slices in files of one array, copied; {} without any.
 
         Raises:
-          StoreError, OSError: what the store says; also that an earlier sweep failed.
+          StoreError, OSError: what the store or the disk says; also that a sweep failed.
         """
         if leaf.name not in self.leaves:
             return {}
@@ -190,6 +200,11 @@ class DiskState:
 
 
 jax.tree_util.register_pytree_node(DiskState, lambda disk: ((), disk), lambda disk, _: disk)
+
+
+def _text_of(error: BaseException) -> str:
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return text or type(error).__name__
 
 
 def disk_leaves(plan: Planned) -> dict[str, DiskLeaf]:

@@ -8,7 +8,7 @@ buckets, whatever the number of slices. A step whose gradients are not finite re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -42,14 +42,17 @@ class DiskStep:
       trace, lower: of the jitted part.
     """
 
-    def __init__(self, plan: Planned, jitted: Any) -> None:
+    def __init__(
+        self, plan: Planned, jitted: Any, write_rest: Callable[[Any, TrainState], None]
+    ) -> None:
         """Builds the step around its jitted part.
 
         Args:
           plan: with slices in files.
           jitted: `(state, batch) -> (state, metrics, pending)`, see `pending_of`.
+          write_rest: `(disk, state)`: called before a generation of a durable store counts.
         """
-        self._jitted = jitted
+        self._jitted, self._write_rest = jitted, write_rest
         self._update = SliceUpdates(plan)
         self.trace, self.lower = jitted.trace, jitted.lower
 
@@ -59,6 +62,8 @@ class DiskStep:
         new["disk"] = disk
         # It is known only now whether the gradients were finite.
         if not int(metrics["skipped"]):
+            if disk.store.is_durable:
+                disk.before_commit = lambda: self._write_rest(disk, new)
             for piece in disk.slices():
                 name = piece.place.leaf.name
                 new["params"][name] = self._update(piece, new["params"][name], pending)

@@ -1,0 +1,154 @@
+"""What a durable store needs beside its buckets, so that a run that was killed goes on from it.
+
+Knows generations and small arrays; never how buckets become whole, and no checkpoint.
+
+Each generation has a file with everything of the state that lies in no bucket: counters, random
+key, position of the data, parameters too small for slices. It is written before the generation
+counts, and the one before is kept until then. Weights are made again from the masters.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax.offload.disk import DiskState, disk_leaves, store_folder
+from zerojax.offload.disk_weights import build_weights
+from zerojax.planned import Planned
+from zerojax.state import TrainState
+from zerojax.store import BucketStore, StoreError
+from zerojax.store.files import replace_file
+from zerojax.store.manifest import NAME as MANIFEST
+from zerojax.trees import flatten_names, unflatten_like
+
+_FROZEN, _OF_GENERATION = "frozen.npz", re.compile(r"state-(\d+)\.npz")
+_ABOUT = "about"
+
+
+def write_rest(plan: Planned, disk: DiskState, state: TrainState) -> None:
+    """Writes what lies in no bucket, for the generation that is about to count.
+
+    Raises:
+      OSError: what the disk says.
+    """
+    folder, generation = disk.store.folder, disk.store.generation + 1
+    if not disk.has_frozen:
+        replace_file(folder / _FROZEN, _packed(flatten_names(state["frozen"]), {}))
+        disk.has_frozen = True
+    about = {"data_state": disk.data_state, "signature": _signature(plan)}
+    replace_file(folder / f"state-{generation}.npz", _packed(_rest(plan, state), about))
+    for path in _rest_files(folder):
+        if _generation_of(path) < generation - 1:
+            path.unlink()
+
+
+def resume_step(plan: Planned) -> int | None:
+    """Batches consumed by the last whole generation in a plan's folder; None without any."""
+    if not _may_be_there(plan):
+        return None
+    folder = store_folder(plan)
+    with BucketStore.open(folder) as store:
+        path = folder / f"state-{store.generation}.npz"
+        if not store.is_durable or not path.exists():
+            return None
+    return int(_unpacked(path)[0]["step"])
+
+
+def resume(plan: Planned) -> tuple[TrainState, dict[str, Any] | None]:
+    """(state, position of the data) of the last whole generation; `resume_step` must say there is.
+
+    Raises:
+      StoreError: it is of another model, optimizer, mesh or slicing; or damaged.
+    """
+    folder = store_folder(plan)
+    store = BucketStore.open(folder)
+    try:
+        arrays, about = _unpacked(folder / f"state-{store.generation}.npz")
+        if about["signature"] != _signature(plan):
+            raise StoreError(
+                f"{folder}: the optimizer's state there is of another model, optimizer, mesh or "
+                "slicing than this run's; go on with what it was made with and save a checkpoint, "
+                "which fits any mesh, or delete the folder to go on from the last checkpoint"
+            )
+        disk = DiskState(store, disk_leaves(plan))
+        arrays |= {f"frozen/{n}": x for n, x in _unpacked(folder / _FROZEN)[0].items()}
+        disk.has_frozen = True
+        state = _place(plan, arrays)
+        state["params"] |= build_weights(plan, disk, {})
+    except BaseException:
+        store.close()
+        raise
+    state["params"] = {name: state["params"][name] for name in plan.abstract_state["params"]}
+    state["disk"] = disk
+    return state, about["data_state"]
+
+
+def _may_be_there(plan: Planned) -> bool:
+    offload = plan.settings.offload
+    on_disk = plan.offload is not None and bool(plan.offload.on_disk)
+    return on_disk and offload.durable and (store_folder(plan) / MANIFEST).exists()
+
+
+def _rest(plan: Planned, state: Any) -> dict[str, Any]:
+    """{name: leaf} of everything that is neither in a bucket, nor made from one, nor frozen."""
+    assert plan.offload is not None
+    on_disk = {leaf.name for leaf in plan.offload.on_disk}
+    kept = {n: x for n, x in state["params"].items() if n not in on_disk}
+    return flatten_names({**state, "params": kept, "frozen": {}, "disk": {}})
+
+
+def _place(plan: Planned, arrays: dict[str, np.ndarray]) -> Any:
+    """The arrays where they belong; no weights of parameters with slices in files."""
+    abstract = plan.abstract_state
+    wanted = _rest(plan, abstract) | flatten_names({"frozen": abstract["frozen"]})
+    placed = {n: jax.device_put(arrays[n], leaf.sharding) for n, leaf in wanted.items()}
+    kept = {n: x for n, x in abstract["params"].items() if f"params/{n}" in placed}
+    return unflatten_like({**abstract, "params": kept, "disk": {}}, placed)
+
+
+def _signature(plan: Planned) -> str:
+    """What two plans must have in common to share buckets."""
+    assert plan.offload is not None
+    slices = [
+        (leaf.name, leaf.shard_shape, leaf.axes, leaf.num_shards, leaf.slice_elements, *counts)
+        for leaf in plan.offload.on_disk
+        for counts in [leaf.counts.values()]
+    ]
+    devices = [device.id for device in plan.mesh.devices.flat] if plan.mesh else []
+    return json.dumps([plan.fingerprint, dict(plan.mesh.shape), devices, slices])
+
+
+def _packed(arrays: dict[str, Any], about: dict[str, Any]) -> bytes:
+    hosts = {name: np.asarray(x) for name, x in arrays.items()}
+    kinds = {name: (x.dtype.name, x.shape) for name, x in hosts.items()}
+    text = json.dumps({**about, "kinds": kinds}).encode()
+    raw = {name: np.frombuffer(x.tobytes(), np.uint8) for name, x in hosts.items()}
+    file = io.BytesIO()
+    np.savez(file, **{_ABOUT: np.frombuffer(text, np.uint8)}, **raw)
+    return file.getvalue()
+
+
+def _unpacked(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    with np.load(path) as file:
+        about = json.loads(file[_ABOUT].tobytes())
+        arrays = {
+            name: file[name].view(np.dtype(dtype)).reshape(shape)
+            for name, (dtype, shape) in about.pop("kinds").items()
+        }
+    return arrays, about
+
+
+def _rest_files(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if _OF_GENERATION.fullmatch(path.name)]
+
+
+def _generation_of(path: Path) -> int:
+    found = _OF_GENERATION.fullmatch(path.name)
+    assert found is not None
+    return int(found[1])

@@ -1,0 +1,76 @@
+"""How a state goes into a checkpoint and comes out, also where it is larger than memory.
+
+Knows plans, states and what a checkpointer takes; never when to save or which step to keep.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.arrays import from_canonical, init_state, to_canonical
+from zerojax.offload.disk_durable import resume, resume_step
+from zerojax.offload.disk_saving import saved_names, write_pieces
+from zerojax.planned import Planned
+from zerojax.state import TrainState
+
+
+def save_state(
+    checkpointer: Any, plan: Planned, state: TrainState, *, step: int, about: Mapping[str, Any]
+) -> None:
+    """Saves a state; parameters with slices in files go from file to file, slice by slice.
+
+    Args:
+      checkpointer: a `zerojax.checkpoint.Checkpointer`.
+      plan: which `state` follows.
+      state: may be donated when this returns.
+      step: batches consumed.
+      about: "data_state", "config" and "plan" as `Checkpointer.save` takes them.
+
+    Raises:
+      CheckpointError: see there.
+    """
+    pieces = functools.partial(write_pieces, plan, state) if state.get("disk") else None
+    canonical = to_canonical(plan, state, from_disk=False)
+    checkpointer.save(
+        step,
+        canonical,
+        data_state=about["data_state"],
+        config=about["config"],
+        plan=about["plan"],
+        write_pieces=pieces,
+    )
+
+
+def restore_state(checkpointer: Any, plan: Planned, step: int | None = None) -> tuple[Any, Any]:
+    """(what `Checkpointer.restore` returns, the state as `plan` stores it)."""
+    unread = []
+    if plan.offload is not None and plan.offload.on_disk:
+        unread = [name for arrays in saved_names(plan).values() for name in arrays.values()]
+    restored = checkpointer.restore(plan.abstract_canonical, step, unread=unread)
+    return restored, from_canonical(plan, restored.state)
+
+
+def first_state(
+    plan: Planned, seed: int, latest_step: int | None
+) -> tuple[TrainState, dict[str, Any] | None] | None:
+    """(state, position of the data) of a run that starts; None: it goes on from a checkpoint.
+
+    Args:
+      plan: of the run.
+      seed: of new parameters.
+      latest_step: of the newest checkpoint, or None.
+    """
+    durable = resume_step(plan)
+    if durable is not None and (latest_step is None or durable >= latest_step):
+        return resume(plan)
+    if latest_step is not None:
+        return None
+    return init_state(plan, seed), None
+
+
+def end_state(state: TrainState | None) -> None:
+    """Gives up what a state holds besides arrays: its files."""
+    if state is not None and (disk := state.get("disk")):
+        disk.close()
