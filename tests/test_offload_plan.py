@@ -232,7 +232,12 @@ def test_a_disk_without_a_rate_hides_behind_no_number_of_tokens():
     known = hiding(plan, CARD, RATES)
     assert known is not None
     (part,) = moved_bytes(plan)
-    assert known.disk_seconds == known.update_seconds == (part.read + part.written) / 1e9
+    eight = 8 * (part.read + part.written)
+    assert known.disk_seconds == known.update_seconds == eight / 1e9, "a machine has one disk"
+    copies = hiding(offload_plan("nvme", zero=0), CARD, RATES)
+    assert copies is not None
+    # Copies of a shard share their files; of whole norms more are large enough to be offloaded.
+    assert copies.disk_seconds == pytest.approx(known.disk_seconds, rel=0.01)
 
 
 def test_activations_that_take_longer_than_the_products_are_never_hidden():

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from zerojax.config.offload import DEVICE, HOST, NVME
 from zerojax.link_rates import shares_host_memory
 from zerojax.mesh import DATA
-from zerojax.offload_costs import slice_bytes_per_element
+from zerojax.offload_costs import file_bytes, slice_bytes_per_element
 from zerojax.plan_counts import GRADIENTS, MASTERS, OPTIMIZER, STORED, role_tiers, state_bytes
 from zerojax.planned import Planned
 from zerojax.store.sweep import FEWEST_BUFFERS
@@ -62,14 +62,7 @@ def saving_bytes(plan: Planned) -> int:
 
 def disk_bytes(plan: Planned) -> int:
     """Bytes that this process's files take; a durable run keeps two generations of them."""
-    layout = plan.offload
-    if layout is None:
-        return 0
-    size, number = slice_bytes_per_element(plan), len(_local_devices(plan))
-    one = sum(
-        leaf.counts[NVME] * leaf.slice_elements * size * min(number, leaf.num_shards)
-        for leaf in layout.on_disk
-    )
+    one = file_bytes(plan, len(_local_devices(plan)))
     return one * (2 if plan.settings.offload.durable else 1)
 
 

@@ -82,7 +82,7 @@ class Hiding:
       update_seconds: of the update's bytes on the link and, at the same time, on the disk; of the
         link alone where no rate of the disk is known.
       stream_seconds: of weights, gradients and activations on the link.
-      disk_seconds: of the disk alone.
+      disk_seconds: of the disk alone, which all devices of a machine share; None: no known rate.
       flops: per second of one device, at which products are taken to run.
       tokens: per step of the whole mesh with which the products last as long as update and stream
         together; None where no number is enough, since activations take longer than they do, or
@@ -145,6 +145,17 @@ def _update(plan: Planned) -> Moved:
     both = sum(moved.values())
     disk = moved[NVME]
     return Moved(what=UPDATE, to_device=both, to_host=both, read=disk, written=disk)
+
+
+def file_bytes(plan: Planned, num_devices: int) -> int:
+    """Bytes of one generation of the files of so many devices; copies of a shard share theirs."""
+    layout = plan.offload
+    if layout is None:
+        return 0
+    return slice_bytes_per_element(plan) * sum(
+        leaf.counts[NVME] * leaf.slice_elements * min(num_devices, leaf.num_shards)
+        for leaf in layout.on_disk
+    )
 
 
 def slice_bytes_per_element(plan: Planned) -> int:
@@ -217,7 +228,8 @@ def hiding(plan: Planned, gpu: Gpu, rates: Rates | None = None) -> Hiding | None
     update = [part for part in moved if part.what == UPDATE]
     beside = [part for part in moved if part.what in (WEIGHTS, GRADIENTS)]
     growing = [part for part in moved if part.what == ACTIVATIONS]
-    touched = sum(part.read + part.written for part in moved)
+    # The devices of a machine share its disk, and each has a link of its own.
+    touched = 2 * file_bytes(plan, min(plan.mesh.size, gpu.node_devices))
     disk_seconds = None if rates.disk is None and touched else touched / (rates.disk or math.inf)
     update_link = _seconds(rates, update)
     flops = peak * ATTAINED

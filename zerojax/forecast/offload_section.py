@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import textwrap
 
-from zerojax.config.offload import HOST, NVME
 from zerojax.forecast.result import ForecastNumbers, Offload
 from zerojax.offload_page import CELL, ROLE, WIDTH, hiding_lines, moved_lines, tier_lines
 from zerojax.trees import format_bytes
-
-PLACES = {HOST: "host memory", NVME: "disk"}
 
 
 def offload_section(forecast: ForecastNumbers) -> list[str]:
@@ -33,11 +30,8 @@ def offload_section(forecast: ForecastNumbers) -> list[str]:
 def _per_node(forecast: ForecastNumbers, offload: Offload) -> list[str]:
     """What a machine with several of these GPUs must have."""
     number = min(forecast.num_devices, forecast.gpu.node_devices)
-    sizes = {
-        words: sum(tiers.get(tier, 0) for tiers in offload.tiers.values())
-        for tier, words in PLACES.items()
-    }
-    needed = [f"{format_bytes(size * number)} of {words}" for words, size in sizes.items() if size]
+    sizes = {"host memory": offload.machine_host, "disk": offload.machine_disk}
+    needed = [f"{format_bytes(size)} of {words}" for words, size in sizes.items() if size]
     gpus = "one GPU" if number == 1 else f"{number} GPUs"
     return [f"  a machine with {gpus} needs {' and '.join(needed)}"] if needed else []
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from zerojax.config.offload import HOST
 from zerojax.forecast.result import Offload
 from zerojax.gpus import Gpu
 from zerojax.hlo.host_copies import TO_DEVICE, TO_HOST
-from zerojax.offload_costs import hiding, moved_bytes
+from zerojax.offload_costs import file_bytes, hiding, moved_bytes
 from zerojax.plan_counts import role_tiers
 from zerojax.planned import Planned
 
@@ -32,11 +33,15 @@ def offload_numbers(plan: Planned, gpu: Gpu, facts: dict[str, Any] | None) -> Of
         same = [one for one in copies if all(one[key] == value for key, value in wanted.items())]
         return sum(one["bytes"] * one["times"] for one in same)
 
+    number, tiers = min(plan.mesh.size, gpu.node_devices), role_tiers(plan)
+    generations = 2 if plan.settings.offload.durable else 1
     return Offload(
-        tiers=role_tiers(plan),
+        tiers=tiers,
         moved=moved_bytes(plan),
         hiding=hiding(plan, gpu),
         compiled_to_device=total(direction=TO_DEVICE),
         compiled_to_host=total(direction=TO_HOST),
         by_kernels=total(is_linear=False),
+        machine_host=number * sum(own.get(HOST, 0) for own in tiers.values()),
+        machine_disk=generations * file_bytes(plan, number),
     )

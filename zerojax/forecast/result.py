@@ -121,6 +121,8 @@ class Offload:
       compiled_to_device, compiled_to_host: what the compiled program copies; None where nothing was
         compiled. Files are read and written behind it, and are not in it.
       by_kernels: of these bytes, what kernels copy with the processors that products need.
+      machine_host, machine_disk: what a machine with `Gpu.node_devices` of the devices must have;
+        two generations of files if they are durable.
     """
 
     tiers: dict[str, dict[str, int]]
@@ -129,6 +131,8 @@ class Offload:
     compiled_to_device: int | None
     compiled_to_host: int | None
     by_kernels: int | None
+    machine_host: int
+    machine_disk: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
