@@ -290,7 +290,7 @@ def test_an_update_in_backward_leaves_out_the_layer_whose_gradient_is_not_finite
     assert int(metrics["bad_leaf"]) == -1
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("in_backward", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_loss_that_is_not_finite_changes_nothing(in_backward):
     given = lambda index: {**text_batch(index), "weights": np.ones((32, 16), np.float32)}  # noqa: E731
     plan = streamed_plan(small(layers=3), in_backward=in_backward, batch=given)

@@ -166,8 +166,9 @@ class LayerUpdates:
             for name, arrays in totals["slices"].items()
         }
 
-        def local(weights: Arrays, slices: Arrays, grads: Arrays, *numbers: Any) -> Any:
-            *numbers, bare, index = numbers
+        def local(
+            weights: Arrays, slices: Arrays, grads: Arrays, bare: Any, index: Any, *numbers: Any
+        ) -> Any:
             begun = begin(self.plan, bare, context_of(self.plan, *numbers))
             new_weights, new_slices = {}, {}
             for name, grad in grads.items():
@@ -182,11 +183,11 @@ class LayerUpdates:
             totals["weights"],
             totals["slices"],
             grads,
+            self.bare,
+            jnp.asarray(index, jnp.int32),
             totals["scale"],
             skip,
             self.key_data,
-            self.bare,
-            jnp.asarray(index, jnp.int32),
         )
 
     @property
