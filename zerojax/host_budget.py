@@ -5,6 +5,7 @@ Knows plans, this process's devices, limits of memory and free disk; never makes
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,9 @@ from zerojax.config.offload import DEVICE, HOST, NVME
 from zerojax.link_rates import shares_host_memory
 from zerojax.mesh import DATA
 from zerojax.offload_costs import file_bytes, slice_bytes_per_element
-from zerojax.plan_counts import GRADIENTS, MASTERS, OPTIMIZER, STORED, role_tiers, state_bytes
+from zerojax.offload_layout import OffloadLayout
+from zerojax.plan_counts import GRADIENTS, STORED, role_tiers, state_bytes
+from zerojax.plan_offload import plan_offload
 from zerojax.planned import Planned
 from zerojax.store.sweep import FEWEST_BUFFERS
 from zerojax.system_memory import PINNED_LIMIT, SPARE, Room, free_disk, least_room
@@ -25,6 +28,8 @@ from zerojax.trees import format_bytes
 GIB = 2**30
 DEFAULT_PINNED_GIB = 64
 """XLA's, where the variable is not set."""
+STEP = 0.05
+"""Of shares that are proposed."""
 POOL = 1.05
 """What is asked of the pool over what is put into it: its pieces are not packed without gaps."""
 
@@ -37,7 +42,8 @@ def host_bytes(plan: Planned) -> int:
     """
     devices = _local_devices(plan)
     total = sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values()) * len(devices)
-    total += FEWEST_BUFFERS * _largest_bucket(plan)
+    if plan.offload is not None:
+        total += _buffers(plan, plan.offload)
     if devices and shares_host_memory(devices[0]):
         total += state_bytes(plan, DEVICE) * len(devices)
     return total
@@ -50,14 +56,13 @@ def saving_bytes(plan: Planned) -> int:
     with slices in files go to the checkpoint slice by slice.
     """
     layout = plan.offload
-    if layout is None:
-        return 0
-    number = len(_local_devices(plan))
-    joined = [
-        leaf for leaf in layout.leaves.values() if leaf.counts[HOST] and not leaf.counts[NVME]
-    ]
-    elements = sum(leaf.num_slices * leaf.slice_elements for leaf in joined)
-    return elements * slice_bytes_per_element(plan) * number
+    return 0 if layout is None else _joined(plan, layout)
+
+
+def _joined(plan: Planned, layout: OffloadLayout) -> int:
+    whole = [leaf for leaf in layout.leaves.values() if leaf.counts[HOST] and not leaf.counts[NVME]]
+    elements = sum(leaf.num_slices * leaf.slice_elements for leaf in whole)
+    return elements * slice_bytes_per_element(plan) * len(_local_devices(plan))
 
 
 def disk_bytes(plan: Planned) -> int:
@@ -66,15 +71,11 @@ def disk_bytes(plan: Planned) -> int:
     return one * (2 if plan.settings.offload.durable else 1)
 
 
-def _largest_bucket(plan: Planned) -> int:
-    layout = plan.offload
-    if layout is None:
-        return 0
+def _buffers(plan: Planned, layout: OffloadLayout) -> int:
+    """Bytes of the buffers through which slices in files are read and written."""
     size, number = slice_bytes_per_element(plan), len(_local_devices(plan))
-    return max(
-        (leaf.slice_elements * size * min(number, leaf.num_shards) for leaf in layout.on_disk),
-        default=0,
-    )
+    rows = [leaf.slice_elements * min(number, leaf.num_shards) for leaf in layout.on_disk]
+    return FEWEST_BUFFERS * size * max(rows, default=0)
 
 
 def check_offload(
@@ -118,40 +119,62 @@ def check_host_memory(plan: Planned, room: Room | None, saving: int = 0) -> None
     raise ValueError(
         f"offload needs {format_bytes(needed)} of host memory{whereof} for {number} {kinds} of "
         f"this process and may take {limit}; "
-        f"{_join(host_remedies(plan, needed - saving - there))}"
+        f"{_join(host_remedies(plan, needed, there, saves=saving > 0))}"
     )
 
 
-def host_remedies(plan: Planned, excess: int) -> Iterator[str]:
+def host_remedies(plan: Planned, needed: int, there: int, *, saves: bool) -> Iterator[str]:
     """What would make it fit, the cheapest first.
 
     Args:
-      excess: bytes of host memory above what may be taken, without those of a checkpoint: what has
-        slices in files needs none for it.
+      needed: bytes of host memory; there: of it that may be taken.
+      saves: whether a checkpoint's are among them.
     """
-    config, shares, number = (
-        plan.settings.offload,
-        plan.settings.offload.shares,
-        len(_local_devices(plan)),
-    )
-    tiers = role_tiers(plan)
-    movable = number * sum(tiers[role].get(HOST, 0) for role in (MASTERS, OPTIMIZER))
-    share = shares.get(HOST, 0.0)
-    if movable and share:
-        least = movable / (100 * share)  # a hundredth of the state
-        left = max(movable - max(excess, least), 0)
-        kept = math.floor(100 * share * left / movable + 1e-6) / 100
-        rest = {tier: part for tier, part in shares.items() if tier == DEVICE}
-        disk = round(1 - kept - sum(rest.values()), 2)
-        parts = {**rest, **({HOST: kept} if kept else {}), NVME: disk}
-        if movable >= excess:
-            words = ", ".join(f"{tier}: {part:g}" for tier, part in parts.items())
-            yield f"set offload.opt_state: {{{words}}}, which puts the rest into files"
+    shares = _shares_that_fit(plan, needed, there, saves=saves)
+    if shares is not None:
+        words = ", ".join(f"{tier}: {share:g}" for tier, share in shares.items())
+        yield f"offload.opt_state: {{{words}}}, which puts more into files"
     if plan.zero == 0 and plan.mesh.shape[DATA] > 1:
         yield f"zero=1, which splits it over the {plan.mesh.shape[DATA]} devices on data"
-    if config.params == HOST and (tiers.get(STORED, {}).get(HOST) or tiers[GRADIENTS].get(HOST)):
-        yield "leave params on the device, if it fits there"
+    tiers = role_tiers(plan)
+    if tiers.get(STORED, {}).get(HOST) or tiers[GRADIENTS].get(HOST):
+        yield "offload.params: device, if they fit there"
     yield "more devices on other machines" if plan.zero else "a machine with more memory"
+
+
+def _shares_that_fit(
+    plan: Planned, needed: int, there: int, *, saves: bool
+) -> dict[str, float] | None:
+    """The largest share of the host, in steps of 5 %, with which a plan fits; None: there is none.
+
+    Slices are shared out anew, since what a checkpoint takes depends on which parameters have
+    any in files.
+    """
+    config, layout = plan.settings.offload, plan.offload
+    assert layout is not None
+    near, now = config.shares.get(DEVICE, 0.0), config.shares.get(HOST, 0.0)
+    rest = needed - _of_state(plan, layout, saves=saves)
+    for steps in reversed(range(math.ceil(now / STEP - 1e-9))):
+        host = round(steps * STEP, 2)
+        shares = {DEVICE: near, HOST: host, NVME: round(1 - near - host, 2)}
+        changed = plan_offload(
+            dataclasses.replace(config, opt_state=shares),
+            plan.placement,
+            plan.precision,
+            plan.tx,
+            plan.mesh,
+            stacked=layout.streamed,
+        )
+        if changed is not None and rest + _of_state(plan, changed, saves=saves) <= there:
+            return {tier: share for tier, share in shares.items() if share}
+    return None
+
+
+def _of_state(plan: Planned, layout: OffloadLayout, *, saves: bool) -> int:
+    """Bytes of host memory that depend on how slices are shared out."""
+    elements = sum(leaf.counts[HOST] * leaf.slice_elements for leaf in layout.leaves.values())
+    held = elements * slice_bytes_per_element(plan) * len(_local_devices(plan))
+    return held + _buffers(plan, layout) + (_joined(plan, layout) if saves else 0)
 
 
 def check_pinned_limit(plan: Planned, environ: Mapping[str, str], saving: int = 0) -> None:
@@ -196,9 +219,9 @@ def check_disk(plan: Planned, folder: Path | None) -> None:
     there = free_disk(place) + _taken(place)
     if needed <= there:
         return
-    remedies = ["durable: false, which takes half"] if config.durable else []
+    remedies = ["offload.durable: false, which takes half"] if config.durable else []
     remedies += [
-        "free some space",
+        "to free some space",
         "another offload.folder",
         "a larger share of opt_state in host memory or on the device",
     ]

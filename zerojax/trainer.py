@@ -180,7 +180,9 @@ class Trainer:
             yield
         except Exception as error:
             is_ours = isinstance(error, (CheckpointError, FloatingPointError, StoreError))
-            if self.habits.save_on_exit and not is_ours and jax.process_count() == 1:
+            # A step that fails, as for lack of memory, has used its state up.
+            is_lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+            if self.habits.save_on_exit and not (is_ours or is_lost) and jax.process_count() == 1:
                 try:
                     self.save()
                 except CheckpointError as failure:
