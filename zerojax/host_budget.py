@@ -158,7 +158,7 @@ def _shares_that_fit(
         host = round(steps * STEP, 2)
         shares = {DEVICE: near, HOST: host, NVME: round(1 - near - host, 2)}
         changed = plan_offload(
-            dataclasses.replace(config, opt_state=shares),
+            dataclasses.replace(config, opt_state=tuple(shares.items())),
             plan.placement,
             plan.precision,
             plan.tx,
