@@ -25,6 +25,14 @@ Facts = dict[str, Any]
 def find_traffic(
     plan: Planned, gpu: Gpu, mesh: Mapping[str, int], dtype: str, facts: Facts | None
 ) -> Traffic:
+    """What one device sends per step, and the formulas beside it.
+
+    Args:
+      plan: whose step it is; gpu: the card.
+      mesh: axis -> size, outermost first.
+      dtype: of the matrix products, behind which collectives hide.
+      facts: what was read from the compiled step; None where nothing was compiled.
+    """
     unit = formulas.wire_unit(plan)
     by_formula = Traffic(
         rows=(),

@@ -153,4 +153,5 @@ def one_of(microbatches: Arrays) -> Arrays:
 
 
 def data_specs(config: PassConfig, arrays: Arrays) -> dict[str, P]:
+    """{name: how a parameter lies over `data`}, as the region sees it."""
     return {name: config.placement.leaves[name].data_spec for name in arrays}
