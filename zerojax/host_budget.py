@@ -23,7 +23,7 @@ from zerojax.plan_offload import plan_offload
 from zerojax.planned import Planned
 from zerojax.store.sweep import FEWEST_BUFFERS
 from zerojax.system_memory import PINNED_LIMIT, SPARE, Room, free_disk, least_room
-from zerojax.trees import format_bytes
+from zerojax.trees import format_bytes, num_bytes
 
 GIB = 2**30
 DEFAULT_PINNED_GIB = 64
@@ -226,9 +226,10 @@ def check_disk(plan: Planned, folder: Path | None) -> None:
         "a larger share of opt_state in host memory or on the device",
     ]
     twice = " in two generations" if config.durable else ""
+    each = format_bytes(num_bytes(plan.abstract_canonical))
     raise ValueError(
-        f"offload needs {format_bytes(needed)} of disk{twice} in {place}, "
-        f"{format_bytes(there)} are there, checkpoints not counted; {_join(iter(remedies))}"
+        f"offload needs {format_bytes(needed)} of disk{twice} in {place}, {format_bytes(there)} "
+        f"are there (not counting checkpoints, {each} each); {_join(iter(remedies))}"
     )
 
 
