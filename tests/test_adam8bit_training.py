@@ -66,7 +66,11 @@ def test_resumed_bit_for_bit_although_moments_are_stored_in_float32(whole, half,
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"data": 4, "model": 2, "zero": 1}, {"zero": 0}], ids=["tensor parallel", "stage 0"]
+    "mesh",
+    [
+        pytest.param({"data": 4, "model": 2, "zero": 1}, id="tensor parallel"),
+        pytest.param({"zero": 0}, id="stage 0", marks=pytest.mark.slow),
+    ],
 )
 def test_moves_to_another_mesh_at_the_price_of_one_coding(whole, half, mesh, tmp_path):
     """Blocks are cut anew, so each moment is coded once more: about one step's coding error. The

@@ -13,8 +13,17 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 
 
+# These train several times, or for long; what they show has quick tests of its own.
+LONG = {"01_two_lines", "03_zero_memory", "04_resume_on_another_mesh", "09_offload"}
+
+
+def as_parameter(script):
+    marks = [pytest.mark.slow] if script.stem in LONG else []
+    return pytest.param(script, id=script.stem, marks=marks)
+
+
 @pytest.mark.examples
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [as_parameter(script) for script in SCRIPTS])
 def test_the_example_runs(script, tmp_path):
     variables = {
         "PYTHONPATH": str(ROOT),

@@ -103,7 +103,7 @@ STAGES = {
     "0": slow({"zero": 0}),
     "1-replica": slow({"zero": 1, "mesh": {"replica": 2}}),
     "2-accumulate": {"zero": 2, "num_microbatches": 2},
-    "3": {"zero": 3},
+    "3": slow({"zero": 3}),
     "3-tensor": {"zero": 3, "mesh": {"model": 2, "data": 4}},
 }
 
@@ -148,6 +148,7 @@ def test_llama_with_grouped_heads_trains():
     assert many.losses[-1] < many.losses[0] - 0.02
 
 
+@pytest.mark.slow
 def test_a_step_of_a_shard_alone_would_be_noticed():
     """The history after one step is that of the whole batch, not of any shard's rows."""
     rows = text_batch(0)

@@ -34,7 +34,13 @@ def train(folder: Path, run: str, *words: str) -> list[float]:
     finished = subprocess.run(
         [sys.executable, "-m", "zerojax", "train", "run.yaml", *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            # The same programs again: compiled by the first process, read from there by the others.
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        },
         capture_output=True,
         text=True,
         timeout=300,

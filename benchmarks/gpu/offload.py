@@ -172,8 +172,11 @@ def _update(
     assert plan.offload is not None
     assert plan.offload.leaves, plan.offload.kept
     seconds, least = _time_steps(plan, lambda _: batch, warm_up=2, steps=3, rounds=3)
-    used = UPDATE_BYTES * shape[0] * shape[1] / seconds / rates.both
-    row = {"step_ms": 1e3 * seconds, "least_ms": 1e3 * least, "of_link": used}
+    moved = UPDATE_BYTES * shape[0] * shape[1]
+    used = moved / seconds / rates.both
+    # A slice is loaded, updated and stored, one direction of the link after the other.
+    in_turns = (moved / 2 / rates.to_device + moved / 2 / rates.to_host) / seconds
+    row = {"step_ms": 1e3 * seconds, "least_ms": 1e3 * least, "of_link": used, "of_turns": in_turns}
     name = f"update in slices of {elements}: bytes / time, of the link's both ways"
     is_default = elements == plan.settings.offload.slice_elements or arguments.smoke
     goal = Goal(name=name, value=used, limit=UTILISATION, at_least=True)
