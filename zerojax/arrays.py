@@ -6,6 +6,7 @@ Knows plans and arrays; never knows what a step computes or what a checkpoint lo
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from zerojax.offload.abstract import canonical_on_host
 from zerojax.offload.disk import DiskState
 from zerojax.offload.disk_fill import fill_disk, fill_new_disk
 from zerojax.offload.disk_saving import restore_pieces
+from zerojax.offload.disk_weights import build_weights
 from zerojax.offload.slices import to_device
 from zerojax.offload.state import cut_new_state, cut_state, join_state
 from zerojax.optim import StateCoding, coding_of
@@ -53,9 +55,15 @@ def init_state(plan: Planned, seed: int = 0) -> TrainState:
     if plan.model.initial_arrays() is not None:
         state = _copy_initial(plan, key_data)
     else:
-        state = build_initialiser(plan)(key_data)
+        # Weights of masters in files are made of these, slice by slice, not all at once.
+        made_later = disk.leaves if disk is not None and plan.precision.has_masters else ()
+        state = build_initialiser(plan, without=made_later)(key_data)
     if disk is not None:
         state["disk"] = disk
+    if len(state["params"]) < len(plan.abstract_state["params"]):
+        assert disk is not None
+        made = state["params"] | build_weights(plan, disk, state["masters"])
+        state["params"] = {name: made[name] for name in plan.abstract_state["params"]}
     return state
 
 
@@ -77,14 +85,23 @@ def _new_disk(plan: Planned, key_data: np.ndarray) -> DiskState | None:
     return fill_new_disk(plan, stored)
 
 
-def build_initialiser(plan: Planned) -> Any:
-    """`key_data -> TrainState`, jitted: every array is computed in its shards."""
+def build_initialiser(plan: Planned, *, without: Collection[str] = ()) -> Any:
+    """`key_data -> TrainState`, jitted: every array is computed in its shards.
+
+    Args:
+      plan: over a real mesh.
+      without: names that `params` is to lack.
+    """
+
+    def leave_out(state: Any) -> Any:
+        kept = {name: x for name, x in state["params"].items() if name not in without}
+        return {**state, "params": kept}
 
     def initialise(key_data: jax.Array) -> TrainState:
         stored, extras = _new_params(plan, key_data)
-        return _offloaded(plan, _assemble(plan, stored, extras, key_data))
+        return leave_out(_offloaded(plan, _assemble(plan, stored, extras, key_data)))
 
-    return jax.jit(initialise, out_shardings=plan.state_shardings)
+    return jax.jit(initialise, out_shardings=leave_out(plan.state_shardings))
 
 
 def _new_params(plan: Planned, key_data: jax.Array) -> tuple[dict[str, jax.Array], Any]:
