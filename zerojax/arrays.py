@@ -314,10 +314,12 @@ def _convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = Fals
         if not isinstance(leaf, jax.Array):  # see `offload.disk_saving`
             result[index] = target if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
             continue
-        same = leaf.shape == target.shape and leaf.sharding == target.sharding
+        lies = leaf.sharding
+        assert isinstance(lies, NamedSharding)
+        same = leaf.shape == target.shape and lies == target.sharding
         if same and move is None:
             continue
-        moved = _devices(leaf.sharding) != _devices(target.sharding)
+        moved = _devices(lies) != _devices(target.sharding)
         if moved or (move is None and _same_shards(leaf, target)):
             # Between sets of devices, or between the memories of one: one after the other, since
             # JAX 0.10 does not do both at once.

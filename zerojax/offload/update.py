@@ -52,7 +52,8 @@ def build_offload_update(plan: Planned) -> Callable[..., dict[str, Any]]:
         params, after = begun.run(
             pick(old["params"]), tuple(map(pick, begun.moments)), pick(grads), None
         )
-        masters, last = {}, None
+        masters: dict[str, Any] = {}
+        last: Any = None
         for name, leaf in layout.leaves.items():
             moments = tuple(moment[name] for moment in begun.moments)
             update = _LeafUpdate(begun, leaf, on_host=name in layout.streamed)
