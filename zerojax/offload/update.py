@@ -49,12 +49,11 @@ def build_offload_update(plan: Planned) -> Callable[..., dict[str, Any]]:
         begun = begin(plan, old["opt_state"], context)
         kept = [name for name in old["params"] if name not in layout.leaves]
         pick = lambda tree: {name: tree[name] for name in kept}  # noqa: E731
-        params: Arrays
-        after: Any
-        params, after = begun.run(
+        params, others = begun.run(
             pick(old["params"]), tuple(map(pick, begun.moments)), pick(grads), None
         )
-        masters: dict[str, Any] = {}
+        after: tuple[Arrays, ...] = tuple(map(dict, others))
+        masters: Arrays = {}
         last: Any = None
         for name, leaf in layout.leaves.items():
             moments = tuple(moment[name] for moment in begun.moments)
