@@ -25,6 +25,7 @@ NAMES = (
     "plans",
     "optimizer",
     "pipeline",
+    "offload_disk",
 )
 
 

@@ -125,6 +125,7 @@ def test_where_there_is_too_little_space_nothing_begins(tmp_path, monkeypatch):
     assert not list((tmp_path / "process_0").glob("buckets*"))
 
 
+@pytest.mark.slow
 def test_moments_in_bfloat16(tmp_path):
     """Another dtype beside the masters, with random rounding: the bits of one slicing."""
     precision = as_precision("fp32", moments_dtype="bf16")

@@ -1,0 +1,79 @@
+"""What a durable store keeps beside its buckets, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.offload_disk_runs import SHARES, canonical, close, differing, offload, plan_of, train
+from zerojax.offload.disk_checks import check_durable
+from zerojax.offload.disk_durable import resume, resume_step
+from zerojax.precision import Precision, as_precision
+from zerojax.saved_state import first_state
+from zerojax.store import StoreError
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """(folder of a durable store after two steps, the state's canonical form)."""
+    folder = tmp_path_factory.mktemp("durable")
+    plan = plan_of(offload(folder, durable=True), data=2, zero=3, freeze=("down/bias",))
+    state, _ = train(plan, 2)
+    expected = canonical(plan, state)
+    close(state)
+    return folder, expected
+
+
+def test_everything_comes_back(left):
+    folder, expected = left
+    plan = plan_of(offload(folder, durable=True), data=2, zero=3, freeze=("down/bias",))
+    assert resume_step(plan) == 2
+    state, _ = resume(plan)
+    assert differing(canonical(plan, state), expected) == []
+    assert {n: x.dtype for n, x in state["params"].items()} == {
+        n: x.dtype for n, x in plan.abstract_state["params"].items()
+    }
+    close(state)
+
+
+def test_the_newer_of_store_and_checkpoint_wins(left):
+    folder, _ = left
+    plan = plan_of(offload(folder, durable=True), data=2, zero=3, freeze=("down/bias",))
+    assert first_state(plan, 0, 3) is None
+    state, _ = first_state(plan, 0, 2)
+    assert int(state["step"]) == 2
+    close(state)
+
+
+def test_another_slicing_is_refused(left):
+    folder, _ = left
+    config = type(offload(folder))(
+        opt_state="nvme", folder=str(folder), slice_elements=50, min_elements=100, durable=True
+    )
+    with pytest.raises(StoreError, match=r"another model, optimizer, mesh or slicing .*delete"):
+        resume(plan_of(config, data=2, zero=3, freeze=("down/bias",)))
+
+
+def test_a_scratch_store_is_never_gone_on_from(tmp_path):
+    plan = plan_of(offload(tmp_path), data=2)
+    state, _ = train(plan, 1)
+    close(state)
+    assert resume_step(plan) is None
+    assert resume_step(plan_of(offload(tmp_path, durable=True), data=2)) is None
+    assert not list((tmp_path / "process_0").glob("*.npz"))
+
+
+@pytest.mark.parametrize(
+    ("shares", "precision", "processes", "match"),
+    [
+        (SHARES, Precision(), 1, "lies in device and host memory dies with the process"),
+        ("nvme", as_precision("bf16", param_dtype="bf16"), 1, "made again from float32 masters"),
+        ("nvme", Precision(), 2, "durable with 2 processes: killed between"),
+    ],
+)
+def test_what_a_killed_run_could_not_go_on_from(tmp_path, shares, precision, processes, match):
+    config = offload(tmp_path, shares, durable=True)
+    with pytest.raises(ValueError, match=rf"{match}.*leave durable out"):
+        check_durable(config, precision, processes)
+    check_durable(offload(tmp_path, shares), precision, processes)
+    assert np.isclose(sum(config.shares.values()), 1)
