@@ -125,7 +125,7 @@ def _measure_disk(folder: Path, smoke: bool, keep: Callable[..., None]) -> float
 
     def best() -> tuple[dict[str, Any], list[Goal]]:
         # Every number of threads is tried; the best is what a pipeline can hope for.
-        found = list(measure_rates(folder, num_bytes=(4 if smoke else 1024) * MIB))
+        found = list(measure_rates(folder, num_bytes=(4 if smoke else 512) * MIB))
         rates = max(found, key=lambda rates: rates.both)
         row = {"in_GB/s": rates.read / 1e9, "out_GB/s": rates.write / 1e9}
         row |= {"both_GB/s": rates.both / 1e9, "direct": rates.is_direct}
