@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from tests.program_claims import Claims
 from zerojax import compiler, gpus, hlo
@@ -123,8 +124,7 @@ claim = Claims()
 
 def compile_case(case: Case, layers: int) -> Built:
     """Traces, compiles and reads one step: about five seconds of processor time."""
-    devices = compiler.gpu_devices(H200, case.devices)
-    mesh = make_mesh(MeshConfig(model=case.model), devices)
+    mesh = make_mesh(MeshConfig(model=case.model), compiler.gpu_devices(H200, case.devices))
     tokens = jax.ShapeDtypeStruct((case.data * case.microbatches * ROWS, SEQ), np.int32)
     config = GPT2Config(
         vocab_size=VOCAB,
@@ -143,17 +143,22 @@ def compile_case(case: Case, layers: int) -> Built:
         num_microbatches=case.microbatches,
         offload=case.offload,
     )
+    memory, program = compile_plan(plan, mesh)
+    collectives = hlo.find_collectives(program, case.devices)
+    return Built(case, layers, plan, memory, hlo.find_host_copies(program), collectives)
+
+
+def compile_plan(plan: Plan, mesh: Mesh) -> tuple[compiler.MemoryUse, hlo.Program]:
+    """The step of a plan over the axes of a mesh of GPUs."""
     options, dropped = choose_options(mesh, plan.regather, plan.settings.offload.on_host)
     assert not dropped.keys() & compiler.HOST_OPTIONS.keys()
     traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
-    compiled = compiler.compile_for_gpus(
-        compiler.lower_for_gpus(traced), devices=devices, options=options, fast=True
-    )
+    devices = list(mesh.devices.flat)
+    lowered = compiler.lower_for_gpus(traced)
+    compiled = compiler.compile_for_gpus(lowered, devices=devices, options=options, fast=True)
     program = hlo.read_program(compiled.text)
     assert program.unknown_loops == ()
-    collectives = hlo.find_collectives(program, case.devices)
-    copies = hlo.find_host_copies(program)
-    return Built(case, layers, plan, compiled.memory, copies, collectives)
+    return compiled.memory, program
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -268,6 +273,30 @@ def devices_send_each_other_what_they_send_without(built):
         unit = BF16 * one.plan.placement.num_parameters() * (data - 1) / data
         sent = sum(c.wire_bytes * c.times for c in one.collectives)
         assert sent / unit == pytest.approx((2, 2, 2, 3)[one.case.zero], rel=0.02)
+
+
+def test_a_step_that_does_not_fit_moves_no_more_than_it_was_told_to():
+    """13 billion parameters with the state shared out: more than an H200 holds.
+
+    XLA would look for memory by itself, and send activations to the host (see HOST_OPTIONS).
+    """
+    config = GPT2Config(
+        vocab_size=VOCAB, max_seq_len=2048, num_layers=16, num_heads=64, embed_dim=8192
+    )
+    mesh = make_mesh({}, compiler.gpu_devices(H200, 1))
+    tokens = jax.ShapeDtypeStruct((8, 2048), np.int32)
+    plan = make_plan(
+        lambda rngs: GPT2(config, rngs=rngs),
+        mesh.abstract_mesh,
+        example_batch={"tokens": tokens, "targets": tokens},
+        optimizer=adamw(1e-3),
+        offload=OffloadConfig(opt_state={"device": 0.4, "host": 0.6}),  # type: ignore[arg-type]
+    )
+    memory, program = compile_plan(plan, mesh)
+    assert memory.peak > H200.memory_bytes
+    assert memory.host_temporary == 0
+    moved = memory.host_arguments
+    assert hlo.link_bytes(hlo.find_host_copies(program)) == {TO_DEVICE: moved, TO_HOST: moved}
 
 
 # --- and the forecast -------------------------------------------------------------------------

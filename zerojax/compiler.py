@@ -45,11 +45,13 @@ FAST_OPTIONS: Mapping[str, Any] = {
 
 HOST_OPTIONS: Mapping[str, Any] = {
     "xla_disable_automatic_host_compute_offload": True,
-    "xla_gpu_enable_host_memory_offloading": True,
+    "xla_disable_hlo_passes": "rematerialization",
 }
 """For programs with arrays in host memory. The first makes an error of arithmetic on such an array,
-which otherwise becomes a program for the host's processor; with the second the compiler no longer
-counts host memory against the device's when it decides what to compute again."""
+which otherwise becomes a program for the host's processor. The second: where memory is tight, XLA's
+own rematerialization takes host memory for the device's and computes in vain, or, if told not to
+(`xla_gpu_enable_host_memory_offloading`), moves activations to the host by itself, in every loop:
+for 13 billion parameters on one H200 6.5 TiB per step in place of 87 GiB."""
 
 
 class CompilerMissing(RuntimeError):
