@@ -77,7 +77,8 @@ class Pieces:
         reader = self._reader
         assert reader is not None
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             return reader.read(name, _box(index, leaf.shape))
 
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)

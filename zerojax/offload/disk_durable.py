@@ -128,9 +128,10 @@ def _packed(arrays: dict[str, Any], about: dict[str, Any]) -> bytes:
     hosts = {name: np.asarray(x) for name, x in arrays.items()}
     kinds = {name: (x.dtype.name, x.shape) for name, x in hosts.items()}
     text = json.dumps({**about, "kinds": kinds}).encode()
-    raw = {name: np.frombuffer(x.tobytes(), np.uint8) for name, x in hosts.items()}
+    raw: dict[str, Any] = {n: np.frombuffer(x.tobytes(), np.uint8) for n, x in hosts.items()}
+    raw[_ABOUT] = np.frombuffer(text, np.uint8)
     file = io.BytesIO()
-    np.savez(file, **{_ABOUT: np.frombuffer(text, np.uint8)}, **raw)
+    np.savez(file, **raw)
     return file.getvalue()
 
 

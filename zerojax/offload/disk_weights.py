@@ -39,7 +39,7 @@ def build_weights(
       masters: {name: {tier: slices}} of those in memory.
     """
     abstract = plan.abstract_state["params"]
-    weights = {}
+    weights: dict[str, jax.Array] = {}
     for name in disk.leaves:
         make = lambda x=abstract[name]: jnp.zeros(x.shape, x.dtype)  # noqa: E731
         weights[name] = jax.jit(make, out_shardings=abstract[name].sharding)()

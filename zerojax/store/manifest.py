@@ -151,5 +151,6 @@ def load_manifest(folder: Path) -> Manifest:
             f"{path}: written as format {found}, this version reads {_FORMAT}; delete the folder "
             "and fill the store again, from a checkpoint"
         )
-    tables = {name: tuple(fields.pop(name)) for name in ("sizes", "slots", "checksums")}
-    return Manifest(**fields, **tables)
+    for name in ("sizes", "slots", "checksums"):
+        fields[name] = tuple(fields[name])
+    return Manifest(**fields)

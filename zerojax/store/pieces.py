@@ -71,7 +71,7 @@ class PieceWriter:
           piece: 1-D and contiguous.
         """
         self._dtypes.setdefault(block.name, piece.dtype.name)
-        left = memoryview(piece.view(np.uint8))
+        left = piece.view(np.uint8).data
         while left:
             left = left[self._file.write(left) :]
         self._tables.setdefault(block, []).append((first, len(piece), self._offset))
@@ -140,9 +140,9 @@ class PieceReader:
                 )
             for entry in table["blocks"]:
                 dtype, runs = np.dtype(entry.pop("dtype")), entry.pop("pieces")
-                block = Block(
-                    **{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
-                )
+                rows = None if entry["rows"] is None else tuple(entry["rows"])
+                start, shape = tuple(entry["start"]), tuple(entry["shape"])
+                block = Block(name=entry["name"], start=start, shape=shape, rows=rows)
                 self._pieces.setdefault(block.name, []).append(_Pieces(data, block, dtype, runs))
 
     @property
