@@ -6,6 +6,7 @@ Knows one save and its folder; remembers nothing between saves.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable
@@ -91,6 +92,9 @@ def _start(save: Save) -> arrays.Write:
         if save.write_pieces is not None:
             save.write_pieces(save.partial / PIECES)
     except Exception as failure:
+        if writing is not None and jax.process_count() == 1:
+            with contextlib.suppress(Exception):  # `failure` is what is told
+                writing.result()
         error = _lost(save, failure)
     agreement.raise_together(error)
     assert writing is not None
