@@ -109,6 +109,7 @@ class Trainer:
         else:
             self.state, self._data_state = first
             self.num_steps = int(self.state["step"])
+            self._saved_step = latest if self.num_steps == latest else None
             self._reports = Reports(self.habits.max_skipped, skipped=int(self.state["skipped"]))
 
     # --- stepping ---------------------------------------------------------------------------------
