@@ -5,9 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.offload_disk_runs import SHARES, canonical, close, differing, offload, plan_of, train
+from tests.offload_disk_runs import (
+    SHARES,
+    Regression,
+    canonical,
+    close,
+    differing,
+    offload,
+    plan_of,
+    train,
+)
+from tests.trajectories import regression_batch
+from zerojax.api import train as train_run
+from zerojax.config import MeshConfig
 from zerojax.offload.disk_checks import check_durable
 from zerojax.offload.disk_durable import resume, resume_step
+from zerojax.optim import adamw
 from zerojax.precision import Precision, as_precision
 from zerojax.saved_state import first_state
 from zerojax.store import StoreError
@@ -77,3 +90,20 @@ def test_what_a_killed_run_could_not_go_on_from(tmp_path, shares, precision, pro
         check_durable(config, precision, processes)
     check_durable(offload(tmp_path, shares), precision, processes)
     assert np.isclose(sum(config.shares.values()), 1)
+
+
+def test_a_run_that_is_over_says_so_and_saves_nothing_twice(tmp_path):
+    """Its store and its checkpoint are of the same step."""
+    settings = MeshConfig(data=-1, offload=offload(tmp_path / "store", durable=True))
+    for _ in range(2):
+        trainer = train_run(
+            Regression,
+            settings,
+            [regression_batch(index) for index in range(4)],
+            optimizer=adamw(1e-2),
+            steps=2,
+            checkpoint=str(tmp_path / "run"),
+            run_dir=None,
+        )
+        trainer.close()
+        assert trainer.num_steps == 2
