@@ -5,6 +5,8 @@ A trajectory on one device, updated by optax itself, is what every other has to 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,14 +151,16 @@ def in_bfloat16():
     return Run(plan_of(OWN["adamw"](), 3, precision="bf16"))(16)
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "precision",
     [
-        Precision(param_dtype=jnp.bfloat16),
-        Precision(moments_dtype=jnp.bfloat16),
-        Precision(param_dtype=jnp.bfloat16, moments_dtype=jnp.bfloat16),
+        slow(Precision(param_dtype=jnp.bfloat16), id="no masters"),
+        slow(Precision(moments_dtype=jnp.bfloat16), id="small moments"),
+        pytest.param(Precision(param_dtype=jnp.bfloat16, moments_dtype=jnp.bfloat16), id="both"),
     ],
-    ids=["no masters", "small moments", "both"],
 )
 def test_less_state_learns_as_well(precision, in_bfloat16):
     """Batches repeat after four, so a model learns them. Rounding costs some of it: 3 % allowed."""
