@@ -20,7 +20,13 @@ from tests.offload_disk_runs import (
     plan_of,
     train,
 )
+from tests.small_models import reference_model
+from tests.trajectories import text_batch
 from zerojax.arrays import init_state, reshard_state
+from zerojax.config import MeshConfig, OffloadConfig
+from zerojax.mesh import make_mesh
+from zerojax.optim import adamw
+from zerojax.plan import make_plan
 from zerojax.precision import as_precision
 from zerojax.step import build_step
 from zerojax.store import StoreError
@@ -136,3 +142,36 @@ def test_moments_in_bfloat16(tmp_path):
     assert np.isfinite(losses).all()
     sizes = {place.dtypes["mu"] for place in state["disk"].leaves.values()}
     assert sizes == {np.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opt_state", ["nvme", SHARES], ids=["nvme", "shares"])
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"data": 2, "model": 2}, {"zero": 2, "precision": "bf16"}),
+        ({"data": 2, "replica": 2}, {"zero": 3, "num_microbatches": 4}),
+        ({"data": 2, "stage": 2}, {"zero": 1, "num_microbatches": 4}),
+        ({"data": 4}, {"zero": 0}),
+    ],
+    ids=["model", "replica", "stage", "zero 0"],
+)
+def test_files_go_with_every_axis_of_the_mesh(tmp_path, mesh, options, opt_state):
+    devices = jax.devices()[:4]
+    runs = []
+    for config in (None, offload(tmp_path, opt_state)):
+        plan = make_plan(
+            reference_model("gpt2", num_layers=2, num_heads=2, embed_dim=16),
+            make_mesh(MeshConfig(**mesh), devices),
+            example_batch=text_batch(0),
+            optimizer=adamw(1e-2),
+            offload=config or OffloadConfig(),
+            **{"precision": "fp32", "persistence_threshold": 100, **options},
+        )
+        state, losses = train(plan, 3)
+        runs.append((losses, canonical(plan, state)))
+        if config is not None:
+            assert plan.offload.on_disk
+            close(state)
+    assert runs[0][0] == runs[1][0]
+    assert differing(runs[0][1], runs[1][1]) == []

@@ -11,6 +11,7 @@ import pytest
 
 import zerojax
 from tests.test_offload_layout import SMALL, plan_of
+from zerojax import compiler
 from zerojax.arrays import from_canonical, to_canonical
 from zerojax.offload.update import build_offload_update
 from zerojax.precision import Precision
@@ -183,3 +184,22 @@ def test_weights_without_masters_are_updated_where_they_are():
     assert updates.state["masters"] == {}
     moved = np.abs(after - before)
     assert 0 < moved.max() < 0.01  # a learning rate of 1e-3 and one rounding of bfloat16
+
+
+def test_lowered_for_cuda_every_slice_is_brought_and_put_back_once():
+    """JAX alone, without a compiler for GPUs: one copy each way per array in each loop."""
+    counts = {}
+    for offload in (HOST, {}):
+        plan = plan_of(offload, mesh={"data": 2})
+        plan = plan.remake(plan.mesh.abstract_mesh)
+        traced = zerojax.build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
+        text = compiler.lower_for_gpus(traced).as_text()
+        copies = [line for line in text.splitlines() if "annotate_device_placement" in line]
+        to_host = sum('"pinned_host"' in line for line in copies)
+        kinds = text.count('mhlo.memory_kind = "pinned_host"')
+        counts[bool(offload)] = (len(copies) - to_host, to_host, kinds)
+    assert counts[False] == (0, 0, 0)
+    arrays = counts[True][0]
+    assert arrays == 3 * len(plan_of(HOST).offload.leaves)
+    # Stores in the loops and results of the step; arguments and results in host memory.
+    assert counts[True] == (arrays, 2 * arrays, 2 * arrays)
