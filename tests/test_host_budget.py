@@ -25,7 +25,6 @@ from zerojax.host_budget import (
     check_pinned_limit,
     disk_bytes,
     host_bytes,
-    saving_bytes,
 )
 from zerojax.plan import Plan, make_plan
 from zerojax.store import StoreError
@@ -128,19 +127,6 @@ def test_a_share_is_proposed_that_fits():
     check_host_memory(
         small_plan("{device: 0.25, host: 0.3, nvme: 0.45}"), room_for(plan, -on_host // 2)
     )
-
-
-def test_a_checkpoint_needs_room_for_what_it_puts_together():
-    plan = small_plan("host")
-    saving = saving_bytes(plan)
-    assert saving == 8 * STATE * NUMBER
-    assert saving_bytes(small_plan("{host: 0.5, nvme: 0.5}")) == 0, "slice by slice"
-    check_host_memory(plan, room_for(plan, saving), saving)
-    with pytest.raises(ValueError, match="12.0 MiB of it while a checkpoint is copied") as error:
-        check_host_memory(plan, room_for(plan, saving - 4096), saving)
-    proposed = error.value.args[0].partition("offload.opt_state: ")[2].partition(", which")[0]
-    other = small_plan(proposed)
-    check_host_memory(other, room_for(plan, saving - 4096), saving_bytes(other))
 
 
 def test_a_run_is_refused_before_there_are_arrays(monkeypatch, tmp_path):

@@ -15,15 +15,15 @@ from zerojax.offload.disk_saving import saved_names, write_pieces
 
 def save(folder, plan, state, step=1):
     """As the trainer saves."""
-    on_disk = plan.offload is not None and plan.offload.on_disk
+    apart = plan.offload is not None and plan.offload.off_device
     with Checkpointer(folder) as checkpointer:
         checkpointer.save(
             step,
-            to_canonical(plan, state, from_disk=False),
+            to_canonical(plan, state, joined=False),
             data_state={},
             config={},
             plan={},
-            write_pieces=functools.partial(write_pieces, plan, state) if on_disk else None,
+            write_pieces=functools.partial(write_pieces, plan, state) if apart else None,
         )
 
 

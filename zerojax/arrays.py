@@ -62,7 +62,7 @@ def init_state(plan: Planned, seed: int = 0) -> TrainState:
         state["disk"] = disk
     if len(state["params"]) < len(plan.abstract_state["params"]):
         assert disk is not None
-        made = state["params"] | build_weights(plan, disk, state["masters"])
+        made = state["params"] | build_weights(plan, disk.leaves, disk, state["masters"])
         state["params"] = {name: made[name] for name in plan.abstract_state["params"]}
     return state
 
@@ -181,7 +181,7 @@ def _new_opt_state(plan: Planned, trained: dict[str, jax.Array]) -> Any:
     return coding.new_state(plan.abstract_stored["opt_state"])
 
 
-def to_canonical(plan: Planned, state: TrainState, *, from_disk: bool = True) -> TrainState:
+def to_canonical(plan: Planned, state: TrainState, *, joined: bool = True) -> TrainState:
     """The state without padding, layers in order, in `plan.abstract_canonical`'s shardings.
 
     Leaves whose two forms are the same are passed on as they are, not copied. Moments that are
@@ -190,13 +190,13 @@ def to_canonical(plan: Planned, state: TrainState, *, from_disk: bool = True) ->
     Args:
       plan: which `state` follows.
       state: stays valid.
-      from_disk: False: a parameter or moment with slices in files is not read, and what is in its
-        place is no array (see `offload.disk_saving`).
+      joined: False: a parameter or moment with slices on the host or in files is not read, and
+        what is in its place is no array (see `offload.disk_saving`).
     """
     if plan.offload is None:
         stored = state
     else:
-        stored = join_state(plan, state, from_disk=from_disk)
+        stored = join_state(plan, state, joined=joined)
     decoded = _recoded(plan, stored, decode=True)
     return _convert(decoded, plan.abstract_canonical, _rows_of_state(plan), to_rows=False)
 
@@ -204,7 +204,7 @@ def to_canonical(plan: Planned, state: TrainState, *, from_disk: bool = True) ->
 def from_canonical(plan: Planned, canonical: TrainState) -> TrainState:
     """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says.
 
-    A parameter or moment with slices in files may be an `offload.disk_saving.Saved` instead.
+    One with slices on the host or in files may be an `offload.disk_saving.Saved` instead.
     """
     stored = plan.abstract_stored.copy()
     stored["opt_state"] = decoded_opt_state(plan)
@@ -215,12 +215,11 @@ def from_canonical(plan: Planned, canonical: TrainState) -> TrainState:
     if plan.offload is None:
         return recoded
     state = cut_state(plan, recoded)
-    if not plan.offload.on_disk:
-        return state
-    if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(canonical)):
+    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(canonical)):
+        return restore_pieces(plan, canonical, state)
+    if plan.offload.on_disk:
         state["disk"] = fill_disk(plan, recoded)
-        return state
-    return restore_pieces(plan, canonical, state)
+    return state
 
 
 def _rows_of_state(plan: Planned) -> TrainState | None:

@@ -49,22 +49,6 @@ def host_bytes(plan: Planned) -> int:
     return total
 
 
-def saving_bytes(plan: Planned) -> int:
-    """Bytes of host memory that a checkpoint takes beside the state while it is copied.
-
-    Masters and moments with slices on the host are put together there, each in one piece. Those
-    with slices in files go to the checkpoint slice by slice.
-    """
-    layout = plan.offload
-    return 0 if layout is None else _joined(plan, layout)
-
-
-def _joined(plan: Planned, layout: OffloadLayout) -> int:
-    whole = [leaf for leaf in layout.leaves.values() if leaf.counts[HOST] and not leaf.counts[NVME]]
-    elements = sum(leaf.num_slices * leaf.slice_elements for leaf in whole)
-    return elements * slice_bytes_per_element(plan) * len(_local_devices(plan))
-
-
 def disk_bytes(plan: Planned) -> int:
     """Bytes that this process's files take; a durable run keeps two generations of them."""
     one = file_bytes(plan, len(_local_devices(plan)))
@@ -93,44 +77,41 @@ def check_offload(
     """
     if plan.offload is None:
         return
-    saving = 0 if folder is None else saving_bytes(plan)
-    check_host_memory(plan, least_room(), saving)
-    check_pinned_limit(plan, os.environ if environ is None else environ, saving)
+    check_host_memory(plan, least_room())
+    check_pinned_limit(plan, os.environ if environ is None else environ)
     check_disk(plan, folder)
 
 
-def check_host_memory(plan: Planned, room: Room | None, saving: int = 0) -> None:
+def check_host_memory(plan: Planned, room: Room | None) -> None:
     """Refuses what does not fit into the memory that is there.
 
     Args:
-      plan: the plan; room: what is there; saving: what a checkpoint takes for a while.
+      plan: the plan; room: what is there.
 
     Raises:
       ValueError: see `check_offload`.
     """
-    needed = host_bytes(plan) + saving
+    needed = host_bytes(plan)
     there = None if room is None else int(room.free * SPARE)
     if room is None or there is None or needed <= there:
         return
     number = len(_local_devices(plan))
     kinds = "device" if number == 1 else "devices"
-    whereof = f" ({format_bytes(saving)} of it while a checkpoint is copied)" if saving else ""
     limit = f"{format_bytes(there)}: {SPARE:.0%} of what {room.source} leaves"
     raise ValueError(
-        f"offload needs {format_bytes(needed)} of host memory{whereof} for {number} {kinds} of "
+        f"offload needs {format_bytes(needed)} of host memory for {number} {kinds} of "
         f"this process and may take {limit}; "
-        f"{_join(host_remedies(plan, needed, there, saves=saving > 0))}"
+        f"{_join(host_remedies(plan, needed, there))}"
     )
 
 
-def host_remedies(plan: Planned, needed: int, there: int, *, saves: bool) -> Iterator[str]:
+def host_remedies(plan: Planned, needed: int, there: int) -> Iterator[str]:
     """What would make it fit, the cheapest first.
 
     Args:
       needed: bytes of host memory; there: of it that may be taken.
-      saves: whether a checkpoint's are among them.
     """
-    shares = _shares_that_fit(plan, needed, there, saves=saves)
+    shares = _shares_that_fit(plan, needed, there)
     if shares is not None:
         words = ", ".join(f"{tier}: {share:g}" for tier, share in shares.items())
         yield f"offload.opt_state: {{{words}}}, which puts more into files"
@@ -142,18 +123,12 @@ def host_remedies(plan: Planned, needed: int, there: int, *, saves: bool) -> Ite
     yield "more devices on other machines" if plan.zero else "a machine with more memory"
 
 
-def _shares_that_fit(
-    plan: Planned, needed: int, there: int, *, saves: bool
-) -> dict[str, float] | None:
-    """The largest share of the host, in steps of 5 %, with which a plan fits; None: there is none.
-
-    Slices are shared out anew, since what a checkpoint takes depends on which parameters have
-    any in files.
-    """
+def _shares_that_fit(plan: Planned, needed: int, there: int) -> dict[str, float] | None:
+    """The largest share of the host, in steps of 5 %, with which a plan fits; None: there is none."""
     config, layout = plan.settings.offload, plan.offload
     assert layout is not None
     near, now = config.shares.get(DEVICE, 0.0), config.shares.get(HOST, 0.0)
-    rest = needed - _of_state(plan, layout, saves=saves)
+    rest = needed - _of_state(plan, layout)
     for steps in reversed(range(math.ceil(now / STEP - 1e-9))):
         host = round(steps * STEP, 2)
         shares = {DEVICE: near, HOST: host, NVME: round(1 - near - host, 2)}
@@ -165,19 +140,19 @@ def _shares_that_fit(
             plan.mesh,
             stacked=layout.streamed,
         )
-        if changed is not None and rest + _of_state(plan, changed, saves=saves) <= there:
+        if changed is not None and rest + _of_state(plan, changed) <= there:
             return {tier: share for tier, share in shares.items() if share}
     return None
 
 
-def _of_state(plan: Planned, layout: OffloadLayout, *, saves: bool) -> int:
+def _of_state(plan: Planned, layout: OffloadLayout) -> int:
     """Bytes of host memory that depend on how slices are shared out."""
     elements = sum(leaf.counts[HOST] * leaf.slice_elements for leaf in layout.leaves.values())
     held = elements * slice_bytes_per_element(plan) * len(_local_devices(plan))
-    return held + _buffers(plan, layout) + (_joined(plan, layout) if saves else 0)
+    return held + _buffers(plan, layout)
 
 
-def check_pinned_limit(plan: Planned, environ: Mapping[str, str], saving: int = 0) -> None:
+def check_pinned_limit(plan: Planned, environ: Mapping[str, str]) -> None:
     """Refuses what XLA's pool of pinned memory would refuse in the middle of a run.
 
     Only for GPUs. The pool is made when JAX starts its devices; the `zerojax` command sets the
@@ -194,7 +169,6 @@ def check_pinned_limit(plan: Planned, environ: Mapping[str, str], saving: int = 
         raise ValueError(f"{PINNED_LIMIT}={told!r} is no whole number of GiB; set it, or unset it")
     limit = int(told) if told else DEFAULT_PINNED_GIB
     pinned = sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values()) * len(devices)
-    pinned += saving
     if pinned * POOL <= limit * GIB:
         return
     origin = f"{PINNED_LIMIT}={told}" if told else f"{PINNED_LIMIT} is not set, so it is {limit}"

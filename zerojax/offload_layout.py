@@ -71,6 +71,12 @@ class OffloadLayout:
     kept: tuple[tuple[str, str], ...]
 
     @property
+    def off_device(self) -> tuple[SlicedLeaf, ...]:
+        """The leaves that have slices on the host or in files."""
+        leaves = self.leaves.values()
+        return tuple(leaf for leaf in leaves if leaf.counts[HOST] or leaf.counts[NVME])
+
+    @property
     def on_disk(self) -> tuple[SlicedLeaf, ...]:
         """The leaves that have slices in files."""
         return tuple(leaf for leaf in self.leaves.values() if leaf.counts[NVME])

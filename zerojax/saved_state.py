@@ -19,7 +19,7 @@ from zerojax.state import TrainState
 def save_state(
     checkpointer: Any, plan: Planned, state: TrainState, *, step: int, about: Mapping[str, Any]
 ) -> None:
-    """Saves a state; parameters with slices in files go from file to file, slice by slice.
+    """Saves a state; parameters with slices on the host or in files are copied slice by slice.
 
     Args:
       checkpointer: a `zerojax.checkpoint.Checkpointer`.
@@ -31,8 +31,9 @@ def save_state(
     Raises:
       CheckpointError: see there.
     """
-    pieces = functools.partial(write_pieces, plan, state) if state.get("disk") else None
-    canonical = to_canonical(plan, state, from_disk=False)
+    apart = plan.offload is not None and bool(plan.offload.off_device)
+    pieces = functools.partial(write_pieces, plan, state) if apart else None
+    canonical = to_canonical(plan, state, joined=False)
     checkpointer.save(
         step,
         canonical,
@@ -46,7 +47,7 @@ def save_state(
 def restore_state(checkpointer: Any, plan: Planned, step: int | None = None) -> tuple[Any, Any]:
     """(what `Checkpointer.restore` returns, the state as `plan` stores it)."""
     unread = []
-    if plan.offload is not None and plan.offload.on_disk:
+    if plan.offload is not None and plan.offload.off_device:
         unread = [name for arrays in saved_names(plan).values() for name in arrays.values()]
     restored = checkpointer.restore(plan.abstract_canonical, step, unread=unread)
     return restored, from_canonical(plan, restored.state)

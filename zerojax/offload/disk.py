@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,13 +209,19 @@ def _text_of(error: BaseException) -> str:
 
 def disk_leaves(plan: Planned) -> dict[str, DiskLeaf]:
     """{name: its buckets} of this process, in the order of the plan's layout."""
+    assert plan.offload is not None
+    return places_of(plan, plan.offload.on_disk)
+
+
+def places_of(plan: Planned, leaves: Sequence[SlicedLeaf]) -> dict[str, DiskLeaf]:
+    """{name: its buckets, of which there may be none} of these parameters."""
     layout, mesh = plan.offload, plan.mesh
     assert layout is not None
     assert isinstance(mesh, Mesh)
     own = {MASTER: np.dtype(plan.precision.param_dtype)}
     dtypes = {name: own.get(name, np.dtype(plan.precision.moments_dtype)) for name in layout.arrays}
     result, buckets = {}, 0
-    for leaf in layout.on_disk:
+    for leaf in leaves:
         shard_of = _shards(leaf, mesh)
         shards = tuple(sorted(set(shard_of.values())))
         rows = {device: shards.index(shard) for device, shard in shard_of.items()}

@@ -80,7 +80,7 @@ def resume(plan: Planned) -> tuple[TrainState, dict[str, Any] | None]:
         arrays |= {f"frozen/{n}": x for n, x in _unpacked(folder / _FROZEN)[0].items()}
         disk.has_frozen = True
         state = _place(plan, arrays)
-        state["params"] |= build_weights(plan, disk, {})
+        state["params"] |= build_weights(plan, disk.leaves, disk, {})
     except BaseException:
         store.close()
         raise

@@ -5,7 +5,7 @@ Knows plans, arrays and the layout of buckets; never an optimizer's arithmetic o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from zerojax.offload.disk import (
     create_disk,
 )
 from zerojax.offload.slices import cut_leaf, map_moments
+from zerojax.offload_layout import SlicedLeaf
 from zerojax.planned import Planned
 from zerojax.state import TrainState
 
@@ -42,7 +43,8 @@ def fill_new_disk(plan: Planned, stored: Callable[[str], jax.Array]) -> DiskStat
 
 def fill_disk(plan: Planned, stored: TrainState) -> DiskState:
     """A new store with the slices of a state in one piece, as `plan.abstract_stored` has it."""
-    arrays = arrays_on_disk(plan, stored)
+    assert plan.offload is not None
+    arrays = arrays_of(plan, stored, plan.offload.on_disk)
     return _filled(plan, lambda place: array_source(plan, place, arrays[place.leaf.name]))
 
 
@@ -71,11 +73,11 @@ def array_source(plan: Planned, place: DiskLeaf, arrays: Mapping[str, jax.Array]
     return source
 
 
-def arrays_on_disk(plan: Planned, state: Any) -> dict[str, dict[str, Any]]:
-    """{parameter with slices in files: {array: its leaf}} of any tree with a state's structure."""
+def arrays_of(plan: Planned, state: Any, leaves: Sequence[SlicedLeaf]) -> dict[str, dict[str, Any]]:
+    """{name of each of `leaves`: {array: its leaf}} of any tree with a state's structure."""
     layout = plan.offload
     assert layout is not None
-    result: dict[str, dict[str, Any]] = {leaf.name: {} for leaf in layout.on_disk}
+    result: dict[str, dict[str, Any]] = {leaf.name: {} for leaf in leaves}
     masters = [name for name in layout.arrays if name == MASTER]
 
     def note(leaf: Any, number: int, moment: Any) -> None:

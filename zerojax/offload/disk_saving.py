@@ -1,4 +1,4 @@
-"""Parameters with slices in files, saved and restored slice by slice, whatever tier each is in.
+"""Parameters that have left the device, saved and restored slice by slice, whatever their tiers.
 
 Knows layouts, shards and files of pieces; never which checkpoint they belong to.
 
@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax.offload.disk import MASTER, DiskLeaf, DiskState, Source, create_disk, disk_leaves
-from zerojax.offload.disk_fill import arrays_on_disk
+from zerojax.offload.disk import MASTER, DiskLeaf, DiskState, Source, create_disk, places_of
+from zerojax.offload.disk_fill import arrays_of
 from zerojax.offload.disk_weights import build_weights
 from zerojax.offload.slices import (
     Tiers,
@@ -46,29 +46,32 @@ class Saved(Protocol):
 
 
 def saved_names(plan: Planned) -> dict[str, dict[str, str]]:
-    """{parameter with slices in files: {array: its name in a canonical state}}."""
+    """{parameter with slices off the device: {array: its name in a canonical state}}."""
+    assert plan.offload is not None
     names = jax.tree_util.tree_map_with_path(
         lambda path, _: path_name(path), plan.abstract_canonical
     )
-    return arrays_on_disk(plan, names)
+    return arrays_of(plan, names, plan.offload.off_device)
 
 
 def write_pieces(plan: Planned, state: TrainState, folder: Path) -> None:
-    """Writes this process's slices of the parameters with slices in files.
+    """Writes this process's slices of the parameters with slices on the host or in files.
 
     Raises:
       StoreError, OSError: what the store or the disk of `folder` says.
     """
-    disk, names = state["disk"], saved_names(plan)
-    arrays = arrays_on_disk(plan, {"params": state["masters"], "opt_state": state["opt_state"]})
+    assert plan.offload is not None
+    leaves, names = plan.offload.off_device, saved_names(plan)
+    held = {"params": state["masters"], "opt_state": state["opt_state"]}
+    arrays = arrays_of(plan, held, leaves)
     with PieceWriter(folder, jax.process_index()) as writer:
-        for piece in disk.slices():
+        for piece in state["disk"].slices() if state["disk"] else ():
             for array, rows in piece.arrays.items():
                 name = names[piece.place.leaf.name][array]
                 for row, values in enumerate(rows):
                     block = _block(plan, piece.place, row, name)
                     writer.write(block, piece.number * piece.place.leaf.slice_elements, values)
-        for place in disk.leaves.values():
+        for place in places_of(plan, leaves).values():
             for array, tiers in arrays[place.leaf.name].items():
                 for row, number, values in _slices_in_memory(place, tiers):
                     block = _block(plan, place, row, names[place.leaf.name][array])
@@ -103,10 +106,10 @@ def _start(plan: Planned, place: DiskLeaf, row: int) -> Shape:
 
 
 def restore_pieces(plan: Planned, canonical: TrainState, state: TrainState) -> TrainState:
-    """A state whose parameters with slices in files come from a checkpoint, slice by slice.
+    """A state whose parameters off the device come from a checkpoint, slice by slice.
 
     Args:
-      plan: with slices in files.
+      plan: with slices on the host or in files.
       canonical: has a `Saved` for each array of such a parameter.
       state: everything else; has anything in these places.
 
@@ -114,25 +117,30 @@ def restore_pieces(plan: Planned, canonical: TrainState, state: TrainState) -> T
       StoreError, OSError: what the store or the checkpoint says.
     """
     assert isinstance(plan.mesh, Mesh)
-    saved = arrays_on_disk(plan, canonical)
+    assert plan.offload is not None
+    saved = arrays_of(plan, canonical, plan.offload.off_device)
+    places = places_of(plan, plan.offload.off_device)
     tiers: dict[str, dict[str, Tiers]] = {}
-    for place in disk_leaves(plan).values():
+    for place in places.values():
         name = place.leaf.name
         source = _read_slices(plan, place, saved[name])
         tiers[name] = {array: _tiers(place, array, source, plan.mesh) for array in place.dtypes}
-    disk = create_disk(plan)
+    disk = create_disk(plan) if plan.offload.on_disk else None
     try:
-        disk.fill(lambda place: _read_slices(plan, place, saved[place.leaf.name]))
-        return assemble(plan, state, disk, tiers)
+        if disk is not None:
+            disk.fill(lambda place: _read_slices(plan, place, saved[place.leaf.name]))
+        return assemble(plan, state, places, disk, tiers)
     except BaseException:
-        disk.close()
+        if disk is not None:
+            disk.close()
         raise
 
 
 def assemble(
     plan: Planned,
     state: TrainState,
-    disk: DiskState,
+    places: Mapping[str, DiskLeaf],
+    disk: DiskState | None,
     tiers: Mapping[str, Mapping[str, Tiers]],
 ) -> TrainState:
     """A state with the slices of these parameters, in memory and in files, and their weights."""
@@ -140,9 +148,9 @@ def assemble(
     if plan.precision.has_masters:
         masters = {name: arrays[MASTER] for name, arrays in tiers.items()}
         result["masters"] = state["masters"] | masters
-        result["params"] = state["params"] | build_weights(plan, disk, masters)
+        result["params"] = state["params"] | build_weights(plan, places, disk, masters)
     result["opt_state"] = put_moments(plan, state["opt_state"], tiers)
-    result["disk"] = disk
+    result["disk"] = {} if disk is None else disk
     return result
 
 

@@ -29,22 +29,26 @@ from zerojax.planned import Planned
 
 
 def build_weights(
-    plan: Planned, disk: DiskState, masters: Mapping[str, Tiers]
+    plan: Planned,
+    places: Mapping[str, DiskLeaf],
+    disk: DiskState | None,
+    masters: Mapping[str, Tiers],
 ) -> dict[str, jax.Array]:
-    """The weights of the parameters with slices in files, one slice in memory at a time.
+    """The weights of parameters whose masters are in slices, one slice on the device at a time.
 
     Args:
       plan: with float32 masters.
-      disk: their slices in files.
+      places: of the parameters.
+      disk: their slices in files, if there are any.
       masters: {name: {tier: slices}} of those in memory.
     """
     abstract = plan.abstract_state["params"]
     weights: dict[str, jax.Array] = {}
-    for name in disk.leaves:
+    for name in places:
         make = lambda x=abstract[name]: jnp.zeros(x.shape, x.dtype)  # noqa: E731
         weights[name] = jax.jit(make, out_shardings=abstract[name].sharding)()
-    put = {name: _build_put(plan, place) for name, place in disk.leaves.items()}
-    for place, number, rows in _slices(disk, masters):
+    put = {name: _build_put(plan, place) for name, place in places.items()}
+    for place, number, rows in _slices(places, disk, masters):
         name, slices = place.leaf.name, place_rows(place, rows, plan)
         weights[name] = put[name](weights[name], slices, np.int32(number))
         jax.block_until_ready(weights[name])  # a CPU device may have taken the rows as they are
@@ -52,10 +56,10 @@ def build_weights(
 
 
 def _slices(
-    disk: DiskState, masters: Mapping[str, Tiers]
+    places: Mapping[str, DiskLeaf], disk: DiskState | None, masters: Mapping[str, Tiers]
 ) -> Iterator[tuple[DiskLeaf, int, np.ndarray]]:
     """(parameter, number, [rows, elements]) of all slices of masters."""
-    for place in disk.leaves.values():
+    for place in places.values():
         tiers = masters.get(place.leaf.name, {})
         for tier in [tier for tier in MEMORY_TIERS if tier in tiers]:
             shards = shards_of(tiers[tier])
@@ -63,7 +67,7 @@ def _slices(
             for index in range(place.leaf.counts[tier]):
                 taken = np.stack([rows[row][index] for row in range(len(rows))])
                 yield place, place.leaf.first(tier) + index, taken
-    for piece in disk.slices():
+    for piece in () if disk is None else disk.slices():
         yield piece.place, piece.number, piece.arrays[MASTER]
 
 

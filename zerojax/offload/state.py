@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.config.offload import HOST, NVME
+from zerojax.config.offload import HOST
 from zerojax.offload.abstract import canonical_on_host
 from zerojax.offload.slices import (
     Tiers,
@@ -62,7 +62,7 @@ def cut_new_state(plan: Planned, stored: TrainState) -> TrainState:
     return result
 
 
-def join_state(plan: Planned, state: TrainState, *, from_disk: bool = True) -> TrainState:
+def join_state(plan: Planned, state: TrainState, *, joined: bool = True) -> TrainState:
     """The state with every parameter and moment in one piece, as `plan.abstract_stored` has it.
 
     What has left the device is joined on the host, leaf by leaf.
@@ -70,7 +70,8 @@ def join_state(plan: Planned, state: TrainState, *, from_disk: bool = True) -> T
     Args:
       plan: with offload.
       state: in slices.
-      from_disk: False: what has slices in files is left out, a `ShapeDtypeStruct` in its place.
+      joined: False: what has slices on the host or in files is left out, a `ShapeDtypeStruct` in
+        its place.
     """
     layout, disk = plan.offload, state["disk"]
     assert layout is not None
@@ -85,12 +86,12 @@ def join_state(plan: Planned, state: TrainState, *, from_disk: bool = True) -> T
         if name not in state["masters"]:
             return x if name not in layout.streamed else jax.device_put(x, wanted.sharding)
         leaf = layout.leaves[name]
-        if leaf.counts[NVME] and not from_disk:
+        if not joined and leaf in layout.off_device:
             return wanted
         return join_leaf(leaf, state["masters"][name], wanted, from_files(leaf, 0))
 
     def moment(leaf: SlicedLeaf, number: int, tiers: Tiers, wanted: Any) -> jax.Array:
-        if leaf.counts[NVME] and not from_disk:
+        if not joined and leaf in layout.off_device:
             return wanted
         return join_leaf(leaf, tiers, wanted, from_files(leaf, masters + number))
 
