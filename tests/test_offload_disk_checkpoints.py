@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
 from tests.offload_disk_runs import SHARES, canonical, close, differing, offload, plan_of, train
 from zerojax.arrays import from_canonical, to_canonical
 from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.offload import state as offload_state
 from zerojax.offload.disk_saving import saved_names, write_pieces
 
 
@@ -35,7 +37,7 @@ def restore(folder, plan):
     return from_canonical(plan, restored.state)
 
 
-@pytest.fixture(scope="module", params=["nvme", SHARES], ids=["nvme", "shares"])
+@pytest.fixture(scope="module", params=["nvme", SHARES, "host"], ids=["nvme", "shares", "host"])
 def saved(request, tmp_path_factory):
     """(folder of checkpoints, canonical state, losses of two more steps, plan)."""
     folder = tmp_path_factory.mktemp("saved")
@@ -55,13 +57,14 @@ def test_such_a_checkpoint_holds_every_array_once(saved):
         files = checkpointer.metadata().files
     assert described.keys() == expected.keys()
     names = [name for arrays in saved_names(plan).values() for name in arrays.values()]
-    padded = [plan.abstract_stored["params"][leaf.name].size for leaf in plan.offload.on_disk]
+    padded = [plan.abstract_stored["params"][leaf.name].size for leaf in plan.offload.off_device]
     assert len(names) == 3 * len(padded)
     assert files["pieces/process_0.bin"] == 3 * 4 * sum(padded)
 
 
 @pytest.mark.parametrize(
-    ("tier", "data", "zero"), [(None, 2, 1), ("nvme", 4, 3), ("nvme", 2, 1), (SHARES, 2, 3)]
+    ("tier", "data", "zero"),
+    [(None, 2, 1), ("nvme", 4, 3), ("nvme", 2, 1), (SHARES, 2, 3), ("host", 4, 3)],
 )
 def test_it_comes_back_on_any_mesh_and_tier(saved, tmp_path, tier, data, zero):
     folder, expected, losses, _ = saved
@@ -76,7 +79,27 @@ def test_it_comes_back_on_any_mesh_and_tier(saved, tmp_path, tier, data, zero):
         close(state)
 
 
-@pytest.mark.parametrize("tier", ["nvme", SHARES], ids=["nvme", "shares"])
+def test_state_on_the_host_is_neither_joined_to_be_saved_nor_restored_whole(tmp_path, monkeypatch):
+    """It may fill most of the machine's memory."""
+    plan = plan_of(offload(tmp_path, "host"), zero=1, data=2)
+    state, _ = train(plan, 2)
+    expected = canonical(plan, state)
+
+    def refuse(*_, **__):
+        raise AssertionError("a whole parameter was put together")
+
+    monkeypatch.setattr(offload_state, "join_leaf", refuse)
+    monkeypatch.setattr(offload_state, "cut_leaf", refuse)
+    save(tmp_path / "checkpoints", plan, state)
+    restored = restore(tmp_path / "checkpoints", plan)
+    monkeypatch.undo()
+    assert jax.tree.map(lambda x: x.sharding, restored) == plan.state_shardings
+    assert differing(canonical(plan, restored), expected) == []
+    for name, weights in restored["params"].items():
+        np.testing.assert_array_equal(np.asarray(weights), np.asarray(state["params"][name]))
+
+
+@pytest.mark.parametrize("tier", ["nvme", SHARES, "host"], ids=["nvme", "shares", "host"])
 def test_an_ordinary_checkpoint_goes_into_files(tmp_path, tier):
     plain = plan_of(None, zero=2, data=2)
     state, _ = train(plain, 2)
