@@ -165,7 +165,7 @@ def run_child(
     )
     if process.returncode == 0:
         return json.loads(process.stdout.splitlines()[-1])
-    if "Out of memory" in process.stderr or "MemoryError" in process.stderr:
+    if any(words in process.stderr for words in ("Out of memory", "MemoryError", "bad_alloc")):
         return None
     raise RuntimeError(process.stderr)
 

@@ -139,8 +139,9 @@ class SliceUpdates:
             pending["opt_state"],
             pending["numbers"],
         )
-        # Copied back, which waits for the update: the store's memory, which a CPU device may have
-        # taken as it is, is free again.
+        # A CPU device may have taken the store's memory as it is, and devices with copies of one
+        # shard all have the same: it may be written only when every one of them has done with it.
+        jax.block_until_ready((weights, new))
         for key, target in piece.arrays.items():
             take_rows(place, new[key], target)
         return weights
