@@ -150,6 +150,10 @@ def _measure_limit(folder: Path) -> tuple[list[dict[str, Any]], list[Goal]]:
     ]
 
 
+NO_MEMORY = ("Out of memory", "MemoryError", "bad_alloc", "Cannot allocate memory")
+"""What XLA, Python, C++ and LLVM say when a limit of memory is reached; any may be the first."""
+
+
 def run_child(
     tier: str, size: int, limit_mib: int, folder: Path, *, steps: int
 ) -> dict[str, Any] | None:
@@ -165,7 +169,7 @@ def run_child(
     )
     if process.returncode == 0:
         return json.loads(process.stdout.splitlines()[-1])
-    if any(words in process.stderr for words in ("Out of memory", "MemoryError", "bad_alloc")):
+    if any(words in process.stderr for words in NO_MEMORY):
         return None
     raise RuntimeError(process.stderr)
 
