@@ -124,7 +124,7 @@ def host_remedies(plan: Planned, needed: int, there: int) -> Iterator[str]:
 
 
 def _shares_that_fit(plan: Planned, needed: int, there: int) -> dict[str, float] | None:
-    """The largest share of the host, in steps of 5 %, with which a plan fits; None: there is none."""
+    """The largest share of the host, in steps of 5 %, with which a plan fits; None if none does."""
     config, layout = plan.settings.offload, plan.offload
     assert layout is not None
     near, now = config.shares.get(DEVICE, 0.0), config.shares.get(HOST, 0.0)
