@@ -129,29 +129,29 @@ def test_a_share_is_proposed_that_fits():
     )
 
 
-def test_a_run_is_refused_before_there_are_arrays(monkeypatch, tmp_path):
+def test_a_run_is_refused_before_there_are_arrays(monkeypatch):
     monkeypatch.setattr(host_budget, "least_room", lambda: Room(GIB, 1024, "a test"))
     with pytest.raises(ValueError, match="offload needs .* and may take 972 B"):
-        host_budget.check_offload(small_plan("host"), folder=tmp_path)
-    host_budget.check_offload(small_plan("device"), folder=tmp_path)
+        host_budget.check_offload(small_plan("host"))
+    host_budget.check_offload(small_plan("device"))
 
 
 def test_files_that_do_not_fit(monkeypatch, tmp_path):
-    plan = small_plan("nvme", durable=True)
+    plan = small_plan("nvme", durable=True, folder=str(tmp_path))
     needed = disk_bytes(plan)
     monkeypatch.setattr(host_budget, "free_disk", lambda folder: needed)
-    check_disk(plan, tmp_path)
+    check_disk(plan)
     monkeypatch.setattr(host_budget, "free_disk", lambda folder: needed - 8192)
     with pytest.raises(ValueError, match=r"needs 3.0 MiB of disk in two generations") as error:
-        check_disk(plan, tmp_path)
+        check_disk(plan)
     assert "offload.durable: false, which takes half" in str(error.value)
-    assert f"in {tmp_path}, 3.0 MiB are there" in str(error.value)
+    assert f"in {tmp_path}/process_0, 3.0 MiB are there" in str(error.value)
     assert "(not counting checkpoints, 1.5 MiB each)" in str(error.value)
-    store = tmp_path / "offload"
+    store = tmp_path / "process_0"
     store.mkdir()
     (store / "buckets0.bin").write_bytes(bytes(8192))
     os.sync()
-    check_disk(plan, tmp_path)  # they are replaced
+    check_disk(plan)  # they are replaced
 
 
 class Gpu:

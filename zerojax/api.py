@@ -126,11 +126,12 @@ def train(
 
     checkpoint_config = _as_checkpoint(checkpoint)
     folder = _run_folder(run_dir, checkpoint_config)
+    files = folder if folder is not None else _beside_checkpoints(checkpoint_config)
 
     def replan(mesh_config: Any) -> Plan:
         return make_plan(
             internal,
-            with_disk_folder(mesh_config, folder),
+            with_disk_folder(mesh_config, files),
             example_batch=example,
             loss=loss,
             optimizer=optimizer,
@@ -266,11 +267,16 @@ def _as_checkpoint(checkpoint: CheckpointConfig | str | Path | None) -> Checkpoi
     return CheckpointConfig(path=str(Path(checkpoint) / CHECKPOINT_FOLDER))
 
 
+def _beside_checkpoints(checkpoint: CheckpointConfig | None) -> Path | None:
+    return None if checkpoint is None or checkpoint.path is None else Path(checkpoint.path).parent
+
+
 def _run_folder(run_dir: Any, checkpoint: CheckpointConfig | None) -> Path | None:
     if run_dir is None:
         return None
     if run_dir != "auto":
         return Path(run_dir)
-    if checkpoint is not None and checkpoint.path is not None:
-        return Path(checkpoint.path).parent
+    beside = _beside_checkpoints(checkpoint)
+    if beside is not None:
+        return beside
     return Path("runs") / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from zerojax.config.offload import DEVICE, HOST, NVME
 from zerojax.link_rates import shares_host_memory
 from zerojax.mesh import DATA
+from zerojax.offload.disk import store_folder
 from zerojax.offload_costs import file_bytes, slice_bytes_per_element
 from zerojax.offload_layout import OffloadLayout
 from zerojax.plan_counts import GRADIENTS, STORED, role_tiers, state_bytes
@@ -62,14 +63,11 @@ def _buffers(plan: Planned, layout: OffloadLayout) -> int:
     return FEWEST_BUFFERS * size * max(rows, default=0)
 
 
-def check_offload(
-    plan: Planned, *, folder: Path | None = None, environ: Mapping[str, str] | None = None
-) -> None:
+def check_offload(plan: Planned, *, environ: Mapping[str, str] | None = None) -> None:
     """Refuses a run whose host memory or files would not fit, before it takes any memory.
 
     Args:
       plan: on devices that are here; nothing is checked of one without offload.
-      folder: where the run's checkpoints lie; None: it has none.
       environ: None takes the process's.
 
     Raises:
@@ -79,11 +77,13 @@ def check_offload(
         return
     check_host_memory(plan, least_room())
     check_pinned_limit(plan, os.environ if environ is None else environ)
-    check_disk(plan, folder)
+    check_disk(plan)
 
 
 def check_host_memory(plan: Planned, room: Room | None) -> None:
     """Refuses what does not fit into the memory that is there.
+
+    Each process compares what is its own; several on one machine have it together.
 
     Args:
       plan: the plan; room: what is there.
@@ -92,8 +92,10 @@ def check_host_memory(plan: Planned, room: Room | None) -> None:
       ValueError: see `check_offload`.
     """
     needed = host_bytes(plan)
-    there = None if room is None else int(room.free * SPARE)
-    if room is None or there is None or needed <= there:
+    if room is None:  # this system does not say
+        return
+    there = int(room.free * SPARE)
+    if needed <= there:
         return
     number = len(_local_devices(plan))
     kinds = "device" if number == 1 else "devices"
@@ -127,11 +129,13 @@ def _shares_that_fit(plan: Planned, needed: int, there: int) -> dict[str, float]
     """The largest share of the host, in steps of 5 %, with which a plan fits; None if none does."""
     config, layout = plan.settings.offload, plan.offload
     assert layout is not None
+    if config.update_in_backward:  # which wants all slices in one tier
+        return None
     near, now = config.shares.get(DEVICE, 0.0), config.shares.get(HOST, 0.0)
     rest = needed - _of_state(plan, layout)
     for steps in reversed(range(math.ceil(now / STEP - 1e-9))):
         host = round(steps * STEP, 2)
-        shares = {DEVICE: near, HOST: host, NVME: round(1 - near - host, 2)}
+        shares = {DEVICE: near, HOST: host, NVME: 1 - near - host}
         changed = plan_offload(
             dataclasses.replace(config, opt_state=tuple(shares.items())),
             plan.placement,
@@ -176,11 +180,11 @@ def check_pinned_limit(plan: Planned, environ: Mapping[str, str]) -> None:
     raise ValueError(
         f"offload keeps {format_bytes(pinned)} in pinned host memory, and XLA takes at most "
         f"{limit} GiB of it ({origin}); set {PINNED_LIMIT}={wanted} before JAX starts "
-        " its devices: in the shell, or in os.environ above the first use of jax"
+        "its devices: in the shell, or in os.environ above the first use of jax"
     )
 
 
-def check_disk(plan: Planned, folder: Path | None) -> None:
+def check_disk(plan: Planned) -> None:
     """Refuses files that do not fit on their disk. Files of an earlier run count as free.
 
     Raises:
@@ -189,7 +193,7 @@ def check_disk(plan: Planned, folder: Path | None) -> None:
     needed, config = disk_bytes(plan), plan.settings.offload
     if not needed:
         return
-    place = Path(config.folder) if config.folder else (folder or Path("."))
+    place = store_folder(plan)
     there = free_disk(place) + _taken(place)
     if needed <= there:
         return
@@ -211,7 +215,7 @@ def _taken(folder: Path) -> int:
     """Bytes of the files in a folder that is there, which its next store replaces."""
     if not folder.is_dir():
         return 0
-    files = (path.stat() for path in folder.glob("**/buckets*.bin"))
+    files = (path.stat() for path in folder.glob("buckets*.bin"))
     return sum(512 * file.st_blocks for file in files)
 
 

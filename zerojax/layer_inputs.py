@@ -13,18 +13,24 @@ within a layer stays, since it bounds what that loop keeps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from zerojax.config import MeshConfig
-from zerojax.config.offload import HOST
-from zerojax.programs import inner_programs, is_checkpoint, split_scan
+from zerojax.config.offload import HOST, HOST_KIND
+from zerojax.programs import (
+    evaluate_in_pieces,
+    inner_programs,
+    is_checkpoint,
+    program_of,
+    split_scan,
+)
 from zerojax.trees import format_bytes
 
 LAYER_INPUT = "zerojax.layer_input"
@@ -32,12 +38,11 @@ LAYER_INPUT = "zerojax.layer_input"
 _CALLS = ("jit", "pjit")
 # What may stand between a parameter and the loop that slices it.
 _ROW_BY_ROW = ("convert_element_type", "copy", "name")
-_KIND = "pinned_host"
 _POLICY = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=[LAYER_INPUT],
     offload_src="device",
-    offload_dst=_KIND,
+    offload_dst=HOST_KIND,
 )
 _REMEDY = (
     "offload activations=host needs a model whose layers run in a jax.lax.scan over stacked "
@@ -223,7 +228,7 @@ def _rewrite(equation: Any, chosen: set[int]) -> _Run | None:
     if id(equation) in chosen:
         return lambda given: _run_layers(equation, given)
     if equation.primitive.name in _CALLS and _contains(equation, lambda e: id(e) in chosen):
-        inner = _closed(equation)
+        inner = program_of(equation)
         return lambda given: _evaluate(inner, given, lambda e: _rewrite(e, chosen))
     return None
 
@@ -257,7 +262,7 @@ def _dissolve(equation: Any) -> _Run | None:
     """Checkpoints of a layer, without those in loops of its own."""
     is_call = equation.primitive.name in _CALLS and _contains(equation, is_checkpoint)
     if is_call or is_checkpoint(equation):
-        inner = _closed(equation)
+        inner = program_of(equation)
         return lambda given: _evaluate(inner, given, _dissolve)
     return None
 
@@ -271,77 +276,16 @@ def _contains(equation: Any, wanted: Callable[[Any], bool]) -> bool:
     )
 
 
-def _closed(equation: Any) -> ClosedJaxpr:
-    """The program of a call or a checkpoint. (JAX 0.10 gives a checkpoint an open one.)"""
-    inner = equation.params["jaxpr"]
-    return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
-
-
 def _evaluate(
     closed: ClosedJaxpr, inputs: Sequence[Any], rewrite: Callable[[Any], _Run | None]
 ) -> list[Any]:
     """The outputs of a program, some of whose equations run otherwise."""
-    program = closed.jaxpr
-    values = dict(zip(program.constvars, closed.consts, strict=True))
-    values |= dict(zip(program.invars, inputs, strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for equations, run in _pieces(program, rewrite):
-        if run is not None:
-            (equation,) = equations
-            outputs = run([read(atom) for atom in equation.invars])
-            values |= dict(zip(equation.outvars, outputs, strict=True))
-        else:
-            values |= _run_piece(program, equations, values)
-    return [read(atom) for atom in program.outvars]
-
-
-def _pieces(
-    program: Jaxpr, rewrite: Callable[[Any], _Run | None]
-) -> Iterator[tuple[list[Any], _Run | None]]:
-    """The equations in order: those that run otherwise alone, the others together."""
-    waiting: list[Any] = []
-    for equation in program.eqns:
+    def run_apart(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
         run = rewrite(equation)
-        if run is None:
-            waiting.append(equation)
-            continue
-        if waiting:
-            yield waiting, None
-        yield [equation], run
-        waiting = []
-    if waiting:
-        yield waiting, None
+        assert run is not None
+        return run(given)
 
-
-def _run_piece(
-    program: Jaxpr, equations: Sequence[Any], values: Mapping[Any, Any]
-) -> dict[Any, Any]:
-    made = [variable for equation in equations for variable in equation.outvars]
-    taken = {
-        atom: None
-        for equation in equations
-        for atom in equation.invars
-        if not isinstance(atom, Literal) and atom in values
-    }
-    needed = _needed_later(program, equations, made)
-    piece = program.replace(
-        constvars=[],
-        invars=list(taken),
-        outvars=needed,
-        eqns=list(equations),
-        effects=program.effects,
+    return evaluate_in_pieces(
+        closed, inputs, is_apart=lambda equation: rewrite(equation) is not None, run_apart=run_apart
     )
-    outputs = jaxpr_as_fun(ClosedJaxpr(piece, []))(*(values[v] for v in taken))
-    return dict(zip(needed, outputs, strict=True))
-
-
-def _needed_later(program: Jaxpr, equations: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-    """Of what a piece makes, what the rest of the program takes."""
-    last = equations[-1]
-    after = program.eqns[next(i for i, e in enumerate(program.eqns) if e is last) + 1 :]
-    atoms = [*program.outvars, *(atom for equation in after for atom in equation.invars)]
-    wanted = {atom for atom in atoms if not isinstance(atom, Literal)}
-    return [variable for variable in made if variable in wanted]

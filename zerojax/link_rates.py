@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from zerojax.config.offload import HOST_KIND
+
 SIZES = (16 * 2**20, 128 * 2**20, 1024 * 2**20)
 """Bytes of one array: a slice of a small layer, of a large one, and what the link does at best."""
 MISSING = "this device offers no pinned host memory, so nothing can be offloaded to it"
@@ -37,7 +39,7 @@ class LinkRates:
 
 def has_pinned_host(device: Any) -> bool:
     """Whether a device reaches pinned host memory."""
-    return "pinned_host" in {memory.kind for memory in device.addressable_memories()}
+    return HOST_KIND in {memory.kind for memory in device.addressable_memories()}
 
 
 def shares_host_memory(device: Any) -> bool:
@@ -61,7 +63,7 @@ def measure_link(*, num_bytes: int = 2**30, repeats: int = 5, device: Any = None
     if not has_pinned_host(device):
         raise RuntimeError(f"{device}: {MISSING}")
     near = SingleDeviceSharding(device, memory_kind="device")
-    far = SingleDeviceSharding(device, memory_kind="pinned_host")
+    far = SingleDeviceSharding(device, memory_kind=HOST_KIND)
     number = max(num_bytes // 4, 1)
     inside = jax.device_put(jnp.zeros(number, jnp.float32), near)
     outside = jax.device_put(inside, far)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax.system_memory import nearest_folder
 from zerojax.user_cache import replace_text, user_cache
 
 FILE = "rates.json"
@@ -56,8 +57,10 @@ def keep(rates: MeasuredLink | MeasuredDisk) -> Path | None:
     part, name = ("links", rates.device_kind) if is_link else ("disks", rates.disk)
     today = datetime.datetime.now().strftime("%Y-%m-%d")
     known = _read(path)
-    machine = known.setdefault(platform.node(), {})
-    entries = machine.setdefault(part, {})
+    machine = known.get(platform.node())
+    machine = known[platform.node()] = machine if isinstance(machine, dict) else {}
+    entries = machine.get(part)
+    entries = machine[part] = entries if isinstance(entries, dict) else {}
     entries[name] = dataclasses.asdict(dataclasses.replace(rates, date=today))
     try:
         replace_text(path, json.dumps(known, indent=1))
@@ -83,10 +86,7 @@ def disk_name(folder: str | os.PathLike[str]) -> str:
 
     Of a folder that is not there, that of the nearest one above it.
     """
-    place = Path(folder).expanduser().absolute()
-    while not place.exists():
-        place = place.parent
-    number = os.stat(place).st_dev
+    number = os.stat(nearest_folder(folder)).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     try:
         lines = MOUNTS.read_text(encoding="utf-8").splitlines()

@@ -31,6 +31,7 @@ from zerojax.plan_counts import (
     tokens_per_step,
 )
 from zerojax.planned import Planned
+from zerojax.system_memory import nearest_folder
 
 UPDATE, WEIGHTS = "update of the state", "weights"
 ATTAINED = 0.5
@@ -177,10 +178,11 @@ def rates_of(gpu: Gpu, folder: str | None = None) -> Rates:
       folder: of the files; None takes the working folder, where runs are put.
     """
     disk = measured_disk(folder or ".")
+    there = nearest_folder(folder or ".") if folder else "."
     where = f"the disk of {folder or 'the working folder'}"
     known = {
         "disk": None if disk is None else disk.both,
-        "disk_source": f"{where}: not measured, run `zerojax bench io {folder or '.'}`"
+        "disk_source": f"{where}: not measured, run `zerojax bench io {there}`"
         if disk is None
         else f"measured here on {disk.date} ({disk.disk})",
     }

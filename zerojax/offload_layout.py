@@ -15,6 +15,9 @@ from collections.abc import Mapping
 
 from zerojax.config.offload import DEVICE, HOST, NVME
 
+MASTER = "master"
+"""What `OffloadLayout.arrays` calls the float32 weights."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlicedLeaf:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import profile, programs, trees
-from zerojax.config.offload import DEVICE, HOST, NVME
+from zerojax.config.offload import DEVICE, HOST, HOST_KIND, NVME
 from zerojax.mesh import DATA, MODEL, REPLICA, STAGE
 from zerojax.pipeline_costs import total_buffer_bytes
 from zerojax.placement import Access, LeafPlacement, Placement
@@ -22,7 +22,6 @@ from zerojax.planned import Planned
 MASTERS, OPTIMIZER, STORED = "master weights", "optimizer state", "weights"
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered weights", "gradients", "activations"
 PIPELINE_BUFFERS = "pipeline buffers"
-HOST_KIND = "pinned_host"
 
 Tiers = dict[str, int]
 """{tier: bytes per device}, of the tiers that hold any."""

@@ -9,17 +9,14 @@ import math
 from collections.abc import Mapping
 
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zerojax import trees
-from zerojax.config.offload import DEVICE, HOST, OffloadConfig
-from zerojax.offload_layout import OffloadLayout, SlicedLeaf
+from zerojax.config.offload import DEVICE, HOST, TIERS, OffloadConfig
+from zerojax.offload_layout import MASTER, OffloadLayout, SlicedLeaf
 from zerojax.optim import Optimizer
-from zerojax.placement import LeafPlacement, Placement
+from zerojax.placement import LeafPlacement, Placement, axes_of_spec
 from zerojax.precision import Precision
-
-MASTER = "master"
-"""What `OffloadLayout.arrays` calls the float32 weights."""
 
 
 def plan_offload(
@@ -96,17 +93,7 @@ def _moments(tx: optax.GradientTransformation) -> tuple[str, ...]:
 
 def _shard_shape(leaf: LeafPlacement, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     """The shape of a stored parameter on one device."""
-    entries = [*leaf.stored_spec, *[None] * len(leaf.stored_shape)]
-    return tuple(
-        size // math.prod(mesh.shape[axis] for axis in _axes(entry))
-        for size, entry in zip(leaf.stored_shape, entries, strict=False)
-    )
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else entry
+    return NamedSharding(mesh, leaf.stored_spec).shard_shape(leaf.stored_shape)
 
 
 def _share_out(
@@ -126,7 +113,7 @@ def _share_out(
             size // layers, layers, config.slice_elements, whole_layers=config.update_in_backward
         )
         left = count = size // elements
-        counts = dict.fromkeys(("device", "host", "nvme"), 0)
+        counts = dict.fromkeys(TIERS, 0)
         for tier, share in shares.items():
             wanted[tier] += share * size
             fit = round((wanted[tier] - given[tier]) / elements)
@@ -137,7 +124,7 @@ def _share_out(
         counts[last] += left
         given[last] += left * elements
         assert sum(counts.values()) == count
-        axes = {axis for entry in leaf.stored_spec for axis in _axes(entry)}
+        axes = axes_of_spec(leaf.stored_spec)
         over = tuple(axis for axis in mesh.axis_names if axis in axes and mesh.shape[axis] > 1)
         result[leaf.name] = SlicedLeaf(
             name=leaf.name,

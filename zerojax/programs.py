@@ -5,12 +5,12 @@ Knows the form of programs in every version of JAX that is supported; never what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 _READ = "zerojax.read:"
 
@@ -45,6 +45,108 @@ def _programs(values: Any) -> Iterator[Jaxpr]:
 def is_checkpoint(equation: Any) -> bool:
     """Whether an equation is a `jax.checkpoint`."""
     return equation.primitive.name in ("checkpoint", "remat", "remat2")
+
+
+def program_of(equation: Any) -> ClosedJaxpr:
+    """The program of a call or a checkpoint.
+
+    A checkpoint holds an open program, a call a closed one; JAX 0.12 knows one kind only.
+    """
+    inner = equation.params["jaxpr"]
+    return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
+
+
+def free_variables(equations: Sequence[Any]) -> list[Any]:
+    """The variables that equations take from before them."""
+    made: set[Any] = set()
+    taken: dict[Any, None] = {}
+    for equation in equations:
+        for atom in equation.invars:
+            if not isinstance(atom, Literal) and atom not in made:
+                taken[atom] = None
+        made.update(equation.outvars)
+    return list(taken)
+
+
+RunPiece = Callable[[Jaxpr, Sequence[Any], Sequence[Any], Sequence[Any]], Callable[..., Any]]
+"""(program, equations of a piece, what they take, what of theirs is needed) -> the piece as a
+function of what it takes that gives what is needed."""
+
+
+def piece_function(
+    program: Jaxpr, equations: Sequence[Any], taken: Sequence[Any], needed: Sequence[Any]
+) -> Callable[..., Any]:
+    """A straight piece of a program as it is: the plain `RunPiece`."""
+    piece = program.replace(
+        constvars=[],
+        invars=list(taken),
+        outvars=list(needed),
+        eqns=list(equations),
+        effects=program.effects,
+    )
+    return jaxpr_as_fun(ClosedJaxpr(piece, ()))
+
+
+def evaluate_in_pieces(
+    closed: ClosedJaxpr,
+    inputs: Sequence[Any],
+    *,
+    is_apart: Callable[[Any], bool],
+    run_apart: Callable[[Any, Sequence[Any]], Sequence[Any]],
+    run_piece: RunPiece = piece_function,
+) -> list[Any]:
+    """The outputs of a program, some of whose equations run otherwise.
+
+    Args:
+      closed: the program.
+      inputs: what it is given.
+      is_apart: whether an equation runs otherwise. All between two such are one piece.
+      run_apart: (equation, its inputs) -> its outputs, for these.
+      run_piece: what runs a piece.
+    """
+    program = closed.jaxpr
+    values = dict(zip(program.constvars, closed.consts, strict=True))
+    values |= dict(zip(program.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equations, needed, apart in _pieces(program, is_apart):
+        if apart:
+            (equation,) = equations
+            outputs = run_apart(equation, [read(atom) for atom in equation.invars])
+            values |= dict(zip(equation.outvars, outputs, strict=True))
+        else:
+            taken = free_variables(equations)
+            outputs = run_piece(program, equations, taken, needed)(*map(read, taken))
+            values |= dict(zip(needed, outputs, strict=True))
+    return [read(atom) for atom in program.outvars]
+
+
+def _pieces(
+    program: Jaxpr, is_apart: Callable[[Any], bool]
+) -> Iterator[tuple[list[Any], list[Any], bool]]:
+    """Cuts a program at the equations that run otherwise.
+
+    Yields:
+      (equations of a piece, those of its results that something after it needs, whether it is one
+      equation that runs otherwise).
+    """
+    pieces: list[tuple[list[Any], bool]] = []
+    for equation in program.eqns:
+        apart = is_apart(equation)
+        if pieces and not apart and not pieces[-1][1]:
+            pieces[-1][0].append(equation)
+        else:
+            pieces.append(([equation], apart))
+    needed = {atom for atom in program.outvars if not isinstance(atom, Literal)}
+    later = []
+    for equations, _ in reversed(pieces):
+        later.append(needed)
+        needed = needed | set(free_variables(equations))
+    for (equations, apart), wanted in zip(pieces, reversed(later), strict=True):
+        made = [variable for equation in equations for variable in equation.outvars]
+        yield equations, [variable for variable in made if variable in wanted], apart
 
 
 def split_scan(equation: Any) -> tuple[int, int]:

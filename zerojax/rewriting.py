@@ -15,14 +15,21 @@ do again. The checkpoints that a model brings along stay as they are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from zerojax.programs import inner_programs, is_checkpoint, read_name, split_scan
+from zerojax.programs import (
+    evaluate_in_pieces,
+    inner_programs,
+    is_checkpoint,
+    program_of,
+    read_name,
+    split_scan,
+)
 
 # Kept, these would be copies of gathered parameters; done again, they are part of another kernel.
 _LAYOUT = frozenset(
@@ -118,26 +125,22 @@ def _evaluate(
     rules: Rewriting, closed: ClosedJaxpr, inputs: Sequence[Any], where: _Surroundings
 ) -> list[Any]:
     """The outputs of a program."""
-    program = closed.jaxpr
-    values = dict(zip(program.constvars, closed.consts, strict=True))
-    values |= dict(zip(program.invars, inputs, strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for equations, needed in _pieces(program):
-        first = equations[0]
-        if _is_structured(first):
-            given = [read(atom) for atom in first.invars]
-            outputs = _evaluate_structured(rules, first, given, where)
-            values |= dict(zip(first.outvars, outputs, strict=True))
-            continue
-        taken = _free_variables(equations)
+    def run_piece(
+        program: Jaxpr, equations: Sequence[Any], taken: Sequence[Any], needed: Sequence[Any]
+    ) -> Callable[..., Any]:
         run = _piece(rules, program, equations, taken, needed, where)
         if rules.regather and not where.checkpointed and any(map(_reads, equations)):
             run = jax.checkpoint(run, policy=_keep_what_is_dear, prevent_cse=not where.in_loop)
-        values |= dict(zip(needed, run(*map(read, taken)), strict=True))
-    return [read(atom) for atom in program.outvars]
+        return run
+
+    return evaluate_in_pieces(
+        closed,
+        inputs,
+        is_apart=_is_structured,
+        run_apart=lambda equation, given: _evaluate_structured(rules, equation, given, where),
+        run_piece=run_piece,
+    )
 
 
 def _reads(equation: Any) -> bool:
@@ -153,49 +156,12 @@ def _is_structured(equation: Any) -> bool:
     return (kind in ("scan", "jit", "pjit") or is_checkpoint(equation)) and _reads(equation)
 
 
-def _pieces(program: Jaxpr) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Cuts a program at its structured equations.
-
-    Yields:
-      (equations of a piece, those of its results that something after it needs).
-    """
-    pieces: list[list[Any]] = []
-    joins = False
-    for equation in program.eqns:
-        structured = _is_structured(equation)
-        if joins and not structured:
-            pieces[-1].append(equation)
-        else:
-            pieces.append([equation])
-        joins = not structured
-    later = [{atom for atom in program.outvars if not isinstance(atom, Literal)}]
-    for equations in reversed(pieces[1:]):
-        later.append(later[-1] | set(_free_variables(equations)))
-    for equations, needed in zip(pieces, reversed(later), strict=True):
-        made = [variable for equation in equations for variable in equation.outvars]
-        yield equations, [variable for variable in made if variable in needed]
-
-
-def _free_variables(equations: Sequence[Any]) -> list[Any]:
-    """The variables that a piece takes from before it."""
-    made: set[Any] = set()
-    taken: dict[Any, None] = {}
-    for equation in equations:
-        for atom in equation.invars:
-            if not isinstance(atom, Literal) and atom not in made:
-                taken[atom] = None
-        made.update(equation.outvars)
-    return list(taken)
-
-
 def _evaluate_structured(
-    rules: Rewriting, equation: Any, inputs: list[Any], where: _Surroundings
+    rules: Rewriting, equation: Any, inputs: Sequence[Any], where: _Surroundings
 ) -> Sequence[Any]:
     if equation.primitive.name == "scan":
         return _evaluate_scan(rules, equation, inputs)
-    # A checkpoint holds an open program, a call a closed one; JAX 0.12 knows one kind only.
-    inner = equation.params["jaxpr"]
-    closed = inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
+    closed = program_of(equation)
     if not is_checkpoint(equation):
         return _evaluate(rules, closed, inputs, where)
     inside = dataclasses.replace(where, checkpointed=True)
@@ -208,10 +174,11 @@ def _evaluate_structured(
     return run(*inputs)
 
 
-def _evaluate_scan(rules: Rewriting, equation: Any, inputs: list[Any]) -> Sequence[Any]:
+def _evaluate_scan(rules: Rewriting, equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     params = equation.params
     num_consts, num_carry = split_scan(equation)
-    consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
+    consts = list(inputs[:num_consts])
+    carry = list(inputs[num_consts : num_consts + num_carry])
 
     def body(carry: list[Any], items: list[Any]) -> tuple[list[Any], list[Any]]:
         given = [*consts, *carry, *items]
@@ -221,7 +188,7 @@ def _evaluate_scan(rules: Rewriting, equation: Any, inputs: list[Any]) -> Sequen
     carry, items = lax.scan(
         body,
         carry,
-        inputs[num_consts + num_carry :],
+        list(inputs[num_consts + num_carry :]),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],

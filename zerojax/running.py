@@ -54,8 +54,7 @@ def start_run(
     validation: Any,
 ) -> Trainer:
     """Checks offload, opens checkpoints, resumes if there is something to resume, and trains."""
-    path = None if run.checkpoint is None else run.checkpoint.path
-    check_offload(plan, folder=None if path is None else Path(path).parent)
+    check_offload(plan)
     checkpointer, trainer = _open_checkpoints(run, plan), None
     try:
         trainer = Trainer(

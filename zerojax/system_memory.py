@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,8 +129,12 @@ def _number(path: Path) -> int | None:
 
 def free_disk(folder: str | os.PathLike[str]) -> int:
     """Bytes that may still be written to the disk of a folder, or of the nearest one above it."""
+    return shutil.disk_usage(nearest_folder(folder)).free
+
+
+def nearest_folder(folder: str | os.PathLike[str]) -> Path:
+    """A folder, or where it is not there yet the nearest one above it; on the same disk."""
     place = Path(folder).expanduser().absolute()
     while not place.exists():
         place = place.parent
-    disk = os.statvfs(place)
-    return disk.f_bavail * disk.f_frsize
+    return place

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.choice import Choice, choose
 from pallas_kernels.gradients import GRADIENT_STATS, StatsScalars
 from pallas_kernels.update import update as update_leaf
 from zerojax.optim import Optimizer, UpdateContext
+from zerojax.placement import axes_of_spec
 from zerojax.planned import Planned
 from zerojax.precision import Precision
 from zerojax.state import TrainState
@@ -233,14 +234,9 @@ def axes_of_leaves(
 ) -> dict[str, tuple[str, ...]]:
     """{name: mesh axes of more than one device that a leaf is split over}."""
     return {
-        name: tuple(axis for axis in _axes(leaf.sharding) if mesh.shape[axis] > 1)
+        name: tuple(axis for axis in axes_of_spec(leaf.sharding.spec) if mesh.shape[axis] > 1)
         for name, leaf in leaves.items()
     }
-
-
-def _axes(sharding: NamedSharding) -> list[str]:
-    entries = [entry for entry in sharding.spec if entry is not None]
-    return [axis for entry in entries for axis in ([entry] if isinstance(entry, str) else entry)]
 
 
 def _specs(tree: Any) -> Any:

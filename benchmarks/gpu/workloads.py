@@ -64,6 +64,23 @@ class Workload:
         return 3 * (self.num_layers * (layer + attention) + 2 * width * self.vocab_size)
 
 
+# The model of configs/llama_1b_zero3_8xh100.yaml, 1.2 billion parameters, at 2048 tokens.
+# Without remat XLA's attention would keep its scores: 263 GiB, as compiled for an H200.
+LLAMA_1B = Workload(
+    kind="llama",
+    vocab_size=32768,
+    seq_len=2048,
+    num_layers=22,
+    num_heads=32,
+    num_kv_heads=8,
+    embed_dim=2048,
+    mlp_dim=5632,
+    batch_size=8,
+    steps=10,
+    rounds=3,
+    remat="dots",
+)
+
 FULL = {
     # GPT-2 124M, vocabulary rounded up to a multiple of 128.
     "gpt2": Workload(
@@ -79,38 +96,10 @@ FULL = {
         steps=20,
         rounds=4,
     ),
-    # The model of configs/llama_1b_zero3_8xh100.yaml, 1.2 billion parameters, at 2048 tokens.
-    # Without remat XLA's attention would keep its scores: 263 GiB, as compiled for an H200.
-    "llama": Workload(
-        kind="llama",
-        vocab_size=32768,
-        seq_len=2048,
-        num_layers=22,
-        num_heads=32,
-        num_kv_heads=8,
-        embed_dim=2048,
-        mlp_dim=5632,
-        batch_size=8,
-        steps=10,
-        rounds=3,
-        remat="dots",
-    ),
+    "llama": LLAMA_1B,
     # The same model with 32,768 tokens per step, layers computed again: what leaves the device
     # has this long to do so.
-    "offload": Workload(
-        kind="llama",
-        vocab_size=32768,
-        seq_len=2048,
-        num_layers=22,
-        num_heads=32,
-        num_kv_heads=8,
-        embed_dim=2048,
-        mlp_dim=5632,
-        batch_size=16,
-        steps=3,
-        rounds=2,
-        remat="full",
-    ),
+    "offload": dataclasses.replace(LLAMA_1B, batch_size=16, steps=3, rounds=2, remat="full"),
     # Layers of Llama 3 8B, 218 million parameters each; how many is searched for.
     "largest": Workload(
         kind="llama",

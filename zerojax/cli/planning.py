@@ -14,7 +14,7 @@ from zerojax import compiler
 from zerojax import mesh as meshes
 from zerojax.cli.invocation import command_name
 from zerojax.cli.progress import Progress
-from zerojax.config import OffloadConfig, RunConfig
+from zerojax.config import RunConfig
 from zerojax.config.offload import HOST
 from zerojax.forecast.page import forecast_dict, forecast_page
 from zerojax.gpus import Gpu
@@ -29,8 +29,6 @@ from zerojax.search import (
 )
 
 EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_NOT_DECIDED = 0, 1, 3
-MIN_BUDGET = 60.0
-"""Seconds that a second search has at least."""
 OFFLOADED = "mesh.offload.opt_state=host"
 NO_COMPILE = "--no-compile was given"
 
@@ -88,7 +86,8 @@ def _search(
 ) -> int:
     """The search compiles with the fast options: it compares, and the peak is within 2 %.
 
-    Where nothing fits it looks once more, with the optimizer's state in host memory.
+    Where nothing fits it looks once more, with the optimizer's state in host memory, for what is
+    left of the budget.
     """
     candidates = list_candidates(
         devices,
@@ -107,22 +106,22 @@ def _search(
         raise compiler.CompilerMissing(f"--search compares compiled plans, but {missing}")
     result = _find(config, gpu, devices, candidates, budget=budget, quiet=as_json)
     if result.chosen is None and result.certain and config.mesh.offload.is_off:
-        offloaded = dataclasses.replace(
-            config, mesh=dataclasses.replace(config.mesh, offload=OffloadConfig(opt_state=HOST))
-        )
-        left = max(budget - result.elapsed, MIN_BUDGET)
+        offload = dataclasses.replace(config.mesh.offload, opt_state=HOST)
+        mesh = dataclasses.replace(config.mesh, offload=offload)
+        offloaded = dataclasses.replace(config, mesh=mesh)
+        left = max(budget - result.elapsed, 0.0)
         found = _find(offloaded, gpu, devices, candidates, budget=left, quiet=as_json)
-        if found.chosen is not None:
-            sentence = f"{result.sentence} With {OFFLOADED}: {found.sentence}"
-            result = dataclasses.replace(found, sentence=sentence)
-            words = [*words, OFFLOADED]
+        sentence = f"{result.sentence} With {OFFLOADED}: {found.sentence}"
+        better = result if found.chosen is None else found
+        settings = () if found.chosen is None else (OFFLOADED,)
+        result = dataclasses.replace(better, sentence=sentence, settings=settings)
     if as_json:
         print(json.dumps(search_dict(result), indent=2))
     else:
         print(search_page(result))
         if result.chosen is not None:
             where = ["--gpu", gpu.name, "--devices", str(devices)]
-            chosen = [*words, *result.chosen.candidate.words()]
+            chosen = [*words, *result.settings, *result.chosen.candidate.words()]
             print(f"\nits page: {command_name()} {shlex.join(['plan', *chosen, *where])}")
             print(f"its run:  {command_name()} {shlex.join(['train', *chosen])}")
     return EXIT_DOES_NOT_FIT if result.chosen is None else EXIT_FITS

@@ -13,6 +13,8 @@ from zerojax.config_loader import coerce_fields, parse_text
 
 DEVICE, HOST, NVME = TIERS = ("device", "host", "nvme")
 """Tiers, nearest first: the accelerator's memory, pinned host memory, files on a disk."""
+HOST_KIND = "pinned_host"
+"""What JAX calls the memory of the tier host; the only kind from which GPUs copy by themselves."""
 
 Shares = tuple[tuple[str, float], ...]
 

@@ -38,6 +38,7 @@ from zerojax.hlo.live import read_live
 from zerojax.hlo.overlap import find_overlap
 from zerojax.hlo.program import read_program
 from zerojax.hlo.traffic import hbm_bytes
+from zerojax.offload_costs import hiding
 from zerojax.plan_counts import (
     PIPELINE_BUFFERS,
     model_flops,
@@ -246,7 +247,18 @@ def _assemble(
             hiding=None if offload is None else offload.hiding,
         ),
         verdict=verdict(plan, gpu, memory),
-        remarks=() if facts is None else _remarks(facts),
+        remarks=(*_unmeasured(plan, gpu), *(() if facts is None else _remarks(facts))),
+    )
+
+
+def _unmeasured(plan: Planned, gpu: Gpu) -> tuple[str, ...]:
+    """What no rate is known of, so that times are lower bounds."""
+    found = None if plan.offload is None else hiding(plan, gpu)
+    if found is None or found.disk_seconds is not None:
+        return ()
+    return (
+        "the time that slices in files take is not known, so times are lower bounds: "
+        f"{found.rates.disk_source}",
     )
 
 

@@ -21,11 +21,10 @@ from jax.sharding import Mesh
 
 from zerojax.config.offload import DEVICE, NVME
 from zerojax.offload.slices import tier_sharding
-from zerojax.offload_layout import SlicedLeaf
+from zerojax.offload_layout import MASTER, SlicedLeaf
 from zerojax.planned import Planned
 from zerojax.store import BucketStore, StoreError
 
-MASTER = "master"
 ALIGNMENT = 64  # bytes; from there on a CPU device takes memory as it is, without a copy
 
 Rows = Mapping[jax.Device, np.ndarray]

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from zerojax.config.offload import NVME
 from zerojax.offload.disk import (
-    MASTER,
     DiskLeaf,
     DiskState,
     Rows,
@@ -21,7 +20,7 @@ from zerojax.offload.disk import (
     create_disk,
 )
 from zerojax.offload.slices import cut_leaf, map_moments
-from zerojax.offload_layout import SlicedLeaf
+from zerojax.offload_layout import MASTER, SlicedLeaf
 from zerojax.planned import Planned
 from zerojax.state import TrainState
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax.offload.disk import MASTER, DiskLeaf, DiskState, Source, create_disk, places_of
+from zerojax.offload.disk import DiskLeaf, DiskState, Source, create_disk, places_of
 from zerojax.offload.disk_fill import arrays_of
 from zerojax.offload.disk_weights import build_weights
 from zerojax.offload.slices import (
@@ -27,7 +27,7 @@ from zerojax.offload.slices import (
     map_moments,
     shards_of,
 )
-from zerojax.offload_layout import SlicedLeaf
+from zerojax.offload_layout import MASTER, SlicedLeaf
 from zerojax.planned import Planned
 from zerojax.state import TrainState
 from zerojax.store.boxes import Box, Shape, boxes_of_run, overlap, rows_of_array, slices_of

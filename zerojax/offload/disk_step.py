@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.offload import DEVICE
-from zerojax.offload.disk import MASTER, DiskLeaf, DiskSlice
+from zerojax.offload.disk import DiskLeaf, DiskSlice
 from zerojax.offload.slices import (
     as_slices,
     put_slice,
@@ -25,8 +25,10 @@ from zerojax.offload.slices import (
     tier_sharding,
     to_device,
     to_host,
+    without_moments,
 )
 from zerojax.offload.update import begin, context_of, update_slice
+from zerojax.offload_layout import MASTER
 from zerojax.optim import Optimizer
 from zerojax.planned import Planned
 from zerojax.state import TrainState
@@ -90,7 +92,7 @@ def pending_of(
     assert isinstance(plan.tx, Optimizer)
     return {
         "grads": {leaf.name: grads[leaf.name] for leaf in plan.offload.on_disk},
-        "opt_state": _without_arrays(opt_state),
+        "opt_state": without_moments(opt_state),
         "numbers": (clipped_scale(plan.tx, now), now.skip, jax.random.key_data(now.key)),
     }
 
@@ -101,15 +103,6 @@ def pending_shardings(plan: Planned) -> dict[str, Any]:
     params, replicated = plan.abstract_state["params"], NamedSharding(plan.mesh, P())
     grads = {leaf.name: params[leaf.name].sharding for leaf in plan.offload.on_disk}
     return {"grads": grads, "opt_state": replicated, "numbers": replicated}
-
-
-def _without_arrays(opt_state: Any) -> Any:
-    """The counts of an optimizer's state: what begins an update."""
-    return jax.tree.map(
-        lambda node: {} if isinstance(node, dict) else node,
-        opt_state,
-        is_leaf=lambda node: isinstance(node, dict),
-    )
 
 
 class SliceUpdates:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.offload import DEVICE
-from zerojax.offload.disk import MASTER, DiskLeaf, DiskState
+from zerojax.offload.disk import DiskLeaf, DiskState
 from zerojax.offload.disk_step import place_rows
 from zerojax.offload.slices import (
     MEMORY_TIERS,
@@ -25,6 +25,7 @@ from zerojax.offload.slices import (
     tier_sharding,
     to_host,
 )
+from zerojax.offload_layout import MASTER
 from zerojax.planned import Planned
 
 

@@ -15,11 +15,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.config.offload import DEVICE, HOST, NVME
+from zerojax.config.offload import DEVICE, HOST, HOST_KIND, NVME
 from zerojax.offload_layout import SlicedLeaf
 
-HOST_KIND = "pinned_host"
-"""The memory kind of everything on the host; the only one that GPUs can copy from by themselves."""
 MEMORY_TIERS = (DEVICE, HOST)
 """The tiers whose slices are arrays."""
 
@@ -89,6 +87,15 @@ def map_moments(
         }
 
     return jax.tree.map(of_node, opt_state, *others, is_leaf=lambda node: isinstance(node, dict))
+
+
+def without_moments(opt_state: Any) -> Any:
+    """An optimizer's state with its counts alone: what begins an update."""
+    return jax.tree.map(
+        lambda node: {} if isinstance(node, dict) else node,
+        opt_state,
+        is_leaf=lambda node: isinstance(node, dict),
+    )
 
 
 # --- traced, on one device's shard ----------------------------------------------------------------

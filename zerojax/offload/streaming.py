@@ -19,14 +19,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from zerojax import model_state, replicated
-from zerojax.mesh import DATA_AXES
 from zerojax.model import Loss
 from zerojax.offload.streaming_pass import StreamedPass
 from zerojax.offload.streaming_totals import GradientTotals
-from zerojax.zero import PassConfig, for_evaluation, reduce_gradients, shard_key
+from zerojax.zero import (
+    PassConfig,
+    for_evaluation,
+    map_forward,
+    map_gradients,
+    reduce_gradients,
+    shard_key,
+    split_batch,
+)
 
 Arrays = dict[str, Any]
 
@@ -61,26 +67,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         agreed = model_state.agree(extras, after, config.model.overwritten)
         return sums, {name: grads[name] for name in params}, agreed
 
-    def gradients(
-        params: Arrays,
-        frozen: Arrays,
-        extras: Arrays,
-        key_data: Any,
-        batch: Arrays,
-        loss_factor: jax.Array | None = None,
-    ):
-        specs = data_specs(config, params), data_specs(config, frozen)
-        mapped = jax.shard_map(
-            local,
-            mesh=config.mesh,
-            in_specs=(*specs, P(), P(), P(DATA_AXES), P()),
-            out_specs=(P(), specs[0], P()),
-            axis_names=set(DATA_AXES),
-            check_vma=False,
-        )
-        return mapped(params, frozen, extras, key_data, batch, loss_factor)
-
-    return gradients
+    return map_gradients(config, local)
 
 
 def _all_microbatches(
@@ -127,31 +114,9 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
         loss, weight = weights.evaluate(extras, shard_key(key_data), batch)
         return replicated.sum_replicated({"loss": loss, "weight": weight})
 
-    def forward(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
-        specs = data_specs(config, params), data_specs(config, frozen)
-        mapped = jax.shard_map(
-            local,
-            mesh=config.mesh,
-            in_specs=(*specs, P(), P(), P(DATA_AXES)),
-            out_specs=P(),
-            axis_names=set(DATA_AXES),
-            check_vma=False,
-        )
-        return mapped(params, frozen, extras, key_data, batch)
-
-    return forward
-
-
-def split_batch(batch: Arrays, number: int) -> Arrays:
-    """[rows, ...] -> [microbatches, rows, ...]."""
-    return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
+    return map_forward(config, local)
 
 
 def one_of(microbatches: Arrays) -> Arrays:
     """One microbatch, as `ShapeDtypeStruct`s."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches)
-
-
-def data_specs(config: PassConfig, arrays: Arrays) -> dict[str, P]:
-    """{name: how a parameter lies over `data`}, as the region sees it."""
-    return {name: config.placement.leaves[name].data_spec for name in arrays}

@@ -12,7 +12,7 @@ whose gradient is not finite is left as it is; the layers after it have been upd
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,8 +22,15 @@ from jax.sharding import PartitionSpec as P
 from zerojax import model_state, replicated
 from zerojax.config.offload import HOST
 from zerojax.mesh import DATA, DATA_AXES, MODEL
-from zerojax.offload.slices import put_slice, take_slice, to_device, to_host
-from zerojax.offload.streaming import data_specs, one_of, split_batch
+from zerojax.offload.slices import (
+    map_moments,
+    put_slice,
+    take_slice,
+    to_device,
+    to_host,
+    without_moments,
+)
+from zerojax.offload.streaming import one_of
 from zerojax.offload.streaming_pass import StreamedPass
 from zerojax.offload.streaming_rows import LayerRows, apart
 from zerojax.offload.streaming_totals import put_rows
@@ -32,7 +39,7 @@ from zerojax.offload_layout import SlicedLeaf
 from zerojax.planned import Planned
 from zerojax.replicated import over_auto_axes
 from zerojax.state import TrainState
-from zerojax.zero import PassConfig, reduce_gradients, shard_key
+from zerojax.zero import PassConfig, reduce_gradients, shard_key, specs_of, split_batch
 
 Arrays = dict[str, Any]
 
@@ -78,8 +85,9 @@ def build_updating_gradients(
 
     def gradients(state: TrainState, key_data: Any, batch: Arrays):
         params, frozen = state["params"], state["frozen"]
-        slices = _slices_of(state, layout.streamed)
-        specs = data_specs(config, params), data_specs(config, frozen), P()
+        leaves = {name: layout.leaves[name] for name in layout.streamed}
+        slices = _slices_of(state, leaves)
+        specs = specs_of(config, params), specs_of(config, frozen), P()
         slice_specs = {
             name: [{tier: _slice_spec(layout.leaves[name], DATA) for tier in x} for x in arrays]
             for name, arrays in slices.items()
@@ -94,9 +102,15 @@ def build_updating_gradients(
             check_vma=False,
         )
         sums, grads, extras, weights, slices = mapped(
-            params, frozen, state["extras"], slices, _bare(state["opt_state"]), key_data, batch
+            params,
+            frozen,
+            state["extras"],
+            slices,
+            without_moments(state["opt_state"]),
+            key_data,
+            batch,
         )
-        return sums, grads, extras, _with_slices(state, weights, slices)
+        return sums, grads, extras, _with_slices(state, leaves, weights, slices)
 
     return gradients
 
@@ -248,38 +262,30 @@ def _slice_spec(leaf: SlicedLeaf, axis: str) -> P:
 # --- the parts of a state -------------------------------------------------------------------------
 
 
-def _is_moment(node: Any) -> bool:
-    return isinstance(node, dict)
-
-
-def _bare(opt_state: Any) -> Any:
-    """The optimizer's state without its moments."""
-    return jax.tree.map(lambda x: {} if _is_moment(x) else x, opt_state, is_leaf=_is_moment)
-
-
-def _slices_of(state: TrainState, names: frozenset[str]) -> Arrays:
+def _slices_of(state: TrainState, leaves: Mapping[str, SlicedLeaf]) -> Arrays:
     """{name: [master where there is one, moments], each {tier: slices}}."""
-    leaves = jax.tree.leaves(state["opt_state"], is_leaf=_is_moment)
-    moments = [leaf for leaf in leaves if _is_moment(leaf)]
     masters = state["masters"]
-    return {
-        name: [*([masters[name]] if name in masters else []), *(x[name] for x in moments)]
-        for name in sorted(names)
-    }
+    slices = {name: [masters[name]] if name in masters else [] for name in sorted(leaves)}
+
+    def note(leaf: SlicedLeaf, _: int, tiers: Any) -> Any:
+        slices[leaf.name].append(tiers)
+        return tiers
+
+    map_moments(leaves, note, state["opt_state"])
+    return slices
 
 
-def _with_slices(state: TrainState, weights: Arrays, slices: Arrays) -> TrainState:
+def _with_slices(
+    state: TrainState, leaves: Mapping[str, SlicedLeaf], weights: Arrays, slices: Arrays
+) -> TrainState:
     """The inverse: the state with these in place of its own."""
+    old = state["masters"]
+
+    def put(leaf: SlicedLeaf, number: int, _: Any) -> Any:
+        return slices[leaf.name][number + (leaf.name in old)]
+
     result = state.copy()
     result["params"] = {**state["params"], **weights}
-    masters = {name: x[0] for name, x in slices.items() if name in state["masters"]}
-    result["masters"] = {**state["masters"], **masters}
-    remaining = {name: iter(x[name in masters :]) for name, x in slices.items()}
-
-    def put(node: Any) -> Any:
-        if not _is_moment(node):
-            return node
-        return {name: next(remaining[name]) if name in remaining else x for name, x in node.items()}
-
-    result["opt_state"] = jax.tree.map(put, state["opt_state"], is_leaf=_is_moment)
+    result["masters"] = {**old, **{name: x[0] for name, x in slices.items() if name in old}}
+    result["opt_state"] = map_moments(leaves, put, state["opt_state"])
     return result

@@ -30,6 +30,7 @@ from zerojax.pipeline.executor import Results, execute
 from zerojax.pipeline.residuals import SplitPasses, split_passes
 from zerojax.pipeline.stage import StageWork
 from zerojax.pipeline_layout import PipelineLayout
+from zerojax.placement import LeafPlacement
 from zerojax.programs import holds_collectives
 from zerojax.schedules import ExecutorTable, forward_schedule, lower
 from zerojax.zero import (
@@ -37,10 +38,13 @@ from zerojax.zero import (
     build_reads,
     build_rewriting,
     for_evaluation,
+    map_forward,
+    map_gradients,
     prepare_parameters,
     reduce_gradients,
     run_microbatch,
     shard_key,
+    split_batch,
     values_to_read,
 )
 
@@ -65,7 +69,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         loss_factor: jax.Array | None,
     ):
         weights = _Weights(config, layout, params, frozen)
-        microbatches = _split(batch, config.num_microbatches)
+        microbatches = split_batch(batch, config.num_microbatches)
         pieces = weights.cut(extras, key_data, microbatches, train=True)
         counts, counted = _count(pieces, extras, config.num_microbatches)
         work = weights.work(pieces, counts, key_data, microbatches, loss_factor)
@@ -78,25 +82,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         sums = replicated.sum_replicated(found.sums, over=MANUAL_AXES)
         return sums, grads, model_state.agree(extras, after, config.model.overwritten)
 
-    def gradients(
-        params: Arrays,
-        frozen: Arrays,
-        extras: Arrays,
-        key_data: Any,
-        batch: Arrays,
-        loss_factor: jax.Array | None = None,
-    ):
-        mapped = jax.shard_map(
-            local,
-            mesh=config.mesh,
-            in_specs=(_specs(config, params), _specs(config, frozen), P(), P(), P(DATA_AXES), P()),
-            out_specs=(P(), _specs(config, params), P()),
-            axis_names=set(MANUAL_AXES),
-            check_vma=False,
-        )
-        return mapped(params, frozen, extras, key_data, batch, loss_factor)
-
-    return gradients
+    return map_gradients(config, local, spec_of=_manual_spec, axes=MANUAL_AXES)
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
@@ -108,7 +94,7 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
         rows = jax.tree.leaves(batch)[0].shape[0]
         count = max(n for n in range(1, config.num_microbatches + 1) if rows % n == 0)
         table = lower(forward_schedule(layout.schedule, count))
-        microbatches = _split(batch, count)
+        microbatches = split_batch(batch, count)
         evaluation = _for_evaluation(config, params, frozen, extras, microbatches)
         weights = _Weights(evaluation, layout, params, frozen)
         pieces = weights.cut(extras, key_data, microbatches, train=False)
@@ -117,18 +103,7 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
         found = weights.execute(table, work, extras, backward=False)
         return replicated.sum_replicated(found.sums, over=MANUAL_AXES)
 
-    def forward(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
-        mapped = jax.shard_map(
-            local,
-            mesh=config.mesh,
-            in_specs=(_specs(config, params), _specs(config, frozen), P(), P(), P(DATA_AXES)),
-            out_specs=P(),
-            axis_names=set(MANUAL_AXES),
-            check_vma=False,
-        )
-        return mapped(params, frozen, extras, key_data, batch)
-
-    return forward
+    return map_forward(config, local, spec_of=_manual_spec, axes=MANUAL_AXES)
 
 
 def _layout(config: PassConfig) -> PipelineLayout:
@@ -136,8 +111,8 @@ def _layout(config: PassConfig) -> PipelineLayout:
     return config.pipeline
 
 
-def _specs(config: PassConfig, arrays: Arrays) -> dict[str, P]:
-    return {name: config.placement.leaves[name].manual_spec for name in arrays}
+def _manual_spec(leaf: LeafPlacement) -> P:
+    return leaf.manual_spec
 
 
 def _rows(layout: PipelineLayout) -> np.ndarray:
@@ -145,11 +120,6 @@ def _rows(layout: PipelineLayout) -> np.ndarray:
     schedule = layout.schedule
     shape = schedule.num_stages, schedule.num_chunks, layout.chunk_rows
     return np.asarray(layout.rows, np.int32).reshape(shape)
-
-
-def _split(batch: Arrays, count: int) -> Arrays:
-    """[rows, ...] -> [microbatches, rows, ...]."""
-    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
 
 
 def _activation_spec(config: PassConfig) -> P:

@@ -7,6 +7,14 @@ parallelism, Shoeybi et al. 2019 (arXiv:1909.08053).
 
 from zerojax.placement.leaf import Access, LeafPlacement
 from zerojax.placement.rules import PlacementRules, Rules
-from zerojax.placement.table import Placement, place_parameters
+from zerojax.placement.table import Placement, axes_of_spec, place_parameters
 
-__all__ = ["Access", "LeafPlacement", "Placement", "PlacementRules", "Rules", "place_parameters"]
+__all__ = [
+    "Access",
+    "LeafPlacement",
+    "Placement",
+    "PlacementRules",
+    "Rules",
+    "axes_of_spec",
+    "place_parameters",
+]

@@ -41,7 +41,7 @@ class Placement:
 
     def shard_elements(self, leaf: LeafPlacement) -> int:
         """Elements of this parameter's master on one device."""
-        split = math.prod(self.axis_sizes[axis] for axis in _axes_of(leaf.stored_spec))
+        split = math.prod(self.axis_sizes[axis] for axis in axes_of_spec(leaf.stored_spec))
         return trees.num_elements(leaf.stored_shape) // split
 
     def num_shards(self, leaf: LeafPlacement) -> int:
@@ -53,7 +53,7 @@ class Placement:
         return [(leaf.name, reason) for leaf in self.leaves.values() for reason in leaf.reasons]
 
 
-def _axes_of(spec: P) -> list[str]:
+def axes_of_spec(spec: P) -> list[str]:
     """Every mesh axis of a partition spec."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     return [axis for entry in entries for axis in entry if axis is not None]

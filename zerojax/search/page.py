@@ -27,8 +27,15 @@ def search_page(result: SearchResult) -> str:
         lines += ["", *align_columns(cells, left=1, last_left=True)]
     lines += ["", *_others(result), *textwrap.wrap(result.sentence, WIDTH)]
     if result.chosen is not None:
-        lines.append(f"  {' '.join(result.chosen.candidate.words())}")
+        lines.append(f"  {' '.join(_words(result))}")
     return "\n".join(lines)
+
+
+def _words(result: SearchResult) -> list[str]:
+    """What sets the choice on a command line; [] where there is none."""
+    if result.chosen is None:
+        return []
+    return [*result.settings, *result.chosen.candidate.words()]
 
 
 def _others(result: SearchResult) -> list[str]:
@@ -53,7 +60,7 @@ def search_dict(result: SearchResult) -> dict[str, Any]:
     return {
         "trials": [dataclasses.asdict(trial) for trial in result.trials],
         "chosen": None if chosen is None else dataclasses.asdict(chosen),
-        "words": [] if chosen is None else list(chosen.candidate.words()),
+        "words": _words(result),
         "forecast": None if result.forecast is None else forecast_dict(result.forecast),
         "certain": result.certain,
         "sentence": result.sentence,

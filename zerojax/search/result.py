@@ -51,6 +51,7 @@ class SearchResult:
       certain: whether every candidate was compiled or ruled out.
       sentence: the choice and its reason.
       elapsed: seconds that the search took.
+      settings: KEY=VALUE words beside the candidate's own with which it was made.
     """
 
     trials: tuple[Trial, ...]
@@ -59,3 +60,4 @@ class SearchResult:
     certain: bool
     sentence: str
     elapsed: float
+    settings: tuple[str, ...] = ()

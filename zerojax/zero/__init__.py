@@ -7,7 +7,13 @@ which runs outside on global arrays.
 
 from zerojax.zero.evaluation import build_forward, for_evaluation
 from zerojax.zero.gradients import build_gradients
-from zerojax.zero.microbatch import PassConfig, as_sum_and_weight, run_microbatch, shard_key
+from zerojax.zero.microbatch import (
+    PassConfig,
+    as_sum_and_weight,
+    run_microbatch,
+    shard_key,
+    split_batch,
+)
 from zerojax.zero.parameters import (
     build_reads,
     build_rewriting,
@@ -15,6 +21,7 @@ from zerojax.zero.parameters import (
     reduce_gradients,
     values_to_read,
 )
+from zerojax.zero.regions import map_forward, map_gradients, specs_of
 
 __all__ = [
     "PassConfig",
@@ -24,9 +31,13 @@ __all__ = [
     "build_reads",
     "build_rewriting",
     "for_evaluation",
+    "map_forward",
+    "map_gradients",
     "prepare_parameters",
     "reduce_gradients",
     "run_microbatch",
     "shard_key",
+    "specs_of",
+    "split_batch",
     "values_to_read",
 ]

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 from zerojax import replicated
-from zerojax.mesh import DATA_AXES
 from zerojax.model import Loss, trace_model
 from zerojax.placement import Access, LeafPlacement
 from zerojax.zero.microbatch import Arrays, PassConfig, run_microbatch, shard_key
@@ -24,6 +22,7 @@ from zerojax.zero.parameters import (
     prepare_parameters,
     values_to_read,
 )
+from zerojax.zero.regions import map_forward
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
@@ -32,7 +31,6 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
     Runs `function(model, batch)` in evaluation mode; nothing is differentiated and extras do not
     change.
     """
-    table = config.placement.leaves
     config = dataclasses.replace(config, loss=function)
 
     def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
@@ -49,19 +47,7 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
         loss, weight = loss_of(values, extras, key, batch)
         return replicated.sum_replicated({"loss": loss, "weight": weight})
 
-    def forward(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
-        specs = lambda arrays: {name: table[name].data_spec for name in arrays}  # noqa: E731
-        mapped = jax.shard_map(
-            local,
-            mesh=config.mesh,
-            in_specs=(specs(params), specs(frozen), P(), P(), P(DATA_AXES)),
-            out_specs=P(),
-            axis_names=set(DATA_AXES),
-            check_vma=False,
-        )
-        return mapped(params, frozen, extras, key_data, batch)
-
-    return forward
+    return map_forward(config, local)
 
 
 def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Arrays) -> PassConfig:

@@ -11,12 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from zerojax import model_state, replicated
 from zerojax.layer_inputs import keep_inputs_on_host
-from zerojax.mesh import DATA_AXES
-from zerojax.zero.microbatch import Arrays, PassConfig, run_microbatch, shard_key
+from zerojax.zero.microbatch import Arrays, PassConfig, run_microbatch, shard_key, split_batch
 from zerojax.zero.parameters import (
     build_reads,
     build_rewriting,
@@ -24,6 +22,7 @@ from zerojax.zero.parameters import (
     reduce_gradients,
     values_to_read,
 )
+from zerojax.zero.regions import map_gradients
 
 
 def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
@@ -39,8 +38,6 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
       float32; grads {name: float32, stored shape and spec}, summed, not yet divided by the weight
       nor by the factor.
     """
-    table = config.placement.leaves
-    specs = {name: leaf.data_spec for name, leaf in table.items()}
 
     def local(
         params: Arrays,
@@ -74,27 +71,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         agreed = model_state.agree(extras, after, config.model.overwritten)
         return replicated.sum_replicated(sums), grads, agreed
 
-    def gradients(
-        params: Arrays,
-        frozen: Arrays,
-        extras: Arrays,
-        key_data: Any,
-        batch: Arrays,
-        loss_factor: jax.Array | None = None,
-    ):
-        params_specs = {name: specs[name] for name in params}
-        frozen_specs = {name: specs[name] for name in frozen}
-        mapped = jax.shard_map(
-            local,
-            mesh=config.mesh,
-            in_specs=(params_specs, frozen_specs, P(), P(), P(DATA_AXES), P()),
-            out_specs=(P(), params_specs, P()),
-            axis_names=set(DATA_AXES),
-            check_vma=False,
-        )
-        return mapped(params, frozen, extras, key_data, batch, loss_factor)
-
-    return gradients
+    return map_gradients(config, local)
 
 
 def _accumulate(
@@ -109,9 +86,6 @@ def _accumulate(
     if config.num_microbatches == 1:
         (_, (sums, extras)), grads = differentiate(inputs, extras, key, batch)
         return sums, grads, extras
-
-    def split(x: jax.Array) -> jax.Array:
-        return x.reshape(config.num_microbatches, -1, *x.shape[1:])
 
     overwritten = config.model.overwritten
     latest_steps = model_state.pick(extras, overwritten)
@@ -130,6 +104,6 @@ def _accumulate(
     zeros = {name: jnp.zeros(value.shape, dtype) for name, value in inputs.items()}
     start = {"loss": jnp.float32(0), "weight": jnp.float32(0)}, zeros
     start = *start, model_state.before_microbatches(extras, overwritten)
-    items = jnp.arange(config.num_microbatches), jax.tree.map(split, batch)
+    items = jnp.arange(config.num_microbatches), split_batch(batch, config.num_microbatches)
     (sums, grads, extras), _ = lax.scan(one, start, items)
     return sums, grads, extras

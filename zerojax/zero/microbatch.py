@@ -67,6 +67,11 @@ def cast_batch(batch: Arrays, dtype: Any) -> Arrays:
     )
 
 
+def split_batch(batch: Arrays, number: int) -> Arrays:
+    """[rows, ...] -> [microbatches, rows, ...]."""
+    return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
+
+
 def shard_key(key_data: jax.Array) -> jax.Array:
     """The step's key folded with this data shard's index, so that shards drop different units."""
     index = lax.axis_index(REPLICA) * lax.axis_size(DATA) + lax.axis_index(DATA)
