@@ -19,6 +19,7 @@ from zerojax import mesh as meshes
 from zerojax import model as models
 from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, as_mesh_config, to_dict
 from zerojax.data import Feed, TokenSource, as_feed, as_source, local_rows_of_mesh
+from zerojax.habits import Habits
 from zerojax.losses import next_token
 from zerojax.plan import Plan, make_plan
 from zerojax.plan_counts import tokens_per_step
@@ -30,7 +31,7 @@ from zerojax.running import (
     start_run,
     with_disk_folder,
 )
-from zerojax.trainer import Callback, Habits, Trainer
+from zerojax.trainer import Callback, Trainer
 
 DEFAULT_STEPS = 200
 DEFAULT_BATCH = 32

@@ -20,12 +20,13 @@ from zerojax import profile
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, as_mesh_config
 from zerojax.data import Feed, TokenSource, local_rows_of_mesh
+from zerojax.habits import Habits
 from zerojax.host_budget import check_offload
 from zerojax.metrics import RunLog
 from zerojax.plan import Plan
 from zerojax.plan_counts import model_flops
 from zerojax.saved_state import end_state
-from zerojax.trainer import Habits, Trainer
+from zerojax.trainer import Trainer
 
 CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json", "checkpoints"
 OFFLOAD_FOLDER = "offload"

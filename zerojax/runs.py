@@ -19,6 +19,7 @@ from zerojax.config import RunConfig, from_dict, to_dict
 from zerojax.data import as_feed, as_source, load_tokenizer, save_tokenizer
 from zerojax.data.tokenizer import as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
+from zerojax.habits import Habits
 from zerojax.models import build_model
 from zerojax.plan import Plan, make_plan, plan_options
 from zerojax.plan_counts import tokens_per_step
@@ -32,7 +33,7 @@ from zerojax.running import (
     start_run,
     with_disk_folder,
 )
-from zerojax.trainer import Habits, Trainer
+from zerojax.trainer import Trainer
 
 
 def run_from_config(config: RunConfig) -> Trainer:

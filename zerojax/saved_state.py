@@ -9,6 +9,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
 from zerojax.arrays import from_canonical, init_state, to_canonical
 from zerojax.offload.disk_durable import resume, resume_step
 from zerojax.offload.disk_saving import saved_names, write_pieces
@@ -69,6 +75,22 @@ def first_state(
     if latest_step is not None:
         return None
     return init_state(plan, seed), None
+
+
+def model_of(plan: Planned, state: TrainState) -> Any:
+    """The model as the user's kind of object: `nnx.Module`, linen variables or tree of arrays.
+
+    Every process gets whole arrays, so the model has to fit on one device.
+    """
+    canonical = to_canonical(plan, state)
+    named = {name: canonical[name] for name in ("params", "frozen", "extras")}
+    replicated = NamedSharding(plan.mesh, P())
+    whole = jax.jit(lambda tree: tree, out_shardings=replicated)(named)
+    host = jax.tree.map(np.asarray, whole)
+    values = {**host["params"], **host["frozen"]}
+    params = {name: jnp.asarray(values[name]) for name in plan.placement.leaves}
+    extras = {name: jnp.asarray(value) for name, value in host["extras"].items()}
+    return plan.model.to_source(params, extras)
 
 
 def end_state(state: TrainState | None) -> None:

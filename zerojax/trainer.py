@@ -8,57 +8,28 @@ has as well: `make_mesh` and `make_plan` (behind `replan`), `init_state`, `build
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from zerojax.arrays import reshard_state, to_canonical
+from zerojax.arrays import reshard_state
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.data import Feed, TokenSource, as_feed, local_rows, prefetch, shard_batch
+from zerojax.evaluating import mean_loss
+from zerojax.habits import Habits
 from zerojax.host_budget import check_offload
 from zerojax.interruption import Interrupted, StopRequest
 from zerojax.metrics import RunLog
 from zerojax.plan import Plan
 from zerojax.profile import device_memory
 from zerojax.reporting import Metrics, Reports, compare_peak
-from zerojax.saved_state import end_state, first_state, restore_state, save_state
+from zerojax.saved_state import end_state, first_state, model_of, restore_state, save_state
 from zerojax.step import build_evaluation, build_step
 from zerojax.store import StoreError
 
 Callback = Callable[["Trainer", Metrics], Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Habits:
-    """What a run does besides stepping, and how often.
-
-    Attributes:
-      log_every: steps between reports.
-      eval_every: steps between evaluations; None evaluates at the end only.
-      eval_batches: batches per evaluation.
-      save_every: steps between checkpoints.
-      save_on_exit: also save at the end and when interrupted.
-      max_skipped: consecutive reports in which every step was skipped as non-finite before the run
-        stops.
-      callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the
-        run.
-      resume_hint: what to tell a user whose run was interrupted.
-    """
-
-    log_every: int = 10
-    eval_every: int | None = None
-    eval_batches: int = 8
-    save_every: int = 500
-    save_on_exit: bool = True
-    max_skipped: int = 5
-    callbacks: Sequence[Callback] = ()
-    resume_hint: str = "call train again with the same checkpoint to resume"
 
 
 class Trainer:
@@ -286,28 +257,8 @@ class Trainer:
           ValueError: there is nothing to evaluate on.
         """
         batches = self._validation if batches is None else batches
-        if isinstance(batches, TokenSource):
-            source, rows = batches, local_rows(self.plan)
-            count = min(
-                num_batches or self.habits.eval_batches, max(1, int(source.steps_per_epoch))
-            )
-            batches = (source.batch(index, *rows) for index in range(count))
-        elif batches is None:
-            raise ValueError(
-                "no validation data: pass batches to evaluate, or validation= to train"
-            )
-        loss = weight = 0.0
-        for index, batch in enumerate(batches):
-            if num_batches is not None and index >= num_batches:
-                break
-            sums = self._evaluate(self.state, self._place(self.plan, batch))
-            loss += float(sums["loss"])
-            weight += float(sums["weight"])
-        if weight == 0:
-            raise ValueError(
-                "nothing to evaluate: the batches are empty, or all their weights are 0"
-            )
-        result = {"loss": loss / weight, "weight": weight}
+        default = self.habits.eval_batches
+        result = mean_loss(self._evaluate, self.plan, self.state, batches, num_batches, default)
         if self._log is not None:
             self._log.write_eval(self.num_steps, {"loss": result["loss"]})
         return result
@@ -364,15 +315,7 @@ class Trainer:
 
         Every process gets whole arrays, so the model has to fit on one device.
         """
-        state = to_canonical(self.plan, self.state)
-        named = {"params": state["params"], "frozen": state["frozen"], "extras": state["extras"]}
-        replicated = NamedSharding(self.plan.mesh, P())
-        whole = jax.jit(lambda tree: tree, out_shardings=replicated)(named)
-        host = jax.tree.map(np.asarray, whole)
-        values = {**host["params"], **host["frozen"]}
-        params = {name: jax.numpy.asarray(values[name]) for name in self.plan.placement.leaves}
-        extras = {name: jax.numpy.asarray(value) for name, value in host["extras"].items()}
-        return self.plan.model.to_source(params, extras)
+        return model_of(self.plan, self.state)
 
     def close(self) -> None:
         """Waits for the last checkpoint to be on disk, and closes files. May be called twice."""

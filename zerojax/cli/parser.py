@@ -6,11 +6,9 @@ Knows names and text; runs nothing and imports nothing of zerojax but its versio
 from __future__ import annotations
 
 import argparse
-import difflib
-import sys
-from typing import NoReturn
 
 import zerojax
+from zerojax.cli.parser_parts import Parser, add_command, add_run
 
 _TRAIN = """\
 CONFIG is a YAML file; without one the defaults train a small GPT on Shakespeare.
@@ -85,36 +83,9 @@ exit codes: 0 it worked, 1 it failed, 2 the input was wrong, 130 stopped with Ct
 ZEROJAX_DEBUG=1 shows the traceback of an error."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Complains in one line, naming the nearest word, and says where the help is."""
-
-    def parse_args(self, args=None, namespace=None):
-        """As argparse does, but KEY=VALUE words may also stand behind options."""
-        found, rest = self.parse_known_args(args, namespace)
-        if rest and hasattr(found, "overrides") and not any(w.startswith("-") for w in rest):
-            found.overrides, rest = [*found.overrides, *rest], []
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
-        return found
-
-    def error(self, message: str) -> NoReturn:
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction) and "invalid choice" in message:
-                typed = message.partition("invalid choice: '")[2].partition("'")[0]
-                match = difflib.get_close_matches(typed, list(action.choices), 1, 0.5)
-                nearest = (
-                    f"did you mean {match[0]!r}?"
-                    if match
-                    else f"known: {', '.join(action.choices)}"
-                )
-                message = f"no command {typed!r}; {nearest}"
-        print(f"zerojax: error: {message} (help: {self.prog} --help)", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command; `args.module` is the module whose `run(args)` carries it out."""
-    parser = _Parser(
+    parser = Parser(
         prog="zerojax",
         description="Train JAX models under ZeRO: state the model and the mesh.",
         epilog=_EXIT_CODES,
@@ -135,27 +106,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(
-    commands, name: str, module: str, help_line: str, epilog: str = ""
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name,
-        help=help_line,
-        description=help_line[0].upper() + help_line[1:] + ".",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(module=f"zerojax.cli.{module}")
-    return parser
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/tiny_shakespeare")
-
-
 def _add_train(commands) -> None:
-    parser = _add(commands, "train", "train", "train a model, or continue a run", _TRAIN)
+    parser = add_command(commands, "train", "train", "train a model, or continue a run", _TRAIN)
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings laid over it")
     parser.add_argument(
@@ -164,7 +116,7 @@ def _add_train(commands) -> None:
 
 
 def _add_plan(commands) -> None:
-    parser = _add(
+    parser = add_command(
         commands, "plan", "plan", "tell what a run needs on GPUs that are not here", _PLAN
     )
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
@@ -193,7 +145,7 @@ def _add_plan(commands) -> None:
 
 
 def _add_schedule(commands) -> None:
-    parser = _add(
+    parser = add_command(
         commands,
         "schedule",
         "schedule",
@@ -217,10 +169,10 @@ def _add_schedule(commands) -> None:
 
 
 def _add_generate(commands) -> None:
-    parser = _add(
+    parser = add_command(
         commands, "generate", "generate", "continue a text with a trained model", _GENERATE
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="tokens to add (200, or as many as the model holds)"
@@ -241,32 +193,38 @@ def _add_generate(commands) -> None:
 
 
 def _add_eval(commands) -> None:
-    parser = _add(commands, "eval", "evaluate", "measure the loss of a trained model")
-    _add_run(parser)
+    parser = add_command(commands, "eval", "evaluate", "measure the loss of a trained model")
+    add_run(parser)
     parser.add_argument(
         "--batches", type=int, metavar="N", help="validation batches (the run's eval_batches)"
     )
 
 
 def _add_report(commands) -> None:
-    parser = _add(commands, "report", "report", "draw a run as one HTML page that needs no network")
-    _add_run(parser)
+    parser = add_command(
+        commands, "report", "report", "draw a run as one HTML page that needs no network"
+    )
+    add_run(parser)
 
 
 def _add_keys(commands) -> None:
-    parser = _add(commands, "keys", "keys", "list every setting, its default and what it means")
+    parser = add_command(
+        commands, "keys", "keys", "list every setting, its default and what it means"
+    )
     parser.add_argument("word", metavar="WORD", nargs="?", help="only settings that mention it")
 
 
 def _add_env(commands) -> None:
-    parser = _add(commands, "env", "env", "show versions, devices, memory and what is missing")
+    parser = add_command(
+        commands, "env", "env", "show versions, devices, memory and what is missing"
+    )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def _add_data(commands) -> None:
     data = commands.add_parser("data", help="make token files", description="Make token files.")
     inner = data.add_subparsers(metavar="COMMAND", required=True)
-    parser = _add(inner, "prepare", "prepare", "cut text into token files", _PREPARE)
+    parser = add_command(inner, "prepare", "prepare", "cut text into token files", _PREPARE)
     parser.add_argument("source", metavar="IN", help="text file, or folder of text files")
     parser.add_argument("target", metavar="OUT", help="folder to write to")
     parser.add_argument(
@@ -289,13 +247,15 @@ def _add_bench(commands) -> None:
         "bench", help="measure this machine", description="Measure this machine."
     )
     inner = bench.add_subparsers(metavar="COMMAND", required=True)
-    parser = _add(inner, "io", "bench", "measure how fast a disk reads and writes", _BENCH_IO)
+    parser = add_command(
+        inner, "io", "bench", "measure how fast a disk reads and writes", _BENCH_IO
+    )
     parser.add_argument("path", metavar="PATH", help="folder on the disk to be measured")
     parser.add_argument(
         "--size", type=int, default=1024, metavar="MIB", help="bytes to write (%(default)s MiB)"
     )
     parser.add_argument("--json", action="store_true", help="print every number as JSON")
-    parser = _add(
+    parser = add_command(
         inner, "link", "bench_link", "measure how fast host and device exchange bytes", _BENCH_LINK
     )
     parser.add_argument("--size", type=int, metavar="MIB", help="of an array (16, 128 and 1024)")

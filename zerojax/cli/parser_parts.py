@@ -1,0 +1,57 @@
+"""How the `zerojax` command complains, and how every command of it is declared.
+
+Knows argparse; nothing of any command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Complains in one line, naming the nearest word, and says where the help is."""
+
+    def parse_args(self, args=None, namespace=None):
+        """As argparse does, but KEY=VALUE words may also stand behind options."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest and hasattr(found, "overrides") and not any(w.startswith("-") for w in rest):
+            found.overrides, rest = [*found.overrides, *rest], []
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and "invalid choice" in message:
+                typed = message.partition("invalid choice: '")[2].partition("'")[0]
+                match = difflib.get_close_matches(typed, list(action.choices), 1, 0.5)
+                nearest = (
+                    f"did you mean {match[0]!r}?"
+                    if match
+                    else f"known: {', '.join(action.choices)}"
+                )
+                message = f"no command {typed!r}; {nearest}"
+        print(f"zerojax: error: {message} (help: {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def add_command(
+    commands, name: str, module: str, help_line: str, epilog: str = ""
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=help_line,
+        description=help_line[0].upper() + help_line[1:] + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(module=f"zerojax.cli.{module}")
+    return parser
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/tiny_shakespeare")

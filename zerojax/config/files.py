@@ -1,0 +1,48 @@
+"""What a run writes: checkpoints, and what it reports where.
+
+Frozen and checked when made; opens no file.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zerojax.config.checks import check_at_least
+from zerojax.config_loader import coerce_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the whole state is saved, and how many are kept."""
+
+    path: str | None = None
+    """Folder. None: `checkpoints` in the run folder."""
+    every: int = 500
+    """Steps between saves; saving overlaps with training, so the cost is disk."""
+    keep: int = 3
+    """Newest checkpoints kept; one is not enough when the newest turns out to be damaged."""
+    save_on_exit: bool = True
+    """Also save after the last step and on Ctrl-C."""
+    asynchronous: bool = True
+    """Write in the background after one copy to the host."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_at_least(self, 1, "every", "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is reported, where and how often. metrics.jsonl is always written."""
+
+    every: int = 10
+    """Steps between reports; reading a metric waits for the device, so not every step."""
+    tensorboard: bool = True
+    """Write TensorBoard event files; they cost microseconds and no dependency."""
+    wandb: str | None = None
+    """Weights & Biases project; None: not used."""
+    console: Literal["auto", "live", "lines", "quiet"] = "auto"
+    """auto: one live line on a terminal, one line per report elsewhere."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_at_least(self, 1, "every")
