@@ -43,6 +43,7 @@ def run_from_config(config: RunConfig) -> Trainer:
       ValueError, TypeError: bad input. CheckpointError: a checkpoint of another model is in the
         way.
     """
+    config = config.on_devices(jax.device_count())
     folder = Path(config.run_dir)
     train_source, validation, tokenizer = as_source(
         config.data.path,
@@ -75,7 +76,7 @@ def run_from_config(config: RunConfig) -> Trainer:
         log=config.log,
         checkpoint=checkpoint,
         config=to_dict(resolved),
-        reasons=(train_source.describe(), *plan.reasons),
+        reasons=(train_source.describe(), *_elastic_reasons(config), *plan.reasons),
         steps=config.steps,
         tokens_per_step=tokens_per_step(plan),
     )
@@ -92,6 +93,18 @@ def run_from_config(config: RunConfig) -> Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         save_tokenizer(tokenizer, folder / TOKENIZER_FILE)
     return start_run(run, plan, replan, habits, feed, config.seed, validation)
+
+
+def _elastic_reasons(config: RunConfig) -> list[str]:
+    """What an elastic run says of its batch."""
+    if not config.elasticity.enabled:
+        return []
+    counts = config.elasticity.choose_batch(config.mesh.stage * config.mesh.model).device_counts
+    return [
+        f"elasticity: batch {config.global_batch_size} in {config.num_microbatches} microbatches "
+        f"on {jax.device_count()} devices; valid on {len(counts)} numbers of devices from "
+        f"{counts[0]} to {counts[-1]}, which `zerojax elastic` lists"
+    ]
 
 
 def _make_plan(config: RunConfig, mesh: Any, batch: Any, vocab_size: int, **options: Any) -> Plan:
@@ -128,6 +141,7 @@ def plan_from_config(config: RunConfig, num_devices: int) -> Plan:
     Raises:
       ValueError: sizes that do not fit together, or a vocabulary that only the data could tell.
     """
+    config = config.on_devices(num_devices)
     mesh = meshes.make_abstract_mesh(config.mesh, num_devices)
     _check_pieces(config, meshes.num_data_shards(mesh))
     tokens = jax.ShapeDtypeStruct((config.global_batch_size, config.data.seq_len), jnp.int32)

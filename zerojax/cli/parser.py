@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 import zerojax
+from zerojax.cli import parser_elastic
 from zerojax.cli.parser_parts import Parser, add_command, add_run
 
 _TRAIN = """\
@@ -96,6 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_plan(commands)
     _add_schedule(commands)
+    parser_elastic.add(commands)
     _add_generate(commands)
     _add_eval(commands)
     _add_report(commands)

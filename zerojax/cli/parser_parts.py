@@ -41,6 +41,15 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     commands, name: str, module: str, help_line: str, epilog: str = ""
 ) -> argparse.ArgumentParser:
+    """Declares a command.
+
+    Args:
+      commands: what `add_subparsers` returned.
+      name: what is typed.
+      module: of `zerojax.cli`, whose `run(args)` carries it out.
+      help_line: what it does, from a lower-case verb on.
+      epilog: more of it, with examples.
+    """
     parser = commands.add_parser(
         name,
         help=help_line,
@@ -54,4 +63,5 @@ def add_command(
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
+    """Declares RUN, the folder of a run."""
     parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/tiny_shakespeare")

@@ -89,6 +89,11 @@ def _search(
     Where nothing fits it looks once more, with the optimizer's state in host memory, for what is
     left of the budget.
     """
+    if config.elasticity.enabled:
+        raise ValueError(
+            "--search chooses num_microbatches, and so does elasticity; set elasticity.enabled="
+            "false and global_batch_size to the batch that `zerojax elastic` shows"
+        )
     candidates = list_candidates(
         devices,
         config.global_batch_size,

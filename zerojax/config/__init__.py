@@ -16,6 +16,7 @@ from zerojax.config.checks import (
     check_regex,
     refuse,
 )
+from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.files import CheckpointConfig, LogConfig
 from zerojax.config.loss_scale import LossScale, describe_loss_scale
 from zerojax.config.mesh import MeshConfig, as_mesh_config
@@ -32,6 +33,8 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
+    "ElasticBatch",
+    "ElasticityConfig",
     "LogConfig",
     "LossScale",
     "MeshConfig",
@@ -207,6 +210,7 @@ class RunConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    elasticity: ElasticityConfig = dataclasses.field(default_factory=ElasticityConfig)
     precision: ComputeDtype = "bf16"
     """Dtype of forward and backward; norms and losses are float32 either way."""
     reduce_dtype: ComputeDtype | None = None
@@ -245,8 +249,9 @@ class RunConfig:
         check_at_least(self, 1, "global_batch_size", "num_microbatches", "steps", "eval_every")
         check_at_least(self, 1, "eval_batches", "cpu_devices")
         check_at_least(self, 0, "seed")
+        self._check_elasticity()
         batch, parts = self.global_batch_size, self.num_microbatches or 1
-        if batch % parts:
+        if batch % parts and not self.elasticity.enabled:
             low = batch // parts * parts
             near = f"{low} or {low + parts}" if low else str(parts)
             refuse(
@@ -275,6 +280,43 @@ class RunConfig:
             )
         for pattern in self.freeze:
             check_regex("freeze", pattern)
+
+    def _check_elasticity(self) -> None:
+        if not self.elasticity.enabled:
+            return
+        chosen, given = self._elastic_batch().global_batch_size, self.global_batch_size
+        if given not in (RunConfig.global_batch_size, chosen):
+            refuse(
+                "global_batch_size",
+                given,
+                f"is not what elasticity chooses ({chosen}); leave it out, or change "
+                "elasticity.max_global_batch_size",
+            )
+
+    def _elastic_batch(self) -> ElasticBatch:
+        return self.elasticity.choose_batch(self.mesh.stage * self.mesh.model)
+
+    def on_devices(self, num_devices: int) -> "RunConfig":
+        """These settings with the batch, and its parts, that an elastic run has on these devices.
+
+        The same object where `elasticity` is not enabled.
+
+        Raises:
+          ConfigError: so many devices cannot cut the batch, or num_microbatches says otherwise.
+        """
+        if not self.elasticity.enabled:
+            return self
+        batch = self._elastic_batch()
+        parts = batch.num_microbatches(num_devices)
+        if self.num_microbatches not in (None, parts):
+            refuse(
+                "num_microbatches",
+                self.num_microbatches,
+                f"is not what elasticity chooses on {num_devices} devices ({parts}); leave it out",
+            )
+        return dataclasses.replace(
+            self, global_batch_size=batch.global_batch_size, num_microbatches=parts
+        )
 
 
 def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:

@@ -1,0 +1,32 @@
+"""Which words `zerojax elastic` takes, and its help.
+
+Knows names and text only.
+"""
+
+from __future__ import annotations
+
+from zerojax.cli.parser_parts import add_command
+
+_HELP = """\
+Chooses the batch of an elastic run from the section `elasticity` of the settings, by DeepSpeed's
+arithmetic: the same on all the numbers of devices that are listed. For a scheduler: --json.
+
+examples:
+  zerojax elastic CONFIG.yaml elasticity.max_global_batch_size=512
+  zerojax elastic micro_batch_sizes=[2,4,8] max_global_batch_size=512 --devices 24
+  zerojax train CONFIG.yaml elasticity.enabled=true elasticity.max_global_batch_size=512"""
+
+
+def add(commands) -> None:
+    """Declares the command."""
+    parser = add_command(
+        commands,
+        "elastic",
+        "elastic",
+        "choose a batch that stays valid when devices come and go",
+        _HELP,
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings laid over it")
+    parser.add_argument("--devices", type=int, metavar="N", help="only this number of devices")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
