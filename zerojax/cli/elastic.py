@@ -29,9 +29,9 @@ def describe(batch: ElasticBatch, counts: list[int]) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the batch of the settings."""
+    """Prints the batch of the settings, whatever batch they name besides."""
     path, overrides = split_words(args.config, args.overrides)
-    config = load(RunConfig, path, ["elasticity.enabled=true", *overrides])
+    config = load(RunConfig, path, [*overrides, "elasticity.enabled=false"])
     batch = config.elasticity.choose_batch(config.mesh.stage * config.mesh.model)
     counts = list(batch.device_counts) if args.devices is None else [args.devices]
     if args.json:

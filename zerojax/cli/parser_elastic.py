@@ -12,9 +12,9 @@ Chooses the batch of an elastic run from the section `elasticity` of the setting
 arithmetic: the same on all the numbers of devices that are listed. For a scheduler: --json.
 
 examples:
-  zerojax elastic CONFIG.yaml elasticity.max_global_batch_size=512
+  zerojax elastic CONFIG.yaml max_global_batch_size=512
   zerojax elastic micro_batch_sizes=[2,4,8] max_global_batch_size=512 --devices 24
-  zerojax train CONFIG.yaml elasticity.enabled=true elasticity.max_global_batch_size=512"""
+  zerojax train CONFIG.yaml elasticity.enabled=true max_global_batch_size=512"""
 
 
 def add(commands) -> None:

@@ -289,7 +289,7 @@ class RunConfig:
             refuse(
                 "global_batch_size",
                 given,
-                f"is not what elasticity chooses ({chosen}); leave it out, or change "
+                f"is not what elasticity chooses; set it to {chosen} or leave it out, or change "
                 "elasticity.max_global_batch_size",
             )
 
