@@ -1,0 +1,128 @@
+"""Fingerprints of a state's arrays, computed where they lie and put together on the host.
+
+Knows shardings and devices; never files, steps or what is done about a difference.
+
+Every device sums up its own shard in a program without any communication, so that it may run
+beside a training step, wherever that waits; the host adds up what they found.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import fingerprints
+from zerojax.fingerprints import Shape, Sums
+from zerojax.store.boxes import Box
+
+Parts = dict[str, dict[int, Sums]]
+"""Name of an array -> id of a device -> the sums of its shard."""
+
+
+class Computation:
+    """Sums that are being computed; the arrays may be donated meanwhile."""
+
+    def __init__(self, leaves: Mapping[str, jax.Array]) -> None:
+        """Starts it, and returns at once except for arrays that lie in the host's memory."""
+        self._sums = {name: _start(leaf) for name, leaf in leaves.items()}
+
+    def result(self) -> Parts:
+        """Waits for the sums of this process's shards."""
+        return {name: _by_device(sums) for name, sums in self._sums.items()}
+
+
+def whole(leaf: Any, parts: Mapping[int, Sums]) -> Sums:
+    """The sums of an array from those of its shards.
+
+    Args:
+      leaf: has the shape and the sharding of the array.
+      parts: of all its devices.
+    """
+    found = {box: parts[device] for device, box in _boxes(leaf.sharding, leaf.shape).items()}
+    return fingerprints.add(*found.values())
+
+
+def differing_copies(leaf: Any, parts: Mapping[int, Sums]) -> tuple[int, int] | None:
+    """Two devices that hold the same part of an array with other bits; None when there are none."""
+    first: dict[Box, int] = {}
+    for device, box in _boxes(leaf.sharding, leaf.shape).items():
+        other = first.setdefault(box, device)
+        if parts[device] != parts[other]:
+            return other, device
+    return None
+
+
+def _start(leaf: jax.Array) -> jax.Array | dict[int, Sums]:
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding | SingleDeviceSharding) and _on_device(sharding):
+        return _program(sharding, leaf.shape)(leaf)
+    boxes = _boxes(sharding, leaf.shape)
+    return {
+        shard.device.id: fingerprints.of_part(
+            np.asarray(shard.data), boxes[shard.device.id][0], leaf.shape
+        )
+        for shard in leaf.addressable_shards
+    }
+
+
+def _by_device(sums: jax.Array | dict[int, Sums]) -> dict[int, Sums]:
+    if isinstance(sums, dict):
+        return sums
+    found = {}
+    for shard in sums.addressable_shards:
+        first, second = np.asarray(shard.data).ravel()
+        found[shard.device.id] = int(first), int(second)
+    return found
+
+
+def _on_device(sharding: Sharding) -> bool:
+    device = next(iter(sharding.addressable_devices))
+    return sharding.memory_kind in (None, device.default_memory().kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _program(sharding: NamedSharding | SingleDeviceSharding, shape: Shape) -> Any:
+    """A jitted function of an array that lies so: uint32 [devices, 2], a row on each device."""
+    if isinstance(sharding, SingleDeviceSharding):
+        return jax.jit(lambda x: fingerprints.traced(x, (0,) * x.ndim, shape)[None])
+    spec = sharding.spec
+
+    def sum_shard(x: jax.Array) -> jax.Array:
+        start: list[Any] = [0] * x.ndim
+        for dim, axes in enumerate(spec):
+            if axes:
+                # In 32 bits, as positions are counted.
+                start[dim] = jax.lax.axis_index(axes).astype(jnp.uint32) * np.uint32(x.shape[dim])
+        return fingerprints.traced(x, start, shape)[None]
+
+    return jax.jit(
+        jax.shard_map(
+            sum_shard,
+            mesh=sharding.mesh,
+            in_specs=(spec,),
+            out_specs=P(sharding.mesh.axis_names),
+            check_vma=False,
+        )
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _boxes(sharding: Sharding, shape: Shape) -> dict[int, Box]:
+    """Id of each device of all processes -> the part of the array that it has."""
+    return {
+        device.id: _box(index, shape)
+        for device, index in sharding.devices_indices_map(shape).items()
+        if index is not None
+    }
+
+
+def _box(index: tuple[slice, ...], shape: Shape) -> Box:
+    ranges = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    return tuple(low for low, _ in ranges), tuple(high - low for low, high in ranges)
