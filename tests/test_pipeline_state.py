@@ -17,7 +17,7 @@ import zerojax
 from pallas_kernels.adam8bit import NU_ZERO
 from tests.small_models import Layers, regression_loss
 from tests.trajectories import plan_for, regression_batch
-from zerojax import arrays
+from zerojax import conversion
 from zerojax.abstract_state import rows_of_state
 from zerojax.arrays import (
     build_initialiser,
@@ -163,7 +163,7 @@ def _conversion(plan, *, to_rows):
     forms = plan.abstract_canonical["params"], plan.abstract_state["params"]
     given, wanted = (form["blocks/kernel"] for form in (forms if to_rows else forms[::-1]))
     rows = rows_of_state(plan.placement, plan.tx, plan.abstract_state)["params"]["blocks/kernel"]
-    return arrays._resizer(((wanted.shape, wanted.sharding, rows),), to_rows).lower([given])
+    return conversion._resizer(((wanted.shape, wanted.sharding, rows),), to_rows).lower([given])
 
 
 @pytest.mark.parametrize("name", ["interleaved", "uneven"])

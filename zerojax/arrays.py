@@ -12,17 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from zerojax import loss_scale
 from zerojax.abstract_state import LayerRows, canonical_opt_state, rows_of_state
+from zerojax.conversion import convert, fit
 from zerojax.offload.abstract import canonical_on_host
 from zerojax.offload.disk import DiskState
+from zerojax.offload.disk_durable import rest_writer
 from zerojax.offload.disk_fill import fill_disk, fill_new_disk
 from zerojax.offload.disk_saving import restore_pieces
 from zerojax.offload.disk_weights import build_weights
-from zerojax.offload.slices import to_device
-from zerojax.offload.state import cut_new_state, cut_state, join_state
+from zerojax.offload.state import cut_new_state, cut_state, join_params, join_state
 from zerojax.optim import StateCoding, coding_of
 from zerojax.planned import Planned
 from zerojax.state import TrainState, run_key_data, zero_counter
@@ -52,6 +52,16 @@ def init_state(plan: Planned, seed: int = 0) -> TrainState:
         )
     key_data = np.asarray(run_key_data(seed))
     disk = _new_disk(plan, key_data)  # first: there may be no space for it
+    try:
+        return _init_around(plan, key_data, disk)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
+
+
+def _init_around(plan: Planned, key_data: np.ndarray, disk: DiskState | None) -> TrainState:
+    """A new state whose slices in files are there already."""
     if plan.model.initial_arrays() is not None:
         state = _copy_initial(plan, key_data)
     else:
@@ -113,7 +123,7 @@ def _new_params(plan: Planned, key_data: jax.Array) -> tuple[dict[str, jax.Array
     abstract = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
     rows = _rows_of_params(plan)
     stored = {
-        name: _fit(params[name].astype(leaf.dtype), leaf.shape, rows[name], to_rows=True)
+        name: fit(params[name].astype(leaf.dtype), leaf.shape, rows[name], to_rows=True)
         for name, leaf in abstract.items()
     }
     return stored, extras
@@ -198,27 +208,51 @@ def to_canonical(plan: Planned, state: TrainState, *, joined: bool = True) -> Tr
     else:
         stored = join_state(plan, state, joined=joined)
     decoded = _recoded(plan, stored, decode=True)
-    return _convert(decoded, plan.abstract_canonical, _rows_of_state(plan), to_rows=False)
+    return convert(decoded, plan.abstract_canonical, _rows_of_state(plan), to_rows=False)
 
 
-def from_canonical(plan: Planned, canonical: TrainState) -> TrainState:
+def model_parts(plan: Planned, state: TrainState) -> dict[str, Any]:
+    """What a model is made of: "params", "frozen" and "extras" of the canonical form.
+
+    Moments are neither joined nor decoded; of a state with offload they are most of its bytes.
+
+    Args:
+      plan: which `state` follows.
+      state: stays valid.
+    """
+    parts: dict[str, Any] = {name: state[name] for name in ("params", "frozen", "extras")}
+    if plan.offload is not None:
+        parts["params"] = join_params(plan, state)
+    abstract = {name: plan.abstract_canonical[name] for name in parts}
+    rows = _rows_of_state(plan)
+    return convert(parts, abstract, None if rows is None else {name: rows[name] for name in parts})
+
+
+def from_canonical(
+    plan: Planned, canonical: TrainState, *, data_state: dict[str, Any] | None = None
+) -> TrainState:
     """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says.
 
-    One with slices on the host or in files may be an `offload.disk_saving.Saved` instead.
+    Args:
+      plan: which the result follows.
+      canonical: one with slices on the host or in files may be an `offload.disk_saving.Saved`
+        instead of an array.
+      data_state: position of the data, for a durable store: a run that is killed before its next
+        step goes on from what is written here.
     """
     stored = plan.abstract_stored.copy()
     stored["opt_state"] = decoded_opt_state(plan)
     if plan.offload is not None:
         stored = canonical_on_host(stored, plan.offload)
-    arrays = _convert(canonical, stored, _rows_of_state(plan), to_rows=True)
+    arrays = convert(canonical, stored, _rows_of_state(plan), to_rows=True)
     recoded = _recoded(plan, arrays, decode=False)
     if plan.offload is None:
         return recoded
     state = cut_state(plan, recoded)
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(canonical)):
-        return restore_pieces(plan, canonical, state)
+        return restore_pieces(plan, canonical, state, data_state=data_state)
     if plan.offload.on_disk:
-        state["disk"] = fill_disk(plan, recoded)
+        state["disk"] = fill_disk(plan, recoded, rest_writer(plan, state, data_state))
     return state
 
 
@@ -272,7 +306,9 @@ def _recoder(coding: StateCoding, decode: bool, coded: Flat, decoded: Flat) -> A
     )
 
 
-def reshard_state(old: Planned, new: Planned, state: TrainState) -> TrainState:
+def reshard_state(
+    old: Planned, new: Planned, state: TrainState, *, data_state: dict[str, Any] | None = None
+) -> TrainState:
     """The same state under another plan: another ZeRO stage, another mesh, or both.
 
     Args:
@@ -280,6 +316,7 @@ def reshard_state(old: Planned, new: Planned, state: TrainState) -> TrainState:
       new: a plan of the same model and optimizer.
       state: stays valid; drop it to free its memory. One with slices in files ends here, since the
         new one may need their place.
+      data_state: as `from_canonical` takes it.
 
     Raises:
       ValueError: the two plans describe different states.
@@ -292,108 +329,5 @@ def reshard_state(old: Planned, new: Planned, state: TrainState) -> TrainState:
     canonical = to_canonical(old, state)
     if disk := state.get("disk"):
         disk.close()
-    return from_canonical(new, _convert(canonical, new.abstract_canonical))
-
-
-def _convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False) -> Any:
-    """`tree` with `abstract`'s shapes (cut, or padded with zeros) and shardings.
-
-    Everything that has to change on one set of devices changes in one program: on CPU several
-    programs with collectives that do not wait for each other can block each other for good.
-
-    Args:
-      rows: `LayerRows` of the leaves whose rows change places, None for the others; or just None.
-      to_rows: from layers in order to rows, or back.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    targets = structure.flatten_up_to(abstract)
-    moves = [None] * len(leaves) if rows is None else structure.flatten_up_to(rows)
-    changing, result = [], list(leaves)
-    for index, (leaf, target, move) in enumerate(zip(leaves, targets, moves, strict=True)):
-        if not isinstance(leaf, jax.Array):  # see `offload.disk_saving`
-            result[index] = target if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-            continue
-        lies: Any = leaf.sharding
-        same = leaf.shape == target.shape and lies == target.sharding
-        if same and move is None:
-            continue
-        moved = _devices(lies) != _devices(target.sharding)
-        if moved or (move is None and _same_shards(leaf, target)):
-            # Between sets of devices, or between the memories of one: one after the other, since
-            # JAX 0.10 does not do both at once.
-            kind = target.sharding.memory_kind
-            if leaf.sharding.memory_kind != kind:
-                leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(kind))
-            result[index] = jax.device_put(leaf, target.sharding)
-        else:
-            changing.append(index)
-    if changing:
-        wanted = tuple((targets[i].shape, targets[i].sharding, moves[i]) for i in changing)
-        change = _resizer(wanted, to_rows)
-        for index, leaf in zip(changing, change([leaves[i] for i in changing]), strict=True):
-            result[index] = leaf
-    return structure.unflatten(result)
-
-
-def _same_shards(leaf: Any, target: Any) -> bool:
-    """Whether two arrays on the same devices differ in no more than the memory that they lie in."""
-    return leaf.shape == target.shape and leaf.sharding.spec == target.sharding.spec
-
-
-def _devices(sharding: NamedSharding) -> list[jax.Device]:
-    """The devices of a sharding in the order of its mesh."""
-    return list(sharding.mesh.devices.flat)
-
-
-@functools.lru_cache(maxsize=16)
-def _resizer(
-    wanted: tuple[tuple[tuple[int, ...], NamedSharding, LayerRows | None], ...], to_rows: bool
-) -> Any:
-    """A jitted function of arrays that gives them new shapes and shardings."""
-
-    def resize(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [
-            _fit(to_device(x), shape, rows, to_rows=to_rows)
-            for x, (shape, _, rows) in zip(arrays, wanted, strict=True)
-        ]
-
-    return jax.jit(resize, out_shardings=[sharding for _, sharding, _ in wanted])
-
-
-def _fit(
-    x: jax.Array, shape: tuple[int, ...], rows: LayerRows | None, *, to_rows: bool
-) -> jax.Array:
-    """Traced: an array cut, or padded with zeros, to a shape, its rows in their places."""
-    if rows is not None and not to_rows:
-        x = _layers_in_order(x, rows)
-    sizes = shape if rows is None else (x.shape[0], *shape[1:])
-    widths = [(0, new - old, 0) for new, old in zip(sizes, x.shape, strict=True)]
-    x = jax.lax.pad(x, jnp.zeros((), x.dtype), widths)
-    return _layers_in_rows(x, rows) if rows is not None and to_rows else x
-
-
-def _layers_in_rows(x: jax.Array, rows: LayerRows) -> jax.Array:
-    """[layers, ...] -> [rows, ...]; rows without a layer are zeros."""
-    layers = np.asarray(rows.rows)
-    taken = _take(x, np.maximum(layers, 0), rows.sharding)
-    if layers.min() >= 0:
-        return taken
-    held = (layers >= 0).reshape(-1, *(1,) * (x.ndim - 1))
-    return jnp.where(held, taken, jnp.zeros((), x.dtype))
-
-
-def _layers_in_order(x: jax.Array, rows: LayerRows) -> jax.Array:
-    """[rows, ...] -> [layers, ...]; the inverse of `_layers_in_rows`."""
-    layers = np.asarray(rows.rows)
-    return _take(x, np.argsort(layers)[np.sum(layers < 0) :], rows.sharding)
-
-
-def _take(x: jax.Array, indices: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """x[indices], which every device does for its part of all rows.
-
-    Left to itself the compiler gathers each stack whole on every device (XLA of JAX 0.10 and 0.12,
-    on CPU).
-    """
-    x = jax.lax.with_sharding_constraint(x, sharding)
-    taken = x.at[indices].get(mode="promise_in_bounds")
-    return jax.lax.with_sharding_constraint(taken, sharding)
+    moved = convert(canonical, new.abstract_canonical)
+    return from_canonical(new, moved, data_state=data_state)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.arrays import from_canonical, init_state, to_canonical
+from zerojax.arrays import from_canonical, init_state, model_parts, to_canonical
 from zerojax.offload.disk_durable import resume, resume_step
 from zerojax.offload.disk_saving import saved_names, write_pieces
 from zerojax.planned import Planned
@@ -56,7 +56,8 @@ def restore_state(checkpointer: Any, plan: Planned, step: int | None = None) -> 
     if plan.offload is not None and plan.offload.off_device:
         unread = [name for arrays in saved_names(plan).values() for name in arrays.values()]
     restored = checkpointer.restore(plan.abstract_canonical, step, unread=unread)
-    return restored, from_canonical(plan, restored.state)
+    data_state = restored.data_state or None
+    return restored, from_canonical(plan, restored.state, data_state=data_state)
 
 
 def first_state(
@@ -82,8 +83,7 @@ def model_of(plan: Planned, state: TrainState) -> Any:
 
     Every process gets whole arrays, so the model has to fit on one device.
     """
-    canonical = to_canonical(plan, state)
-    named = {name: canonical[name] for name in ("params", "frozen", "extras")}
+    named = model_parts(plan, state)
     replicated = NamedSharding(plan.mesh, P())
     whole = jax.jit(lambda tree: tree, out_shardings=replicated)(named)
     host = jax.tree.map(np.asarray, whole)

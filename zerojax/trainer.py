@@ -302,7 +302,11 @@ class Trainer:
         self._report()
         plan = self._replan(mesh_config)
         check_offload(plan)
-        self.state = reshard_state(self.plan, plan, self.state)
+        if (disk := self.state.get("disk")) and disk.store.is_durable:
+            self.save()  # its files are given up before those of the new plan are whole
+            if self._checkpointer is not None:
+                self._checkpointer.wait()
+        self.state = reshard_state(self.plan, plan, self.state, data_state=self._data_state)
         self.plan = plan
         self._step, self._step_was_called = build_step(plan), False
         self._evaluate = build_evaluation(plan)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from zerojax.host_parts import with_own_memory
 from zerojax.trees import flatten_names
 
 PyTree = Any
@@ -77,7 +78,8 @@ def read(folder: Path, abstract: Mapping[str, Any], *, subset: bool) -> dict[str
     orbax, context = _orbax()
     context.pytree_options.loading.partial_load = subset
     with context:
-        return orbax.load(folder, dict(abstract), checkpointable_name=_ITEM)
+        found = orbax.load(folder, dict(abstract), checkpointable_name=_ITEM)
+    return {name: with_own_memory(array) for name, array in found.items()}
 
 
 def read_on_host(folder: Path, name: str, leaf: Any) -> np.ndarray:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint import arrays
+from zerojax.host_parts import array_of_parts
 from zerojax.store.boxes import Box
 from zerojax.store.pieces import PieceReader
 
@@ -77,11 +78,9 @@ class Pieces:
         reader = self._reader
         assert reader is not None
 
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            return reader.read(name, _box(index, leaf.shape))
-
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+        return array_of_parts(
+            leaf.shape, leaf.sharding, lambda index: reader.read(name, _box(index, leaf.shape))
+        )
 
     def _opener(
         self, name: str, leaf: Any, in_pieces: bool

@@ -25,6 +25,9 @@ from zerojax.offload_layout import MASTER, SlicedLeaf
 from zerojax.planned import Planned
 from zerojax.store import BucketStore, StoreError
 
+SIDE_FILES = "*.npz"
+"""What `offload.disk_durable` keeps beside the buckets of a store."""
+
 ALIGNMENT = 64  # bytes; from there on a CPU device takes memory as it is, without a copy
 
 Rows = Mapping[jax.Device, np.ndarray]
@@ -41,6 +44,7 @@ class DiskLeaf:
       dtypes: {array: its dtype}, in the order of a bucket.
       shards: numbers of the shards that this process has; a bucket has a row for each.
       row_of: {device of this process: its row}; copies of a shard share one.
+      own_rows: the rows of shards that no process with a lower number has.
     """
 
     leaf: SlicedLeaf
@@ -48,6 +52,7 @@ class DiskLeaf:
     dtypes: Mapping[str, np.dtype]
     shards: tuple[int, ...]
     row_of: Mapping[jax.Device, int]
+    own_rows: tuple[int, ...]
 
     @property
     def num_buckets(self) -> int:
@@ -106,7 +111,6 @@ class DiskState:
       failure: why the slices are no longer those of one step, if so.
       data_state: position of the data after the step that comes next, for a durable store.
       has_frozen: whether the frozen parameters are beside the buckets of a durable store.
-      before_commit: called when all buckets of a sweep were written, before they count.
     """
 
     def __init__(self, store: BucketStore, leaves: Mapping[str, DiskLeaf]) -> None:
@@ -115,16 +119,20 @@ class DiskState:
         self.failure: str | None = None
         self.data_state: dict[str, Any] | None = None
         self.has_frozen = False
-        self.before_commit: Callable[[], None] | None = None
 
-    def slices(self, *, read: bool = True) -> Iterator[DiskSlice]:
+    def slices(
+        self, *, read: bool = True, before_commit: Callable[[], None] | None = None
+    ) -> Iterator[DiskSlice]:
         """Goes through all buckets once; see `BucketStore.sweep`.
+
+        Args:
+          read: False where every byte will be set anyway.
+          before_commit: called when all buckets were written, before they count.
 
         Raises:
           StoreError: what the store or the disk says; also that an earlier sweep failed.
         """
-        if self.failure is not None:
-            raise StoreError(self.failure)
+        self._check_whole()
         places = [place for place in self.leaves.values() for _ in range(place.num_buckets)]
         wrote = False
 
@@ -139,8 +147,8 @@ class DiskState:
                 number = place.leaf.first(NVME) + bucket.index - place.first_bucket
                 views = place.views(bucket.array)
                 yield DiskSlice(place, number, views, lambda b=bucket: write(b))
-                if wrote and count == len(places) and self.before_commit is not None:
-                    self.before_commit()
+                if wrote and count == len(places) and before_commit is not None:
+                    before_commit()
         except BaseException as error:
             if wrote:
                 self.failure = (
@@ -152,15 +160,21 @@ class DiskState:
                 raise StoreError(self.failure or _text_of(error)) from error
             raise
 
-    def fill(self, source_of: Callable[[DiskLeaf], Source]) -> None:
+    def fill(
+        self,
+        source_of: Callable[[DiskLeaf], Source],
+        *,
+        before_commit: Callable[[], None] | None = None,
+    ) -> None:
         """Writes every bucket anew.
 
         Args:
           source_of: called once for each parameter, in order; the former one's source is dropped
             before.
+          before_commit: as `slices` takes it.
         """
         current, source = None, None
-        for piece in self.slices(read=False):
+        for piece in self.slices(read=False, before_commit=before_commit):
             if piece.place is not current:
                 source = None
                 current, source = piece.place, source_of(piece.place)
@@ -178,30 +192,38 @@ class DiskState:
         """{device: [slices, elements]}: slices in files of one array, copied; {} without any.
 
         Raises:
-          StoreError, OSError: what the store or the disk says; also that a sweep failed.
+          StoreError: what the store or the disk says; also that a sweep failed.
         """
         if leaf.name not in self.leaves:
             return {}
+        self._check_whole()
         place = self.leaves[leaf.name]
         order = range(place.first_bucket, place.first_bucket + place.num_buckets)
         shape = (len(place.shards), place.num_buckets, leaf.slice_elements)
         result = np.empty(shape, place.dtypes[array])
-        if self.failure is not None:
-            raise StoreError(self.failure)
-        for bucket in self.store.sweep(order=order):
-            rows = place.views(bucket.array)[array]
-            result[:, bucket.index - place.first_bucket] = rows
+        try:
+            for bucket in self.store.sweep(order=order):
+                rows = place.views(bucket.array)[array]
+                result[:, bucket.index - place.first_bucket] = rows
+        except OSError as error:
+            raise StoreError(_text_of(error)) from error
         return {device: result[row] for device, row in place.row_of.items()}
 
     def close(self) -> None:
         """Gives up the store's files. May be called twice."""
         self.store.close()
 
+    def _check_whole(self) -> None:
+        if self.failure is not None:
+            raise StoreError(self.failure)
+
 
 jax.tree_util.register_pytree_node(DiskState, lambda disk: ((), disk), lambda disk, _: disk)
 
 
 def _text_of(error: BaseException) -> str:
+    if isinstance(error, GeneratorExit):  # its own error passes the sweep by
+        return "the loop over its buckets was left by an error"
     text = error.strerror if isinstance(error, OSError) else str(error)
     return text or type(error).__name__
 
@@ -217,23 +239,36 @@ def places_of(plan: Planned, leaves: Sequence[SlicedLeaf]) -> dict[str, DiskLeaf
     layout, mesh = plan.offload, plan.mesh
     assert layout is not None
     assert isinstance(mesh, Mesh)
-    own = {MASTER: np.dtype(plan.precision.param_dtype)}
-    dtypes = {name: own.get(name, np.dtype(plan.precision.moments_dtype)) for name in layout.arrays}
+    master = {MASTER: np.dtype(plan.precision.param_dtype)}
+    moment = np.dtype(plan.precision.moments_dtype)
+    dtypes = {name: master.get(name, moment) for name in layout.arrays}
     result, buckets = {}, 0
     for leaf in leaves:
         shard_of = _shards(leaf, mesh)
-        shards = tuple(sorted(set(shard_of.values())))
-        rows = {device: shards.index(shard) for device, shard in shard_of.items()}
-        result[leaf.name] = DiskLeaf(leaf, buckets, dtypes, shards, rows)
+        here = jax.process_index()
+        own = {device: shard for device, shard in shard_of.items() if device.process_index == here}
+        shards = tuple(sorted(set(own.values())))
+        rows = {device: shards.index(shard) for device, shard in own.items()}
+        owners = owners_of(shard_of)
+        own_rows = tuple(row for row, shard in enumerate(shards) if owners[shard] == here)
+        result[leaf.name] = DiskLeaf(leaf, buckets, dtypes, shards, rows, own_rows)
         buckets += leaf.counts[NVME]
     return result
 
 
+def owners_of(shard_of: Mapping[Any, int]) -> dict[int, int]:
+    """{number of a shard: the first process that has it}, given each device's shard."""
+    owners: dict[int, int] = {}
+    for device, shard in shard_of.items():
+        owners[shard] = min(owners.get(shard, device.process_index), device.process_index)
+    return owners
+
+
 def _shards(leaf: SlicedLeaf, mesh: Mesh) -> dict[jax.Device, int]:
-    """{device of this process: number of its shard}."""
+    """{device: number of its shard}."""
     sharding = tier_sharding(leaf, DEVICE, mesh)
-    indices = sharding.addressable_devices_indices_map((leaf.num_shards, 1))
-    return {device: index[0].start or 0 for device, index in indices.items() if index is not None}
+    indices = sharding.devices_indices_map((leaf.num_shards, 1))
+    return {device: index[0].start or 0 for device, index in indices.items()}
 
 
 def create_disk(plan: Planned) -> DiskState:
@@ -254,6 +289,8 @@ def create_disk(plan: Planned) -> DiskState:
         durable=plan.settings.offload.durable,
         replace=True,
     )
+    for path in folder.glob(SIDE_FILES):
+        path.unlink()  # of the store that was there: generations are counted anew
     return DiskState(store, leaves)
 
 

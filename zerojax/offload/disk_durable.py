@@ -12,12 +12,14 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from zerojax.host_parts import array_of_parts
 from zerojax.offload.disk import DiskState, disk_leaves, store_folder
 from zerojax.offload.disk_weights import build_weights
 from zerojax.planned import Planned
@@ -25,6 +27,7 @@ from zerojax.state import TrainState
 from zerojax.store import BucketStore, StoreError
 from zerojax.store.files import replace_file
 from zerojax.store.manifest import NAME as MANIFEST
+from zerojax.store.manifest import load_manifest
 from zerojax.trees import flatten_names, unflatten_like
 
 _FROZEN, _OF_GENERATION = "frozen.npz", re.compile(r"state-(\d+)\.npz")
@@ -48,15 +51,38 @@ def write_rest(plan: Planned, disk: DiskState, state: TrainState) -> None:
             path.unlink()
 
 
+def rest_writer(
+    plan: Planned, state: TrainState, data_state: dict[str, Any] | None
+) -> Callable[[DiskState], None]:
+    """What a store that is filled in the middle of a run needs, so that it can be gone on from.
+
+    Args:
+      plan: which `state` follows.
+      state: everything but what is in the buckets; read when what this returned is called.
+      data_state: position of the data.
+    """
+
+    def before_commit(disk: DiskState) -> None:
+        disk.data_state = data_state
+        if disk.store.is_durable:
+            write_rest(plan, disk, state)
+
+    return before_commit
+
+
 def resume_step(plan: Planned) -> int | None:
-    """Batches consumed by the last whole generation in a plan's folder; None without any."""
+    """Batches consumed by the last whole generation in a plan's folder; None without any.
+
+    Raises:
+      StoreError: what the folder has is not what this version wrote.
+    """
     if not _may_be_there(plan):
         return None
     folder = store_folder(plan)
-    with BucketStore.open(folder) as store:
-        path = folder / f"state-{store.generation}.npz"
-        if not store.is_durable or not path.exists():
-            return None
+    manifest = load_manifest(folder)  # alone: a scratch store may be mixed, and is of no interest
+    path = folder / f"state-{manifest.generation}.npz"
+    if not manifest.durable or not path.exists():
+        return None
     return int(_unpacked(path)[0]["step"])
 
 
@@ -64,7 +90,7 @@ def resume(plan: Planned) -> tuple[TrainState, dict[str, Any] | None]:
     """(state, position of the data) of the last whole generation; `resume_step` must say there is.
 
     Raises:
-      StoreError: it is of another model, optimizer, mesh or slicing; or damaged.
+      StoreError: it is of another model, optimizer, mesh, order of layers or slicing; or damaged.
     """
     folder = store_folder(plan)
     store = BucketStore.open(folder)
@@ -72,9 +98,10 @@ def resume(plan: Planned) -> tuple[TrainState, dict[str, Any] | None]:
         arrays, about = _unpacked(folder / f"state-{store.generation}.npz")
         if about["signature"] != _signature(plan):
             raise StoreError(
-                f"{folder}: the optimizer's state there is of another model, optimizer, mesh or "
-                "slicing than this run's; go on with what it was made with and save a checkpoint, "
-                "which fits any mesh, or delete the folder to go on from the last checkpoint"
+                f"{folder}: the optimizer's state there is of another model, optimizer, mesh, "
+                "order of layers or slicing than this run's; go on with what it was made with and "
+                "save a checkpoint, which fits any mesh, or delete the folder to go on from the "
+                "last checkpoint"
             )
         disk = DiskState(store, disk_leaves(plan))
         arrays |= {f"frozen/{n}": x for n, x in _unpacked(folder / _FROZEN)[0].items()}
@@ -107,7 +134,11 @@ def _place(plan: Planned, arrays: dict[str, np.ndarray]) -> Any:
     """The arrays where they belong; no weights of parameters with slices in files."""
     abstract = plan.abstract_state
     wanted = _rest(plan, abstract) | flatten_names({"frozen": abstract["frozen"]})
-    placed = {n: jax.device_put(arrays[n], leaf.sharding) for n, leaf in wanted.items()}
+
+    def place(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return array_of_parts(leaf.shape, leaf.sharding, lambda part: np.array(arrays[name][part]))
+
+    placed = {name: place(name, leaf) for name, leaf in wanted.items()}
     kept = {n: x for n, x in abstract["params"].items() if f"params/{n}" in placed}
     return unflatten_like({**abstract, "params": kept, "disk": {}}, placed)
 
@@ -115,11 +146,12 @@ def _place(plan: Planned, arrays: dict[str, np.ndarray]) -> Any:
 def _signature(plan: Planned) -> str:
     """What two plans must have in common to share buckets."""
     assert plan.offload is not None
-    slices = [
-        (leaf.name, leaf.shard_shape, leaf.axes, leaf.num_shards, leaf.slice_elements, *counts)
-        for leaf in plan.offload.on_disk
-        for counts in [leaf.counts.values()]
-    ]
+    slices = []
+    for leaf in plan.offload.on_disk:
+        shards = leaf.name, leaf.shard_shape, leaf.axes, leaf.num_shards
+        rows = plan.placement.leaves[leaf.name].layer_rows
+        layers = () if rows is None else (rows,)
+        slices.append((*shards, leaf.slice_elements, *leaf.counts.values(), *layers))
     devices = [device.id for device in plan.mesh.devices.flat] if plan.mesh else []
     return json.dumps([plan.fingerprint, dict(plan.mesh.shape), devices, slices])
 

@@ -37,20 +37,35 @@ def fill_new_disk(plan: Planned, stored: Callable[[str], jax.Array]) -> DiskStat
         arrays = {MASTER: stored(place.leaf.name)} if MASTER in place.dtypes else {}
         return array_source(plan, place, arrays)
 
-    return _filled(plan, source_of)
+    return filled_disk(plan, source_of)
 
 
-def fill_disk(plan: Planned, stored: TrainState) -> DiskState:
-    """A new store with the slices of a state in one piece, as `plan.abstract_stored` has it."""
+def fill_disk(
+    plan: Planned, stored: TrainState, before_commit: Callable[[DiskState], None]
+) -> DiskState:
+    """A new store with the slices of a state in one piece, as `plan.abstract_stored` has it.
+
+    Args:
+      plan: with slices in files.
+      stored: the state.
+      before_commit: called when all buckets were written, before they count.
+    """
     assert plan.offload is not None
     arrays = arrays_of(plan, stored, plan.offload.on_disk)
-    return _filled(plan, lambda place: array_source(plan, place, arrays[place.leaf.name]))
+    return filled_disk(
+        plan, lambda place: array_source(plan, place, arrays[place.leaf.name]), before_commit
+    )
 
 
-def _filled(plan: Planned, source_of: Callable[[DiskLeaf], Source]) -> DiskState:
+def filled_disk(
+    plan: Planned,
+    source_of: Callable[[DiskLeaf], Source],
+    before_commit: Callable[[DiskState], None] = lambda disk: None,
+) -> DiskState:
+    """A new store with the slices that `source_of` gives, see `DiskState.fill`."""
     disk = create_disk(plan)
     try:
-        disk.fill(source_of)
+        disk.fill(source_of, before_commit=lambda: before_commit(disk))
     except BaseException:
         disk.close()
         raise

@@ -8,6 +8,7 @@ store; restored is any part that a shard of another mesh or tier needs.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,8 +18,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax.offload.disk import DiskLeaf, DiskState, Source, create_disk, places_of
-from zerojax.offload.disk_fill import arrays_of
+from zerojax.offload.disk import DiskLeaf, DiskState, Source, places_of
+from zerojax.offload.disk_durable import rest_writer
+from zerojax.offload.disk_fill import arrays_of, filled_disk
 from zerojax.offload.disk_weights import build_weights
 from zerojax.offload.slices import (
     Tiers,
@@ -30,7 +32,7 @@ from zerojax.offload.slices import (
 from zerojax.offload_layout import MASTER, SlicedLeaf
 from zerojax.planned import Planned
 from zerojax.state import TrainState
-from zerojax.store.boxes import Box, Shape, boxes_of_run, overlap, rows_of_array, slices_of
+from zerojax.store.boxes import Box, Shape, parts_of_run
 from zerojax.store.pieces import Block, PieceWriter
 from zerojax.trees import path_name
 
@@ -57,6 +59,8 @@ def saved_names(plan: Planned) -> dict[str, dict[str, str]]:
 def write_pieces(plan: Planned, state: TrainState, folder: Path) -> None:
     """Writes this process's slices of the parameters with slices on the host or in files.
 
+    A shard that several processes have is written by the first of them.
+
     Raises:
       StoreError, OSError: what the store or the disk of `folder` says.
     """
@@ -68,9 +72,9 @@ def write_pieces(plan: Planned, state: TrainState, folder: Path) -> None:
         for piece in state["disk"].slices() if state["disk"] else ():
             for array, rows in piece.arrays.items():
                 name = names[piece.place.leaf.name][array]
-                for row, values in enumerate(rows):
+                for row in piece.place.own_rows:
                     block = _block(plan, piece.place, row, name)
-                    writer.write(block, piece.number * piece.place.leaf.slice_elements, values)
+                    writer.write(block, piece.number * piece.place.leaf.slice_elements, rows[row])
         for place in places_of(plan, leaves).values():
             for array, tiers in arrays[place.leaf.name].items():
                 for row, number, values in _slices_in_memory(place, tiers):
@@ -79,11 +83,11 @@ def write_pieces(plan: Planned, state: TrainState, folder: Path) -> None:
 
 
 def _slices_in_memory(place: DiskLeaf, tiers: Tiers) -> Iterator[tuple[int, int, np.ndarray]]:
-    """(row, number, values) of the slices of a parameter that are not in files."""
+    """(row, number, values) of a parameter's slices in memory that this process is to write."""
     for tier, array in tiers.items():
         by_row = {place.row_of[device]: shard for device, shard in shards_of(array).items()}
-        for row, shard in by_row.items():
-            for index, values in enumerate(shard):
+        for row in place.own_rows:
+            for index, values in enumerate(by_row[row]):
                 yield row, place.leaf.first(tier) + index, values
 
 
@@ -105,52 +109,65 @@ def _start(plan: Planned, place: DiskLeaf, row: int) -> Shape:
     return tuple(part.start or 0 for part in index)
 
 
-def restore_pieces(plan: Planned, canonical: TrainState, state: TrainState) -> TrainState:
+def restore_pieces(
+    plan: Planned,
+    canonical: TrainState,
+    state: TrainState,
+    *,
+    data_state: dict[str, Any] | None = None,
+) -> TrainState:
     """A state whose parameters off the device come from a checkpoint, slice by slice.
 
     Args:
       plan: with slices on the host or in files.
       canonical: has a `Saved` for each array of such a parameter.
       state: everything else; has anything in these places.
+      data_state: position of the data, for a durable store.
 
     Raises:
       StoreError, OSError: what the store or the checkpoint says.
     """
     assert isinstance(plan.mesh, Mesh)
     assert plan.offload is not None
-    saved = arrays_of(plan, canonical, plan.offload.off_device)
+    mesh, saved = plan.mesh, arrays_of(plan, canonical, plan.offload.off_device)
     places = places_of(plan, plan.offload.off_device)
     tiers: dict[str, dict[str, Tiers]] = {}
+
+    def source_of(place: DiskLeaf) -> Source:
+        """Reads what is in memory on the way, so that each array is opened once."""
+        source = _read_slices(plan, place, saved[place.leaf.name])
+        tiers[place.leaf.name] = {a: _tiers(place, a, source, mesh) for a in place.dtypes}
+        return source
+
+    def before_commit(disk: DiskState) -> None:
+        rest_writer(plan, _with_slices(plan, state, tiers), data_state)(disk)
+
     for place in places.values():
-        name = place.leaf.name
-        source = _read_slices(plan, place, saved[name])
-        tiers[name] = {array: _tiers(place, array, source, plan.mesh) for array in place.dtypes}
-    disk = create_disk(plan) if plan.offload.on_disk else None
+        if not place.num_buckets:
+            source_of(place)
+    disk = filled_disk(plan, source_of, before_commit) if plan.offload.on_disk else None
     try:
-        if disk is not None:
-            disk.fill(lambda place: _read_slices(plan, place, saved[place.leaf.name]))
-        return assemble(plan, state, places, disk, tiers)
+        result = _with_slices(plan, state, tiers)
+        if plan.precision.has_masters:
+            masters = {name: result["masters"][name] for name in places}
+            result["params"] = state["params"] | build_weights(plan, places, disk, masters)
+        result["disk"] = {} if disk is None else disk
+        return result
     except BaseException:
         if disk is not None:
             disk.close()
         raise
 
 
-def assemble(
-    plan: Planned,
-    state: TrainState,
-    places: Mapping[str, DiskLeaf],
-    disk: DiskState | None,
-    tiers: Mapping[str, Mapping[str, Tiers]],
+def _with_slices(
+    plan: Planned, state: TrainState, tiers: Mapping[str, Mapping[str, Tiers]]
 ) -> TrainState:
-    """A state with the slices of these parameters, in memory and in files, and their weights."""
+    """A state with the slices of these parameters in memory."""
     result = state.copy()
     if plan.precision.has_masters:
         masters = {name: arrays[MASTER] for name, arrays in tiers.items()}
         result["masters"] = state["masters"] | masters
-        result["params"] = state["params"] | build_weights(plan, places, disk, masters)
     result["opt_state"] = put_moments(plan, state["opt_state"], tiers)
-    result["disk"] = {} if disk is None else disk
     return result
 
 
@@ -179,7 +196,7 @@ def _tiers(place: DiskLeaf, array: str, source: Source, mesh: Mesh) -> Tiers:
 
 def _read_slices(plan: Planned, place: DiskLeaf, saved: Mapping[str, Saved]) -> Source:
     """What a checkpoint has of each slice, one in memory at a time where it can be read so."""
-    readers = {array: one.open() for array, one in saved.items()}
+    reader = functools.cache(lambda array: saved[array].open())  # when it is needed, and once
     whole = plan.placement.leaves[place.leaf.name]
     elements = place.leaf.slice_elements
     starts = [_start(plan, place, row) for row in range(len(place.shards))]
@@ -187,7 +204,7 @@ def _read_slices(plan: Planned, place: DiskLeaf, saved: Mapping[str, Saved]) -> 
     def source(array: str, number: int) -> Mapping[jax.Device, np.ndarray]:
         rows = [
             _read_run(
-                readers[array],
+                reader(array),
                 (start, place.leaf.shard_shape),
                 (number * elements, elements),
                 (whole.shape, whole.layer_rows),
@@ -212,16 +229,10 @@ def _read_run(
     Args:
       whole: the true shape, and which row of it each stored row is.
     """
-    (start, shape), (first, count), (true_shape, rows) = shard, run, whole
-    result, at = np.zeros(count, dtype), 0
+    (_, count), (true_shape, rows) = run, whole
+    result = np.zeros(count, dtype)
     limits = tuple(0 for _ in true_shape), true_shape
-    for inside, sizes in boxes_of_run(shape, first, count):
-        part = result[at : at + math.prod(sizes)].reshape(sizes)
-        at += part.size
-        begin = tuple(a + b for a, b in zip(inside, start, strict=True))
-        for stored, array in rows_of_array((begin, sizes), rows):
-            common = overlap(array, limits)
-            if common is not None:
-                shifted = (stored[0][0] + common[0][0] - array[0][0], *common[0][1:]), common[1]
-                part[slices_of(shifted, begin)] = read(common)
+    for before, sizes, inside, box in parts_of_run(shard, run, rows, limits):
+        part = result[before : before + math.prod(sizes)].reshape(sizes)
+        part[inside] = read(box)
     return result

@@ -8,6 +8,7 @@ buckets, whatever the number of slices. A step whose gradients are not finite re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,9 +65,8 @@ class DiskStep:
         new["disk"] = disk
         # It is known only now whether the gradients were finite.
         if not int(metrics["skipped"]):
-            if disk.store.is_durable:
-                disk.before_commit = lambda: self._write_rest(disk, new)
-            for piece in disk.slices():
+            rest = functools.partial(self._write_rest, disk, new)
+            for piece in disk.slices(before_commit=rest if disk.store.is_durable else None):
                 name = piece.place.leaf.name
                 new["params"][name] = self._update(piece, new["params"][name], pending)
                 piece.write()

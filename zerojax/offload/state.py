@@ -73,35 +73,47 @@ def join_state(plan: Planned, state: TrainState, *, joined: bool = True) -> Trai
       joined: False: what has slices on the host or in files is left out, a `ShapeDtypeStruct` in
         its place.
     """
-    layout, disk = plan.offload, state["disk"]
+    layout = plan.offload
     assert layout is not None
     target = canonical_on_host(plan.abstract_stored, layout)
     masters = int(plan.precision.has_masters)
 
-    def from_files(leaf: SlicedLeaf, array: int) -> Any:
-        return disk.read(leaf, layout.arrays[array]) if disk else None
+    def moment(leaf: SlicedLeaf, number: int, tiers: Tiers, wanted: Any) -> jax.Array:
+        if not joined and leaf in layout.off_device:
+            return wanted
+        return join_leaf(leaf, tiers, wanted, _from_files(plan, state, leaf, masters + number))
+
+    result = state.copy()
+    del result["masters"], result["disk"]
+    result["params"] = join_params(plan, state, joined=joined)
+    result["opt_state"] = map_moments(
+        layout.leaves, moment, state["opt_state"], target["opt_state"]
+    )
+    return result
+
+
+def join_params(plan: Planned, state: TrainState, *, joined: bool = True) -> dict[str, jax.Array]:
+    """The parameters alone, as `join_state` has them."""
+    layout = plan.offload
+    assert layout is not None
+    target = canonical_on_host(plan.abstract_stored, layout)["params"]
 
     def param(name: str, x: jax.Array) -> jax.Array:
-        wanted = target["params"][name]
+        wanted = target[name]
         if name not in state["masters"]:
             return x if name not in layout.streamed else jax.device_put(x, wanted.sharding)
         leaf = layout.leaves[name]
         if not joined and leaf in layout.off_device:
             return wanted
-        return join_leaf(leaf, state["masters"][name], wanted, from_files(leaf, 0))
+        return join_leaf(leaf, state["masters"][name], wanted, _from_files(plan, state, leaf, 0))
 
-    def moment(leaf: SlicedLeaf, number: int, tiers: Tiers, wanted: Any) -> jax.Array:
-        if not joined and leaf in layout.off_device:
-            return wanted
-        return join_leaf(leaf, tiers, wanted, from_files(leaf, masters + number))
+    return {name: param(name, x) for name, x in state["params"].items()}
 
-    result = state.copy()
-    del result["masters"], result["disk"]
-    result["params"] = {name: param(name, x) for name, x in state["params"].items()}
-    result["opt_state"] = map_moments(
-        layout.leaves, moment, state["opt_state"], target["opt_state"]
-    )
-    return result
+
+def _from_files(plan: Planned, state: TrainState, leaf: SlicedLeaf, array: int) -> Any:
+    """The slices in files of one of a leaf's arrays, if anything lies in files."""
+    assert plan.offload is not None
+    return state["disk"].read(leaf, plan.offload.arrays[array]) if state["disk"] else None
 
 
 def cut_state(plan: Planned, stored: TrainState) -> TrainState:

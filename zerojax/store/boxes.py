@@ -64,7 +64,36 @@ def slices_of(box: Box, origin: Shape) -> tuple[slice, ...]:
     )
 
 
-def rows_of_array(box: Box, rows: tuple[int, ...] | None) -> Iterator[tuple[Box, Box]]:
+def parts_of_run(
+    block: Box, run: tuple[int, int], rows: tuple[int, ...] | None, wanted: Box
+) -> Iterator[tuple[int, Shape, tuple[slice, ...], Box]]:
+    """What a run of a block's elements has of a part of the array.
+
+    Args:
+      block: where it begins in the array, as it was stored, and its shape.
+      run: number of the first element in the block, in C order, and how many there are.
+      rows: the row of the array that each stored row is, -1 where it is none; None where they are
+        the same.
+      wanted: the part of the array.
+
+    Yields:
+      (elements of the run before a box of it, shape of the box, an index in the box, the box of the
+      array whose values are there).
+    """
+    (start, shape), before = block, 0
+    for at, size in boxes_of_run(shape, *run):
+        begin = tuple(a + b for a, b in zip(at, start, strict=True))
+        for stored, array in _rows_of_array((begin, size), rows):
+            common = overlap(array, wanted)
+            if common is not None:
+                # From the rows of the array to those that are stored.
+                moved = zip(stored[0], common[0], array[0], strict=True)
+                place = tuple(row + part - whole for row, part, whole in moved), common[1]
+                yield before, size, slices_of(place, begin), common
+        before += math.prod(size)
+
+
+def _rows_of_array(box: Box, rows: tuple[int, ...] | None) -> Iterator[tuple[Box, Box]]:
     """(a part of the box as stored, the same as the array has it); rows of padding are left out."""
     if rows is None:
         yield box, box

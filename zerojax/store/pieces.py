@@ -19,7 +19,7 @@ from typing import Self
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
 
-from zerojax.store.boxes import Box, Shape, boxes_of_run, overlap, rows_of_array, slices_of
+from zerojax.store.boxes import Box, Shape, parts_of_run, slices_of
 from zerojax.store.errors import StoreError
 
 _FORMAT = 1
@@ -184,15 +184,9 @@ def _parts(
     pieces: _Pieces, first: int, count: int, offset: int, wanted: Box
 ) -> Iterator[tuple[np.ndarray, tuple[slice, ...]]]:
     """What a piece has of a part: (values, where they go in it)."""
-    block, byte = pieces.block, offset
-    for at, size in boxes_of_run(block.shape, first, count):
-        begin = tuple(a + b for a, b in zip(at, block.start, strict=True))
-        for stored, array in rows_of_array((begin, size), block.rows):
-            common = overlap(array, wanted)
-            if common is None:
-                continue
-            values = np.memmap(pieces.path, pieces.dtype, "r", byte, size)
-            # From the rows of the array to those of the file.
-            shifted = (stored[0][0] + common[0][0] - array[0][0], *common[0][1:]), common[1]
-            yield values[slices_of(shifted, begin)], slices_of(common, wanted[0])
-        byte += int(np.prod(size)) * pieces.dtype.itemsize
+    block = pieces.block
+    parts = parts_of_run((block.start, block.shape), (first, count), block.rows, wanted)
+    for before, size, inside, box in parts:
+        byte = offset + before * pieces.dtype.itemsize
+        values = np.memmap(pieces.path, pieces.dtype, "r", byte, size)
+        yield values[inside], slices_of(box, wanted[0])
