@@ -28,3 +28,15 @@ def test_two_processes_with_files_hand_over_to_one_without(tmp_path):
     resumed = train(tmp_path, "two", "steps=6", "zero=3")
     assert resumed[:4] == two
     np.testing.assert_allclose(resumed[4:], one[4:], rtol=0, atol=TOLERANCE)
+
+
+def test_what_both_processes_have_is_written_by_the_first(tmp_path):
+    """Without ZeRO each has the whole state."""
+    one = train(tmp_path, "one", "steps=4", "zero=0")
+    two = train(tmp_path, "two", "steps=2", "zero=0", *IN_FILES, processes=2)
+    pieces = tmp_path / "two" / "checkpoints" / "2" / "pieces"
+    sizes = {path.name: path.stat().st_size for path in pieces.glob("*.bin")}
+    assert sizes["process_0.bin"] > 0
+    assert sizes["process_1.bin"] == 0
+    resumed = train(tmp_path, "two", "steps=4", "zero=3")
+    np.testing.assert_allclose([*two, *resumed[2:]], one, rtol=0, atol=TOLERANCE)

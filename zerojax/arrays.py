@@ -220,12 +220,13 @@ def model_parts(plan: Planned, state: TrainState) -> dict[str, Any]:
       plan: which `state` follows.
       state: stays valid.
     """
-    parts: dict[str, Any] = {name: state[name] for name in ("params", "frozen", "extras")}
-    if plan.offload is not None:
-        parts["params"] = join_params(plan, state)
-    abstract = {name: plan.abstract_canonical[name] for name in parts}
-    rows = _rows_of_state(plan)
-    return convert(parts, abstract, None if rows is None else {name: rows[name] for name in parts})
+    params = state["params"] if plan.offload is None else join_params(plan, state)
+    parts = {"params": params, "frozen": state["frozen"], "extras": state["extras"]}
+    abstract: dict[str, Any] = {**plan.abstract_canonical}
+    rows: dict[str, Any] | None = None
+    if (all_rows := _rows_of_state(plan)) is not None:
+        rows = {name: x for name, x in all_rows.items() if name in parts}
+    return convert(parts, {name: abstract[name] for name in parts}, rows)
 
 
 def from_canonical(
