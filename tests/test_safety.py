@@ -1,0 +1,112 @@
+"""What a run reads is data: no configuration, checkpoint or token file can run code."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zerojax.cli import main
+from zerojax.config import ConfigError, RunConfig, load
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("zerojax", "pallas_kernels", "benchmarks", "examples")
+
+LOADS_CODE = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
+SAFE_YAML = {
+    *("safe_load", "safe_dump", "SafeLoader", "YAMLError", "Node", "MappingNode", "SequenceNode"),
+    *("ScalarNode", "nodes", "compose", "resolver", "constructor"),
+}
+
+
+def calls_and_imports(source: str) -> Iterator[str]:
+    """Every way of running text as code, or of reading objects that may, in a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".")[0] for alias in node.names]
+            yield from (f"import {name}" for name in names if name in LOADS_CODE)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LOADS_CODE:
+            yield f"from {node.module} import"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "yaml" and node.attr not in SAFE_YAML:
+                yield f"yaml.{node.attr}"
+            if (node.value.id, node.attr) in {("os", "system"), ("os", "popen"), ("torch", "load")}:
+                yield f"{node.value.id}.{node.attr}"
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in RUNS_TEXT:
+                yield f"{node.func.id}(...)"
+            for keyword in node.keywords:
+                value = getattr(keyword.value, "value", None)
+                if keyword.arg in ("shell", "allow_pickle") and value is not False:
+                    yield f"{keyword.arg}=..."
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_source_runs_what_it_reads(folder):
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        found = list(calls_and_imports(path.read_text(encoding="utf-8")))
+        assert not found, f"{path.relative_to(ROOT)}: {', '.join(found)}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "import yaml\nyaml.load('a', Loader=yaml.SafeLoader)",
+        "import yaml\nyaml.unsafe_load('a')",
+        "eval('1')",
+        "exec('a = 1')",
+        "import numpy as np\nnp.load('a', allow_pickle=True)",
+        "import subprocess\nsubprocess.run('a', shell=True)",
+        "import os\nos.system('a')",
+    ],
+)
+def test_the_search_above_finds_each_way(source):
+    assert list(calls_and_imports(source))
+
+
+YAML_THAT_RUNS = """
+steps: !!python/object/apply:os.mkdir ["{folder}"]
+"""
+
+
+def test_a_configuration_file_runs_nothing(tmp_path, capsys):
+    path, made = tmp_path / "run.yaml", tmp_path / "made"
+    path.write_text(YAML_THAT_RUNS.format(folder=made), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"could not determine a constructor.*run\.yaml:2"):
+        load(RunConfig, path)
+    assert main(["train", str(path)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        load(RunConfig, None, [f'steps=!!python/object/apply:os.mkdir ["{made}"]'])
+    assert not made.exists()
+
+
+def test_a_token_file_that_holds_objects_is_refused(tmp_path):
+    from zerojax.data.tokens import open_tokens
+
+    class Evil:
+        def __reduce__(self):
+            return Path.mkdir, (tmp_path / "made",)
+
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.array([Evil()], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match=str(path)):
+        open_tokens([path])
+    assert not (tmp_path / "made").exists()
+
+
+def test_settings_of_a_run_are_read_as_plain_data(tmp_path):
+    """`config.json` names no class and no function: a changed one is refused by key or by type."""
+    from zerojax.runs import load_run
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"py/object": "os.system", "steps": 1}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="unknown key"):
+        load_run(tmp_path)
