@@ -96,6 +96,25 @@ def test_small_parameters_stay_on_the_device_and_are_named():
         assert plan.abstract_state["params"][name] == plan.abstract_stored["params"][name]
 
 
+def test_layers_that_no_device_has_whole_stay_on_it_and_are_named():
+    """A rule may split a stack by layers, and what is frozen has no slices to go with it."""
+    stack, frozen = "blocks/mlp/up/kernel", "blocks/mlp/down/kernel"
+    plan = plan_of(
+        {"opt_state": "host", "params": "host", **SMALL},
+        mesh={"data": 2, "model": 2},
+        rules=((stack, ("model", None, None)),),
+        freeze=(frozen,),
+    )
+    assert plan.abstract_stored["params"][stack].sharding.spec[0] == "model"
+    kept = dict(plan.offload.kept)
+    assert kept[stack].startswith("its layers are split over model")
+    assert kept[frozen].startswith("frozen")
+    assert len(plan.offload.streamed) > 3
+    assert not plan.offload.streamed & {stack, frozen}
+    assert plan.abstract_state["params"][stack].sharding.memory_kind != "pinned_host"
+    assert stack in plan.offload.leaves, "its optimizer state leaves the device all the same"
+
+
 def test_what_is_read_is_of_the_compute_dtype_and_masters_lie_on_the_host():
     plan = plan_of({"opt_state": "host", **SMALL}, precision="bf16")
     name, leaf = next(iter(plan.offload.leaves.items()))

@@ -18,11 +18,12 @@ import zerojax
 from tests.program_claims import Claims
 from zerojax import compiler, gpus, hlo
 from zerojax.config import OffloadConfig
-from zerojax.mesh import make_abstract_mesh
+from zerojax.mesh import make_abstract_mesh, make_mesh
 from zerojax.models import GPT2, GPT2Config
 from zerojax.offload import streaming
 from zerojax.plan import Plan, make_plan
 from zerojax.step import build_step, pass_config
+from zerojax.step_options import choose_options
 
 WIDTH, SEQ, ROWS = 256, 128, 2
 MIB = 2**20
@@ -133,12 +134,13 @@ def test_a_program_with_layers_on_the_host_keeps_every_promise(case):
     plans = {layers: plan_of(case, layers) for layers in case.depths}
     memory, copies = {}, {}
     devices = compiler.gpu_devices(gpus.find_gpu("h200"), case.devices)
+    mesh = make_mesh({}, devices=devices)
     for layers, plan in plans.items():
         traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
         compiled = compiler.compile_for_gpus(
             compiler.lower_for_gpus(traced),
             devices=devices,
-            options={**plan.compiler_options, **compiler.HOST_OPTIONS},
+            options=choose_options(mesh, plan.regather, on_host=True)[0],
             fast=True,
         )
         memory[layers] = compiled.memory

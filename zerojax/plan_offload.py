@@ -47,11 +47,15 @@ def plan_offload(
     if moved:
         _check_optimizer(tx, config)
     trained = [leaf for leaf in placement.leaves.values() if not leaf.frozen]
-    if config.params == HOST:
-        streamed = [leaf for leaf in trained if leaf.name in stacked]
-    else:
-        streamed = []
-    kept, sliced = [], []
+    streamed, kept, sliced = [], [], []
+    for leaf in placement.leaves.values() if config.params == HOST else ():
+        if leaf.name not in stacked:
+            continue
+        reason = _why_not_streamed(leaf)
+        if reason is None:
+            streamed.append(leaf)
+        else:
+            kept.append((leaf.name, reason))
     for leaf in trained if config.moves_opt_state else streamed:
         shard = _shard_shape(leaf, mesh)
         if trees.num_elements(shard) < config.min_elements:
@@ -67,6 +71,15 @@ def plan_offload(
         update_in_backward=config.update_in_backward,
         kept=tuple(kept),
     )
+
+
+def _why_not_streamed(leaf: LeafPlacement) -> str | None:
+    """Why the weights of a parameter of the layers cannot come layer by layer, if they cannot."""
+    if leaf.frozen:
+        return "frozen: only what is trained waits on the host"
+    if leaf.axes[0] is not None:
+        return f"its layers are split over {leaf.axes[0]}: no device has a whole one to bring"
+    return None
 
 
 def _why_small(elements: int, limit: int) -> str:

@@ -40,7 +40,8 @@ def build_step(plan: Planned) -> Any:
       is not finite, -1 where all are), "skipped" (int32, 1 when loss or gradients were not finite
       and nothing but the counters changed) and "num_skipped" (int32, of the run so far). With a
       loss scale also "loss_scale" (float32, that of this step) and "at_floor" (bool, it overflowed
-      although the scale could not be lower).
+      although the scale could not be lower). With `update_in_backward` "skipped" is 1 when the loss
+      was not finite, and nothing changed, or when a gradient was not: layers after it were updated.
       `step.lower(...)` gives the program. A loop that never waits queues steps without end: wait
       for a metric at least every 64 steps (`Trainer` does).
     """

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -69,6 +70,8 @@ WAYS: Mapping[str, Way] = {
 }
 CARD_BYTES = 141e9
 STRIDE = 1.12
+FAILED = "failed"
+NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "MemoryError", "ENOMEM")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -111,10 +114,16 @@ def search(
         keep(row)
         print(f"  {way}, {layers} layers: {row['outcome']}", flush=True)
         is_ok = row["outcome"] == "ok"
+        if row["outcome"] == FAILED:
+            return  # a defect, which fewer layers would not mend
         if (went_well is not None and is_ok != went_well) or arguments.smoke:
             return  # the border lies between the last two
         went_well = is_ok
-        layers = max(layers + 1, round(layers * STRIDE)) if is_ok else round(layers / STRIDE)
+        layers = (
+            max(layers + 1, round(layers * STRIDE))
+            if is_ok
+            else min(layers - 1, round(layers / STRIDE))
+        )
 
 
 def _expected_layers(way: Way, smoke: bool) -> int:
@@ -156,7 +165,10 @@ def _outcome_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     text = (done.stdout + done.stderr).strip()
     short = [line for line in text.splitlines() if "Error" in line or "RESOURCE" in line]
     reason = (short or text.splitlines() or [f"exit status {done.returncode}"])[-1]
-    return {"outcome": "failed", "note": reason.strip()[:200]}
+    # The system ends a process that takes all of the host's memory with SIGKILL.
+    of_memory = done.returncode == -signal.SIGKILL or any(word in text for word in NO_MEMORY)
+    outcome = "out of memory" if of_memory else FAILED
+    return {"outcome": outcome, "note": reason.strip()[:200]}
 
 
 # --- one attempt, in its own process --------------------------------------------------------------

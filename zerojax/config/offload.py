@@ -37,7 +37,8 @@ class OffloadConfig:
     leaves the device, and layers are computed again in the backward pass."""
     update_in_backward: bool = False
     """Update each layer as soon as its gradient exists, so that gradients are never stored; for
-    the largest models. Needs params: host, one microbatch, no clipping and bf16 or fp32."""
+    the largest models. Needs params: host, one microbatch, no clipping and bf16 or fp32. A gradient
+    that is not finite is found when the layers behind it are updated: only they change."""
     folder: str | None = None
     """Folder of the files of nvme, on the disk to be used. None: next to the run's checkpoints."""
     durable: bool = False

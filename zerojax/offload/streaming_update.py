@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax import model_state, replicated
@@ -186,6 +187,10 @@ class LayerUpdates:
             begun = begin(self.plan, bare, context_of(self.plan, *numbers))
             new_weights, new_slices = {}, {}
             for name, grad in grads.items():
+                if new_weights:
+                    # One after the other: together they would hold the slices of all on the device.
+                    done = list(new_weights)[-1]
+                    grad, new_weights[done] = lax.optimization_barrier((grad, new_weights[done]))
                 update = _LayerOfLeaf(begun, leaves[name], self._has_masters)
                 new_weights[name], new_slices[name] = update(
                     weights[name], slices[name], grad, index
