@@ -8,6 +8,7 @@ import re
 import pytest
 from forecast_samples import GIB, sample_memory, sample_plan, sample_row
 
+from zerojax.forecast import page
 from zerojax.forecast.remedies import accumulation_bytes
 from zerojax.forecast.roofline import (
     estimate,
@@ -17,6 +18,7 @@ from zerojax.forecast.roofline import (
     verdict,
 )
 from zerojax.gpus import find_gpu
+from zerojax.offload_costs import Hiding, Rates
 from zerojax.plan_counts import role_bytes
 from zerojax.schedules import lower, make_schedule
 
@@ -108,6 +110,30 @@ def test_by_formula_a_pipeline_sends_to_its_neighbours():
     assert result.wire_seconds == 3.0 + 10.0
     outside = roofline(hbm_bytes=None, message_bytes=10**8, mesh={**MESH, "data": 1, "stage": 8})
     assert outside.wire_seconds == 10.0, "a message has the network card of its sender alone"
+
+
+@pytest.mark.parametrize(
+    ("update", "stream", "disk", "expected"),
+    [
+        (9.0, 3.0, 0.0, (13.0, "link")),
+        (9.0, 3.0, 9.0, (13.0, "disk")),
+        (0.0, 9.0, 0.0, (9.0, "link")),  # 5 s of it are longer than the products
+        (1.0, 3.0, 1.0, (5.0, "compute")),
+    ],
+)
+def test_offload_comes_on_top_and_may_bound_the_step(update, stream, disk, expected):
+    hiding = Hiding(
+        rates=Rates(to_device=1, to_host=1, both=2, link="", disk=1, disk_source=""),
+        update_seconds=update,
+        stream_seconds=stream,
+        disk_seconds=disk,
+        flops=1.0,
+        tokens=None,
+    )
+    result = roofline(hiding=hiding)
+    assert (result.step_seconds, result.bound_by) == expected
+    lines = [" ".join(row) for row in page._step_rows(result, scale=1.0, digits=1)]
+    assert f"step {expected[0]:.1f}" in lines[-1]
 
 
 def test_no_peak_is_no_estimate():

@@ -29,6 +29,7 @@ from zerojax.offload_costs import (
     moved_bytes,
     rates_of,
 )
+from zerojax.optim import adamw
 from zerojax.plan import Plan, make_plan
 from zerojax.plan_counts import (
     kept_activation_bytes,
@@ -54,6 +55,7 @@ def offload_plan(
     zero: int = 3,
     num_microbatches: int = 1,
     devices: int = 8,
+    clip_norm: float | None = 1.0,
     **settings: bool | str,
 ) -> Plan:
     """A Llama on a mesh that is not here, whose smallest arrays stay on the device."""
@@ -72,6 +74,7 @@ def offload_plan(
         example_batch={"tokens": tokens, "targets": tokens},
         zero=zero,
         num_microbatches=num_microbatches,
+        optimizer=adamw(1e-3, clip_norm=clip_norm),
         persistence_threshold=5000,
         offload=OffloadConfig(
             opt_state=opt_state,
@@ -238,6 +241,15 @@ def test_a_disk_without_a_rate_hides_behind_no_number_of_tokens():
     assert copies is not None
     # Copies of a shard share their files; of whole norms more are large enough to be offloaded.
     assert copies.disk_seconds == pytest.approx(known.disk_seconds, rel=0.01)
+
+
+def test_an_update_in_the_backward_pass_travels_beside_its_products():
+    plan = functools.partial(offload_plan, "host", params="host", clip_norm=None)
+    after, within = hiding(plan(), CARD, RATES), hiding(plan(update_in_backward=True), CARD, RATES)
+    assert after is not None
+    assert within is not None
+    assert after.update_seconds > within.update_seconds == 0
+    assert within.stream_seconds > after.update_seconds
 
 
 def test_activations_that_take_longer_than_the_products_are_never_hidden():

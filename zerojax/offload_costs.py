@@ -5,7 +5,7 @@ anything is shown.
 
 The update of sliced parameters follows the backward pass, so its bytes are hidden by nothing: what
 is said of it is with how many tokens the rest of the step lasts as long. Weights, gradients and
-activations travel beside the products of the layers.
+activations travel beside the products of the layers, and so does an update in the backward pass.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Hiding:
     Attributes:
       rates: that were taken.
       update_seconds: of the update's bytes on the link and, at the same time, on the disk; of the
-        link alone where no rate of the disk is known.
-      stream_seconds: of weights, gradients and activations on the link.
+        link alone where no rate of the disk is known; 0 for an update in the backward pass.
+      stream_seconds: of weights, gradients and activations on the link, and of that update.
       disk_seconds: of the disk alone, which all devices of a machine share; None: no known rate.
       flops: per second of one device, at which products are taken to run.
       tokens: per step of the whole mesh with which the products last as long as update and stream
@@ -227,8 +227,12 @@ def hiding(plan: Planned, gpu: Gpu, rates: Rates | None = None) -> Hiding | None
     if not moved or not tokens or not peak:
         return None
     rates = rates or rates_of(gpu, plan.settings.offload.folder)
-    update = [part for part in moved if part.what == UPDATE]
+    layout = plan.offload
+    # In the backward pass layers are updated beside the products of the following ones.
+    streaming = layout is not None and layout.update_in_backward
+    update = [part for part in moved if part.what == UPDATE and not streaming]
     beside = [part for part in moved if part.what in (WEIGHTS, GRADIENTS)]
+    beside += [part for part in moved if part.what == UPDATE and streaming]
     growing = [part for part in moved if part.what == ACTIVATIONS]
     # The devices of a machine share its disk, and each has a link of its own.
     touched = 2 * file_bytes(plan, min(plan.mesh.size, gpu.node_devices))

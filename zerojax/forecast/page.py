@@ -275,12 +275,12 @@ def _repeated(forecast: ForecastNumbers) -> str:
 def _step_rows(estimate: Estimate, scale: float, digits: int) -> Rows:
     if estimate.step_seconds is None:
         return [["step", "-", "the card has no published peak for this dtype"]]
-    exposed = estimate.exposed_wire_seconds
-    busy = estimate.step_seconds - exposed
-    shown = round_to_sum([busy / scale, exposed / scale, estimate.offload_seconds / scale], digits)
+    exposed, offload_seconds = estimate.exposed_wire_seconds, estimate.offload_seconds
+    busy = estimate.step_seconds - exposed - offload_seconds
+    shown = round_to_sum([busy / scale, exposed / scale, offload_seconds / scale], digits)
     total = f"{sum(shown):,.{digits}f}"
     longer = "matrix products" if estimate.bound_by == "compute" else "device memory"
-    if estimate.bound_by in ("wire", "link"):
+    if estimate.bound_by in ("wire", "link", "disk"):
         longer = "the longer of the first two" if estimate.memory_seconds else "matrix products"
     beside = "longer than the matrix products that the schedule puts beside it"
     if estimate.hbm_bytes is None:

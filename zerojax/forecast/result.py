@@ -148,7 +148,7 @@ class Estimate:
       offload_seconds: of what goes to the host and to disk and comes back, what nothing hides: the
         update's, and what of the rest lasts longer than max(compute, memory). 0 without offload.
       step_seconds: max(compute, memory) + exposed wire + offload.
-      bound_by: "compute", "memory", "wire" or "link", that of the host.
+      bound_by: "compute", "memory", "wire", or of offload "link", that of the host, or "disk".
       mfu: model FLOPs over step_seconds and the published peak; None without a peak.
       tokens_per_second: of the whole mesh; None where the batch has no tokens.
     """

@@ -117,7 +117,7 @@ def estimate(
         wire_seconds=wire,
         exposed_wire_seconds=exposed,
         step_seconds=step,
-        bound_by=None if compute is None else _bound(compute, memory, exposed, offload),
+        bound_by=None if compute is None else _bound(compute, memory, exposed, offload, hiding),
         mfu=model_flops / (step * peak) if step and peak else None,
         tokens_per_second=tokens / step if step and tokens else None,
         offload_seconds=offload,
@@ -151,9 +151,13 @@ def _formula_rows(
     ]
 
 
-def _bound(compute: float, memory: float | None, exposed: float, offload: float) -> str:
-    if offload > max(compute, memory or 0.0, exposed):
-        return "link"
+def _bound(
+    compute: float, memory: float | None, exposed: float, offload: float, hiding: Hiding | None
+) -> str:
+    if hiding is not None and offload > max(compute, memory or 0.0, exposed):
+        # The update takes as long as the slower of the two, and this is the disk.
+        by_disk = (hiding.disk_seconds or 0.0) >= max(hiding.update_seconds, hiding.stream_seconds)
+        return "disk" if by_disk and hiding.disk_seconds else "link"
     if exposed > max(compute, memory or 0.0):
         return "wire"
     return "memory" if memory is not None and memory > compute else "compute"
