@@ -26,7 +26,7 @@ from benchmarks.machine import load_average, pin_to_core
 from benchmarks.recording import Goal, Record, add_arguments, write_record
 from benchmarks.small_gpt import BATCH_SIZE
 from zerojax.data import local_rows
-from zerojax.distributed import ProcessGroup, join
+from zerojax.distributed import ProcessGroup, join_processes
 from zerojax.host_memory import keep_freed_memory
 
 LIMITS = {0: None, 1: 1.05, 2: 1.05, 3: 1.10}
@@ -201,7 +201,8 @@ def serve(*, zero: int, index: int, port: int | None, rows: int, smoke: bool) ->
     keep_freed_memory()
     count = 1 if port is None else 2
     if port is not None:
-        join(ProcessGroup(coordinator=f"{HOST}:{port}", num_processes=count, process_id=index))
+        address = f"{HOST}:{port}"
+        join_processes(ProcessGroup(coordinator=address, num_processes=count, process_id=index))
     config = small_gpt.choose_config(smoke)
     source = small_gpt.make_source(config, rows)
     plan = zerojax.make_plan(

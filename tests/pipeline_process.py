@@ -23,7 +23,7 @@ def main(out: str, order: str, zero: str) -> None:
     # What starts XLA must come after the process has joined the others.
     from zerojax import distributed
 
-    distributed.join()
+    distributed.join_processes()
     from tests.pipeline_runs import THRESHOLD, small
     from tests.trajectories import optimizer, text_batch
     from zerojax import build_step, init_state, make_mesh, make_plan, shard_batch

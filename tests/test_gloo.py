@@ -92,11 +92,11 @@ import json, sys
 import jax, numpy as np, optax
 import zerojax
 from benchmarks import small_gpt
-from zerojax.distributed import ProcessGroup, join
+from zerojax.distributed import ProcessGroup, join_processes
 
 port, index, zero = map(int, sys.argv[1:])
 group = ProcessGroup(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=index)
-join(group)
+join_processes(group)
 source = small_gpt.make_source(small_gpt.SMOKE)
 plan = zerojax.make_plan(
     small_gpt.make_factory(small_gpt.SMOKE), zerojax.make_mesh(), example_batch=source.batch(0),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zerojax.checkpoint import Checkpointer, CheckpointError
     from zerojax.config import ConfigError, LossScale, MeshConfig, OptimizerConfig, RunConfig
     from zerojax.data import TokenSource, shard_batch
+    from zerojax.distributed import join_processes
     from zerojax.mesh import make_abstract_mesh, make_mesh
     from zerojax.models import Stages
     from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
@@ -49,6 +50,7 @@ __all__ = [
     "build_step",
     "from_canonical",
     "init_state",
+    "join_processes",
     "lamb",
     "lion",
     "load_run",
@@ -85,6 +87,7 @@ _HOME_OF_NAME = {
     "build_step": "step",
     "from_canonical": "arrays",
     "init_state": "arrays",
+    "join_processes": "distributed",
     "lamb": "optim",
     "lion": "optim",
     "load_run": "runs",

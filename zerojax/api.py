@@ -19,6 +19,7 @@ from zerojax import mesh as meshes
 from zerojax import model as models
 from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, as_mesh_config, to_dict
 from zerojax.data import Feed, TokenSource, as_feed, as_source, local_rows_of_mesh
+from zerojax.distributed import join_processes
 from zerojax.habits import Habits
 from zerojax.losses import next_token
 from zerojax.plan import Plan, make_plan
@@ -65,7 +66,9 @@ def train(
     """Trains a model and returns its `Trainer`.
 
     With two arguments it trains on the text inside the package; every default is reported with its
-    reason.
+    reason. Where the environment names other processes (Slurm, Open MPI, Kubernetes, torchrun,
+    `zerojax launch`) it joins them first; a model that is made before, with arrays, needs
+    `zerojax.join_processes()` before that.
 
     Args:
       model: an `nnx.Module`, a factory `rngs -> nnx.Module`, a `linen.Module`, or `(init, apply)`.
@@ -104,6 +107,7 @@ def train(
             f"mesh_config={str(mesh_config)!r}: reading ds_config.json is not part of this "
             "version; pass a MeshConfig, such as MeshConfig(zero=2)"
         )
+    join_processes()
     internal = models.as_model(model)
     mesh = _as_mesh(mesh_config)
     unit = meshes.num_data_shards(mesh) * (num_microbatches or mesh.shape[meshes.STAGE])

@@ -25,6 +25,7 @@ from zerojax import model as models
 from zerojax.abstract_model import abstract, abstract_model, as_read, slice_batch
 from zerojax.abstract_state import abstract_state
 from zerojax.config import MeshConfig, as_mesh_config
+from zerojax.distributed import check_joined
 from zerojax.forecast import Forecast, make_forecast
 from zerojax.gpus import Gpu, find_gpu
 from zerojax.layer_inputs import describe_layer_inputs
@@ -267,6 +268,8 @@ def make_plan(
         "steps": steps,
     }
     settings, mesh = _resolve_mesh(mesh, zero, mesh_options)
+    if isinstance(mesh, Mesh):
+        check_joined()
     internal = models.as_model(model)
     loss = loss or models.default_loss(internal)
     precision = as_precision(

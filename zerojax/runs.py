@@ -19,6 +19,7 @@ from zerojax.config import RunConfig, from_dict, to_dict
 from zerojax.data import as_feed, as_source, load_tokenizer, save_tokenizer
 from zerojax.data.tokenizer import as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
+from zerojax.distributed import join_processes
 from zerojax.habits import Habits
 from zerojax.models import build_model
 from zerojax.plan import Plan, make_plan, plan_options
@@ -43,6 +44,7 @@ def run_from_config(config: RunConfig) -> Trainer:
       ValueError, TypeError: bad input. CheckpointError: a checkpoint of another model is in the
         way.
     """
+    join_processes()
     config = config.on_devices(jax.device_count())
     folder = Path(config.run_dir)
     train_source, validation, tokenizer = as_source(

@@ -13,37 +13,45 @@ from collections.abc import Sequence
 
 from zerojax.cli.complaints import explain
 from zerojax.cli.parser import build_parser
-
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
+from zerojax.exit_codes import BAD_INPUT, FAILED
+from zerojax.leaving import AGREED, exit_code_of, in_group, leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
+    In a process that has joined others a failure ends the process here and now, since the others
+    wait for it in a collective.
+
     Args:
       argv: the words after `zerojax`; None takes them from the process.
 
     Returns:
-      The exit code: 0 it worked, 1 it failed, 2 the input was wrong, 130 Ctrl-C.
+      The exit code, see `zerojax.exit_codes`.
     """
+    code = _run(argv)
+    if code not in AGREED and in_group():
+        leave(code)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         parser.print_help()
-        return EXIT_BAD_INPUT
+        return BAD_INPUT
     args = parser.parse_args(argv)
     # With its own frames removed JAX's errors would look as if they came from our code.
     os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
     try:
         return importlib.import_module(args.module).run(args)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("\nzerojax: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return exit_code_of(error)
     except BrokenPipeError:  # the reader, such as `head`, has left
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return EXIT_FAILED
+        return FAILED
     except Exception as error:
         return _complain(error)
 
@@ -56,4 +64,4 @@ def _complain(error: Exception) -> int:
     if sentence is None:
         sentence = f"{type(error).__name__}: this is a defect of zerojax, not of your input"
     print(f"zerojax: error: {sentence}", file=sys.stderr)
-    return EXIT_BAD_INPUT if is_bad_input else EXIT_FAILED
+    return BAD_INPUT if is_bad_input else FAILED

@@ -19,7 +19,7 @@ from zerojax.cli.generate import continue_text
 from zerojax.cli.invocation import command_name
 from zerojax.config import RunConfig
 from zerojax.data.tokenizer import load_tokenizer
-from zerojax.distributed import join
+from zerojax.distributed import join_processes
 from zerojax.runs import run_from_config
 
 # An empty line: the start of a paragraph in any text.
@@ -38,7 +38,7 @@ def train(config: RunConfig, command: str) -> int:
     """
     if config.cpu_devices is not None:
         run_one_program_at_a_time()
-    join()
+    join_processes()
     try:
         trainer = run_from_config(config)
     except KeyboardInterrupt as error:

@@ -1,0 +1,89 @@
+"""How a process of several leaves them: at once with its own exit code, or together with them.
+
+Knows `jax.distributed` where the process has imported JAX already; imports no JAX.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import NoReturn
+
+from zerojax.exit_codes import FAILED, INTERRUPTED, OK, SAVED_AND_STOPPED
+
+AGREED = (OK, SAVED_AND_STOPPED)
+"""Codes with which all processes of a run end together."""
+
+COORDINATOR_WAITS = 1.0
+"""Seconds. When process 0 goes, the runtime of every other process aborts it; whatever fails on all
+of them alike should be said by each of them first."""
+
+_is_coordinator = False
+
+
+def in_group() -> bool:
+    """Whether this process has joined others."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process of a group with `code`.
+
+    After a failure JAX would first wait at exit for all other processes, which wait in a collective
+    for this one, for five minutes; and it would end as aborted. So the process ends at once then,
+    without what is registered for its exit. Codes of `AGREED` are waited for together.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code in AGREED and in_group():
+        sys.modules["jax"].distributed.shutdown()
+    elif _is_coordinator:
+        time.sleep(COORDINATOR_WAITS)
+    os._exit(code)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """With which code an uncaught `error` ends a process; ours say it themselves."""
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, int):
+        return code
+    if isinstance(error, SystemExit):
+        code = error.code
+        return OK if code is None else code if isinstance(code, int) else FAILED
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+
+
+def leave_on_uncaught_errors(*, is_coordinator: bool) -> None:
+    """From now on an uncaught exception ends this process by `leave`.
+
+    `sys.exit` is no uncaught exception to Python: where a script may end with a code of its own,
+    `python -m zerojax.launcher.boot script.py` runs it.
+    """
+    global _is_coordinator
+    _is_coordinator = is_coordinator
+    if sys.excepthook is not _leave_after_saying:
+        _leave_after_saying.previous = sys.excepthook
+        sys.excepthook = _leave_after_saying
+
+
+class _ExceptHook:
+    """`sys.excepthook`: says what the hook before it says, then leaves."""
+
+    previous = staticmethod(sys.__excepthook__)
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.previous(kind, error, trace)
+        except Exception:
+            traceback.print_exception(error)
+        if in_group():
+            leave(exit_code_of(error))
+
+
+_leave_after_saying = _ExceptHook()
