@@ -10,6 +10,8 @@ import pytest
 import zerojax
 from zerojax import compiler
 from zerojax.config import LossScale
+from zerojax.metrics.spikes import SpikeDetector
+from zerojax.metrics.stopwatch import ACTIVITIES
 from zerojax.precision import Precision, as_precision
 from zerojax.reporting import MAX_STEPS_UNDER_WAY, Reports, compare_peak
 
@@ -48,11 +50,23 @@ def overflow(count, **others):
 class Log:
     """Keeps what it is told."""
 
-    def __init__(self):
-        self.written, self.messages = [], []
+    is_enabled = True
 
-    def write(self, step, values):
+    def __init__(self):
+        self.written, self.messages, self.events = [], [], []
+        self._spikes = SpikeDetector(8.0)
+
+    def write(self, step, values, spent):
+        assert set(spent) == set(ACTIVITIES)
         self.written.append((step, values))
+
+    def see_loss(self, step, loss):
+        return f"step {step}: jumped" if self._spikes.see(loss) else None
+
+    def event(self, kind, step, text, *, say=True, **facts):
+        self.events.append((kind, step, facts))
+        if say:
+            self.messages.append(text)
 
     def message(self, text):
         self.messages.append(text)
@@ -140,6 +154,65 @@ def test_a_static_scale_ends_as_other_precisions_do_with_its_own_remedy():
     report(reports, FP16_STATIC, 1, overflow(1, **held))
     with pytest.raises(FloatingPointError, match=r"loss scale 128.*Lower loss_scale\.static"):
         report(reports, FP16_STATIC, 2, overflow(2, **held))
+
+
+# --- steps between two reports --------------------------------------------------------------------
+
+
+def test_a_step_that_nobody_reports_is_said_with_its_parameter():
+    log, reports = Log(), Reports(5)
+    for step in range(1, 10):
+        held = overflow(1, bad_leaf=1) if step == 4 else metrics(num_skipped=int(step > 4))
+        reports.follow(BF16, step, held, log)
+    reports.settle(BF16, log)
+    assert log.events == [("not_finite", 4, {"leaf": "mlp/kernel"})]
+    assert log.messages == [
+        "step 4: loss 2.5, gradient norm inf, first in the gradient of 'mlp/kernel': not finite, "
+        "the update was skipped"
+    ]
+
+
+def test_a_reported_step_is_said_once_and_its_parameter_is_in_the_metrics():
+    log, reports, held = Log(), Reports(5), overflow(1, bad_leaf=2)
+    reports.follow(BF16, 1, held, log)
+    reports.hold(1, held)
+    reports.follow(BF16, 2, metrics(num_skipped=1), log)
+    reports.read(BF16, log)
+    reports.settle(BF16, log)
+    assert len(log.messages) == 1
+    assert log.events == [("not_finite", 1, {"leaf": "norm"})]
+
+
+def test_a_loss_scale_that_is_searched_for_is_no_news():
+    log, reports = Log(), Reports(5)
+    held = overflow(1, bad_leaf=0, loss_scale=8.0, at_floor=False)
+    reports.follow(FP16, 3, held, log)
+    reports.settle(FP16, log)
+    assert log.messages == []
+    assert log.events == [("not_finite", 3, {"leaf": "embed"})]
+
+
+def test_a_jump_of_the_loss_names_the_largest_gradient():
+    log, reports = Log(), Reports(5)
+    largest = {"largest_leaf": 1, "largest_share": 0.75}
+    for step in range(1, 61):
+        loss = 9.0 if step == 50 else 2.5 + 0.01 * (step % 3)
+        reports.follow(BF16, step, metrics(loss=loss, grad_norm=3.0, **largest), log)
+    reports.settle(BF16, log)
+    ((kind, step, facts),) = log.events
+    assert (kind, step, facts["leaf"], facts["loss"]) == ("loss_spike", 50, "mlp/kernel", 9.0)
+    assert log.messages[0].startswith(
+        "step 50: jumped; gradient norm 3, 75% of its square in 'mlp/kernel'. Look at this step's"
+    )
+
+
+def test_other_processes_read_nothing_back_for_it():
+    log, reports = Log(), Reports(5)
+    log.is_enabled = False
+    for step in range(60):
+        reports.follow(BF16, step, metrics(loss=9.0 if step == 50 else 2.5), log)
+    reports.settle(BF16, log)
+    assert log.events == []
 
 
 # --- the floor of the loss scale ------------------------------------------------------------------

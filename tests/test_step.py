@@ -88,6 +88,8 @@ def test_the_step_is_traced_once_and_keeps_the_states_form(zero):
         "weight": ("float32", ()),
         "grad_norm": ("float32", ()),
         "bad_leaf": ("int32", ()),
+        "largest_leaf": ("int32", ()),
+        "largest_share": ("float32", ()),
         "skipped": ("int32", ()),
         "num_skipped": ("int32", ()),
     }

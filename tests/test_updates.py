@@ -137,6 +137,11 @@ def test_the_first_leaf_that_is_not_finite_is_found_wherever_it_lies():
     np.testing.assert_allclose(found.norm, 0.5 * np.sqrt(count), rtol=1e-6)
     assert int(found.bad_leaf) == -1
     for index in (0, len(names) // 2, len(names) - 1):
+        large = {**ones, names[index]: 100 * ones[names[index]]}
+        found, size = norm(large, jnp.float32(0.5)), leaves[names[index]].size
+        assert int(found.largest_leaf) == index
+        share = 1e4 * size / (1e4 * size + count - size)
+        np.testing.assert_allclose(found.largest_share, share, rtol=1e-5)
         spoilt = np.ones(leaves[names[index]].shape, np.float32)
         spoilt.flat[-1] = np.inf
         bad = {**ones, names[index]: jax.device_put(spoilt, leaves[names[index]].sharding)}

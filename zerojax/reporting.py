@@ -10,8 +10,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from zerojax import compiler, trees
 from zerojax.metrics import RunLog
+from zerojax.metrics.stopwatch import STEP
+from zerojax.pace import Pace
 from zerojax.plan import Plan
 
 Metrics = dict[str, float]
@@ -20,6 +24,11 @@ MAX_STEPS_UNDER_WAY = 16
 """Steps that may be started before the first of them is finished. Enough to hide the host's work;
 without a limit a host that is much faster than its devices queues without end, and XLA on CPU
 stands still after some hundred steps (seen with JAX 0.10.2 on 8 virtual devices)."""
+
+_SPIKE_HINT = (
+    "Look at this step's batch; if the loss stays there, go back to the checkpoint before it and "
+    "lower the learning rate or optimizer.clip_norm"
+)
 
 SHOWN = ("loss", "grad_norm", "learning_rate", "loss_scale")
 """Metrics of a step that the log has, where there are such."""
@@ -32,42 +41,97 @@ class Reports:
       max_skipped: reports in a row with a step that was not finite, after which the run ends. Not
         under a dynamic loss scale, which ends such a run by itself, at its minimum.
       skipped: steps skipped before, when the run resumes.
+      pace: the clock of the loop.
     """
 
-    def __init__(self, max_skipped: int, *, skipped: int = 0) -> None:
+    def __init__(self, max_skipped: int, *, skipped: int = 0, pace: Pace | None = None) -> None:
         self._max_skipped = max_skipped
+        self._pace = pace or Pace()
         self._skipped = skipped
         self._in_a_row = 0
         self._held: tuple[int, Mapping[str, Any]] | None = None
+        self._reported: int | None = None
         self._under_way: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
+        self._unseen: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
 
-    def follow(self, plan: Plan, step: int, metrics: Mapping[str, Any]) -> None:
+    def follow(
+        self, plan: Plan, step: int, metrics: Mapping[str, Any], log: RunLog | None = None
+    ) -> None:
         """To be told of every step: waits for the one `MAX_STEPS_UNDER_WAY` before it.
+
+        Steps that are over by now are looked at: one whose loss has jumped, or that was not finite,
+        is said in the log whether it is reported or not.
 
         Raises:
           FloatingPointError: that one overflowed at the smallest loss scale.
         """
+        while self._unseen and self._unseen[0][1]["loss"].is_ready():
+            self._look(plan, log)  # before this step, so that it is known whether one is reported
+        self._pace.dispatched(metrics["loss"])
         self._under_way.append((step, metrics))
+        if log is not None and log.is_enabled:
+            self._unseen.append((step, metrics))
         if len(self._under_way) > MAX_STEPS_UNDER_WAY:
             self._settle(plan)
 
-    def settle(self, plan: Plan) -> None:
-        """Waits for all steps that `follow` was told of.
+    def settle(self, plan: Plan, log: RunLog | None = None) -> None:
+        """Waits for all steps that `follow` was told of, and for what processes told each other.
 
         Raises:
           FloatingPointError: one of them overflowed at the smallest loss scale.
         """
         while self._under_way:
             self._settle(plan)
+        while self._unseen:
+            self._look(plan, log)
+        self._write_processes(self._pace.last_exchange(), log)
 
     def _settle(self, plan: Plan) -> None:
         step, metrics = self._under_way.popleft()
-        metrics["loss"].block_until_ready()
+        with self._pace.during(STEP):
+            metrics["loss"].block_until_ready()
         # One scalar, and only in float16: a run may be at the floor between two reports.
         if "at_floor" in metrics and bool(metrics["at_floor"]):
             self._under_way.clear()
             self._held = None
             raise _floor_error(plan, _read(step, metrics))
+
+    def _look(self, plan: Plan, log: RunLog | None) -> None:
+        """At a step that is over: two scalars of it are read, more only where something is odd."""
+        step, metrics = self._unseen.popleft()
+        assert log is not None
+        loss, skipped = jax.device_get((metrics["loss"], metrics["skipped"]))
+        if skipped:
+            values = _read(step, metrics)
+            found, leaf = _what_was_not_finite(plan, values), _leaf(plan, values, "bad_leaf")
+            text = f"step {step}: {found}: not finite, the update was skipped"
+            # A reported step is said with its report, and a loss scale that is being searched for
+            # is no news.
+            say = step not in (self._reported, self._held and self._held[0])
+            say = say and not _scale_is_dynamic(plan)
+            log.event("not_finite", step, text, say=say, leaf=leaf)
+            return
+        jumped = log.see_loss(step, float(loss))
+        if jumped is None:
+            return
+        values = _read(step, metrics)
+        leaf, share = _leaf(plan, values, "largest_leaf"), values.get("largest_share", math.nan)
+        text = f"{jumped}; gradient norm {values['grad_norm']:.4g}"
+        if leaf is not None and math.isfinite(share):
+            text += f", {share:.0%} of its square in '{leaf}'"
+        log.event(
+            "loss_spike",
+            step,
+            f"{text}. {_SPIKE_HINT}",
+            loss=values["loss"],
+            grad_norm=values["grad_norm"],
+            leaf=leaf,
+            share=share,
+        )
+
+    def _write_processes(self, exchanged: Any, log: RunLog | None) -> None:
+        if exchanged is not None and log is not None:
+            log.write_processes(*exchanged)
 
     def hold(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keeps the metrics of a step, still on the devices."""
@@ -83,14 +147,19 @@ class Reports:
         if self._held is None:
             return None
         (step, metrics), self._held = self._held, None
-        values = _read(step, metrics)
+        self._reported = step
+        with self._pace.during(STEP):
+            values = _read(step, metrics)
         before, self._skipped = self._skipped, int(values["num_skipped"])
         if plan.learning_rate is not None:
             updates = step - 1 - (self._skipped - int(values["skipped"]))
             values["learning_rate"] = float(plan.learning_rate(updates))
         if log is not None:
             numbers = {name: values[name] for name in SHOWN if name in values}
-            log.write(step, {**numbers, "skipped": self._skipped})
+            spent, times = self._pace.take()
+            log.write(step, {**numbers, "skipped": self._skipped}, spent)
+            if jax.process_count() > 1:
+                self._write_processes(self._pace.exchange(plan.mesh, step, times), log)
         self._check_finite(plan, values, self._skipped - before, log)
         return values
 
@@ -125,12 +194,18 @@ def _scale_is_dynamic(plan: Plan) -> bool:
     return scaling is not None and scaling.static is None
 
 
+def _leaf(plan: Plan, values: Metrics, number: str) -> str | None:
+    """The parameter that a metric of a step numbers; None where it names none."""
+    index = int(values.get(number, -1))
+    return list(plan.abstract_state["params"])[index] if index >= 0 else None
+
+
 def _what_was_not_finite(plan: Plan, values: Metrics) -> str:
     """The numbers of a skipped step, and the parameter whose gradient is to blame, if known."""
     found = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
-    number = int(values.get("bad_leaf", -1))
-    if number >= 0:
-        found += f", first in the gradient of '{list(plan.abstract_state['params'])[number]}'"
+    leaf = _leaf(plan, values, "bad_leaf")
+    if leaf is not None:
+        found += f", first in the gradient of '{leaf}'"
     if "loss_scale" in values:
         found += f", loss scale {values['loss_scale']:g}"
     return found
@@ -138,8 +213,7 @@ def _what_was_not_finite(plan: Plan, values: Metrics) -> str:
 
 def _floor_error(plan: Plan, values: Metrics) -> FloatingPointError:
     """What ends a run whose loss scale cannot be lowered any more."""
-    number = int(values.get("bad_leaf", -1))
-    layer = list(plan.abstract_state["params"])[number] if number >= 0 else None
+    layer = _leaf(plan, values, "bad_leaf")
     if not math.isfinite(values["loss"]):
         reason = "the loss itself is not finite, and no loss scale changes that"
         remedy = "Look at the data and at the largest activations"

@@ -37,8 +37,10 @@ def build_step(plan: Planned) -> Any:
       `batch` comes from `shard_batch`. Metrics are replicated scalars on the devices: "loss"
       (float32, the global sum divided by the global weight), "weight" (float32), "grad_norm"
       (float32, before clipping), "bad_leaf" (int32, number of the first parameter whose gradient
-      is not finite, -1 where all are), "skipped" (int32, 1 when loss or gradients were not finite
-      and nothing but the counters changed) and "num_skipped" (int32, of the run so far). With a
+      is not finite, -1 where all are), "largest_leaf" (int32, number of the parameter with the
+      largest gradient) and "largest_share" (float32, its part of the sum of squares), "skipped"
+      (int32, 1 when loss or gradients were not finite and nothing but the counters changed) and
+      "num_skipped" (int32, of the run so far). With a
       loss scale also "loss_scale" (float32, that of this step) and "at_floor" (bool, it overflowed
       although the scale could not be lower). With `update_in_backward` "skipped" is 1 when the loss
       was not finite, and nothing changed, or when a gradient was not: layers after it were updated.
@@ -59,8 +61,9 @@ def build_step(plan: Planned) -> Any:
         loss = sums["loss"] / sums["weight"]
         # Divided by the scale that the loss was multiplied by, not by the next one.
         scale = 1 / (sums["weight"] if factor is None else sums["weight"] * factor)
-        grad_norm, bad_leaf, read_finite = read_norm(grads, scale, sums.get("squares"))
-        finite = jnp.isfinite(loss) & (read_finite if in_backward else jnp.isfinite(grad_norm))
+        read = read_norm(grads, scale, sums.get("squares"))
+        grad_norm = read.norm
+        finite = jnp.isfinite(loss) & (read.read_finite if in_backward else jnp.isfinite(grad_norm))
         now = ThisStep(scale, grad_norm, ~finite, key)
         updated = update(grads, state, now)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
@@ -81,7 +84,9 @@ def build_step(plan: Planned) -> Any:
             "loss": loss,
             "weight": sums["weight"],
             "grad_norm": grad_norm,
-            "bad_leaf": bad_leaf,
+            "bad_leaf": read.bad_leaf,
+            "largest_leaf": read.largest_leaf,
+            "largest_share": read.largest_share,
             "skipped": skipped,
             "num_skipped": new_state["skipped"],
         }

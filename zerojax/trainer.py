@@ -22,6 +22,8 @@ from zerojax.habits import Habits
 from zerojax.host_budget import check_offload
 from zerojax.interruption import Interrupted, StopRequest
 from zerojax.metrics import RunLog
+from zerojax.metrics.stopwatch import DATA, EVAL, SAVE
+from zerojax.pace import Pace
 from zerojax.plan import Plan
 from zerojax.profile import device_memory
 from zerojax.reporting import Metrics, Reports, compare_peak
@@ -70,7 +72,8 @@ class Trainer:
         self._data_state: dict[str, Any] | None = None
         self._feed: tuple[Any, Feed] | None = None
         self._saved_step: int | None = None
-        self._reports = Reports(self.habits.max_skipped)
+        self._pace = Pace()
+        self._reports = Reports(self.habits.max_skipped, pace=self._pace)
         self._step, self._step_was_called = build_step(plan), False
         self._evaluate = build_evaluation(plan)
         latest = None if checkpointer is None else checkpointer.latest_step()
@@ -81,7 +84,7 @@ class Trainer:
             self.state, self._data_state = first
             self.num_steps = int(self.state["step"])
             self._saved_step = latest if self.num_steps == latest else None
-            self._reports = Reports(self.habits.max_skipped, skipped=int(self.state["skipped"]))
+            self._reports = self._new_reports()
 
     # --- stepping ---------------------------------------------------------------------------------
 
@@ -92,10 +95,15 @@ class Trainer:
     def _place(self, plan: Plan, batch: Any) -> Any:
         return shard_batch(plan, batch, vocab_size=plan.vocab_size)
 
+    def _new_reports(self) -> Reports:
+        skipped = int(self.state["skipped"])
+        return Reports(self.habits.max_skipped, skipped=skipped, pace=self._pace)
+
     def _step_on_devices(self, batch: Any, data_state: Any = None) -> dict[str, jax.Array]:
         if disk := self.state.get("disk"):
             disk.data_state = data_state
-        self.state, metrics = self._step(self.state, batch)
+        with self._pace.stepping():
+            self.state, metrics = self._step(self.state, batch)
         self._step_was_called = True
         self.num_steps += 1
         return metrics
@@ -119,7 +127,7 @@ class Trainer:
                 while self._fit_plan(feed, steps, stop):
                     pass
                 self._report()
-                self._reports.settle(self.plan)
+                self._reports.settle(self.plan, self._log)
                 self._compare_peak()
                 if stop.signal_name is not None:
                     self._interrupted(stop.signal_name)
@@ -140,6 +148,7 @@ class Trainer:
             yield
         finally:
             log, self._log = self._log, None
+            log.end(self.num_steps, self._pace.take()[0])
             log.close()
 
     @contextlib.contextmanager
@@ -191,12 +200,13 @@ class Trainer:
         with prefetch(feed, put=functools.partial(self._place, plan)) as incoming:
             while (steps is None or self.num_steps < steps) and stop.signal_name is None:
                 try:
-                    batch, data_state = next(incoming)
+                    with self._pace.during(DATA):
+                        batch, data_state = next(incoming)
                 except StopIteration:
                     return False
                 metrics = self._step_on_devices(batch, data_state)
                 self._data_state = data_state
-                self._reports.follow(plan, self.num_steps, metrics)
+                self._reports.follow(plan, self.num_steps, metrics, self._log)
                 done = self._report()
                 last = self.num_steps == steps
                 if self.num_steps % self.habits.log_every == 0 or self.num_steps == 1 or last:
@@ -258,7 +268,8 @@ class Trainer:
         """
         batches = self._validation if batches is None else batches
         default = self.habits.eval_batches
-        result = mean_loss(self._evaluate, self.plan, self.state, batches, num_batches, default)
+        with self._pace.during(EVAL):
+            result = mean_loss(self._evaluate, self.plan, self.state, batches, num_batches, default)
         if self._log is not None:
             self._log.write_eval(self.num_steps, {"loss": result["loss"]})
         return result
@@ -272,7 +283,8 @@ class Trainer:
         saving, self._saved_step = self.num_steps, None
         about = {"data_state": self._data_state or {}, "config": self._config}
         about["plan"] = self.plan.as_dict()
-        save_state(self._checkpointer, self.plan, self.state, step=saving, about=about)
+        with self._pace.during(SAVE):
+            save_state(self._checkpointer, self.plan, self.state, step=saving, about=about)
         self._saved_step = saving
 
     def restore(self, step: int | None = None) -> Self:
@@ -290,7 +302,7 @@ class Trainer:
         restored, self.state = restore_state(self._checkpointer, self.plan, step)
         self.num_steps = self._saved_step = restored.step
         self._data_state = restored.data_state or None
-        self._reports = Reports(self.habits.max_skipped, skipped=int(self.state["skipped"]))
+        self._reports = self._new_reports()
         return self
 
     def reshard(self, mesh_config: Any) -> Self:

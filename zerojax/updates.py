@@ -35,11 +35,15 @@ class GradientNorm(NamedTuple):
       norm: float32 []; the l2 norm of the scaled gradients, infinite or NaN where one is.
       bad_leaf: int32 []; number of the first leaf that is not finite, -1 where all are.
       read_finite: bool []; whether all gradients that were read here are finite.
+      largest_leaf: int32 []; number of the leaf with the largest norm.
+      largest_share: float32 []; part of the sum of squares that is this leaf's.
     """
 
     norm: jax.Array
     bad_leaf: jax.Array
     read_finite: jax.Array
+    largest_leaf: jax.Array
+    largest_share: jax.Array
 
 
 class ThisStep(NamedTuple):
@@ -141,7 +145,8 @@ def build_norm(plan: Planned) -> Callable[..., GradientNorm]:
         each = jnp.stack([by_name[name] for name in order])
         bad = ~jnp.isfinite(each)
         first = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
-        return GradientNorm(jnp.sqrt(total), first, read_finite)
+        largest = jnp.argmax(each).astype(jnp.int32)
+        return GradientNorm(jnp.sqrt(total), first, read_finite, largest, each[largest] / total)
 
     def norm(grads: Arrays, scale: jax.Array, squares: Arrays | None = None) -> GradientNorm:
         squares = squares or {}

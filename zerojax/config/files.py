@@ -6,7 +6,7 @@ Frozen and checked when made; opens no file.
 from dataclasses import dataclass
 from typing import Literal
 
-from zerojax.config.checks import check_at_least
+from zerojax.config.checks import check_at_least, check_positive, refuse
 from zerojax.config_loader import coerce_fields
 
 
@@ -42,7 +42,19 @@ class LogConfig:
     """Weights & Biases project; None: not used."""
     console: Literal["auto", "live", "lines", "quiet"] = "auto"
     """auto: one live line on a terminal, one line per report elsewhere."""
+    spike: float | None = 8.0
+    """A loss so many robust standard deviations above the median of the last 100 steps is said to
+    be a spike. None: none is."""
+    straggler: float | None = 0.2
+    """A process is named as slow when the others wait for it for more than this part of a step, at
+    three reports in a row. None: none is."""
+    profile: tuple[int, ...] = ()
+    """[FIRST, LAST] steps of which process 0 writes a trace into the run folder, as in [10, 13]."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
         check_at_least(self, 1, "every")
+        check_positive(self, "spike", "straggler")
+        steps = self.profile
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            refuse("profile", list(self.profile), "is not [FIRST, LAST] with 1 <= FIRST <= LAST")

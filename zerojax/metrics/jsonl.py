@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 FILE_NAME = "metrics.jsonl"
+OVERTAKEN = ("train", "eval")
+KINDS = ("start", "train", "eval", "event", "processes", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,12 @@ class Metrics:
     """One record per report."""
     evals: list[dict[str, Any]]
     """One record per evaluation."""
+    events: list[dict[str, Any]]
+    """One record per loss spike, step that was not finite, and process that was slow."""
+    processes: list[dict[str, Any]]
+    """One record per report of several processes: how far they are apart."""
+    ends: list[dict[str, Any]]
+    """One record per start that came to its end: where the time after the last report went."""
     unreadable_lines: int
     """Lines that a dying process left half-written."""
 
@@ -63,7 +71,7 @@ def read_metrics(run_dir: str | Path) -> Metrics:
         raise FileNotFoundError(
             f"no {FILE_NAME} in '{run_dir}'; give the folder of a run, such as runs/default"
         )
-    kept: dict[str, list[dict[str, Any]]] = {"start": [], "train": [], "eval": []}
+    kept: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     unreadable = 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -73,14 +81,21 @@ def read_metrics(run_dir: str | Path) -> Metrics:
         except (ValueError, KeyError, TypeError):
             unreadable += bool(line.strip())
             continue
-        if kind != "start":
-            _drop(kept["train"], at_least=step if kind == "train" else step + 1)
-            _drop(kept["eval"], at_least=step if kind == "eval" else step + 1)
+        if kind in ("train", "eval"):
+            for other in OVERTAKEN:
+                _drop(kept[other], at_least=step if kind == other else step + 1)
+        elif kind == "start":
+            # What is said of steps after this one is of an attempt that was given up.
+            for other in ("event", "processes"):
+                _drop(kept[other], at_least=step + 1)
         lines.append(record)
     return Metrics(
         starts=kept["start"],
         train=kept["train"],
         evals=kept["eval"],
+        events=kept["event"],
+        processes=kept["processes"],
+        ends=kept["end"],
         unreadable_lines=unreadable,
     )
 

@@ -6,6 +6,7 @@ Owns the run folder's metrics, events and summary files; never the state, the st
 import contextlib
 import importlib
 import json
+import math
 import operator
 import sys
 import textwrap
@@ -19,6 +20,9 @@ from zerojax.metrics import console
 from zerojax.metrics.events import EventWriter
 from zerojax.metrics.jsonl import FILE_NAME, MetricsFile
 from zerojax.metrics.peaks import peak_flops
+from zerojax.metrics.spikes import SpikeDetector
+from zerojax.metrics.spread import ProcessTimes, Stragglers, spread
+from zerojax.redaction import redact
 
 TAGS = {
     "tokens_per_second_per_device": "speed/tokens_per_second_per_device",
@@ -28,6 +32,8 @@ TAGS = {
     "memory_in_use": "memory/in_use_bytes",
     "memory_peak": "memory/peak_bytes",
 }
+SPENT = "spent_"
+"""Before an activity of `stopwatch.ACTIVITIES`: seconds spent on it since the last report."""
 MAX_REASONS = 20
 
 
@@ -67,7 +73,8 @@ class RunLog:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.run_dir, self._config = Path(run_dir), config
-        self._enabled = process_index == 0
+        self.is_enabled = process_index == 0
+        self._spikes, self._stragglers = SpikeDetector(config.spike), Stragglers(config.straggler)
         self._stream, self._clock, self._read_memory = stream, clock, read_memory
         self._total_steps, self._num_devices = total_steps, num_devices
         self._tokens_per_step, self._flops_per_step = tokens_per_step, flops_per_step
@@ -98,14 +105,17 @@ class RunLog:
           reasons: why each default is what it is, one sentence each.
           plan_table: the plan, many lines.
           plan_dict: the plan, JSON-able.
-          config_dict: the configuration, JSON-able.
+          config_dict: the configuration, JSON-able. Passwords and keys in any of these are left
+            out (`zerojax.redaction`).
           start_step: steps already done, when the run resumes.
 
         Raises:
           OSError: the run folder cannot be written, and what to do.
         """
-        if not self._enabled:
+        if not self.is_enabled:
             return
+        plan_line, plan_table = redact(plan_line), redact(plan_table)
+        reasons, plan_dict, config_dict = redact([*reasons]), redact(plan_dict), redact(config_dict)
         summary = "\n".join([plan_line, "", *(f"- {reason}" for reason in reasons), "", plan_table])
         self._make_folder()
         (self.run_dir / "plan.txt").write_text(summary + "\n", encoding="utf-8")
@@ -122,21 +132,25 @@ class RunLog:
         self._start_step = self._last_step = self._steady_step = start_step
         self._began = self._last_time = self._clock()
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
+    def write(
+        self, step: int, values: Mapping[str, Any], spent: Mapping[str, float] | None = None
+    ) -> None:
         """Reports a finished step.
 
         Args:
           step: batches consumed, this one included.
           values: numbers; "loss", "grad_norm", "learning_rate" and "skipped" (steps left out so
             far, since they were not finite) have their places, others follow by name.
+          spent: seconds since the last report, by activity of `stopwatch.ACTIVITIES`.
         """
-        if not self._enabled:
+        if not self.is_enabled:
             return
         numbers = {key: _number(value) for key, value in values.items()}
+        spent = {f"{SPENT}{key}": round(value, 6) for key, value in (spent or {}).items()}
         now = self._clock()
         measured = {**self._speed(step, now), **self._memory()}
         report = {**numbers, **measured}
-        self._record("train", step, report)
+        self._record("train", step, {**report, **spent})
         tagged = {f"train/{key}": value for key, value in numbers.items()}
         tagged.update((tag, measured[key]) for key, tag in TAGS.items() if key in measured)
         self._send(step, tagged)
@@ -144,7 +158,7 @@ class RunLog:
 
     def write_eval(self, step: int, values: Mapping[str, Any]) -> None:
         """Reports an evaluation of the model after `step` batches."""
-        if not self._enabled:
+        if not self.is_enabled:
             return
         numbers = {key: _number(value) for key, value in values.items()}
         self._record("eval", step, numbers)
@@ -152,9 +166,49 @@ class RunLog:
         line = console.format_line(step, numbers, total_steps=self._total_steps)
         self._display.message(f"{line}  (validation)")
 
+    def see_loss(self, step: int, loss: float) -> str | None:
+        """To be told the loss of every step; in words, how far it jumped if it did."""
+        spike = self._spikes.see(loss)
+        if spike is None:
+            return None
+        around = f"{spike.median:.4g} at the median of the steps before"
+        times = f", {spike.times:.3g} times their spread" if math.isfinite(spike.times) else ""
+        return f"step {step}: loss {spike.value:.4g} jumped from {around}{times}"
+
+    def event(self, kind: str, step: int, text: str, *, say: bool = True, **facts: Any) -> None:
+        """Something that happened at a step: to metrics.jsonl, and in one line to the terminal.
+
+        Args:
+          kind: "loss_spike", "not_finite", "slow_process" or "fast_again".
+          facts: JSON-able, such as the parameter to blame as `leaf`.
+        """
+        if not self.is_enabled:
+            return
+        self._record("event", step, {"event": kind, "text": text, **facts})
+        if say:
+            self._display.message(text)
+
+    def write_processes(self, step: int, rows: Sequence[ProcessTimes]) -> None:
+        """Reports how far processes are apart, and names those that the others wait for."""
+        if not self.is_enabled:
+            return
+        found = spread(rows)
+        self._record("processes", step, found)
+        self._send(step, {f"processes/{key}": value for key, value in found.items()})
+        for finding in self._stragglers.see(rows):
+            kind = "slow_process" if finding.is_slow else "fast_again"
+            text = f"step {step}: {finding.text}"
+            self.event(kind, step, text, process=finding.process, host=rows[finding.process].name)
+
+    def end(self, step: int, spent: Mapping[str, float]) -> None:
+        """Notes where the time after the last report went, such as the last save."""
+        if self.is_enabled:
+            seconds = {f"{SPENT}{key}": round(value, 6) for key, value in spent.items()}
+            self._record("end", step, seconds)
+
     def message(self, text: str) -> None:
         """Prints a line above the live display."""
-        if self._enabled:
+        if self.is_enabled:
             self._display.message(text)
 
     @contextlib.contextmanager

@@ -1,0 +1,120 @@
+"""How long each process takes for what, and how all of them learn of it without waiting.
+
+Knows clocks, rows of bytes and devices; never what the numbers mean, nor who is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.metrics.spread import ProcessTimes
+from zerojax.metrics.stopwatch import DATA, EVAL, HOST, SAVE, STEP, Stopwatch, difference
+
+_AXIS = "device"
+
+
+class Pace:
+    """The clock of one process's loop.
+
+    A step that is dispatched while the one before is still under way costs its process nothing:
+    its devices have work. What the process did since its last dispatch is late only where they had
+    run dry.
+
+    Attributes:
+      watch: where the seconds are counted.
+    """
+
+    def __init__(self, watch: Stopwatch | None = None) -> None:
+        self.watch = watch or Stopwatch()
+        self._dispatched: Any = None
+        self._at_dispatch = self._at_report = self.watch.read()
+        self._late = {DATA: 0.0, HOST: 0.0}
+        self._steps = 0
+        self._sent: tuple[int, _Rows] | None = None
+
+    def during(self, activity: str) -> contextlib.AbstractContextManager[None]:
+        """Time in the block is spent on `activity`, one of `stopwatch.ACTIVITIES`."""
+        return self.watch.during(activity)
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around the dispatch of a step."""
+        now = self.watch.read()
+        if self._dispatched is not None and self._dispatched.is_ready():
+            since = difference(now, self._at_dispatch)
+            for activity in self._late:
+                self._late[activity] += since[activity]
+        with self.watch.during(STEP):
+            yield
+        self._steps += 1
+        self._at_dispatch = self.watch.read()
+
+    def dispatched(self, result: jax.Array) -> None:
+        """To be told of one result of each step, on the devices: it tells when the step is over."""
+        self._dispatched = result
+
+    def take(self) -> tuple[dict[str, float], ProcessTimes]:
+        """Since the last call: seconds by activity, and what the other processes should know."""
+        now = self.watch.read()
+        spent, self._at_report = difference(now, self._at_report), now
+        times = ProcessTimes(
+            steps=self._steps,
+            seconds=sum(spent.values()) - spent[SAVE] - spent[EVAL],
+            data=spent[DATA],
+            host=spent[HOST],
+            late_data=self._late[DATA],
+            late_host=self._late[HOST],
+            name=socket.gethostname(),
+        )
+        self._late, self._steps = {DATA: 0.0, HOST: 0.0}, 0
+        return spent, times
+
+    def exchange(
+        self, mesh: Mesh | AbstractMesh, step: int, times: ProcessTimes
+    ) -> tuple[int, list[ProcessTimes]] | None:
+        """Sends this process's times; every process has to call it after the same step.
+
+        Returns:
+          The step of the call before, and what all processes sent then; None at the first call.
+        """
+        assert isinstance(mesh, Mesh), "a run has devices"
+        before = self.last_exchange()
+        self._sent = step, _Rows(mesh, times.as_bytes())
+        return before
+
+    def last_exchange(self) -> tuple[int, list[ProcessTimes]] | None:
+        """What was sent at the last `exchange`, once; None when nothing is on its way."""
+        if self._sent is None:
+            return None
+        (step, rows), self._sent = self._sent, None
+        with self.watch.during(STEP):  # they arrived long ago, or the devices are still at work
+            return step, [ProcessTimes.from_bytes(row) for row in rows.read()]
+
+
+class _Rows:
+    """One row of bytes of every process, gathered by the devices behind the steps under way."""
+
+    def __init__(self, mesh: Mesh, row: bytes) -> None:
+        devices = mesh.devices.reshape(-1)
+        # Rows of the devices of one process are equal, so one of them is enough.
+        first = {d.process_index: at for at, d in reversed(list(enumerate(devices)))}
+        self._first = [first[process] for process in sorted(first)]
+        flat = Mesh(devices, (_AXIS,))
+        mine = np.frombuffer(row, np.uint8)[None]
+        sent = jax.make_array_from_callback(
+            (len(devices), len(row)), NamedSharding(flat, P(_AXIS)), lambda _: mine
+        )
+        self._gathered = jax.device_put(sent, NamedSharding(flat, P()))
+
+    def read(self) -> Sequence[bytes]:
+        """The rows in the order of processes."""
+        values = np.asarray(self._gathered)
+        return [values[index].tobytes() for index in self._first]

@@ -1,0 +1,103 @@
+"""What must not be read in a log or a report: passwords, keys and tokens, wherever they stand.
+
+Knows texts and the names of settings; never what they are for. What it leaves out is `HIDDEN`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+HIDDEN = "[hidden]"
+LEAST_LENGTH = 8
+"""A shorter value of a variable is no key; leaving it out would only make holes in texts."""
+
+T = TypeVar("T")
+
+_SECRET_NAME = re.compile(
+    r"(?i)(^|[_\-.])(api_?key|access_?key|secret_?key|private_?key|auth_?key|key_?id|secrets?|token"
+    r"|auth_?token|passwords?|passwd|pwd|passphrase|credentials?|authorization|bearer|signature)$"
+)
+"""Names of settings and variables; not `tokenizer`, `tokens_per_step`, `max_seq_len` or a `key` of
+a mapping."""
+
+_KNOWN_FORMS = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w\-]{20,}"
+    r"|sk-[A-Za-z0-9_\-]{20,}|xox[abprs]-[\w\-]{10,}|A[KS]IA[A-Z0-9]{16}|AIza[\w\-]{35}"
+    r"|eyJ[\w\-]{10,}\.[\w\-]{10,}\.[\w\-]{5,}|wandb_v1_\w{20,})"
+)
+"""How Hugging Face, GitHub, GitLab, OpenAI and others, Slack, AWS, Google, JSON web tokens and
+Weights & Biases write theirs."""
+
+_IN_ADDRESS = re.compile(r"(?P<start>\b[A-Za-z][\w+.\-]*://)(?P<who>[^\s/?#@]+)@")
+_IN_QUERY = re.compile(
+    r"(?i)(?P<name>[?&;](?:[\w.\-]*(?:token|key|secret|password|passwd|signature|credential)[\w.\-]*"
+    r"|sig|sv|se))=(?P<value>[^&\s;\"'#]+)"
+)
+_ASSIGNED = re.compile(
+    r"(?i)(?P<name>\b[\w.\-]*(?:api_?key|access_?key|secret|token|password|passwd|credentials?))"
+    r"(?P<between>\s*[=:]\s*)(?P<value>[^\s,;&\"']+)"
+)
+
+
+def redact(value: T, environment: Mapping[str, str] | None = None) -> T:
+    """The same, with what is secret in it replaced by `HIDDEN`.
+
+    Args:
+      value: text, or what JSON holds, at any depth.
+      environment: variables whose names say that they are secret are looked for in all texts; None
+        takes those of the process.
+    """
+    values = _secret_values(os.environ if environment is None else environment)
+    return _redact(value, values)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether what is called so is a password, a key or a token."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def _secret_values(environment: Mapping[str, str]) -> list[str]:
+    """Longest first, so that one that holds another is found whole."""
+    found = {
+        value
+        for name, value in environment.items()
+        if is_secret_name(name) and len(value) >= LEAST_LENGTH
+    }
+    return sorted(found, key=len, reverse=True)
+
+
+def _redact(value: Any, secrets: list[str]) -> Any:
+    if isinstance(value, str):
+        return _redact_text(value, secrets)
+    if isinstance(value, Mapping):
+        return {
+            name: HIDDEN if _holds_secret(name, inner) else _redact(inner, secrets)
+            for name, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)([_redact(inner, secrets) for inner in value])
+    return value
+
+
+def _holds_secret(name: Any, value: Any) -> bool:
+    return isinstance(name, str) and isinstance(value, str) and is_secret_name(name)
+
+
+def _redact_text(text: str, secrets: list[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    text = _IN_ADDRESS.sub(rf"\g<start>{HIDDEN}@", text)
+    text = _IN_QUERY.sub(rf"\g<name>={HIDDEN}", text)
+    text = _ASSIGNED.sub(_hide_assigned, text)
+    return _KNOWN_FORMS.sub(HIDDEN, text)
+
+
+def _hide_assigned(match: re.Match[str]) -> str:
+    """`password=...` in a text; not `token: 5`, nor a sentence about a token."""
+    value = match["value"]
+    if len(value) < LEAST_LENGTH or value.startswith(HIDDEN):
+        return match[0]
+    return f"{match['name']}{match['between']}{HIDDEN}"
