@@ -25,7 +25,7 @@ import tensorstore
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.checkpoint import Checkpointer, CheckpointError, Retention
+from zerojax.checkpoint import Checkpointer, CheckpointError, Retention, seals
 from zerojax.checkpoint.errors import DiskFullError, is_disk_full, reason
 from zerojax.checkpoint.metadata import check_same_arrays
 
@@ -156,7 +156,7 @@ def test_metadata_is_readable_json_beside_the_arrays(tmp_path: Path) -> None:
         metadata = checkpointer.metadata()
     assert sorted(os.listdir(tmp_path / "5")) == ["arrays", "metadata.json"]
     body = json.loads((tmp_path / "5" / "metadata.json").read_text())
-    assert body["format"] == 1
+    assert body["format"] == 2
     assert body["arrays"] == {"params/b": "float32[4]", "params/w": "float32[4,4]"}
     assert body["versions"]["jax"] == jax.__version__
     assert metadata.config == ABOUT["config"]
@@ -361,27 +361,37 @@ def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
         file = tmp_path / "2" / "metadata.json"
         good = file.read_text()
         newer = json.loads(good) | {"format": 99, "versions": {"zerojax": "7.0"}}
+        del newer["checksum"]
         damages = {
             "cannot be read": good[:100],
-            r"format 99, written by zerojax 7\.0; .* up to 1; update": json.dumps(newer),
+            r"format 99, written by zerojax 7\.0; .* up to 2; update": seals.seal(newer),
             "has no format number": "[]",
-            "lacks 'config'": good.replace('"config"', '"confit"'),
+            "was changed after it was written: config.a, confit;": good.replace(
+                '"config": {', '"confit": {'
+            ),
+            r"was changed after it was written: config\.a; restore step 1$": good.replace(
+                "null", "false"
+            ),
+            "was changed after it was written: no value, but its text;": good.replace(
+                '"step"', '"\\u0073tep"'
+            ),
         }
         for text, content in damages.items():
+            assert content != good
             file.write_text(content)
             with pytest.raises(CheckpointError, match=text):
-                checkpointer.restore(small_abstract())
+                checkpointer.restore(small_abstract(), 2)
         file.unlink()
-        with pytest.raises(CheckpointError, match="metadata.json is missing; remove this folder"):
-            checkpointer.restore(small_abstract())
+        with pytest.raises(CheckpointError, match="metadata.json is missing; restore step 1"):
+            checkpointer.restore(small_abstract(), 2)
         file.write_text(good)
         data = next((tmp_path / "2" / "arrays" / "state" / "ocdbt.process_0" / "d").iterdir())
         os.truncate(data, 3)
         with pytest.raises(CheckpointError, match=r"/2 is damaged: arrays/.* has 3 bytes instead"):
-            checkpointer.restore(small_abstract())
+            checkpointer.restore(small_abstract(), 2)
         data.unlink()
         with pytest.raises(CheckpointError, match=r"d/\w+ is missing; restore step 1$"):
-            checkpointer.restore(small_abstract())
+            checkpointer.restore(small_abstract(), 2)
         checkpointer.restore(small_abstract(), 1)
         with pytest.raises(CheckpointError, match="no step 9; the saved steps are: 1, 2"):
             checkpointer.restore(small_abstract(), 9)

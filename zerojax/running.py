@@ -103,7 +103,10 @@ def _open_checkpoints(run: RunFiles, plan: Plan) -> Checkpointer | None:
     if run.checkpoint is None or run.checkpoint.path is None:
         return None
     checkpointer = Checkpointer(
-        run.checkpoint.path, keep=run.checkpoint.keep, asynchronous=run.checkpoint.asynchronous
+        run.checkpoint.path,
+        keep=run.checkpoint.keep,
+        asynchronous=run.checkpoint.asynchronous,
+        fingerprints=run.checkpoint.fingerprints,
     )
     leaves = jax.tree.leaves(plan.abstract_canonical)
     checkpointer.check_writable(sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves))

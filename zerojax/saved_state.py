@@ -5,6 +5,7 @@ Knows plans, states and what a checkpointer takes; never when to save or which s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +39,8 @@ def save_state(
       CheckpointError: see there.
     """
     apart = plan.offload is not None and bool(plan.offload.off_device)
-    pieces = functools.partial(write_pieces, plan, state) if apart else None
+    sums = checkpointer.fingerprints
+    pieces = functools.partial(write_pieces, plan, state, with_fingerprints=sums)
     canonical = to_canonical(plan, state, joined=False)
     checkpointer.save(
         step,
@@ -46,16 +48,31 @@ def save_state(
         data_state=about["data_state"],
         config=about["config"],
         plan=about["plan"],
-        write_pieces=pieces,
+        write_pieces=pieces if apart else None,
     )
 
 
-def restore_state(checkpointer: Any, plan: Planned, step: int | None = None) -> tuple[Any, Any]:
-    """(what `Checkpointer.restore` returns, the state as `plan` stores it)."""
+def restore_state(
+    checkpointer: Any, plan: Planned, step: int | None = None, *, at_start: bool = False
+) -> tuple[Any, Any]:
+    """(what `Checkpointer.restore` returns, the state as `plan` stores it).
+
+    Args:
+      checkpointer: a `zerojax.checkpoint.Checkpointer`.
+      plan: of the run.
+      step: a saved step; None: the newest that is whole.
+      at_start: a run begins: where damaged steps had to be passed over, its durable files may hold
+        a later one than the step that is left, and are taken instead.
+    """
     unread = []
     if plan.offload is not None and plan.offload.off_device:
         unread = [name for arrays in saved_names(plan).values() for name in arrays.values()]
     restored = checkpointer.restore(plan.abstract_canonical, step, unread=unread)
+    durable = resume_step(plan) if at_start else None
+    if durable is not None and durable > restored.step:
+        restored = dataclasses.replace(restored, step=durable, state=None)
+        state, data_state = resume(plan)
+        return dataclasses.replace(restored, data_state=data_state or {}), state
     data_state = restored.data_state or None
     return restored, from_canonical(plan, restored.state, data_state=data_state)
 
@@ -68,7 +85,7 @@ def first_state(
     Args:
       plan: of the run.
       seed: of new parameters.
-      latest_step: of the newest checkpoint, or None.
+      latest_step: of the newest checkpoint that looks whole, or None.
     """
     durable = resume_step(plan)
     if durable is not None and (latest_step is None or durable >= latest_step):

@@ -76,7 +76,7 @@ class Trainer:
         self._reports = Reports(self.habits.max_skipped, pace=self._pace)
         self._step, self._step_was_called = build_step(plan), False
         self._evaluate = build_evaluation(plan)
-        latest = None if checkpointer is None else checkpointer.latest_step()
+        latest = None if checkpointer is None else checkpointer.usable_step()
         first = first_state(plan, seed, latest)
         if first is None:
             self.restore()  # instead of a new state, so that two states never live together
@@ -144,6 +144,8 @@ class Trainer:
             yield
             return
         self._log = self._open_log(self.plan, self.num_steps)
+        for text in self._checkpointer.take_notes() if self._checkpointer else ():
+            self._log.message(text)
         try:
             yield
         finally:
@@ -296,11 +298,14 @@ class Trainer:
         """
         if self._checkpointer is None:
             raise ValueError("this run has no checkpoints; pass checkpoint='runs/name' to train")
-        self._checkpointer.metadata(step)  # refuses before the current state is dropped
+        self._checkpointer.check_step(step)  # refuses before the current state is dropped
+        at_start = self.state is None
         end_state(self.state)
         self.state = None
-        restored, self.state = restore_state(self._checkpointer, self.plan, step)
-        self.num_steps = self._saved_step = restored.step
+        restored, self.state = restore_state(self._checkpointer, self.plan, step, at_start=at_start)
+        self.num_steps = restored.step
+        is_saved = restored.step in self._checkpointer.steps()
+        self._saved_step = restored.step if is_saved else None
         self._data_state = restored.data_state or None
         self._reports = self._new_reports()
         return self

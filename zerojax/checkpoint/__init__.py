@@ -4,8 +4,18 @@ Knows trees of arrays and JSON; never touches models, plans or how a state is pa
 """
 
 from zerojax.checkpoint.checkpointer import Checkpointer, Restored
-from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.errors import CheckpointError, Damage, DamagedError
 from zerojax.checkpoint.metadata import Metadata
 from zerojax.checkpoint.retention import Retention
+from zerojax.checkpoint.verification import Verification
 
-__all__ = ["CheckpointError", "Checkpointer", "Metadata", "Restored", "Retention"]
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "Damage",
+    "DamagedError",
+    "Metadata",
+    "Restored",
+    "Retention",
+    "Verification",
+]

@@ -13,17 +13,18 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, DiskFullError
 
 _TEXT_BYTES = 1024
+_KINDS = (CheckpointError, DiskFullError, DamagedError)
 
 
 def raise_together(error: BaseException | None) -> None:
     """Raises on every process when any of them has an error.
 
     Raises:
-      CheckpointError: on all processes, with the text of the first process that failed. With one
-        process, `error` itself.
+      CheckpointError: on all processes, of the kind and with the text of the first process that
+        failed. With one process, `error` itself.
     """
     if jax.process_count() == 1:
         if error is not None:
@@ -31,15 +32,16 @@ def raise_together(error: BaseException | None) -> None:
         return
     buffer = np.zeros(_TEXT_BYTES, np.uint8)
     if error is not None:
-        text = (str(error) or type(error).__name__).encode()[:_TEXT_BYTES]
-        buffer[: len(text)] = np.frombuffer(text, np.uint8)
+        kind = _KINDS.index(type(error)) if type(error) in _KINDS else 0
+        text = bytes([1 + kind]) + (str(error) or type(error).__name__).encode()
+        buffer[: len(text)] = np.frombuffer(text, np.uint8)[:_TEXT_BYTES]
     gathered = np.asarray(multihost_utils.process_allgather(buffer)).reshape(-1, _TEXT_BYTES)
     for process, row in enumerate(gathered):
-        text = row.tobytes().rstrip(b"\0").decode(errors="replace")
-        if text:
+        if row[0]:
+            text = row[1:].tobytes().rstrip(b"\0").decode(errors="replace")
             # An error that was shared once already names its process.
             where = "" if text.startswith("process ") else f"process {process}: "
-            raise CheckpointError(where + text) from error
+            raise _KINDS[row[0] - 1](where + text) from error
 
 
 def same_everywhere(value: str, *, what: str) -> None:
@@ -65,3 +67,11 @@ def from_process_0(number: int) -> int:
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def gather(values: np.ndarray) -> np.ndarray:
+    """The arrays of all processes, of the same shape everywhere, stacked in their order."""
+    if jax.process_count() == 1:
+        return values[None]
+    gathered = np.asarray(multihost_utils.process_allgather(values))
+    return gathered.reshape(jax.process_count(), *values.shape)

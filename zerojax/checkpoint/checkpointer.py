@@ -13,23 +13,20 @@ import operator
 import os
 import types
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 
 from zerojax.checkpoint import agreement, arrays, folders
-from zerojax.checkpoint.errors import CheckpointError, reason
-from zerojax.checkpoint.metadata import (
-    Metadata,
-    check_same_arrays,
-    make_metadata,
-    read_metadata,
-)
-from zerojax.checkpoint.pieces import Pieces
+from zerojax.checkpoint.choosing import Candidates
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, reason
+from zerojax.checkpoint.metadata import Metadata, make_metadata, read_metadata
+from zerojax.checkpoint.restoring import read_step
 from zerojax.checkpoint.retention import Retention, as_retention
-from zerojax.checkpoint.saving import ARRAYS, PIECES, Save, is_first_process, write
+from zerojax.checkpoint.saving import Save, is_first_process, write
+from zerojax.checkpoint.verification import Verification, verify_step
 from zerojax.trees import flatten_names, num_bytes, unflatten_like
 
 PyTree = Any
@@ -59,7 +56,12 @@ class Checkpointer:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, keep: int | Retention = 3, asynchronous: bool = True
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int | Retention = 3,
+        asynchronous: bool = True,
+        fingerprints: bool = True,
     ) -> None:
         """Creates and deletes nothing before the first save, so a running folder may be read.
 
@@ -67,6 +69,8 @@ class Checkpointer:
           path: folder of a mounted file system; created by the first save.
           keep: number of newest checkpoints to keep, or a `Retention`.
           asynchronous: False: `save` returns only when the checkpoint is visible.
+          fingerprints: whether the devices sum up what is saved, so that a restore can tell whether
+            it is what comes back.
 
         Raises:
           ValueError: the path is a URL, or `keep` is below 1.
@@ -79,10 +83,17 @@ class Checkpointer:
         self.path = Path(path).expanduser().absolute()
         self.keep = as_retention(keep)
         self.asynchronous = asynchronous
+        self.fingerprints = fingerprints
+        self._candidates = Candidates(self.path, self.steps)
         self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[list[str]] | None = None
         self._attempts = 0
         self._closed = False
+
+    def take_notes(self) -> list[str]:
+        """What was found wrong since the last call, a sentence each; also told as warnings."""
+        notes, self._candidates.notes = self._candidates.notes, []
+        return notes
 
     def steps(self) -> tuple[int, ...]:
         """The saved steps, oldest first. A write in progress is not among them."""
@@ -101,7 +112,8 @@ class Checkpointer:
         Raises:
           CheckpointError: no such step, damaged, or of a newer format.
         """
-        return read_metadata(folders.step_folder(self.path, self._existing_step(step)))
+        step = self._candidates.existing(step)
+        return read_metadata(folders.step_folder(self.path, step))
 
     def check_writable(self, state_bytes: int = 0) -> None:
         """Finds out, before a run starts, whether its checkpoints can be written.
@@ -147,7 +159,7 @@ class Checkpointer:
         if self._closed:
             raise CheckpointError(f"the checkpointer of {self.path} is closed; make a new one")
         self.wait()
-        step = self._new_step(step)
+        step = self._make_room(step)
         named = flatten_names(state)
         in_pieces = {n: x for n, x in named.items() if isinstance(x, jax.ShapeDtypeStruct)}
         if write_pieces is None:
@@ -167,6 +179,7 @@ class Checkpointer:
             leaves=leaves,
             state_bytes=num_bytes(described),
             write_pieces=write_pieces if in_pieces else None,
+            fingerprints=self.fingerprints,
             started=concurrent.futures.Future(),
         )
         # All of it runs in the writer's thread, so that a Ctrl-C here interrupts only the waiting:
@@ -236,9 +249,13 @@ class Checkpointer:
     ) -> Restored:
         """Reads a state into the shardings of `abstract`, whatever mesh it was saved on.
 
+        What comes back is compared with what was saved. With `step=None` a damaged step is passed
+        over for the one before it, with a warning; its folder is renamed `N.damaged` by the next
+        save, so that the step can be saved again and its files can be looked at.
+
         Args:
           abstract: tree of `ShapeDtypeStruct` with shardings, canonical (unpadded) shapes.
-          step: a saved step; None: the newest.
+          step: a saved step; None: the newest that is whole.
           subset: True: `abstract` may lack leaves of the checkpoint, which are then not read
             (for example only `{"params": ...}`, to generate text).
           unread: names of leaves that are not read now: an `checkpoint.pieces.Unread` in the place
@@ -257,13 +274,24 @@ class Checkpointer:
                     f"abstract state: {name!r} has no sharding; pass plan.abstract_canonical, or"
                     " ShapeDtypeStructs with sharding="
                 )
-        metadata = self._matching_metadata(wanted, step, subset)
-        folder = folders.step_folder(self.path, metadata.step)
-        try:
-            pieces = Pieces(folder / ARRAYS, folder / PIECES)
-            flat = pieces.read(wanted, unread=unread, subset=subset)
-        except Exception as error:
-            raise self._damaged(metadata.step, reason(error)) from error
+        lost: dict[int, str] = {}
+        chosen = self._candidates.first(step)
+        while True:
+            folder = folders.step_folder(self.path, chosen)
+            try:
+                metadata, flat = read_step(folder, wanted, subset=subset, unread=unread)
+                break
+            except DamagedError as error:
+                if step is not None:
+                    remedy = self._candidates.remedy(chosen)
+                    raise DamagedError(f"{error}; {remedy}") from error
+                lost[chosen] = str(error)
+            chosen = self._candidates.below(lost)
+        self._candidates.pass_over(lost, f"step {chosen} is used in its place")
+        if metadata.format == 1:
+            self._candidates.note(
+                f"checkpoint {folder} has no fingerprints, so its bits are not checked"
+            )
         return Restored(
             step=metadata.step,
             state=unflatten_like(abstract, flat),
@@ -272,17 +300,59 @@ class Checkpointer:
             plan=metadata.plan,
         )
 
-    def _existing_step(self, step: int | None) -> int:
-        steps = self.steps()
-        if step is None and not steps:
-            raise CheckpointError(f"{self.path} has no checkpoints; check the path, or train first")
-        if step is not None and step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise CheckpointError(f"{self.path} has no step {step}; the saved steps are: {there}")
-        return steps[-1] if step is None else step
+    def usable_step(self) -> int | None:
+        """The newest step whose metadata and small files are whole; None: nothing is saved.
 
-    def _new_step(self, step: int) -> int:
+        Steps above it are passed over from now on, with a warning.
+
+        Raises:
+          CheckpointError: all saved steps are damaged, or the newest is of a newer format.
+        """
+        self.wait()
+        return self._candidates.usable()
+
+    def check_step(self, step: int | None = None) -> None:
+        """Refuses at once what `restore` would refuse for its metadata or its small files.
+
+        Raises:
+          CheckpointError: as `restore`.
+        """
+        self.wait()
+        self._candidates.check(step)
+
+    def verify(self, step: int | None = None) -> Verification:
+        """Reads all of a step and compares it with what was saved. For one process; needs no model.
+
+        Args:
+          step: a saved step; None: the newest.
+
+        Raises:
+          CheckpointError: no such step; of a newer format; or not readable for another reason than
+            damage, which is in the result.
+        """
+        self.wait()
+        step = self._candidates.existing(step)
+        return verify_step(folders.step_folder(self.path, step), step)
+
+    def _make_room(self, step: int) -> int:
+        """Refuses a step that is not new; renames damaged ones that were passed over."""
         step = operator.index(step)
+        error = None
+        if is_first_process():
+            try:
+                self._candidates.set_aside()
+                self._check_new(step)
+            except CheckpointError as failure:
+                error = failure
+            except OSError as failure:
+                error = CheckpointError(
+                    f"step {step} was not saved in {self.path}: a damaged step there cannot be"
+                    f" renamed: {reason(failure)}; rename or remove its folder"
+                )
+        agreement.raise_together(error)
+        return step
+
+    def _check_new(self, step: int) -> None:
         latest = self.latest_step()
         if step < 0:
             raise CheckpointError(f"step {step} cannot be saved; steps are 0 or more")
@@ -291,41 +361,3 @@ class Checkpointer:
                 f"step {step} cannot be saved: {self.path} already has step {latest}; remove the"
                 f" folders of steps {step} and above there, or use another checkpoint folder"
             )
-        return step
-
-    def _matching_metadata(
-        self, wanted: Mapping[str, Any], step: int | None, subset: bool
-    ) -> Metadata:
-        """The metadata of the step that process 0 chooses; refuses, on all processes together."""
-        error, metadata, chosen = None, None, -1
-        try:
-            chosen = self._existing_step(step)
-        except CheckpointError as failure:
-            error = failure
-        chosen = agreement.from_process_0(chosen)
-        try:
-            if error is None:
-                metadata = self._checked_metadata(wanted, chosen, subset)
-        except CheckpointError as failure:
-            error = failure
-        agreement.raise_together(error)
-        assert metadata is not None
-        return metadata
-
-    def _checked_metadata(self, wanted: Mapping[str, Any], step: int, subset: bool) -> Metadata:
-        folder = folders.step_folder(self.path, step)
-        metadata = read_metadata(folder)
-        check_same_arrays(metadata.arrays, wanted, where=str(folder), subset=subset)
-        try:
-            damage = folders.first_damage(folder, metadata.files)
-        except OSError as error:
-            damage = reason(error)
-        if damage is not None:
-            raise self._damaged(step, damage)
-        return metadata
-
-    def _damaged(self, step: int, damage: str) -> CheckpointError:
-        earlier = [other for other in self.steps() if other < step]
-        remedy = f"restore step {earlier[-1]}" if earlier else "no earlier step is saved"
-        folder = folders.step_folder(self.path, step)
-        return CheckpointError(f"checkpoint {folder} is damaged: {damage}; {remedy}")

@@ -5,12 +5,18 @@ Knows exception chains and errno texts; never touches checkpoint files or arrays
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
 from collections.abc import Iterator
 
 _MAX_REASON = 240
+_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "bad_alloc")
+_OF_THE_MACHINE = {
+    *(errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN),
+}
 # How TensorStore 0.1 ends the text of an operating system error.
 _OS_ERROR_IN_TEXT = re.compile(r"os_error_code='(\d+)'")
 
@@ -29,6 +35,35 @@ class DiskFullError(CheckpointError):
     """There is too little space for a checkpoint; those that are there are intact."""
 
     is_bad_input = False
+
+
+class DamagedError(CheckpointError):
+    """What lies in a checkpoint's folder is not what was saved there."""
+
+    is_bad_input = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Damage:
+    """One thing that is wrong with a saved step.
+
+    >>> str(Damage(file="arrays/d/1", what="is missing"))
+    'arrays/d/1 is missing'
+
+    Attributes:
+      what: the rest of a sentence whose subject is the file or the leaf.
+      file: relative to the folder of the step; None: no single file is at fault.
+      leaf: name of the array whose values are wrong; None: the file may hold several, or none.
+    """
+
+    what: str
+    file: str | None = None
+    leaf: str | None = None
+
+    def __str__(self) -> str:
+        if self.file is None:
+            return f"{self.leaf!r} {self.what}"
+        return f"{self.file} {self.what}" + ("" if self.leaf is None else f" ({self.leaf!r})")
 
 
 def reason(error: BaseException) -> str:
@@ -52,6 +87,8 @@ def reason(error: BaseException) -> str:
     text = " ".join(str(innermost).split())
     if len(text) > _MAX_REASON:
         text = text[:_MAX_REASON] + " ..."
+    if isinstance(innermost, CheckpointError):
+        return text
     return f"{type(innermost).__name__}: {text}" if text else type(innermost).__name__
 
 
@@ -59,6 +96,19 @@ def is_disk_full(error: BaseException) -> bool:
     """Whether the operating system refused for lack of space or quota."""
     codes = {_os_error_code(link) for link in _chain(error)}
     return bool(codes & {errno.ENOSPC, errno.EDQUOT})
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether a failed read says something about the files, and not about this machine now.
+
+    Missing rights, too little memory or a file server that does not answer leave a checkpoint what
+    it was.
+    """
+    text = " ".join(str(link) for link in _chain(error))
+    if isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY):
+        return False
+    codes = {_os_error_code(link) for link in _chain(error)}
+    return not codes & _OF_THE_MACHINE
 
 
 def _os_error_code(error: BaseException) -> int | None:

@@ -45,7 +45,9 @@ def whole(leaf: Any, parts: Mapping[int, Sums]) -> Sums:
       leaf: has the shape and the sharding of the array.
       parts: of all its devices.
     """
-    found = {box: parts[device] for device, box in _boxes(leaf.sharding, leaf.shape).items()}
+    found: dict[Box, Sums] = {}
+    for device, box in _boxes(leaf.sharding, leaf.shape).items():
+        found.setdefault(box, parts[device])
     return fingerprints.add(*found.values())
 
 

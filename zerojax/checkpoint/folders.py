@@ -5,6 +5,7 @@ Knows files and names; never touches arrays or what the files mean.
     path/20            a complete checkpoint: the name is nothing but the step
     path/30.partial-1  being written or given up: invisible, removed by the next save
     path/10.expired    being deleted: invisible, removed by the next save
+    path/40.damaged    was not what had been saved: invisible, kept for people to look at
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 from zerojax.checkpoint.errors import CheckpointError, reason
+from zerojax.checkpoint.files import to_disk
 from zerojax.trees import format_bytes
 
 _INVISIBLE = re.compile(r"\d+\.(partial-\d+|expired)")
+_DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
 
 
 def list_steps(path: Path) -> tuple[int, ...]:
@@ -69,31 +71,14 @@ def remove_leftovers(path: Path) -> None:
             shutil.rmtree(path / name, ignore_errors=True)
 
 
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Relative name -> bytes of every file in a folder and below, sorted by name."""
-    files = (Path(at, name) for at, _, names in os.walk(folder) for name in names)
-    return {str(file.relative_to(folder)): file.stat().st_size for file in sorted(files)}
-
-
-def first_damage(folder: Path, sizes: Mapping[str, int]) -> str | None:
-    """What is wrong with the first file, in name order, that is missing or has another size."""
-    there = file_sizes(folder)
-    for name, size in sorted(sizes.items()):
-        if name not in there:
-            return f"{name} is missing"
-        if there[name] != size:
-            return f"{name} has {there[name]} bytes instead of {size}"
-    return None
-
-
 def commit(partial: Path, step: int) -> None:
     """Gives a partial folder the name of a complete one, after all its bytes are on disk."""
     for folder, _, names in os.walk(partial):
         for name in names:
-            _to_disk(os.path.join(folder, name))
-        _to_disk(folder)
+            to_disk(os.path.join(folder, name))
+        to_disk(folder)
     os.rename(partial, step_folder(partial.parent, step))
-    _to_disk(partial.parent)
+    to_disk(partial.parent)
 
 
 def remove(path: Path, step: int) -> None:
@@ -101,6 +86,25 @@ def remove(path: Path, step: int) -> None:
     expired = path / f"{step}.expired"
     os.rename(step_folder(path, step), expired)
     shutil.rmtree(expired)
+
+
+def set_aside(path: Path, step: int) -> Path:
+    """Gives a damaged checkpoint a name under which no run finds it; returns its new place."""
+    number = 1
+    while (aside := path / f"{step}.damaged{f'-{number}' if number > 1 else ''}").exists():
+        number += 1
+    os.rename(step_folder(path, step), aside)
+    to_disk(path)
+    return aside
+
+
+def damaged_folders(path: Path) -> list[Path]:
+    """The checkpoints that were set aside, sorted by name."""
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(path / name for name in names if _DAMAGED.fullmatch(name))
 
 
 def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:
@@ -113,7 +117,7 @@ def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:
         path.mkdir(parents=True, exist_ok=True)
         try:
             file.write_bytes(b"\0" * 4096)
-            _to_disk(file)
+            to_disk(file)
         finally:
             file.unlink(missing_ok=True)
         free = shutil.disk_usage(path).free
@@ -135,11 +139,3 @@ def free_text(path: Path) -> str:
         return f"{format_bytes(shutil.disk_usage(path).free)} free"
     except OSError:
         return "free space unknown"
-
-
-def _to_disk(path: str | os.PathLike[str]) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

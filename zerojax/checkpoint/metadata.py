@@ -2,8 +2,10 @@
 
 Knows names, shapes, dtypes and JSON; never touches array values, devices or Orbax.
 
-The file is one readable JSON object. Keys that a reader does not know are ignored, so later
-versions may add some; `format` is raised only when an older reader would misread the checkpoint.
+The file is one readable JSON object, sealed (see `seals`). Keys that a reader does not know are
+ignored, so later versions may add some; `format` is raised only when an older reader would misread
+the checkpoint, or when a newer one may rely on more. Format 1 had neither seal, checksums nor
+fingerprints.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from zerojax.checkpoint.errors import CheckpointError, reason
+from zerojax.checkpoint import seals
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, is_damage, reason
 
-FORMAT = 1
+FORMAT = 2
 FILE_NAME = "metadata.json"
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 
@@ -53,6 +57,15 @@ class Metadata:
     num_devices: int
     num_processes: int
 
+    fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Name of an array -> its fingerprint (`zerojax.fingerprints`), however it was sharded; empty:
+    none were taken."""
+
+    checksums: dict[str, str] = dataclasses.field(default_factory=dict)
+    """File -> CRC-32 of its bytes, 8 hexadecimal digits; the same files as in `files`."""
+
+    format: int = FORMAT
+
 
 def describe(leaf: Any) -> str:
     """dtype and shape of an array or `ShapeDtypeStruct`.
@@ -61,6 +74,17 @@ def describe(leaf: Any) -> str:
     'float32[2,3]'
     """
     return f"{leaf.dtype}[{','.join(str(size) for size in leaf.shape)}]"
+
+
+def as_abstract(description: str) -> jax.ShapeDtypeStruct:
+    """The inverse of `describe`.
+
+    >>> as_abstract("float32[2,3]")
+    ShapeDtypeStruct(shape=(2, 3), dtype=float32)
+    """
+    dtype, _, sizes = description.removesuffix("]").partition("[")
+    shape = tuple(int(size) for size in sizes.split(",") if size)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 def make_metadata(
@@ -97,39 +121,55 @@ def make_metadata(
 def write_metadata(folder: Path, metadata: Metadata) -> None:
     """Writes `metadata.json` into `folder`."""
     body = {"format": FORMAT} | dataclasses.asdict(metadata)
-    (folder / FILE_NAME).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    (folder / FILE_NAME).write_text(seals.seal(body), encoding="utf-8")
 
 
 def read_metadata(folder: Path) -> Metadata:
     """Reads `metadata.json` of one saved step.
 
     Raises:
-      CheckpointError: no such file, not readable, not ours, or of a newer format.
+      DamagedError: no such file, not ours, or changed after it was written.
+      CheckpointError: not readable now, or of a newer format.
     """
     path = folder / FILE_NAME
-    remedy = "remove this folder to continue from an earlier step"
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} is not a complete zerojax checkpoint: {FILE_NAME} is missing; {remedy}"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({reason(error)}); {remedy}") from error
-    number = body.get("format") if isinstance(body, dict) else None
+        raise _damaged(folder, "is missing") from None
+    except OSError as error:
+        if not is_damage(error):
+            raise CheckpointError(
+                f"{folder / FILE_NAME} cannot be read: {reason(error)}"
+            ) from error
+        raise _damaged(folder, f"cannot be read ({reason(error)})") from error
+    try:
+        body = json.loads(content)
+    except ValueError as error:
+        raise _damaged(folder, f"cannot be read ({reason(error)})") from error
+    if not isinstance(body, dict):
+        raise _damaged(folder, "has no format number, so zerojax did not write it")
+    if seals.is_sealed(content) and not seals.is_unbroken(content):
+        names = ", ".join(seals.changed_values(body)) or "no value, but its text"
+        raise _damaged(folder, f"was changed after it was written: {names}")
+    number = body.get("format")
     if not isinstance(number, int):
-        raise CheckpointError(f"{path} has no format number, so zerojax did not write it; {remedy}")
+        raise _damaged(folder, "has no format number, so zerojax did not write it")
     if number > FORMAT:
         writer = body.get("versions", {}).get("zerojax", "unknown")
         raise CheckpointError(
             f"{folder} has checkpoint format {number}, written by zerojax {writer}; this version"
             f" reads formats up to {FORMAT}; update zerojax"
         )
-    fields = [field.name for field in dataclasses.fields(Metadata)]
-    missing = [name for name in fields if name not in body]
+    known = dataclasses.fields(Metadata)
+    needed = [field.name for field in known if field.default_factory is dataclasses.MISSING]
+    missing = [name for name in needed if name not in body]
     if missing:
-        raise CheckpointError(f"{path} lacks {missing[0]!r}: it was changed by hand; {remedy}")
-    return Metadata(**{name: body[name] for name in fields})
+        raise _damaged(folder, f"lacks {missing[0]!r}: it was changed by hand")
+    return Metadata(**{field.name: body[field.name] for field in known if field.name in body})
+
+
+def _damaged(folder: Path, what: str) -> DamagedError:
+    return DamagedError(f"checkpoint {folder} is damaged: {FILE_NAME} {what}")
 
 
 def check_same_arrays(

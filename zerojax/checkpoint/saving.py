@@ -14,10 +14,14 @@ from pathlib import Path
 
 import jax
 
-from zerojax.checkpoint import agreement, arrays, folders
+from zerojax.checkpoint import agreement, arrays, files, folders
 from zerojax.checkpoint.errors import CheckpointError, DiskFullError, is_disk_full, reason
+from zerojax.checkpoint.fingerprints import Computation, differing_copies, whole
 from zerojax.checkpoint.metadata import Metadata, write_metadata
+from zerojax.checkpoint.parts import Part, collect, leave
 from zerojax.checkpoint.retention import Retention
+from zerojax.fingerprints import as_text
+from zerojax.store.pieces import PieceReader
 from zerojax.trees import format_bytes
 
 ARRAYS, PIECES = "arrays", "pieces"
@@ -37,6 +41,9 @@ class Save:
     write_pieces: Callable[[Path], None] | None
     """Writes the arrays that are nowhere in memory into a folder; returns when all are there."""
 
+    fingerprints: bool
+    """Whether they are taken and stored."""
+
     started: concurrent.futures.Future[bool]
     """Done when the caller may donate the arrays; False when the save has failed before that."""
 
@@ -51,10 +58,10 @@ def write(save: Save) -> list[str]:
       CheckpointError: nothing became visible; earlier checkpoints are intact.
     """
     try:
-        writing = _start(save)
+        writing, computation = _start(save)
         save.started.set_result(True)
-        writing.result()
-        return _commit(save)
+        parts = _finish(save, writing, computation)
+        return _commit(save, parts) if is_first_process() else []
     except Exception as error:
         if isinstance(error, CheckpointError):
             raise
@@ -69,7 +76,7 @@ def is_first_process() -> bool:
     return jax.process_index() == 0
 
 
-def _start(save: Save) -> arrays.Write:
+def _start(save: Save) -> tuple[arrays.Write, Computation]:
     """Creates the partial folder and copies the arrays to the host.
 
     Before it copies it refuses what the disk has no space for: a run whose disk others fill up then
@@ -86,8 +93,10 @@ def _start(save: Save) -> arrays.Write:
             error = _lost(save, failure)
             error.__cause__ = failure
     agreement.raise_together(error)
-    writing = None
+    writing, computation = None, None
     try:
+        # Before the copies, so that an accelerator works on it while they are made.
+        computation = Computation(save.leaves if save.fingerprints else {})
         writing = arrays.start_write(save.partial / ARRAYS, save.leaves)
         if save.write_pieces is not None:
             save.write_pieces(save.partial / PIECES)
@@ -98,18 +107,50 @@ def _start(save: Save) -> arrays.Write:
         error = _lost(save, failure)
     agreement.raise_together(error)
     assert writing is not None
-    return writing
+    assert computation is not None
+    return writing, computation
 
 
-def _commit(save: Save) -> list[str]:
-    """Makes the checkpoint visible, then deletes expired ones."""
-    if not is_first_process():
+def _finish(save: Save, writing: arrays.Write, computation: Computation) -> list[Part]:
+    """Waits until this process's part is on disk, and in the first process for all parts."""
+    process, count = jax.process_index(), jax.process_count()
+    try:
+        writing.result()
+        names = files.names_of_process(files.names_below(save.partial), process, count)
+        known = {n: f"{x:08x}" for n, x in getattr(writing, "checksums", dict)().items()}
+        checksums = known | files.settle(save.partial, [n for n in names if n not in known])
+        part = Part(checksums=checksums, sums=computation.result())
+    except Exception as error:
+        if process:
+            with contextlib.suppress(OSError):  # the first process has given up already
+                failed = Part(error=reason(error), disk_full=is_disk_full(error))
+                leave(save.partial, process, failed)
+        raise
+    if process:
+        leave(save.partial, process, part)
         return []
+    try:
+        return [part, *collect(save.partial, range(1, count))]
+    except CheckpointError as error:
+        raise _lost(save, error) from error
+
+
+def _commit(save: Save, parts: list[Part]) -> list[str]:
+    """Makes the checkpoint visible, then deletes expired ones."""
     path, step = save.partial.parent, save.metadata.step
-    files = folders.file_sizes(save.partial)
-    write_metadata(save.partial, dataclasses.replace(save.metadata, files=files))
+    sizes = files.sizes_of(save.partial)
+    checksums = {name: value for part in parts for name, value in part.checksums.items()}
+    left = [name for name in sizes if name not in checksums]
+    checksums |= files.settle(save.partial, left)
+    fingerprints, texts = _fingerprints(save, parts)
+    metadata = dataclasses.replace(
+        save.metadata,
+        files=sizes,
+        checksums={name: checksums[name] for name in sizes},
+        fingerprints=fingerprints,
+    )
+    write_metadata(save.partial, metadata)
     folders.commit(save.partial, step)
-    texts = []
     for old in save.keep.expired(folders.list_steps(path)):
         try:
             folders.remove(path, old)
@@ -119,6 +160,29 @@ def _commit(save: Save) -> list[str]:
                 f" {reason(error)}; delete it by hand"
             )
     return texts
+
+
+def _fingerprints(save: Save, parts: list[Part]) -> tuple[dict[str, str], list[str]]:
+    """(name -> fingerprint, warnings) from what all processes have found."""
+    if not save.fingerprints:
+        return {}, []
+    found, texts = {}, []
+    for name, leaf in save.leaves.items():
+        sums = {device: one for part in parts for device, one in part.sums[name].items()}
+        found[name] = as_text(whole(leaf, sums))
+        differing = differing_copies(leaf, sums)
+        if differing is not None:
+            texts.append(
+                f"step {save.metadata.step}: the copies of {name!r} on devices {differing[0]} and"
+                f" {differing[1]} differ, so one of them has computed something wrong; what is"
+                f" saved is the first; restore an earlier step if the training goes astray"
+            )
+    if save.write_pieces is not None:
+        reader = PieceReader(save.partial / PIECES)
+        names = reader.names - save.leaves.keys()
+        sums = {name: reader.fingerprint(name) for name in names}
+        found |= {name: as_text(one) for name, one in sums.items() if one is not None}
+    return dict(sorted(found.items())), texts
 
 
 def _lost(save: Save, error: BaseException) -> CheckpointError:

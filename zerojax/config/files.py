@@ -24,6 +24,8 @@ class CheckpointConfig:
     """Also save after the last step and on Ctrl-C."""
     asynchronous: bool = True
     """Write in the background after one copy to the host."""
+    fingerprints: bool = True
+    """Sum up every array on its devices, and compare the sums when the state comes back."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

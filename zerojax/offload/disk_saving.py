@@ -56,7 +56,9 @@ def saved_names(plan: Planned) -> dict[str, dict[str, str]]:
     return arrays_of(plan, names, plan.offload.off_device)
 
 
-def write_pieces(plan: Planned, state: TrainState, folder: Path) -> None:
+def write_pieces(
+    plan: Planned, state: TrainState, folder: Path, *, with_fingerprints: bool = True
+) -> None:
     """Writes this process's slices of the parameters with slices on the host or in files.
 
     A shard that several processes have is written by the first of them.
@@ -73,12 +75,13 @@ def write_pieces(plan: Planned, state: TrainState, folder: Path) -> None:
             for array, rows in piece.arrays.items():
                 name = names[piece.place.leaf.name][array]
                 for row in piece.place.own_rows:
-                    block = _block(plan, piece.place, row, name)
+                    block = _block(plan, piece.place, row, name, with_fingerprints)
                     writer.write(block, piece.number * piece.place.leaf.slice_elements, rows[row])
         for place in places_of(plan, leaves).values():
             for array, tiers in arrays[place.leaf.name].items():
                 for row, number, values in _slices_in_memory(place, tiers):
-                    block = _block(plan, place, row, names[place.leaf.name][array])
+                    name = names[place.leaf.name][array]
+                    block = _block(plan, place, row, name, with_fingerprints)
                     writer.write(block, number * place.leaf.slice_elements, values)
 
 
@@ -91,12 +94,14 @@ def _slices_in_memory(place: DiskLeaf, tiers: Tiers) -> Iterator[tuple[int, int,
                 yield row, place.leaf.first(tier) + index, values
 
 
-def _block(plan: Planned, place: DiskLeaf, row: int, name: str) -> Block:
+def _block(plan: Planned, place: DiskLeaf, row: int, name: str, with_fingerprint: bool) -> Block:
+    whole = plan.placement.leaves[place.leaf.name]
     return Block(
         name=name,
         start=_start(plan, place, row),
         shape=place.leaf.shard_shape,
-        rows=plan.placement.leaves[place.leaf.name].layer_rows,
+        rows=whole.layer_rows,
+        whole=whole.shape if with_fingerprint else None,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,8 @@ from typing import Self
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
 
+from zerojax import fingerprints
+from zerojax.fingerprints import Sums
 from zerojax.store.boxes import Box, Shape, parts_of_run, slices_of
 from zerojax.store.errors import StoreError
 
@@ -35,12 +38,14 @@ class Block:
       shape: of the block.
       rows: for an array whose rows were stored in another order: the row of the array that each
         stored row is, -1 where it is none; None where they are the same.
+      whole: shape of the array; what lies beyond is padding. None: take no fingerprint.
     """
 
     name: str
     start: Shape
     shape: Shape
     rows: tuple[int, ...] | None = None
+    whole: Shape | None = None
 
 
 class PieceWriter:
@@ -60,6 +65,7 @@ class PieceWriter:
         self._file = self._path.open("xb", buffering=0)
         self._offset = 0
         self._tables: dict[Block, list[tuple[int, int, int]]] = {}
+        self._sums: dict[Block, list[Sums]] = {}
         self._dtypes: dict[str, str] = {}
 
     def write(self, block: Block, first: int, piece: np.ndarray) -> None:
@@ -71,6 +77,8 @@ class PieceWriter:
           piece: 1-D and contiguous.
         """
         self._dtypes.setdefault(block.name, piece.dtype.name)
+        if block.whole is not None:
+            self._sums.setdefault(block, []).append(_sums_of_run(block, first, piece))
         left = piece.view(np.uint8).data
         while left:
             left = left[self._file.write(left) :]
@@ -81,7 +89,12 @@ class PieceWriter:
         """Writes the table and ends the file."""
         self._file.close()
         blocks = [
-            {**dataclasses.asdict(block), "dtype": self._dtypes[block.name], "pieces": pieces}
+            {
+                **dataclasses.asdict(block),
+                "dtype": self._dtypes[block.name],
+                "pieces": pieces,
+                "sums": self._sums.get(block),
+            }
             for block, pieces in self._tables.items()
         ]
         table = json.dumps({"format": _FORMAT, "bytes": self._offset, "blocks": blocks})
@@ -108,6 +121,7 @@ class _Pieces:
     block: Block
     dtype: np.dtype
     runs: Sequence[tuple[int, int, int]]  # first element, elements, byte in the file
+    sums: Sequence[Sums] | None  # fingerprint of each run
 
 
 class PieceReader:
@@ -140,15 +154,27 @@ class PieceReader:
                 )
             for entry in table["blocks"]:
                 dtype, runs = np.dtype(entry.pop("dtype")), entry.pop("pieces")
+                sums = entry.pop("sums", None)
                 rows = None if entry["rows"] is None else tuple(entry["rows"])
                 start, shape = tuple(entry["start"]), tuple(entry["shape"])
                 block = Block(name=entry["name"], start=start, shape=shape, rows=rows)
-                self._pieces.setdefault(block.name, []).append(_Pieces(data, block, dtype, runs))
+                found = _Pieces(data, block, dtype, runs, sums)
+                self._pieces.setdefault(block.name, []).append(found)
 
     @property
     def names(self) -> frozenset[str]:
         """The arrays that are here."""
         return frozenset(self._pieces)
+
+    def fingerprint(self, name: str) -> Sums | None:
+        """Of the values of an array when they were written; None: it was not taken."""
+        found: dict[tuple[Shape, int], Sums] = {}
+        for one in self._pieces[name]:
+            if one.sums is None:
+                return None
+            for (first, _, _), sums in zip(one.runs, one.sums, strict=True):
+                found.setdefault((one.block.start, first), (sums[0], sums[1]))
+        return fingerprints.add(*found.values())
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """The part of an array.
@@ -190,3 +216,15 @@ def _parts(
         byte = offset + before * pieces.dtype.itemsize
         values = np.memmap(pieces.path, pieces.dtype, "r", byte, size)
         yield values[inside], slices_of(box, wanted[0])
+
+
+def _sums_of_run(block: Block, first: int, piece: np.ndarray) -> Sums:
+    """The fingerprint of a run of elements of a block, padding left out."""
+    assert block.whole is not None
+    whole = (0,) * len(block.whole), block.whole
+    parts = parts_of_run((block.start, block.shape), (first, len(piece)), block.rows, whole)
+    sums = []
+    for before, size, inside, box in parts:
+        values = piece[before : before + math.prod(size)].reshape(size)[inside]
+        sums.append(fingerprints.of_part(values, box[0], block.whole))
+    return fingerprints.add(*sums)

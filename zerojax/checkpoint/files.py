@@ -1,0 +1,136 @@
+"""Whether the files of a checkpoint are those that were written: sizes and checksums.
+
+Knows files and bytes; never arrays, steps, or what is done about damage.
+
+A file belongs to the process whose number is in its name, as in `process_3`, all others to the
+first: that process has written it, so it also sums it up and sees that it reaches the disk.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from zerojax.checkpoint.errors import Damage, is_damage, reason
+
+SMALL = 1 << 20
+"""Bytes up to which a file is always read to be checked; such files hold tables, not arrays."""
+
+_BLOCK = 1 << 20
+_THREADS = 4
+T = TypeVar("T")
+_PROCESS = re.compile(r"process_(\d+)")
+
+
+def names_below(folder: Path) -> list[str]:
+    """Every file in a folder and below, relative to it, sorted."""
+    files = (Path(at, name) for at, _, names in os.walk(folder) for name in names)
+    return sorted(str(file.relative_to(folder)) for file in files)
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    """Name -> bytes of every file in a folder and below, sorted by name."""
+    return {name: (folder / name).stat().st_size for name in names_below(folder)}
+
+
+def names_of_process(names: Iterable[str], process: int, num_processes: int) -> list[str]:
+    """The files that a process answers for."""
+
+    def owner(name: str) -> int:
+        found = _PROCESS.search(name)
+        number = 0 if found is None else int(found[1])
+        return number if number < num_processes else 0
+
+    return [name for name in names if owner(name) == process]
+
+
+def checksum(path: Path) -> str:
+    """CRC-32 of a file, 8 hexadecimal digits; read in blocks.
+
+    Raises:
+      OSError: what the system says.
+    """
+    total, block = 0, bytearray(_BLOCK)
+    view = memoryview(block)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            total = zlib.crc32(view[:count], total)
+    return f"{total:08x}"
+
+
+def settle(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Brings files to the disk and sums them up meanwhile, from the system's cache.
+
+    Returns:
+      Name -> checksum; files that have gone since they were listed are left out.
+
+    Raises:
+      OSError: what the system says.
+    """
+    names = list(names)
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        syncing = [pool.submit(_if_there, to_disk, folder / name) for name in names]
+        summing = {name: pool.submit(_if_there, checksum, folder / name) for name in names}
+        for task in syncing:
+            task.result()
+        found = {name: task.result() for name, task in summing.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def to_disk(path: str | os.PathLike[str]) -> None:
+    """Waits until a file or a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def wrong_sizes(folder: Path, sizes: Mapping[str, int]) -> Iterator[Damage]:
+    """The files, in name order, that are missing or have other sizes."""
+    for name, size in sorted(sizes.items()):
+        try:
+            found = (folder / name).stat().st_size
+        except FileNotFoundError:
+            yield Damage(file=name, what="is missing")
+            continue
+        if found != size:
+            yield Damage(file=name, what=f"has {found} bytes instead of {size}")
+
+
+def wrong_checksums(folder: Path, checksums: Mapping[str, str]) -> Iterator[Damage]:
+    """The files, in name order, whose bytes are not those that were written.
+
+    Raises:
+      OSError: a file cannot be read now, for a reason that is no damage.
+    """
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        names = sorted(checksums)
+        for name, found in zip(
+            names, pool.map(lambda n: _checked(folder / n, checksums[n]), names), strict=True
+        ):
+            if found is not None:
+                yield Damage(file=name, what=found)
+
+
+def _checked(path: Path, expected: str) -> str | None:
+    try:
+        return None if checksum(path) == expected else "does not match its checksum"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        if not is_damage(error):
+            raise
+        return f"cannot be read ({reason(error)})"
+
+
+def _if_there(function: Callable[[Path], T], path: Path) -> T | None:
+    try:
+        return function(path)
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,134 @@
+"""Everything of one saved step read and compared: file by file, and array by array.
+
+Knows one folder; needs no model, no mesh and only one process. Never stops at the first damage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from zerojax import fingerprints
+from zerojax.checkpoint import files
+from zerojax.checkpoint.errors import CheckpointError, Damage, DamagedError, is_damage, reason
+from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_metadata
+from zerojax.checkpoint.pieces import Pieces
+from zerojax.checkpoint.saving import ARRAYS, PIECES
+from zerojax.fingerprints import Sums
+from zerojax.store.boxes import Box, Shape
+
+_PART_BYTES = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What was found.
+
+    Attributes:
+      step, folder: which checkpoint.
+      num_leaves: arrays that were compared with their fingerprints.
+      num_files: files that were compared with their checksums.
+      num_bytes: of these files.
+      has_fingerprints: False: none were taken, so only files were compared.
+      damages: everything that is wrong, files first.
+    """
+
+    step: int
+    folder: Path
+    num_leaves: int
+    num_files: int
+    num_bytes: int
+    has_fingerprints: bool
+    damages: tuple[Damage, ...]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether everything is as it was saved."""
+        return not self.damages
+
+
+def verify_step(folder: Path, step: int) -> Verification:
+    """Reads all of a step, an array at a time.
+
+    Raises:
+      CheckpointError: a newer format, or not readable now for another reason than damage.
+    """
+    try:
+        metadata = read_metadata(folder)
+    except DamagedError as error:
+        what = str(error).partition(f"{FILE_NAME} ")[2]
+        return _verification(step, folder, None, [Damage(file=FILE_NAME, what=what)], 0)
+    try:
+        found = list(files.wrong_sizes(folder, metadata.files))
+        same_size = metadata.checksums.keys() - {damage.file for damage in found}
+        sums = {name: metadata.checksums[name] for name in sorted(same_size)}
+        found += files.wrong_checksums(folder, sums)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read now: {reason(error)}") from error
+    of_leaves = list(_wrong_leaves(folder, metadata)) if metadata.fingerprints else []
+    return _verification(step, folder, metadata, [*found, *of_leaves], len(metadata.fingerprints))
+
+
+def _verification(
+    step: int, folder: Path, metadata: Metadata | None, damages: list[Damage], num_leaves: int
+) -> Verification:
+    sizes = {} if metadata is None else metadata.files
+    checked = {} if metadata is None else metadata.checksums
+    return Verification(
+        step=step,
+        folder=folder,
+        num_leaves=num_leaves,
+        num_files=len(checked),
+        num_bytes=sum(sizes[name] for name in checked),
+        has_fingerprints=metadata is not None and bool(metadata.fingerprints),
+        damages=tuple(damages),
+    )
+
+
+def _wrong_leaves(folder: Path, metadata: Metadata) -> Iterator[Damage]:
+    wanted = {name: as_abstract(metadata.arrays[name]) for name in metadata.fingerprints}
+    try:
+        pieces = Pieces(folder / ARRAYS, folder / PIECES)
+        unread = pieces.read(wanted, unread=wanted, subset=True)
+    except Exception as error:  # the tables themselves
+        yield from (_unreadable(name, error) for name in wanted)
+        return
+    for name, leaf in wanted.items():
+        try:
+            sums = _fingerprint(unread[name].open(), leaf)
+        except Exception as error:
+            yield _unreadable(name, error)
+            continue
+        if fingerprints.as_text(sums) != metadata.fingerprints[name]:
+            yield Damage(leaf=name, what="is not what was saved")
+
+
+def _unreadable(name: str, error: Exception) -> Damage:
+    if not is_damage(error):
+        raise CheckpointError(f"{name!r} cannot be read now: {reason(error)}") from error
+    return Damage(leaf=name, what=f"cannot be read ({reason(error)})")
+
+
+def _fingerprint(read: Callable[[Box], np.ndarray], leaf: jax.ShapeDtypeStruct) -> Sums:
+    total = fingerprints.ZERO
+    for start, size in _parts(leaf.shape, leaf.dtype.itemsize):
+        part = fingerprints.of_part(read((start, size)), start, leaf.shape)
+        total = fingerprints.add(total, part)
+    return total
+
+
+def _parts(shape: Shape, itemsize: int) -> Iterator[Box]:
+    """Boxes of whole rows that make up an array, each of about 64 MiB."""
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:]) * itemsize
+    rows = max(1, _PART_BYTES // max(1, row))
+    for first in range(0, shape[0], rows):
+        count = min(rows, shape[0] - first)
+        yield (first, *(0 for _ in shape[1:])), (count, *shape[1:])
