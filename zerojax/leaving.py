@@ -5,7 +5,9 @@ Knows `jax.distributed` where the process has imported JAX already; imports no J
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import time
 import traceback
@@ -87,3 +89,22 @@ class _ExceptHook:
 
 
 _leave_after_saying = _ExceptHook()
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int) -> None:
+    """From now on the kernel kills this process when its parent ends, however that ends.
+
+    Only Linux can; elsewhere a killed launcher leaves its processes behind.
+
+    Args:
+      parent: process id. Where it has ended already, this process ends now.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:
+        raise OSError(ctypes.get_errno(), "the kernel does not tie this process to its launcher")
+    if os.getppid() != parent:
+        os._exit(FAILED)

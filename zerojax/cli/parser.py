@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 import zerojax
-from zerojax.cli import parser_elastic
+from zerojax.cli import parser_elastic, parser_launch
 from zerojax.cli.parser_parts import Parser, add_command, add_run
 
 _TRAIN = """\
@@ -95,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"zerojax {zerojax.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_train(commands)
+    parser_launch.add(commands)
     _add_plan(commands)
     _add_schedule(commands)
     parser_elastic.add(commands)

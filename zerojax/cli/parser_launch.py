@@ -1,0 +1,79 @@
+"""The words of `zerojax launch`.
+
+Knows names and text; runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from zerojax.cli.parser_parts import add_command
+
+_LAUNCH = """\
+Runs COMMAND in N processes that form one run: `zerojax ...`, `python script.py ...`,
+`python -m module ...`, or any program. Every line that they print stands behind the number of its
+process. When one fails it is named, and the others are ended within 5 seconds. Ctrl-C and SIGTERM
+are passed on: all save and stop, exit code 75, and the same command goes on.
+
+Under Slurm, Open MPI, Kubernetes and torchrun no launcher is needed: srun zerojax train ...
+
+examples:
+  zerojax launch --nprocs 2 --cpu-devices 2 -- zerojax train configs/tiny_shakespeare.yaml
+  zerojax launch --max-restarts 3 -- zerojax train configs/llama_7b_zero3_8xh100.yaml
+  zerojax launch --nprocs 8 -- python train.py --my-option 3
+on two hosts, the same on both but for the number of the host:
+  zerojax launch --nprocs 8 --nnodes 2 --node-rank 0 --coordinator 10.0.0.1:12355 -- zerojax ...
+  zerojax launch --nprocs 8 --nnodes 2 --node-rank 1 --coordinator 10.0.0.1:12355 -- zerojax ...
+
+exit codes: that of the first failing process (128 + n for signal n), else 0, or 75 where a signal
+stopped the run and everything is saved. Neither 75 nor 2, a wrong input, is started again."""
+
+
+def add(commands) -> None:
+    """Declares the command."""
+    parser = add_command(
+        commands, "launch", "launch", "run a command in several processes", _LAUNCH
+    )
+    parser.add_argument(
+        "--nprocs",
+        type=int,
+        metavar="N",
+        help="processes on this host (one for each GPU)",
+    )
+    parser.add_argument(
+        "--cpu-devices",
+        type=int,
+        metavar="K",
+        help="virtual CPU devices of each process, to try things without GPUs",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="R",
+        help="start all again after a failure, at most so often (%(default)s)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=3.0,
+        metavar="S",
+        help="seconds that the others have after a failure before they are killed (%(default)g)",
+    )
+    parser.add_argument(
+        "--nnodes", type=int, default=1, metavar="M", help="hosts that take part (%(default)s)"
+    )
+    parser.add_argument(
+        "--node-rank", type=int, default=0, metavar="I", help="which of them this is, from 0"
+    )
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="of several hosts: where the launcher of host 0 waits for the others",
+    )
+    parser.add_argument(
+        "--show-all", action="store_true", help="also print what is known to be noise"
+    )
+    parser.add_argument(
+        "words", metavar="-- COMMAND ...", nargs=argparse.REMAINDER, help="what each process runs"
+    )

@@ -1,0 +1,74 @@
+"""What processes print, line by line behind their number, without what is known to be noise.
+
+Knows text; nothing of processes.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from typing import BinaryIO
+
+_GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
+# What the runtime says of a process that another one has left, some 40 lines with a C++ stack.
+_RUNTIME = re.compile(
+    rb"[IWEF]\d{4} [\d:.]+ +\d+ "
+    rb"(client\.h|coordination_service_agent\.cc|preemption_sync_manager\.cc|coordination_service\.cc)"
+    rb":\d+\]"
+)
+_MORE_OF_IT = re.compile(
+    rb"\s*$|RPC: |Additional GRPC|:UNKNOWN:|\*\*\* Check failure|\s+@ |\*\*\* SIGABRT|PC: @"
+)
+RUNTIME_SUMMARY = b"(JAX's runtime has lost the other processes; --show-all prints what it says)"
+
+
+def without_noise(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """Lines of one stream of one process, less connections of gloo; the runtime's last words are
+    one line."""
+    inside, summarised = False, False
+    for line in lines:
+        if _GLOO.match(line):
+            continue
+        if _RUNTIME.match(line):
+            inside = True
+            if not summarised:
+                summarised = True
+                yield RUNTIME_SUMMARY
+            continue
+        inside = inside and _MORE_OF_IT.match(line) is not None
+        if not inside:
+            yield line
+
+
+class Printer:
+    """Writes whole lines of many processes to this one's own streams."""
+
+    def __init__(self, num_processes: int, *, show_all: bool = False):
+        self._width = len(str(num_processes - 1))
+        self._show_all = show_all
+        self._lock = threading.Lock()
+        self._readers_left = False
+
+    def copy(self, process_id: int, source: BinaryIO, *, is_error: bool) -> None:
+        """Copies `source` to its end; to be run in a thread of its own."""
+        prefix = f"[{process_id:{self._width}}] ".encode()
+        lines = (line.rstrip(b"\r\n") for line in source)
+        for line in lines if self._show_all else without_noise(lines):
+            self._write(prefix + line + b"\n", is_error)
+
+    def say(self, sentence: str) -> None:
+        """A sentence of the launcher itself."""
+        self._write(f"zerojax launch: {sentence}\n".encode(), True)
+
+    def _write(self, line: bytes, is_error: bool) -> None:
+        stream = sys.stderr if is_error else sys.stdout
+        with self._lock:
+            if self._readers_left and not is_error:
+                return
+            try:
+                stream.buffer.write(line)
+                stream.flush()
+            except BrokenPipeError:  # the reader, such as `head`, has left; the run goes on
+                self._readers_left = True
