@@ -25,6 +25,8 @@ from zerojax.host_budget import check_offload
 from zerojax.metrics import RunLog
 from zerojax.plan import Plan
 from zerojax.plan_counts import model_flops
+from zerojax.private_files import not_for_everybody
+from zerojax.redaction import redact
 from zerojax.saved_state import end_state
 from zerojax.trainer import Trainer
 
@@ -45,6 +47,7 @@ class RunFiles:
     tokens_per_step: int | None
 
 
+@not_for_everybody()
 def start_run(
     run: RunFiles,
     plan: Plan,
@@ -65,7 +68,7 @@ def start_run(
             habits=habits,
             open_log=None if run.folder is None else functools.partial(_open_log, run),
             checkpointer=checkpointer,
-            config=run.config,
+            config=redact(run.config),
             validation=validation,
         )
         trainer.fit(feed, run.steps)

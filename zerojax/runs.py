@@ -25,6 +25,7 @@ from zerojax.models import build_model
 from zerojax.plan import Plan, make_plan, plan_options
 from zerojax.plan_counts import tokens_per_step
 from zerojax.precision import Precision, as_precision
+from zerojax.private_files import not_for_everybody
 from zerojax.running import (
     CHECKPOINT_FOLDER,
     CONFIG_FILE,
@@ -37,6 +38,7 @@ from zerojax.running import (
 from zerojax.trainer import Trainer
 
 
+@not_for_everybody()
 def run_from_config(config: RunConfig) -> Trainer:
     """Trains as a run file says, and leaves everything in `config.run_dir`.
 

@@ -16,6 +16,7 @@ from typing import Any
 from zerojax.metrics.charts import Chart, Points, Series, draw, smooth, thin
 from zerojax.metrics.console import GIB, format_number, format_seconds
 from zerojax.metrics.jsonl import Metrics, read_metrics
+from zerojax.redaction import redact
 from zerojax.schedules import Costs, Schedule
 from zerojax.schedules.svg import draw_svg
 
@@ -45,7 +46,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def _page(run_dir: Path, metrics: Metrics) -> str:
-    plan = _text(run_dir / "plan.txt")
+    plan = redact(_text(run_dir / "plan.txt"))  # also what an older version wrote
     plan_line, _, plan_rest = plan.partition("\n")
     charts = make_charts(metrics)
     last = metrics.train[-1]["step"]
@@ -70,7 +71,7 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
 <section class="charts">
 {"".join(draw(chart, ends) for chart in charts)}</section>
 {_panel("Plan", _schedule(_json(run_dir / "plan.json")) + _plan_text(plan_rest))}
-{_panel("Configuration", _settings(_json(run_dir / "config.json")))}
+{_panel("Configuration", _settings(redact(_json(run_dir / "config.json"))))}
 <footer>Written by zerojax on {time.strftime("%Y-%m-%d at %H:%M")} from metrics.jsonl, plan.txt,
 plan.json and config.json in {html.escape(str(run_dir))}.{_unreadable(metrics)}</footer>
 </main>

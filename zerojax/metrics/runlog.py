@@ -22,6 +22,7 @@ from zerojax.metrics.jsonl import FILE_NAME, MetricsFile
 from zerojax.metrics.peaks import peak_flops
 from zerojax.metrics.spikes import SpikeDetector
 from zerojax.metrics.spread import ProcessTimes, Stragglers, spread
+from zerojax.private_files import open_to_everybody
 from zerojax.redaction import redact
 
 TAGS = {
@@ -129,6 +130,8 @@ class RunLog:
             start_step=start_step,
         )
         self._announce(plan_line, reasons, start_step)
+        if (warning := open_to_everybody(self.run_dir)) is not None:
+            self._display.message(warning)
         self._start_step = self._last_step = self._steady_step = start_step
         self._began = self._last_time = self._clock()
 
