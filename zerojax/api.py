@@ -17,7 +17,14 @@ from jax.sharding import Mesh
 
 from zerojax import mesh as meshes
 from zerojax import model as models
-from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, as_mesh_config, to_dict
+from zerojax.config import (
+    CheckpointConfig,
+    LogConfig,
+    MeshConfig,
+    WatchConfig,
+    as_mesh_config,
+    to_dict,
+)
 from zerojax.data import Feed, TokenSource, as_feed, as_source, local_rows_of_mesh
 from zerojax.distributed import join_processes
 from zerojax.habits import Habits
@@ -57,6 +64,7 @@ def train(
     checkpoint: CheckpointConfig | str | Path | None = None,
     run_dir: str | Path | None = "auto",
     log: LogConfig | None = None,
+    watch: WatchConfig | None = None,
     validation: Any = None,
     eval_every: int | None = None,
     eval_batches: int = 8,
@@ -92,6 +100,7 @@ def train(
       run_dir: folder of metrics, plan and events. "auto": the checkpoint's folder, or
         runs/<date-time>. None: nothing is written.
       log: how often and where metrics go.
+      watch: how long the run may stand still before it is ended.
       validation: batches or a `TokenSource` to evaluate on; text brings its own.
       eval_every: steps between evaluations; None: at the end.
       eval_batches: batches per evaluation.
@@ -154,6 +163,7 @@ def train(
     run = RunFiles(
         folder=folder,
         log=log or LogConfig(),
+        watch=watch or WatchConfig(),
         checkpoint=checkpoint_config,
         config={"seed": seed, "steps": steps, "zero": plan.zero, "mesh": to_dict(plan.settings)},
         reasons=(*reasons, *plan.reasons),

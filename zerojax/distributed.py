@@ -16,6 +16,7 @@ import time
 
 import jax
 
+from zerojax import last_words
 from zerojax.exit_codes import FAILED
 from zerojax.leaving import leave_on_uncaught_errors
 from zerojax.process_group import ProcessGroup as ProcessGroup
@@ -88,6 +89,7 @@ def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
         heartbeat_timeout_seconds=heartbeat,
         seconds=max(1.0, limit - (time.monotonic() - began)),
     )
+    last_words.prepare(group.process_id, group.num_processes)
     leave_on_uncaught_errors(is_coordinator=group.process_id == 0)
     print(_describe(group, devices, num_gpus), file=sys.stderr, flush=True)
     return group

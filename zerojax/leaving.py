@@ -14,6 +14,7 @@ import traceback
 from types import TracebackType
 from typing import NoReturn
 
+from zerojax import last_words
 from zerojax.exit_codes import FAILED, INTERRUPTED, OK, SAVED_AND_STOPPED
 
 AGREED = (OK, SAVED_AND_STOPPED)
@@ -41,6 +42,7 @@ def leave(code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    last_words.silence()
     if code in AGREED and in_group():
         sys.modules["jax"].distributed.shutdown()
     elif _is_coordinator:

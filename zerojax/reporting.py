@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -42,10 +42,18 @@ class Reports:
         under a dynamic loss scale, which ends such a run by itself, at its minimum.
       skipped: steps skipped before, when the run resumes.
       pace: the clock of the loop.
+      finished: told the number of each step whose numbers are there.
     """
 
-    def __init__(self, max_skipped: int, *, skipped: int = 0, pace: Pace | None = None) -> None:
-        self._max_skipped = max_skipped
+    def __init__(
+        self,
+        max_skipped: int,
+        *,
+        skipped: int = 0,
+        pace: Pace | None = None,
+        finished: Callable[[int], object] = lambda step: None,
+    ) -> None:
+        self._max_skipped, self._finished = max_skipped, finished
         self._pace = pace or Pace()
         self._skipped = skipped
         self._in_a_row = 0
@@ -80,16 +88,25 @@ class Reports:
         Raises:
           FloatingPointError: one of them overflowed at the smallest loss scale.
         """
-        while self._under_way:
-            self._settle(plan)
+        self.wait(plan)
         while self._unseen:
             self._look(plan, log)
         self._write_processes(self._pace.last_exchange(), log)
+
+    def wait(self, plan: Plan) -> None:
+        """Waits for all steps that `follow` was told of, one by one.
+
+        Raises:
+          FloatingPointError: one of them overflowed at the smallest loss scale.
+        """
+        while self._under_way:
+            self._settle(plan)
 
     def _settle(self, plan: Plan) -> None:
         step, metrics = self._under_way.popleft()
         with self._pace.during(STEP):
             metrics["loss"].block_until_ready()
+        self._finished(step)
         # One scalar, and only in float16: a run may be at the floor between two reports.
         if "at_floor" in metrics and bool(metrics["at_floor"]):
             self._under_way.clear()
@@ -146,10 +163,13 @@ class Reports:
         """
         if self._held is None:
             return None
-        (step, metrics), self._held = self._held, None
-        self._reported = step
+        step, metrics = self._held
+        while self._under_way and self._under_way[0][0] < step:
+            self._settle(plan)
+        self._held, self._reported = None, step
         with self._pace.during(STEP):
             values = _read(step, metrics)
+        self._finished(step)
         before, self._skipped = self._skipped, int(values["num_skipped"])
         if plan.learning_rate is not None:
             updates = step - 1 - (self._skipped - int(values["skipped"]))

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import profile
 from zerojax.checkpoint import Checkpointer, CheckpointError
-from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, as_mesh_config
+from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, WatchConfig, as_mesh_config
 from zerojax.data import Feed, TokenSource, local_rows_of_mesh
 from zerojax.habits import Habits
 from zerojax.host_budget import check_offload
@@ -29,9 +29,13 @@ from zerojax.private_files import not_for_everybody
 from zerojax.redaction import redact
 from zerojax.saved_state import end_state
 from zerojax.trainer import Trainer
+from zerojax.watchdog import Watchdog
 
 CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json", "checkpoints"
 OFFLOAD_FOLDER = "offload"
+ALONE_SECONDS = 20.0
+"""For a save in flight when a process fails while others live. Its own part takes no longer than
+that; of a process that is gone, nothing comes however long one waits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,7 @@ class RunFiles:
 
     folder: Path | None
     log: LogConfig
+    watch: WatchConfig
     checkpoint: CheckpointConfig | None
     config: dict[str, Any]
     reasons: Sequence[str]
@@ -60,30 +65,48 @@ def start_run(
     """Checks offload, opens checkpoints, resumes if there is something to resume, and trains."""
     check_offload(plan)
     checkpointer, trainer = _open_checkpoints(run, plan), None
-    try:
-        trainer = Trainer(
-            plan,
-            replan=replan,
-            seed=seed,
-            habits=habits,
-            open_log=None if run.folder is None else functools.partial(_open_log, run),
-            checkpointer=checkpointer,
-            config=redact(run.config),
-            validation=validation,
-        )
-        trainer.fit(feed, run.steps)
-        if checkpointer is not None:
-            checkpointer.wait()
-    except BaseException as error:
-        if trainer is not None:
-            end_state(trainer.state)
-        if checkpointer is not None:
-            try:
-                checkpointer.close()
-            except CheckpointError as failure:
+    watchdog = Watchdog(
+        run.watch,
+        folder=run.folder,
+        process=jax.process_index(),
+        processes=jax.process_count(),
+        resume_hint=habits.resume_hint,
+    )
+    with watchdog:
+        try:
+            trainer = Trainer(
+                plan,
+                replan=replan,
+                seed=seed,
+                habits=habits,
+                open_log=None if run.folder is None else functools.partial(_open_log, run),
+                checkpointer=checkpointer,
+                config=redact(run.config),
+                validation=validation,
+                watchdog=watchdog,
+            )
+            trainer.fit(feed, run.steps)
+            if checkpointer is not None:
+                with watchdog.during("waiting for the last checkpoint", is_long=True):
+                    checkpointer.wait()
+        except BaseException as error:
+            if checkpointer is not None and (failure := _close_after(checkpointer)):
                 error.add_note(f"Also: {failure}")
-        raise
+            if trainer is not None:  # only now: the save in flight may read the files of its state
+                end_state(trainer.state)
+            raise
     return trainer
+
+
+def _close_after(checkpointer: Checkpointer) -> str | None:
+    """Closes after an error, which other processes may not know of; what the last save lacks."""
+    if jax.process_count() > 1:
+        return checkpointer.finish_alone(ALONE_SECONDS)
+    try:
+        checkpointer.close()
+    except CheckpointError as failure:
+        return str(failure)
+    return None
 
 
 def with_disk_folder(mesh_config: Any, folder: Path | None) -> Any:

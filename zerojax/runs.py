@@ -78,6 +78,7 @@ def run_from_config(config: RunConfig) -> Trainer:
     run = RunFiles(
         folder=folder,
         log=config.log,
+        watch=config.watch,
         checkpoint=checkpoint,
         config=to_dict(resolved),
         reasons=(train_source.describe(), *_elastic_reasons(config), *plan.reasons),

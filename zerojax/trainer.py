@@ -24,12 +24,14 @@ from zerojax.interruption import Interrupted, StopRequest
 from zerojax.metrics import RunLog
 from zerojax.metrics.stopwatch import DATA, EVAL, SAVE
 from zerojax.pace import Pace
+from zerojax.peers import PeerLostError, is_peer_loss
 from zerojax.plan import Plan
 from zerojax.profile import device_memory
 from zerojax.reporting import Metrics, Reports, compare_peak
 from zerojax.saved_state import end_state, first_state, model_of, restore_state, save_state
 from zerojax.step import build_evaluation, build_step
 from zerojax.store import StoreError
+from zerojax.watchdog import Watchdog
 
 Callback = Callable[["Trainer", Metrics], Any]
 
@@ -56,6 +58,7 @@ class Trainer:
         checkpointer: Checkpointer | None = None,
         config: Mapping[str, Any] | None = None,
         validation: TokenSource | Iterable[Any] | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.plan = plan
         self.habits = habits or Habits()
@@ -73,9 +76,9 @@ class Trainer:
         self._feed: tuple[Any, Feed] | None = None
         self._saved_step: int | None = None
         self._pace = Pace()
-        self._reports = Reports(self.habits.max_skipped, pace=self._pace)
-        self._step, self._step_was_called = build_step(plan), False
-        self._evaluate = build_evaluation(plan)
+        self._watchdog = watchdog or Watchdog()
+        self._reports = self._new_reports()
+        self._build()
         latest = None if checkpointer is None else checkpointer.usable_step()
         first = first_state(plan, seed, latest)
         if first is None:
@@ -85,6 +88,11 @@ class Trainer:
             self.num_steps = int(self.state["step"])
             self._saved_step = latest if self.num_steps == latest else None
             self._reports = self._new_reports()
+
+    def _build(self) -> None:
+        self._step, self._step_was_called = build_step(self.plan), False
+        self._evaluate, self._evaluate_was_called = build_evaluation(self.plan), False
+        self._watchdog.plan_changed()
 
     # --- stepping ---------------------------------------------------------------------------------
 
@@ -96,13 +104,16 @@ class Trainer:
         return shard_batch(plan, batch, vocab_size=plan.vocab_size)
 
     def _new_reports(self) -> Reports:
-        skipped = int(self.state["skipped"])
-        return Reports(self.habits.max_skipped, skipped=skipped, pace=self._pace)
+        skipped = 0 if self.state is None else int(self.state["skipped"])
+        limit, finished = self.habits.max_skipped, self._watchdog.finished
+        return Reports(limit, skipped=skipped, pace=self._pace, finished=finished)
 
     def _step_on_devices(self, batch: Any, data_state: Any = None) -> dict[str, jax.Array]:
         if disk := self.state.get("disk"):
             disk.data_state = data_state
-        with self._pace.stepping():
+        first = not self._step_was_called
+        what = f"{'compiling, or ' * first}in step {self.num_steps + 1}"
+        with self._pace.stepping(), self._watchdog.during(what, is_long=first):
             self.state, metrics = self._step(self.state, batch)
         self._step_was_called = True
         self.num_steps += 1
@@ -121,20 +132,21 @@ class Trainer:
           FloatingPointError: loss or gradients stayed non-finite.
         """
         feed = self._as_feed(batches)
-        with self._logging(), self._saving_on_failure():
+        with self._watchdog, self._logging(), self._failing_well():
             self._say_if_done(steps)
             with StopRequest() as stop:
-                while self._fit_plan(feed, steps, stop):
-                    pass
-                self._report()
-                self._reports.settle(self.plan, self._log)
+                with self._watchdog.during("in a step"):
+                    while self._fit_plan(feed, steps, stop):
+                        pass
+                    self._report()
+                    self._reports.settle(self.plan, self._log)
                 self._compare_peak()
-                if stop.signal_name is not None:
-                    self._interrupted(stop.signal_name)
-            if self._validation is not None and self.num_steps:
-                self.evaluate()
-            if self.habits.save_on_exit:
-                self.save()
+                if self._validation is not None and self.num_steps and not stop.is_due:
+                    self.evaluate()
+                if self.habits.save_on_exit:
+                    self.save()
+                if stop.is_due:
+                    self._interrupted(stop)
         return self
 
     @contextlib.contextmanager
@@ -154,21 +166,28 @@ class Trainer:
             log.close()
 
     @contextlib.contextmanager
-    def _saving_on_failure(self) -> Iterator[None]:
-        """An error of the data or of a callback loses no finished step.
+    def _failing_well(self) -> Iterator[None]:
+        """An error of the data or of a callback loses no finished step in a single process.
 
-        Only in a single process: saving needs all processes, and the others know nothing of it.
+        With several processes nothing is saved: that needs all of them, and the others know nothing
+        of an error here. Where one of them has ended, that is what is told.
         """
         try:
             yield
         except Exception as error:
+            if jax.process_count() > 1:
+                if is_peer_loss(error):
+                    saved = () if self._checkpointer is None else self._checkpointer.steps()
+                    hint = self.habits.resume_hint
+                    raise PeerLostError(self.num_steps, saved, hint) from error
+                raise
             is_ours = isinstance(error, (CheckpointError, FloatingPointError, StoreError))
             # A step that fails, as for lack of memory, has used its state up.
             is_lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
-            if self.habits.save_on_exit and not (is_ours or is_lost) and jax.process_count() == 1:
+            if self.habits.save_on_exit and not (is_ours or is_lost):
                 try:
                     self.save()
-                except CheckpointError as failure:
+                except (CheckpointError, FloatingPointError) as failure:
                     error.add_note(f"Also: {failure}")
             raise
 
@@ -200,9 +219,9 @@ class Trainer:
         """Steps under one plan; True when the plan has changed and there is more to do."""
         plan = self.plan
         with prefetch(feed, put=functools.partial(self._place, plan)) as incoming:
-            while (steps is None or self.num_steps < steps) and stop.signal_name is None:
+            while (steps is None or self.num_steps < steps) and not stop.due():
                 try:
-                    with self._pace.during(DATA):
+                    with self._pace.during(DATA), self._watchdog.during("waiting for data"):
                         batch, data_state = next(incoming)
                 except StopIteration:
                     return False
@@ -251,8 +270,9 @@ class Trainer:
             return False
         self.metrics = values
         self.history.append(values)
-        # A list: every callback is called, also after one that ends the run.
-        return True in [callback(self, values) for callback in self.habits.callbacks]
+        with self._watchdog.during("in a callback", is_long=True):
+            # A list: every callback is called, also after one that ends the run.
+            return True in [callback(self, values) for callback in self.habits.callbacks]
 
     # --- evaluation -------------------------------------------------------------------------------
 
@@ -270,11 +290,19 @@ class Trainer:
         """
         batches = self._validation if batches is None else batches
         default = self.habits.eval_batches
-        with self._pace.during(EVAL):
-            result = mean_loss(self._evaluate, self.plan, self.state, batches, num_batches, default)
+        self._reports.wait(self.plan)
+        first = not self._evaluate_was_called
+        with self._pace.during(EVAL), self._watchdog.during("evaluating", is_long=first):
+            evaluate = self._evaluate_one
+            result = mean_loss(evaluate, self.plan, self.state, batches, num_batches, default)
         if self._log is not None:
             self._log.write_eval(self.num_steps, {"loss": result["loss"]})
         return result
+
+    def _evaluate_one(self, state: Any, batch: Any) -> Any:
+        self._watchdog.alive()  # the batch before this one was read back
+        self._evaluate_was_called = True
+        return self._evaluate(state, batch)
 
     # --- saving, moving, handing over -------------------------------------------------------------
 
@@ -282,10 +310,12 @@ class Trainer:
         """Saves the state now, if the run has checkpoints and this step is not saved yet."""
         if self._checkpointer is None or self._saved_step == self.num_steps:
             return
+        self._reports.wait(self.plan)
         saving, self._saved_step = self.num_steps, None
         about = {"data_state": self._data_state or {}, "config": self._config}
         about["plan"] = self.plan.as_dict()
-        with self._pace.during(SAVE):
+        what = f"saving step {saving}"
+        with self._pace.during(SAVE), self._watchdog.during(what, is_long=True):
             save_state(self._checkpointer, self.plan, self.state, step=saving, about=about)
         self._saved_step = saving
 
@@ -298,11 +328,15 @@ class Trainer:
         """
         if self._checkpointer is None:
             raise ValueError("this run has no checkpoints; pass checkpoint='runs/name' to train")
+        self._checkpointer.wait()  # the save in flight may still read the files of this state
         self._checkpointer.check_step(step)  # refuses before the current state is dropped
         at_start = self.state is None
         end_state(self.state)
         self.state = None
-        restored, self.state = restore_state(self._checkpointer, self.plan, step, at_start=at_start)
+        with self._watchdog.during("reading a checkpoint", is_long=True):
+            restored, self.state = restore_state(
+                self._checkpointer, self.plan, step, at_start=at_start
+            )
         self.num_steps = restored.step
         is_saved = restored.step in self._checkpointer.steps()
         self._saved_step = restored.step if is_saved else None
@@ -325,8 +359,7 @@ class Trainer:
                 self._checkpointer.wait()
         self.state = reshard_state(self.plan, plan, self.state, data_state=self._data_state)
         self.plan = plan
-        self._step, self._step_was_called = build_step(plan), False
-        self._evaluate = build_evaluation(plan)
+        self._build()
         if self._log is not None:
             self._log.message(f"step {self.num_steps}: resharded to {plan.describe()}")
         return self
@@ -340,9 +373,11 @@ class Trainer:
 
     def close(self) -> None:
         """Waits for the last checkpoint to be on disk, and closes files. May be called twice."""
-        end_state(self.state)
-        if self._checkpointer is not None:
-            self._checkpointer.close()
+        try:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+        finally:  # only now: the save in flight may read the files of this state
+            end_state(self.state)
 
     def __enter__(self) -> Self:
         return self
@@ -350,12 +385,17 @@ class Trainer:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _interrupted(self, signal_name: str) -> None:
-        message = f"{signal_name} after step {self.num_steps}"
-        if self._checkpointer is not None and self.habits.save_on_exit:
-            self.save()
-            self._checkpointer.wait()
-            message += f": saved in {self._checkpointer.path}; {self.habits.resume_hint}"
-        else:
+    def _interrupted(self, stop: StopRequest) -> None:
+        name = stop.signal_name or "SIGTERM"
+        where = "" if stop.signal_name else ", sent to another process of this run,"
+        message = f"{name}{where} after step {self.num_steps}"
+        saved = self._checkpointer is not None and self.habits.save_on_exit
+        if self._checkpointer is None:
             message += ": not saved, since the run has no checkpoints"
-        raise Interrupted(message, signal_name)
+        elif not saved:
+            message += ": not saved, since checkpoint.save_on_exit is off"
+        else:
+            with self._watchdog.during(f"saving step {self.num_steps}", is_long=True):
+                self._checkpointer.wait()
+            message += f": saved in {self._checkpointer.path}; {self.habits.resume_hint}"
+        raise Interrupted(message, name, saved=saved)

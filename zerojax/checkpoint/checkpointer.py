@@ -223,6 +223,27 @@ class Checkpointer:
                 with contextlib.suppress(OSError):
                     folders.remove_leftovers(self.path)
 
+    def finish_alone(self, seconds: float) -> str | None:
+        """Closes without a word to other processes: for one that fails while they go on.
+
+        A save in flight is given time, since this process's part of it may be all it needs.
+
+        Args:
+          seconds: how long at most.
+
+        Returns:
+          What is wrong with the save in flight, or None.
+        """
+        self._closed = True
+        self._writer.shutdown(wait=False)
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        if not concurrent.futures.wait([pending], seconds).done:
+            return f"the save in flight is given up: it was not done within {seconds:g} s"
+        failure = pending.exception()
+        return None if failure is None else str(failure)
+
     def __enter__(self) -> Self:
         return self
 

@@ -21,6 +21,10 @@ examples:
   zerojax train data.path=my_text.txt tokenizer=bpe:2048
 
 The same command continues a run that was stopped: it looks for checkpoints in the run folder.
+
+exit codes: 0 it worked, 1 it failed, 2 the input was wrong, 75 a signal stopped it and everything
+is saved (start it again), 79 the watchdog ended a step that hung (watch.step_timeout), 130 Ctrl-C
+and 143 SIGTERM with nothing saved.
 `zerojax keys` lists every setting."""
 
 _PLAN = """\
@@ -80,7 +84,8 @@ examples:
   zerojax bench link --size 2048 --json"""
 
 _EXIT_CODES = """\
-exit codes: 0 it worked, 1 it failed, 2 the input was wrong, 130 stopped with Ctrl-C.
+exit codes: 0 it worked, 1 it failed, 2 the input was wrong, 75 stopped by a signal with everything
+saved, 79 ended by the watchdog, 130 stopped with Ctrl-C.
 ZEROJAX_DEBUG=1 shows the traceback of an error."""
 
 

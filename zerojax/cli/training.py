@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from zerojax import exit_codes
 from zerojax.cli.devices import run_one_program_at_a_time
 from zerojax.cli.generate import continue_text
 from zerojax.cli.invocation import command_name
@@ -34,7 +34,7 @@ def train(config: RunConfig, command: str) -> int:
       command: the words that started it, which also resume it.
 
     Returns:
-      0, or 128 + the number of the signal that stopped the run.
+      0; 75 when a signal stopped the run and everything is saved; 128 + its number when not.
     """
     if config.cpu_devices is not None:
         run_one_program_at_a_time()
@@ -43,8 +43,9 @@ def train(config: RunConfig, command: str) -> int:
         trainer = run_from_config(config)
     except KeyboardInterrupt as error:
         print(f"\nzerojax: {error or 'stopped'}", file=sys.stderr)
-        print(f"to go on: {command}", file=sys.stderr)
-        return 128 + signal.Signals[getattr(error, "signal_name", "SIGINT")]
+        if jax.process_index() == 0:
+            print(f"to go on: {command}", file=sys.stderr)
+        return getattr(error, "exit_code", exit_codes.INTERRUPTED)
     sample = draw_sample(trainer, config)
     if jax.process_index() != 0:
         return 0

@@ -21,6 +21,7 @@ from zerojax.config.files import CheckpointConfig, LogConfig
 from zerojax.config.loss_scale import LossScale, describe_loss_scale
 from zerojax.config.mesh import MeshConfig, as_mesh_config
 from zerojax.config.offload import OffloadConfig
+from zerojax.config.watch import WatchConfig
 from zerojax.config_loader import (
     ConfigError,
     coerce_fields,
@@ -43,6 +44,7 @@ __all__ = [
     "OptimizerConfig",
     "ParameterGroup",
     "RunConfig",
+    "WatchConfig",
     "as_mesh_config",
     "describe_loss_scale",
     "from_dict",
@@ -210,6 +212,7 @@ class RunConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
     elasticity: ElasticityConfig = dataclasses.field(default_factory=ElasticityConfig)
     precision: ComputeDtype = "bf16"
     """Dtype of forward and backward; norms and losses are float32 either way."""

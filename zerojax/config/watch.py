@@ -1,0 +1,48 @@
+"""How long a run may stand still before it is ended.
+
+Frozen and checked when made; starts no clock.
+"""
+
+from dataclasses import dataclass
+
+from zerojax.config.checks import check_at_least, check_positive
+from zerojax.config_loader import coerce_fields
+
+MIN_STEP_SECONDS = 600.0
+"""What PyTorch gives an NCCL collective."""
+LONGEST_STEPS = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """A process that gets no further dumps the stacks of its threads and ends, with code 79."""
+
+    step_timeout: float | None = None
+    """Seconds from one finished step to the next, for one batch of data, and for one batch of an
+    evaluation. 0: never ended. None: 600, or three times the longest step so far where that is
+    more; in an interactive interpreter 0, since somebody is looking."""
+    long_timeout: float = 3600.0
+    """Seconds for what is rare and may be long: compiling, with the first step, a callback, saving
+    and reading a checkpoint. None of these counts for `step_timeout`."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_at_least(self, 0, "step_timeout")
+        check_positive(self, "long_timeout")
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is ever ended."""
+        return self.step_timeout == 0
+
+    def step_limit(self, longest_step: float | None) -> float:
+        """Seconds that a step may take.
+
+        Args:
+          longest_step: seconds of the longest one so far, without compiling; None: there was none.
+        """
+        if self.step_timeout is not None:
+            return self.step_timeout
+        if longest_step is None:
+            return self.long_timeout
+        return max(MIN_STEP_SECONDS, LONGEST_STEPS * longest_step)
