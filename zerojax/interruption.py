@@ -83,6 +83,17 @@ class StopRequest:
             )
         return self.is_due
 
+    def interrupted(self, step: int, text: str, *, saved: bool = False) -> Interrupted:
+        """What a run raises that ends for this, after a step.
+
+        Args:
+          text: what became of the state of that step.
+          saved: whether it is on disk.
+        """
+        name = self.signal_name or "SIGTERM"
+        where = "" if self.signal_name else ", sent to another process of this run,"
+        return Interrupted(f"{name}{where} after step {step}: {text}", name, saved=saved)
+
     def __enter__(self) -> Self:
         numbers = (signal.SIGINT, signal.SIGTERM)
         if self._processes > 1:

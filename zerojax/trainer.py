@@ -146,7 +146,7 @@ class Trainer:
                 if self.habits.save_on_exit:
                     self.save()
                 if stop.is_due:
-                    self._interrupted(stop)
+                    raise self._interrupted(stop)
         return self
 
     @contextlib.contextmanager
@@ -385,17 +385,13 @@ class Trainer:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _interrupted(self, stop: StopRequest) -> None:
-        name = stop.signal_name or "SIGTERM"
-        where = "" if stop.signal_name else ", sent to another process of this run,"
-        message = f"{name}{where} after step {self.num_steps}"
-        saved = self._checkpointer is not None and self.habits.save_on_exit
+    def _interrupted(self, stop: StopRequest) -> Interrupted:
         if self._checkpointer is None:
-            message += ": not saved, since the run has no checkpoints"
-        elif not saved:
-            message += ": not saved, since checkpoint.save_on_exit is off"
-        else:
-            with self._watchdog.during(f"saving step {self.num_steps}", is_long=True):
-                self._checkpointer.wait()
-            message += f": saved in {self._checkpointer.path}; {self.habits.resume_hint}"
-        raise Interrupted(message, name, saved=saved)
+            return stop.interrupted(self.num_steps, "not saved, since the run has no checkpoints")
+        if not self.habits.save_on_exit:
+            text = "not saved, since checkpoint.save_on_exit is off"
+            return stop.interrupted(self.num_steps, text)
+        with self._watchdog.during(f"saving step {self.num_steps}", is_long=True):
+            self._checkpointer.wait()
+        text = f"saved in {self._checkpointer.path}; {self.habits.resume_hint}"
+        return stop.interrupted(self.num_steps, text, saved=True)
