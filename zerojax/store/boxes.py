@@ -56,6 +56,16 @@ def overlap(box: Box, other: Box) -> Box | None:
     return None if any(size <= 0 for size in sizes) else (starts, sizes)
 
 
+def box_of(index: tuple[slice, ...], shape: Shape) -> Box:
+    """The box that an index of slices means in an array.
+
+    >>> box_of((slice(2, 4), slice(None)), (4, 10))
+    ((2, 0), (2, 10))
+    """
+    ranges = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    return tuple(low for low, _ in ranges), tuple(high - low for low, high in ranges)
+
+
 def slices_of(box: Box, origin: Shape) -> tuple[slice, ...]:
     """The index of a box in an array that itself begins at `origin`."""
     return tuple(
@@ -81,6 +91,8 @@ def parts_of_run(
       array whose values are there).
     """
     (start, shape), before = block, 0
+    if not run[1]:
+        return
     for at, size in boxes_of_run(shape, *run):
         begin = tuple(a + b for a, b in zip(at, start, strict=True))
         for stored, array in _rows_of_array((begin, size), rows):

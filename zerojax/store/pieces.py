@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,8 +23,10 @@ import numpy as np
 
 from zerojax import fingerprints
 from zerojax.fingerprints import Sums
-from zerojax.store.boxes import Box, Shape, parts_of_run, slices_of
+from zerojax.store.boxes import Box, Shape, overlap, parts_of_run, slices_of
 from zerojax.store.errors import StoreError
+from zerojax.store.files import read_into
+from zerojax.store.stream import StreamFile
 
 _FORMAT = 1
 
@@ -49,7 +52,10 @@ class Block:
 
 
 class PieceWriter:
-    """Writes the pieces of one process into a folder; the table is written by `close`."""
+    """Writes the pieces of one process into a folder; the table is written by `close`.
+
+    When `close` returns, file and table are on the disk.
+    """
 
     def __init__(self, folder: Path, process: int):
         """Begins the file of a process.
@@ -61,9 +67,7 @@ class PieceWriter:
         Raises:
           OSError: what the system says.
         """
-        self._path = folder / f"process_{process}.bin"
-        self._file = self._path.open("xb", buffering=0)
-        self._offset = 0
+        self._file = StreamFile(folder / f"process_{process}.bin")
         self._tables: dict[Block, list[tuple[int, int, int]]] = {}
         self._sums: dict[Block, list[Sums]] = {}
         self._dtypes: dict[str, str] = {}
@@ -79,11 +83,9 @@ class PieceWriter:
         self._dtypes.setdefault(block.name, piece.dtype.name)
         if block.whole is not None:
             self._sums.setdefault(block, []).append(_sums_of_run(block, first, piece))
-        left = piece.view(np.uint8).data
-        while left:
-            left = left[self._file.write(left) :]
-        self._tables.setdefault(block, []).append((first, len(piece), self._offset))
-        self._offset += piece.nbytes
+        at = self._file.num_bytes
+        self._file.append(piece)
+        self._tables.setdefault(block, []).append((first, len(piece), at))
 
     def close(self) -> None:
         """Writes the table and ends the file."""
@@ -97,8 +99,11 @@ class PieceWriter:
             }
             for block, pieces in self._tables.items()
         ]
-        table = json.dumps({"format": _FORMAT, "bytes": self._offset, "blocks": blocks})
-        self._path.with_suffix(".json").write_text(table, encoding="utf-8")
+        length = self._file.num_bytes
+        table = json.dumps({"format": _FORMAT, "bytes": length, "blocks": blocks}).encode()
+        tables = StreamFile(self._file.path.with_suffix(".json"))
+        tables.append(np.frombuffer(table, np.uint8))
+        tables.close()
 
     def __enter__(self) -> Self:
         return self
@@ -112,7 +117,7 @@ class PieceWriter:
         if error is None:
             self.close()
         else:
-            self._file.close()
+            self._file.abandon()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,13 +196,13 @@ class PieceReader:
         found = 0
         seen: set[tuple[Shape, int]] = set()
         for one in pieces:
+            if one.block.rows is None and overlap((one.block.start, one.block.shape), box) is None:
+                continue
             for first, count, offset in one.runs:
                 if (one.block.start, first) in seen:  # a copy on another device
                     continue
                 seen.add((one.block.start, first))
-                for values, inside in _parts(one, first, count, offset, box):
-                    result[inside] = values
-                    found += values.size
+                found += _read_run(one, (first, count, offset), box, result)
         if found != result.size:
             raise StoreError(
                 f"{name}: {result.size - found} of {result.size} elements from {box[0]} on were "
@@ -206,16 +211,29 @@ class PieceReader:
         return result
 
 
-def _parts(
-    pieces: _Pieces, first: int, count: int, offset: int, wanted: Box
-) -> Iterator[tuple[np.ndarray, tuple[slice, ...]]]:
-    """What a piece has of a part: (values, where they go in it)."""
-    block = pieces.block
+def _read_run(pieces: _Pieces, run: tuple[int, int, int], wanted: Box, result: np.ndarray) -> int:
+    """Puts what a run has of a part into `result`; returns how many elements that are."""
+    (first, count, offset), block, found = run, pieces.block, 0
     parts = parts_of_run((block.start, block.shape), (first, count), block.rows, wanted)
     for before, size, inside, box in parts:
         byte = offset + before * pieces.dtype.itemsize
-        values = np.memmap(pieces.path, pieces.dtype, "r", byte, size)
-        yield values[inside], slices_of(box, wanted[0])
+        target = result[(*slices_of(box, wanted[0]), ...)]
+        if box[1] == size and target.flags.c_contiguous:
+            _fill(pieces.path, byte, target)
+        else:
+            target[...] = np.memmap(pieces.path, pieces.dtype, "r", byte, size)[inside]
+        found += target.size
+    return found
+
+
+def _fill(path: Path, byte: int, target: np.ndarray) -> None:
+    """Reads a contiguous array from a place in a file."""
+    view = target.reshape(-1).view(np.uint8).data
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        read_into(descriptor, view, byte)
+    finally:
+        os.close(descriptor)
 
 
 def _sums_of_run(block: Block, first: int, piece: np.ndarray) -> Sums:
