@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from zerojax.store import StoreError
 from zerojax.store.boxes import boxes_of_run
 from zerojax.store.pieces import Block, PieceReader, PieceWriter
+from zerojax.store.stream import StreamFile
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 5), (2, 1, 3, 2)])
@@ -92,3 +94,30 @@ def test_what_is_missing_is_told(tmp_path):
     (tmp_path / "process_0.json").unlink()
     with pytest.raises(StoreError, match="no table of arrays is here"):
         PieceReader(tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 1], [4095, 1, 4096], [2**22 + 5] * 8, [2**25 + 3]])
+def test_a_stream_has_every_byte_in_order(tmp_path, sizes):
+    """Whole buffers, rests, more than the ring holds."""
+    random = np.random.default_rng(1)
+    parts = [random.integers(0, 256, size, np.uint8) for size in sizes]
+    file = StreamFile(tmp_path / "x")
+    for part in parts:
+        file.append(part)
+    assert file.num_bytes == sum(sizes)
+    file.close()
+    assert (tmp_path / "x").read_bytes() == b"".join(part.tobytes() for part in parts)
+    with pytest.raises(FileExistsError):
+        StreamFile(tmp_path / "x")
+
+
+def test_a_stream_tells_what_the_disk_says(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    file = StreamFile(tmp_path / "x")
+    monkeypatch.setattr(os, "pwritev", full)
+    file.append(np.ones(5000, np.uint8))
+    with pytest.raises(OSError, match="No space left"):
+        file.close()
+    file.abandon()
