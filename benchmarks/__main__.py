@@ -26,6 +26,7 @@ NAMES = (
     "optimizer",
     "pipeline",
     "offload_disk",
+    "checkpoint_faults",
 )
 
 

@@ -32,6 +32,7 @@ GPU_PARTS = {
     "optimizer",
     "offload",
     "offload_bits",
+    "donation",
     "torch",
 }
 
@@ -144,6 +145,40 @@ def test_how_long_a_pipeline_takes(tmp_path):
     assert column(record, "work") == ["waiting", "waiting", "computing"]
     assert all(0 < row["bubble"] < 1 for row in record["rows"][:2])
     assert record["rows"][0]["in_step"] == pytest.approx(3 / 7)  # (p-1)/(m+p-1)
+
+
+@pytest.mark.slow
+@pytest.mark.multihost
+def test_checkpoint_faults(tmp_path):
+    """Two kills of one process, one of two, and a flip in a file of values and one in any file."""
+    words = ["--smoke", "--kills", "3", "--flips", "2", "--out", str(tmp_path)]
+    result = run(sys.executable, "-m", "benchmarks.checkpoint_faults", *words)
+    assert result.returncode == 0, result.stdout
+    record = json.loads((tmp_path / "checkpoint_faults.json").read_text())
+    kills = [row for row in record["rows"] if row["what"].startswith("kills")]
+    assert [(row["trials"], row["restored bit for bit"], row["lost"]) for row in kills] == [
+        (2, 2, 0),
+        (1, 1, 0),
+    ]
+    flips = [row for row in record["rows"] if row["what"].startswith("flips")]
+    assert sum(row["trials"] for row in flips) == 2
+    assert all(row["noticed"] == row["file named"] == row["trials"] for row in flips)
+    assert all(goal["met"] for goal in record["goals"])
+
+
+@pytest.mark.parametrize("dispatch", ["1", "0"])
+def test_donation_right_after_a_save_is_safe(tmp_path, dispatch):
+    """Without waiting for each program, and with; on 1 and on 8 devices."""
+    result = run(
+        *(sys.executable, "-m", "benchmarks.gpu.donation", "--smoke", "--out", str(tmp_path)),
+        JAX_PLATFORMS="cpu",
+        JAX_NUM_CPU_DEVICES="8",
+        JAX_CPU_ENABLE_ASYNC_DISPATCH=dispatch,
+    )
+    assert result.returncode == 0, result.stdout
+    record = json.loads((tmp_path / "donation.json").read_text())
+    assert column(record, "devices") == [1, 8]
+    assert column(record, "unequal_arrays") == [0, 0]
 
 
 def test_an_unknown_benchmark_is_refused_with_the_known_ones():

@@ -13,7 +13,7 @@ cd "$(dirname "$0")/../.."
 
 # What is timed runs alone, the most important first. Checks share the GPU and run side by side.
 readonly first="environment gpt2 llama optimizer offload"
-readonly checks="stages offload_bits twin command target memory"
+readonly checks="stages offload_bits donation twin command target memory"
 readonly last="torch"
 readonly asked_for="largest"
 readonly budget_seconds=560
@@ -25,7 +25,7 @@ for word in "$@"; do
   case $word in
     --smoke) smoke=--smoke ;;
     stages | twin | command | target | memory | environment | gpt2 | llama | optimizer | torch) wanted+=" $word" ;;
-    offload | offload_bits | largest) wanted+=" $word" ;;
+    offload | offload_bits | donation | largest) wanted+=" $word" ;;
     *)
       printf 'there is no part %s; parts: %s\n' "$word" "$first $checks $last $asked_for" >&2
       exit 2

@@ -25,6 +25,7 @@ PARTS = (
     "optimizer",
     "offload",
     "offload_bits",
+    "donation",
     "largest",
     "torch",
 )

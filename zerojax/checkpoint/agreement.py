@@ -13,10 +13,15 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, DiskFullError
+from zerojax.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    DiskFullError,
+    DivergedError,
+)
 
 _TEXT_BYTES = 1024
-_KINDS = (CheckpointError, DiskFullError, DamagedError)
+_KINDS = (CheckpointError, DiskFullError, DamagedError, DivergedError)
 
 
 def raise_together(error: BaseException | None) -> None:

@@ -43,6 +43,12 @@ class DamagedError(CheckpointError):
     is_bad_input = False
 
 
+class DivergedError(CheckpointError):
+    """Devices that should hold the same values do not, so there is no one state to be saved."""
+
+    is_bad_input = False
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Damage:
     """One thing that is wrong with a saved step.

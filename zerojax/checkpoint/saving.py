@@ -15,7 +15,13 @@ from pathlib import Path
 import jax
 
 from zerojax.checkpoint import agreement, arrays, files, folders
-from zerojax.checkpoint.errors import CheckpointError, DiskFullError, is_disk_full, reason
+from zerojax.checkpoint.errors import (
+    CheckpointError,
+    DiskFullError,
+    DivergedError,
+    is_disk_full,
+    reason,
+)
 from zerojax.checkpoint.fingerprints import Computation, differing_copies, whole
 from zerojax.checkpoint.metadata import Metadata, write_metadata
 from zerojax.checkpoint.parts import Part, collect, leave
@@ -60,8 +66,8 @@ def write(save: Save) -> list[str]:
     try:
         writing, computation = _start(save)
         save.started.set_result(True)
-        parts = _finish(save, writing, computation)
-        return _commit(save, parts) if is_first_process() else []
+        checksums, fingerprints = _finish(save, writing, computation)
+        return _commit(save, checksums, fingerprints) if is_first_process() else []
     except Exception as error:
         if isinstance(error, CheckpointError):
             raise
@@ -111,15 +117,19 @@ def _start(save: Save) -> tuple[arrays.Write, Computation]:
     return writing, computation
 
 
-def _finish(save: Save, writing: arrays.Write, computation: Computation) -> list[Part]:
-    """Waits until this process's part is on disk, and in the first process for all parts."""
+def _finish(
+    save: Save, writing: arrays.Write, computation: Computation
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Waits until this process's part is on disk, and in the first process for all parts.
+
+    Returns:
+      In the first process, checksums of files and fingerprints of arrays.
+    """
     process, count = jax.process_index(), jax.process_count()
     try:
         writing.result()
         names = files.names_of_process(files.names_below(save.partial), process, count)
-        known = {n: f"{x:08x}" for n, x in getattr(writing, "checksums", dict)().items()}
-        checksums = known | files.settle(save.partial, [n for n in names if n not in known])
-        part = Part(checksums=checksums, sums=computation.result())
+        part = Part(checksums=files.settle(save.partial, names), sums=computation.result())
     except Exception as error:
         if process:
             with contextlib.suppress(OSError):  # the first process has given up already
@@ -128,21 +138,45 @@ def _finish(save: Save, writing: arrays.Write, computation: Computation) -> list
         raise
     if process:
         leave(save.partial, process, part)
-        return []
+        return {}, {}
     try:
-        return [part, *collect(save.partial, range(1, count))]
+        parts = [part, *collect(save.partial, range(1, count))]
+        fingerprints = _fingerprints(save, parts) if save.fingerprints else {}
     except CheckpointError as error:
         raise _lost(save, error) from error
+    return {n: value for part in parts for n, value in part.checksums.items()}, fingerprints
 
 
-def _commit(save: Save, parts: list[Part]) -> list[str]:
+def _fingerprints(save: Save, parts: list[Part]) -> dict[str, str]:
+    """Name -> fingerprint, from what all processes have found.
+
+    Raises:
+      DivergedError: copies of an array differ. Which of them is written, or how much of each, is
+        not ours to say.
+    """
+    found = {}
+    for name, leaf in save.leaves.items():
+        sums = {device: one for part in parts for device, one in part.sums[name].items()}
+        differing = differing_copies(leaf, sums)
+        if differing is not None:
+            raise DivergedError(
+                f"devices {differing[0]} and {differing[1]} hold different copies of {name!r}, so"
+                " one of them has computed something wrong; go on from an earlier step, without"
+                " that device if it happens again"
+            )
+        found[name] = as_text(whole(leaf, sums))
+    if save.write_pieces is not None:
+        reader = PieceReader(save.partial / PIECES)
+        of_pieces = {name: reader.fingerprint(name) for name in reader.names}
+        found |= {name: as_text(sums) for name, sums in of_pieces.items() if sums is not None}
+    return dict(sorted(found.items()))
+
+
+def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str]) -> list[str]:
     """Makes the checkpoint visible, then deletes expired ones."""
     path, step = save.partial.parent, save.metadata.step
     sizes = files.sizes_of(save.partial)
-    checksums = {name: value for part in parts for name, value in part.checksums.items()}
-    left = [name for name in sizes if name not in checksums]
-    checksums |= files.settle(save.partial, left)
-    fingerprints, texts = _fingerprints(save, parts)
+    checksums |= files.settle(save.partial, [name for name in sizes if name not in checksums])
     metadata = dataclasses.replace(
         save.metadata,
         files=sizes,
@@ -151,6 +185,7 @@ def _commit(save: Save, parts: list[Part]) -> list[str]:
     )
     write_metadata(save.partial, metadata)
     folders.commit(save.partial, step)
+    texts = []
     for old in save.keep.expired(folders.list_steps(path)):
         try:
             folders.remove(path, old)
@@ -162,29 +197,6 @@ def _commit(save: Save, parts: list[Part]) -> list[str]:
     return texts
 
 
-def _fingerprints(save: Save, parts: list[Part]) -> tuple[dict[str, str], list[str]]:
-    """(name -> fingerprint, warnings) from what all processes have found."""
-    if not save.fingerprints:
-        return {}, []
-    found, texts = {}, []
-    for name, leaf in save.leaves.items():
-        sums = {device: one for part in parts for device, one in part.sums[name].items()}
-        found[name] = as_text(whole(leaf, sums))
-        differing = differing_copies(leaf, sums)
-        if differing is not None:
-            texts.append(
-                f"step {save.metadata.step}: the copies of {name!r} on devices {differing[0]} and"
-                f" {differing[1]} differ, so one of them has computed something wrong; what is"
-                f" saved is the first; restore an earlier step if the training goes astray"
-            )
-    if save.write_pieces is not None:
-        reader = PieceReader(save.partial / PIECES)
-        names = reader.names - save.leaves.keys()
-        sums = {name: reader.fingerprint(name) for name in names}
-        found |= {name: as_text(one) for name, one in sums.items() if one is not None}
-    return dict(sorted(found.items())), texts
-
-
 def _lost(save: Save, error: BaseException) -> CheckpointError:
     """Frees the space of a failed save and says what happened."""
     path = save.partial.parent
@@ -194,6 +206,8 @@ def _lost(save: Save, error: BaseException) -> CheckpointError:
     if is_disk_full(error):
         text += f" (needs {format_bytes(save.state_bytes)}, {folders.free_text(path)})"
     steps = ", ".join(map(str, folders.list_steps(path))) or "none"
+    if isinstance(error, DivergedError):
+        return DivergedError(f"{text}; earlier checkpoints are intact: {steps}")
     kind = DiskFullError if is_disk_full(error) else CheckpointError
     return kind(
         f"{text}; earlier checkpoints are intact: {steps};"
