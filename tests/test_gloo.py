@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zerojax import collectives, make_abstract_mesh, make_mesh
+from zerojax import exchange, make_abstract_mesh, make_mesh
 from zerojax.collectives import LeafCollectives, scatter_buckets
 from zerojax.mesh import DATA, DATA_AXES, communicates_through_gloo
 
@@ -63,19 +63,19 @@ def run_on_shards(function, values: dict[str, np.ndarray]) -> tuple[dict, str]:
 @pytest.mark.parametrize("bucket_size", [1, 10**9], ids=["leaf by leaf", "one bucket"])
 @pytest.mark.parametrize(("limit", "way"), [(7, "collective_permute"), (6, "all_to_all")])
 def test_an_exchange_gives_what_a_reduce_scatter_gives(limit, way, bucket_size, monkeypatch):
-    monkeypatch.setattr(collectives, "MAX_PERMUTES", limit)
+    monkeypatch.setattr(exchange, "MAX_PERMUTES", limit)
     values = {
         name: np.random.default_rng(0).integers(-99, 99, (8, *shape)).astype(np.float32)
         for name, shape in SHAPES.items()  # whole numbers: every order of sums is exact
     }
     results = {}
-    for exchange in (False, True):
-        leaves = {name: leaf(name, exchange) for name in SHAPES}
-        results[exchange], program = run_on_shards(
+    for exchanged in (False, True):
+        leaves = {name: leaf(name, exchanged) for name in SHAPES}
+        results[exchanged], program = run_on_shards(
             lambda wholes, leaves=leaves: scatter_buckets(wholes, leaves, bucket_size), values
         )
-        assert (way in program) == exchange
-        assert ("reduce_scatter" in program) != exchange
+        assert (way in program) == exchanged
+        assert ("reduce_scatter" in program) != exchanged
     for name in SHAPES:
         assert results[True][name].dtype == jnp.float32
         np.testing.assert_array_equal(results[True][name], results[False][name])

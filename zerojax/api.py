@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,7 @@ def train(
     reduce_dtype: str | None = None,
     accumulate_dtype: str | None = None,
     num_microbatches: int | None = None,
+    deterministic: Literal["mesh"] | None = None,
     steps: int | None = None,
     global_batch_size: int | None = None,
     seq_len: int | None = None,
@@ -92,6 +93,8 @@ def train(
       reduce_dtype, accumulate_dtype: "bf16" or "fp32", see `zerojax.precision.as_precision`.
       num_microbatches: pieces each device's rows are cut into so that activations fit; None: see
         `make_plan`.
+      deterministic: "mesh": the same bits on any number of devices that divides
+        `MeshConfig.virtual_shards` (8). None: what `mesh_config` says.
       steps: batches of the whole run, those before a resume included. None: until `batches` end;
         for text and endless batches 200.
       global_batch_size, seq_len: of text data.
@@ -119,7 +122,8 @@ def train(
     join_processes()
     internal = models.as_model(model)
     mesh = _as_mesh(mesh_config)
-    unit = meshes.num_data_shards(mesh) * (num_microbatches or mesh.shape[meshes.STAGE])
+    exact: dict[str, Any] = {} if deterministic is None else {"deterministic": deterministic}
+    unit = _rows_that_divide(mesh, mesh_config, num_microbatches, deterministic)
     reasons: list[str] = []
     if batches is None:
         text = _TextDefaults(internal, data, global_batch_size, seq_len, unit, seed)
@@ -155,6 +159,7 @@ def train(
             num_microbatches=num_microbatches,
             freeze=tuple(freeze),
             steps=steps,
+            **exact,
         )
 
     plan = replan(
@@ -179,6 +184,16 @@ def train(
         callbacks=tuple(callbacks),
     )
     return start_run(run, plan, replan, habits, feed, seed, validation)
+
+
+def _rows_that_divide(
+    mesh: Mesh, mesh_config: Any, num_microbatches: int | None, deterministic: str | None
+) -> int:
+    """The number of rows of which a global batch has to be a multiple."""
+    settings = MeshConfig() if isinstance(mesh_config, Mesh) else as_mesh_config(mesh_config)
+    if deterministic or settings.deterministic:
+        return settings.virtual_shards
+    return meshes.num_data_shards(mesh) * (num_microbatches or mesh.shape[meshes.STAGE])
 
 
 def _as_mesh(mesh_config: Any) -> Mesh:

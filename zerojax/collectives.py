@@ -25,16 +25,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax import trees
+from zerojax.exchange import cut_flat, exchange_in_tree, exchange_pieces
+from zerojax.fixed_tree import TreeOrder
 from zerojax.mesh import DATA_AXES
 from zerojax.placement import LeafPlacement
 from zerojax.programs import mark_read
 from zerojax.replicated import over_auto_axes
+from zerojax.sealing import Seal, seal_values
 
 Arrays = dict[str, Any]
-
-MAX_PERMUTES = 3
-"""Most permutes in which CPU processes exchange gradients; with more shards it is one all-to-all,
-since every permute is in the program once per bucket."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +49,9 @@ class LeafCollectives:
       compute_dtype: dtype of a gathered value, by name.
       reduce_dtype: dtype of a gradient on the wire, by name.
       exchange: sum gradients by exchanging pieces, see `exchange_pieces`.
+      tree: sum gradients in float32 in this fixed order; None leaves the order to the collective.
+      seal: keep what is gathered and scattered apart from what the model computes with it, so that
+        the latter compiles to the same code on any number of devices; None does not.
     """
 
     zero_dim: int
@@ -61,6 +63,8 @@ class LeafCollectives:
     compute_dtype: str
     reduce_dtype: str
     exchange: bool = False
+    tree: TreeOrder | None = None
+    seal: Seal | None = None
 
     def spec(self, ndim: int) -> P:
         """Tensor-parallel spec of a value that may have lost leading dimensions to a layer scan."""
@@ -74,17 +78,20 @@ class LeafCollectives:
             whole = lax.all_gather(
                 shard.astype(self.compute_dtype), self.over, axis=dim, tiled=True
             )
-            if self.size == self.padded_size:
-                return whole
-            return lax.slice_in_dim(whole, 0, self.size, axis=dim)
+            if self.size != self.padded_size:
+                whole = lax.slice_in_dim(whole, 0, self.size, axis=dim)
+            return self.keep_apart(whole)
 
         spec = self.spec(shard.ndim)
         return over_auto_axes(local, spec, spec)(shard)
 
     def scatter(self, whole: jax.Array) -> jax.Array:
-        """This device's shard, in `reduce_dtype`, of the sum of all whole gradients."""
+        """This device's shard of the sum of all whole gradients, in `reduce_dtype`; with `tree` in
+        float32."""
 
         def local(whole: jax.Array) -> jax.Array:
+            if self.tree is not None:
+                return _scatter_in_tree({"": whole}, {"": self})[""]
             whole = whole.astype(self.reduce_dtype)
             if self.exchange:
                 return exchange_pieces({"": whole}, {"": self})[""]
@@ -94,6 +101,12 @@ class LeafCollectives:
 
         spec = self.spec(whole.ndim)
         return over_auto_axes(local, spec, spec)(whole)
+
+    def keep_apart(self, value: Any) -> Any:
+        """The same, sealed where that is asked for."""
+        if self.seal is None:
+            return value
+        return seal_values(self.seal, jax.tree.leaves(value)[0], value)
 
     def from_rows(self, rows: jax.Array, shard_shape: Sequence[int]) -> jax.Array:
         """The whole, unpadded value from `rows` [num_shards, elements of a shard]."""
@@ -130,6 +143,8 @@ def leaf_collectives(
     compute_dtype: Any,
     reduce_dtype: Any,
     exchange: bool = False,
+    tree: TreeOrder | None = None,
+    seal: Seal | None = None,
 ) -> LeafCollectives:
     """The collectives of a parameter that its placement shards."""
     assert leaf.zero_dim is not None
@@ -144,52 +159,9 @@ def leaf_collectives(
         compute_dtype=np.dtype(compute_dtype).name,
         reduce_dtype=np.dtype(reduce_dtype).name,
         exchange=exchange,
+        tree=tree,
+        seal=seal,
     )
-
-
-def exchange_pieces(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arrays:
-    """This device's shards of the sums of wholes, without a reduce-scatter; the same bytes.
-
-    For CPU processes: gloo's reduce-scatter sends from a buffer that it already overwrites, so that
-    pieces are wrong now and then (https://github.com/jax-ml/jax/issues/40830; seen with jax 0.10.2
-    and 0.11.2), and for 14 MB between two processes it takes 14 ms of CPU time, an all-to-all 5 and
-    permutes 3.
-
-    Args:
-      wholes: {name: whole value}, all of one dtype and over the same axes.
-    """
-    first = leaves[next(iter(wholes))]
-    size, over = first.num_shards, first.over
-    if size > MAX_PERMUTES + 1:
-        return _exchange_at_once(wholes, leaves)
-    rank = lax.axis_index(over)
-    sums = {name: leaves[name].piece(whole, rank) for name, whole in wholes.items()}
-    # In each round every device sends to the one so many places after it what that one owns.
-    for shift in range(1, size):
-        owner = lax.rem(rank + shift, size)
-        pieces = [leaves[name].piece(whole, owner).reshape(-1) for name, whole in wholes.items()]
-        around = [(sender, (sender + shift) % size) for sender in range(size)]
-        received = lax.ppermute(jnp.concatenate(pieces), over, around)
-        parts = _cut(received, {name: total.shape for name, total in sums.items()})
-        sums = {name: total + parts[name] for name, total in sums.items()}
-    return sums
-
-
-def _exchange_at_once(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arrays:
-    rows = [leaves[name].split_rows(whole) for name, whole in wholes.items()]
-    received = lax.all_to_all(jnp.concatenate(rows, axis=1), leaves[next(iter(wholes))].over, 0, 0)
-    shapes = {name: leaves[name].shard_shape(whole.shape) for name, whole in wholes.items()}
-    return _cut(jnp.sum(received, axis=0), shapes)
-
-
-def _cut(flat: jax.Array, shapes: Mapping[str, Sequence[int]]) -> Arrays:
-    """Arrays of these shapes from their elements, one after the other."""
-    result, start = {}, 0
-    for name, shape in shapes.items():
-        size = math.prod(shape)
-        result[name] = lax.slice_in_dim(flat, start, start + size).reshape(shape)
-        start += size
-    return result
 
 
 def pad_dim(x: jax.Array, dim: int, size: int) -> jax.Array:
@@ -337,7 +309,7 @@ def _gather_bucket(shards: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arr
             columns = lax.slice_in_dim(rows, start, start + shard.size, axis=1)
             whole[name] = leaves[name].from_rows(columns, shard.shape)
             start += shard.size
-        return whole
+        return leaves[next(iter(shards))].keep_apart(whole)
 
     specs = {name: leaves[name].spec(shard.ndim) for name, shard in shards.items()}
     return over_auto_axes(local, (specs,), specs)(shards)
@@ -346,7 +318,8 @@ def _gather_bucket(shards: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arr
 def scatter_buckets(
     wholes: Arrays, leaves: Mapping[str, LeafCollectives], bucket_size: int
 ) -> Arrays:
-    """This device's shards of the sums in `reduce_dtype`, one collective per bucket."""
+    """This device's shards of the sums, as `LeafCollectives.scatter` gives them, one collective per
+    bucket."""
     sizes = {name: trees.num_elements(whole.shape) for name, whole in wholes.items()}
     result: Arrays = {}
     for names in buckets_of(sizes, leaves, bucket_size):
@@ -359,6 +332,8 @@ def scatter_buckets(
 
 def _scatter_bucket(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arrays:
     def local(wholes: Arrays) -> Arrays:
+        if leaves[next(iter(wholes))].tree is not None:
+            return _scatter_in_tree(wholes, leaves)
         wholes = {name: whole.astype(leaves[name].reduce_dtype) for name, whole in wholes.items()}
         if any(leaves[name].exchange for name in wholes):
             return exchange_pieces(wholes, leaves)
@@ -366,10 +341,16 @@ def _scatter_bucket(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Ar
         over = leaves[next(iter(wholes))].over
         flat = lax.psum_scatter(jnp.concatenate(rows, axis=1), over, scatter_dimension=0)
         shapes = {name: leaves[name].shard_shape(whole.shape) for name, whole in wholes.items()}
-        return _cut(flat, shapes)
+        return cut_flat(flat, shapes)
 
     specs = {name: leaves[name].spec(whole.ndim) for name, whole in wholes.items()}
     return over_auto_axes(local, (specs,), specs)(wholes)
+
+
+def _scatter_in_tree(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arrays:
+    first = leaves[next(iter(wholes))]
+    assert first.tree is not None
+    return exchange_in_tree(first.keep_apart(wholes), leaves, first.tree, first.reduce_dtype)
 
 
 def sum_buckets(
@@ -393,7 +374,7 @@ def sum_buckets(
 
         def local(bucket: Arrays) -> Arrays:
             flat = lax.psum(jnp.concatenate([x.reshape(-1) for x in bucket.values()]), over)
-            return _cut(flat, {name: value.shape for name, value in bucket.items()})
+            return cut_flat(flat, {name: value.shape for name, value in bucket.items()})
 
         specs = {name: P(*axes[name]) for name in names}
         result |= over_auto_axes(local, (specs,), specs)(bucket)

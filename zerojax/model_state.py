@@ -74,12 +74,27 @@ def agree(before: Arrays, after: Arrays, overwritten: Set[str]) -> Arrays:
     chosen = pick(after, overwritten)
     largest = replicated.max_replicated(chosen) if chosen else {}
     count = lax.axis_size(DATA) * lax.axis_size(REPLICA)
-    changes = {}
+    changed = changes(before, after, overwritten)
+    summed = replicated.sum_replicated(changed) if changed else {}
+    return {**after, **add_changes(before, summed, count), **largest}
+
+
+def is_averaged(name: str, value: Any, overwritten: Set[str]) -> bool:
+    """Whether an extra becomes the mean of what shards of the batch make of it."""
+    return name not in overwritten and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def changes(before: Arrays, after: Arrays, overwritten: Set[str]) -> Arrays:
+    """{name: float32, by how much it changed}, of the extras that are averaged."""
+    found = {}
     for name, new in after.items():
-        if name not in overwritten and jnp.issubdtype(new.dtype, jnp.floating):
+        if is_averaged(name, new, overwritten):
             # Where nothing changed the change is an exact zero, for infinities (masks) too.
             old, new = before[name].astype(jnp.float32), new.astype(jnp.float32)
-            changes[name] = jnp.where(new == old, 0, new - old)
-    summed = replicated.sum_replicated(changes) if changes else {}
-    agreed = {n: before[n] + (x / count).astype(before[n].dtype) for n, x in summed.items()}
-    return {**after, **agreed, **largest}
+            found[name] = jnp.where(new == old, 0, new - old)
+    return found
+
+
+def add_changes(before: Arrays, summed: Arrays, count: int) -> Arrays:
+    """{name: the extra with the mean of `count` changes, of which `summed` is the sum}."""
+    return {n: before[n] + (x / count).astype(before[n].dtype) for n, x in summed.items()}

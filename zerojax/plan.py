@@ -38,6 +38,8 @@ from zerojax.pipeline_layout import PipelineLayout
 from zerojax.placement import Placement
 from zerojax.plan_checks import (
     check_batch,
+    check_deterministic,
+    check_elementwise,
     check_loss,
     check_mesh_options,
     check_reads,
@@ -49,6 +51,7 @@ from zerojax.plan_pipeline import choose_microbatches, plan_pipeline
 from zerojax.plan_placement import place_model
 from zerojax.plan_reasons import (
     describe_choices,
+    describe_deterministic,
     describe_model,
     describe_offload,
     describe_options,
@@ -72,6 +75,8 @@ _MESH_OPTIONS = (
     "pipeline_schedule",
     "partition",
     "stash",
+    "deterministic",
+    "virtual_shards",
 )
 
 
@@ -277,6 +282,7 @@ def make_plan(
     )
     optimizer_built = optim.build_optimizer(optimizer, steps)
     batch = abstract(example_batch)
+    num_microbatches = check_deterministic(settings, mesh, precision, num_microbatches)
     num_microbatches, reasons = choose_microbatches(num_microbatches, mesh, batch)
     check_batch(batch, mesh, num_microbatches)
     microbatch = slice_batch(batch, meshes.num_data_shards(mesh) * num_microbatches)
@@ -295,8 +301,14 @@ def make_plan(
     )
     check_trained(placement)
     regather = settings.zero == 3 and internal.reads_lazily
-    compiler_options, dropped_options = choose_options(mesh, regather, settings.offload.on_host)
+    compiler_options, dropped_options = choose_options(
+        mesh,
+        regather,
+        settings.offload.on_host,
+        deterministic=settings.deterministic is not None,
+    )
     tx = fit_optimizer(optimizer_built.tx, precision)
+    check_elementwise(settings, tx)
     update_choices = choose_update(tx, mesh)
     abstract_batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
@@ -332,6 +344,7 @@ def make_plan(
         forward=trace.jaxpr,
         reasons=(
             *describe_choices(settings, mesh, precision, placement),
+            *describe_deterministic(settings, num_microbatches),
             *reasons,
             *optimizer_built.reasons,
             *describe_model(internal, trace, placement, extras, precision, regather),

@@ -19,7 +19,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import mesh as meshes
 from zerojax import trees
+from zerojax.config import MeshConfig
 from zerojax.placement import Placement
+from zerojax.precision import Precision
 
 Tree = Any
 
@@ -54,6 +56,77 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
             f"global batch size {first} is not divisible by data shards ({shards}) x "
             f"num_microbatches ({num_microbatches}) = {unit}; use {near}"
         )
+
+
+def check_deterministic(
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    precision: Precision,
+    num_microbatches: int | None,
+) -> int | None:
+    """Refuses what cannot be made the same on every number of devices.
+
+    Returns:
+      The number of microbatches: what was given, or what the virtual shards make it.
+
+    Raises:
+      ValueError: axes, precision or microbatches under which bits would depend on the mesh.
+    """
+    if settings.deterministic is None:
+        return num_microbatches
+    asked, count = "deterministic='mesh'", settings.virtual_shards
+    for axis in (meshes.REPLICA, meshes.STAGE, meshes.MODEL):
+        if mesh.shape[axis] > 1:
+            raise ValueError(
+                f"{asked} with {axis}={mesh.shape[axis]}: sums over `{axis}` depend on its size; "
+                f"use {axis}=1, or leave deterministic out"
+            )
+    shards = mesh.shape[meshes.DATA]
+    if count % shards:
+        fewer = [n for n in range(1, shards) if count % n == 0]
+        raise ValueError(
+            f"{asked} with data={shards}: virtual_shards={count} is not divisible by {shards} "
+            f"devices; use data={fewer[-1]}, or virtual_shards of a power of two that {shards} "
+            "divides"
+        )
+    needed = count // shards
+    if num_microbatches not in (None, needed):
+        raise ValueError(
+            f"num_microbatches={num_microbatches} contradicts {asked}, which computes "
+            f"virtual_shards={count} pieces on {shards} data shards, {needed} on each; leave "
+            f"num_microbatches out, or use virtual_shards={_near_power(num_microbatches * shards)}"
+        )
+    if not settings.offload.is_off:
+        raise ValueError(
+            f"{asked} together with offload: slices of state are not updated in one order on every "
+            "mesh; leave offload or deterministic out"
+        )
+    if precision.accumulate_dtype != jnp.float32:
+        raise ValueError(
+            f"{asked} adds up in float32, and accumulate_dtype is "
+            f"{jnp.dtype(precision.accumulate_dtype).name}; use accumulate_dtype='fp32'"
+        )
+    return needed
+
+
+def _near_power(number: int) -> int:
+    return 1 << (max(number, 1) - 1).bit_length()
+
+
+def check_elementwise(settings: MeshConfig, tx: Any) -> None:
+    """Refuses an optimizer whose update of an element depends on other elements of its shard.
+
+    Raises:
+      ValueError: with the optimizers that do not.
+    """
+    if settings.deterministic is None or getattr(tx, "begin", None) is not None:
+        return
+    kernel = getattr(tx, "kernel", None)
+    what = f"the optimizer {kernel}" if kernel else "a plain optax transformation"
+    raise ValueError(
+        f"deterministic='mesh' needs an update that goes element by element, and {what} may look "
+        "at whole shards, which other meshes cut otherwise; use zerojax.adamw, lion or sgd"
+    )
 
 
 def check_mesh_options(options: Collection[str], allowed: Collection[str]) -> None:

@@ -16,6 +16,7 @@ from zerojax.config import MeshConfig
 from zerojax.mesh import MODEL
 from zerojax.pipeline_layout import PipelineLayout
 from zerojax.placement import Placement, PlacementRules, place_parameters
+from zerojax.programs import loops_around_reads
 
 
 def place_model(
@@ -48,6 +49,11 @@ def place_model(
     early = [name for name in stacked if params[name].shape in read_shapes.get(name, ())]
     barriers |= dict.fromkeys(early, "is read before the loop over layers")
     read_shapes |= {name: frozenset([params[name].shape[1:]]) for name in early}
+    virtual_shards = settings.virtual_shards if settings.deterministic else None
+    if virtual_shards is not None:
+        again = "is read more than once, and its sums have to be of one order"
+        repeated = dict.fromkeys(_read_repeatedly(params, trace), again)
+        barriers = repeated | barriers
     rules = settings.rules
     if rules is None:
         rules = models.bound_attribute(model, "tensor_parallel_rules") or ()
@@ -60,9 +66,21 @@ def place_model(
             tensor_parallel=rules if mesh.shape[MODEL] > 1 else (),
             freeze=freeze,
             persistence_threshold=settings.persistence_threshold,
+            virtual_shards=virtual_shards,
         ),
         always_frozen=integers,
         barriers=barriers,
         reads_lazily=model.reads_lazily,
         layer_rows=None if layout is None else dict.fromkeys(stacked, layout.rows),
     )
+
+
+def _read_repeatedly(params: Mapping[str, Any], trace: models.ModelTrace) -> list[str]:
+    """Parameters of which some value is read twice: tied ones, or whole ones inside a loop."""
+    found = []
+    for name, loops in loops_around_reads(trace.jaxpr.jaxpr).items():
+        sizes = [len(shape) for shape in trace.read_shapes.get(name, ())]
+        stacked = len(params[name].shape) - min(sizes, default=0)
+        if len(loops) > 1 or max(loops) > stacked:
+            found.append(name)
+    return found

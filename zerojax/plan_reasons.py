@@ -52,6 +52,17 @@ def describe_choices(
     return lines
 
 
+def describe_deterministic(settings: MeshConfig, num_microbatches: int) -> list[str]:
+    """What `deterministic` comes down to, in one sentence."""
+    if settings.deterministic is None:
+        return []
+    count = settings.virtual_shards
+    return [
+        f"deterministic='mesh': the same bits on any number of devices that divides {count}, each "
+        f"of which computes {num_microbatches} of {count} virtual shards, one after the other"
+    ]
+
+
 def describe_model(
     model: Model,
     trace: ModelTrace,

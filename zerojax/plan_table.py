@@ -30,8 +30,14 @@ def plan_line(plan: Planned) -> str:
     return (
         f"{counts} parameters, mesh {describe_mesh(plan.mesh)}, zero={plan.zero}, "
         f"{jnp.dtype(plan.precision.compute_dtype).name}, {batch}, {state} of state per device"
-        f"{offload_words(plan)}"
+        f"{offload_words(plan)}{_deterministic_words(plan)}"
     )
+
+
+def _deterministic_words(plan: Planned) -> str:
+    if plan.settings.deterministic is None:
+        return ""
+    return f", deterministic over meshes: {plan.settings.virtual_shards} virtual shards"
 
 
 def plan_table(plan: Planned) -> str:
@@ -92,6 +98,8 @@ def plan_dict(plan: Planned) -> dict[str, Any]:
             for name in ("param_dtype", "compute_dtype", "reduce_dtype", "accumulate_dtype")
         },
         "num_microbatches": plan.num_microbatches,
+        "deterministic": plan.settings.deterministic,
+        "virtual_shards": plan.settings.virtual_shards if plan.settings.deterministic else None,
         "global_batch_size": plan.global_batch_size,
         "num_parameters": placement.num_parameters(),
         "num_frozen_parameters": placement.num_parameters(frozen=True),

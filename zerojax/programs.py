@@ -27,6 +27,23 @@ def read_name(equation: Any) -> str | None:
     return equation.params["name"].removeprefix(_READ)
 
 
+def loops_around_reads(program: Jaxpr) -> dict[str, list[int]]:
+    """Parameter -> for each mark of a read of it, how many loops are around the mark."""
+    found: dict[str, list[int]] = {}
+
+    def walk(program: Jaxpr, loops: int) -> None:
+        for equation in program.eqns:
+            name = read_name(equation)
+            if name is not None:
+                found.setdefault(name, []).append(loops)
+            inside = loops + (equation.primitive.name in ("scan", "while"))
+            for inner in inner_programs(equation.params):
+                walk(inner, inside)
+
+    walk(program, 0)
+    return found
+
+
 def inner_programs(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
     """The programs among the parameters of an equation."""
     return _programs(params.values())

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import loss_scale, pipeline, zero
 from zerojax import mesh as meshes
+from zerojax.fixed_updates import build_chunked_update, build_fixed_norm
 from zerojax.model import Loss
 from zerojax.offload import streaming
 from zerojax.offload.disk_durable import write_rest
@@ -49,7 +50,8 @@ def build_step(plan: Planned) -> Any:
     """
     gradients = _build_gradients(plan)
     replicated = NamedSharding(plan.mesh, P())
-    read_norm, update = build_norm(plan), _build_update(plan)
+    read_norm = build_fixed_norm(plan) if plan.settings.deterministic else build_norm(plan)
+    update = _build_update(plan)
     scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
     on_disk = plan.offload is not None and bool(plan.offload.on_disk)
     in_backward = _updates_in_backward(plan)
@@ -136,12 +138,16 @@ def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:
       `evaluate(state, batch) -> {"loss": sum, "weight": sum}`, float32 scalars over the global
       batch. The model runs in evaluation mode; the state is not donated and does not change.
     """
-    forward = _passes(plan).build_forward(pass_config(plan), loss or plan.loss)
+    config = pass_config(plan)
+    fixed = config.virtual_shards is not None
+    build = zero.build_virtual_forward if fixed else _passes(plan).build_forward
+    forward = build(config, loss or plan.loss)
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
         return forward(state["params"], state["frozen"], state["extras"], state["rng"], batch)
 
-    return jax.jit(evaluate, out_shardings=NamedSharding(plan.mesh, P()))
+    options = dict(plan.compiler_options) if fixed else None
+    return jax.jit(evaluate, out_shardings=NamedSharding(plan.mesh, P()), compiler_options=options)
 
 
 def _updates_in_backward(plan: Planned) -> bool:
@@ -157,7 +163,9 @@ def _build_gradients(plan: Planned) -> Any:
     if _updates_in_backward(plan):
         updating = build_updating_gradients(plan, config)
         return lambda state, key_data, batch, _: updating(state, key_data, batch)
-    gradients = _passes(plan).build_gradients(config)
+    fixed = config.virtual_shards is not None
+    build = zero.build_virtual_gradients if fixed else _passes(plan).build_gradients
+    gradients = build(config)
 
     def unchanged(state: TrainState, key_data: Any, batch: Any, factor: Any) -> tuple[Any, ...]:
         given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
@@ -170,7 +178,7 @@ def _build_update(plan: Planned) -> Any:
     """`(gradients, state, ThisStep) -> what the update changes of a state`, to be traced."""
     if plan.offload is not None and plan.offload.leaves:
         return build_offload_update(plan)
-    update = build_update(plan)
+    update = build_chunked_update(plan) if plan.settings.deterministic else build_update(plan)
 
     def updated(grads: Any, state: TrainState, now: ThisStep) -> dict[str, Any]:
         params, opt_state = update(grads, state, now)
@@ -201,4 +209,5 @@ def pass_config(plan: Planned) -> zero.PassConfig:
         regather=plan.regather,
         pipeline=plan.pipeline,
         offload=plan.offload,
+        virtual_shards=plan.settings.virtual_shards if plan.settings.deterministic else None,
     )

@@ -62,6 +62,14 @@ class MeshConfig:
     """Elements of parameters per gather outside the layer loop; the same reason."""
     sequence_sharding: bool = False
     """Also split norms and residuals over `model`, along the sequence. Off: no use at model=1."""
+    deterministic: Literal["mesh"] | None = None
+    """mesh = the same bits on any number of devices that divides virtual_shards: the batch is cut
+    into that many pieces everywhere, which are computed one by one and added up in one order. None
+    = fastest: bits repeat on the same mesh, and differ in last places on another."""
+    virtual_shards: int = 8
+    """Pieces of the batch with deterministic=mesh, a power of two: the most devices that can share
+    the work. More are slower on few devices, since each piece is smaller; changing it changes
+    last places."""
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     """What lies outside device memory; null leaves everything on the device."""
     rules: Rules | None = None
@@ -77,6 +85,14 @@ class MeshConfig:
             refuse("zero", self.zero, "must be 0, 1, 2 or 3")
         check_at_least(self, 0, "persistence_threshold")
         check_at_least(self, 1, "reduce_bucket_size", "allgather_bucket_size")
+        count = self.virtual_shards
+        if count < 1 or count & (count - 1):
+            low = 2 ** max(count, 1).bit_length() // 2
+            refuse(
+                "virtual_shards",
+                count,
+                f"is no power of two, and sums follow a binary tree; use {low} or {2 * low}",
+            )
         for pattern, _ in self.rules or ():
             check_regex("rules", pattern)
         _check_schedule(self.pipeline_schedule)

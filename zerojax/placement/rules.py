@@ -27,12 +27,15 @@ class PlacementRules:
       freeze: regular expressions on names.
       persistence_threshold: elements; at stage 3 a smaller parameter is gathered once per step
         instead of at every use, which saves a collective per use.
+      virtual_shards: dimensions are chosen and padded for so many shards, however many devices
+        there are, which divide it; None: for as many as there are.
     """
 
     zero: int = 1
     tensor_parallel: Rules = ()
     freeze: Sequence[str] = ()
     persistence_threshold: int = 100_000
+    virtual_shards: int | None = None
 
 
 def tensor_parallel_axes(

@@ -109,9 +109,10 @@ def place_parameters(
             _check_rows(name, shape, rows, axis_sizes)
             _check_stack(name, axes, stack_dims, barrier)
         zero_axes = (DATA, STAGE) if layer_rows and rows is None else (DATA,)
-        shards = math.prod(axis_sizes[axis] for axis in zero_axes)
+        shards = rules.virtual_shards or math.prod(axis_sizes[axis] for axis in zero_axes)
         if shards > 1 and rules.zero > 0 and name not in (always_frozen or {}):
             over = f"{' x '.join(zero_axes)} {shards}"
+            over = f"{shards} virtual shards" if rules.virtual_shards else over
             zero_dim, padded, reason = _zero_dim(shape, axes, stack_dims, shards, over)
             reasons += [reason] if reason else []
         access, reason = Access.WHOLE, None

@@ -22,6 +22,7 @@ from zerojax.zero.parameters import (
     values_to_read,
 )
 from zerojax.zero.regions import map_forward, map_gradients, specs_of
+from zerojax.zero.virtual import build_virtual_forward, build_virtual_gradients
 
 __all__ = [
     "PassConfig",
@@ -30,6 +31,8 @@ __all__ = [
     "build_gradients",
     "build_reads",
     "build_rewriting",
+    "build_virtual_forward",
+    "build_virtual_gradients",
     "for_evaluation",
     "map_forward",
     "map_gradients",

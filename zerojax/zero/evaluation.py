@@ -34,20 +34,27 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
     config = dataclasses.replace(config, loss=function)
 
     def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
-        evaluation = for_evaluation(config, {**params, **frozen}, extras, batch)
-        inputs, constants = prepare_parameters(evaluation, params, frozen)
-        values = values_to_read(evaluation, inputs, constants, frozen)
-        key = shard_key(key_data)
-        on_read = build_reads(evaluation, frozen)
-
-        def loss_of(values: Arrays, extras: Arrays, key: Any, batch: Arrays):
-            return run_microbatch(evaluation, values, extras, key, batch, on_read, train=False)[0]
-
-        loss_of = build_rewriting(evaluation, frozen)(loss_of) if on_read else loss_of
-        loss, weight = loss_of(values, extras, key, batch)
+        evaluate = build_evaluating(config, params, frozen, extras, batch)
+        loss, weight = evaluate(extras, shard_key(key_data), batch)
         return replicated.sum_replicated({"loss": loss, "weight": weight})
 
     return map_forward(config, local)
+
+
+def build_evaluating(
+    config: PassConfig, params: Arrays, frozen: Arrays, extras: Arrays, batch: Arrays
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """`(extras, key, batch) -> (loss sum, weight)` of one device; batches of any size."""
+    evaluation = for_evaluation(config, {**params, **frozen}, extras, batch)
+    inputs, constants = prepare_parameters(evaluation, params, frozen)
+    values = values_to_read(evaluation, inputs, constants, frozen)
+    on_read = build_reads(evaluation, frozen)
+
+    def loss_of(values: Arrays, extras: Arrays, key: Any, batch: Arrays):
+        return run_microbatch(evaluation, values, extras, key, batch, on_read, train=False)[0]
+
+    loss_of = build_rewriting(evaluation, frozen)(loss_of) if on_read else loss_of
+    return lambda extras, key, batch: loss_of(values, extras, key, batch)
 
 
 def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Arrays) -> PassConfig:

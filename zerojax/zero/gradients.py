@@ -49,29 +49,45 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
     ):
         key = shard_key(key_data)
         inputs, constants = prepare_parameters(config, params, frozen)
-        on_read = build_reads(config, frozen)
-
-        def loss_of(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
-            values = values_to_read(config, inputs, constants, frozen)
-            result, after = run_microbatch(config, values, extras, key, batch, on_read, train=True)
-            return result[0], (result[1], after)
-
-        if config.offload is not None and config.offload.activations:
-            loss_of = keep_inputs_on_host(loss_of, list(constants.values()))
-        loss_of = build_rewriting(config, frozen)(loss_of) if on_read else loss_of
-
-        def differentiated(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
-            loss, (weight, after) = loss_of(inputs, extras, key, batch)
-            scaled = loss if loss_factor is None else loss * loss_factor
-            return scaled, ({"loss": loss, "weight": weight}, after)
-
-        differentiate = model_state.value_and_grad(differentiated, config.model.overwritten)
+        differentiate = build_differentiation(config, constants, frozen, loss_factor)
         sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
         grads = reduce_gradients(config, grads)
         agreed = model_state.agree(extras, after, config.model.overwritten)
         return replicated.sum_replicated(sums), grads, agreed
 
     return map_gradients(config, local)
+
+
+def build_differentiation(
+    config: PassConfig, constants: Arrays, frozen: Arrays, loss_factor: jax.Array | None
+) -> Callable[..., Any]:
+    """The forward and backward pass of one microbatch, nothing of which is reduced but what the
+    backward pass scatters.
+
+    Args:
+      config: of the pass; constants: from `prepare_parameters`; frozen: as stored.
+      loss_factor: as `build_gradients` has it.
+
+    Returns:
+      `(inputs, extras, key, batch) -> ((scaled loss, (sums, extras afterwards)), gradients)`.
+    """
+    on_read = build_reads(config, frozen)
+
+    def loss_of(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
+        values = values_to_read(config, inputs, constants, frozen)
+        result, after = run_microbatch(config, values, extras, key, batch, on_read, train=True)
+        return result[0], (result[1], after)
+
+    if config.offload is not None and config.offload.activations:
+        loss_of = keep_inputs_on_host(loss_of, list(constants.values()))
+    loss_of = build_rewriting(config, frozen)(loss_of) if on_read else loss_of
+
+    def differentiated(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
+        loss, (weight, after) = loss_of(inputs, extras, key, batch)
+        scaled = loss if loss_factor is None else loss * loss_factor
+        return scaled, ({"loss": loss, "weight": weight}, after)
+
+    return model_state.value_and_grad(differentiated, config.model.overwritten)
 
 
 def _accumulate(

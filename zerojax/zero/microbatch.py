@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.activations import activation_rules
+from zerojax.fixed_tree import TreeOrder
 from zerojax.mesh import DATA, MODEL, REPLICA
 from zerojax.model import Loss, Model
 from zerojax.offload_layout import OffloadLayout
@@ -38,6 +39,8 @@ class PassConfig:
       regather: at stage 3, gather parameters again in the backward pass instead of keeping them.
       pipeline: how the layers lie on stages; None with one stage.
       offload: what lies outside device memory; None where nothing does.
+      virtual_shards: in how many pieces the batch is cut on any number of devices, so that all give
+        the same bits; None cuts it as it comes.
     """
 
     model: Model
@@ -52,6 +55,19 @@ class PassConfig:
     regather: bool
     pipeline: PipelineLayout | None = None
     offload: OffloadLayout | None = None
+    virtual_shards: int | None = None
+
+    @property
+    def tree(self) -> TreeOrder | None:
+        """The order in which gradients are summed, None where it is free.
+
+        From stage 2 on each virtual shard's gradients are exchanged by themselves, so devices come
+        first; below, what a device has is summed before it is exchanged.
+        """
+        if self.virtual_shards is None:
+            return None
+        early = self.placement.zero >= 2
+        return TreeOrder.HIGHEST_FIRST if early else TreeOrder.LOWEST_FIRST
 
 
 def as_sum_and_weight(result: Any) -> tuple[jax.Array, jax.Array]:

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import collectives
+from zerojax.fixed_tree import TreeOrder
 from zerojax.mesh import DATA_AXES, REPLICA, STAGE, communicates_through_gloo
 from zerojax.placement import Access, LeafPlacement
 from zerojax.rewriting import Rewriting
+from zerojax.sealing import seal_on
 from zerojax.zero.microbatch import Arrays, PassConfig
 
 
@@ -23,17 +25,41 @@ def _of_access(config: PassConfig, names: Any, *accesses: Access) -> list[str]:
     return [name for name in names if config.placement.leaves[name].access in accesses]
 
 
-def _leaf_collectives(config: PassConfig, names: Any) -> dict[str, collectives.LeafCollectives]:
+def leaf_collectives(
+    config: PassConfig, names: Any, *, in_model: bool = False
+) -> dict[str, collectives.LeafCollectives]:
+    """{name: the collectives of that parameter}.
+
+    Args:
+      config: of the pass; names: of sharded parameters.
+      in_model: whether they stand beside what the model computes.
+    """
+    fixed = config.virtual_shards is not None
     return {
         name: collectives.leaf_collectives(
             config.placement.leaves[name],
             config.placement.num_shards(config.placement.leaves[name]),
             compute_dtype=config.precision.compute_dtype,
-            reduce_dtype=config.precision.reduce_dtype,
-            exchange=communicates_through_gloo(config.mesh),
+            reduce_dtype=wire_dtype(config),
+            exchange=communicates_through_gloo(config.mesh) and not fixed,
+            tree=config.tree,
+            seal=seal_on(config.mesh) if fixed and in_model else None,
         )
         for name in names
     }
+
+
+def wire_dtype(config: PassConfig) -> Any:
+    """Dtype in which gradients travel: what was rounded to `reduce_dtype`, or in the fixed tree
+    also a float32 sum of several such."""
+    if config.tree is TreeOrder.LOWEST_FIRST and config.num_microbatches > 1:
+        return jnp.float32
+    return config.precision.reduce_dtype
+
+
+def gradient_dtype(config: PassConfig) -> Any:
+    """Dtype of a gradient that was scattered where it was made."""
+    return config.precision.reduce_dtype if config.virtual_shards is None else jnp.float32
 
 
 def prepare_parameters(config: PassConfig, params: Arrays, frozen: Arrays) -> tuple[Arrays, Arrays]:
@@ -42,12 +68,12 @@ def prepare_parameters(config: PassConfig, params: Arrays, frozen: Arrays) -> tu
     Returns:
       ({name: what is differentiated}, {name: whole value that is only read}).
     """
-    compute, reduce = config.precision.compute_dtype, config.precision.reduce_dtype
+    compute, reduce = config.precision.compute_dtype, gradient_dtype(config)
     stored = {**params, **frozen}
     once = _of_access(config, stored, Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY)
     sharded = {name: cast(stored[name], compute) for name in once}
     wholes = collectives.gather_buckets(
-        sharded, _leaf_collectives(config, once), config.allgather_bucket_size
+        sharded, leaf_collectives(config, once), config.allgather_bucket_size
     )
     inputs, constants = {}, {}
     for name, value in stored.items():
@@ -84,7 +110,7 @@ def build_reads(config: PassConfig, frozen: Arrays) -> dict[str, Any]:
     leaves = config.placement.leaves
     on_use = _of_access(config, leaves, Access.GATHER_ON_USE)
     early = _of_access(config, leaves, Access.GATHER_ONCE_SCATTER_EARLY)
-    table = _leaf_collectives(config, on_use + early)
+    table = leaf_collectives(config, on_use + early, in_model=True)
     reads: dict[str, Any] = {name: collectives.GatherOnUse(name, table[name]) for name in on_use}
     tapped = [name for name in early if name not in frozen]
     return reads | {name: collectives.ScatterEarly(name, table[name]) for name in tapped}
@@ -97,7 +123,7 @@ def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
     """
     placed = config.placement.leaves
     names = _of_access(config, placed, Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
-    table = _leaf_collectives(config, names)
+    table = leaf_collectives(config, names, in_model=True)
     lazy = config.placement.zero == 3
     limit = config.allgather_bucket_size if lazy else config.reduce_bucket_size
 
@@ -146,7 +172,7 @@ def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
         chosen = {n: x for n, x in wholes.items() if (n in everywhere) == (STAGE in over)}
         reduced |= collectives.sum_buckets(chosen, axes, bucket_size, over)
     once = {n: grads[n] for n in _of_access(config, grads, Access.GATHER_ONCE)}
-    shards = collectives.scatter_buckets(once, _leaf_collectives(config, once), bucket_size)
+    shards = collectives.scatter_buckets(once, leaf_collectives(config, once), bucket_size)
     shards |= {n: grads[n] for n in grads if n not in shards and n not in reduced}
     if config.placement.axis_sizes[REPLICA] > 1:
         shards = {name: shard.astype(dtype) for name, shard in shards.items()}
