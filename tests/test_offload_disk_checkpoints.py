@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 
 import jax
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 
 from tests.offload_disk_runs import SHARES, canonical, close, differing, offload, plan_of, train
 from zerojax.arrays import from_canonical, to_canonical
-from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError
+from zerojax.fingerprints import as_text, of_array
 from zerojax.offload import state as offload_state
 from zerojax.offload.disk_saving import saved_names, write_pieces
 
@@ -60,6 +62,36 @@ def test_such_a_checkpoint_holds_every_array_once(saved):
     padded = [plan.abstract_stored["params"][leaf.name].size for leaf in plan.offload.off_device]
     assert len(names) == 3 * len(padded)
     assert files["pieces/process_0.bin"] == 3 * 4 * sum(padded)
+
+
+def test_its_fingerprints_are_those_of_whole_arrays(saved):
+    folder, expected, _, _ = saved
+    with Checkpointer(folder) as checkpointer:
+        found = checkpointer.metadata().fingerprints
+        assert checkpointer.verify().is_good
+    assert found == {name: as_text(of_array(np.asarray(x))) for name, x in expected.items()}
+
+
+@pytest.mark.parametrize("tier", [None, "nvme"])
+def test_a_flipped_bit_in_its_pieces_is_noticed(saved, tmp_path, tier):
+    folder, expected, _, plan = saved
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    name = next(iter(saved_names(plan).values())).values()
+    name = sorted(name)[0]
+    path = copy / "1" / "pieces" / "process_0.bin"
+    content = bytearray(path.read_bytes())
+    place = content.index(np.asarray(expected[name]).reshape(-1)[:8].tobytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    other = plan_of(None if tier is None else offload(tmp_path, tier), zero=1, data=2)
+    with pytest.raises(DamagedError, match=r"1 is damaged: .*pieces/process_0\.bin does not match"):
+        restore(copy, other)
+    with Checkpointer(copy) as checkpointer:
+        damages = checkpointer.verify().damages
+    assert [(damage.file, damage.leaf) for damage in damages] == [
+        ("pieces/process_0.bin", None),
+        (None, name),
+    ]
 
 
 @pytest.mark.parametrize(
