@@ -116,13 +116,13 @@ def _unreadable(name: str, error: Exception) -> Damage:
 
 def _fingerprint(read: Callable[[Box], np.ndarray], leaf: jax.ShapeDtypeStruct) -> Sums:
     total = fingerprints.ZERO
-    for start, size in _parts(leaf.shape, leaf.dtype.itemsize):
+    for start, size in parts_of(leaf.shape, leaf.dtype.itemsize):
         part = fingerprints.of_part(read((start, size)), start, leaf.shape)
         total = fingerprints.add(total, part)
     return total
 
 
-def _parts(shape: Shape, itemsize: int) -> Iterator[Box]:
+def parts_of(shape: Shape, itemsize: int) -> Iterator[Box]:
     """Boxes of whole rows that make up an array, each of about 64 MiB."""
     if not shape:
         yield (), ()

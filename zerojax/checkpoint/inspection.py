@@ -1,0 +1,166 @@
+"""What lies in a folder of checkpoints, without reading an array: complete steps, and the rest.
+
+Knows metadata, file sizes and names of folders; reads only, so a running training is not disturbed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerojax.checkpoint import files, folders
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, reason
+from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_metadata
+from zerojax.checkpoint.pieces import Pieces, Unread
+from zerojax.checkpoint.saving import ARRAYS, PIECES
+
+_REST = re.compile(r"\d+\.(partial|expired|damaged)(-\d+)?")
+_WHY = {
+    "partial": "being written, or left by a save that was stopped; the run's next save removes it",
+    "expired": "no longer kept; its deletion was stopped; the run's next save removes it",
+    "damaged": "was not what had been saved, so a run went on from an earlier step",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedStep:
+    """A complete checkpoint.
+
+    Attributes:
+      step, folder: which.
+      num_bytes: of all its files, as they are.
+      metadata: None where it cannot be read.
+      problem: what is wrong with it as far as names and sizes tell; None: nothing.
+    """
+
+    step: int
+    folder: Path
+    num_bytes: int
+    metadata: Metadata | None
+    problem: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """A folder that no run resumes from.
+
+    Attributes:
+      folder: where.
+      kind: "partial", "expired" or "damaged".
+      num_bytes: of all its files.
+      why: how it came to be, a clause.
+      changed: when one of its files was last written; seconds since the epoch.
+    """
+
+    folder: Path
+    kind: str
+    num_bytes: int
+    why: str
+    changed: float
+
+
+def find_checkpoints(run: str | os.PathLike[str]) -> tuple[Path, int | None]:
+    """(folder of checkpoints, the step meant, if one was) of what a user calls a run.
+
+    Args:
+      run: a run's folder, its folder of checkpoints, or that of one step.
+
+    Raises:
+      CheckpointError: there are none.
+    """
+    path = Path(run).expanduser().absolute()
+    if not path.is_dir():
+        raise CheckpointError(f"{run} is no folder; give a run, such as runs/tiny_shakespeare")
+    if path.name.isdigit() and (path / FILE_NAME).exists():
+        return path.parent, int(path.name)
+    for candidate in (path, *_named_by_run(path), path / "checkpoints"):
+        if candidate.is_dir() and (folders.list_steps(candidate) or leftovers(candidate)):
+            return candidate, None
+    raise CheckpointError(
+        f"{run} holds no checkpoints; give the folder of a run that has saved, or the folder its "
+        "checkpoints are in"
+    )
+
+
+def _named_by_run(path: Path) -> list[Path]:
+    """The folder of checkpoints that a run's settings name, if they do."""
+    named = run_settings(path).get("checkpoint")
+    place = named.get("path") if isinstance(named, dict) else None
+    return [Path(place).expanduser()] if isinstance(place, str) else []
+
+
+def run_settings(path: Path) -> dict[str, Any]:
+    """The settings in a run's folder; {} where there are none to be read."""
+    try:
+        settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def saved_steps(path: Path) -> list[SavedStep]:
+    """The complete checkpoints in a folder, oldest first."""
+    return [_saved_step(path, step) for step in folders.list_steps(path)]
+
+
+def _saved_step(path: Path, step: int) -> SavedStep:
+    folder = folders.step_folder(path, step)
+    metadata, problem = None, None
+    try:
+        metadata = read_metadata(folder)
+        damage = next(files.wrong_sizes(folder, metadata.files), None)
+        problem = None if damage is None else str(damage)
+    except DamagedError as error:
+        problem = f"{FILE_NAME} {str(error).partition(f'{FILE_NAME} ')[2]}"
+    except (CheckpointError, OSError) as error:
+        problem = reason(error)
+    return SavedStep(
+        step=step,
+        folder=folder,
+        num_bytes=_bytes_below(folder),
+        metadata=metadata,
+        problem=problem,
+    )
+
+
+def leftovers(path: Path) -> list[Leftover]:
+    """The folders beside the complete checkpoints that belong to some, sorted by name."""
+    found = []
+    for name in sorted(os.listdir(path)):
+        match = _REST.fullmatch(name)
+        if match is None or not (path / name).is_dir():
+            continue
+        kind, folder = match[1], path / name
+        changed = [entry.lstat().st_mtime for entry in (folder, *folder.rglob("*"))]
+        found.append(
+            Leftover(
+                folder=folder,
+                kind=kind,
+                num_bytes=_bytes_below(folder),
+                why=_WHY[kind],
+                changed=max(changed),
+            )
+        )
+    return found
+
+
+def open_arrays(folder: Path, metadata: Metadata) -> Mapping[str, Unread]:
+    """Every array of a step, to be read when it is needed, on the host and in any parts.
+
+    Raises:
+      DamagedError: the tables cannot be read.
+    """
+    wanted = {name: as_abstract(text) for name, text in metadata.arrays.items()}
+    try:
+        return Pieces(folder / ARRAYS, folder / PIECES).read(wanted, unread=wanted, subset=True)
+    except Exception as error:
+        raise DamagedError(f"checkpoint {folder} is damaged: {reason(error)}") from error
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(files.sizes_of(folder).values())

@@ -1,0 +1,94 @@
+"""Which checkpoints a person wants gone, and their deletion.
+
+Knows what lies in a folder; never touches arrays, and never deletes the newest step that is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import time
+from pathlib import Path
+
+from zerojax.checkpoint import folders
+from zerojax.checkpoint.inspection import leftovers, saved_steps
+from zerojax.checkpoint.retention import Retention
+
+STALE_SECONDS = 3600.0
+"""A partial folder in which nothing was written for so long is no save in progress."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Removal:
+    """A folder to be deleted.
+
+    Attributes:
+      folder: which.
+      step: of a complete checkpoint; None for anything else.
+      num_bytes: that its files take.
+      why: a clause.
+    """
+
+    folder: Path
+    step: int | None
+    num_bytes: int
+    why: str
+
+
+def removals(
+    path: Path,
+    *,
+    keep: int | None = None,
+    every: int | None = None,
+    damaged: bool = False,
+    now: float | None = None,
+) -> list[Removal]:
+    """What is to be deleted from a folder of checkpoints; deletes nothing.
+
+    Args:
+      path: the folder.
+      keep: the newest so many whole steps stay, and those that `every` keeps.
+      every: steps divisible by it stay; without `keep` the newest one also does.
+      damaged: also what no run resumes from: damaged steps, and what stopped saves have left.
+      now: seconds since the epoch; None: this moment.
+
+    Raises:
+      ValueError: a number below 1, or nothing was asked for.
+    """
+    if keep is None and every is None and not damaged:
+        raise ValueError("nothing to do: say which to keep (--keep N, --every K) or --damaged")
+    saved = saved_steps(path)
+    whole = [one.step for one in saved if one.problem is None]
+    expired: tuple[int, ...] = ()
+    if keep is not None or every is not None:
+        expired = Retention(last=1 if keep is None else keep, every=every).expired(whole)
+    result = []
+    for one in saved:
+        if one.step in expired:
+            why = "older than what is to be kept"
+        elif damaged and one.problem is not None:
+            why = f"damaged: {one.problem}"
+        else:
+            continue
+        result.append(Removal(folder=one.folder, step=one.step, num_bytes=one.num_bytes, why=why))
+    for rest in leftovers(path) if damaged else ():
+        age = (time.time() if now is None else now) - rest.changed
+        if rest.kind == "partial" and age < STALE_SECONDS:
+            continue  # a run may be writing it
+        result.append(
+            Removal(folder=rest.folder, step=None, num_bytes=rest.num_bytes, why=rest.kind)
+        )
+    return result
+
+
+def remove(path: Path, removal: Removal) -> None:
+    """Deletes one; an interruption never leaves a half of a complete checkpoint visible.
+
+    Raises:
+      OSError: what the system says.
+    """
+    if removal.step is not None and os.path.exists(removal.folder):
+        folders.remove(path, removal.step)
+    else:
+        shutil.rmtree(removal.folder)

@@ -1,0 +1,295 @@
+"""`zerojax checkpoint`: what is saved, whether it is whole, what differs; exported, deleted.
+
+Knows text and exit codes; how any of it is found out is `zerojax.checkpoint`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zerojax.checkpoint import Checkpointer, CheckpointError, Verification
+from zerojax.checkpoint.differences import Difference, compare
+from zerojax.checkpoint.export import export
+from zerojax.checkpoint.inspection import SavedStep, find_checkpoints, leftovers, saved_steps
+from zerojax.checkpoint.pruning import Removal, removals, remove
+from zerojax.exit_codes import FAILED, OK
+from zerojax.trees import format_bytes
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_TOKENIZER = "tokenizer.json"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carries out one of the actions."""
+    jax.config.update("jax_platforms", "cpu")  # takes no accelerator from a run
+    return _ACTIONS[args.action](args)
+
+
+# --- list -----------------------------------------------------------------------------------------
+
+
+def _list(args: argparse.Namespace) -> int:
+    path, _ = find_checkpoints(args.run)
+    steps, rest = saved_steps(path), leftovers(path)
+    if args.json:
+        body = {
+            "folder": str(path),
+            "steps": [_as_json(one) for one in steps],
+            "others": [
+                {"name": x.folder.name, "kind": x.kind, "bytes": x.num_bytes, "why": x.why}
+                for x in rest
+            ],
+        }
+        print(json.dumps(body, indent=1))
+        return OK
+    rows = [("step", "saved (UTC)", "size", "devices", "processes", "zerojax", "jax", "")]
+    rows += [_row(one) for one in steps]
+    print(_table(rows))
+    for one in rest:
+        print(f"{one.folder.name} ({format_bytes(one.num_bytes)}): {one.why}")
+    total = sum(one.num_bytes for one in (*steps, *rest))
+    bad = sum(one.problem is not None for one in steps)
+    state = f"{bad} damaged" if bad else "all files have their sizes"
+    print(f"{len(steps)} steps, {format_bytes(total)} in {path}; {state}")
+    return OK
+
+
+def _row(one: SavedStep) -> tuple[str, ...]:
+    size, found = format_bytes(one.num_bytes), one.metadata
+    if found is None:
+        return (str(one.step), "", size, "", "", "", "", f"damaged: {one.problem}")
+    versions = [found.versions.get(name, "") for name in ("zerojax", "jax")]
+    saved = found.saved[:19].replace("T", " ")
+    state = "ok" if one.problem is None else f"damaged: {one.problem}"
+    counts = str(found.num_devices), str(found.num_processes)
+    return (str(one.step), saved, size, *counts, *versions, state)
+
+
+def _as_json(one: SavedStep) -> dict[str, Any]:
+    found = one.metadata
+    about = (
+        {}
+        if found is None
+        else {
+            "saved": found.saved,
+            "num_devices": found.num_devices,
+            "num_processes": found.num_processes,
+            "versions": found.versions,
+            "num_arrays": len(found.arrays),
+        }
+    )
+    return {"step": one.step, "bytes": one.num_bytes, "problem": one.problem, **about}
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns to the right, the last one to the left."""
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]) - 1)]
+    lines = []
+    for *cells, last in rows:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        lines.append("  ".join([*aligned, last]).rstrip())
+    return "\n".join(lines)
+
+
+# --- verify ---------------------------------------------------------------------------------------
+
+
+def _verify(args: argparse.Namespace) -> int:
+    path, named = find_checkpoints(args.run)
+    with Checkpointer(path) as checkpointer:
+        if args.all:
+            steps: Sequence[int | None] = checkpointer.steps()
+        else:
+            steps = [args.step if args.step is not None else named]
+        found = []
+        for step in steps:
+            verification = checkpointer.verify(step)
+            found.append(verification)
+            if not args.json:
+                _tell(verification)
+    if args.json:
+        print(json.dumps([_verified(one) for one in found], indent=1))
+    if not found:
+        raise CheckpointError(f"{path} has no complete step to verify")
+    return OK if all(one.is_good for one in found) else FAILED
+
+
+def _tell(found: Verification) -> None:
+    checked = f"{found.num_files} files ({format_bytes(found.num_bytes)})"
+    if found.has_fingerprints:
+        checked += f" and {found.num_leaves} arrays"
+    if found.is_good and not found.num_files:
+        print(f"step {found.step}: sizes are right; saved without checksums, so no more is known")
+    elif found.is_good:
+        print(f"step {found.step}: good; {checked} are what was saved")
+    else:
+        print(f"step {found.step}: damaged; of {checked} {len(found.damages)} are not as saved")
+    for damage in found.damages:
+        print(f"  {damage}")
+
+
+def _verified(found: Verification) -> dict[str, Any]:
+    return {
+        "step": found.step,
+        "good": found.is_good,
+        "files": found.num_files,
+        "arrays": found.num_leaves,
+        "bytes": found.num_bytes,
+        "damages": [dataclasses.asdict(damage) for damage in found.damages],
+    }
+
+
+# --- diff -----------------------------------------------------------------------------------------
+
+
+def _diff(args: argparse.Namespace) -> int:
+    first, second = _two_steps(args.run, args.others)
+    found = compare(first, second)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(found), indent=1, default=str))
+    else:
+        print(_describe(found, first, second, args.limit))
+    return OK if found.is_empty else FAILED
+
+
+def _two_steps(run: str, others: Sequence[str]) -> tuple[SavedStep, SavedStep]:
+    if len(others) == 2 and all(word.isdigit() for word in others):
+        return _step_of(run, int(others[0])), _step_of(run, int(others[1]))
+    if len(others) == 1 and not others[0].isdigit():
+        return _step_of(run), _step_of(others[0])
+    raise CheckpointError(
+        f"diff {run} {' '.join(others)}: give two steps of one run (RUN 100 200), or two runs or "
+        "folders of steps (RUN RUN2)"
+    )
+
+
+def _step_of(run: str, step: int | None = None) -> SavedStep:
+    path, named = find_checkpoints(run)
+    steps = saved_steps(path)
+    wanted = step if step is not None else named
+    if wanted is None and steps:
+        return steps[-1]
+    for one in steps:
+        if one.step == wanted:
+            return one
+    there = ", ".join(str(one.step) for one in steps) or "none"
+    raise CheckpointError(f"{path} has no step {wanted}; the saved steps are: {there}")
+
+
+def _describe(found: Difference, first: SavedStep, second: SavedStep, limit: int) -> str:
+    lines = [f"- {first.folder}", f"+ {second.folder}"]
+    for title, pairs in (
+        ("settings", found.settings),
+        ("plan", found.plan),
+        ("versions", found.versions),
+    ):
+        pairs_text = [f"{key}: {_short(a)} -> {_short(b)}" for key, (a, b) in pairs.items()]
+        lines += _part(title, pairs_text, limit)
+    lines += _part("arrays only in the first", found.removed, limit)
+    lines += _part("arrays only in the second", found.added, limit)
+    rows = []
+    for change in sorted(found.changed, key=lambda x: -(x.relative or 0)):
+        if change.norm is None:
+            rows.append(f"{change.name}: {change.what}")
+            continue
+        sizes = f"norm of the difference {change.norm:.4g}, relative {change.relative:.3g}"
+        text = f"{change.name}: {sizes}"
+        if change.elements is not None:
+            text += f", {change.elements:,} elements"
+        rows.append(text + (f" ({change.what})" if change.what else ""))
+    lines += _part("arrays that differ", rows, limit)
+    lines.append(f"{found.num_same} arrays are the same, bit for bit")
+    return "\n".join(lines)
+
+
+def _part(title: str, rows: Sequence[str], limit: int) -> list[str]:
+    if not rows:
+        return []
+    more = [f"  ... and {len(rows) - limit} more (--limit N)"] if len(rows) > limit else []
+    return [f"{title}: {len(rows)}", *(f"  {row}" for row in rows[:limit]), *more]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value) if not isinstance(value, str) else value
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+def _export(args: argparse.Namespace) -> int:
+    *steps, out = args.places
+    if len(steps) > 1 or not all(word.isdigit() for word in steps):
+        raise CheckpointError(
+            f"export {args.run} {' '.join(args.places)}: give RUN, a step if it is not to be the "
+            "newest, and a new folder"
+        )
+    if args.shard_gb <= 0:
+        raise CheckpointError(f"--shard-gb {args.shard_gb}: more than 0 is needed")
+    saved = _step_of(args.run, int(steps[0]) if steps else None)
+    runs = (Path(args.run), saved.folder.parent, saved.folder.parent.parent)
+    tokenizer = next((x / _TOKENIZER for x in runs if (x / _TOKENIZER).is_file()), None)
+    done = export(
+        saved,
+        Path(out).expanduser().absolute(),
+        dtype=_DTYPES.get(args.dtype),
+        shard_bytes=int(args.shard_gb * 1e9),
+        tokenizer=tokenizer,
+    )
+    files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0]
+    with_ = "" if tokenizer is None else f" and {_TOKENIZER}"
+    print(
+        f"step {saved.step}: {done.num_arrays} arrays ({format_bytes(done.num_bytes)}) in {files}, "
+        f"config.json{with_} are in {done.folder}"
+    )
+    if tokenizer is None:
+        print("no tokenizer was found beside the checkpoints, so none is in it")
+    return OK
+
+
+# --- prune ----------------------------------------------------------------------------------------
+
+
+def _prune(args: argparse.Namespace) -> int:
+    path, _ = find_checkpoints(args.run)
+    found = removals(path, keep=args.keep, every=args.every, damaged=args.damaged)
+    word = "would delete" if args.dry_run else "deleted"
+    failed = 0
+    for one in found:
+        try:
+            if not args.dry_run:
+                remove(path, one)
+        except OSError as error:
+            failed += 1
+            print(f"zerojax: {one.folder} cannot be deleted: {error.strerror}", file=sys.stderr)
+            continue
+        print(f"{word} {_name_of(one)} ({format_bytes(one.num_bytes)}): {one.why}")
+    total = format_bytes(sum(one.num_bytes for one in found))
+    left = [str(one.step) for one in saved_steps(path)]
+    if args.dry_run:
+        gone = {str(one.step) for one in found}
+        left = [step for step in left if step not in gone]
+    stay = ", ".join(left) or "none"
+    print(f"{word} {len(found) - failed} of {len(found)} ({total}); steps that stay: {stay}")
+    return FAILED if failed else OK
+
+
+def _name_of(one: Removal) -> str:
+    return one.folder.name if one.step is None else f"step {one.step}"
+
+
+_ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "list": _list,
+    "verify": _verify,
+    "diff": _diff,
+    "export": _export,
+    "prune": _prune,
+}
