@@ -25,7 +25,7 @@ from zerojax.optim import Optimizer, UpdateContext
 from zerojax.planned import Planned
 from zerojax.sealing import run_sealed, seal_on, zero_at_run_time
 from zerojax.state import TrainState
-from zerojax.updates import GradientNorm, ThisStep, clipped_scale
+from zerojax.updates import GradientNorm, ThisStep, clipped_scale, describe_squares
 
 Arrays = dict[str, jax.Array]
 
@@ -79,9 +79,7 @@ def build_fixed_norm(plan: Planned) -> Callable[..., GradientNorm]:
 
     def finish(each: jax.Array) -> GradientNorm:
         total = jnp.sum(each)
-        bad = ~jnp.isfinite(each)
-        first = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
-        return GradientNorm(jnp.sqrt(total), first, jnp.isfinite(total))
+        return describe_squares(each, total, jnp.isfinite(total))
 
     def local(grads: Arrays, scale: jax.Array) -> GradientNorm:
         cut, whole = pieces.split(grads)

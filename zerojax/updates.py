@@ -143,10 +143,7 @@ def build_norm(plan: Planned) -> Callable[..., GradientNorm]:
             by_name[name] = square * scale * scale
             total = total + by_name[name]
         each = jnp.stack([by_name[name] for name in order])
-        bad = ~jnp.isfinite(each)
-        first = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
-        largest = jnp.argmax(each).astype(jnp.int32)
-        return GradientNorm(jnp.sqrt(total), first, read_finite, largest, each[largest] / total)
+        return describe_squares(each, total, read_finite)
 
     def norm(grads: Arrays, scale: jax.Array, squares: Arrays | None = None) -> GradientNorm:
         squares = squares or {}
@@ -158,6 +155,19 @@ def build_norm(plan: Planned) -> Callable[..., GradientNorm]:
         return mapped(read, scale, squares)
 
     return norm
+
+
+def describe_squares(each: jax.Array, total: jax.Array, read_finite: jax.Array) -> GradientNorm:
+    """What the sums of squares of all leaves tell.
+
+    Args:
+      each: float32 [leaves]; total: float32 [], their sum.
+      read_finite: as `GradientNorm` has it.
+    """
+    bad = ~jnp.isfinite(each)
+    first = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
+    largest = jnp.argmax(each).astype(jnp.int32)
+    return GradientNorm(jnp.sqrt(total), first, read_finite, largest, each[largest] / total)
 
 
 def build_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
