@@ -17,8 +17,8 @@ from zerojax.launcher.endings import End
 from zerojax.launcher.job import Job, command_line, variables_of
 from zerojax.launcher.output import Printer
 
-_SECONDS_FOR_OUTPUT = 1.0
-"""A process that has left its session may hold the pipe of one that has ended."""
+_SECONDS_FOR_OUTPUT = 0.5
+"""For the last words of a process that has ended, which one that it has started may say."""
 
 
 class Children:
@@ -64,14 +64,13 @@ class Children:
             reader.start()
         # As long as it is not waited for, its number names this process and no other.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        when = time.monotonic()
+        when, was_killed = time.monotonic(), self._killed
+        for reader in readers:
+            reader.join(max(0.0, when + _SECONDS_FOR_OUTPUT - time.monotonic()))
         with self._lock:
-            was_killed = self._killed
             _signal_session(process, signal.SIGKILL)  # what it has started and left behind
             del self._running[process_id]
         code = process.wait()
-        for reader in readers:
-            reader.join(_SECONDS_FOR_OUTPUT)
         self._events.put(End(process_id, code, when, was_killed))
 
     def forward(self, number: int) -> None:

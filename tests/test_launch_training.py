@@ -1,0 +1,158 @@
+"""Trainings in several processes over the loopback interface, started by `zerojax launch`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.test_processes import LIMIT, losses_of, train
+from tests.trajectories import TOLERANCE
+
+pytestmark = pytest.mark.multihost
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+
+
+def run(words: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zerojax", *words],
+        cwd=folder,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        output, error = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(words, process.returncode, output, error)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Losses of 8 steps in one process."""
+    return train(tmp_path_factory.mktemp("one"), "one", "steps=8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_every_stage_in_several_processes(zero, processes, tmp_path, undisturbed):
+    losses = train(tmp_path, "run", f"zero={zero}", "steps=8", processes=processes)
+    np.testing.assert_allclose(losses, undisturbed, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_tensor_parallelism_across_processes(processes, tmp_path, undisturbed):
+    """With 4 processes of one device each, both halves of a layer are in different ones."""
+    losses = train(tmp_path, "run", "mesh.model=2", "zero=3", "steps=8", processes=processes)
+    np.testing.assert_allclose(losses, undisturbed, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_four_processes_hand_over_to_two_and_these_to_one(tmp_path, undisturbed):
+    for processes, steps in ((4, 3), (2, 6), (1, 8)):
+        losses = train(tmp_path, "run", f"steps={steps}", processes=processes)
+        assert len(losses) == steps
+    np.testing.assert_allclose(losses, undisturbed, rtol=0, atol=TOLERANCE)
+
+
+SCRIPT = """
+import os, signal, sys, time
+import zerojax
+from zerojax.models import GPT2, GPT2Config
+
+me, restart = int(os.environ["ZEROJAX_PROCESS_ID"]), int(os.environ["ZEROJAX_RESTART"])
+
+def fault(trainer, metrics):
+    if trainer.num_steps >= 6 and me == WHO and restart == 0:
+        print("fails at", time.time(), flush=True)
+        FAULT
+
+config = GPT2Config(num_layers=1, num_heads=2, embed_dim=32, max_seq_len=32, vocab_size=256)
+zerojax.train(
+    lambda rngs: GPT2(config, rngs=rngs), zerojax.MeshConfig(zero=2, persistence_threshold=100),
+    global_batch_size=16, seq_len=32, steps=8, callbacks=[fault], run_dir="run",
+    checkpoint=zerojax.config.CheckpointConfig(path="run/checkpoints", every=4, asynchronous=False),
+    log=zerojax.config.LogConfig(every=1, console="lines", tensorboard=False),
+)
+print("process", me, "has finished", flush=True)
+"""
+
+
+def train_with_fault(
+    folder: Path, fault: str, who: int, *options: str
+) -> tuple[subprocess.CompletedProcess, float]:
+    """Runs the script above; also how long after the fault everything had ended."""
+    script = SCRIPT.replace("WHO", str(who)).replace("FAULT", fault)
+    (folder / "script.py").write_text(script, encoding="utf-8")
+    launch = ["launch", "--nprocs", "2", "--cpu-devices", "1", *options, "--"]
+    result = run([*launch, "python", "script.py"], folder)
+    ended = time.time()
+    found = re.search(r"fails at ([\d.]+)", result.stdout)
+    return result, ended - float(found[1]) if found else 0.0
+
+
+@pytest.fixture(scope="module")
+def without_fault(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calm")
+    result, _ = train_with_fault(folder, "pass", 0)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert sorted(re.findall(r"process \d has finished", result.stdout)) == [
+        f"process {index} has finished" for index in range(2)
+    ]
+    return losses_of(folder / "run")
+
+
+FAULTS = {
+    "exception": ("raise RuntimeError('bad luck')", 1, "exit code 1"),
+    "sys_exit": ("sys.exit(3)", 3, "exit code 3"),
+    "kill_9": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "who"),
+    [
+        pytest.param("sys_exit", 1, marks=pytest.mark.slow),
+        pytest.param("sys_exit", 0, marks=pytest.mark.slow),
+        pytest.param("exception", 0, marks=pytest.mark.slow),
+        pytest.param("exception", 1, marks=pytest.mark.slow),
+        pytest.param("kill_9", 0, marks=pytest.mark.slow),
+        pytest.param("kill_9", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_fails_is_named_and_the_job_ends(fault, who, tmp_path):
+    """Left to JAX: 100 to 300 seconds, and exit code -6."""
+    code, words = FAULTS[fault][1:]
+    result, seconds = train_with_fault(tmp_path, FAULTS[fault][0], who)
+    assert result.returncode == code, result.stdout + result.stderr
+    assert f"zerojax launch: rank {who} failed first, with {words}" in result.stderr
+    assert 0 < seconds < 15, "5 seconds on a machine that has nothing else to do"
+    if fault == "exception":
+        assert f"[{who}] RuntimeError: bad luck" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "who"),
+    [("kill_9", 0), *(pytest.param(f, 1, marks=pytest.mark.slow) for f in FAULTS)],
+)
+def test_the_restarted_run_ends_as_if_nothing_had_happened(fault, who, tmp_path, without_fault):
+    result, _ = train_with_fault(tmp_path, FAULTS[fault][0], who, "--max-restarts", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"rank {who} failed first" in result.stderr
+    assert "Restart 1 of 1" in result.stderr
+    assert losses_of(tmp_path / "run") == without_fault
