@@ -152,11 +152,9 @@ def _check_free(bind: str, group: ProcessGroup) -> None:
     host, port = split_address(bind)
     addresses = _resolve(host, port)
     several_hosts = group.num_local_processes is not None and not group.is_on_one_host
-    if (
-        several_hosts
-        and bind == group.coordinator
-        and all(ipaddress.ip_address(a[1][0]).is_loopback for a in addresses)
-    ):
+    is_own_choice = bind != group.coordinator
+    all_local = all(ipaddress.ip_address(address[0]).is_loopback for _, address in addresses)
+    if several_hosts and all_local and not is_own_choice:
         raise OSError(
             f"the coordinator {bind} is {addresses[0][1][0]} on this host, which no other host can "
             "reach; set ZEROJAX_COORDINATOR to an address of the network between the hosts"
