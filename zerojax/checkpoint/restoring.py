@@ -15,7 +15,7 @@ import numpy as np
 from zerojax.checkpoint import agreement, files
 from zerojax.checkpoint.errors import CheckpointError, Damage, DamagedError, is_damage, reason
 from zerojax.checkpoint.fingerprints import Computation, Parts, differing_copies, whole
-from zerojax.checkpoint.metadata import Metadata, check_same_arrays, read_metadata
+from zerojax.checkpoint.metadata import FILE_NAME, Metadata, check_same_arrays, read_metadata
 from zerojax.checkpoint.pieces import Pieces
 from zerojax.checkpoint.saving import ARRAYS, PIECES, is_first_process
 from zerojax.fingerprints import as_text
@@ -68,6 +68,8 @@ def check_quickly(folder: Path) -> Metadata:
       DamagedError: something is wrong. CheckpointError: a newer format, or not readable now.
     """
     metadata = read_metadata(folder)
+    if folder.name != str(metadata.step):
+        raise _damaged(folder, f"{FILE_NAME} is that of step {metadata.step}")
     try:
         _raise_first(folder, files.wrong_sizes(folder, metadata.files))
         _raise_first(folder, files.wrong_checksums(folder, _small(metadata)))
