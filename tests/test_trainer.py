@@ -100,7 +100,7 @@ def test_a_resumed_run_is_bit_equal_and_traces_nothing_twice(tmp_path, monkeypat
         model, mesh, BATCHES, callbacks=[recording(second)], **options(**halves)
     ) as trainer:
         assert trainer.num_steps == 6
-        assert trainer._step._cache_size() == 1
+        assert trainer.jitted_step._cache_size() == 1
     assert first + second == whole
     # A run that is complete already takes no step, so there is none to compile for its peak.
     monkeypatch.setattr(trainer_module, "compare_peak", lambda *_: pytest.fail("compiles a step"))

@@ -23,6 +23,7 @@ from zerojax.data import Feed, TokenSource, local_rows_of_mesh
 from zerojax.habits import Habits
 from zerojax.host_budget import check_offload
 from zerojax.metrics import RunLog
+from zerojax.out_of_memory import explaining_memory
 from zerojax.plan import Plan
 from zerojax.plan_counts import model_flops
 from zerojax.private_files import not_for_everybody
@@ -74,21 +75,22 @@ def start_run(
     )
     with watchdog:
         try:
-            trainer = Trainer(
-                plan,
-                replan=replan,
-                seed=seed,
-                habits=habits,
-                open_log=None if run.folder is None else functools.partial(_open_log, run),
-                checkpointer=checkpointer,
-                config=redact(run.config),
-                validation=validation,
-                watchdog=watchdog,
-            )
-            trainer.fit(feed, run.steps)
-            if checkpointer is not None:
-                with watchdog.during("waiting for the last checkpoint", is_long=True):
-                    checkpointer.wait()
+            with explaining_memory(lambda: _under_way(plan, trainer), run.folder):
+                trainer = Trainer(
+                    plan,
+                    replan=replan,
+                    seed=seed,
+                    habits=habits,
+                    open_log=None if run.folder is None else functools.partial(_open_log, run),
+                    checkpointer=checkpointer,
+                    config=redact(run.config),
+                    validation=validation,
+                    watchdog=watchdog,
+                )
+                trainer.fit(feed, run.steps)
+                if checkpointer is not None:
+                    with watchdog.during("waiting for the last checkpoint", is_long=True):
+                        checkpointer.wait()
         except BaseException as error:
             if checkpointer is not None and (failure := _close_after(checkpointer)):
                 error.add_note(f"Also: {failure}")
@@ -96,6 +98,13 @@ def start_run(
                 end_state(trainer.state)
             raise
     return trainer
+
+
+def _under_way(plan: Plan, trainer: Trainer | None) -> tuple[Plan, Any, int, Any]:
+    """(plan, state, batches consumed, the jitted step), as far as a run has come."""
+    if trainer is None:
+        return plan, None, 0, None
+    return trainer.plan, trainer.state, trainer.num_steps, trainer.jitted_step
 
 
 def _close_after(checkpointer: Checkpointer) -> str | None:

@@ -45,6 +45,7 @@ class Trainer:
       num_steps: batches consumed.
       metrics: the last report, on the host.
       history: every report, oldest first.
+      jitted_step: of the current plan.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Trainer:
             self._reports = self._new_reports()
 
     def _build(self) -> None:
-        self._step, self._step_was_called = build_step(self.plan), False
+        self.jitted_step, self._step_was_called = build_step(self.plan), False
         self._evaluate, self._evaluate_was_called = build_evaluation(self.plan), False
         self._watchdog.plan_changed()
 
@@ -114,7 +115,7 @@ class Trainer:
         first = not self._step_was_called
         what = f"{'compiling, or ' * first}in step {self.num_steps + 1}"
         with self._pace.stepping(), self._watchdog.during(what, is_long=first):
-            self.state, metrics = self._step(self.state, batch)
+            self.state, metrics = self.jitted_step(self.state, batch)
         self._step_was_called = True
         self.num_steps += 1
         return metrics
@@ -182,8 +183,9 @@ class Trainer:
                     raise PeerLostError(self.num_steps, saved, hint) from error
                 raise
             is_ours = isinstance(error, (CheckpointError, FloatingPointError, StoreError))
-            # A step that fails, as for lack of memory, has used its state up.
-            is_lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+            # A step that fails, as for lack of memory, has used its state up, and made none.
+            is_lost = isinstance(error, jax.errors.JaxRuntimeError)
+            is_lost = is_lost or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
             if self.habits.save_on_exit and not (is_ours or is_lost):
                 try:
                     self.save()
@@ -243,7 +245,7 @@ class Trainer:
         # A step that was never called is not compiled for the sake of this line.
         if self._log is None or not self._step_was_called:
             return
-        line = compare_peak(self._step, self.plan, device_memory())
+        line = compare_peak(self.jitted_step, self.plan, device_memory())
         if line is not None:
             self._log.message(line)
 

@@ -9,6 +9,8 @@ import errno
 import os
 
 PACKAGES = ("zerojax", "pallas_kernels")
+OUT_OF_MEMORY = "out of memory"
+"""How the note begins that `zerojax.out_of_memory` leaves on an error."""
 _NOT_OF_INPUT = ("zerojax.compiler",)
 _BAD_PATHS = (
     FileNotFoundError,
@@ -83,6 +85,9 @@ def _about_import(error: ImportError) -> str | None:
 
 def _about_machine(error: Exception) -> str | None:
     text = str(error)
+    for note in getattr(error, "__notes__", ()):
+        if note.startswith(OUT_OF_MEMORY):
+            return note
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         return (
             "out of memory; raise num_microbatches (activations), mesh.zero (state) or set "

@@ -39,17 +39,35 @@ from zerojax.trees import format_bytes, num_elements
 STATE = (MASTERS, OPTIMIZER, "optimizer temporaries")
 MOST_FRACTION = 0.95
 """Of a card, what JAX may be given: CUDA, NCCL and libraries take some 0.5 to 2 GiB beside it."""
+PRICES = {
+    0: "nothing: as much work and traffic as before",
+    1: "little: more and smaller products",
+    2: "traffic: half as much of it again",
+    3: "traffic or waiting in every layer",
+    4: "up to a third more products",
+    5: "copies between host and device in every step",
+}
+"""What a remedy costs in time, the least first."""
+MICROBATCHES = "num_microbatches="
 SMALL = 0.01
 """A remedy that saves less than this share of what is needed is not worth a line."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Remedy:
-    """One line: what to set, why it helps, about how many bytes per device it saves (if known)."""
+class Remedy:
+    """One setting that takes less memory.
+
+    Attributes:
+      words: what to set, as it is typed.
+      why: it helps.
+      saving: about how many bytes per device; None: only the compiler knows.
+      price: what it costs in time, a key of `PRICES`; None: it takes more devices.
+    """
 
     words: str
     why: str
     saving: float | None
+    price: int | None
 
 
 def role_sizes(memory: Memory) -> dict[str, int]:
@@ -83,7 +101,11 @@ def find_remedies(
     sizes = role_sizes(memory)
     needed = sum(sizes.values())
     lines = []
-    for remedy in _all_remedies(plan, gpu, sizes):
+    remedies = list(all_remedies(plan, gpu, sizes))
+    parts = [remedy for remedy in remedies if remedy.words.startswith(MICROBATCHES)]
+    for remedy in remedies:
+        if remedy in parts[1:-1]:
+            continue
         if remedy.saving is None:
             saves = "compile to see how much it saves"
         elif remedy.saving < SMALL * needed:
@@ -104,14 +126,21 @@ def find_remedies(
     return lines
 
 
-def _all_remedies(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[_Remedy]:
+def all_remedies(plan: Planned, gpu: Gpu | None, sizes: dict[str, int]) -> Iterator[Remedy]:
+    """Everything that this plan leaves to be set, the order as in `find_remedies`.
+
+    Args:
+      gpu: the card; None: not known, so nothing is said of what needs its links.
+      sizes: role -> bytes at the peak.
+    """
     yield from _more_devices(plan, sizes)
     yield from _higher_zero(plan, sizes)
     yield from _microbatches(plan, sizes)
     yield from _pipeline(plan)
     yield from _remat(plan, sizes)
-    yield from _offload(plan, gpu, sizes)
-    yield from _tensor_parallel(plan, gpu, sizes)
+    if gpu is not None:
+        yield from _offload(plan, gpu, sizes)
+        yield from _tensor_parallel(plan, gpu, sizes)
     yield from _more_stages(plan, sizes)
 
 
@@ -136,7 +165,7 @@ def _has_checkpoint(program: Any) -> bool:
     )
 
 
-def _more_devices(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
+def _more_devices(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
     shards = num_data_shards(plan.mesh)
     split = _sum(sizes, *STATE) if plan.zero >= 1 else 0
     split += _sum(sizes, "gradients") if plan.zero >= 2 else 0
@@ -149,10 +178,10 @@ def _more_devices(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
     why = f"half as much {what}" if split else "half as many rows"
     also = "" if rows > 1 else f" with num_microbatches={plan.num_microbatches // 2}"
     words = f"--devices {2 * plan.mesh.size}{also}"
-    yield _Remedy(words, f"{why} on each device", (split + activations) / 2)
+    yield Remedy(words, f"{why} on each device", (split + activations) / 2, None)
 
 
-def _higher_zero(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
+def _higher_zero(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
     shards = plan.placement.axis_sizes[DATA]
     moved = {1: _sum(sizes, *STATE), 2: _sum(sizes, "gradients")}
     moved[3] = _sum(sizes, "gathered weights")
@@ -164,21 +193,22 @@ def _higher_zero(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
         saving += moved[zero] * (1 - 1 / shards)
         parts = [names[stage] for stage in range(plan.zero + 1, zero + 1)]
         why = f"{' and '.join(parts)} also split over {shards} devices"
-        yield _Remedy(f"mesh.zero={zero}", why, saving)
+        yield Remedy(f"mesh.zero={zero}", why, saving, 2 if zero == 3 else 0)
 
 
-def _microbatches(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
+def _microbatches(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
     rows, activations = rows_at_once(plan), _sum(sizes, "activations", PIPELINE_BUFFERS)
     if plan.pipeline is not None and plan.pipeline.schedule.name == "gpipe":
         return  # which keeps them all, however many there are
     extra = accumulation_bytes(plan) if plan.num_microbatches == 1 and not plan.pipeline else 0
     also = "; adds a sum of gradients" if extra > 0 else ""
     factors = [factor for factor in (2, 4, 8, 16, 32, 64) if rows % factor == 0]
-    for factor in factors[:1] + factors[-1:] * (len(factors) > 1):
-        yield _Remedy(
-            f"num_microbatches={plan.num_microbatches * factor}",
+    for factor in factors:
+        yield Remedy(
+            f"{MICROBATCHES}{plan.num_microbatches * factor}",
             f"{rows // factor} instead of {rows} rows at once{also}",
             activations * (1 - 1 / factor) - extra,
+            1,
         )
 
 
@@ -202,7 +232,7 @@ def accumulation_bytes(plan: Planned) -> int:
     return total
 
 
-def _pipeline(plan: Planned) -> Iterator[_Remedy]:
+def _pipeline(plan: Planned) -> Iterator[Remedy]:
     """What its stages keep less of."""
     layout = plan.pipeline
     if layout is None:
@@ -213,15 +243,15 @@ def _pipeline(plan: Planned) -> Iterator[_Remedy]:
         table = lower(make_schedule("1f1b", **sizes), stash=layout.table.stash)
         fewer = total_buffer_bytes(dataclasses.replace(layout, table=table))
         why = "a stage then keeps fewer microbatches than there are; the bubble is the same"
-        yield _Remedy("mesh.pipeline_schedule=1f1b", why, now - fewer)
+        yield Remedy("mesh.pipeline_schedule=1f1b", why, now - fewer, 0)
     if layout.table.stash == "residuals":
         table = lower(schedule, stash="input")
         inputs = dataclasses.replace(layout, table=table, stash_bytes=activation_bytes(layout))
         why = "stages keep what they were sent and compute forward again: up to a third more FLOPs"
-        yield _Remedy("mesh.stash=input", why, now - total_buffer_bytes(inputs))
+        yield Remedy("mesh.stash=input", why, now - total_buffer_bytes(inputs), 4)
 
 
-def _more_stages(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
+def _more_stages(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
     """Half of the layers on each device, twice the rows."""
     stages, layers = 2 * plan.mesh.shape[STAGE], num_layers(plan)
     leaves = plan.placement.leaves.values()
@@ -233,10 +263,10 @@ def _more_stages(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
     split += ["gradients"] * (plan.zero < 2) + list(STATE) * (plan.zero < 1)
     why = f"each device has {layers // stages} of {layers} layers; idle slots cost time"
     saving = _sum(sizes, *split) * half
-    yield _Remedy(f"mesh.data=-1 mesh.stage={stages}", why, saving)
+    yield Remedy(f"mesh.data=-1 mesh.stage={stages}", why, saving, 3)
 
 
-def _remat(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
+def _remat(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
     now, activations = remat_of(plan), _sum(sizes, "activations")
     if now in (None, "full") or activations < SMALL * sum(sizes.values()):
         return
@@ -247,10 +277,10 @@ def _remat(plan: Planned, sizes: dict[str, int]) -> Iterator[_Remedy]:
     # A transformer block keeps at least 34 bytes per token and channel, its input is 2 of them
     # (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1); one block at a time is whole again.
     saving = activations * (1 - 2 / 34) * (1 - 1 / layers) if now == "none" and layers > 1 else None
-    yield _Remedy(words, why, saving)
+    yield Remedy(words, why, saving, 4)
 
 
-def _offload(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[_Remedy]:
+def _offload(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
     """What can wait in host memory: the optimizer's state, then what layers are given, then their
     weights."""
     config, in_slices = plan.settings.offload, can_slice(plan)
@@ -263,11 +293,12 @@ def _offload(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[_Remedy
             ratio = plan.precision.compute_dtype.itemsize / plan.precision.param_dtype.itemsize
             kept = _sum(sizes, MASTERS) * ratio
         seconds = state / gpu.host_bandwidth
-        yield _Remedy(
+        yield Remedy(
             "mesh.offload.opt_state=host",
             f"{format_bytes(state)} wait in the host's memory for each device (or nvme: in files); "
             f"the update takes {seconds:.2g} s more at best",
             state - kept,
+            5,
         )
     if plan.pipeline is not None or num_layers(plan) == 1:
         return
@@ -275,14 +306,14 @@ def _offload(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[_Remedy
     if config.activations != HOST and remat_of(plan) == "full":
         why = "what each layer is given waits in the host's memory"
         waiting = min(kept_inputs, _sum(sizes, ACTIVATIONS))
-        yield _Remedy("mesh.offload.activations=host", why, waiting * (1 - 2 / num_layers(plan)))
+        yield Remedy("mesh.offload.activations=host", why, waiting * (1 - 2 / num_layers(plan)), 5)
     if config.params != HOST and in_slices and config.moves_opt_state:
         leaves = plan.placement.leaves.values()
         stacked = sum(num_elements(leaf.shape) for leaf in leaves if leaf.stack_dims)
         share = stacked / plan.placement.num_parameters() * (1 - 2 / num_layers(plan))
         why = "layers come to the device one by one, and their gradients leave it"
         held = _sum(sizes, STORED, GRADIENTS) + _sum(sizes, GATHERED) * (plan.zero < 3)
-        yield _Remedy("mesh.offload.params=host", why, held * share)
+        yield Remedy("mesh.offload.params=host", why, held * share, 5)
 
 
 def can_slice(plan: Planned) -> bool:
@@ -296,7 +327,7 @@ def num_layers(plan: Planned) -> int:
     return max(math.prod(leaf.shape[: leaf.stack_dims]) for leaf in leaves)
 
 
-def _tensor_parallel(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[_Remedy]:
+def _tensor_parallel(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
     model = plan.mesh.shape[MODEL]
     rules = plan.settings.rules or bound_attribute(plan.model, "tensor_parallel_rules")
     shards = plan.mesh.shape[DATA]
@@ -307,7 +338,7 @@ def _tensor_parallel(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator
     saving += _sum(sizes, "gradients") / 2 if plan.zero < 2 else 0
     saving += _sum(sizes, *STATE) / 2 if plan.zero < 1 else 0
     why = f"matrices split over {2 * model} devices of a node"
-    yield _Remedy(f"mesh.data=-1 mesh.model={2 * model}", why, saving)
+    yield Remedy(f"mesh.data=-1 mesh.model={2 * model}", why, saving, 3)
 
 
 def _sum(sizes: dict[str, int], *roles: str) -> int:
