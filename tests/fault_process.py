@@ -3,9 +3,9 @@ r"""`zerojax train` with a fault at a place that the variable FAULT names.
 FAULT='{"process": 1, "at": "step", "count": 5, "what": "kill"}' \
     python -m tests.fault_process train tiny.yaml run_dir=run
 
-`at`: "join" (before the processes find each other), "start" (before the first step is asked for),
-"step", "data", "evaluate", "save" (as it begins), "saved" (as it has returned); the first two have
-no `count`, for steps and data it is the number of the step, else of the call.
+`at`: "start" (before the first step is asked for), "step", "data", "evaluate", "save" (as it
+begins), "saved" (as it has returned). `count` is the number of the step for steps and data, else of
+the call. PACE=0.1 makes a step take so many seconds at least, so that a signal can arrive.
 """
 
 from __future__ import annotations
@@ -72,14 +72,12 @@ def install(at: str, count: int, what: str) -> None:
     def call(*args: Any, **kwargs: Any) -> int:
         return next(calls)
 
-    if at == "join":
-        FAULTS[what]()
-    elif at == "start":
+    if at == "start":
         around(trainer, "fit", lambda *_: count)
     elif at == "step":
         around(trainer, "_step_on_devices", lambda self, *_: self.num_steps + 1)
     elif at == "data":
-        around(TokenSource, "batch", lambda self, index, *_: index + 1)
+        around(TokenSource, "rows", lambda self, first, _: first // self.global_batch_size + 1)
     elif at == "evaluate":
         around(trainer, "evaluate", call)
     elif at in ("save", "saved"):
@@ -88,7 +86,19 @@ def install(at: str, count: int, what: str) -> None:
         raise ValueError(at)
 
 
+def slow_down(seconds: float) -> None:
+    """Makes every step take longer."""
+    plain = zerojax.trainer.Trainer._step_on_devices
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return plain(*args, **kwargs)
+
+    zerojax.trainer.Trainer._step_on_devices = slow  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
+    slow_down(float(os.environ.get("PACE", "0")))
     fault = json.loads(os.environ.get("FAULT", "{}"))
     if fault and fault["process"] == int(os.environ.get(PROCESS_ID, "0")):
         install(fault["at"], fault.get("count", 0), fault["what"])

@@ -25,7 +25,7 @@ optimizer: {schedule: constant, warmup_steps: 2}
 precision: fp32
 global_batch_size: 16
 steps: 16
-eval_every: null
+eval_every: 6
 eval_batches: 1
 checkpoint: {every: 4}
 log: {every: 1, console: lines, tensorboard: false}
@@ -48,10 +48,14 @@ class Ended:
     outputs: list[str]
     seconds: float
 
-    def sentences(self, process: int) -> list[str]:
-        """What zerojax itself says of the end."""
+    def sentence(self, process: int) -> str:
+        """What zerojax itself says of the end of a process: one line."""
         lines = self.outputs[process].splitlines()
-        return [line for line in lines if line.startswith("zerojax: ")]
+        said = [
+            line for line in lines if line.startswith("zerojax: ") and "after " not in line[-30:]
+        ]
+        assert len(said) == 1, self.outputs[process]
+        return said[0]
 
 
 class Run:
@@ -67,6 +71,7 @@ class Run:
         self,
         *settings: str,
         fault: Mapping[str, Any] | None = None,
+        pace: float = 0.0,
         before: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -74,7 +79,7 @@ class Run:
 
         Args:
           settings: laid over those of the run.
-          fault: see `tests.fault_process`.
+          fault, pace: see `tests.fault_process`.
           before: words before the command.
           environment: of the processes, beside what they have anyway.
         """
@@ -84,6 +89,7 @@ class Run:
         self.started = []
         for index in range(self.num_processes):
             variables = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+            variables["PACE"] = str(pace)
             if fault is not None:
                 variables["FAULT"] = json.dumps(fault)
             if self.num_processes > 1:
@@ -136,7 +142,17 @@ class Run:
         finally:
             self.kill()
         codes = [process.wait() for process in self.started]
+        self._wait_for_last_words()
         return Ended(codes, self.read_outputs(), ended - (first or ended))
+
+    def _wait_for_last_words(self) -> None:
+        """A process that was killed is spoken for by another, some milliseconds later."""
+        deadline = time.monotonic() + 10
+        for index, process in enumerate(self.started):
+            if process.returncode not in (-signal.SIGKILL, -signal.SIGABRT):
+                continue
+            while time.monotonic() < deadline and "zerojax: " not in self.read_outputs()[index]:
+                time.sleep(0.02)
 
     def kill(self) -> None:
         for process in self.started:
