@@ -158,13 +158,19 @@ def test_who_waits_for_data_says_so(tmp_path, undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["term", "int"])
 @pytest.mark.parametrize(
-    ("at", "count"),
-    [("start", 0), ("step", 1), ("step", 6), ("evaluate", 1), ("save", 1), ("saved", 2)],
+    ("what", "at", "count"),
+    [
+        ("term", "start", 0),
+        ("term", "step", 1),
+        ("int", "step", 6),
+        ("term", "evaluate", 1),
+        ("term", "save", 1),
+        ("term", "saved", 2),
+    ],
 )
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_signal_at_any_time_saves(tmp_path, undisturbed, processes, at, count, what):
+def test_a_signal_at_any_time_saves(tmp_path, undisturbed, processes, what, at, count):
     """Before the first step, while it compiles, in an evaluation and while a save is in flight."""
     run = Run(tmp_path, processes=processes)
     if processes == 1:
