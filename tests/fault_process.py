@@ -4,12 +4,14 @@ FAULT='{"process": 1, "at": "step", "count": 5, "what": "kill"}' \
     python -m tests.fault_process train tiny.yaml run_dir=run
 
 `at`: "start" (before the first step is asked for), "step", "data", "evaluate", "save" (as it
-begins), "saved" (as it has returned). `count` is the number of the step for steps and data, else of
-the call. PACE=0.1 makes a step take so many seconds at least, so that a signal can arrive.
+begins), "space" (the disk has just been found to have some), "saved" (as it has returned). `count`
+is the number of the step for steps and data, else of the call. PACE=0.1 makes a step take so many
+seconds at least, so that a signal can arrive.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -19,9 +21,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import zerojax.trainer
+from zerojax.checkpoint import folders
 from zerojax.data.source import TokenSource
 from zerojax.process_group.group import PROCESS_ID
 
@@ -47,7 +51,16 @@ def _raise() -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO), "/data/tokens.bin")
 
 
-FAULTS["raise"] = _raise
+def _fill_the_disk() -> None:
+    """Another program takes what was free, but for a little."""
+    path = Path(os.environ["DISK"]) / "filler"
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"\1" * 4096):
+            pass
+    os.truncate(path, path.stat().st_size - 16 * 4096)
+
+
+FAULTS |= {"raise": _raise, "fill": _fill_the_disk}
 
 
 def install(at: str, count: int, what: str) -> None:
@@ -80,6 +93,8 @@ def install(at: str, count: int, what: str) -> None:
         around(TokenSource, "rows", lambda self, first, _: first // self.global_batch_size + 1)
     elif at == "evaluate":
         around(trainer, "evaluate", call)
+    elif at == "space":
+        around(folders, "check_free", call, after=True)
     elif at in ("save", "saved"):
         around(zerojax.trainer, "save_state", call, after=at == "saved")
     else:

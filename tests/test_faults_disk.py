@@ -1,0 +1,149 @@
+"""A disk that fills up or becomes read-only while a run saves: real mounts, real error codes.
+
+The mounts lie in a mount namespace of their own, which needs no rights; where a machine forbids
+that, these tests are skipped and say so.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fault_runs import Run
+from zerojax import exit_codes
+
+pytestmark = pytest.mark.multihost
+
+
+class Disk:
+    """A small file system in memory, which only processes that `enter` it see."""
+
+    def __init__(self, folder: Path, size: str) -> None:
+        self.folder = folder
+        folder.mkdir()
+        mount = f"mount -t tmpfs -o size={size} none {folder} && echo mounted && exec sleep 1000"
+        self._holder = subprocess.Popen(
+            ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._holder.stdout is not None
+        if self._holder.stdout.readline() != "mounted\n":
+            pytest.skip(f"no mount namespaces here: {self._holder.communicate()[1].strip()}")
+        # The same folder as seen from outside.
+        self.seen = Path(f"/proc/{self._holder.pid}/root{folder}")
+
+    def enter(self, workplace: Path) -> list[str]:
+        """Words before a command that is to see the disk."""
+        target = ["nsenter", f"--target={self._holder.pid}", "--user", "--mount"]
+        return [*target, "--preserve-credentials", f"--wd={workplace}"]
+
+    def set_mode(self, mode: str) -> None:
+        """Makes it read-only ("ro"), or not ("rw")."""
+        command = [*self.enter(Path("/")), "mount", "-o", f"remount,{mode}", str(self.folder)]
+        subprocess.run(command, check=True, timeout=60)
+
+    def close(self) -> None:
+        self._holder.kill()
+        self._holder.communicate()
+
+
+@pytest.fixture
+def disk(tmp_path) -> Iterator[Disk]:
+    disk = Disk(tmp_path / "disk", "2m")
+    yield disk
+    disk.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Callable[[int], dict[int, float]]:
+    """Losses of a run of so many processes on a disk with space."""
+
+    @functools.cache
+    def losses(processes: int) -> dict[int, float]:
+        run = make_run(tmp_path_factory.mktemp(f"run-{processes}"), processes)
+        assert run.run().codes == [exit_codes.OK] * processes
+        return dict(run.losses())
+
+    return losses
+
+
+def make_run(folder: Path, processes: int, *settings: str) -> Run:
+    devices = ["cpu_devices=2"] * (processes == 1)
+    return Run(folder, *devices, *settings, processes=processes)
+
+
+def saved(disk: Disk) -> list[int]:
+    return sorted(int(path.name) for path in disk.seen.glob("checkpoints/*") if path.name.isdigit())
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_disk_that_fills_up_during_a_save(tmp_path, disk, undisturbed, processes):
+    run = make_run(tmp_path, processes, f"checkpoint.path={disk.folder}/checkpoints")
+    options = {"before": disk.enter(tmp_path), "environment": {"DISK": str(disk.folder)}}
+    fault = {"process": 0, "at": "space", "count": 2, "what": "fill"}
+    ended = run.run(fault=fault, **options)
+    assert ended.codes == [exit_codes.FAILED] * processes, ended.outputs
+    for process in range(processes):
+        sentence = ended.sentence(process)
+        assert "step 8 was not saved" in sentence
+        assert "no space left on device" in sentence
+        assert "free some space" in sentence
+    assert saved(disk) == [4], "what was committed is whole, and half of the other is gone"
+    names = sorted(path.name for path in (disk.seen / "checkpoints").iterdir())
+    assert names == ["4"]
+    (disk.seen / "filler").unlink()
+    ended = run.run(**options)
+    assert ended.codes == [exit_codes.OK] * processes, ended.outputs
+    run.check_losses(undisturbed(processes))
+    assert saved(disk)[-1] == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_folder_that_is_read_only(tmp_path, disk, undisturbed, processes):
+    run = make_run(tmp_path, processes, f"checkpoint.path={disk.folder}/checkpoints")
+    options = {"before": disk.enter(tmp_path)}
+    disk.set_mode("ro")
+    ended = run.run(**options)
+    assert ended.codes == [exit_codes.BAD_INPUT] * processes, ended.outputs
+    assert "checkpoints cannot be written" in ended.sentence(0)
+    assert "read-only file system" in ended.sentence(0).lower()
+    assert run.steps() == [], "it says so before it trains"
+
+    disk.set_mode("rw")
+    run.start(**options, pace=0.3)
+    run.wait_for_step(6)
+    disk.set_mode("ro")
+    ended = run.end()
+    assert all(code in (exit_codes.FAILED, exit_codes.BAD_INPUT) for code in ended.codes)
+    for process in range(processes):
+        assert "step 8 was not saved" in ended.sentence(process)
+        assert "read-only file system" in ended.sentence(process).lower()
+    assert saved(disk) == [4]
+
+    disk.set_mode("rw")
+    ended = run.run(**options)
+    assert ended.codes == [exit_codes.OK] * processes, ended.outputs
+    run.check_losses(undisturbed(processes))
+
+
+@pytest.mark.slow
+def test_a_disk_of_everything_that_fills_up(tmp_path, disk, undisturbed):
+    """Metrics, too, have no space then; the run ends with one sentence and goes on later."""
+    run = make_run(tmp_path, 1, f"run_dir={disk.folder}/run")
+    options = {"before": disk.enter(tmp_path), "environment": {"DISK": str(disk.folder)}}
+    ended = run.run(fault={"process": 0, "at": "step", "count": 7, "what": "fill"}, **options)
+    assert ended.codes == [exit_codes.FAILED], ended.outputs
+    assert "space" in ended.sentence(0)
+    (disk.seen / "filler").unlink()
+    ended = run.run(**options)
+    assert ended.codes == [exit_codes.OK], ended.outputs
+    whole = Run(tmp_path)
+    whole.folder = disk.seen
+    whole.check_losses(undisturbed(1))
