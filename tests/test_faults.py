@@ -177,6 +177,11 @@ def test_a_signal_at_any_time_saves(tmp_path, undisturbed, processes, what, at, 
         run.settings = ("cpu_devices=2",)
     fault = {"process": processes - 1, "at": at, "count": count, "what": what}
     ended = run.run(fault=fault, pace=0.15)
+    if (processes, at) == (1, "start"):
+        assert ended.codes == [128 + signal.SIGTERM], ended.outputs
+        assert "SIGTERM outside of the steps" in ended.sentence(0)
+        assert run.saved() == []
+        return
     assert ended.codes == [exit_codes.SAVED_AND_STOPPED] * processes, ended.outputs
     last = max(run.steps(), default=0)
     assert run.saved()[-1] == last < 16

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -117,13 +118,17 @@ class StopRequest:
             self._listener.close()
 
     def _restore(self) -> None:
+        """Gives the signals back to who had them."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name
-        self._restore()
+        for again, handler in self._previous.items():
+            # Python's own handlers only act once the main thread comes back from where it hangs.
+            at_once = signal.SIG_DFL if again == signal.SIGTERM else handler
+            signal.signal(again, at_once)  # type: ignore[arg-type]
         if self._listener is not None:
             os.kill(os.getpid(), signal.SIGTERM)  # to JAX's handler, which tells the others
 
@@ -138,6 +143,27 @@ class StopRequest:
         os._exit(128 + signal.SIGTERM)
 
 
+@contextlib.contextmanager
+def sigterm_raised() -> Iterator[None]:
+    """SIGTERM raises `Interrupted` where nothing else is done about it, as Ctrl-C raises.
+
+    With several processes, or outside the main thread, it changes nothing.
+    """
+    if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        text = "SIGTERM outside of the steps: nothing was under way; what was saved is whole"
+        raise Interrupted(text, "SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class _Listener:
     """Hears a signal whose handler is not Python's, and leaves it to that handler.
 
@@ -150,7 +176,7 @@ class _Listener:
       heard: called in another thread, with whether this was the first.
     """
 
-    def __init__(self, number: int, heard) -> None:
+    def __init__(self, number: int, heard: Callable[[bool], object]) -> None:
         self._number, self._heard = number, heard
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)  # a full pipe must not stop the handler

@@ -122,4 +122,7 @@ def _orbax() -> tuple[Any, Any]:
     # float32 masters and moments are close to random bits: compression saves 7 % of the bytes and
     # costs 4.7 times the processor time (README.md, 2026-11-21).
     context.array_options.saving.use_compression = False
+    # Orbax takes these seconds by the wall clock, so that a clock set by more than its default of
+    # 1200 fails a save (seen). A save that hangs is the watchdog's.
+    context.async_options.timeout_secs = 10**9
     return orbax, context

@@ -20,6 +20,7 @@ from zerojax.cli.invocation import command_name
 from zerojax.config import RunConfig
 from zerojax.data.tokenizer import load_tokenizer
 from zerojax.distributed import join_processes
+from zerojax.interruption import sigterm_raised
 from zerojax.runs import run_from_config
 
 # An empty line: the start of a paragraph in any text.
@@ -40,7 +41,8 @@ def train(config: RunConfig, command: str) -> int:
         run_one_program_at_a_time()
     join_processes()
     try:
-        trainer = run_from_config(config)
+        with sigterm_raised():
+            trainer = run_from_config(config)
     except KeyboardInterrupt as error:
         print(f"\nzerojax: {error or 'stopped'}", file=sys.stderr)
         if jax.process_index() == 0:
