@@ -92,7 +92,7 @@ class StopRequest:
           saved: whether it is on disk.
         """
         name = self.signal_name or "SIGTERM"
-        where = "" if self.signal_name else ", sent to another process of this run,"
+        where = "" if self.signal_name else ", sent to one of the run's processes,"
         return Interrupted(f"{name}{where} after step {step}: {text}", name, saved=saved)
 
     def __enter__(self) -> Self:
