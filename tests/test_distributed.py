@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_models import reference_model
+from tests.trajectories import text_batch
+from zerojax import make_mesh, make_plan
+from zerojax.distributed import check_joined
 from zerojax.leaving import exit_code_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,6 +144,8 @@ def test_all_wait_for_each_other_when_all_is_saved():
     with processes(program, 2) as started:
         errors = [process.communicate(timeout=60)[1] for process in started]
         assert [process.returncode for process in started] == [75, 75], errors
+    for error in errors:
+        assert error.endswith("\nzerojax: saved\n"), "a sentence, no traceback"
 
 
 def run_alone(program: str, **variables: str) -> subprocess.CompletedProcess:
@@ -235,3 +241,16 @@ def test_exit_codes_of_errors(error, code):
 def test_half_a_group_is_refused():
     result = run_alone(JOIN, ZEROJAX_NUM_PROCESSES="2")
     assert "ZEROJAX_COORDINATOR is not set" in result.stderr
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_planning_alone_where_others_wait_is_refused(alone, monkeypatch):
+    """A script under `srun` that forgets to join would be 16 runs that overwrite each other."""
+    for name, value in own("127.0.0.1:1", 1).items():
+        monkeypatch.setenv(name, value)
+    if alone:
+        monkeypatch.setenv("ZEROJAX_NUM_PROCESSES", "1")
+        check_joined()
+        return
+    with pytest.raises(RuntimeError, match="each would train by itself.*ZEROJAX_NUM_PROCESSES=1"):
+        make_plan(reference_model("gpt2"), make_mesh(), example_batch=text_batch(0))

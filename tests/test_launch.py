@@ -136,6 +136,7 @@ class TestOutput:
         lines = [
             b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks",
             b"step 1",
+            b"W1121 22:47:31.457010   24839 preemption_notifier.cc:90] SIGTERM caught at 2026-11",
             b"W1121 21:59:11.224708   16617 preemption_sync_manager.cc:147] Failed to retrieve",
             b"Additional GRPC error information from remote target coordination_service while",
             b":UNKNOWN:Error received from peer  {grpc_status:14}",

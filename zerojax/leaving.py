@@ -61,6 +61,14 @@ def exit_code_of(error: BaseException) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
 
 
+def say(error: BaseException) -> None:
+    """The traceback of an uncaught `error`; of an end that all have agreed on its sentence only."""
+    if exit_code_of(error) in AGREED:
+        print(f"zerojax: {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+
+
 def leave_on_uncaught_errors(*, is_coordinator: bool) -> None:
     """From now on an uncaught exception ends this process by `leave`.
 
@@ -82,10 +90,10 @@ class _ExceptHook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        try:
+        if exit_code_of(error) in AGREED:
+            say(error)
+        else:
             self.previous(kind, error, trace)
-        except Exception:
-            traceback.print_exception(error)
         if in_group():
             leave(exit_code_of(error))
 

@@ -12,12 +12,11 @@ import contextlib
 import os
 import runpy
 import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from zerojax.exit_codes import BAD_INPUT, FAILED, OK
-from zerojax.leaving import AGREED, end_with_parent, exit_code_of, in_group, leave
+from zerojax.leaving import AGREED, end_with_parent, exit_code_of, in_group, leave, say
 
 _LAUNCHER = "--launcher="
 
@@ -45,7 +44,7 @@ def main() -> int:
             print(error.code, file=sys.stderr)
     except BaseException as error:
         code = exit_code_of(error)
-        traceback.print_exception(_without_boot(error))
+        say(_without_boot(error))
     if code not in AGREED and in_group():
         leave(code)
     return code

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 _GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
+_SIGTERM = re.compile(rb"W\d{4} [\d:.]+ +\d+ preemption_notifier\.cc:\d+\] SIGTERM caught")
 # What the runtime says of a process that another one has left, some 40 lines with a C++ stack.
 _RUNTIME = re.compile(
     rb"[IWEF]\d{4} [\d:.]+ +\d+ "
@@ -25,11 +26,13 @@ RUNTIME_SUMMARY = b"(JAX's runtime has lost the other processes; --show-all prin
 
 
 def without_noise(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines of one stream of one process, less connections of gloo; the runtime's last words are
-    one line."""
+    """Lines of one stream of one process, less what gloo and the runtime say of nothing wrong.
+
+    The runtime's last words become one line.
+    """
     inside, summarised = False, False
     for line in lines:
-        if _GLOO.match(line):
+        if _GLOO.match(line) or _SIGTERM.match(line):
             continue
         if _RUNTIME.match(line):
             inside = True
