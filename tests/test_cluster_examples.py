@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import py_compile
 import re
+import signal
 import stat
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -191,6 +194,35 @@ def test_a_batch_script_trains(script, cluster, tmp_path):
     assert "rank 1/2 on " in result.stderr
     losses, expected = losses_of(tmp_path / "run"), train(tmp_path, "one", "steps=3")
     assert len(losses) == 3
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.multihost
+@pytest.mark.slow
+def test_a_job_whose_time_is_up_goes_on_in_the_queue(cluster, tmp_path):
+    """SIGTERM to both tasks, as before the time limit: saved, 75, requeued, resumed."""
+    (tmp_path / "tiny.yaml").write_text(CONFIG, encoding="utf-8")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def end_of_time() -> None:
+        until = time.monotonic() + LIMIT
+        while not metrics.exists() or metrics.read_text().count('"train"') < 3:
+            if time.monotonic() > until:
+                return
+            time.sleep(0.1)
+        os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGUSR1)
+
+    scheduler = threading.Thread(target=end_of_time, daemon=True)
+    scheduler.start()
+    result = cluster(SBATCH[0], *WORDS[:3], "steps=100000")
+    scheduler.join()
+    assert result.returncode == 75, result.stdout + result.stderr
+    assert (tmp_path / "requeued").read_text() == "requeue 4242\n"
+    steps = len(losses_of(tmp_path / "run"))
+    assert steps >= 3
+    result = cluster(SBATCH[0], *WORDS[:3], f"steps={steps + 2}", SLURM_RESTART_COUNT="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    losses, expected = losses_of(tmp_path / "run"), train(tmp_path, "one", f"steps={steps + 2}")
     np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE)
 
 

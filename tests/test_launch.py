@@ -254,19 +254,21 @@ def test_every_line_stands_behind_its_process(tmp_path):
     assert sorted(result.stderr.splitlines()) == [f"[{i:2}] two" for i in range(11)]
 
 
-def test_what_processes_are_told(tmp_path):
+def test_what_processes_are_told(tmp_path, monkeypatch):
     script = (
         "names = ['NUM_PROCESSES', 'LOCAL_PROCESS_ID', 'NUM_LOCAL_PROCESSES', 'COORDINATOR']\n"
         "print(*(os.environ['ZEROJAX_' + name] for name in names), os.environ['JAX_PLATFORMS'],\n"
         "      os.environ['JAX_NUM_CPU_DEVICES'], sys.argv[1:], os.getcwd() in sys.path,\n"
-        "      os.path.dirname(__file__) == sys.path[0], __name__)"
+        "      os.path.dirname(__file__) == sys.path[0], __name__,\n"
+        "      'JAX_LOCAL_DEVICE_IDS' in os.environ)"
     )
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")  # of all alike it cannot be true
     result = launch(tmp_path, script, "--cpu-devices", "3")
     for process, line in enumerate(sorted(result.stdout.splitlines())):
         words = line.split()
         assert words[:4] == [f"[{process}]", "2", str(process), "2"], result.stderr
         assert words[4].startswith("127.0.0.1:")
-        assert words[5:] == ["cpu", "3", "[]", "False", "True", "__main__"]
+        assert words[5:] == ["cpu", "3", "[]", "False", "True", "__main__", "False"]
 
 
 def test_all_are_started_again_on_another_port(tmp_path):

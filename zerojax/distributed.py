@@ -34,7 +34,7 @@ DEFAULT_HEARTBEAT_SECONDS = 60
 wait in a collective for so long."""
 DEFAULT_JOIN_SECONDS = 300
 
-_NUM_CPU_DEVICES = "jax_num_cpu_devices"
+_NUM_CPU_DEVICES, _PLATFORMS = "jax_num_cpu_devices", "jax_platforms"
 # gRPC reads these spellings only, the first before the second.
 _NO_PROXY, _NO_PROXY_AT_ALL = "no_grpc_proxy", "no_proxy"
 BIND_ADDRESS, LOCAL_DEVICES = "JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS"
@@ -66,12 +66,13 @@ def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
         return group
     if _devices_have_started():
         raise RuntimeError(_not_joined(group))
-    if not visible_gpus(os.environ) and getattr(jax.config, _NUM_CPU_DEVICES) > 1:
+    # A script may have chosen its platform by `jax.config`, which begins as the variable.
+    num_gpus = visible_gpus({**os.environ, "JAX_PLATFORMS": getattr(jax.config, _PLATFORMS) or ""})
+    if not num_gpus and getattr(jax.config, _NUM_CPU_DEVICES) > 1:
         # Virtual CPU devices share threads: two programs with collectives can wait for each other.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     heartbeat = _seconds(HEARTBEAT_SECONDS, DEFAULT_HEARTBEAT_SECONDS)
     limit = _seconds(JOIN_SECONDS, DEFAULT_JOIN_SECONDS)
-    num_gpus = visible_gpus(os.environ)
     # JAX reads this variable itself.
     devices = None if os.environ.get(LOCAL_DEVICES) else local_device_ids(group, num_gpus)
     # JAX's own default are all interfaces of the machine.

@@ -145,7 +145,7 @@ class _Leader(_Launcher):
             if isinstance(event, Message):
                 if event.content is None:
                     self.lost.add(event.host)
-                    self._end_the_others()
+                    self._end_the_others(time.monotonic())
                     waited_for -= {i for i in waited_for if self.job.host_of(i) == event.host}
                     continue
                 event = _end_of(event.content)
@@ -153,12 +153,12 @@ class _Leader(_Launcher):
             ends.append(event)
             waited_for.discard(event.process_id)
             if event.failed:
-                self._end_the_others()
+                self._end_the_others(event.when)
         return ends
 
-    def _end_the_others(self) -> None:
+    def _end_the_others(self, since: float) -> None:
         self.followers.send(end=True)
-        self.children.end_soon()
+        self.children.end_soon(since)
 
     def _outcome(self, ends: list[End]) -> tuple[int, str | None]:
         """The exit code of the run, and a sentence where it is a failure."""

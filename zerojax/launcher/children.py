@@ -14,7 +14,7 @@ import threading
 import time
 
 from zerojax.launcher.endings import End
-from zerojax.launcher.job import Job, command_line, variables_of
+from zerojax.launcher.job import OF_ONE_PROCESS, Job, command_line, variables_of
 from zerojax.launcher.output import Printer
 
 _SECONDS_FOR_OUTPUT = 0.5
@@ -34,11 +34,12 @@ class Children:
     def start(self, coordinator: str, restart: int) -> None:
         """Starts all of them. To be called in the main thread, with which they would end."""
         self._killed, self._deadline = False, None
+        inherited = {name: os.environ[name] for name in os.environ if name not in OF_ONE_PROCESS}
         for process_id in self._job.process_ids:
             told = variables_of(self._job, process_id, coordinator, restart)
             process = subprocess.Popen(
                 command_line(self._job),
-                env={**os.environ, **told},
+                env={**inherited, **told},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -80,13 +81,16 @@ class Children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    def end_soon(self) -> None:
+    def end_soon(self, since: float | None = None) -> None:
         """Kills what still runs when the job's grace is over.
 
         SIGTERM would be of no use: it asks all processes for a save that they agree on.
+
+        Args:
+          since: when the first failed, on the monotonic clock; None: now.
         """
         if self._deadline is None:
-            self._deadline = time.monotonic() + self._job.grace
+            self._deadline = (time.monotonic() if since is None else since) + self._job.grace
 
     def kill(self) -> None:
         """Ends all of them, with what they have started."""

@@ -27,6 +27,9 @@ from zerojax.process_group import (
 RESTART = "ZEROJAX_RESTART"
 """How many times the run has been started before, by this launcher."""
 
+OF_ONE_PROCESS = ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS")
+"""Variables that cannot be true of several processes, and are not handed down to them."""
+
 DEFAULT_GRACE = 3.0
 MAX_GRACE = 4.0
 """Seconds; within five after a failure all processes are to have ended."""
