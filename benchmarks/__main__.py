@@ -19,6 +19,7 @@ NAMES = (
     "host_time",
     "two_processes",
     "state_bytes",
+    "deterministic",
     "start_up",
     "compile_time",
     "default_run",

@@ -1,7 +1,11 @@
-"""Short runs with `deterministic="mesh"`, and what of two runs differs in bits."""
+"""Short runs with `deterministic="mesh"`, and what of two runs differs in bits.
+
+python -m tests.mesh_free_runs ZERO DEVICES DEVICES
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -111,3 +115,15 @@ def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> lis
         or value.shape != other[name].shape
         or value.tobytes() != other[name].tobytes()
     ]
+
+
+def main(zero: str, first: str, second: str) -> None:
+    """Prints what differs in bits between two numbers of devices."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    one, other = (run(plan_on(int(count), zero=int(zero)), steps=6) for count in (first, second))
+    print("differences:", differences(one, other))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

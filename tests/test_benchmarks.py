@@ -108,6 +108,14 @@ def test_state_bytes(tmp_path):
 
 
 @pytest.mark.slow
+def test_deterministic(tmp_path):
+    record = run_benchmark("deterministic", tmp_path)
+    assert column(record, "way") == ["plain", "deterministic"] * 2
+    assert record["goals"][0]["met"], "losses differ between numbers of devices"
+    assert all(row["wire_MB"] > 0 for row in record["rows"])
+
+
+@pytest.mark.slow
 def test_start_up(tmp_path):
     record = run_benchmark("start_up", tmp_path)
     cpu = dict(zip(column(record, "program"), column(record, "cpu_s"), strict=True))

@@ -7,6 +7,10 @@ tests take one way through; the whole matrix is slow.
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +27,7 @@ from zerojax.optim import adamw, lamb
 from zerojax.placement import Access
 from zerojax.plan import make_plan
 from zerojax.precision import as_precision
+from zerojax.step import build_step
 
 slow = pytest.mark.slow
 
@@ -77,6 +82,25 @@ def test_same_bits_everywhere(case, zero, devices):
         assert 0 < skipped < len(found["metrics/skipped"]), f"{skipped} steps overflowed"
 
 
+@slow
+@pytest.mark.parametrize("zero", [1, 3])
+def test_same_bits_of_programs_as_users_compile_them(zero):
+    """With all optimisations, and with instructions that multiply and add at once: which products
+    they take depends on what is fused, which `tests/conftest.py` spares the other tests."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
+        environment.pop(name, None)
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.mesh_free_runs", str(zero), "8", "2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines()[-1] == "differences: []"
+
+
 @pytest.mark.parametrize("order", TreeOrder)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_one_tree_whatever_is_local(order, devices):
@@ -121,6 +145,16 @@ def test_the_plan_says_it():
     assert "computes 2 of 8 virtual shards" in plan.table()
     assert plan.as_dict()["virtual_shards"] == 8
     assert plan_on(4, deterministic=None).as_dict()["deterministic"] is None
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_no_collective_adds_up(zero):
+    """The order in which a collective adds is the backend's, and another on another mesh."""
+    plan = plan_on(8, zero=zero)
+    program = build_step(plan).lower(plan.abstract_state, plan.abstract_batch).as_text()
+    assert "all_to_all" in program
+    assert "all_reduce" not in program
+    assert "reduce_scatter" not in program
 
 
 def test_places_do_not_depend_on_the_mesh():

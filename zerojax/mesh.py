@@ -113,6 +113,11 @@ def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
     return " x ".join(parts) or "1 device"
 
 
+def are_here(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a mesh is of devices that can run, and not of some that are only compiled for."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices()
+
+
 def communicates_through_gloo(mesh: Mesh | AbstractMesh) -> bool:
     """Whether collectives over this mesh are gloo's: CPU devices of processes that have joined.
 

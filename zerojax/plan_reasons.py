@@ -57,10 +57,15 @@ def describe_deterministic(settings: MeshConfig, num_microbatches: int) -> list[
     if settings.deterministic is None:
         return []
     count = settings.virtual_shards
-    return [
+    lines = [
         f"deterministic='mesh': the same bits on any number of devices that divides {count}, each "
         f"of which computes {num_microbatches} of {count} virtual shards, one after the other"
     ]
+    if settings.zero >= 2:
+        lines.append("gradients of each virtual shard are exchanged by themselves")
+    elif num_microbatches > 1:
+        lines.append("gradients travel as float32 sums, once per step")
+    return lines
 
 
 def describe_model(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import compiler
-from zerojax.mesh import STAGE
+from zerojax.mesh import STAGE, are_here
 
 PREFETCH_OPTIONS = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
 """Starts the gathers of the next layer before this layer's matrix products end (ZeRO-3 prefetch).
@@ -52,11 +52,15 @@ def choose_options(
     options = dict(FIXED_ROUNDING_OPTIONS) if deterministic else {}
     if not compiler.is_cuda(mesh):
         return compiler.keep_known_options(mesh, options)
-    options |= FIXED_KERNELS_OPTIONS if deterministic else {}
+    options |= FIXED_KERNELS_OPTIONS if deterministic and are_here(mesh) else {}
     options |= compiler.HOST_OPTIONS if on_host else {}
     if regather:
         options |= PREFETCH_OPTIONS
         nodes = {device.process_index for device in mesh.devices.flat}
         if len(nodes) > 1 or mesh.shape[STAGE] > 1:
             options |= TWO_AT_ONCE_OPTIONS
-    return compiler.keep_known_options(mesh, options)
+    known, dropped = compiler.keep_known_options(mesh, options)
+    if deterministic and not are_here(mesh):
+        why = "the compile-only client has no products without trying them; GPUs get it"
+        dropped |= dict.fromkeys(FIXED_KERNELS_OPTIONS, why)
+    return known, dropped
