@@ -218,10 +218,14 @@ class Checkpointer:
             raise
         finally:
             self._writer.shutdown(wait=False)
-            if self._attempts and self._pending is None and is_first_process():
-                # Threads of a failed save may have gone on writing after it was removed.
-                with contextlib.suppress(OSError):
-                    folders.remove_leftovers(self.path)
+            if self._pending is None:
+                self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        # Threads of a failed save may have gone on writing after it was removed.
+        if self._attempts and is_first_process():
+            with contextlib.suppress(OSError):
+                folders.remove_leftovers(self.path)
 
     def finish_alone(self, seconds: float) -> str | None:
         """Closes without a word to other processes: for one that fails while they go on.
@@ -237,11 +241,10 @@ class Checkpointer:
         self._closed = True
         self._writer.shutdown(wait=False)
         pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        if not concurrent.futures.wait([pending], seconds).done:
+        if pending is not None and not concurrent.futures.wait([pending], seconds).done:
             return f"the save in flight is given up: it was not done within {seconds:g} s"
-        failure = pending.exception()
+        self._remove_leftovers()
+        failure = None if pending is None else pending.exception()
         return None if failure is None else str(failure)
 
     def __enter__(self) -> Self:
