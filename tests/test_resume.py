@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,11 @@ log: {every: 1, console: quiet, tensorboard: false}
 
 def train(folder: Path, run: str, *words: str) -> list[float]:
     """Losses of every step that the run has had, over all its processes."""
+    return [row["loss"] for row in train_rows(folder, run, *words)]
+
+
+def train_rows(folder: Path, run: str, *words: str) -> list[dict]:
+    """What `metrics.jsonl` says of every step that the run has had, over all its processes."""
     (folder / "run.yaml").write_text(CONFIG, encoding="utf-8")
     words = ("cpu_devices=4", f"run_dir={run}", *words)
     finished = subprocess.run(
@@ -48,7 +54,7 @@ def train(folder: Path, run: str, *words: str) -> list[float]:
     assert finished.returncode == 0, finished.stdout + finished.stderr
     lines = (folder / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    return [row["loss"] for row in rows if row["kind"] == "train"]
+    return [row for row in rows if row["kind"] == "train"]
 
 
 def test_twenty_steps_are_ten_and_ten_in_a_new_process_bit_for_bit(tmp_path):
@@ -56,6 +62,29 @@ def test_twenty_steps_are_ten_and_ten_in_a_new_process_bit_for_bit(tmp_path):
     assert len(whole) == 20
     assert train(tmp_path, "halves", "steps=10") == whole[:10]
     assert train(tmp_path, "halves", "steps=20") == whole
+
+
+@pytest.mark.slow
+def test_what_was_lost_comes_again_bit_for_bit_with_loss_scale_and_schedule(tmp_path):
+    """float16 that overflows, a cosine that ends with the run, dropout, and the data's order.
+
+    The second run has the first half of the first one and what is on disk of it, as after a crash.
+    """
+    words = ("steps=12", "checkpoint.every=6", "precision=fp16", "schedule=cosine")
+    words += ("warmup_steps=2", "loss_scale={initial: 4194304, window: 3, hysteresis: 1}")
+    whole = train_rows(tmp_path, "whole", *words)
+    scales = [row["loss_scale"] for row in whole]
+    assert min(scales) < scales[0], "nothing overflowed"
+    assert len({row["learning_rate"] for row in whole}) > 4
+    shutil.copytree(tmp_path / "whole", tmp_path / "crashed")
+    newest = max((tmp_path / "crashed/checkpoints").iterdir(), key=lambda path: path.name.zfill(9))
+    assert newest.name.endswith("12")
+    shutil.rmtree(newest)
+    again = train_rows(tmp_path, "crashed", *words)
+    columns = ("step", "loss", "grad_norm", "learning_rate", "loss_scale", "skipped")
+    assert [[row[name] for name in columns] for row in again[-6:]] == [
+        [row[name] for name in columns] for row in whole[6:]
+    ]
 
 
 @pytest.mark.slow
