@@ -57,6 +57,12 @@ def test_host_and_device_find_the_same_for_every_dtype(dtype: str) -> None:
             assert of_device(device) == fingerprints.of_array(host)
 
 
+def test_the_program_for_gpus_finds_the_same() -> None:
+    host = random_bits("float32", (6, 50))
+    traced = jax.jit(lambda x: fingerprints.traced(x, (0, 0), x.shape, on_cpu=False))
+    assert tuple(map(int, traced(host))) == fingerprints.of_array(host)
+
+
 def test_no_way_of_cutting_changes_it() -> None:
     hosts = {
         "even": random_bits("float32", (16, 8, 4)),

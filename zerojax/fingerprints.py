@@ -76,13 +76,16 @@ def of_part(values: np.ndarray, start: Sequence[int], shape: Shape) -> Sums:
     return first & _MASK, second & _MASK
 
 
-def traced(values: jax.Array, start: Sequence[Any], shape: Shape) -> jax.Array:
+def traced(
+    values: jax.Array, start: Sequence[Any], shape: Shape, *, on_cpu: bool = True
+) -> jax.Array:
     """The same sums inside a traced function: one read of the values.
 
     Args:
       values: the part.
       start: where it begins in each dimension; may be traced.
       shape: of the whole array.
+      on_cpu: what it is compiled for.
 
     Returns:
       uint32 of shape [2].
@@ -97,14 +100,19 @@ def traced(values: jax.Array, start: Sequence[Any], shape: Shape) -> jax.Array:
         key = key + position * jnp.uint32(keys[dim])
         weight = weight + position * jnp.uint32(weights[dim])
     mixed = _mix(bits ^ key)
-    # One reduction of two operands: XLA on CPU then takes 20 GB/s a core, with two of them 2.
-    zero = jnp.uint32(0)
-    sums = jax.lax.reduce(
-        (mixed, mixed * weight),
-        (zero, zero),
-        lambda one, other: (one[0] + other[0], one[1] + other[1]),
-        tuple(range(bits.ndim)),
-    )
+    weighted = mixed * weight
+    if on_cpu:
+        # One reduction of two operands: 20 GB/s a core, where two reductions take 2.
+        zero = jnp.uint32(0)
+        sums = jax.lax.reduce(
+            (mixed, weighted),
+            (zero, zero),
+            lambda one, other: (one[0] + other[0], one[1] + other[1]),
+            tuple(range(bits.ndim)),
+        )
+    else:
+        # XLA for GPUs makes one fusion of these two, and stores `bits ^ key` for the other way.
+        sums = jnp.sum(mixed, dtype=jnp.uint32), jnp.sum(weighted, dtype=jnp.uint32)
     return jnp.stack(sums)
 
 

@@ -92,8 +92,9 @@ def _on_device(sharding: Sharding) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _program(sharding: NamedSharding | SingleDeviceSharding, shape: Shape) -> Any:
     """A jitted function of an array that lies so: uint32 [devices, 2], a row on each device."""
+    on_cpu = next(iter(sharding.device_set)).platform == "cpu"
     if isinstance(sharding, SingleDeviceSharding):
-        return jax.jit(lambda x: fingerprints.traced(x, (0,) * x.ndim, shape)[None])
+        return jax.jit(lambda x: fingerprints.traced(x, (0,) * x.ndim, shape, on_cpu=on_cpu)[None])
     spec = sharding.spec
 
     def sum_shard(x: jax.Array) -> jax.Array:
@@ -102,7 +103,7 @@ def _program(sharding: NamedSharding | SingleDeviceSharding, shape: Shape) -> An
             if axes:
                 # In 32 bits, as positions are counted.
                 start[dim] = jax.lax.axis_index(axes).astype(jnp.uint32) * np.uint32(x.shape[dim])
-        return fingerprints.traced(x, start, shape)[None]
+        return fingerprints.traced(x, start, shape, on_cpu=on_cpu)[None]
 
     return jax.jit(
         jax.shard_map(
