@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import zerojax
 from tests.mesh_free_runs import Layers, differences, plan_on, run
 from tests.small_models import reference_model
-from tests.trajectories import text_batch
+from tests.trajectories import regression_batch, text_batch
 from zerojax.config import LossScale, MeshConfig
 from zerojax.fixed_tree import TreeOrder, tree_sum, tree_total
+from zerojax.mesh import make_mesh
 from zerojax.optim import adamw, lamb
 from zerojax.placement import Access
 from zerojax.plan import make_plan
@@ -155,6 +157,23 @@ def test_no_collective_adds_up(zero):
     assert "all_to_all" in program
     assert "all_reduce" not in program
     assert "reduce_scatter" not in program
+
+
+def test_train_takes_the_keyword():
+    """Also where the mesh is made by the user; a plan for another mesh keeps it."""
+    trainer = zerojax.train(
+        Layers,
+        make_mesh({"data": 2, "stage": 1}, jax.devices()[:2]),
+        [regression_batch(0)],
+        deterministic="mesh",
+        optimizer=adamw(1e-3),
+        steps=1,
+        run_dir=None,
+    )
+    assert trainer.plan.settings.deterministic == "mesh"
+    assert trainer.plan.num_microbatches == 4
+    moved = trainer.plan.remake(make_mesh({"data": 4}, jax.devices()[:4]))
+    assert moved.num_microbatches == 2
 
 
 def test_places_do_not_depend_on_the_mesh():
