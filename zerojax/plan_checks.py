@@ -83,11 +83,13 @@ def check_deterministic(
             )
     shards = mesh.shape[meshes.DATA]
     if count % shards:
-        fewer = [n for n in range(1, shards) if count % n == 0]
+        fewer = max(n for n in range(1, shards) if count % n == 0)
+        remedy = f"use data={fewer}"
+        if shards == _near_power(shards):
+            remedy += f", or virtual_shards={shards}"
         raise ValueError(
             f"{asked} with data={shards}: virtual_shards={count} is not divisible by {shards} "
-            f"devices; use data={fewer[-1]}, or virtual_shards of a power of two that {shards} "
-            "divides"
+            f"devices; {remedy}"
         )
     needed = count // shards
     if num_microbatches not in (None, needed):
