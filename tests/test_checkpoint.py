@@ -154,7 +154,7 @@ def test_metadata_is_readable_json_beside_the_arrays(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, asynchronous=False) as checkpointer:
         checkpointer.save(5, small_state(), **ABOUT)
         metadata = checkpointer.metadata()
-    assert sorted(os.listdir(tmp_path / "5")) == ["arrays", "metadata.json"]
+    assert sorted(os.listdir(tmp_path / "5")) == ["arrays", "metadata.json", "packs.json"]
     body = json.loads((tmp_path / "5" / "metadata.json").read_text())
     assert body["format"] == 2
     assert body["arrays"] == {"params/b": "float32[4]", "params/w": "float32[4,4]"}

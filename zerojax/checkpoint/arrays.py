@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from zerojax.checkpoint import packs
 from zerojax.host_parts import with_own_memory
 from zerojax.trees import flatten_names
 
@@ -58,13 +59,19 @@ class Write(Protocol):
 def start_write(folder: Path, arrays: Mapping[str, jax.Array]) -> Write:
     """Starts to write arrays into `folder`, which must not exist yet.
 
+    Small arrays go in packs, whose table (`packs`) is written beside `folder`: their bytes are
+    copied on the devices first, at most `packs.DEVICE_BYTES` on each.
+
     Collective over all processes. Returns once the values are safe from later donation: on an
     accelerator they have been copied to the host; on CPU Orbax holds a reference to the buffers,
     and the runtime then gives a donating computation other memory (tested).
     """
     orbax, context = _orbax()
+    written, table = packs.stack(arrays)
+    if jax.process_index() == 0:
+        table.save(folder.parent)
     with context:
-        return orbax.save_async(folder, dict(arrays), checkpointable_name=_ITEM)
+        return orbax.save_async(folder, written, checkpointable_name=_ITEM)
 
 
 def read(folder: Path, abstract: Mapping[str, Any], *, subset: bool) -> dict[str, jax.Array]:

@@ -1,4 +1,4 @@
-"""Which arrays of a checkpoint lie in Orbax's files and which in pieces, and how parts are read.
+"""Which arrays of a checkpoint lie alone, in packs or in pieces, and how parts are read.
 
 Knows names, boxes and folders; never touches steps, retention, or who asks for a part.
 """
@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax.checkpoint import arrays
+from zerojax.checkpoint import arrays, packs
 from zerojax.host_parts import array_of_parts
-from zerojax.store.boxes import Box
+from zerojax.store.boxes import Box, box_of, slices_of
 from zerojax.store.pieces import PieceReader
 
 
@@ -49,6 +49,8 @@ class Pieces:
         """
         self._folder = folder
         self._reader = PieceReader(pieces) if pieces.is_dir() else None
+        self._table = packs.load_table(folder.parent)
+        self._pack: tuple[str, np.ndarray] | None = None  # the one that was read last
 
     def read(
         self, wanted: Mapping[str, Any], *, unread: Collection[str], subset: bool
@@ -61,26 +63,49 @@ class Pieces:
           subset: the checkpoint may hold more.
         """
         in_pieces = frozenset() if self._reader is None else self._reader.names
-        now = {n: leaf for n, leaf in wanted.items() if n not in unread and n not in in_pieces}
+        in_packs = self._table.names
         result: dict[str, Any] = {}
-        if now:
-            subset = subset or len(now) < len(wanted)
-            result |= arrays.read(self._folder, now, subset=subset)
+        now = {n: leaf for n, leaf in wanted.items() if n not in unread}
+        alone = {n: leaf for n, leaf in now.items() if n not in in_pieces | in_packs}
+        if alone:
+            subset = subset or bool(in_packs) or len(alone) < len(wanted)
+            result |= arrays.read(self._folder, alone, subset=subset)
+        for name in now.keys() & in_pieces:
+            result[name] = self._from_pieces(name, now[name])
+        for name in sorted(now.keys() & in_packs, key=lambda name: (self._pack_of(name), name)):
+            result[name] = self._from_pack(name, now[name])
+        self._pack = None
         for name, leaf in wanted.items():
             if name in unread:
                 result[name] = Unread(leaf, self._opener(name, leaf, name in in_pieces))
-            elif name in in_pieces:
-                result[name] = self._from_pieces(name, leaf)
         return result
 
     def _from_pieces(self, name: str, leaf: Any) -> jax.Array:
         """Every device's part, one in host memory at a time."""
         reader = self._reader
         assert reader is not None
-
         return array_of_parts(
-            leaf.shape, leaf.sharding, lambda index: reader.read(name, _box(index, leaf.shape))
+            leaf.shape, leaf.sharding, lambda index: reader.read(name, box_of(index, leaf.shape))
         )
+
+    def _from_pack(self, name: str, leaf: Any) -> jax.Array:
+        pack, table = self._read_pack(name), self._table
+        return array_of_parts(
+            leaf.shape,
+            leaf.sharding,
+            lambda index: table.part(name, pack, box_of(index, leaf.shape)),
+        )
+
+    def _pack_of(self, name: str) -> str:
+        return self._table.pack_of(name)[0]
+
+    def _read_pack(self, name: str) -> np.ndarray:
+        """The pack that has an array, whole. Collective; the last one is kept."""
+        pack, leaf = self._table.pack_of(name)
+        if self._pack is None or self._pack[0] != pack:
+            self._pack = None  # first, so that two are never there
+            self._pack = pack, arrays.read_on_host(self._folder, pack, leaf)
+        return self._pack[1]
 
     def _opener(
         self, name: str, leaf: Any, in_pieces: bool
@@ -90,17 +115,14 @@ class Pieces:
             assert reader is not None
             return lambda box: reader.read(name, box)
 
+        def open_pack() -> Callable[[Box], np.ndarray]:
+            pack = self._read_pack(name)
+            return lambda box: self._table.part(name, pack, box)
+
         def open_whole() -> Callable[[Box], np.ndarray]:
             array = arrays.read_on_host(self._folder, name, leaf)
-            return lambda box: array[_index(box)]
+            return lambda box: array[slices_of(box, (0,) * len(leaf.shape))]
 
-        return open_pieces if in_pieces else open_whole
-
-
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    ranges = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-    return tuple(low for low, _ in ranges), tuple(high - low for low, high in ranges)
-
-
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(low, low + size) for low, size in zip(*box, strict=True))
+        if in_pieces:
+            return open_pieces
+        return open_pack if name in self._table.names else open_whole

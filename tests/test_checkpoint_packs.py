@@ -1,0 +1,155 @@
+"""Small arrays in packs come back bit for bit on any mesh, and are written once."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, packs
+
+ABOUT = {"data_state": {}, "config": {}, "plan": {}}
+SPECS = {
+    "both": (P("data", "model"), (8, 6), np.float32),
+    "columns": (P(None, ("data", "model")), (3, 16), np.float32),
+    "copies": (P(), (5, 3), np.float32),
+    "few": (P(), (3,), np.int32),
+    "half": (P("model"), (6, 5), ml_dtypes.bfloat16),
+    "one": (P(), (), np.float32),
+    "key": (P(), (2,), np.uint32),
+    "small_half": (P(("model", "data")), (8,), np.float16),
+    "flag": (P(), (), np.bool_),
+    "bytes": (P("data"), (4, 3), np.int8),
+}
+
+
+def mesh_of(data: int, model: int):
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    devices = jax.devices()[: data * model]
+    return jax.make_mesh((data, model), ("data", "model"), kinds, devices=devices)
+
+
+def host_state():
+    """Every bit pattern may occur, also of NaN."""
+    random = np.random.default_rng(0)
+    found = {}
+    for name, (_, shape, dtype) in SPECS.items():
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        raw = random.integers(0, 2 if dtype is np.bool_ else 256, size, np.uint8)
+        found[name] = raw.view(dtype).reshape(shape)
+    found["both"].view(np.uint32)[0, :3] = 0x7F800001, 0xFF923456, 0x80000000  # NaNs, -0
+    return found
+
+
+def on(mesh, host):
+    return {n: jax.device_put(x, NamedSharding(mesh, SPECS[n][0])) for n, x in host.items()}
+
+
+def bits(values):
+    array = np.ascontiguousarray(values)
+    return array.dtype.name, array.shape, array.tobytes()
+
+
+@pytest.mark.parametrize("saved", [(4, 2), (1, 1), (2, 2)])
+def test_every_bit_comes_back_on_any_mesh(tmp_path, saved):
+    host = host_state()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, on(mesh_of(*saved), host), **ABOUT)
+        checkpointer.wait()
+        table = json.loads((tmp_path / "1" / packs.FILE_NAME).read_text())["arrays"]
+        assert set(table) == set(SPECS) - {"flag", "bytes"}, "no bits of a bool; one alone"
+        assert len({entry["pack"] for entry in table.values()}) == 2, "by size of element"
+        for name, entry in table.items():
+            assert sum(count for _, _, _, count, _ in entry["runs"]) == host[name].size, name
+        for mesh in (mesh_of(4, 2), mesh_of(2, 1), mesh_of(1, 2)):
+            like = on(mesh, host)
+            wanted = {
+                n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+                for n, x in like.items()
+            }
+            found = checkpointer.restore(wanted).state
+            for name, values in host.items():
+                assert found[name].sharding == wanted[name].sharding
+                assert bits(found[name]) == bits(values), name
+            only = checkpointer.restore({"half": wanted["half"]}, subset=True).state
+            assert bits(only["half"]) == bits(host["half"])
+        assert checkpointer.verify().is_good
+
+
+def test_large_arrays_go_by_themselves_and_packs_have_a_size(monkeypatch):
+    monkeypatch.setattr(packs, "LARGEST", 100)
+    monkeypatch.setattr(packs, "PACK_BYTES", 200)
+    mesh = mesh_of(2, 1)
+    given = {f"x{i}": jnp.full((20,), float(i)) for i in range(7)} | {"big": jnp.ones(25)}
+    placed = {n: jax.device_put(x, NamedSharding(mesh, P())) for n, x in given.items()}
+    written, table = packs.stack(placed)
+    assert set(written) == {"x6", "big", "pack/0", "pack/1", "pack/2"}
+    assert all(x.nbytes <= 200 for n, x in written.items() if n.startswith("pack"))
+    for name in table.names:
+        pack = np.asarray(written[table.pack_of(name)[0]])
+        assert np.array_equal(table.part(name, pack, ((5,), (10,))), np.asarray(given[name][5:15]))
+
+
+def test_packs_take_a_bounded_part_of_a_device(monkeypatch):
+    monkeypatch.setattr(packs, "DEVICE_BYTES", 100)
+    mesh = mesh_of(2, 1)
+    given = {f"x{i}": jax.device_put(jnp.ones(16), NamedSharding(mesh, P())) for i in range(9)}
+    written, table = packs.stack(given)
+    assert len(table.names) == 3
+    assert len(written) == 1 + 6
+
+
+def test_nothing_is_sent_between_devices():
+    mesh = mesh_of(4, 2)
+    arrays = on(mesh, host_state())
+    names = [n for n in arrays if SPECS[n][2] in (np.float32, np.int32) and arrays[n].size]
+    stacker = packs._stacker(mesh, tuple(arrays[n].sharding.spec for n in names))
+    text = stacker.lower([arrays[n] for n in names]).compile().as_text()
+    assert "concatenate" in text or "fusion" in text
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in text
+
+
+def test_packs_may_be_donated_around(tmp_path):
+    """The state goes into a donating computation right after `save`, many times."""
+    mesh = mesh_of(4, 2)
+    step = jax.jit(lambda state: {n: x + 1 for n, x in state.items()}, donate_argnums=0)
+    names = ("both", "columns", "copies")
+    start = {n: np.zeros(SPECS[n][1], np.float32) for n in names}
+    state = on(mesh, start)
+    with Checkpointer(tmp_path, keep=10) as checkpointer:
+        for number in range(1, 6):
+            state = step(state)
+            checkpointer.save(number, state, **ABOUT)
+            for _ in range(3):
+                state = step(state)
+            state = {n: x - 3 for n, x in state.items()}
+        checkpointer.wait()
+        like = {
+            n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in state.items()
+        }
+        for number in range(1, 6):
+            found = checkpointer.restore(like, number).state
+            assert all((np.asarray(x) == number).all() for x in found.values())
+
+
+def test_a_damaged_table_is_damage(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        state = on(mesh_of(2, 1), {n: host_state()[n] for n in ("copies", "few")})
+        checkpointer.save(1, state, **ABOUT)
+        checkpointer.wait()
+        path = tmp_path / "1" / packs.FILE_NAME
+        text = path.read_text()
+        path.write_text(text.replace('"copies"', '"copiez"'))
+        assert not checkpointer.verify().is_good
+        like = {
+            n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in state.items()
+        }
+        with pytest.raises((CheckpointError, DamagedError)):
+            checkpointer.restore(like)

@@ -1,0 +1,269 @@
+"""Small arrays stacked into a few large ones, since what writes them takes time for each.
+
+Knows arrays, meshes and a table; never files of arrays or steps.
+
+232 arrays of 2.25 MB took 1.1 to 1.5 s of processor time to be saved and 0.7 to 1 s of waiting, the
+same bytes in 8 arrays 0.4 to 0.5 and 0.1 s (two cores that others used as well).
+
+Every device stacks its own shards, so nothing is sent; of a shard that several devices have, each
+takes a part. The table says which part of which array lies where: any mesh reads it. Only bits are
+moved, as unsigned integers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.store.boxes import Box, Shape, box_of, parts_of_run, slices_of
+
+FILE_NAME = "packs.json"
+PREFIX = "pack/"
+
+LARGEST = 4 << 20
+"""Bytes from which on an array is written by itself."""
+
+PACK_BYTES = 64 << 20
+"""Of one pack, over all devices; what a reader holds of it in host memory."""
+
+DEVICE_BYTES = 256 << 20
+"""What the packs take of a device's memory until they are on the host; more is not packed."""
+
+_BITS = {1: "uint8", 2: "uint16", 4: "uint32"}
+_PLAIN = frozenset(
+    ("float32", "int32", "uint32", "bfloat16", "float16", "int16", "uint16", "int8", "uint8")
+)
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Elements of a block of an array, and where they lie in a pack.
+
+    Attributes:
+      start, shape: of the block, a box of the array.
+      first, count: elements of the block in C order.
+      offset: of the first in the pack, in elements.
+    """
+
+    start: Shape
+    shape: Shape
+    first: int
+    count: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where an array lies: in which pack, of how many elements of which bits, and its runs."""
+
+    pack: str
+    bits: str
+    elements: int
+    dtype: str
+    runs: Sequence[_Run]
+
+
+class Table:
+    """Which arrays lie in which packs."""
+
+    def __init__(self, places: Mapping[str, _Place]) -> None:
+        self._places = places
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The arrays that are in packs."""
+        return frozenset(self._places)
+
+    def pack_of(self, name: str) -> tuple[str, jax.ShapeDtypeStruct]:
+        """The pack that has an array, and its shape and dtype."""
+        place = self._places[name]
+        return place.pack, jax.ShapeDtypeStruct((place.elements,), place.bits)
+
+    def part(self, name: str, pack: np.ndarray, box: Box) -> np.ndarray:
+        """A part of an array, in memory of its own.
+
+        Raises:
+          ValueError: the table does not have all of it.
+        """
+        place = self._places[name]
+        values = pack.view(np.dtype(place.dtype))
+        result, found = np.empty(box[1], values.dtype), 0
+        for run in place.runs:
+            parts = parts_of_run((run.start, run.shape), (run.first, run.count), None, box)
+            for before, size, inside, common in parts:
+                at = run.offset + before
+                whole = values[at : at + int(np.prod(size, dtype=np.int64))].reshape(size)
+                target = result[(*slices_of(common, box[0]), ...)]
+                target[...] = whole[inside]
+                found += target.size
+        if found != result.size:
+            raise ValueError(f"{name}: {found} of {result.size} elements are in {place.pack}")
+        return result
+
+    def save(self, folder: Path) -> None:
+        """Writes the table into the folder of a step."""
+        body = {
+            name: {
+                **vars(place),
+                "runs": [(x.start, x.shape, x.first, x.count, x.offset) for x in place.runs],
+            }
+            for name, place in self._places.items()
+        }
+        text = json.dumps({"format": _FORMAT, "arrays": body})
+        (folder / FILE_NAME).write_text(text, encoding="utf-8")
+
+
+def load_table(folder: Path) -> Table:
+    """The table of a step; of one without packs, an empty one.
+
+    Raises:
+      ValueError: it is not what was written.
+      OSError: what the system says.
+    """
+    try:
+        text = (folder / FILE_NAME).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return Table({})
+    body = json.loads(text)
+    if body["format"] != _FORMAT:
+        raise ValueError(f"{FILE_NAME} is of format {body['format']}, this version reads {_FORMAT}")
+    places = {}
+    for name, entry in body["arrays"].items():
+        runs = [
+            _Run(tuple(start), tuple(shape), first, count, offset)
+            for start, shape, first, count, offset in entry.pop("runs")
+        ]
+        places[name] = _Place(runs=runs, **entry)
+    return Table(places)
+
+
+def stack(arrays: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Table]:
+    """(what is to be written: packs, and arrays that are in none; the table of the packs).
+
+    The packs are made at once, so the arrays may be donated afterwards. Every process calls it.
+    """
+    result, places = dict(arrays), {}
+    for number, names in enumerate(_groups(arrays)):
+        group = [arrays[name] for name in names]
+        mesh = _mesh_of(group[0])
+        assert mesh is not None
+        pack = f"{PREFIX}{number}"
+        specs = tuple(_spec(array) for array in group)
+        result[pack] = _stacker(mesh, specs)(group)
+        places |= _places(pack, names, group, result[pack])
+        for name in names:
+            del result[name]
+    return result, Table(places)
+
+
+def _groups(arrays: Mapping[str, jax.Array]) -> Iterator[list[str]]:
+    """The names of each pack: of one mesh and one size of element, in order, two at least."""
+    waiting: dict[tuple[Mesh, int], list[str]] = {}
+    sizes: dict[tuple[Mesh, int], int] = {}
+    of_device = 0
+    for name, array in arrays.items():
+        mesh = _mesh_of(array)
+        if mesh is None or array.nbytes >= LARGEST:
+            continue
+        of_device += array.nbytes // mesh.size
+        if of_device > DEVICE_BYTES:
+            break
+        key = mesh, array.dtype.itemsize
+        if sizes.get(key, 0) + array.nbytes > PACK_BYTES:
+            yield waiting.pop(key)
+            sizes[key] = 0
+        waiting.setdefault(key, []).append(name)
+        sizes[key] = sizes.get(key, 0) + array.nbytes
+    for names in waiting.values():
+        if len(names) > 1:
+            yield names
+
+
+def _mesh_of(array: jax.Array) -> Mesh | None:
+    """The mesh of an array that can be stacked."""
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    usual = sharding.mesh.devices.flat[0].default_memory().kind
+    if array.dtype.name not in _PLAIN or not array.size:
+        return None
+    return sharding.mesh if sharding.memory_kind in (None, usual) else None
+
+
+def _spec(array: jax.Array) -> P:
+    assert isinstance(array.sharding, NamedSharding)
+    return array.sharding.spec
+
+
+def _unused(mesh: Mesh, spec: P) -> tuple[str, ...]:
+    """The axes of a mesh along which an array is the same."""
+    used: set[str] = set()
+    for entry in spec:
+        used |= {entry} if isinstance(entry, str) else set(entry or ())
+    return tuple(axis for axis in mesh.axis_names if axis not in used)
+
+
+@functools.lru_cache(maxsize=64)
+def _stacker(mesh: Mesh, specs: tuple[P, ...]) -> Any:
+    """A jitted function of arrays with these specs: their pack."""
+
+    def local(shards: list[jax.Array]) -> jax.Array:
+        parts = []
+        for shard, spec in zip(shards, specs, strict=True):
+            flat = jax.lax.bitcast_convert_type(shard, _BITS[shard.dtype.itemsize]).reshape(-1)
+            axes = _unused(mesh, spec)
+            copies = int(np.prod([mesh.shape[axis] for axis in axes], dtype=np.int64))
+            size = -(-flat.size // copies)
+            flat = jnp.pad(flat, (0, copies * size - flat.size))
+            turn = jax.lax.axis_index(axes) if axes else 0
+            parts.append(jax.lax.dynamic_slice_in_dim(flat, turn * size, size))
+        return jnp.concatenate(parts)
+
+    everywhere = P(mesh.axis_names)
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(list(specs),), out_specs=everywhere, check_vma=False
+    )
+    return jax.jit(mapped, out_shardings=NamedSharding(mesh, everywhere))
+
+
+def _places(
+    pack: str, names: Sequence[str], group: Sequence[jax.Array], packed: jax.Array
+) -> dict[str, _Place]:
+    """What `_stacker` has put where."""
+    mesh = _mesh_of(group[0])
+    assert mesh is not None
+    result, before = {}, 0
+    own = packed.size // mesh.size
+    positions = list(np.ndindex(*mesh.devices.shape))
+    for name, array in zip(names, group, strict=True):
+        axes = _unused(mesh, _spec(array))
+        dims = [mesh.axis_names.index(axis) for axis in axes]
+        sizes = [mesh.devices.shape[dim] for dim in dims]
+        copies = int(np.prod(sizes, dtype=np.int64))
+        boxes = array.sharding.devices_indices_map(array.shape)
+        count = int(np.prod(array.sharding.shard_shape(array.shape), dtype=np.int64))
+        size = -(-count // copies)
+        runs = []
+        for number, at in enumerate(positions):
+            turn = 0
+            for dim, length in zip(dims, sizes, strict=True):
+                turn = turn * length + at[dim]
+            first, end = min(turn * size, count), min((turn + 1) * size, count)
+            if first < end:
+                start, shape = box_of(boxes[mesh.devices[at]], array.shape)
+                runs.append(_Run(start, shape, first, end - first, number * own + before))
+        result[name] = _Place(pack, packed.dtype.name, packed.size, array.dtype.name, runs)
+        before += size
+    return result
