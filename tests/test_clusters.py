@@ -57,6 +57,7 @@ def open_mpi(process: int, *, per_node: int, **more: str) -> dict[str, str]:
 
 
 MPI_4 = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
+# As mpirun 5.0.11 sets them.
 MPI_5 = {
     "PMIX_NAMESPACE": "prterun-head-node-2711@1",
     "PMIX_RANK": "3",

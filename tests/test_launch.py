@@ -505,3 +505,10 @@ class TestTwoHosts:
             )
             assert result.returncode == 1
             assert words in result.stderr
+
+
+def test_the_launcher_does_without_jax():
+    """A process of the launcher holds no device and starts in a tenth of a second."""
+    modules = "zerojax.cli.launch, zerojax.launcher.boot, zerojax.leaving, zerojax.process_group"
+    program = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment(), timeout=LIMIT)

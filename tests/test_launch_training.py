@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -95,6 +96,28 @@ def test_two_launchers_run_one_training(tmp_path, undisturbed):
     assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
     assert outputs[1][0] == "", "only process 0 reports"
     np.testing.assert_allclose(losses_of(tmp_path / "run"), undisturbed, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torchrun is part of torch")
+def test_torchrun_starts_a_training(tmp_path):
+    """Also: its agent listens on MASTER_PORT, where the coordinator cannot."""
+    (tmp_path / "tiny.yaml").write_text(CONFIG, encoding="utf-8")
+    options = f"--nproc-per-node 2 --master-port {free_port()} --no-python".split()
+    words = ["zerojax", "train", "tiny.yaml", "run_dir=run", "steps=3", "cpu_devices=2"]
+    process = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, sys.executable, "-m", *words],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "2 processes (torchrun's variables) at 127.0.0.1:" in process.stderr
+    one = train(tmp_path, "one", "steps=3")
+    np.testing.assert_allclose(losses_of(tmp_path / "run"), one, rtol=0, atol=TOLERANCE)
 
 
 SCRIPT = """
