@@ -201,10 +201,10 @@ def test_a_signal_at_any_time_saves(tmp_path, undisturbed, processes, what, at, 
 def test_a_second_signal_acts_at_once(tmp_path, processes):
     run = Run(tmp_path, processes=processes)
     run.start(fault={"process": 0, "at": "step", "count": 7, "what": "hang"})
-    run.wait_for_step(4)
+    run.wait_for_step(5)  # reported once step 6 is under way
     for _ in range(2):
-        run.started[0].send_signal(signal.SIGTERM)
         time.sleep(3.0)  # with several processes, two close together are one request
+        run.started[0].send_signal(signal.SIGTERM)
     ended = run.end(stopped=[1] * (processes - 1))
     if processes == 1:
         assert ended.codes == [-signal.SIGTERM]
