@@ -234,7 +234,7 @@ def test_four_processes(tmp_path):
 SHAPES = {
     "float16": ("precision=fp16",),
     "pipeline": ("mesh.stage=2", "zero=1", "num_microbatches=2", "model.num_layers=2"),
-    "files": ("mesh.offload.optimizer=1.0", "mesh.offload.disk=1.0"),
+    "files": ("opt_state=nvme", "slice_elements=1024", "min_elements=100"),
 }
 
 
