@@ -277,9 +277,9 @@ def test_what_an_attempt_said_of_steps_it_lost_is_gone(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"profile": [3]}, "profile: .3. is not .FIRST, LAST. with 1 <= FIRST <= LAST"),
+        ({"profile": [3]}, "profile: .3. is not .FIRST, LAST. with 2 <= FIRST <= LAST"),
         ({"profile": [5, 3]}, "is not .FIRST, LAST."),
-        ({"profile": [0, 3]}, "is not .FIRST, LAST."),
+        ({"profile": [1, 3]}, "is not .FIRST, LAST."),
         ({"spike": 0}, "spike: 0.* must be above 0"),
         ({"straggler": -1}, "straggler: -1.* must be above 0"),
     ],

@@ -50,7 +50,7 @@ def overflow(count, **others):
 class Log:
     """Keeps what it is told."""
 
-    is_enabled = True
+    is_enabled, traced_steps, run_dir = True, (), None
 
     def __init__(self):
         self.written, self.messages, self.events = [], [], []

@@ -38,9 +38,14 @@ def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
 
 def count_program_flops(program: core.ClosedJaxpr) -> float:
     """The same of a program that is traced already; what nothing needs is left out."""
+    return float(_jaxpr_flops(without_waste(program)))
+
+
+def without_waste(program: core.ClosedJaxpr) -> core.Jaxpr:
+    """The program without what no result depends on."""
     outputs = [True] * len(program.jaxpr.outvars)
     needed, _ = partial_eval.dce_jaxpr(program.jaxpr, outputs, instantiate=True)
-    return float(_jaxpr_flops(needed))
+    return needed
 
 
 TRAINING_FACTOR = 3
@@ -48,10 +53,11 @@ TRAINING_FACTOR = 3
 
 
 def _jaxpr_flops(jaxpr: core.Jaxpr) -> int:
-    return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+    return sum(equation_flops(equation) for equation in jaxpr.eqns)
 
 
-def _equation_flops(equation: core.JaxprEqn) -> int:
+def equation_flops(equation: core.JaxprEqn) -> int:
+    """FLOPs of one equation, all that is inside of it counted."""
     name = equation.primitive.name
     if name in ("dot_general", "ragged_dot", "ragged_dot_general"):
         return _dot_flops(equation)
@@ -60,10 +66,11 @@ def _equation_flops(equation: core.JaxprEqn) -> int:
     inner = [_jaxpr_flops(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
     if name == "cond":
         return max(inner)
-    return sum(inner) * _times_run(equation) if any(inner) else 0
+    return sum(inner) * times_run(equation) if any(inner) else 0
 
 
-def _times_run(equation: core.JaxprEqn) -> int:
+def times_run(equation: core.JaxprEqn) -> int:
+    """How often the program inside of an equation runs, over all devices."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         return params["length"]

@@ -17,6 +17,7 @@ from zerojax.metrics import RunLog
 from zerojax.metrics.stopwatch import STEP
 from zerojax.pace import Pace
 from zerojax.plan import Plan
+from zerojax.tracing import Trace
 
 Metrics = dict[str, float]
 
@@ -55,6 +56,7 @@ class Reports:
     ) -> None:
         self._max_skipped, self._finished = max_skipped, finished
         self._pace = pace or Pace()
+        self._trace = Trace()
         self._skipped = skipped
         self._in_a_row = 0
         self._held: tuple[int, Mapping[str, Any]] | None = None
@@ -79,6 +81,10 @@ class Reports:
         self._under_way.append((step, metrics))
         if log is not None and log.is_enabled:
             self._unseen.append((step, metrics))
+            written = self._trace.follow(step, metrics["loss"], log.traced_steps, log.run_dir)
+            if written is not None:
+                first, last = log.traced_steps
+                log.message(f"step {step}: a trace of steps {first} to {last} is in {written}")
         if len(self._under_way) > MAX_STEPS_UNDER_WAY:
             self._settle(plan)
 
@@ -89,6 +95,8 @@ class Reports:
           FloatingPointError: one of them overflowed at the smallest loss scale.
         """
         self.wait(plan)
+        if log is not None:
+            self._trace.stop(None, log.run_dir)
         while self._unseen:
             self._look(plan, log)
         self._write_processes(self._pace.last_exchange(), log)

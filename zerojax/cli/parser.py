@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 import zerojax
-from zerojax.cli import parser_checkpoint, parser_elastic, parser_launch
+from zerojax.cli import parser_checkpoint, parser_elastic, parser_launch, parser_profile
 from zerojax.cli.parser_parts import Parser, add_command, add_run
 
 _TRAIN = """\
@@ -105,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_schedule(commands)
     parser_elastic.add(commands)
     parser_checkpoint.add(commands)
+    parser_profile.add(commands)
     _add_generate(commands)
     _add_eval(commands)
     _add_report(commands)

@@ -51,12 +51,13 @@ class LogConfig:
     """A process is named as slow when the others wait for it for more than this part of a step, at
     three reports in a row. None: none is."""
     profile: tuple[int, ...] = ()
-    """[FIRST, LAST] steps of which process 0 writes a trace into the run folder, as in [10, 13]."""
+    """[FIRST, LAST] steps of which process 0 writes a trace into the run folder, as in [10, 13];
+    not step 1, which compiles."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
         check_at_least(self, 1, "every")
         check_positive(self, "spike", "straggler")
         steps = self.profile
-        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-            refuse("profile", list(self.profile), "is not [FIRST, LAST] with 1 <= FIRST <= LAST")
+        if steps and not (len(steps) == 2 and 2 <= steps[0] <= steps[1]):
+            refuse("profile", list(self.profile), "is not [FIRST, LAST] with 2 <= FIRST <= LAST")

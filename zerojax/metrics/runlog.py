@@ -74,7 +74,7 @@ class RunLog:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.run_dir, self._config = Path(run_dir), config
-        self.is_enabled = process_index == 0
+        self.is_enabled, self.traced_steps = process_index == 0, config.profile
         self._spikes, self._stragglers = SpikeDetector(config.spike), Stragglers(config.straggler)
         self._stream, self._clock, self._read_memory = stream, clock, read_memory
         self._total_steps, self._num_devices = total_steps, num_devices

@@ -1,0 +1,20 @@
+"""What a training step does with its time and its arithmetic, told from a trace and its program.
+
+Knows traces, programs and numbers of a run that is over; never runs anything.
+"""
+
+from zerojax.profiling.page import StepProfile, draw, profile_dict
+from zerojax.profiling.parameter_flops import ParameterFlops, flops_by_parameter
+from zerojax.profiling.trace import OpTime, newest_trace, read_trace, with_programs
+
+__all__ = [
+    "OpTime",
+    "ParameterFlops",
+    "StepProfile",
+    "draw",
+    "flops_by_parameter",
+    "newest_trace",
+    "profile_dict",
+    "read_trace",
+    "with_programs",
+]
