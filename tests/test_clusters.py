@@ -288,6 +288,11 @@ class TestOpenMpi:
         group = found(open_mpi(1, per_node=2, OMPI_MCA_orte_hnp_uri=uri))
         assert group.coordinator.startswith("[2620:10d:c083:150e::3000:2]:")
 
+    def test_addresses_of_both_versions_as_mpirun_4_1_8_writes_them(self):
+        uri = "753926144.0;tcp://192.0.2.2:46841;tcp6://[fd00::2]:36891"
+        group = found(open_mpi(1, per_node=2, OMPI_MCA_orte_hnp_uri=uri))
+        assert group.coordinator == f"192.0.2.2:{61440 + 753926144 // 4096 % 4096}"
+
     def test_one_host_needs_nothing_else(self):
         environment = open_mpi(1, per_node=2) | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
         assert found(environment).coordinator == "127.0.0.1:61440"

@@ -61,9 +61,9 @@ def _mpirun_4(environment: Mapping[str, str]) -> tuple[str, int] | None:
     Such as "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", or "...;tcp6://[fe80::1,...]:43370".
     """
     text = environment.get("OMPI_MCA_orte_hnp_uri", "")
-    match = re.match(r"(\d+)\.\d+;tcp(?:6?)://\[?([^,\]]+?)(?:[,\]]|:\d+$)", text)
+    match = re.match(r"(\d+)\.\d+;(?:tcp://([^,:;]+)|tcp6://\[([^,\]]+))", text)
     # The number of a job is a multiple of 4096.
-    return None if match is None else (match[2], int(match[1]) // 4096)
+    return None if match is None else (match[2] or match[3], int(match[1]) // 4096)
 
 
 def _mpirun_5(environment: Mapping[str, str]) -> tuple[str, int] | None:
