@@ -201,6 +201,8 @@ def test_the_first_process_waits_for_the_others_and_takes_their_notes(tmp_path: 
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CheckpointError, match="process 1 has not written its part within 0 s"):
         collect(tmp_path, range(1, 2), limit=0, sleep=lambda _: None)
+    with pytest.raises(CheckpointError, match="process 1 has not written its part$"):
+        collect(tmp_path, range(1, 2), sleep=lambda _: True)
     leave(tmp_path, 1, Part(error="it broke"))
     with pytest.raises(CheckpointError, match="process 1: it broke"):
         collect(tmp_path, range(1, 2))

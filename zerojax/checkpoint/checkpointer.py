@@ -11,6 +11,7 @@ import dataclasses
 import json
 import operator
 import os
+import threading
 import types
 import warnings
 from collections.abc import Callable, Collection
@@ -88,6 +89,7 @@ class Checkpointer:
         self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[list[str]] | None = None
         self._attempts = 0
+        self._given_up = threading.Event()
         self._closed = False
 
     def take_notes(self) -> list[str]:
@@ -180,6 +182,7 @@ class Checkpointer:
             state_bytes=num_bytes(described),
             write_pieces=write_pieces if in_pieces else None,
             fingerprints=self.fingerprints,
+            given_up=self._given_up,
             started=concurrent.futures.Future(),
         )
         # All of it runs in the writer's thread, so that a Ctrl-C here interrupts only the waiting:
@@ -242,6 +245,7 @@ class Checkpointer:
         self._writer.shutdown(wait=False)
         pending, self._pending = self._pending, None
         if pending is not None and not concurrent.futures.wait([pending], seconds).done:
+            self._given_up.set()  # the interpreter waits for the writer's thread
             return f"the save in flight is given up: it was not done within {seconds:g} s"
         self._remove_leftovers()
         failure = None if pending is None else pending.exception()

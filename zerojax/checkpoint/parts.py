@@ -63,6 +63,12 @@ def collect(
 ) -> list[Part]:
     """Waits for these processes and takes their notes out of the folder.
 
+    Args:
+      folder: where they leave them.
+      processes: their numbers.
+      limit: seconds.
+      sleep: waits; returns True where there is no point in waiting any longer.
+
     Raises:
       CheckpointError: one of them has failed, or says nothing for too long.
       OSError: what the system says, here or in another process.
@@ -76,7 +82,8 @@ def collect(
                 raise CheckpointError(
                     f"process {process} has not written its part within {limit:g} s"
                 )
-            sleep(pause)
+            if sleep(pause):
+                raise CheckpointError(f"process {process} has not written its part")
             pause = min(2 * pause, _PAUSE[1])
         part = _parsed(text)
         if part.disk_full:

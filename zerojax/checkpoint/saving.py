@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,9 @@ class Save:
 
     fingerprints: bool
     """Whether they are taken and stored."""
+
+    given_up: threading.Event
+    """Set when this process ends without the others."""
 
     started: concurrent.futures.Future[bool]
     """Done when the caller may donate the arrays; False when the save has failed before that."""
@@ -140,7 +144,7 @@ def _finish(
         leave(save.partial, process, part)
         return {}, {}
     try:
-        parts = [part, *collect(save.partial, range(1, count))]
+        parts = [part, *collect(save.partial, range(1, count), sleep=save.given_up.wait)]
         fingerprints = _fingerprints(save, parts) if save.fingerprints else {}
     except CheckpointError as error:
         raise _lost(save, error) from error
