@@ -15,6 +15,7 @@ from typing import Any
 
 from zerojax.metrics.charts import Chart, Points, Series, draw, smooth, thin
 from zerojax.metrics.console import GIB, format_number, format_seconds
+from zerojax.metrics.happenings import breakdown, breakdown_table, events_table
 from zerojax.metrics.jsonl import Metrics, read_metrics
 from zerojax.redaction import redact
 from zerojax.schedules import Costs, Schedule
@@ -70,6 +71,8 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
 {_tiles(metrics)}</dl>
 <section class="charts">
 {"".join(draw(chart, ends) for chart in charts)}</section>
+{_panel("What happened", redact(events_table(metrics.events)))}
+{_panel("Where the time went", breakdown_table(metrics))}
 {_panel("Plan", _schedule(_json(run_dir / "plan.json")) + _plan_text(plan_rest))}
 {_panel("Configuration", _settings(redact(_json(run_dir / "config.json"))))}
 <footer>Written by zerojax on {time.strftime("%Y-%m-%d at %H:%M")} from metrics.jsonl, plan.txt,
@@ -125,6 +128,18 @@ def make_charts(metrics: Metrics) -> list[Chart]:
             series=[
                 *_series("in use", train, "memory_in_use", unit=GIB),
                 *_series("peak", train, "memory_peak", unit=GIB, style="second"),
+            ],
+            text=lambda value: f"{value:.3g}",
+            from_zero=True,
+        ),
+        Chart(
+            title="Own time of processes",
+            unit="ms of a step in which the others wait",
+            series=[
+                *_series("slowest", metrics.processes, "own_seconds_max", unit=1e-3),
+                *_series(
+                    "median", metrics.processes, "own_seconds_median", unit=1e-3, style="second"
+                ),
             ],
             text=lambda value: f"{value:.3g}",
             from_zero=True,
@@ -226,6 +241,12 @@ def _learning_tiles(metrics: Metrics) -> list[tuple[str, str, str]]:
     if skipped:
         tiles.append(("Steps skipped", f"{skipped:,}", "loss or gradient not finite"))
     tiles.append(("Time", format_seconds(seconds), note))
+    spent = breakdown(metrics)
+    if total := sum(spent.values()):
+        tiles.append(("In training steps", f"{spent['step'] / total:.0%}", "of the loop's time"))
+    spikes = sum(event["event"] == "loss_spike" for event in metrics.events)
+    if spikes:
+        tiles.append(("Loss spikes", f"{spikes:,}", "see what happened"))
     tokens = (metrics.starts[-1].get("tokens_per_step") if metrics.starts else None) or 0
     if tokens:
         tiles.append(("Tokens seen", _short(tokens * last["step"]), f"{_short(tokens)} per step"))
