@@ -28,6 +28,7 @@ NAMES = (
     "pipeline",
     "offload_disk",
     "checkpoint_faults",
+    "checkpoint_cost",
 )
 
 

@@ -7,6 +7,7 @@ DeepSpeed's default checkpoint engine calls. 522 MB of float32 in 52 and in 232 
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import shutil
@@ -23,7 +24,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.machine import load_average
-from benchmarks.recording import Goal, Record, parse_arguments, write_record
+from benchmarks.recording import Goal, Record, add_arguments, write_record
 
 CASES = ((52, 1), (232, 1), (52, 8), (232, 8))  # arrays, devices
 NUM_BYTES = 522 * 10**6
@@ -37,15 +38,18 @@ Numbers = dict[str, float]
 
 def main(argv: list[str] | None = None) -> None:
     """Measures and records."""
-    arguments = parse_arguments(__doc__ or "", argv)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default {ROUNDS}")
+    arguments = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", 8)
     load_before = load_average()
-    write_record(measure(arguments.smoke), arguments, load_before)
+    write_record(measure(arguments.smoke, arguments.rounds), arguments, load_before)
 
 
-def measure(smoke: bool) -> Record:
+def measure(smoke: bool, rounds: int) -> Record:
     """A row for each case: medians over the rounds."""
-    num_bytes, rounds = (2 * 10**6, 1) if smoke else (NUM_BYTES, ROUNDS)
+    num_bytes, rounds = (2 * 10**6, 1) if smoke else (NUM_BYTES, rounds)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-cost-"))
     try:
         states = {case: make_state(*case, num_bytes) for case in CASES}
@@ -53,6 +57,8 @@ def measure(smoke: bool) -> Record:
         for number in range(rounds + 1):
             for case in CASES if number % 2 else reversed(CASES):
                 found = one_round(states[case], folder)
+                told = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+                print(f"round {number}, {case[0]} arrays on {case[1]}: {told}", flush=True)
                 if number or smoke:  # the first compiles, imports and makes files
                     taken[case].append(found)
     finally:

@@ -116,6 +116,16 @@ def test_deterministic(tmp_path):
 
 
 @pytest.mark.slow
+def test_checkpoint_cost(tmp_path):
+    record = run_benchmark("checkpoint_cost", tmp_path)
+    cases = zip(column(record, "arrays"), column(record, "devices"), strict=True)
+    assert set(cases) == {(52, 1), (232, 1), (52, 8), (232, 8)}
+    for name in ("raw_s", "blocked_s", "total_s", "restore_s", "cpu_s"):
+        assert all(value > 0 for value in column(record, name)), name
+    assert len([goal for goal in record["goals"] if goal["limit"] == 2.0]) == 4
+
+
+@pytest.mark.slow
 def test_start_up(tmp_path):
     record = run_benchmark("start_up", tmp_path)
     cpu = dict(zip(column(record, "program"), column(record, "cpu_s"), strict=True))
