@@ -1,8 +1,7 @@
 """What `deterministic="mesh"` costs: time, bytes on the wire and temporaries, beside plain.
 
 On 8 virtual CPU devices at every stage, and on one, which computes 8 small pieces in place of one
-large one. Both sides take turns; the losses of a deterministic run are
-compared bit by bit over all numbers of devices.
+large one. Both sides take turns. That bits are equal is what `tests/test_deterministic.py` shows.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 import zerojax
 from benchmarks import small_gpt
@@ -43,7 +41,6 @@ def main(argv: list[str] | None = None) -> None:
 def measure(smoke: bool) -> Record:
     """Two rows per case."""
     rows: list[dict[str, Any]] = []
-    losses = []
     for zero, devices in SMOKE_CASES if smoke else CASES:
         sides = {way: _Side(way, zero, devices, smoke) for way in WAYS}
         samples = interleave(
@@ -52,16 +49,8 @@ def measure(smoke: bool) -> Record:
             steps=1 if smoke else 2,
             rounds=2 if smoke else 5,
         )
-        losses.append(sides["deterministic"].losses)
         rows += [_row(way, zero, devices, sides, samples) for way in WAYS]
-    equal = all(np.array_equal(each, losses[0]) for each in losses)
     goals = [
-        Goal(
-            name="losses of all deterministic runs equal bit by bit (1 = yes)",
-            value=float(equal),
-            limit=1,
-            at_least=True,
-        ),
         Goal(
             name="bytes on the wire at stages 0 to 3, deterministic / plain, the most",
             value=max(row["wire/plain"] for row in rows if row["devices"] == NUM_DEVICES),
