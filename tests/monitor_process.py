@@ -30,7 +30,7 @@ def batches(seconds: float):
 
 
 def main(folder: str, what: str, rank: int, seconds: float) -> None:
-    distributed.join()
+    distributed.join_processes()
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     is_slow = jax.process_index() == rank
     callbacks = [lambda *_: time.sleep(seconds)] if what == "callback" and is_slow else []
