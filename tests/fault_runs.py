@@ -89,6 +89,7 @@ class Run:
         self.started = []
         for index in range(self.num_processes):
             variables = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+            variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiling is most of a run's time
             variables["PACE"] = str(pace)
             if fault is not None:
                 variables["FAULT"] = json.dumps(fault)

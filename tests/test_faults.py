@@ -78,6 +78,7 @@ def test_a_signal_a_kill_and_a_hang_in_one_run(tmp_path, undisturbed):
     finish(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_process_ends_the_others(tmp_path, undisturbed):
     run = Run(tmp_path)
     ended = run.run(fault={"process": 1, "at": "data", "count": 7, "what": "raise"})

@@ -17,7 +17,7 @@ import pytest
 from tests.fault_runs import Run
 from zerojax import exit_codes
 
-pytestmark = pytest.mark.multihost
+pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
 DAY = 86_400
 
@@ -34,7 +34,7 @@ def library(tmp_path_factory) -> Path:
     return target
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_clock_that_jumps_both_ways_changes_nothing(tmp_path, library, processes):
     whole = Run(tmp_path / "whole", processes=processes)
     assert whole.run().codes == [exit_codes.OK] * processes

@@ -17,7 +17,7 @@ import pytest
 from tests.fault_runs import Run
 from zerojax import exit_codes
 
-pytestmark = pytest.mark.multihost
+pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
 
 class Disk:
@@ -87,7 +87,7 @@ def free(disk: Disk) -> int:
     return shutil.disk_usage(disk.seen).free
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_disk_that_fills_up_during_a_save(tmp_path, disk, undisturbed, processes):
     run = make_run(tmp_path, processes, f"checkpoint.path={disk.folder}/checkpoints")
     options = {"before": disk.enter(tmp_path), "environment": {"DISK": str(disk.folder)}}
@@ -109,7 +109,6 @@ def test_a_disk_that_fills_up_during_a_save(tmp_path, disk, undisturbed, process
     assert not list(disk.seen.glob("checkpoints/*.partial-*"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_folder_that_is_read_only(tmp_path, disk, undisturbed, processes):
     run = make_run(tmp_path, processes, f"checkpoint.path={disk.folder}/checkpoints")
@@ -138,7 +137,6 @@ def test_a_folder_that_is_read_only(tmp_path, disk, undisturbed, processes):
     run.check_losses(undisturbed(processes))
 
 
-@pytest.mark.slow
 def test_a_disk_of_everything_that_fills_up(tmp_path, disk, undisturbed):
     """Metrics, too, have no space then; the run ends with one sentence and goes on later."""
     run = make_run(tmp_path, 1, f"run_dir={disk.folder}/run")
