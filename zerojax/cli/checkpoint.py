@@ -58,7 +58,8 @@ def _list(args: argparse.Namespace) -> int:
     total = sum(one.num_bytes for one in (*steps, *rest))
     bad = sum(one.problem is not None for one in steps)
     state = f"{bad} damaged" if bad else "all files have their sizes"
-    print(f"{len(steps)} steps, {format_bytes(total)} in {path}; {state}")
+    plural = "" if len(steps) == 1 else "s"
+    print(f"{len(steps)} step{plural}, {format_bytes(total)} in {path}; {state}")
     return OK
 
 
