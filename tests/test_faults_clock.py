@@ -34,7 +34,8 @@ def library(tmp_path_factory) -> Path:
     return target
 
 
-def test_a_clock_that_jumps_both_ways_changes_nothing(tmp_path, library, processes=1):
+@pytest.mark.parametrize("processes", [1])
+def test_a_clock_that_jumps_both_ways_changes_nothing(tmp_path, library, processes):
     whole = Run(tmp_path / "whole", processes=processes)
     assert whole.run().codes == [exit_codes.OK] * processes
     run = Run(tmp_path / "run", processes=processes)
