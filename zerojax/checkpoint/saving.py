@@ -33,6 +33,8 @@ from zerojax.trees import format_bytes
 
 ARRAYS, PIECES = "arrays", "pieces"
 
+_LOOK_SECONDS = 0.5
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Save:
@@ -131,7 +133,7 @@ def _finish(
     """
     process, count = jax.process_index(), jax.process_count()
     try:
-        writing.result()
+        _await(save, writing)
         names = files.names_of_process(files.names_below(save.partial), process, count)
         part = Part(checksums=files.settle(save.partial, names), sums=computation.result())
     except Exception as error:
@@ -149,6 +151,33 @@ def _finish(
     except CheckpointError as error:
         raise _lost(save, error) from error
     return {n: value for part in parts for n, value in part.checksums.items()}, fingerprints
+
+
+def _await(save: Save, writing: arrays.Write) -> None:
+    """Waits for this process's part, no longer than the first process wants it.
+
+    Orbax waits for the first process's word, which never comes where that one has failed (its disk
+    is full) and has removed the folder.
+
+    Raises:
+      CheckpointError: the first process has given up. Else what went wrong here.
+    """
+    if is_first_process():
+        writing.result()
+        return
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def wait() -> None:
+        try:
+            done.set_result(writing.result())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=wait, name="zerojax-write", daemon=True).start()
+    while not concurrent.futures.wait([done], _LOOK_SECONDS).done:
+        if not save.partial.exists():
+            raise CheckpointError(f"step {save.metadata.step}: process 0 has given up the save")
+    done.result()
 
 
 def _fingerprints(save: Save, parts: list[Part]) -> dict[str, str]:
