@@ -5,7 +5,6 @@ Usage: monitor_process.py FOLDER data|callback|none RANK SECONDS
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 
@@ -15,6 +14,8 @@ import numpy as np
 import zerojax
 from zerojax import distributed
 from zerojax.config import LogConfig, ModelConfig
+from zerojax.exit_codes import OK
+from zerojax.leaving import leave
 from zerojax.models import build_model
 
 STEPS, ROWS = 12, 8
@@ -47,5 +48,4 @@ def main(folder: str, what: str, rank: int, seconds: float) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
-    sys.stdout.flush()
-    os._exit(0)
+    leave(OK)  # together: the others are aborted when process 0 goes before them

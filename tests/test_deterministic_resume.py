@@ -128,6 +128,7 @@ def test_a_command_goes_on_with_fewer_devices_bit_for_bit(tmp_path):
     assert moved[-1] == whole[-1], "the evaluation at the end"
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 def test_two_processes_are_one_with_all_devices(tmp_path):
     """Collectives through gloo move the same pieces, and nothing of gloo's adds up."""

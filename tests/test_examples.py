@@ -14,7 +14,13 @@ SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 
 
 # These train several times, or for long; what they show has quick tests of its own.
-LONG = {"01_two_lines", "03_zero_memory", "04_resume_on_another_mesh", "09_offload"}
+LONG = {
+    "01_two_lines",
+    "03_zero_memory",
+    "04_resume_on_another_mesh",
+    "09_offload",
+    "10_same_bits_anywhere",
+}
 
 
 def as_parameter(script):

@@ -163,6 +163,7 @@ class TestJob:
             (("zerojax", "train", "a.yaml"), ["-m", "zerojax", "train", "a.yaml"]),
             (("/some/bin/zerojax", "eval", "runs/a"), ["-m", "zerojax", "eval", "runs/a"]),
             (("a/train.py", "--x"), ["a/train.py", "--x"]),
+            (("python", "train.py", "--x"), ["train.py", "--x"]),
             (("bash", "run.sh"), ["--exec", "bash", "run.sh"]),
         ],
     )

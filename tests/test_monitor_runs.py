@@ -65,8 +65,8 @@ def run(folder: Path, processes: int, what: str, rank: int) -> tuple[str, list[s
     [
         (2, "data", 1, "waiting for data"),
         (2, "callback", 0, "its own work on the host"),
-        (4, "data", 0, "waiting for data"),
-        (4, "callback", 2, "its own work on the host"),
+        pytest.param(4, "data", 0, "waiting for data", marks=pytest.mark.slow),
+        pytest.param(4, "callback", 2, "its own work on the host", marks=pytest.mark.slow),
     ],
 )
 def test_the_slow_process_is_named_with_its_reason(tmp_path, processes, what, rank, reason):
@@ -87,7 +87,7 @@ def test_the_slow_process_is_named_with_its_reason(tmp_path, processes, what, ra
     assert [event["process"] for event in events] == [rank]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_nobody_is_named_where_all_are_alike(tmp_path, processes):
     printed, _ = run(tmp_path, processes, "none", 0)
     assert " is slow: " not in printed

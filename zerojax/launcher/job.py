@@ -160,8 +160,8 @@ def variables_of(job: Job, process_id: int, coordinator: str, restart: int) -> d
 def command_line(job: Job, launcher: int | None = None) -> list[str]:
     """The words that start one process: the job's command inside `zerojax.launcher.boot`.
 
-    `zerojax` is this very installation; a Python script runs in the Python that the command names;
-    any other program takes the place of the boot.
+    `zerojax` is this very installation, and `python` its Python; another Python is named by its
+    path or version (python3.12); any other program takes the place of the boot.
 
     Args:
       launcher: the process whose end ends the started one; None: this process.
@@ -179,7 +179,9 @@ def command_line(job: Job, launcher: int | None = None) -> list[str]:
             raise ValueError(
                 f"{' '.join(job.command)!r} names neither a script nor a module (-m) to launch"
             )
-        return [first, *options, "-m", _BOOT, *own, *script]
+        # Without an environment that was activated, `python` is one that has no zerojax.
+        interpreter = sys.executable if first in ("python", "python3") else first
+        return [interpreter, *options, "-m", _BOOT, *own, *script]
     if first.endswith(".py"):
         return [sys.executable, "-m", _BOOT, *own, *job.command]
     return [sys.executable, "-m", _BOOT, *own, "--exec", *job.command]
