@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, add_arguments, write_record
+from zerojax.host_memory import keep_freed_memory
 
 CASES = ((52, 1), (232, 1), (52, 8), (232, 8))  # arrays, devices
 NUM_BYTES = 522 * 10**6
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default {ROUNDS}")
     arguments = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", 8)
+    keep_freed_memory()  # as `zerojax train` does on CPU devices
     load_before = load_average()
     write_record(measure(arguments.smoke, arguments.rounds), arguments, load_before)
 

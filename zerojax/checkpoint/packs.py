@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,10 @@ from zerojax.store.boxes import Box, Shape, box_of, parts_of_run, slices_of
 FILE_NAME = "packs.json"
 PREFIX = "pack/"
 
-LARGEST = 4 << 20
-"""Bytes from which on an array is written by itself."""
+LARGEST = 1 << 20
+"""Bytes of a shard from which on an array is written by itself. What takes time is each shard: 232
+arrays of 2.25 MB on one device are saved in 0.94 s by themselves and in 1.1 s in packs, on eight
+devices in 1.8 and 1.1 s; stacking makes a save block for 0.2 to 0.3 s (522 MB, two cores)."""
 
 PACK_BYTES = 64 << 20
 """Of one pack, over all devices; what a reader holds of it in host memory."""
@@ -173,7 +176,7 @@ def _groups(arrays: Mapping[str, jax.Array]) -> Iterator[list[str]]:
     of_device = 0
     for name, array in arrays.items():
         mesh = _mesh_of(array)
-        if mesh is None or array.nbytes >= LARGEST:
+        if mesh is None or _shard_bytes(array) >= LARGEST:
             continue
         of_device += array.nbytes // mesh.size
         if of_device > DEVICE_BYTES:
@@ -198,6 +201,10 @@ def _mesh_of(array: jax.Array) -> Mesh | None:
     if array.dtype.name not in _PLAIN or not array.size:
         return None
     return sharding.mesh if sharding.memory_kind in (None, usual) else None
+
+
+def _shard_bytes(array: jax.Array) -> int:
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def _spec(array: jax.Array) -> P:
