@@ -8,9 +8,7 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -25,6 +23,7 @@ import tensorstore
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.process_groups import free_port, run_group
 from zerojax.checkpoint import Checkpointer, CheckpointError, Retention, seals
 from zerojax.checkpoint.errors import DiskFullError, is_disk_full, reason
 from zerojax.checkpoint.metadata import check_same_arrays
@@ -607,27 +606,12 @@ WORKER = """
 
 @pytest.mark.multihost
 def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    path = tmp_path / "run"
-    root = Path(__file__).resolve().parent.parent
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(WORKER), address, str(process), str(path)],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    path, address = tmp_path / "run", f"127.0.0.1:{free_port()}"
+    program = textwrap.dedent(WORKER)
+    run_group(
+        [["-c", program, address, str(process), str(path)] for process in range(2)],
+        variables={"JAX_PLATFORMS": "cpu"},
+    )
     for process in range(2):
         told = json.loads(Path(f"{path}.{process}.json").read_text())
         assert told["steps"] == [2]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.process_groups import free_port, run_group
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.checkpoint.parts import Part, collect, leave
 from zerojax.fingerprints import as_text, of_array
@@ -114,29 +111,12 @@ WORKER = """
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     """(folder of the checkpoints, what each process has told)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    path = tmp_path_factory.mktemp("two") / "run"
-    processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-c", textwrap.dedent(WORKER)),
-                *(address, str(process), str(path), json.dumps(SHAPE)),
-            ],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    path, address = tmp_path_factory.mktemp("two") / "run", f"127.0.0.1:{free_port()}"
+    program = textwrap.dedent(WORKER)
+    run_group(
+        [["-c", program, address, str(n), str(path), json.dumps(SHAPE)] for n in range(2)],
+        variables={"JAX_PLATFORMS": "cpu"},
+    )
     return path, [json.loads(Path(f"{path}.{process}.json").read_text()) for process in range(2)]
 
 

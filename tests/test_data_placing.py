@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.process_groups import ROOT, free_port, run_group
 from zerojax.data import TokenSource, as_feed, local_rows, prefetch, shard_batch, tokens_of_array
 
 ROWS, SEQ_LEN = 8, 4
@@ -219,27 +216,9 @@ print("fine")
 
 @pytest.mark.multihost
 def test_two_processes_each_give_their_rows():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    root = Path(__file__).parents[1]
-    path = os.pathsep.join([str(root), str(root / "tests")])
-    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, address, str(number)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
+    address, tests = f"127.0.0.1:{free_port()}", ROOT / "tests"
+    for output in run_group(
+        [["-c", PROCESS, address, str(number)] for number in range(2)],
+        variables={"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), str(tests)])},
+    ):
         assert output.endswith("fine\n"), output

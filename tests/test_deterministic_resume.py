@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +10,7 @@ import jax
 import pytest
 
 from tests.mesh_free_runs import STEPS, arrays_of, differences, plan_on
+from tests.process_groups import run_group
 from tests.trajectories import regression_batch
 from zerojax.arrays import init_state, to_canonical
 from zerojax.checkpoint import Checkpointer
@@ -78,35 +75,8 @@ COLUMNS = ("loss", "grad_norm", "learning_rate")
 def train(folder: Path, run: str, *words: str, processes: int = 1) -> list[tuple[float, ...]]:
     """What `metrics.jsonl` has of every step, whichever process took it; also of evaluations."""
     (folder / "run.yaml").write_text(CONFIG, encoding="utf-8")
-    command = [sys.executable, "-m", "zerojax", "train", "run.yaml", f"run_dir={run}", *words]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = []
-    for index in range(processes):
-        joined = {
-            "ZEROJAX_COORDINATOR": f"127.0.0.1:{port}",
-            "ZEROJAX_NUM_PROCESSES": str(processes),
-            "ZEROJAX_PROCESS_ID": str(index),
-        }
-        started.append(
-            subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment | (joined if processes > 1 else {}),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        outputs = [process.communicate(timeout=500)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, output in zip(started, outputs, strict=True):
-        assert process.returncode == 0, output
+    command = ["-m", "zerojax", "train", "run.yaml", f"run_dir={run}", *words]
+    run_group([command] * processes, folder=folder, join=processes > 1, seconds=500)
     lines = (folder / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [

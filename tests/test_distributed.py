@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.process_groups import free_port
 from tests.small_models import reference_model
 from tests.trajectories import text_batch
 from zerojax import make_mesh, make_plan
@@ -167,12 +168,6 @@ def own(address: str, process: int, **more: str) -> dict[str, str]:
         "ZEROJAX_JOIN_SECONDS": "1",
         **more,
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_port_that_is_taken():

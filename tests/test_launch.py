@@ -135,7 +135,12 @@ class TestOutput:
     def test_gloo_is_left_out_and_the_runtime_is_one_line(self):
         lines = [
             b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks",
+            b"[Gloo] Rank [Gloo] Rank 2 is connected to 3 peer ranks. "
+            b"Expected number of connected peer ranks is : 3",
+            b"3 is connected to 3 peer ranks. Expected number of connected peer ranks is : 33",
+            b"",
             b"step 1",
+            b"",
             b"W1121 22:47:31.457010   24839 preemption_notifier.cc:90] SIGTERM caught at 2026-11",
             b"W1121 21:59:11.224708   16617 preemption_sync_manager.cc:147] Failed to retrieve",
             b"Additional GRPC error information from remote target coordination_service while",
@@ -149,10 +154,14 @@ class TestOutput:
             b"    @ its own",
         ]
         kept = list(without_noise(iter(lines)))
-        assert kept == [b"step 1", RUNTIME_SUMMARY, *lines[-2:]]
+        assert kept == [b"step 1", b"", RUNTIME_SUMMARY, *lines[-2:]]
 
     def test_other_warnings_stay(self):
-        lines = [b"E1121 21:59:11.2   1 gpu_device.cc:80] CUDA_ERROR_INVALID_DEVICE", b"[Gloo] x"]
+        lines = [
+            b"E1121 21:59:11.2   1 gpu_device.cc:80] CUDA_ERROR_INVALID_DEVICE",
+            b"[Gloo] x",
+            b"[Gloo] Rank 0 is connected to 1 peer ranks. Connection refused",
+        ]
         assert list(without_noise(iter(lines))) == lines
 
 

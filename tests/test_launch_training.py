@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.test_processes import CONFIG, LIMIT, free_port, losses_of, train
+from tests.process_groups import free_port
+from tests.test_processes import CONFIG, LIMIT, losses_of, train
 from tests.trajectories import TOLERANCE
 
 pytestmark = pytest.mark.multihost

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.process_groups import run_group
 from zerojax.metrics import read_metrics
 
 pytestmark = pytest.mark.multihost
@@ -21,42 +19,11 @@ SECONDS = 0.25
 some tens."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def run(folder: Path, processes: int, what: str, rank: int) -> tuple[str, list[str]]:
     """(what process 0 printed, what the others printed)."""
-    port, started = free_port(), []
-    try:
-        for index in range(processes):
-            environment = {
-                **os.environ,
-                "PYTHONPATH": str(TESTS.parent),
-                "JAX_NUM_CPU_DEVICES": "1",
-                "ZEROJAX_COORDINATOR": f"127.0.0.1:{port}",
-                "ZEROJAX_NUM_PROCESSES": str(processes),
-                "ZEROJAX_PROCESS_ID": str(index),
-            }
-            command = [str(TESTS / "monitor_process.py"), str(folder), what, str(rank)]
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, *command, str(SECONDS)],
-                    cwd=folder,
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        outputs = [process.communicate(timeout=240)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, output in zip(started, outputs, strict=True):
-        assert process.returncode == 0, output
+    words = [str(TESTS / "monitor_process.py"), str(folder), what, str(rank), str(SECONDS)]
+    variables = {"JAX_NUM_CPU_DEVICES": "1"}
+    outputs = run_group([words] * processes, folder=folder, variables=variables, join=True)
     return outputs[0], outputs[1:]
 
 

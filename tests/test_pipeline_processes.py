@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,8 @@ import pytest
 
 from tests.pipeline_process import STEPS
 from tests.pipeline_runs import small
-from tests.test_processes import free_port, train
+from tests.process_groups import run_group
+from tests.test_processes import train
 from tests.trajectories import TOLERANCE, train_for
 
 pytestmark = pytest.mark.multihost
@@ -30,30 +28,7 @@ def without_a_pipeline() -> np.ndarray:
 
 def run_two(out: Path, *words: str) -> dict:
     """What process 0 of two has written."""
-    port = free_port()
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.pipeline_process", str(out), *words],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "ZEROJAX_COORDINATOR": f"127.0.0.1:{port}",
-                "ZEROJAX_NUM_PROCESSES": "2",
-                "ZEROJAX_PROCESS_ID": str(index),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, output in zip(started, outputs, strict=True):
-        assert process.returncode == 0, output
+    run_group([["-m", "tests.pipeline_process", str(out), *words]] * 2, folder=ROOT, join=True)
     return json.loads(out.read_text(encoding="utf-8"))
 
 

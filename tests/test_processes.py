@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,12 +30,6 @@ eval_batches: 1
 checkpoint: {every: 4}
 log: {every: 1, console: lines, tensorboard: false}
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def train(folder: Path, run: str, *words: str, processes: int = 1) -> list[float]:

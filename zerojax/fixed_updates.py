@@ -24,8 +24,7 @@ from zerojax.mesh import DATA, DATA_AXES
 from zerojax.optim import Optimizer, UpdateContext
 from zerojax.planned import Planned
 from zerojax.sealing import run_sealed, seal_on, zero_at_run_time
-from zerojax.state import TrainState
-from zerojax.updates import GradientNorm, ThisStep, clipped_scale, describe_squares
+from zerojax.updates import GradientNorm, describe_squares, map_update, specs_of_leaves
 
 Arrays = dict[str, jax.Array]
 
@@ -70,7 +69,7 @@ class Pieces:
 
 def build_fixed_norm(plan: Planned) -> Callable[..., GradientNorm]:
     """As `zerojax.updates.build_norm`, with the same bits on any number of devices."""
-    pieces, specs = Pieces(plan), _specs(plan.abstract_state["params"])
+    pieces, specs = Pieces(plan), specs_of_leaves(plan.abstract_state["params"])
     kind, order = seal_on(plan.mesh), list(specs)
 
     def squares_of(grads: Arrays, scale: jax.Array) -> jax.Array:
@@ -115,7 +114,6 @@ def build_chunked_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
     assert isinstance(tx, Optimizer)
     assert tx.begin is not None
     begin, pieces = tx.begin, Pieces(plan)
-    params, opt_state = (_specs(plan.abstract_state[name]) for name in ("params", "opt_state"))
     whole_shapes = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for name, leaf in plan.abstract_state["params"].items()
@@ -172,20 +170,4 @@ def build_chunked_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
         ]
         return joined[0], begun.end(tuple(joined[1:]))
 
-    mapped = jax.shard_map(
-        local,
-        mesh=plan.mesh,
-        in_specs=(params, opt_state, params, P(), P(), P()),
-        out_specs=(params, opt_state),
-        check_vma=False,
-    )
-
-    def update(grads: Arrays, state: TrainState, now: ThisStep) -> tuple[Arrays, Any]:
-        scale, key_data = clipped_scale(tx, now), jax.random.key_data(now.key)
-        return mapped(grads, state["opt_state"], state["params"], scale, now.skip, key_data)
-
-    return update
-
-
-def _specs(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
+    return map_update(plan, tx, local)

@@ -115,7 +115,7 @@ def build_norm(plan: Planned) -> Callable[..., GradientNorm]:
     to the compiler, each leaf's is a collective of its own where collectives cannot be grouped
     (gloo).
     """
-    specs = _specs(plan.abstract_state["params"])
+    specs = specs_of_leaves(plan.abstract_state["params"])
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
     over = tuple(name for name in plan.mesh.axis_names if any(name in a for a in axes.values()))
     choice = plan.update_choices["statistics"]
@@ -199,7 +199,6 @@ def build_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
 
 def _build_in_place(plan: Planned, tx: Optimizer) -> Callable[..., tuple[Arrays, Any]]:
     """Every device updates its own shards: one read and one write of each array."""
-    params, opt_state = (_specs(plan.abstract_state[name]) for name in ("params", "opt_state"))
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
     shapes = {name: leaf.shape for name, leaf in plan.abstract_state["params"].items()}
     choice = plan.update_choices["update"]
@@ -222,6 +221,19 @@ def _build_in_place(plan: Planned, tx: Optimizer) -> Callable[..., tuple[Arrays,
         )
         return tx.apply(grads, state, shards, context)
 
+    return map_update(plan, tx, local)
+
+
+def map_update(
+    plan: Planned, tx: Optimizer, local: Callable[..., tuple[Arrays, Any]]
+) -> Callable[..., tuple[Arrays, Any]]:
+    """`(gradients, state, ThisStep) -> (parameters, optimizer state)`, each device on its shards.
+
+    Args:
+      local: `(gradients, optimizer state, parameters, scale, skip, key_data) -> (parameters,
+        optimizer state)` of one device.
+    """
+    params, opt_state = (specs_of_leaves(plan.abstract_state[n]) for n in ("params", "opt_state"))
     mapped = jax.shard_map(
         local,
         mesh=plan.mesh,
@@ -254,5 +266,6 @@ def axes_of_leaves(
     }
 
 
-def _specs(tree: Any) -> Any:
+def specs_of_leaves(tree: Any) -> Any:
+    """How each leaf lies on the mesh."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)

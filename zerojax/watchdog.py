@@ -27,8 +27,11 @@ STOPPED_SECONDS = 5.0
 closed laptop), so that nothing in it could get further, and nothing is to blame."""
 TELL_SECONDS = 10.0
 """For writing the stacks. The disk, or the reader of standard error, may be what hangs."""
+PEERS_SECONDS = 3.0
+"""When a process goes, those that wait for it fail: their own watchdogs, whose times differ by a
+poll or two, tell first where everybody stands."""
 FIRST_PROCESS_SECONDS = 2.0
-"""When process 0 goes JAX aborts the others: they tell theirs first."""
+"""By how much longer process 0 waits: when it goes JAX aborts the others."""
 NET_SECONDS = 15.0
 """By how much later than this thread the net below it ends the process."""
 
@@ -191,8 +194,8 @@ class Watchdog:
         tell = threading.Thread(target=self._tell, args=(phase, waited, limit), daemon=True)
         tell.start()
         tell.join(TELL_SECONDS)
-        if self._process == 0 and self._processes > 1:
-            time.sleep(FIRST_PROCESS_SECONDS)
+        if self._processes > 1:
+            time.sleep(PEERS_SECONDS + (FIRST_PROCESS_SECONDS if self._process == 0 else 0.0))
         last_words.silence()
         self._end(HUNG)
         self.alive()  # only where `end` has not ended anything

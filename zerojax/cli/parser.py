@@ -9,7 +9,7 @@ import argparse
 
 import zerojax
 from zerojax.cli import parser_checkpoint, parser_elastic, parser_launch, parser_profile
-from zerojax.cli.parser_parts import Parser, add_command, add_run
+from zerojax.cli.parser_parts import Parser, add_command, add_run, add_settings
 
 _TRAIN = """\
 CONFIG is a YAML file; without one the defaults train a small GPT on Shakespeare.
@@ -118,8 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_train(commands) -> None:
     parser = add_command(commands, "train", "train", "train a model, or continue a run", _TRAIN)
-    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings laid over it")
+    add_settings(parser)
     parser.add_argument(
         "--print-config", action="store_true", help="print the resolved settings and stop"
     )
@@ -129,8 +128,7 @@ def _add_plan(commands) -> None:
     parser = add_command(
         commands, "plan", "plan", "tell what a run needs on GPUs that are not here", _PLAN
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings laid over it")
+    add_settings(parser)
     parser.add_argument(
         "--gpu", required=True, metavar="NAME", help="card, such as h200, or a YAML file of one"
     )

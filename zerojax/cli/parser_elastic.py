@@ -5,7 +5,7 @@ Knows names and text only.
 
 from __future__ import annotations
 
-from zerojax.cli.parser_parts import add_command
+from zerojax.cli.parser_parts import add_command, add_settings
 
 _HELP = """\
 Chooses the batch of an elastic run from the section `elasticity` of the settings, by DeepSpeed's
@@ -26,7 +26,6 @@ def add(commands) -> None:
         "choose a batch that stays valid when devices come and go",
         _HELP,
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings laid over it")
+    add_settings(parser)
     parser.add_argument("--devices", type=int, metavar="N", help="only this number of devices")
     parser.add_argument("--json", action="store_true", help="print it as JSON")

@@ -62,6 +62,12 @@ def add_command(
     return parser
 
 
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Declares CONFIG.yaml and KEY=VALUE, the settings of a run."""
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings laid over it")
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Declares RUN, the folder of a run."""
     parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/tiny_shakespeare")

@@ -5,7 +5,7 @@ Knows names and text; runs nothing.
 
 from __future__ import annotations
 
-from zerojax.cli.parser_parts import add_command
+from zerojax.cli.parser_parts import add_command, add_settings
 
 _PROFILE = """\
 Runs the very step of `zerojax train CONFIG.yaml KEY=VALUE ...`: N steps to warm up, N that are
@@ -25,8 +25,7 @@ def add(commands) -> None:
     parser = add_command(
         commands, "profile", "profile", "measure a few training steps, by operation", _PROFILE
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings laid over it")
+    add_settings(parser)
     parser.add_argument(
         "--steps", type=int, default=5, metavar="N", help="steps to measure (%(default)s)"
     )

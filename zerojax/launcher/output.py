@@ -11,7 +11,11 @@ import threading
 from collections.abc import Iterator
 from typing import BinaryIO
 
-_GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks")
+_GLOO = re.compile(rb"\[Gloo\] Rank|\d is connected to \d+ peer ranks")
+# Each device of a process says it from a thread of its own, a few words at a time.
+_GLOO_WORDS = re.compile(
+    rb"\[Gloo\] Rank|is connected to|peer ranks|Expected number of connected|is :|[\s\d.]+"
+)
 _SIGTERM = re.compile(rb"W\d{4} [\d:.]+ +\d+ preemption_notifier\.cc:\d+\] SIGTERM caught")
 # What the runtime says of a process that another one has left, some 40 lines with a C++ stack.
 _RUNTIME = re.compile(
@@ -30,9 +34,12 @@ def without_noise(lines: Iterator[bytes]) -> Iterator[bytes]:
 
     The runtime's last words become one line.
     """
-    inside, summarised = False, False
+    inside, summarised, after_gloo = False, False, False
     for line in lines:
-        if _GLOO.match(line) or _SIGTERM.match(line):
+        if _SIGTERM.match(line):
+            continue
+        after_gloo = _is_gloo(line) or (after_gloo and not line.strip(b" 0123456789"))
+        if after_gloo:
             continue
         if _RUNTIME.match(line):
             inside = True
@@ -43,6 +50,10 @@ def without_noise(lines: Iterator[bytes]) -> Iterator[bytes]:
         inside = inside and _MORE_OF_IT.match(line) is not None
         if not inside:
             yield line
+
+
+def _is_gloo(line: bytes) -> bool:
+    return _GLOO.search(line) is not None and not _GLOO_WORDS.sub(b"", line)
 
 
 class Printer:
