@@ -79,7 +79,7 @@ def adam_scalars(
     learning_rate: Any,
     *,
     count: Any,
-    b1: float = 0.9,
+    b1: Any = 0.9,
     b2: float = 0.999,
     eps: Any = 1e-8,
     weight_decay: Any = 1e-4,
@@ -89,10 +89,11 @@ def adam_scalars(
     """Numbers of one AdamW step (arXiv:1711.05101), or of LAMB's first half.
 
     Args:
-      learning_rate: of this update; may be traced, like all but b1 and b2.
+      learning_rate: of this update; may be traced, like all but b2.
       count: int32; the number of this update, from 1.
       b1, b2: decays, Python floats: 1 - b has to be taken in double precision, since
-        1 - float32(0.999) differs from float32(1 - 0.999) in the fifth digit.
+        1 - float32(0.999) differs from float32(1 - 0.999) in the fifth digit. A traced b1 near 0.9
+        is off in the seventh.
       eps: added to the root of the corrected second moment.
       weight_decay: per unit of learning rate; 0 for a leaf that does not decay.
       gradient_scale: the gradient is multiplied by it.
@@ -126,7 +127,7 @@ def lamb_scalars(scalars: AdamScalars, *, param_norm: Any, update_norm: Any) -> 
 def lion_scalars(
     learning_rate: Any,
     *,
-    b1: float = 0.9,
+    b1: Any = 0.9,
     b2: float = 0.99,
     weight_decay: Any = 1e-3,
     gradient_scale: Any = 1.0,
@@ -142,7 +143,7 @@ def _float32(*values: Any) -> list[jax.Array]:
     return [jnp.asarray(value, jnp.float32) for value in values]
 
 
-def _correction(decay: float, count: Any) -> jax.Array:
+def _correction(decay: Any, count: Any) -> jax.Array:
     return 1 - jnp.asarray(decay, jnp.float32) ** jnp.asarray(count, jnp.int32)
 
 

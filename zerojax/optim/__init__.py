@@ -7,6 +7,11 @@ from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.building import BuiltOptimizer, build_optimizer
 from zerojax.optim.clipping import clip_by_global_norm
 from zerojax.optim.coding import StateCoding
+from zerojax.optim.deepspeed_schedules import (
+    DEEPSPEED_SCHEDULES,
+    DeepSpeedSchedule,
+    build_deepspeed_schedule,
+)
 from zerojax.optim.groups import decay_mask, is_matrix
 from zerojax.optim.methods import adamw, lamb, lion, sgd
 from zerojax.optim.optimizer import BegunUpdate, Optimizer, UpdateContext, coding_of
@@ -14,14 +19,17 @@ from zerojax.optim.schedules import Schedule, build_schedule
 from zerojax.optim.sizes import depends_on_sizes
 
 __all__ = [
+    "DEEPSPEED_SCHEDULES",
     "BegunUpdate",
     "BuiltOptimizer",
+    "DeepSpeedSchedule",
     "Optimizer",
     "Schedule",
     "StateCoding",
     "UpdateContext",
     "adam8bit",
     "adamw",
+    "build_deepspeed_schedule",
     "build_optimizer",
     "build_schedule",
     "clip_by_global_norm",

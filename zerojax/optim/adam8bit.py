@@ -7,7 +7,6 @@ Knows leaves by name and which of them are coded; never how codes are made
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ from zerojax.optim import adam8bit_state as states
 from zerojax.optim.coding import StateCoding
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
 from zerojax.optim.groups import Decay, as_groups, decay_mask
-from zerojax.optim.methods import GroupsLike, adamw
+from zerojax.optim.methods import GroupsLike, adam_scalars, adamw, scale_by_adam
 from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
 from zerojax.optim.schedules import Schedule
 
@@ -37,7 +36,7 @@ _WHOLE = Choice("xla", "an update of whole arrays, which a kernel could not be s
 def adam8bit(
     learning_rate: float | Schedule = 3e-4,
     *,
-    b1: float = 0.9,
+    b1: float | Schedule = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.1,
@@ -67,14 +66,13 @@ def adam8bit(
       ValueError, TypeError: as `adamw`.
     """
     decay = {"weight_decay": weight_decay, "mask": mask}
-    rule = {"b1": b1, "b2": b2, "eps": eps}
     more = {"clip_norm": clip_norm, "impl": impl}
-    plain = adamw(learning_rate, **rule, **decay, **more, groups=groups)
+    plain = adamw(learning_rate, b1=b1, b2=b2, eps=eps, **decay, **more, groups=groups)
     method = Method(
         kernel="adam8bit",
-        chain=lambda decays, rate: optax.chain(optax.scale_by_adam(b1, b2, eps), decays, rate),
+        chain=lambda decays, rate: optax.chain(scale_by_adam(b1, b2, eps), decays, rate),
         moments=("mu", "nu"),
-        scalars=functools.partial(optimizers.adam_scalars, **rule),
+        scalars=adam_scalars(b1, b2, eps),
         run=_update_leaves,
         elementwise=False,
     )

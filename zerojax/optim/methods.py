@@ -5,8 +5,7 @@ Knows formulas and their defaults; never a mesh, and never how rules run.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
 import jax
@@ -26,7 +25,7 @@ GroupsLike = Mapping[str, Any] | Iterable[tuple[str, Any]] | None
 def adamw(
     learning_rate: float | Schedule = 3e-4,
     *,
-    b1: float = 0.9,
+    b1: float | Schedule = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.1,
@@ -42,6 +41,7 @@ def adamw(
     Args:
       learning_rate: a number, or a function of the number of updates applied.
       b1, b2: decay of the first and second moment; 0.95 forgets faster than optax's 0.999.
+        b1 may be a function of the number of updates applied as well.
       eps: added to the root of the second moment.
       weight_decay: per unit of learning rate.
       mask: which parameters decay, as optax takes it; None: all.
@@ -59,9 +59,9 @@ def adamw(
     return make_optimizer(
         Method(
             kernel="adamw",
-            chain=lambda decay, rate: optax.chain(optax.scale_by_adam(b1, b2, eps), decay, rate),
+            chain=lambda decay, rate: optax.chain(scale_by_adam(b1, b2, eps), decay, rate),
             moments=("mu", "nu"),
-            scalars=functools.partial(optimizers.adam_scalars, b1=b1, b2=b2, eps=eps),
+            scalars=adam_scalars(b1, b2, eps),
             run=one_pass(optimizers.ADAMW),
         ),
         _options("adamw", learning_rate, weight_decay, mask, groups, clip_norm, impl),
@@ -71,7 +71,7 @@ def adamw(
 def lion(
     learning_rate: float | Schedule = 1e-4,
     *,
-    b1: float = 0.9,
+    b1: float | Schedule = 0.9,
     b2: float = 0.99,
     weight_decay: float = 0.3,
     mask: Any = decay_mask,
@@ -89,13 +89,17 @@ def lion(
       b2: decay of the moment.
     """
     _check(b1=b1, b2=b2)
+
+    def scaled(b1: float | Schedule) -> optax.GradientTransformation:
+        return _scheduled(lambda b1: optax.scale_by_lion(b1, b2), b1)
+
     return make_optimizer(
         Method(
             kernel="lion",
-            chain=lambda decay, rate: optax.chain(optax.scale_by_lion(b1, b2), decay, rate),
+            chain=lambda decay, rate: optax.chain(scaled(b1), decay, rate),
             moments=("mu",),
             scalars=lambda rate, *, count, **step: optimizers.lion_scalars(
-                rate, b1=b1, b2=b2, **step
+                rate, b1=_at(b1, count), b2=b2, **step
             ),
             run=one_pass(optimizers.LION),
         ),
@@ -106,7 +110,7 @@ def lion(
 def lamb(
     learning_rate: float | Schedule,
     *,
-    b1: float = 0.9,
+    b1: float | Schedule = 0.9,
     b2: float = 0.999,
     eps: float = 1e-6,
     weight_decay: float = 0.01,
@@ -128,10 +132,10 @@ def lamb(
         Method(
             kernel="lamb",
             chain=lambda decay, rate: optax.chain(
-                optax.scale_by_adam(b1, b2, eps), decay, optax.scale_by_trust_ratio(), rate
+                scale_by_adam(b1, b2, eps), decay, optax.scale_by_trust_ratio(), rate
             ),
             moments=("mu", "nu"),
-            scalars=functools.partial(optimizers.adam_scalars, b1=b1, b2=b2, eps=eps),
+            scalars=adam_scalars(b1, b2, eps),
             run=_lamb_passes,
             elementwise=False,
         ),
@@ -185,6 +189,40 @@ def sgd(
         run=one_pass(optimizers.SGD_PLAIN if momentum is None else rule),
     )
     return make_optimizer(method, options)
+
+
+def scale_by_adam(b1: float | Schedule, b2: float, eps: float) -> optax.GradientTransformation:
+    """`optax.scale_by_adam`, with its state, whose first decay may be a schedule."""
+    return _scheduled(lambda b1: optax.scale_by_adam(b1, b2, eps), b1)
+
+
+def adam_scalars(b1: float | Schedule, b2: float, eps: float) -> Callable[..., Any]:
+    """`Method.scalars` of AdamW and LAMB."""
+
+    def scalars(rate: Any, *, count: Any, **step: Any) -> optimizers.AdamScalars:
+        now = _at(b1, count)
+        return optimizers.adam_scalars(rate, count=count, b1=now, b2=b2, eps=eps, **step)
+
+    return scalars
+
+
+def _at(b1: float | Schedule, count: Any) -> Any:
+    """The decay of update `count`, from 1; a number stays one of double precision."""
+    return jnp.asarray(b1(count - 1), jnp.float32) if callable(b1) else b1
+
+
+def _scheduled(
+    make: Callable[[Any], optax.GradientTransformation], b1: float | Schedule
+) -> optax.GradientTransformation:
+    """What `make` makes of a decay, where that is one for each update."""
+    if not callable(b1):
+        return make(b1)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        # The state holds nothing of the decay, so a new transformation takes it over.
+        return make(_at(b1, state.count + 1)).update(updates, state, params)
+
+    return optax.GradientTransformation(make(0.9).init, update)
 
 
 def _lamb_passes(
