@@ -60,6 +60,8 @@ class DecoderConfig(Protocol):
     @property
     def num_kv_heads(self) -> int | None: ...
     @property
+    def head_dim(self) -> int | None: ...
+    @property
     def embed_dim(self) -> int: ...
     @property
     def tie_embeddings(self) -> bool: ...
@@ -172,7 +174,7 @@ class Decoder(nnx.Module):
     def init_cache(self, batch_size: int, length: int) -> KVCache:
         """A cache of zeros for `length` positions, in the dtype of the activations."""
         config, dtype = self.config, self.token_embedding.embedding[...].dtype
-        head_dim = config.embed_dim // config.num_heads
+        head_dim = config.head_dim or config.embed_dim // config.num_heads
         kv_heads = config.num_kv_heads or config.num_heads
         shape = (config.num_layers, batch_size, length, kv_heads, head_dim)
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
@@ -236,7 +238,7 @@ def check_decoder_sizes(config: Any) -> None:
         _check_at_least_one(field, getattr(config, field))
     for field in ("embed_dim", "mlp_dim"):
         _check_at_least_one(field, getattr(config, field))
-    if config.embed_dim % config.num_heads:
+    if config.head_dim is None and config.embed_dim % config.num_heads:
         raise ValueError(
             f"embed_dim={config.embed_dim} is not divisible by num_heads={config.num_heads};"
             f" use embed_dim={-(-config.embed_dim // config.num_heads) * config.num_heads}"

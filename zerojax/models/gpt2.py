@@ -65,6 +65,10 @@ class GPT2Config:
         return self.num_heads
 
     @property
+    def head_dim(self) -> None:
+        """As wide as heads get when they share the width."""
+
+    @property
     def num_parameters(self) -> int:
         """Number of trainable elements."""
         width, mlp = self.embed_dim, self.mlp_dim or 4 * self.embed_dim

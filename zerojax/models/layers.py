@@ -18,6 +18,7 @@ from flax import nnx
 from jax import lax
 
 from zerojax.models.fp8 import fp8_dot, init_history
+from zerojax.models.rope import RopeScaling, rotary_frequencies
 
 
 def expand_rank(array: jax.Array, ndim: int) -> jax.Array:
@@ -119,19 +120,27 @@ class RMSNorm(nnx.Module):
         return (wide * expand_rank(self.scale[...].astype(jnp.float32), x.ndim)).astype(x.dtype)
 
 
-def rotate_positions(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
+def rotate_positions(
+    x: jax.Array,
+    positions: jax.Array,
+    *,
+    theta: float,
+    scaling: RopeScaling | None = None,
+    seq_len: int = 0,
+) -> jax.Array:
     """Rotary position embedding (arXiv:2104.09864), pairing feature i with i + head_dim / 2.
 
     Args:
       x: [batch, seq, heads, head_dim], head_dim even.
       positions: [seq] integers, the position of each token in its text.
       theta: base of the wavelengths; pair i turns by position * theta^(-2 i / head_dim) radians.
+      scaling, seq_len: see `rope.rotary_frequencies`.
 
     Returns:
       The same shape and dtype; the angles and the rotation are computed in float32.
     """
     half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies = rotary_frequencies(half, theta, scaling, seq_len=seq_len)
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
     cosine, sine = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -174,11 +183,13 @@ class Attention(nnx.Module):
         output_stddev: float,
         rope_theta: float | None,
         rngs: nnx.Rngs,
+        rope_scaling: RopeScaling | None = None,
+        head_dim: int | None = None,
         matmul_dtype: str | None = None,
     ) -> None:
-        heads = (num_heads, embed_dim // num_heads)
-        kv_heads = (num_kv_heads, embed_dim // num_heads)
-        self.rope_theta = rope_theta
+        head_dim = head_dim or embed_dim // num_heads
+        heads, kv_heads = (num_heads, head_dim), (num_kv_heads, head_dim)
+        self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
 
         def projection(in_shape: tuple[int, ...], out_shape: tuple[int, ...], scale: float):
             return Projection(
@@ -197,7 +208,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, seq, embed] -> the same shape; position i sees positions 0..i."""
-        query, key, value = self._project(x, jnp.arange(x.shape[1]))
+        query, key, value = self._project(x, jnp.arange(x.shape[1]), x.shape[1])
         return self.output(attend(query, key, value, is_causal=True))
 
     def extend(
@@ -215,7 +226,7 @@ class Attention(nnx.Module):
           ([batch, new, embed], the cache with the new keys and values written).
         """
         positions = position + jnp.arange(x.shape[1])
-        query, key, value = self._project(x, positions)
+        query, key, value = self._project(x, positions, cache[0].shape[1])
         keys = lax.dynamic_update_slice_in_dim(cache[0], key.astype(cache[0].dtype), position, 1)
         values = lax.dynamic_update_slice_in_dim(
             cache[1], value.astype(cache[1].dtype), position, 1
@@ -227,12 +238,19 @@ class Attention(nnx.Module):
         return self.output(mixed), (keys, values)
 
     def _project(
-        self, x: jax.Array, positions: jax.Array
+        self, x: jax.Array, positions: jax.Array, seq_len: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`seq_len`: tokens of the whole text; with a cache, those that it has room for."""
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.rope_theta is not None:
-            query = rotate_positions(query, positions, theta=self.rope_theta)
-            key = rotate_positions(key, positions, theta=self.rope_theta)
+            rotate = functools.partial(
+                rotate_positions,
+                positions=positions,
+                theta=self.rope_theta,
+                scaling=self.rope_scaling,
+                seq_len=seq_len,
+            )
+            query, key = rotate(query), rotate(key)
         return query, key, value
 
 

@@ -17,6 +17,7 @@ from zerojax.models.decoder import (
     check_decoder_sizes,
 )
 from zerojax.models.layers import Attention, Dropout, Embedding, RMSNorm, SwiGluMlp
+from zerojax.models.rope import RopeScaling
 from zerojax.models.stacking import stack_blocks
 
 INIT_STDDEV = 0.02
@@ -34,9 +35,13 @@ class LlamaConfig:
       num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads.
       mlp_dim: width of the gated MLP; None: 8/3 * embed_dim rounded up to a multiple of 128, which
         has about the parameters of an ungated MLP of 4 * embed_dim.
+      head_dim: features of one head, even; None: embed_dim / num_heads.
       dropout: probability, on embeddings and on the output of each sub-layer.
       tie_embeddings: the output weights are the token table.
       rope_theta: base of the rotary wavelengths.
+      rope_scaling: how they are stretched to longer texts; None: not. "dynamic" takes a text of the
+        cache's length, so that all keys in a cache turn alike (transformers turns new ones by
+        another base than old ones).
       norm_eps: added to the mean square.
       remat: "none", "full" or "dots".
       loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
@@ -50,9 +55,11 @@ class LlamaConfig:
     embed_dim: int = 2048
     num_kv_heads: int | None = None
     mlp_dim: int | None = None
+    head_dim: int | None = None
     dropout: float = 0.0
     tie_embeddings: bool = False
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     remat: str = "none"
     loss_chunk: int | None = None
@@ -64,25 +71,30 @@ class LlamaConfig:
         if self.mlp_dim is None:
             object.__setattr__(self, "mlp_dim", default_mlp_dim(self.embed_dim))
         check_decoder_sizes(self)
-        if (self.embed_dim // self.num_heads) % 2:
-            raise ValueError(
+        if self.features_per_head % 2 or self.features_per_head < 1:
+            origin = (
                 f"embed_dim={self.embed_dim} / num_heads={self.num_heads} ="
-                f" {self.embed_dim // self.num_heads} is odd, but rotary positions turn pairs of"
-                f" features; use embed_dim={2 * self.num_heads * (self.head_dim // 2 + 1)}"
+                f" {self.features_per_head}"
+                if self.head_dim is None
+                else f"head_dim={self.head_dim}"
+            )
+            raise ValueError(
+                f"{origin} is odd, but rotary positions turn pairs of features; use"
+                f" head_dim={2 * (max(self.features_per_head, 0) // 2 + 1)}"
             )
         if self.rope_theta <= 1.0:
             raise ValueError(f"rope_theta={self.rope_theta} must be above 1; 10000.0 is usual")
 
     @property
-    def head_dim(self) -> int:
-        """Features of one head."""
-        return self.embed_dim // self.num_heads
+    def features_per_head(self) -> int:
+        """`head_dim`, also where it follows from the others."""
+        return self.head_dim or self.embed_dim // self.num_heads
 
     @property
     def num_parameters(self) -> int:
         """Number of trainable elements."""
         width, kv_heads = self.embed_dim, self.num_kv_heads or self.num_heads
-        attention = 2 * width * width + 2 * width * kv_heads * self.head_dim
+        attention = 2 * width * (self.num_heads + kv_heads) * self.features_per_head
         mlp = 3 * width * (self.mlp_dim or default_mlp_dim(width))
         tables = (1 if self.tie_embeddings else 2) * self.vocab_size * width
         return self.num_layers * (attention + mlp + 2 * width) + tables + width
@@ -126,6 +138,8 @@ def _build_block(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
             stddev=INIT_STDDEV,
             output_stddev=output_stddev,
             rope_theta=config.rope_theta,
+            rope_scaling=config.rope_scaling,
+            head_dim=config.head_dim,
             rngs=rngs,
             matmul_dtype=config.matmul_dtype,
         ),

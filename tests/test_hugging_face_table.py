@@ -1,0 +1,145 @@
+"""The table of architectures: every array has tensors, every tensor its place, slices included."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from zerojax import trees
+from zerojax.hugging_face import ARCHITECTURES, UnsupportedError, architecture_of
+from zerojax.hugging_face.layouts import parse_layout
+from zerojax.models import GPT2Config, LlamaConfig
+
+SIZES = {"vocab_size": 20, "max_seq_len": 8, "num_layers": 3, "num_heads": 4, "embed_dim": 16}
+CONFIGS = {
+    "gpt2": GPT2Config(**SIZES),
+    "gpt2 untied": GPT2Config(**SIZES, tie_embeddings=False, mlp_dim=24),
+    "llama": LlamaConfig(**SIZES, num_kv_heads=2, mlp_dim=24),
+    "llama tied, wide heads": LlamaConfig(
+        **SIZES, num_kv_heads=2, mlp_dim=24, head_dim=6, tie_embeddings=True
+    ),
+}
+
+LAYOUTS = [
+    ("vocab embed", 0, {"vocab": 5, "embed": 4}),
+    ("mlp embed -> embed mlp", 0, {"mlp": 6, "embed": 4}),
+    ("(heads dim) embed -> embed heads dim", 0, {"heads": 3, "dim": 4, "embed": 2}),
+    ("embed (3 heads dim) -> embed heads dim", 1, {"heads": 2, "dim": 4, "embed": 2}),
+    ("(heads 3 dim) -> heads dim", 2, {"heads": 4, "dim": 3}),
+]
+
+
+def shapes_of(config) -> dict[str, tuple[int, ...]]:
+    row = next(x for x in ARCHITECTURES.values() if isinstance(config, x.config_class))
+    state = jax.eval_shape(lambda: nnx.state(row.build(config, nnx.Rngs(0)), nnx.Param))
+    flat = {trees.path_name(path): x for path, x in nnx.to_flat_state(state)}
+    return {name: tuple(variable.get_raw_value().shape) for name, variable in flat.items()}
+
+
+def rows_of(config):
+    return next(x for x in ARCHITECTURES.values() if isinstance(config, x.config_class))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_parameter_has_one_row(name):
+    config = CONFIGS[name]
+    leaves = rows_of(config).leaves(config)
+    assert sorted(leaf.name for leaf in leaves) == sorted(shapes_of(config))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layouts_fit_the_shapes_and_fill_every_tensor(name):
+    """As many elements in their tensors as in our arrays: nothing is left out or taken twice."""
+    config, shapes = CONFIGS[name], shapes_of(CONFIGS[name])
+    tensors: dict[str, int] = {}
+    for leaf in rows_of(config).leaves(config):
+        shape = shapes[leaf.name]
+        for layer in range(shape[0] if leaf.is_stacked else 1):
+            own = shape[1:] if leaf.is_stacked else shape
+            tensors[leaf.tensor_of(layer)] = math.prod(leaf.layout.their_shape(own))
+    assert sum(tensors.values()) == sum(math.prod(shape) for shape in shapes.values())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_settings_come_back(name):
+    config = CONFIGS[name]
+    row = rows_of(config)
+    written = {"model_type": row.model_type, **row.write_config(config)}
+    back = row.config_class(**architecture_of(written).read_config(written))
+    assert row.write_config(back) == row.write_config(config)
+    assert shapes_of(back) == shapes_of(config)
+
+
+@pytest.mark.parametrize(("text", "part", "sizes"), LAYOUTS)
+def test_every_slice_is_found_in_their_tensor(text, part, sizes):
+    """All slices of a small array, read run by run, beside the whole array sliced."""
+    layout = parse_layout(text, part)
+    shape = tuple(sizes[name] for name in layout.ours)
+    ours = np.arange(math.prod(shape)).reshape(shape)
+    theirs = np.full(layout.their_shape(shape), -1)
+    layout.to_theirs(ours, theirs)
+    ranges = [list(itertools.combinations(range(size + 1), 2)) for size in shape]
+    for index in itertools.product(*ranges):
+        runs = layout.their_runs(shape, index)
+        picked = theirs[np.ix_(*[np.r_[tuple(slice(*run) for run in dim)] for dim in runs])]
+        wanted = ours[tuple(slice(*taken) for taken in index)]
+        np.testing.assert_array_equal(layout.to_ours(picked, index), wanted)
+        assert picked.size == wanted.size, "reads no more than it needs"
+
+
+@pytest.mark.parametrize(
+    ("text", "part", "words"),
+    [
+        ("a b -> a c", 0, "both sides need the same dimensions"),
+        ("a a", 0, "each once"),
+        ("(3 a) -> a", 3, "has 3 parts, and 3 is none"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(text, part, words):
+    with pytest.raises(ValueError, match=words):
+        parse_layout(text, part)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 20,
+    "max_position_embeddings": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mamba"}, "model_type='mamba' is none of those .* llama"),
+        ({"attention_bias": True}, "attention_bias=True, but the projections .* no biases"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu', .*only 'silu' or 'swish' will do"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type 'yarn' are not built"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "no 'original_max_position"),
+        ({"hidden_size": None}, "no 'hidden_size'"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(change, words):
+    config = {**LLAMA, **change}
+    with pytest.raises(UnsupportedError, match=words):
+        architecture_of(config).read_config(config)
+
+
+def test_settings_of_transformers_5_are_those_of_4():
+    rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 4, "rope_type": "llama3"}
+    old = {**LLAMA, "rope_theta": 5e5, "rope_scaling": rope}
+    new = {**LLAMA, "rope_parameters": {**rope, "rope_theta": 5e5}}
+    read = architecture_of(LLAMA).read_config
+    assert read(old) == read(new)
+    assert read(old)["rope_theta"] == 5e5
+    assert read(old)["rope_scaling"].kind == "llama3"
+    assert read(LLAMA)["rope_scaling"] is None

@@ -1,0 +1,20 @@
+"""Weights of Hugging Face's folders in our arrays, and back.
+
+Knows the names, layouts and settings of both sides and the files; never a plan, a mesh or a run.
+"""
+
+from zerojax.hugging_face.architectures import (
+    ARCHITECTURES,
+    architecture_of,
+    architecture_of_config,
+)
+from zerojax.hugging_face.table import Architecture, Leaf, UnsupportedError
+
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "Leaf",
+    "UnsupportedError",
+    "architecture_of",
+    "architecture_of_config",
+]
