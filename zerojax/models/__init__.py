@@ -1,4 +1,4 @@
-"""The reference models, GPT-2 and a Llama-style decoder, in plain Flax NNX, and models from parts.
+"""The reference models, GPT-2, Llama and BERT, in plain Flax NNX, and models from parts.
 
 Knows how a model is built, from its configuration or from its parts; never knows a mesh, a batch or
 an optimizer.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from flax import nnx
 
 from zerojax.config import ModelConfig
+from zerojax.models.bert import Bert, BertConfig
 from zerojax.models.decoder import MEGATRON_RULES, Block, Decoder, KVCache, TensorParallelRules
 from zerojax.models.generate import generate
 from zerojax.models.gpt2 import GPT2, GPT2Config
@@ -19,6 +20,8 @@ from zerojax.models.stages import Stages
 
 __all__ = [
     "GPT2",
+    "Bert",
+    "BertConfig",
     "Block",
     "Decoder",
     "GPT2Config",

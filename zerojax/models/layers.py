@@ -166,7 +166,7 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with grouped key/value heads (arXiv:2305.13245).
+    """Self-attention with grouped key/value heads (arXiv:2305.13245), causal unless told otherwise.
 
     Query, key and value are separate, so that each splits over its own heads. `matmul_dtype` is
     that of the four projections; scores and mixing stay in the dtype of the activations.
@@ -186,10 +186,12 @@ class Attention(nnx.Module):
         rope_scaling: RopeScaling | None = None,
         head_dim: int | None = None,
         matmul_dtype: str | None = None,
+        is_causal: bool = True,
     ) -> None:
         head_dim = head_dim or embed_dim // num_heads
         heads, kv_heads = (num_heads, head_dim), (num_kv_heads, head_dim)
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
+        self.is_causal = is_causal
 
         def projection(in_shape: tuple[int, ...], out_shape: tuple[int, ...], scale: float):
             return Projection(
@@ -206,10 +208,19 @@ class Attention(nnx.Module):
         self.value = projection((embed_dim,), kv_heads, stddev)
         self.output = projection(heads, (embed_dim,), output_stddev)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, embed] -> the same shape; position i sees positions 0..i."""
+    def __call__(self, x: jax.Array, visible: jax.Array | None = None) -> jax.Array:
+        """Attention of every token to the tokens before it and itself, or to all.
+
+        Args:
+          x: [batch, seq, embed].
+          visible: bool [batch, seq], False where nobody looks (padding); None: all are seen.
+
+        Returns:
+          [batch, seq, embed].
+        """
         query, key, value = self._project(x, jnp.arange(x.shape[1]), x.shape[1])
-        return self.output(attend(query, key, value, is_causal=True))
+        mask = None if visible is None else visible[:, None, None, :]
+        return self.output(attend(query, key, value, mask=mask, is_causal=self.is_causal))
 
     def extend(
         self, x: jax.Array, cache: tuple[jax.Array, jax.Array], position: jax.Array
@@ -255,7 +266,7 @@ class Attention(nnx.Module):
 
 
 class GeluMlp(nnx.Module):
-    """down(gelu(up(x))) with biases and the tanh form of GELU, as in GPT-2."""
+    """down(gelu(up(x))) with biases; the tanh form of GELU as in GPT-2, or the exact one (BERT)."""
 
     def __init__(
         self,
@@ -266,14 +277,16 @@ class GeluMlp(nnx.Module):
         output_stddev: float,
         rngs: nnx.Rngs,
         matmul_dtype: str | None = None,
+        exact_gelu: bool = False,
     ) -> None:
+        self.exact_gelu = exact_gelu
         build = functools.partial(Projection, use_bias=True, rngs=rngs, matmul_dtype=matmul_dtype)
         self.up = build((embed_dim,), (mlp_dim,), stddev=stddev)
         self.down = build((mlp_dim,), (embed_dim,), stddev=output_stddev)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., embed] -> [..., embed]."""
-        return self.down(jax.nn.gelu(self.up(x), approximate=True))
+        return self.down(jax.nn.gelu(self.up(x), approximate=not self.exact_gelu))
 
 
 class SwiGluMlp(nnx.Module):
