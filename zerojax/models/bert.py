@@ -74,6 +74,7 @@ class BertConfig:
 
     # What the checks of decoders ask for, and a BERT does not leave open.
     num_kv_heads: ClassVar[int] = 1
+    head_dim: ClassVar[None] = None
     loss_chunk: ClassVar[None] = None
 
     def __post_init__(self) -> None:
