@@ -13,11 +13,18 @@ if TYPE_CHECKING:
     from zerojax.api import train
     from zerojax.arrays import from_canonical, init_state, reshard_state, to_canonical
     from zerojax.checkpoint import Checkpointer, CheckpointError
-    from zerojax.config import ConfigError, LossScale, MeshConfig, OptimizerConfig, RunConfig
+    from zerojax.config import (
+        ConfigError,
+        LoraConfig,
+        LossScale,
+        MeshConfig,
+        OptimizerConfig,
+        RunConfig,
+    )
     from zerojax.data import TokenSource, shard_batch
     from zerojax.distributed import join_processes
     from zerojax.mesh import make_abstract_mesh, make_mesh
-    from zerojax.models import Stages
+    from zerojax.models import Stages, add_lora, merge_lora
     from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
     from zerojax.plan import Plan, make_plan
     from zerojax.precision import Precision
@@ -33,6 +40,7 @@ __all__ = [
     "Checkpointer",
     "ConfigError",
     "LoadedRun",
+    "LoraConfig",
     "LossScale",
     "MeshConfig",
     "OptimizerConfig",
@@ -46,6 +54,7 @@ __all__ = [
     "__version__",
     "adam8bit",
     "adamw",
+    "add_lora",
     "build_evaluation",
     "build_step",
     "from_canonical",
@@ -57,6 +66,7 @@ __all__ = [
     "make_abstract_mesh",
     "make_mesh",
     "make_plan",
+    "merge_lora",
     "reshard_state",
     "run_from_config",
     "sgd",
@@ -71,6 +81,7 @@ _HOME_OF_NAME = {
     "Checkpointer": "checkpoint",
     "ConfigError": "config",
     "LoadedRun": "runs",
+    "LoraConfig": "config",
     "LossScale": "config",
     "MeshConfig": "config",
     "OptimizerConfig": "config",
@@ -83,6 +94,7 @@ _HOME_OF_NAME = {
     "Trainer": "trainer",
     "adam8bit": "optim",
     "adamw": "optim",
+    "add_lora": "models",
     "build_evaluation": "step",
     "build_step": "step",
     "from_canonical": "arrays",
@@ -94,6 +106,7 @@ _HOME_OF_NAME = {
     "make_abstract_mesh": "mesh",
     "make_mesh": "mesh",
     "make_plan": "plan",
+    "merge_lora": "models",
     "reshard_state": "arrays",
     "run_from_config": "runs",
     "sgd": "optim",

@@ -89,7 +89,7 @@ def load_dataclass(
     Args:
       cls: a dataclass whose fields may be dataclasses.
       path: YAML file; None starts from the defaults.
-      overrides: "mesh.zero=3", or "zero=3" when only one field ends in that name. Values are YAML.
+      overrides: "mesh.zero=3", or "zero=3" where one field nearest to the top has that name.
       defaults: values used where neither the file nor an override says anything.
 
     Raises:
@@ -180,7 +180,7 @@ def _closest(name: str, known: Sequence[str]) -> str | None:
 
 
 def _resolve(cls: type, text: str) -> Key:
-    """The full key an override means: itself, or the only leaf or section that ends in it."""
+    """The full key an override means: itself, or the one nearest to the top that ends in it."""
     key = tuple(text.split("."))
     leaves = [*_leaves(cls)]
     if key in leaves or any(leaf[: len(key)] == key for leaf in leaves):
@@ -189,6 +189,7 @@ def _resolve(cls: type, text: str) -> Key:
     if not matches:  # a section that is nested in another
         sections = dict.fromkeys(prefix for leaf in leaves for prefix in _prefixes(leaf[:-1]))
         matches = [section for section in sections if section[-len(key) :] == key]
+    matches = [match for match in matches if len(match) == min(map(len, matches))]
     if len(matches) == 1:
         return matches[0]
     if matches:

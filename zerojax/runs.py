@@ -120,7 +120,7 @@ def _make_plan(config: RunConfig, mesh: Any, batch: Any, vocab_size: int, **opti
         optimizer=config.optimizer,
         precision=_precision(config),
         num_microbatches=config.num_microbatches,
-        freeze=config.freeze,
+        freeze=(*config.freeze, *config.model.lora.freeze),
         steps=config.steps,
         **options,
     )
@@ -247,7 +247,7 @@ def load_run(run_dir: str | Path, step: int | None = None) -> LoadedRun:
         example_batch={"tokens": batch, "targets": batch},
         zero=0,
         precision=as_precision("fp32", param_dtype=config.param_dtype),
-        freeze=config.freeze,
+        freeze=(*config.freeze, *config.model.lora.freeze),
     )
     wanted = {name: plan.abstract_canonical[name] for name in ("params", "frozen", "extras")}
     checkpoints = config.checkpoint.path or str(folder / CHECKPOINT_FOLDER)

@@ -13,7 +13,7 @@ from zerojax.cli.parser_parts import Parser, add_command, add_run, add_settings
 
 _TRAIN = """\
 CONFIG is a YAML file; without one the defaults train a small GPT on Shakespeare.
-KEY=VALUE changes one setting: mesh.zero=3, or zero=3 where only one setting ends in that name.
+KEY=VALUE changes one setting: mesh.zero=3, or zero=3 where no setting as near the top ends so.
 
 examples:
   zerojax train configs/tiny_shakespeare.yaml

@@ -18,6 +18,7 @@ from zerojax.config.checks import (
 )
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.files import CheckpointConfig, LogConfig
+from zerojax.config.lora import LoraConfig
 from zerojax.config.loss_scale import LossScale, describe_loss_scale
 from zerojax.config.mesh import MeshConfig, as_mesh_config
 from zerojax.config.offload import OffloadConfig
@@ -37,6 +38,7 @@ __all__ = [
     "ElasticBatch",
     "ElasticityConfig",
     "LogConfig",
+    "LoraConfig",
     "LossScale",
     "MeshConfig",
     "ModelConfig",
@@ -94,6 +96,7 @@ class ModelConfig:
     """Base of the rotary positions (llama only)."""
     norm_eps: float = 1e-5
     """Added to the variance in norms; the value of GPT-2 and Llama."""
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         coerce_fields(self)

@@ -16,6 +16,7 @@ from zerojax.models.decoder import MEGATRON_RULES, Block, Decoder, KVCache, Tens
 from zerojax.models.generate import generate
 from zerojax.models.gpt2 import GPT2, GPT2Config
 from zerojax.models.llama import Llama, LlamaConfig
+from zerojax.models.lora import add_lora, merge_lora
 from zerojax.models.stages import Stages
 
 __all__ = [
@@ -29,9 +30,11 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "Stages",
+    "add_lora",
     "as_decoder_config",
     "build_model",
     "generate",
+    "merge_lora",
     "tensor_parallel_rules",
 ]
 
@@ -107,7 +110,7 @@ def build_model(config: ModelConfig, vocab_size: int) -> Callable[[nnx.Rngs], De
             return GPT2(sizes, rngs=rngs)
         return Llama(sizes, rngs=rngs)
 
-    return factory
+    return add_lora(factory, config.lora) if config.lora.rank else factory
 
 
 def tensor_parallel_rules(name: str) -> TensorParallelRules:

@@ -34,6 +34,10 @@ MEGATRON_RULES: TensorParallelRules = (
     (r"mlp/(gate|up)/kernel$", (None, "model")),
     (r"mlp/(gate|up)/bias$", ("model",)),
     (r"mlp/down/kernel$", ("model", None)),
+    (r"attention/(query|key|value)/lora/b$", (None, "model", None)),
+    (r"attention/output/lora/a$", ("model", None, None)),
+    (r"mlp/(gate|up)/lora/b$", (None, "model")),
+    (r"mlp/down/lora/a$", ("model", None)),
     (r"token_embedding/embedding$", ("model", None)),
     (r"lm_head/kernel$", (None, "model")),
 )
@@ -197,7 +201,9 @@ class Decoder(nnx.Module):
         def layer(
             x: jax.Array, slices: tuple[nnx.State, KVCache]
         ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            return nnx.merge(graphdef, slices[0]).extend(x, slices[1], position)
+            block = nnx.merge(graphdef, slices[0])
+            block.eval()  # an adapter may have dropout of its own
+            return block.extend(x, slices[1], position)
 
         x, longer = lax.scan(layer, self.look_up(tokens, position), (state, cache))
         return x, KVCache(*longer)

@@ -10,6 +10,7 @@ and the activations are bfloat16. Norms, rotary angles and the softmax are alway
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,7 +37,8 @@ class Projection(nnx.Module):
 
     Head dimensions stay separate, `kernel: [embed, heads, head_dim]`, so that splitting the heads
     over devices is one entry of a PartitionSpec. With `matmul_dtype="fp8"` the product is of 8-bit
-    floats and `amax_history` is its state (see `fp8`).
+    floats and `amax_history` is its state (see `fp8`). `lora` is added to the result where somebody
+    has put one there (see `lora`).
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class Projection(nnx.Module):
         rngs: nnx.Rngs,
         matmul_dtype: str | None = None,
     ) -> None:
-        self.num_inputs = len(in_shape)
+        self.num_inputs, self.num_outputs = len(in_shape), len(out_shape)
         self.use_bias = use_bias
         self.matmul_dtype = matmul_dtype
+        self.lora: Callable[[jax.Array], jax.Array] | None = None
         self.kernel = normal(rngs, (*in_shape, *out_shape), stddev)
         if matmul_dtype is not None:
             self.amax_history = init_history(self.kernel[...])
@@ -67,7 +70,9 @@ class Projection(nnx.Module):
             y = lax.dot_general(x, kernel, (dims, ((), ())))
         else:
             y = fp8_dot(x, kernel, self.amax_history[...], self.num_inputs)
-        return y + expand_rank(self.bias[...].astype(y.dtype), y.ndim) if self.use_bias else y
+        if self.use_bias:
+            y = y + expand_rank(self.bias[...].astype(y.dtype), y.ndim)
+        return y if self.lora is None else y + self.lora(x).astype(y.dtype)
 
 
 class Embedding(nnx.Module):
