@@ -18,6 +18,8 @@ from flax import nnx
 
 from tests import bert_weights as tiny
 from tests.trajectories import ROWS, TOLERANCE, train_for
+from zerojax.hugging_face import Leaf
+from zerojax.hugging_face.bert import BERT_ROW
 from zerojax.models import Bert, BertConfig
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "bert_reference.json").read_text())
@@ -30,22 +32,6 @@ CONFIG = BertConfig(
     mlp_dim=tiny.SIZES["intermediate_size"],
     has_pooler=True,
 )
-NAMES = {
-    "token_embedding/embedding": "bert.embeddings.word_embeddings.weight",
-    "position_embedding/embedding": "bert.embeddings.position_embeddings.weight",
-    "type_embedding/embedding": "bert.embeddings.token_type_embeddings.weight",
-    "embed_norm": "bert.embeddings.LayerNorm",
-    "blocks/attention_norm": "bert.encoder.layer.#.attention.output.LayerNorm",
-    "blocks/attention/output": "bert.encoder.layer.#.attention.output.dense",
-    "blocks/attention": "bert.encoder.layer.#.attention.self",
-    "blocks/mlp/up": "bert.encoder.layer.#.intermediate.dense",
-    "blocks/mlp/down": "bert.encoder.layer.#.output.dense",
-    "blocks/mlp_norm": "bert.encoder.layer.#.output.LayerNorm",
-    "mlm_head/transform": "cls.predictions.transform.dense",
-    "mlm_head/norm": "cls.predictions.transform.LayerNorm",
-    "mlm_head/bias": "cls.predictions.bias",
-    "pooler": "bert.pooler.dense",
-}
 BATCH = {
     "tokens": tiny.TOKENS,
     "targets": tiny.TARGETS,
@@ -55,29 +41,21 @@ BATCH = {
 }
 
 
-def their_name(name: str, layer: int) -> str:
-    """transformers' name of a parameter of ours."""
-    prefix = max((p for p in NAMES if name.startswith(p)), key=len)
-    rest = name[len(prefix) :].replace("/", ".")
-    rest = rest.replace(".kernel", ".weight").replace(".scale", ".weight")
-    return NAMES[prefix].replace("#", str(layer)) + rest
+LEAVES = {leaf.name: leaf for leaf in BERT_ROW.leaves(CONFIG)}
 
 
-def value_of(name: str, shape: tuple[int, ...], layer: int = 0) -> np.ndarray:
-    """A parameter of ours, of one layer: their matrices are [out, in], our kernels [in, out]."""
-    theirs = their_name(name, layer)
-    if not name.endswith("kernel"):
-        return tiny.weight(theirs, shape)
-    num_inputs = 2 if "attention/output" in name else 1
-    inputs, outputs = np.prod(shape[:num_inputs]), np.prod(shape[num_inputs:])
-    return tiny.weight(theirs, (int(outputs), int(inputs))).T.reshape(shape)
+def value_of(leaf: Leaf, shape: tuple[int, ...], layer: int = 0) -> np.ndarray:
+    """A parameter of ours, of one layer, of what transformers has under its name."""
+    theirs = tiny.weight(leaf.tensor_of(layer), leaf.layout.their_shape(shape))
+    return leaf.layout.to_ours(theirs, [(0, size) for size in shape])
 
 
 def per_layer(name: str, value: Any) -> list[tuple[str, Any]]:
     """(transformers' name, array) of each layer of a stack, or of a single parameter."""
-    if not name.startswith("blocks/"):
-        return [(their_name(name, 0), value)]
-    return [(their_name(name, layer), value[layer]) for layer in range(value.shape[0])]
+    leaf = LEAVES[name]
+    if not leaf.is_stacked:
+        return [(leaf.tensor, value)]
+    return [(leaf.tensor_of(layer), value[layer]) for layer in range(value.shape[0])]
 
 
 def flat(state: Any) -> dict[str, Any]:
@@ -92,14 +70,14 @@ def initial(config: BertConfig) -> tuple[nnx.GraphDef, nnx.State]:
     model = nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(model)
 
-    def fill(path: tuple[Any, ...], leaf: Any) -> Any:
-        name, shape = "/".join(map(str, path)), leaf.get_raw_value().shape
-        if name.startswith("blocks/"):
-            rows = [value_of(name, shape[1:], layer) for layer in range(shape[0])]
-            return leaf.replace(jnp.asarray(np.stack(rows)))
-        return leaf.replace(jnp.asarray(value_of(name, shape)))
+    def fill(path: tuple[Any, ...], variable: Any) -> Any:
+        leaf, shape = LEAVES["/".join(map(str, path))], variable.get_raw_value().shape
+        if not leaf.is_stacked:
+            return variable.replace(jnp.asarray(value_of(leaf, shape)))
+        rows = [value_of(leaf, shape[1:], layer) for layer in range(shape[0])]
+        return variable.replace(jnp.asarray(np.stack(rows)))
 
-    filled = [(path, fill(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
+    filled = [(path, fill(path, variable)) for path, variable in nnx.to_flat_state(state)]
     return graphdef, nnx.from_flat_state(filled)
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from zerojax import trees
 from zerojax.hugging_face import ARCHITECTURES, UnsupportedError, architecture_of
 from zerojax.hugging_face.layouts import parse_layout
-from zerojax.models import GPT2Config, LlamaConfig
+from zerojax.models import BertConfig, GPT2Config, LlamaConfig
 
 SIZES = {"vocab_size": 20, "max_seq_len": 8, "num_layers": 3, "num_heads": 4, "embed_dim": 16}
 CONFIGS = {
@@ -23,6 +23,9 @@ CONFIGS = {
     "llama tied, wide heads": LlamaConfig(
         **SIZES, num_kv_heads=2, mlp_dim=24, head_dim=6, tie_embeddings=True
     ),
+    "bert": BertConfig(**SIZES, mlp_dim=24),
+    "bert without a head": BertConfig(**SIZES, has_mlm_head=False, has_pooler=True),
+    "bert of two heads": BertConfig(**SIZES, has_pooler=True, exact_gelu=False),
 }
 
 LAYOUTS = [

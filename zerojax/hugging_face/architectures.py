@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.hugging_face.bert import BERT_ROW
 from zerojax.hugging_face.gpt2 import GPT2_ROW
 from zerojax.hugging_face.llama import LLAMA_ROW
 from zerojax.hugging_face.table import Architecture, UnsupportedError
 
-ARCHITECTURES: Mapping[str, Architecture] = {row.model_type: row for row in (GPT2_ROW, LLAMA_ROW)}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    row.model_type: row for row in (GPT2_ROW, LLAMA_ROW, BERT_ROW)
+}
 """model_type -> row."""
 
 

@@ -63,10 +63,12 @@ class Architecture:
       leaves: the arrays of a model of these sizes, in the order in which tensors are written.
       read_config: their config.json -> keyword arguments of `config_class`. Raises
         UnsupportedError for a value that changes what the model computes and that ours lacks.
-      write_config: our sizes -> config.json without "model_type" and "architectures".
+      write_config: our sizes -> config.json without "model_type", and without "architectures"
+        unless it depends on the sizes.
       prefix: what their names begin with, but not in every file: "transformer." of GPT-2.
       ignored: regular expressions of tensors that are no parameters, such as tables that their
-        code fills anew.
+        code fills anew, or parameters of heads that ours lacks. A tensor of a leaf never is.
+      renamed: (regular expression, replacement) on the names in a file, before they are looked up.
     """
 
     model_type: str
@@ -78,6 +80,7 @@ class Architecture:
     write_config: Callable[[Any], dict[str, Any]]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 def require(config: Mapping[str, Any], why: str, **allowed: tuple[Any, ...]) -> None:
