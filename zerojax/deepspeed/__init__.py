@@ -1,0 +1,10 @@
+"""Reads DeepSpeed's ds_config.json: what each key becomes here, and why.
+
+Knows DeepSpeed's keys and zerojax's settings; never models, arrays or devices.
+"""
+
+from zerojax.deepspeed.page import explanation
+from zerojax.deepspeed.result import Given, Line, Translation
+from zerojax.deepspeed.translating import explain, translate
+
+__all__ = ["Given", "Line", "Translation", "explain", "explanation", "translate"]

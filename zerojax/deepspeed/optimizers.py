@@ -1,0 +1,335 @@
+"""The sections `optimizer` and `scheduler`, and clipping, as what `zerojax.train` takes.
+
+Knows optimizers' names and numbers; never models. Which class a name means, and its defaults, are
+those of `_configure_basic_optimizer` in `deepspeed/runtime/engine.py` (0.19.6) and of the classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import optax
+
+from zerojax.config import ConfigError, OptimizerConfig
+from zerojax.deepspeed.file import File
+from zerojax.deepspeed.keys import Key, Table, check, nearest
+from zerojax.deepspeed.lamb import bounded_lamb
+from zerojax.deepspeed.result import Given
+from zerojax.optim import (
+    DeepSpeedSchedule,
+    Optimizer,
+    Schedule,
+    adamw,
+    build_deepspeed_schedule,
+    clip_by_global_norm,
+    lion,
+    sgd,
+)
+from zerojax.optim.schedules import as_schedule
+
+_EAGER = "how PyTorch runs the update; here it is one compiled program"
+_DECAY = "on every parameter, as in DeepSpeed (Hugging Face's Trainer leaves out biases and norms)"
+
+
+def _adam_table(**more: Key) -> Table:
+    return {
+        "lr": Key("float", 1e-3, "honoured", "the learning rate, of which a scheduler may be made"),
+        "betas": Key("list", [0.9, 0.999], "honoured", "b1 and b2"),
+        "eps": Key("float", 1e-8, "honoured", "added to the root of the second moment"),
+        "weight_decay": Key("float", 0.0, "honoured", _DECAY),
+        "bias_correction": Key(
+            "bool", True, "honoured", "on", (True,), "moments are always corrected; set it to true"
+        ),
+        "amsgrad": Key(
+            "bool", False, "honoured", "off", (False,), "no maximum of second moments is kept"
+        ),
+        **{
+            name: Key("any", None, "compiler", _EAGER)
+            for name in ("set_grad_none", "foreach", "fused", "capturable", "differentiable")
+        },
+        **more,
+    }
+
+
+_STATES = Key(
+    "bool",
+    True,
+    "honoured",
+    "moments are float32",
+    (True,),
+    "moments are float32; for bfloat16 set bf16.bf16_optimizer_states",
+)
+_ADAM = _adam_table(
+    torch_adam=Key("bool", False, "compiler", _EAGER),
+    adam_w_mode=Key("bool", True, "honoured", "true: decay beside the moments, which is AdamW"),
+    fp32_optimizer_states=_STATES,
+)
+_LION = {name: _ADAM[name] for name in ("lr", "betas", "weight_decay", "set_grad_none")} | {
+    "fp32_optimizer_states": _STATES
+}
+_LAMB = {
+    **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")},
+    "bias_correction": Key("bool", True, "honoured", "part of the rate, as there"),
+    "eps_inside_sqrt": Key("bool", False, "honoured", "as there"),
+    "max_coeff": Key("float", 10.0, "honoured", "upper bound of the ratio of norms"),
+    "min_coeff": Key("float", 0.01, "honoured", "lower bound of the ratio of norms"),
+}
+_SGD = {
+    **{name: _ADAM[name] for name in ("lr", "weight_decay", "foreach", "fused", "differentiable")},
+    "momentum": Key("float", 0.0, "honoured", "decay of the sum of gradients"),
+    "nesterov": Key("bool", False, "honoured", "one step of the momentum ahead"),
+    "dampening": Key("float", 0.0, "honoured", "none", (0.0,), "momentum is not damped; set 0"),
+    "maximize": Key("bool", False, "honoured", "off", (False,), "a loss is minimised"),
+}
+OPTIMIZERS: Mapping[str, Table] = {
+    "adam": _ADAM,
+    "adamw": _ADAM,
+    "lion": _LION,
+    "lamb": _LAMB,
+    "sgd": _SGD,
+}
+
+_INSTEAD = "take the section out and pass optimizer="
+_ABSENT = {
+    "adagrad": f"is not one of zerojax's; {_INSTEAD}optax.adagrad(lr)",
+    "muon": f"is not one of zerojax's; {_INSTEAD}optax.contrib.muon(lr)",
+    "onebitadam": "compresses what is sent, and is not built; use Adam",
+    "zerooneadam": "compresses what is sent, and is not built; use Adam",
+    "onebitlamb": "compresses what is sent, and is not built; use Lamb",
+    "muadam": "comes from the package mup, of torch; use Adam with rates by parameter group",
+    "muadamw": "comes from the package mup, of torch; use AdamW with rates by parameter group",
+    "musgd": "comes from the package mup, of torch; use SGD with rates by parameter group",
+}
+_GROUPS = "max_grad_norm is no parameter of an optimizer (DeepSpeed refuses it, too); write "
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """The optimizer of a file, or the caller's within the file's clipping.
+
+    Attributes:
+      optimizer: as `zerojax.train` takes it.
+      learning_rate: None where only the caller's transformation knows it.
+      clip: limit of the gradient norm; 0: none.
+    """
+
+    optimizer: optax.GradientTransformation | OptimizerConfig
+    learning_rate: Schedule | None
+    clip: float
+
+
+def update_of(file: File, given: Given) -> Update:
+    """The update that a file means. Mistakes are noted, and stand-ins returned."""
+    clip = _clipping(file, given)
+    kind = file.optional("optimizer.type")
+    if kind is None:
+        return _without_section(file, given, clip)
+    if isinstance(given.optimizer, optax.GradientTransformation):
+        file.notes.refuse(
+            "optimizer.type",
+            kind,
+            "the file has an optimizer, and optimizer= is another (DeepSpeed would take the "
+            "caller's); take one of them out",
+        )
+    params = _params(file, kind)
+    if params is None:
+        return Update(OptimizerConfig(), None, clip)
+    rate = params["lr"]
+    schedule = _schedule(file, rate)
+    if schedule is None:
+        file.notes.reasons.append(f"learning rate {rate:g} throughout: the file has no scheduler")
+    try:
+        return _build(file, kind.lower(), params, schedule, clip)
+    except (ValueError, TypeError) as error:
+        file.notes.refuse("optimizer.params", dict(params), str(error))
+        return Update(OptimizerConfig(), None, clip)
+
+
+def _clipping(file: File, given: Given) -> float:
+    clip = file["gradient_clipping"]
+    if clip < 0:
+        file.notes.refuse("gradient_clipping", clip, "must be 0 (none) or above")
+        return 1.0
+    caller = given.optimizer
+    says = isinstance(caller, (Optimizer, OptimizerConfig))
+    if not file.has("gradient_clipping") and says:
+        return caller.clip_norm or 0.0
+    if not file.has("gradient_clipping"):
+        file.notes.warnings.append(
+            "gradient_clipping is not in the file: 1.0 is taken, DeepSpeed's default since "
+            "June 2026 (before it was 0, no clipping); write the one you mean"
+        )
+    elif says and (caller.clip_norm or 0.0) != clip:
+        file.notes.refuse(
+            "gradient_clipping",
+            clip,
+            f"the optimizer's clip_norm is {caller.clip_norm}: give it clip_norm={clip or None}",
+        )
+    return clip
+
+
+def _without_section(file: File, given: Given, clip: float) -> Update:
+    """The caller's optimizer, or zerojax's default, within the file's clipping and schedule."""
+    caller = given.optimizer
+    if isinstance(caller, optax.GradientTransformation):
+        if file.has("scheduler.type"):
+            file.notes.refuse(
+                "scheduler.type",
+                file["scheduler.type"],
+                "an optimizer= brings its own learning rate; write an optimizer section, or take "
+                "the scheduler out",
+            )
+        if isinstance(caller, Optimizer):
+            return Update(caller, caller.learning_rate, clip)
+        if clip:
+            caller = optax.chain(clip_by_global_norm(clip), caller)
+            file.notes.reasons.append(f"gradients are clipped to {clip:g} before optimizer=")
+        return Update(caller, None, clip)
+    config = dataclasses.replace(caller or OptimizerConfig(), clip_norm=clip or None)
+    schedule = _schedule(file, config.learning_rate)
+    if schedule is None:
+        return Update(config, None, clip)
+    if config.name != "adamw":
+        file.notes.refuse(
+            "scheduler.type",
+            file["scheduler.type"],
+            "needs an optimizer section, or an OptimizerConfig of adamw",
+        )
+    file.notes.reasons.append("optimizer adamw: the file has a scheduler and no optimizer")
+    tx = adamw(
+        schedule.learning_rate,
+        b1=schedule.b1 or config.beta1,
+        b2=schedule.b2 or config.beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        clip_norm=clip or None,
+        groups=config.groups,
+        impl=config.impl,
+    )
+    return Update(tx, schedule.learning_rate, clip)
+
+
+def _params(file: File, kind: str) -> dict[str, Any] | None:
+    """The numbers of an optimizer with its defaults; None where there is no such optimizer."""
+    name = kind.lower()
+    table = OPTIMIZERS.get(name)
+    if table is None:
+        why = _ABSENT.get(name)
+        why = why or f"is not one of {', '.join(OPTIMIZERS)}; {_INSTEAD} any optax transformation"
+        if name not in _ABSENT and nearest(name, [*OPTIMIZERS]).startswith("did"):
+            why = f"is no optimizer; {nearest(name, [*OPTIMIZERS])}"
+        file.notes.refuse("optimizer.type", kind, why)
+        return None
+    given = dict(file.optional("optimizer.params") or {})
+    limit = given.pop("max_grad_norm", None)
+    if limit is not None:
+        file.notes.refuse(
+            "optimizer.params.max_grad_norm", limit, f'{_GROUPS}"gradient_clipping": {limit}'
+        )
+    found = check(given, table, file.notes, "optimizer.params.")
+    values = {key: entry.default for key, entry in table.items() if isinstance(entry, Key)}
+    for path, value in found.items():
+        values[path.rpartition(".")[2]] = value
+    return values if _has_two_betas(file, values) else None
+
+
+def _has_two_betas(file: File, values: Mapping[str, Any]) -> bool:
+    betas = values.get("betas", (0.9, 0.999))
+    if len(betas) == 2 and all(isinstance(beta, (int, float)) for beta in betas):
+        return True
+    file.notes.refuse("optimizer.params.betas", betas, "is not two numbers, such as [0.9, 0.999]")
+    return False
+
+
+def _schedule(file: File, learning_rate: float) -> DeepSpeedSchedule | None:
+    kind = file.optional("scheduler.type")
+    if kind is None:
+        if file.has("scheduler.params"):
+            file.notes.refuse("scheduler.params", "", "has no scheduler.type beside it")
+        return None
+    params = file.optional("scheduler.params") or {}
+    for name, value in params.items():
+        file.notes.say(f"scheduler.params.{name}", value, "honoured", "as in DeepSpeed's formula")
+    try:
+        built = build_deepspeed_schedule(kind, params, learning_rate=learning_rate)
+    except ConfigError as error:
+        key = ".".join(("scheduler", *(() if error.key == ("type",) else ("params",)), *error.key))
+        file.notes.refuse(
+            key, params.get(error.key[-1], kind) if error.key else kind, error.message
+        )
+        return None
+    file.notes.warnings.extend(f"scheduler {kind}: {note}" for note in built.notes)
+    return built
+
+
+def _build(
+    file: File,
+    name: str,
+    params: Mapping[str, Any],
+    schedule: DeepSpeedSchedule | None,
+    clip: float,
+) -> Update:
+    rate = as_schedule(params["lr"] if schedule is None else schedule.learning_rate)
+    b1, b2 = params.get("betas", (0.9, 0.999))
+    if schedule is not None and name != "sgd":
+        b1, b2 = schedule.b1 or b1, schedule.b2 or b2
+    common = {
+        "weight_decay": params["weight_decay"],
+        "mask": None,
+        "clip_norm": clip or None,
+    }
+    tx: optax.GradientTransformation
+    if name == "sgd":
+        if schedule is not None and schedule.b1 is not None:
+            file.notes.warnings.append("cycle_momentum is off, as in DeepSpeed: SGD has no betas")
+        momentum = params["momentum"] or None
+        tx = sgd(rate, momentum=momentum, nesterov=params["nesterov"], **common)
+    elif name == "lion":
+        tx = lion(rate, b1=b1, b2=b2, **common)
+    elif name == "lamb":
+        bounds = ("min_coeff", "max_coeff", "eps_inside_sqrt", "bias_correction")
+        lamb = bounded_lamb(
+            rate,
+            b1=b1,
+            b2=b2,
+            eps=params["eps"],
+            weight_decay=params["weight_decay"],
+            **{bound: params[bound] for bound in bounds},
+        )
+        tx = _clipped(lamb, clip)
+    elif name == "adam" and not params["adam_w_mode"] and params["weight_decay"]:
+        tx = _l2_adam(file, params, rate, (b1, b2), clip)
+    else:
+        if name == "adam" and params["adam_w_mode"]:
+            file.notes.change(
+                "optimizer.type",
+                "honoured",
+                "AdamW: in DeepSpeed Adam means AdamW unless adam_w_mode is false",
+            )
+        tx = adamw(rate, b1=b1, b2=b2, eps=params["eps"], **common)
+    return Update(tx, rate, clip)
+
+
+def _l2_adam(
+    file: File, params: Mapping[str, Any], rate: Schedule, betas: tuple[Any, Any], clip: float
+) -> optax.GradientTransformation:
+    """Adam whose decay is part of the gradient, and so of the moments."""
+    file.notes.change("optimizer.params.adam_w_mode", "honoured", "decay is added to the gradient")
+    if callable(betas[0]):
+        raise ValueError(
+            "adam_w_mode=false has no betas that change; set cycle_momentum or adam_w_mode"
+        )
+    return _clipped(
+        optax.chain(
+            optax.add_decayed_weights(params["weight_decay"]),
+            optax.scale_by_adam(betas[0], betas[1], params["eps"]),
+            optax.scale_by_learning_rate(rate),
+        ),
+        clip,
+    )
+
+
+def _clipped(tx: optax.GradientTransformation, clip: float) -> optax.GradientTransformation:
+    return optax.chain(clip_by_global_norm(clip), tx) if clip else tx
