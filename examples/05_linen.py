@@ -1,41 +1,48 @@
-"""A `flax.linen` model, unchanged, under ZeRO-3; batch statistics are carried along.
+"""A `flax.linen` network with batch normalisation learns to read handwritten digits, under ZeRO-3.
 
-The loss gets the module bound to its variables, so that it is called without naming them.
+The module knows nothing of zerojax. Its batch statistics are carried along beside its parameters;
+each device normalises by those of its own rows. The 1,797 scans of digits come with scikit-learn:
+`pip install '.[examples]'`.
 """
 
 import flax.linen as nn
 import jax
 import numpy as np
+import optax
+from sklearn.datasets import load_digits
 
 import zerojax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+digits = load_digits()
+images = (digits.images[..., None] / 16).astype(np.float32)  # [1797, 8, 8, 1]
+labels = digits.target.astype(np.int32)
+NUM_TRAINED = 1500
+
 
 class Classifier(nn.Module):
-    """A small convolutional network with batch normalisation."""
+    """Two convolutions with batch normalisation, then one linear layer."""
 
     @nn.compact
-    def __call__(self, images):
-        x = nn.Conv(16, (3, 3))(images)
-        x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
-        x = nn.Conv(32, (3, 3), strides=2)(x)
-        return nn.Dense(10)(nn.relu(x).mean(axis=(1, 2)))
-
-
-def make_batch(step: int) -> dict[str, np.ndarray]:
-    """Ten kinds of stripes under noise."""
-    rng = np.random.default_rng(step)
-    labels = rng.integers(0, 10, 64).astype(np.int32)
-    waves = np.sin(np.arange(12) * (labels[:, None] + 1) / 4)
-    images = waves[:, :, None, None] + rng.normal(0, 0.3, (64, 12, 12, 1))
-    return {"images": images.astype(np.float32), "labels": labels}
+    def __call__(self, images, *, train):
+        x = images
+        for features in (16, 32):
+            x = nn.Conv(features, (3, 3), use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+            x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        return nn.Dense(10)(x.reshape(len(x), -1))
 
 
 def loss(model, batch):
-    logits = model(batch["images"])
-    picked = jax.nn.log_softmax(logits)[np.arange(len(logits)), batch["labels"]]
-    return -picked.mean()
+    """`model` is the module bound to its variables; linen's switch is passed on by hand."""
+    logits = model(batch["images"], train=model.training)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+def make_batch(step: int) -> dict[str, np.ndarray]:
+    chosen = np.random.default_rng(step).integers(0, NUM_TRAINED, 128)
+    return {"images": images[chosen], "labels": labels[chosen]}
 
 
 trainer = zerojax.train(
@@ -43,12 +50,13 @@ trainer = zerojax.train(
     {"data": 8, "zero": 3, "persistence_threshold": 0},
     make_batch,
     loss=loss,
-    optimizer=zerojax.adamw(1e-2),
-    precision="fp32",
-    steps=60,
+    optimizer=zerojax.adamw(3e-3),
+    steps=100,
 )
-variables = trainer.to_model()
-print(jax.tree.map(np.shape, variables))
-print(f"loss {trainer.history[0]['loss']:.3f} -> {trainer.metrics['loss']:.3f}")
+variables = trainer.to_model()  # what `Classifier().apply` takes
 assert set(variables) == {"params", "batch_stats"}
-assert trainer.metrics["loss"] < 0.3 * trainer.history[0]["loss"]
+
+guesses = Classifier().apply(variables, images[NUM_TRAINED:], train=False).argmax(axis=1)
+accuracy = (guesses == labels[NUM_TRAINED:]).mean()
+print(f"{accuracy:.1%} of {len(guesses)} digits that were never trained on are read correctly")
+assert accuracy > 0.9

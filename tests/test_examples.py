@@ -20,6 +20,7 @@ LONG = {
     "04_resume_on_another_mesh",
     "09_offload",
     "10_same_bits_anywhere",
+    "11_linen_language_model",
 }
 
 
