@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zerojax.data import corpus, prepare, tokenizer
+from zerojax.data import corpus, prepare, subwords
 from zerojax.data.corpus import find_text_files, read_documents, read_text
 from zerojax.data.tokenizer import (
     BpeTokenizer,
@@ -127,8 +127,8 @@ def test_cutting_text_into_pieces_leaves_the_ids_as_they_are(
     text = read_text()[:20_000] + TRICKY * 30 + "a\n\n\nb \n c\n  d\n" * 40
     bpe = BpeTokenizer.train([text], vocab_size=500)
     whole = bpe.encode(text)
-    monkeypatch.setattr(tokenizer, "PIECE_CHARACTERS", 50)
-    assert len(tokenizer._pieces(text)) > 100
+    monkeypatch.setattr(subwords, "PIECE_CHARACTERS", 50)
+    assert len(subwords._pieces(text)) > 100
     assert np.array_equal(bpe.encode(text), whole)
     monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 500)
     file = tmp_path / "text.txt"

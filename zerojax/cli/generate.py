@@ -42,6 +42,9 @@ def continue_text(
     tokens = np.asarray(tokenizer.encode(prompt), np.int32)
     if not tokens.size:
         raise ValueError('the prompt is empty; give at least one character, such as "A"')
+    # What a text begins with where the model comes from, such as <|begin_of_text|> of Llama 3.
+    prefix = np.asarray(getattr(tokenizer, "prefix", ()), np.int32)
+    tokens = np.concatenate([prefix, tokens])
     context = model.config.max_seq_len
     room = context - tokens.size
     if room < 1:
@@ -53,7 +56,7 @@ def continue_text(
     drawn = generate(
         model, tokens[None], num_tokens, temperature=temperature, top_k=top_k, seed=seed
     )
-    return tokenizer.decode(np.asarray(drawn[0]))
+    return tokenizer.decode(np.asarray(drawn[0, prefix.size :]))
 
 
 def run(args: argparse.Namespace) -> int:

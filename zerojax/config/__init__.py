@@ -127,7 +127,8 @@ class DataConfig:
     """A text file, a folder of text files, or a token file of `zerojax data prepare`. None: the
     Shakespeare text inside the package, so that a first run needs no download."""
     tokenizer: str = "bytes"
-    """"bytes" (256 tokens, nothing to train), "bpe:2048" (trained on the corpus), or a file."""
+    """"bytes" (256 tokens, nothing to train), "bpe:2048" (trained on the corpus), or a tokenizer
+    file: ours, or a model's tokenizer.json, or the folder it is in."""
     seq_len: int = 256
     """Tokens of one training example."""
     validation_fraction: float = 0.05

@@ -8,8 +8,8 @@ from zerojax.data.feed import Feed, as_feed
 from zerojax.data.placing import local_rows, local_rows_of_mesh, shard_batch
 from zerojax.data.prefetching import Prefetch, prefetch
 from zerojax.data.source import TokenSource, as_source
+from zerojax.data.subwords import BpeTokenizer, HuggingFaceTokenizer
 from zerojax.data.tokenizer import (
-    BpeTokenizer,
     ByteTokenizer,
     Tokenizer,
     as_tokenizer,
@@ -22,6 +22,7 @@ __all__ = [
     "BpeTokenizer",
     "ByteTokenizer",
     "Feed",
+    "HuggingFaceTokenizer",
     "Prefetch",
     "TokenSource",
     "Tokenizer",

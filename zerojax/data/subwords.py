@@ -1,0 +1,286 @@
+"""Tokenizers of the package `tokenizers`: a BPE trained on the corpus itself, or another's file.
+
+Knows strings and ids; never touches files of tokens, batches or JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+END_OF_TEXT = "<|endoftext|>"
+NUM_BYTES = 256
+# 256 byte symbols and END_OF_TEXT: what a BPE without a single merge has.
+MIN_BPE_SIZE = NUM_BYTES + 1
+# What one core encodes at a time: long enough to amortise the call, short enough for many cores.
+PIECE_CHARACTERS = 1 << 14
+# The names that tokenizers give to the end of a text, where nothing beside the file says which.
+END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+_CUT = re.compile(r"(?<=\S\n)(?=\S)")
+# Texts that a tokenizer must not change when they are cut behind their line end.
+_PROBES = ("line\nText", "a.\n(b)", "x1\n22", "Ωμ\n“ß”", "}\n# end")
+_MISSING = (
+    "a BPE tokenizer needs the package `tokenizers`, which is not installed: run "
+    "`pip install tokenizers`, or use tokenizer='bytes'"
+)
+
+
+class BpeTokenizer:
+    """Byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) by the `tokenizers` package.
+
+    Make one with `BpeTokenizer.train(texts, vocab_size=...)` or `tokenizer_from_dict`.
+    """
+
+    def __init__(self, backend: Any):
+        """`backend`: a `tokenizers.Tokenizer`."""
+        self._backend = backend
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
+        """Learns the merges of `texts`; deterministic.
+
+        A small corpus may hold fewer merges than asked for: `.vocab_size` is what was reached.
+
+        Raises:
+          ValueError: `vocab_size` below 257 (the bytes and the end-of-text mark) or above 2**20.
+          ImportError: the package `tokenizers` is not installed (with the command to get it).
+        """
+        if not MIN_BPE_SIZE <= vocab_size <= 1 << 20:
+            raise ValueError(
+                f"bpe vocabulary of {vocab_size}: it must be between {MIN_BPE_SIZE} (256 bytes and "
+                f"{END_OF_TEXT}) and {1 << 20}; 'bpe:4096' is a good size for a few MB of text"
+            )
+        tokenizers = import_tokenizers()
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        backend.train_from_iterator(iter(texts), trainer=trainer)
+        return cls(backend)
+
+    @property
+    def separator(self) -> np.ndarray:
+        """The end-of-text id, int32 [1]; [0] for a foreign tokenizer that has no such token."""
+        end = self._backend.token_to_id(END_OF_TEXT)
+        return np.asarray([] if end is None else [end], np.int32)
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n] ids of `text`; no special tokens are added."""
+        # Pieces are encoded on all cores: twice as fast as one call on two cores.
+        return _encode(self._backend, _pieces(text))
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of the ids, end-of-text marks written out; ValueError for an unknown id."""
+        checked = checked_ids(ids, self.vocab_size).tolist()
+        return self._backend.decode(checked, skip_special_tokens=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole tokenizer; needs no file beside it."""
+        return {"kind": "bpe", "json": json.loads(self._backend.to_str())}
+
+    def __repr__(self) -> str:
+        return f"BpeTokenizer(vocab_size={self.vocab_size})"
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json as it comes with a model: BPE, WordPiece or Unigram, of any make.
+
+    What such a file says of truncation and padding is left aside: it is meant for one text at a
+    time (that of all-MiniLM-L6-v2 would cut a corpus to 128 tokens).
+
+    Attributes:
+      vocab_size: the largest id and one; ids may have gaps.
+      prefix, suffix: int32 ids that the tokenizer's template puts before and after a text, such as
+        [CLS] and [SEP] of BERT or <|begin_of_text|> of Llama 3; often none.
+      separator: int32 ids between two documents: the suffix, or without one the id of `end`; then
+        the prefix of the next.
+    """
+
+    def __init__(self, content: Mapping[str, Any], *, end: str | None = None):
+        """Args:
+          content: of tokenizer.json.
+          end: the token that ends a text. None: that of `END_NAMES` which the tokenizer has.
+
+        Raises:
+          ValueError: not the content of such a file, or a token `end` that it does not have.
+          ImportError: the package `tokenizers` is not installed.
+        """
+        self._content = content
+        try:
+            backend = import_tokenizers().Tokenizer.from_str(json.dumps(content))
+        except ImportError:
+            raise
+        except Exception as error:  # the package raises bare Exceptions
+            raise ValueError(
+                f"not a tokenizer.json that this version of `tokenizers` reads: {error}; if a "
+                "newer version wrote it, run `pip install --upgrade tokenizers`"
+            ) from error
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        self.vocab_size: int = max(ids, default=-1) + 1
+        self.end = end or next((x for x in END_NAMES if backend.token_to_id(x) is not None), None)
+        self.prefix, self.suffix = self._template()
+        closing = self.suffix
+        if not closing.size and self.end is not None:
+            closing = np.asarray([self.id_of(self.end)], np.int32)
+        self.separator = np.concatenate([closing, self.prefix])
+
+    def _template(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids around a text, from one that is encoded with and without them."""
+        probe = "a"
+        bare = self._backend.encode(probe, add_special_tokens=False).ids
+        full = self._backend.encode(probe, add_special_tokens=True).ids
+        extra = len(full) - len(bare)
+        start = next((at for at in range(extra + 1) if full[at : at + len(bare)] == bare), 0)
+        before, after = full[:start], full[start + len(bare) :]
+        return np.asarray(before, np.int32), np.asarray(after, np.int32)
+
+    def id_of(self, token: str) -> int:
+        """The id of a token by its name, such as "[MASK]".
+
+        Raises:
+          ValueError: there is no such token.
+        """
+        found = self._backend.token_to_id(token)
+        if found is None:
+            known = [token.content for token in self._backend.get_added_tokens_decoder().values()]
+            raise ValueError(
+                f"the tokenizer has no token {token!r}; its special tokens are "
+                f"{', '.join(known[:12]) or 'none'}"
+            )
+        return found
+
+    @functools.cached_property
+    def special_ids(self) -> np.ndarray:
+        """int32 ids of the tokens that stand for no text, such as [CLS] and [PAD], sorted."""
+        added = self._backend.get_added_tokens_decoder()
+        return np.asarray(sorted(i for i, token in added.items() if token.special), np.int32)
+
+    @functools.cached_property
+    def _is_cut_at_line_ends(self) -> bool:
+        """Whether no token reaches over a line end and none depends on what was before it."""
+        encode = lambda text: _encode(self._backend, [text]).tolist()  # noqa: E731
+        halves = ((probe, probe.partition("\n")) for probe in _PROBES)
+        return all(
+            encode(whole) == encode(first + end) + encode(last)
+            for whole, (first, end, last) in halves
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n] ids of `text`; the template's tokens are not added."""
+        # Where a line's first token depends on the line before it (those of Llama 2 mark the start
+        # of the text), one core encodes the text as a whole.
+        return _encode(self._backend, _pieces(text) if self._is_cut_at_line_ends else [text])
+
+    def encode_texts(
+        self, texts: Sequence[str], *, max_length: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Texts as a model of texts takes them: with the template, cut and filled up to one length.
+
+        Args:
+          texts: at least one.
+          max_length: tokens, those of the template included; longer texts are cut. None: no limit.
+
+        Returns:
+          {"tokens": int32 [texts, length], "attention_mask": int32 [texts, length], 0 where a row
+          was filled up}, the length being that of the longest text.
+
+        Raises:
+          ValueError: no texts, or a `max_length` that the template alone fills.
+        """
+        around = len(self.prefix) + len(self.suffix)
+        if not texts:
+            raise ValueError("no texts: the list is empty; give at least one")
+        if max_length is not None and max_length <= around:
+            raise ValueError(
+                f"max_length={max_length}: the template alone has {around} tokens; give more"
+            )
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        room = None if max_length is None else max_length - around
+        rows = [
+            np.concatenate([self.prefix, np.asarray(e.ids[:room], np.int32), self.suffix])
+            for e in encodings
+        ]
+        length = max(len(row) for row in rows)
+        tokens = np.full((len(rows), length), self._padding_id, np.int32)
+        mask = np.zeros((len(rows), length), np.int32)
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)] = row
+            mask[index, : len(row)] = 1
+        return {"tokens": tokens, "attention_mask": mask}
+
+    @property
+    def _padding_id(self) -> int:
+        """Any id will do where nobody looks."""
+        found = self._backend.token_to_id("[PAD]")
+        return 0 if found is None else found
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of the ids, special tokens written out; ValueError for an unknown id."""
+        checked = checked_ids(ids, self.vocab_size).tolist()
+        return self._backend.decode(checked, skip_special_tokens=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole tokenizer; needs no file beside it."""
+        return {"kind": "hugging_face", "end": self.end, "json": self._content}
+
+    def __repr__(self) -> str:
+        return f"HuggingFaceTokenizer(vocab_size={self.vocab_size})"
+
+
+def _encode(backend: Any, pieces: list[str]) -> np.ndarray:
+    encodings = backend.encode_batch_fast(pieces, add_special_tokens=False)
+    return np.concatenate([np.asarray(e.ids, np.int32) for e in encodings])
+
+
+def _pieces(text: str) -> list[str]:
+    """`text` cut at single line ends before a visible character, where no token reaches across."""
+    cuts = [0]
+    while match := _CUT.search(text, cuts[-1] + PIECE_CHARACTERS):
+        cuts.append(match.end())
+    return [text[start:end] for start, end in itertools.pairwise([*cuts, len(text)])]
+
+
+def checked_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """The ids as one row.
+
+    Raises:
+      TypeError: not integers. ValueError: one is outside [0, vocab_size).
+    """
+    array = np.asarray(ids).reshape(-1)
+    if not array.size:
+        return array.astype(np.int64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"token ids of dtype {array.dtype}; pass integers")
+    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if bad.size:
+        raise ValueError(
+            f"token id {array[bad[0]]} at position {bad[0]} is outside [0, {vocab_size}); these "
+            "ids come from another tokenizer, or from a model with a larger vocabulary"
+        )
+    return array
+
+
+def import_tokenizers() -> Any:
+    """The package `tokenizers`; ImportError with the command to get it."""
+    # Lazy: an optional package, and bytes need none of its start-up time. By name: a type checker
+    # without the package has nothing to complain about.
+    try:
+        return importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise ImportError(_MISSING) from error
