@@ -51,7 +51,7 @@ def permute(positions: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarra
     num_bits = (size - 1).bit_length()
     if num_bits == 0:
         return np.zeros(shape, np.int64)
-    round_keys = _round_keys(key)
+    round_keys = derive_words(key)
     result = _encrypt(values, num_bits, round_keys)
     outside = np.flatnonzero(result >= np.uint64(size))
     while outside.size:
@@ -74,13 +74,13 @@ def _encrypt(values: np.ndarray, num_bits: int, round_keys: list[np.uint64]) -> 
     low, high = values & low_mask, values >> shift
     for number, round_key in enumerate(round_keys):
         if number % 2:
-            low = low ^ (_mix(high, round_key) & low_mask)
+            low = low ^ (mix_bits(high, round_key) & low_mask)
         else:
-            high = high ^ (_mix(low, round_key) & high_mask)
+            high = high ^ (mix_bits(low, round_key) & high_mask)
     return (high << shift) | low
 
 
-def _mix(values: np.ndarray, round_key: np.uint64) -> np.ndarray:
+def mix_bits(values: np.ndarray, round_key: np.uint64) -> np.ndarray:
     """The finaliser of splitmix64 (Steele, Lea and Flood 2014) of `values + round_key`."""
     mixed = values + round_key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MULTIPLIER_A
@@ -88,7 +88,8 @@ def _mix(values: np.ndarray, round_key: np.uint64) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _round_keys(key: tuple[int, ...]) -> list[np.uint64]:
+def derive_words(key: tuple[int, ...]) -> list[np.uint64]:
+    """`NUM_ROUNDS` words that depend on every part of `key`."""
     # hashlib and not hash(): the same on every machine, Python and process.
     text = ",".join(str(int(part)) for part in key)
     digest = hashlib.blake2b(text.encode(), digest_size=8 * NUM_ROUNDS).digest()

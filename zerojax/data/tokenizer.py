@@ -152,6 +152,11 @@ def tokenizer_from_dict(value: Mapping[str, Any]) -> Tokenizer:
     )
 
 
+def hugging_face_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """The tokenizer.json of Hugging Face for a tokenizer; None for bytes, which have none."""
+    return tokenizer.to_dict().get("json")
+
+
 def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> Path:
     """Writes `to_dict` as JSON; returns the path."""
     path = Path(path)

@@ -1,0 +1,155 @@
+"""Which tokens of each row are masked, and by what: a pure function of seed and row number.
+
+Knows integers; never touches devices, models or the meaning of a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from zerojax.data.shuffle import derive_words, mix_bits
+from zerojax.data.source import TokenSource
+
+MASK_FRACTION = 0.15
+MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
+# Set apart from the keys of the shuffle, which are (seed, epoch).
+_STREAM = (0, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class MaskedSource(TokenSource):
+    """A `TokenSource` whose rows have masked tokens, for `Bert.loss` (arXiv:1810.04805, 3.1).
+
+    In every row the same number of places is asked for: `mask_fraction` of its tokens. Of these
+    80 % hold the mask, 10 % a token drawn from the vocabulary, 10 % what was there. A row of the
+    next epoch has other places (arXiv:1907.11692), one of another process the same.
+
+    Make one with `as_masked_source`.
+    """
+
+    mask_token: int
+    """What stands for a masked token; it may lie beyond the data's vocabulary."""
+    special_tokens: tuple[int, ...] = ()
+    """Ids that are never masked and never drawn, such as [CLS] and [SEP]."""
+    mask_fraction: float = MASK_FRACTION
+    """Part of a row that is asked for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.mask_fraction <= 1:
+            raise ValueError(
+                f"mask_fraction={self.mask_fraction}: it must be above 0 and at most 1; BERT has "
+                f"{MASK_FRACTION}"
+            )
+        for token in (self.mask_token, *self.special_tokens):
+            if token < 0:
+                raise ValueError(f"token {token}: ids of tokens are at least 0")
+        if not self._ordinary.size:
+            raise ValueError(
+                f"the vocabulary of {self.vocab_size} ids has only special ones, so that no token "
+                "can be drawn; give the special tokens of this tokenizer"
+            )
+
+    @property
+    def num_places(self) -> int:
+        """Places of a row that are asked for."""
+        return max(1, round(self.seq_len * self.mask_fraction))
+
+    @functools.cached_property
+    def _ordinary(self) -> np.ndarray:
+        """int32 ids that may be drawn in place of a token."""
+        size = self.vocab_size or self.tokens.vocab_size
+        if size is None:
+            raise ValueError(
+                f"{self.tokens.name} does not say how many different tokens it may hold, so that "
+                "none can be drawn in place of another; pass vocab_size to as_source"
+            )
+        ids = np.arange(size, dtype=np.int32)
+        return ids[~np.isin(ids, (self.mask_token, *self.special_tokens))]
+
+    def rows(self, first: int, last: int) -> dict[str, np.ndarray]:
+        """Rows [first, last) of the endless sequence; pure.
+
+        Returns:
+          "tokens": int32 [rows, seq_len], some masked. "positions": int32 [rows, num_places],
+          rising, the places that are asked for, and "targets": int32, the tokens there.
+          "weights": float32 [rows, num_places], 0 where a row has fewer ordinary tokens than
+          places.
+        """
+        tokens = super().rows(first, last)["tokens"]
+        positions, weights = self._places(tokens, first)
+        targets = np.take_along_axis(tokens, positions, axis=1)
+        counters = self._counters(first, last)
+        at = np.take_along_axis(counters, positions.astype(np.int64), axis=1)
+        drawn = self._ordinary[(self._words(at, 1) % np.uint64(self._ordinary.size)).astype(int)]
+        share = self._words(at, 2) / 2.0**64
+        shown = np.where(share < MASK_SHARE + RANDOM_SHARE, drawn, targets)
+        shown = np.where(share < MASK_SHARE, np.int32(self.mask_token), shown)
+        shown = np.where(weights > 0, shown, targets)
+        np.put_along_axis(tokens, positions, shown.astype(np.int32), axis=1)
+        return {"tokens": tokens, "positions": positions, "targets": targets, "weights": weights}
+
+    def _places(self, tokens: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """(positions int32, weights float32), both [rows, num_places]."""
+        can_be = ~np.isin(tokens, (self.mask_token, *self.special_tokens))
+        # In the order of random words, ordinary tokens first.
+        words = self._words(self._counters(first, first + len(tokens)), 0) >> np.uint64(1)
+        words |= np.where(can_be, np.uint64(0), np.uint64(1) << np.uint64(63))
+        chosen = np.argsort(words, axis=1, kind="stable")[:, : self.num_places]
+        positions = np.sort(chosen, axis=1)
+        weights = np.take_along_axis(can_be, positions, axis=1).astype(np.float32)
+        return positions.astype(np.int32), weights
+
+    def _counters(self, first: int, last: int) -> np.ndarray:
+        """uint64 [rows, seq_len]: a number of its own for every place of every row."""
+        rows = np.arange(first, last, dtype=np.uint64)[:, None] * np.uint64(self.seq_len)
+        return rows + np.arange(self.seq_len, dtype=np.uint64)[None, :]
+
+    def _words(self, counters: np.ndarray, stream: int) -> np.ndarray:
+        """64 random bits for each counter; other ones in another stream."""
+        return mix_bits(counters, derive_words((self.seed, *_STREAM))[stream])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """As of a `TokenSource`, and what the masks depend on."""
+        return {
+            **super().fingerprint(),
+            "mask_token": self.mask_token,
+            "special_tokens": list(self.special_tokens),
+            "mask_fraction": self.mask_fraction,
+        }
+
+
+def as_masked_source(
+    source: TokenSource,
+    *,
+    mask_token: int,
+    special_tokens: Sequence[int] = (),
+    mask_fraction: float = MASK_FRACTION,
+) -> MaskedSource:
+    """The rows of a source with some of their tokens masked.
+
+    With a tokenizer of Hugging Face: `mask_token=tokenizer.id_of("[MASK]")` and
+    `special_tokens=tokenizer.special_ids`. Bytes have no mask; 256 is the next id, and the model's
+    vocabulary then has 257.
+
+    Args:
+      source: from `as_source`, to train on or to validate with.
+      mask_token: the id that stands for a masked token.
+      special_tokens: ids that are never masked and never drawn.
+      mask_fraction: part of a row's tokens that is asked for.
+
+    Raises:
+      ValueError: a fraction outside (0, 1], or no ordinary token to draw.
+    """
+    own = {field.name: getattr(source, field.name) for field in dataclasses.fields(TokenSource)}
+    return MaskedSource(
+        **own,
+        mask_token=int(mask_token),
+        special_tokens=tuple(int(token) for token in special_tokens),
+        mask_fraction=mask_fraction,
+    )
