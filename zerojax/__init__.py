@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from zerojax.data import TokenSource, shard_batch
     from zerojax.distributed import join_processes
+    from zerojax.engine import Engine, initialize
     from zerojax.mesh import make_abstract_mesh, make_mesh
     from zerojax.models import Stages, add_lora, merge_lora
     from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "ConfigError",
+    "Engine",
     "LoadedRun",
     "LoraConfig",
     "LossScale",
@@ -59,6 +61,7 @@ __all__ = [
     "build_step",
     "from_canonical",
     "init_state",
+    "initialize",
     "join_processes",
     "lamb",
     "lion",
@@ -80,6 +83,7 @@ _HOME_OF_NAME = {
     "CheckpointError": "checkpoint",
     "Checkpointer": "checkpoint",
     "ConfigError": "config",
+    "Engine": "engine",
     "LoadedRun": "runs",
     "LoraConfig": "config",
     "LossScale": "config",
@@ -99,6 +103,7 @@ _HOME_OF_NAME = {
     "build_step": "step",
     "from_canonical": "arrays",
     "init_state": "arrays",
+    "initialize": "engine",
     "join_processes": "distributed",
     "lamb": "optim",
     "lion": "optim",

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax import mesh as meshes
@@ -25,7 +23,7 @@ from zerojax.config import (
     as_mesh_config,
     to_dict,
 )
-from zerojax.data import Feed, TokenSource, as_feed, as_source, local_rows_of_mesh
+from zerojax.data import Feed, TokenSource, abstract_global, as_feed, as_source
 from zerojax.distributed import join_processes
 from zerojax.habits import Habits
 from zerojax.losses import next_token
@@ -268,18 +266,7 @@ def _first_batch(feed: Feed, mesh: Mesh) -> Any:
     except StopIteration:
         raise ValueError("batches is empty: there is no first batch to plan with") from None
     feed.give_back([(batch, feed.state())], before)
-    shards = meshes.num_data_shards(mesh)
-    low, high = local_rows_of_mesh(mesh, shards)
-
-    def widen(leaf: Any) -> jax.ShapeDtypeStruct:
-        struct = jax.eval_shape(lambda: jnp.asarray(leaf)) if not hasattr(leaf, "shape") else leaf
-        dtype = jax.dtypes.canonicalize_dtype(struct.dtype)
-        if not struct.shape:
-            return jax.ShapeDtypeStruct((), dtype)
-        rows = struct.shape[0] * shards // (high - low)
-        return jax.ShapeDtypeStruct((rows, *struct.shape[1:]), dtype)
-
-    return jax.tree.map(widen, batch)
+    return abstract_global(batch, mesh)
 
 
 def _ends(batches: Any) -> bool:

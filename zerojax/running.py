@@ -81,7 +81,7 @@ def start_run(
                     replan=replan,
                     seed=seed,
                     habits=habits,
-                    open_log=None if run.folder is None else functools.partial(_open_log, run),
+                    open_log=None if run.folder is None else functools.partial(open_log, run),
                     checkpointer=checkpointer,
                     config=redact(run.config),
                     validation=validation,
@@ -148,7 +148,7 @@ def _open_checkpoints(run: RunFiles, plan: Plan) -> Checkpointer | None:
     return checkpointer
 
 
-def _open_log(run: RunFiles, plan: Plan, start_step: int) -> RunLog:
+def open_log(run: RunFiles, plan: Plan, start_step: int) -> RunLog:
     """The log of a run that goes on after `start_step`, with the plan said."""
     assert run.folder is not None
     log = RunLog(

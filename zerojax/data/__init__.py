@@ -6,7 +6,7 @@ Knows a plan's batch; never touches parameters, the step or the loop.
 from zerojax.data.corpus import read_text
 from zerojax.data.feed import Feed, as_feed
 from zerojax.data.masking import MaskedSource, as_masked_source
-from zerojax.data.placing import local_rows, local_rows_of_mesh, shard_batch
+from zerojax.data.placing import abstract_global, local_rows, local_rows_of_mesh, shard_batch
 from zerojax.data.prefetching import Prefetch, prefetch
 from zerojax.data.source import TokenSource, as_source
 from zerojax.data.subwords import BpeTokenizer, HuggingFaceTokenizer
@@ -29,6 +29,7 @@ __all__ = [
     "TokenSource",
     "Tokenizer",
     "Tokens",
+    "abstract_global",
     "as_feed",
     "as_masked_source",
     "as_source",

@@ -10,11 +10,12 @@ import itertools
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.mesh import DATA_AXES
+from zerojax.mesh import DATA_AXES, num_data_shards
 from zerojax.trees import flatten_names, unflatten_like
 
 # The names of a language-model batch that hold token ids (others, such as labels, are not bounded
@@ -94,6 +95,30 @@ def local_rows(plan: BatchPlan) -> tuple[int, int]:
 def local_rows_of_mesh(mesh: Mesh | AbstractMesh, size: int) -> tuple[int, int]:
     """The same of batches of `size` rows over a mesh, before there is a plan."""
     return _local_rows(NamedSharding(mesh, P(DATA_AXES)), size)
+
+
+def abstract_global(batch: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """What the global batch is of which this process has these rows, before there is a plan.
+
+    Args:
+      batch: tree of arrays [rows, ...]; a scalar is the same on all processes.
+      mesh: of the run.
+
+    Returns:
+      The tree of `jax.ShapeDtypeStruct`s that `make_plan` takes as an example.
+    """
+    shards = num_data_shards(mesh)
+    low, high = local_rows_of_mesh(mesh, shards)
+
+    def widen(leaf: Any) -> jax.ShapeDtypeStruct:
+        struct = jax.eval_shape(lambda: jnp.asarray(leaf)) if not hasattr(leaf, "shape") else leaf
+        dtype = jax.dtypes.canonicalize_dtype(struct.dtype)
+        if not struct.shape:
+            return jax.ShapeDtypeStruct((), dtype)
+        rows = struct.shape[0] * shards // (high - low)
+        return jax.ShapeDtypeStruct((rows, *struct.shape[1:]), dtype)
+
+    return jax.tree.map(widen, batch)
 
 
 @functools.lru_cache(maxsize=64)

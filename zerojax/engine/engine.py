@@ -1,0 +1,391 @@
+"""A run that its user steps, by the calls of a DeepSpeed engine.
+
+Knows the order of calls; never how a key is read, nor what a step computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from zerojax import deepspeed
+from zerojax import mesh as meshes
+from zerojax import model as models
+from zerojax.arrays import init_state
+from zerojax.checkpoint import Checkpointer
+from zerojax.data import abstract_global, shard_batch
+from zerojax.distributed import join_processes
+from zerojax.engine.absent import Absent
+from zerojax.engine.answers import Answers
+from zerojax.engine.journal import Journal
+from zerojax.engine.tags import check_tag, client_state_of, find_tag, save_tagged
+from zerojax.host_budget import check_offload
+from zerojax.out_of_memory import explaining_memory
+from zerojax.plan import Plan, make_plan
+from zerojax.running import with_disk_folder
+from zerojax.saved_state import end_state, model_of, restore_state
+from zerojax.state import TrainState
+from zerojax.step import build_evaluation, build_step
+
+
+def initialize(
+    model: models.ModelLike,
+    config: str | Path | Mapping[str, Any],
+    *,
+    loss: models.Loss | None = None,
+    optimizer: Any = None,
+    steps: int | None = None,
+    example_batch: Any = None,
+    freeze: Sequence[str] = (),
+    run_dir: str | Path | None = None,
+    seed: int = 0,
+) -> Engine:
+    """An engine for a loop that was written for DeepSpeed.
+
+    It joins the processes that the environment names, as `train` does. Batches are planned for when
+    the first one comes, or `example_batch`; until then nothing lies on the devices.
+
+    Args:
+      model: as `zerojax.train` takes it.
+      config: the path of a ds_config.json, its text, or its content as a dict; see `zerojax
+        deepspeed explain`.
+      loss: `loss(model, batch) -> scalar | (sum, weight)`; None: the model's method `loss(batch)`.
+      optimizer: an optax transformation or an `OptimizerConfig`, where the file has none. A
+        schedule is a part of it.
+      steps: length of the run, for what the file leaves to "auto".
+      example_batch: what `train_batch` will get, as arrays or `ShapeDtypeStruct`s.
+      freeze: regular expressions on parameter names that stay as they are.
+      run_dir: folder of metrics and plan; None: the one that the file's monitors name, or none.
+      seed: of parameters and dropout.
+
+    Raises:
+      ConfigError: a key of the file, with value, limit and remedy.
+      ValueError, TypeError: bad input, before device memory is taken.
+    """
+    join_processes()
+    given = deepspeed.Given(optimizer=optimizer, steps=steps)
+    translation = deepspeed.translate(config, num_devices=jax.device_count(), given=given)
+    for text in translation.warnings:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    engine = Engine(
+        model,
+        translation,
+        loss=loss,
+        steps=steps,
+        freeze=tuple(freeze),
+        run_dir=translation.run_dir if run_dir is None else Path(run_dir),
+        seed=seed,
+    )
+    if example_batch is not None:
+        engine.prepare(example_batch)
+    return engine
+
+
+class Engine(Answers, Absent):
+    """A run that is stepped by its user. Made by `zerojax.initialize`.
+
+    Attributes:
+      translation: what the configuration means here, key by key.
+      mesh: the devices of the run.
+      plan: of the run; None before the first batch.
+      state: the current state; donated to each step, so do not keep references to its arrays. None
+        before the first batch.
+      global_steps: batches consumed, those before a resume included.
+      metrics: of the last step, still on the devices; {} before the first.
+    """
+
+    def __init__(
+        self,
+        model: models.ModelLike,
+        translation: deepspeed.Translation,
+        *,
+        loss: models.Loss | None,
+        steps: int | None,
+        freeze: tuple[str, ...],
+        run_dir: Path | None,
+        seed: int,
+    ) -> None:
+        self._settings = with_disk_folder(translation.mesh, run_dir)
+        super().__init__(translation, meshes.make_mesh(self._settings))
+        self.plan: Plan | None = None
+        self.state: TrainState | None = None
+        self.global_steps = 0
+        self.metrics: Mapping[str, jax.Array] = {}
+        self._model, self._loss, self._freeze, self._seed = model, loss, freeze, seed
+        self._steps, self._run_dir = steps, run_dir
+        self._source: Path | None = None
+        self._journal = Journal(translation, run_dir, steps)
+        self._step: Any = None
+        self._evaluate: Any = None
+
+    # --- stepping ---------------------------------------------------------------------------------
+
+    def train_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> Any:
+        """Trains on one global batch: all micro-batches, forward, backward and update.
+
+        Args:
+          batch: tree of arrays [rows, ...]. A process passes its own rows, `local_rows()`; with one
+            process these are all `train_batch_size()`.
+          data_iter: instead: an iterator of which `gradient_accumulation_steps()` micro-batches are
+            taken and joined.
+
+        Returns:
+          The mean loss over the global batch, float32 [] on the devices; `float` waits for it.
+
+        Raises:
+          ValueError, TypeError: the batch is not what the configuration says.
+          StopIteration: of `data_iter`.
+          FloatingPointError: loss or gradients stayed non-finite.
+        """
+        batch = self._take(batch, data_iter)
+        plan = self.prepare(batch)
+        with self._explaining(plan):
+            placed = shard_batch(plan, batch, vocab_size=plan.vocab_size)
+            self.state, self.metrics = self._step(self.state, placed)
+        self.global_steps += 1
+        self._journal.follow(plan, self.global_steps, self.metrics)
+        return self.metrics["loss"]
+
+    def eval_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> Any:
+        """The mean loss over one global batch in evaluation mode; arguments as `train_batch`."""
+        batch = self._take(batch, data_iter)
+        plan = self.prepare(batch)
+        with self._explaining(plan):
+            placed = shard_batch(plan, batch, vocab_size=plan.vocab_size)
+            sums = self._evaluate(self.state, placed)
+        return sums["loss"] / sums["weight"]
+
+    def prepare(self, example_batch: Any) -> Plan:
+        """Plans for batches like this one and makes the state, or reads the loaded one.
+
+        `train_batch` and `eval_batch` do this with their first batch.
+        """
+        example = jax.tree.map(_as_array, example_batch)
+        self._check_rows(example)
+        if self.plan is None:
+            plan = self._make_plan(example)
+            check_offload(plan)
+            self._step, self._evaluate = build_step(plan), build_evaluation(plan)
+            self._make_state(plan)
+            self.plan = plan
+        return self.plan
+
+    def _take(self, batch: Any, data_iter: Iterator[Any] | None) -> Any:
+        """The batch as arrays of numpy or JAX, whoever made it."""
+        if (batch is None) == (data_iter is None):
+            raise TypeError("pass a batch or data_iter=, one of them")
+        if data_iter is None:
+            return jax.tree.map(_as_array, batch)
+        parts = []
+        for _ in range(self.gradient_accumulation_steps()):
+            parts.append(jax.tree.map(_as_array, next(data_iter)))
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+    def _check_rows(self, batch: Any) -> None:
+        leaves = jax.tree.leaves(abstract_global(batch, self.mesh))
+        rows = next((leaf.shape[0] for leaf in leaves if leaf.shape), None)
+        if self._num_rows is None:
+            self._num_rows = rows
+        if rows in (None, self._num_rows):
+            return
+        wanted, micro, parts = self.get_batch_info()
+        low, high = self.local_rows()
+        raise ValueError(
+            f"the batch has {rows} rows over all processes, and train_batch_size is {wanted} "
+            f"({micro} rows x {parts} micro-batches x {meshes.num_data_shards(self.mesh)} data "
+            f"shards); pass {high - low} rows from each process"
+        )
+
+    def _make_plan(self, example: Any) -> Plan:
+        found = self.translation
+        return make_plan(
+            models.as_model(self._model),
+            self._settings,
+            example_batch=abstract_global(example, self.mesh),
+            loss=self._loss,
+            optimizer=found.optimizer,
+            precision=found.precision,
+            num_microbatches=found.num_microbatches,
+            freeze=self._freeze,
+            steps=self._steps,
+        )
+
+    def _make_state(self, plan: Plan) -> None:
+        end_state(self.state)
+        self.state = None  # so that two states never live together
+        with self._explaining(plan):
+            self.state = state = self._first_state(plan)
+        self.global_steps, self.metrics = int(state["step"]), {}
+        self._journal.begin(plan, self.global_steps, int(state["skipped"]))
+
+    def _first_state(self, plan: Plan) -> TrainState:
+        """New, or of the checkpoint that was asked for."""
+        source, self._source = self._source, None
+        if source is None:
+            return init_state(plan, self._seed)
+        with Checkpointer(source) as checkpointer:
+            return restore_state(checkpointer, plan)[1]
+
+    def _explaining(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
+        """In which an error for lack of memory says what took it."""
+        return explaining_memory(
+            lambda: (plan, self.state, self.global_steps, self._step), self._run_dir
+        )
+
+    def close(self) -> None:
+        """Reports the last steps, and closes files. May be called twice."""
+        if self.plan is not None:
+            self._journal.close(self.plan, self.global_steps)
+        end_state(self.state)
+
+    def destroy(self) -> None:
+        """DeepSpeed's name for `close`."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        save_latest: bool = True,
+    ) -> bool:
+        """Saves parameters, optimizer state and counters; on disk and whole when this returns.
+
+        Every process calls it. Any ZeRO stage, mesh and number of processes can load it.
+
+        Args:
+          save_dir: holds a folder per tag, and the file `latest`.
+          tag: None: "global_step" and the number.
+          client_state: JSON values that `load_checkpoint` hands back; those of process 0 are kept.
+          save_latest: whether `load_checkpoint` without a tag finds it.
+
+        Returns:
+          True: what else DeepSpeed's would tell is an error here.
+
+        Raises:
+          CheckpointError: nothing was saved.
+          TypeError: client_state is not made of JSON values.
+          ValueError: there is nothing to save yet, or the tag is no name of a folder.
+        """
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        check_tag(tag)
+        if self.plan is None or self.state is None:
+            raise ValueError(
+                "there is no state before the first batch; call save_checkpoint after it, or give "
+                "initialize an example_batch"
+            )
+        self._journal.wait(self.plan)
+        save_tagged(
+            Path(save_dir),
+            tag,
+            self.plan,
+            self.state,
+            client_state=client_state or {},
+            description=self.plan.as_dict(),
+            make_latest=save_latest,
+        )
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Goes on from a checkpoint. Before the first batch, its arrays are read with that batch.
+
+        Args:
+          load_dir: as `save_dir` of `save_checkpoint`.
+          tag: None: the latest.
+
+        Returns:
+          (its folder, the client state); (None, {}) and a warning where no tag is given and nothing
+          was saved.
+
+        Raises:
+          CheckpointError: no such tag; damaged; or of another model, which may show only with the
+            first batch.
+        """
+        found = find_tag(Path(load_dir), None if tag is None else str(tag))
+        if found is None:
+            return None, {}
+        with Checkpointer(found) as checkpointer:
+            checkpointer.check_step()
+            metadata = checkpointer.metadata(checkpointer.usable_step())
+        self.global_steps, self._source = metadata.step, found
+        if self.plan is not None:
+            self._make_state(self.plan)
+        return str(found), client_state_of(metadata.config)
+
+    def to_model(self) -> Any:
+        """The trained model as the user's kind of object: `nnx.Module`, linen variables or tree.
+
+        Every process gets whole arrays, so the model has to fit on one device.
+        """
+        if self.plan is None or self.state is None:
+            raise ValueError("there is no state before the first batch")
+        return model_of(self.plan, self.state)
+
+    # --- what a loop asks -------------------------------------------------------------------------
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of the next update, in a list as DeepSpeed has it.
+
+        Raises:
+          ValueError: it is inside the user's own optax transformation.
+        """
+        schedule = self.translation.learning_rate if self.plan is None else self.plan.learning_rate
+        if schedule is None:
+            raise ValueError(
+                "the learning rate is inside the optax transformation that initialize got; ask "
+                "the schedule that it was made of"
+            )
+        return [float(schedule(self.global_steps - self.skipped_steps))]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradients before clipping; None: there was no step."""
+        return float(self.metrics["grad_norm"]) if self.metrics else None
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step changed parameters: not when something was not finite. Waits."""
+        return bool(self.metrics) and not int(self.metrics["skipped"])
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of the run that changed nothing, since something was not finite. Waits."""
+        return 0 if self.state is None else int(self.state["skipped"])
+
+    @property
+    def global_samples(self) -> int:
+        """Rows consumed."""
+        return self.global_steps * self.train_batch_size()
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches consumed."""
+        return self.global_steps * self.gradient_accumulation_steps()
+
+    def train(self, mode: bool = True) -> Self:
+        """Changes nothing: `train_batch` trains and `eval_batch` evaluates."""
+        return self
+
+    def eval(self) -> Self:
+        """Changes nothing, see `train`."""
+        return self
+
+
+def _as_array(leaf: Any) -> Any:
+    """Arrays of numpy and JAX, and structs, as they are; others, as torch's tensors, as numpy's."""
+    return leaf if hasattr(leaf, "shape") and hasattr(leaf, "sharding") else np.asarray(leaf)
