@@ -7,7 +7,7 @@ google/flax at 18f8f311c275. What the examples import to read data (tensorflow a
 replaced by stand-ins; the models and the training step that is compared with do not use it.
 
 Not among them: `imagenet/`, whose batch norm names an axis of `jax.pmap`, which zerojax does not
-have (the last test shows what is said), `ogbg_molpcba/`, which needs jraph, and programs that are
+have (a test shows what is said), `ogbg_molpcba/`, which needs jraph, and programs that are
 scripts from the first line on.
 """
 
@@ -340,7 +340,7 @@ def test_batch_norm_over_an_axis_of_pmap_is_not_for_zerojax():
         return {"images": random.normal(size=(ROWS, 32, 32, 3)).astype(np.float32)}
 
     model = models._ResNet1(num_classes=10, num_filters=8)
-    with pytest.raises(NameError, match="unbound axis name: batch"):
+    with pytest.raises(ValueError, match="an axis named 'batch', as under jax.pmap"):
         plan_for(model, batch=batch, loss=lambda model, batch: model(batch["images"]).mean())
 
 

@@ -6,6 +6,7 @@ Knows abstract arrays; never touches devices.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,9 @@ def trace_model(
       params, extras, batch: trees of `ShapeDtypeStruct`, as the model will see them.
       loss: any `function(model, batch)`.
       train: the mode in which the model runs.
+
+    Raises:
+      ValueError: the model names an axis of `jax.pmap` or `jax.vmap`.
     """
     on_read = {name: MarkRead(name) for name in params}
 
@@ -50,7 +54,10 @@ def trace_model(
         function, key = lambda bound: loss(bound, batch), jax.random.key(0)
         return model.run(params, extras, key, function, train=train, on_read=on_read)[0]
 
-    jaxpr, result = jax.make_jaxpr(traced, return_shape=True)(params, extras, batch)
+    try:
+        jaxpr, result = jax.make_jaxpr(traced, return_shape=True)(params, extras, batch)
+    except NameError as error:
+        raise _about_an_axis(error) from error
     # The leaves of a dict are in the order of its sorted keys.
     rest = len(jax.tree.leaves((extras, batch)))
     reads = find_reads(jaxpr.jaxpr, [*sorted(params), *[None] * rest])
@@ -59,4 +66,16 @@ def trace_model(
         barriers=reads.barriers,
         result=result,
         jaxpr=jaxpr,
+    )
+
+
+def _about_an_axis(error: NameError) -> Exception:
+    """What to do about an axis name that a model was given for another way of training."""
+    found = re.search(r"unbound axis name: (\w+)", str(error))
+    if found is None:
+        return error
+    return ValueError(
+        f"the model sums over an axis named {found[1]!r}, as under jax.pmap (BatchNorm has it from "
+        "axis_name=); zerojax has no such axis: leave the name away, and each device normalises by "
+        "its own rows"
     )

@@ -1,0 +1,105 @@
+"""Rows of README.md's troubleshooting table that no other test has: symptom, then setting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import linen
+
+import zerojax
+from tests.small_models import linen_loss, reference_model
+from tests.test_zero_program import lower
+from tests.trajectories import plan_for, text_batch
+from zerojax.config import LogConfig
+from zerojax.metrics.jsonl import read_metrics
+from zerojax.metrics.stopwatch import ACTIVITIES
+
+
+def temporaries(**changes) -> int:
+    """Bytes that a compiled step takes beside its arguments, of 64 rows on one device."""
+    model = {"num_layers": 6, "remat": changes.pop("remat", "none")}
+
+    def batch(index: int) -> dict[str, np.ndarray]:
+        return {name: np.tile(rows, (2, 1)) for name, rows in text_batch(index).items()}
+
+    plan = plan_for(reference_model("gpt2", **model), devices=1, batch=batch, **changes)
+    return lower(plan).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow
+def test_microbatches_and_checkpointed_layers_need_less_for_activations():
+    plain = temporaries()
+    assert temporaries(num_microbatches=8) < 0.4 * plain
+    assert temporaries(remat="full") < 0.6 * plain
+
+
+def test_data_that_are_late_are_seen_as_such(tmp_path):
+    """Batches read while the step compiles are there in time; the last ones are late."""
+
+    def late(index: int) -> dict[str, np.ndarray]:
+        time.sleep(0.25)
+        return text_batch(index)
+
+    log = LogConfig(every=4)
+    zerojax.train(reference_model("gpt2"), None, late, steps=12, log=log, run_dir=tmp_path)
+    last = read_metrics(tmp_path).train[-1]
+    activities = [last[f"spent_{activity}"] for activity in ACTIVITIES]
+    assert last["spent_data"] > 0.4 * sum(activities)
+
+
+class SharedNorm(linen.Module):
+    axis_name: str | None
+
+    @linen.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = linen.Embed(64, 16)(tokens)
+        x = linen.BatchNorm(use_running_average=False, axis_name=self.axis_name)(x)
+        return linen.Dense(64)(x)
+
+
+def test_an_axis_of_pmap_is_answered_with_what_to_do():
+    with pytest.raises(ValueError, match="an axis named 'batch'.*leave the name away"):
+        plan_for(SharedNorm("batch"), loss=linen_loss)
+    plan_for(SharedNorm(None), loss=linen_loss)
+
+
+PROGRAM = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import zerojax
+from zerojax.config import ModelConfig
+model = zerojax.models.build_model(ModelConfig(num_layers=1, embed_dim=64, max_seq_len=32), 256)
+zerojax.train(model, {"zero": 3}, steps=2, run_dir=None)
+"""
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_found_again_by_the_next_process(tmp_path):
+    variables = {
+        "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_LOG_COMPILES": "1",
+    }
+
+    def num_found() -> int:
+        result = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stderr.lower().count("persistent compilation cache hit")
+
+    assert num_found() == 0
+    assert any("step" in file.name for file in tmp_path.iterdir())
+    assert num_found() > 0
