@@ -314,7 +314,7 @@ def test_export_holds_one_array_at_a_time(run, tmp_path, monkeypatch):
     from zerojax.checkpoint import export as exporting
 
     held, most = [0], [0]
-    real = exporting._values
+    real = exporting.read_whole
 
     class Counted(np.ndarray):
         def __del__(self):
@@ -325,7 +325,7 @@ def test_export_holds_one_array_at_a_time(run, tmp_path, monkeypatch):
         most[0] = max(most[0], held[0])
         return np.array(real(*given)).view(Counted)
 
-    monkeypatch.setattr(exporting, "_values", counted)
+    monkeypatch.setattr(exporting, "read_whole", counted)
     exporting.export(saved_steps(run / "checkpoints")[-1], tmp_path / "out")
     assert most[0] <= 2  # the next one is read while a loop's name still holds the last
     assert held[0] <= 0

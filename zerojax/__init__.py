@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zerojax.data import TokenSource, shard_batch
     from zerojax.distributed import join_processes
     from zerojax.engine import Engine, initialize
+    from zerojax.hugging_face import Pretrained, from_hugging_face
     from zerojax.mesh import make_abstract_mesh, make_mesh
     from zerojax.models import Stages, add_lora, merge_lora
     from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
@@ -48,6 +49,7 @@ __all__ = [
     "OptimizerConfig",
     "Plan",
     "Precision",
+    "Pretrained",
     "RunConfig",
     "Stages",
     "TokenSource",
@@ -60,6 +62,7 @@ __all__ = [
     "build_evaluation",
     "build_step",
     "from_canonical",
+    "from_hugging_face",
     "init_state",
     "initialize",
     "join_processes",
@@ -91,6 +94,7 @@ _HOME_OF_NAME = {
     "OptimizerConfig": "config",
     "Plan": "plan",
     "Precision": "precision",
+    "Pretrained": "hugging_face",
     "RunConfig": "config",
     "Stages": "models",
     "TokenSource": "data",
@@ -102,6 +106,7 @@ _HOME_OF_NAME = {
     "build_evaluation": "step",
     "build_step": "step",
     "from_canonical": "arrays",
+    "from_hugging_face": "hugging_face",
     "init_state": "arrays",
     "initialize": "engine",
     "join_processes": "distributed",

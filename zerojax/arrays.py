@@ -16,13 +16,15 @@ import numpy as np
 from zerojax import loss_scale
 from zerojax.abstract_state import LayerRows, canonical_opt_state, rows_of_state
 from zerojax.conversion import convert, fit
+from zerojax.first_values import place
+from zerojax.model import LazyArray
 from zerojax.offload.abstract import canonical_on_host
 from zerojax.offload.disk import DiskState
 from zerojax.offload.disk_durable import rest_writer
 from zerojax.offload.disk_fill import fill_disk, fill_new_disk
 from zerojax.offload.disk_saving import restore_pieces
 from zerojax.offload.disk_weights import build_weights
-from zerojax.offload.state import cut_new_state, cut_state, join_params, join_state
+from zerojax.offload.state import cut_new_param, cut_new_state, cut_state, join_params, join_state
 from zerojax.optim import StateCoding, coding_of
 from zerojax.planned import Planned
 from zerojax.state import TrainState, run_key_data, zero_counter
@@ -62,12 +64,15 @@ def init_state(plan: Planned, seed: int = 0) -> TrainState:
 
 def _init_around(plan: Planned, key_data: np.ndarray, disk: DiskState | None) -> TrainState:
     """A new state whose slices in files are there already."""
-    if plan.model.initial_arrays() is not None:
-        state = _copy_initial(plan, key_data)
-    else:
-        # Weights of masters in files are made of these, slice by slice, not all at once.
-        made_later = disk.leaves if disk is not None and plan.precision.has_masters else ()
+    # Weights of masters in files are made of these, slice by slice, not all at once.
+    made_later = disk.leaves if disk is not None and plan.precision.has_masters else ()
+    given = plan.model.initial_arrays()
+    if given is None:
         state = build_initialiser(plan, without=made_later)(key_data)
+    elif any(_is_unread(value) for part in given for value in part.values()):
+        state = _read_initial(plan, key_data, without=made_later)
+    else:
+        state = _copy_initial(plan, key_data)
     if disk is not None:
         state["disk"] = disk
     if len(state["params"]) < len(plan.abstract_state["params"]):
@@ -85,8 +90,8 @@ def _new_disk(plan: Planned, key_data: np.ndarray) -> DiskState | None:
 
     def stored(name: str) -> jax.Array:
         leaf, rows = plan.abstract_stored["params"][name], _rows_of_params(plan)[name]
-        if given is not None:
-            return _place(np.asarray(given[0][name]), leaf, rows)
+        if given is not None and not isinstance(given[0][name], jax.ShapeDtypeStruct):
+            return _place(given[0][name], leaf, rows)
         one = jax.jit(
             lambda key_data: _new_params(plan, key_data)[0][name], out_shardings=leaf.sharding
         )
@@ -136,9 +141,7 @@ def _copy_initial(plan: Planned, key_data: np.ndarray) -> TrainState:
     params, extras = arrays
     stored = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
     rows = _rows_of_params(plan)
-    placed = {
-        name: _place(np.asarray(params[name]), leaf, rows[name]) for name, leaf in stored.items()
-    }
+    placed = {name: _place(params[name], leaf, rows[name]) for name, leaf in stored.items()}
     host_extras = {name: np.asarray(value) for name, value in extras.items()}
 
     # A jitted function that donates nothing: on CPU a placed array may share memory with the
@@ -151,16 +154,76 @@ def _copy_initial(plan: Planned, key_data: np.ndarray) -> TrainState:
     return jitted(placed, host_extras, key_data)
 
 
-def _place(value: np.ndarray, stored: jax.ShapeDtypeStruct, rows: LayerRows | None) -> jax.Array:
-    """A host array in its stored shards; each device receives its own part only."""
-    if rows is not None:
-        layers = np.asarray(rows.rows)
-        in_order, value = value, np.zeros((len(layers), *value.shape[1:]), value.dtype)
-        value[layers >= 0] = in_order[layers[layers >= 0]]
-    widths = [(0, new - old) for new, old in zip(stored.shape, value.shape, strict=True)]
-    padded = np.pad(value, widths) if value.shape != stored.shape else value
-    cast = padded.astype(stored.dtype, copy=False)
-    return jax.make_array_from_callback(stored.shape, stored.sharding, lambda index: cast[index])
+def _is_unread(value: Any) -> bool:
+    return isinstance(value, (LazyArray, jax.ShapeDtypeStruct))
+
+
+def _read_initial(plan: Planned, key_data: np.ndarray, *, without: Collection[str]) -> TrainState:
+    """The state from arrays that lie in files, or are still to be made, one parameter at a time.
+
+    Args:
+      plan: over a real mesh.
+      without: names that `params` is to lack.
+    """
+    arrays = plan.model.initial_arrays()
+    assert arrays is not None
+    stored = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
+    rows = _rows_of_params(plan)
+    new, extras = _make_missing(plan, *arrays, key_data)
+    placed = {
+        name: new[name] if name in new else _place(arrays[0][name], stored[name], rows[name])
+        for name in stored
+        if plan.offload is None or name in plan.abstract_stored["frozen"]
+    }
+
+    def others(placed: dict, extras: dict, key_data: jax.Array) -> Any:
+        # Moments of what can be offloaded begin at zero, so they need no parameters.
+        zeros = {n: jnp.zeros(x.shape, x.dtype) for n, x in stored.items() if n not in placed}
+        state = _offloaded(plan, _assemble(plan, {**zeros, **placed}, extras, key_data))
+        return leave_out(state)
+
+    def leave_out(state: Any) -> Any:
+        return {part: x for part, x in state.items() if part not in ("params", "masters", "frozen")}
+
+    shardings = leave_out(plan.state_shardings)
+    state = jax.jit(others, out_shardings=shardings)(placed, extras, key_data)
+    state["frozen"] = {name: placed[name] for name in plan.abstract_stored["frozen"]}
+    if plan.offload is None:
+        state["params"] = {name: placed[name] for name in plan.abstract_stored["params"]}
+        return state
+    state["params"], state["masters"] = {}, {}
+    for name, leaf in plan.abstract_stored["params"].items():
+        one = new.pop(name) if name in new else _place(arrays[0][name], leaf, rows[name])
+        param, masters = cut_new_param(plan, name, one)
+        if name not in without:
+            state["params"][name] = param
+        if masters is not None:
+            state["masters"][name] = masters
+    return state
+
+
+def _make_missing(
+    plan: Planned, params: dict[str, Any], extras: dict[str, Any], key_data: np.ndarray
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """({name: parameter as it is stored} of those in no file, all of the model's own state)."""
+    names = [name for name, x in params.items() if isinstance(x, jax.ShapeDtypeStruct)]
+    missing = [name for name, x in extras.items() if isinstance(x, jax.ShapeDtypeStruct)]
+
+    def make(key_data: jax.Array) -> tuple[dict, dict]:
+        stored, own = _new_params(plan, key_data)
+        return {name: stored[name] for name in names}, {name: own[name] for name in missing}
+
+    abstract = plan.abstract_stored
+    shardings = (
+        {name: {**abstract["params"], **abstract["frozen"]}[name].sharding for name in names},
+        {name: abstract["extras"][name].sharding for name in missing},
+    )
+    new, made = jax.jit(make, out_shardings=shardings)(key_data)
+    return new, {**extras, **made}
+
+
+def _place(value: Any, stored: jax.ShapeDtypeStruct, rows: LayerRows | None) -> jax.Array:
+    return place(value if isinstance(value, LazyArray) else np.asarray(value), stored, rows)
 
 
 def _offloaded(plan: Planned, stored: TrainState) -> TrainState:

@@ -8,13 +8,16 @@ from zerojax.hugging_face.architectures import (
     architecture_of,
     architecture_of_config,
 )
+from zerojax.hugging_face.pretrained import Pretrained, from_hugging_face
 from zerojax.hugging_face.table import Architecture, Leaf, UnsupportedError
 
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
     "Leaf",
+    "Pretrained",
     "UnsupportedError",
     "architecture_of",
     "architecture_of_config",
+    "from_hugging_face",
 ]

@@ -52,7 +52,7 @@ def default_loss(model: Model) -> Loss:
     Raises:
       ValueError: the model has no such method.
     """
-    target = model.source if model.kind != "nnx factory" else getattr(model, "template", None)
+    target = getattr(model, "template", None) or model.source
     if callable(getattr(target, "loss", None)):
         return lambda bound, batch: bound.loss(batch)
     raise ValueError(

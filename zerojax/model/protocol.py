@@ -5,10 +5,11 @@ Knows no Flax; the modules beside it implement this for each kind of model that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
 Arrays = dict[str, Any]
 OnRead = Mapping[str, Callable[[Any], jax.Array]]
@@ -16,12 +17,31 @@ Loss = Callable[[Any, Any], Any]
 ModelLike = Any
 
 
+@runtime_checkable
+class LazyArray(Protocol):
+    """An array that lies in files until somebody asks for a part of it.
+
+    Attributes:
+      shape, dtype: of the whole array.
+      is_stacked: dimension 0 counts layers that are stored apart, so that reading one at a time
+        costs nothing.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    is_stacked: bool
+
+    def read(self, index: Sequence[tuple[int, int]]) -> np.ndarray:
+        """The box with the range (first, behind the last) in each dimension, in new memory."""
+        ...
+
+
 class Model(Protocol):
     """The internal form of every model.
 
     Attributes:
-      kind: what the user gave, for people: "nnx module", "nnx factory", "linen module",
-        "functions".
+      kind: what the user gave, for people: "nnx module", "nnx factory", "pretrained model",
+        "linen module", "functions".
       source: the user's own object.
       reads_lazily: whether `on_read` runs where the model uses a parameter (True), or for all
         parameters before the model starts (False: a pair of functions has no point of use).
@@ -44,7 +64,11 @@ class Model(Protocol):
         ...
 
     def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
-        """The arrays that the user's object already holds, or None when `init` has to make them."""
+        """The arrays that the user's object already holds, or None when `init` has to make them.
+
+        Every name is there; a parameter may be a `LazyArray`, and a `ShapeDtypeStruct` stands for
+        an array that `init` has to make after all.
+        """
         ...
 
     def run(

@@ -34,20 +34,6 @@ def cut_new_state(plan: Planned, stored: TrainState) -> TrainState:
     layout, abstract = plan.offload, plan.abstract_state
     assert layout is not None
 
-    def as_read(name: str, x: jax.Array) -> jax.Array:
-        x = x.astype(abstract["params"][name].dtype)
-        return to_host(x) if name in layout.streamed else x
-
-    def masters_of(leaf: SlicedLeaf) -> Tiers:
-        slices = abstract["masters"][leaf.name]
-        return jax.shard_map(
-            lambda shard: cut(leaf, shard),
-            mesh=plan.mesh,
-            in_specs=plan.abstract_stored["params"][leaf.name].sharding.spec,
-            out_specs={tier: x.sharding.spec for tier, x in slices.items()},
-            check_vma=False,
-        )(stored["params"][leaf.name])
-
     def zeros(leaf: SlicedLeaf, _: int, moment: jax.Array) -> Tiers:
         # The moments of every optimizer that can be offloaded begin at zero.
         made = abstract_tiers(leaf, moment.dtype, plan.mesh).items()
@@ -55,11 +41,46 @@ def cut_new_state(plan: Planned, stored: TrainState) -> TrainState:
         return {tier: to_host(x) if tier == HOST else x for tier, x in new.items()}
 
     result = stored.copy()
-    result["params"] = {name: as_read(name, x) for name, x in stored["params"].items()}
-    result["masters"] = {name: masters_of(layout.leaves[name]) for name in abstract["masters"]}
+    both = {name: _cut_param(plan, name, x) for name, x in stored["params"].items()}
+    result["params"] = {name: param for name, (param, _) in both.items()}
+    result["masters"] = {name: both[name][1] for name in abstract["masters"]}
     result["opt_state"] = map_moments(layout.leaves, zeros, stored["opt_state"])
     result["disk"] = {}
     return result
+
+
+def cut_new_param(plan: Planned, name: str, stored: jax.Array) -> tuple[jax.Array, Tiers | None]:
+    """(what forward and backward read of one new parameter, its masters in slices, if it has some).
+
+    Args:
+      plan: with offload.
+      name: of the parameter.
+      stored: on the device.
+    """
+    shardings = (
+        plan.state_shardings["params"][name],
+        plan.state_shardings["masters"].get(name),
+    )
+    return jax.jit(lambda stored: _cut_param(plan, name, stored), out_shardings=shardings)(stored)
+
+
+def _cut_param(plan: Planned, name: str, stored: jax.Array) -> tuple[jax.Array, Tiers | None]:
+    """Traced; see `cut_new_param`."""
+    layout, abstract = plan.offload, plan.abstract_state
+    assert layout is not None
+    param = stored.astype(abstract["params"][name].dtype)
+    param = to_host(param) if name in layout.streamed else param
+    if name not in abstract["masters"]:
+        return param, None
+    leaf = layout.leaves[name]
+    masters = jax.shard_map(
+        lambda shard: cut(leaf, shard),
+        mesh=plan.mesh,
+        in_specs=plan.abstract_stored["params"][name].sharding.spec,
+        out_specs={tier: x.sharding.spec for tier, x in abstract["masters"][name].items()},
+        check_vma=False,
+    )(stored)
+    return param, masters
 
 
 def join_state(plan: Planned, state: TrainState, *, joined: bool = True) -> TrainState:

@@ -1,0 +1,209 @@
+"""A model of the table whose parameters lie in Hugging Face's files, read where they are wanted.
+
+Knows a model, its row and an open folder; never a mesh: it is asked for slices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax.hugging_face.architectures import architecture_of
+from zerojax.hugging_face.folder import Folder, check_unquantized, open_folder
+from zerojax.hugging_face.layouts import Range
+from zerojax.hugging_face.table import Architecture, Leaf, UnsupportedError
+from zerojax.model.nnx_module import NnxModel
+from zerojax.model.protocol import Arrays
+
+ADAPTERS = r"(^|/)lora_"
+"""Names of parameters that no checkpoint of a base model has."""
+
+
+class StoredArray:
+    """One of our parameters as it lies in their files; a `model.protocol.LazyArray`.
+
+    Attributes:
+      shape, dtype: of our whole array; the dtype is that of the files.
+      is_stacked: dimension 0 counts layers, each of which is a tensor of its own.
+    """
+
+    def __init__(self, folder: Folder, leaf: Leaf, shape: tuple[int, ...], prefix: str) -> None:
+        """`prefix`: what is taken off the names of the table, since the files lack it.
+
+        Raises:
+          UnsupportedError: a tensor is missing or has another shape.
+        """
+        self.shape, self.is_stacked = shape, leaf.is_stacked
+        self._folder, self._layout = folder, leaf.layout
+        self._own = shape[1:] if leaf.is_stacked else shape
+        count = shape[0] if leaf.is_stacked else 1
+        self._names = [leaf.tensor_of(layer).removeprefix(prefix) for layer in range(count)]
+        wanted = self._layout.their_shape(self._own)
+        for name in self._names:
+            found = folder.tensors[name][1] if name in folder.tensors else None
+            if found is None or found.shape != wanted:
+                state = "is missing" if found is None else f"has shape {list(found.shape)}"
+                raise UnsupportedError(
+                    f"{folder.path}: tensor {name!r} {state}, and {leaf.name} {list(shape)} needs "
+                    f"{list(wanted)} of it; config.json or the changes to it describe another model"
+                )
+        kinds = {folder.tensors[name][1].dtype for name in self._names}
+        self.dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
+
+    @property
+    def tensors(self) -> Sequence[str]:
+        """The names in the files, layer by layer."""
+        return self._names
+
+    def read(self, index: Sequence[Range]) -> np.ndarray:
+        """A box of the array; of the files only its own bytes are read.
+
+        Args:
+          index: (first, behind the last) in each dimension.
+        """
+        if not self.is_stacked:
+            return self._read_tensor(0, index).astype(self.dtype, copy=False)
+        (first, last), inner = index[0], index[1:]
+        if last - first == 1:
+            return self._read_tensor(first, inner).astype(self.dtype, copy=False)[None]
+        result = np.empty([stop - start for start, stop in index], self.dtype)
+        for layer in range(first, last):
+            result[layer - first] = self._read_tensor(layer, inner)
+        return result
+
+    def _read_tensor(self, layer: int, index: Sequence[Range]) -> np.ndarray:
+        runs = self._layout.their_runs(self._own, index)
+        return self._layout.to_ours(self._folder.read(self._names[layer], runs), index)
+
+
+class Pretrained(NnxModel):
+    """A model with weights of Hugging Face; goes wherever a model goes.
+
+    No weight is in memory: a plan asks for shapes, and a new state reads what belongs to this
+    process's devices.
+
+    Attributes:
+      folder: the open files; `folder.bytes_read` counts.
+      row: of the table of architectures.
+      config: sizes of the model.
+      stored: {name: array in the files} of the parameters that are read.
+    """
+
+    def __init__(
+        self, folder: Folder, row: Architecture, config: Any, new: tuple[str, ...]
+    ) -> None:
+        """See `from_hugging_face`."""
+        super().__init__(lambda rngs: row.build(config, rngs))
+        self.kind = "pretrained model"
+        self.folder, self.row, self.config = folder, row, config
+        self._new = new
+        self._abstract = jax.eval_shape(lambda: self._arrays_of(self._make(jax.random.key(0))))
+        self.stored = _find_arrays(folder, row, row.leaves(config), self._abstract[0], new)
+
+    def initial_arrays(self) -> tuple[Arrays, Arrays]:
+        """What the files have, unread; a `ShapeDtypeStruct` where `init` has to make an array."""
+        params, extras = self._abstract
+        return {name: self.stored.get(name, leaf) for name, leaf in params.items()}, dict(extras)
+
+    def with_changes(self, *, new: Sequence[str] = (), **changes: Any) -> Pretrained:
+        """The same weights in a model with other settings, see `from_hugging_face`."""
+        config = dataclasses.replace(self.config, **changes)
+        return Pretrained(self.folder, self.row, config, (*self._new, *new))
+
+    def describe(self) -> str:
+        """One line for people: what is read from where, and what is not."""
+        count = len(self._abstract[0])
+        made = "" if len(self.stored) == count else f", {count - len(self.stored)} new ones"
+        files = len({file for file, _ in self.folder.tensors.values()})
+        return (
+            f"model: {self.row.model_type} with {len(self.stored)} parameters from {files} file"
+            f"{'s' if files > 1 else ''} in {self.folder.path}{made}"
+        )
+
+
+def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes: Any) -> Pretrained:
+    """A model with weights from a folder of Hugging Face: config.json and safetensors files.
+
+    Every process reads only what its own devices hold, one tensor at a time, straight into the
+    shards that the plan says. GPT-2 and Llama are known (`zerojax.hugging_face.ARCHITECTURES`).
+
+    Args:
+      folder: as `save_pretrained` or `hf download` has left it.
+      new: regular expressions on names of parameters that are not in the files, and begin as the
+        model's own initialisation makes them. Those of adapters ("lora_...") need none.
+      **changes: settings of the model that are not the files', such as remat="full", dropout=0.1,
+        loss_chunk=1024 or max_seq_len; fields of `models.LlamaConfig` or `models.GPT2Config`.
+
+    Raises:
+      FileNotFoundError: no such folder, or no safetensors in it.
+      UnsupportedError: a ValueError: config.json asks for what zerojax does not compute, a tensor
+        is missing, has another shape or is not known.
+      ValueError: a file is damaged, or a change is not a setting of the model.
+    """
+    opened = open_folder(folder)
+    check_unquantized(opened.config)
+    row = architecture_of(opened.config)
+    fields = {field.name for field in dataclasses.fields(row.config_class)}
+    unknown = sorted(set(changes) - fields)
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]!r} is no setting of {row.config_class.__name__}; there are "
+            f"{', '.join(sorted(fields))}"
+        )
+    config = row.config_class(**{**row.read_config(opened.config), **changes})
+    return Pretrained(opened, row, config, tuple(new))
+
+
+def _find_arrays(
+    folder: Folder,
+    row: Architecture,
+    leaves: Iterable[Leaf],
+    params: Mapping[str, Any],
+    new: Sequence[str],
+) -> dict[str, StoredArray]:
+    """The parameters that the files have; everything in the files has to be one, or be ignored."""
+    leaves = list(leaves)
+    bare = _prefix_is_missing(folder, row, leaves)
+    prefix = row.prefix if bare else ""
+    found: dict[str, StoredArray] = {}
+    for leaf in leaves:
+        first = leaf.tensor_of(0).removeprefix(prefix)
+        if first not in folder.tensors and _matches(leaf.name, new):
+            continue
+        found[leaf.name] = StoredArray(folder, leaf, tuple(params[leaf.name].shape), prefix)
+    for name in params:
+        if name not in found and not _matches(name, (*new, ADAPTERS)):
+            raise UnsupportedError(
+                f"parameter {name} has no tensor in {row.model_type}'s files; pass "
+                f"new=({name!r},) to begin with new values"
+            )
+    known = {name for array in found.values() for name in array.tensors}
+    ignored = (*row.ignored, *_tied_heads(params))
+    rest = sorted(n for n in folder.tensors if n not in known and not _matches(n, ignored))
+    if rest:
+        raise UnsupportedError(
+            f"{folder.path}: {len(rest)} tensors have no place in the model, such as {rest[0]!r}; "
+            "it would not compute what theirs does"
+        )
+    return found
+
+
+def _prefix_is_missing(folder: Folder, row: Architecture, leaves: Sequence[Leaf]) -> bool:
+    """Whether the files leave out `row.prefix`, as those of a model without a head do."""
+    with_prefix = [leaf.tensor_of(0) for leaf in leaves if leaf.tensor.startswith(row.prefix)]
+    return bool(row.prefix) and not any(name in folder.tensors for name in with_prefix)
+
+
+def _tied_heads(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Output weights in the files of a model whose token table serves for them."""
+    return () if "lm_head/kernel" in params else (r"^lm_head\.weight$",)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)

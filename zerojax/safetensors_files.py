@@ -1,0 +1,264 @@
+"""Files in the safetensors format: their tables, parts of arrays read from them, arrays written.
+
+Knows the format and dtypes (github.com/huggingface/safetensors, "Format": 8 bytes with the length
+of a table, the table as JSON, plain bytes); never what an array is for. The package of that name
+takes a whole dict from memory and hands out whole arrays or slices of one dimension; here one array
+at a time is written, and any block of one is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+SHARD_BYTES = 5 * 10**9
+"""From there on there are several files and an index, as Hugging Face has them."""
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_KINDS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_DTYPES = {kind: np.dtype(jnp.dtype(name)) for name, kind in _KINDS.items()}
+_METADATA = "__metadata__"
+
+
+class SafetensorsError(ValueError):
+    """A file is not what the format says, or an array has a dtype that the format lacks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """An array in a file.
+
+    Attributes:
+      name, shape, dtype: of it.
+      start: where its bytes begin, in bytes from the beginning of the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    start: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_table(path: Path) -> dict[str, Tensor]:
+    """{name: array} of a file; no array is read.
+
+    Raises:
+      SafetensorsError: the file is cut short, or its table is damaged.
+      OSError: what the disk says.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        if 8 + length > size:
+            raise SafetensorsError(
+                f"{path} is cut short or no safetensors file: its table should have {length} "
+                f"bytes, and the whole file has {size}; fetch it again"
+            )
+        text = file.read(length)
+    try:
+        table = json.loads(text)
+        found = {
+            name: _tensor(name, row, 8 + length) for name, row in table.items() if name != _METADATA
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SafetensorsError(f"{path}: its table is damaged ({error}); fetch it again") from None
+    for tensor in found.values():
+        if tensor.start + tensor.num_bytes > size:
+            raise SafetensorsError(
+                f"{path} is cut short: {tensor.name!r} should end at byte "
+                f"{tensor.start + tensor.num_bytes}, and the file has {size}; fetch it again"
+            )
+    return found
+
+
+def _tensor(name: str, row: Mapping[str, Any], data: int) -> Tensor:
+    if row["dtype"] not in _DTYPES:
+        raise ValueError(f"{name!r} has the unknown dtype {row['dtype']!r}")
+    start, stop = row["data_offsets"]
+    tensor = Tensor(
+        name=name, shape=tuple(row["shape"]), dtype=_DTYPES[row["dtype"]], start=data + start
+    )
+    if stop - start != tensor.num_bytes or start < 0:
+        raise ValueError(f"{name!r} takes {stop - start} bytes in place of {tensor.num_bytes}")
+    return tensor
+
+
+def read_block(
+    path: Path, tensor: Tensor, runs: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[np.ndarray, int]:
+    """(a block of an array, the number of bytes that were read, which are the block's own).
+
+    Args:
+      path: the file.
+      tensor: from its table.
+      runs: for each dimension ranges (first, behind the last), in order; their product is read.
+
+    Raises:
+      SafetensorsError: the file has become shorter.
+    """
+    shape = tuple(sum(stop - start for start, stop in dim) for dim in runs)
+    block = np.empty(shape, tensor.dtype)
+    into = block.reshape(-1).view(np.uint8).data
+    at = 0
+    with path.open("rb", buffering=0) as file:
+        for start, length in _extents(tensor, runs):
+            done = 0
+            while done < length:
+                piece = into[at + done : at + length]
+                count = os.preadv(file.fileno(), [piece], tensor.start + start + done)
+                if count == 0:
+                    raise SafetensorsError(f"{path} ends within {tensor.name!r}; fetch it again")
+                done += count
+            at += length
+    return block, at
+
+
+def _extents(
+    tensor: Tensor, runs: Sequence[Sequence[tuple[int, int]]]
+) -> Iterable[tuple[int, int]]:
+    """(first byte within the array, number of bytes) of each contiguous piece of a block."""
+    if math.prod(sum(stop - start for start, stop in dim) for dim in runs) == 0:
+        return
+    inner = len(tensor.shape)
+    while inner > 0 and list(runs[inner - 1]) == [(0, tensor.shape[inner - 1])]:
+        inner -= 1  # dimensions from `inner` on are whole, so what is before them is contiguous
+    unit = math.prod(tensor.shape[inner:]) * tensor.dtype.itemsize
+    if inner == 0:
+        yield 0, unit
+        return
+    outer = [[i for run in dim for i in range(*run)] for dim in runs[: inner - 1]]
+    for position in itertools.product(*outer):
+        row = 0
+        for index, size in zip(position, tensor.shape, strict=False):
+            row = row * size + index
+        for start, stop in runs[inner - 1]:
+            yield (row * tensor.shape[inner - 1] + start) * unit, (stop - start) * unit
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def check_dtype(tensor: Tensor, remedy: str) -> None:
+    """Raises SafetensorsError for an array of a dtype that the format does not have."""
+    if tensor.dtype.name not in _KINDS:
+        raise SafetensorsError(
+            f"{tensor.name!r} is {tensor.dtype.name}, which safetensors does not have; {remedy}"
+        )
+
+
+def write_files(
+    folder: Path,
+    tensors: Sequence[Tensor],
+    values: Callable[[Tensor], np.ndarray],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    metadata: Mapping[str, str],
+) -> list[str]:
+    """Writes arrays one after the other, into one file or several with an index.
+
+    Args:
+      folder: is there; files of these names are not.
+      tensors: in the order in which they are written.
+      values: the array of one of them, in its shape and dtype; called once for each, in order.
+      shard_bytes: of one file at most, unless a single array is larger.
+      metadata: texts in each file's table.
+
+    Returns:
+      The names of the files.
+
+    Raises:
+      SafetensorsError: an array of a dtype that the format does not have.
+      OSError: what the disk says.
+    """
+    shards = _shards(tensors, shard_bytes)
+    count = len(shards)
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        names = [SINGLE]
+    for name, shard in zip(names, shards, strict=True):
+        write_file(folder / name, shard, values, metadata=metadata)
+    if count > 1:
+        places = {
+            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        }
+        total = sum(tensor.num_bytes for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return names
+
+
+def _shards(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
+    """The arrays of each file, in order."""
+    result: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if result[-1] and size + tensor.num_bytes > shard_bytes:
+            result.append([])
+            size = 0
+        result[-1].append(tensor)
+        size += tensor.num_bytes
+    return result
+
+
+def write_file(
+    path: Path,
+    tensors: Sequence[Tensor],
+    values: Callable[[Tensor], np.ndarray],
+    *,
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes one file, one array at a time; arguments as `write_files` takes them."""
+    table: dict[str, Any] = {_METADATA: dict(metadata)}
+    at = 0
+    for tensor in tensors:
+        check_dtype(tensor, "give another dtype")
+        table[tensor.name] = {
+            "dtype": _KINDS[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.num_bytes],
+        }
+        at += tensor.num_bytes
+    head = json.dumps(table).encode()
+    head += b" " * (-len(head) % 8)  # arrays begin at a multiple of 8
+    with path.open("xb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        for tensor in tensors:
+            array = np.asarray(values(tensor), order="C")
+            assert (array.shape, array.dtype) == (tensor.shape, tensor.dtype), tensor.name
+            file.write(array.reshape(-1).view(np.uint8).data)
