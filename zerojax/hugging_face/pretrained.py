@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
+from zerojax.config import LoraConfig
 from zerojax.hugging_face.architectures import architecture_of
 from zerojax.hugging_face.folder import Folder, check_unquantized, open_folder
 from zerojax.hugging_face.layouts import Range
 from zerojax.hugging_face.table import Architecture, Leaf, UnsupportedError
 from zerojax.model.nnx_module import NnxModel
 from zerojax.model.protocol import Arrays
+from zerojax.models import add_lora
 
-ADAPTERS = r"(^|/)lora_"
+ADAPTERS = r"(^|/)lora/[ab]$"
 """Names of parameters that no checkpoint of a base model has."""
 
 
@@ -33,8 +36,10 @@ class StoredArray:
       is_stacked: dimension 0 counts layers, each of which is a tensor of its own.
     """
 
-    def __init__(self, folder: Folder, leaf: Leaf, shape: tuple[int, ...], prefix: str) -> None:
-        """`prefix`: what is taken off the names of the table, since the files lack it.
+    def __init__(
+        self, folder: Folder, leaf: Leaf, shape: tuple[int, ...], place_of: Callable[[str], str]
+    ) -> None:
+        """`place_of`: a tensor's name in the table -> its name in the files.
 
         Raises:
           UnsupportedError: a tensor is missing or has another shape.
@@ -43,7 +48,7 @@ class StoredArray:
         self._folder, self._layout = folder, leaf.layout
         self._own = shape[1:] if leaf.is_stacked else shape
         count = shape[0] if leaf.is_stacked else 1
-        self._names = [leaf.tensor_of(layer).removeprefix(prefix) for layer in range(count)]
+        self._names = [place_of(leaf.tensor_of(layer)) for layer in range(count)]
         wanted = self._layout.their_shape(self._own)
         for name in self._names:
             found = folder.tensors[name][1] if name in folder.tensors else None
@@ -92,19 +97,33 @@ class Pretrained(NnxModel):
       folder: the open files; `folder.bytes_read` counts.
       row: of the table of architectures.
       config: sizes of the model.
+      lora: its adapters, or None.
       stored: {name: array in the files} of the parameters that are read.
+      left_out: names of tensors that are no parameters of this model, such as another head's.
     """
 
     def __init__(
-        self, folder: Folder, row: Architecture, config: Any, new: tuple[str, ...]
+        self,
+        folder: Folder,
+        row: Architecture,
+        config: Any,
+        *,
+        new: Sequence[str] = (),
+        lora: LoraConfig | None = None,
     ) -> None:
         """See `from_hugging_face`."""
-        super().__init__(lambda rngs: row.build(config, rngs))
+
+        def factory(rngs: nnx.Rngs) -> nnx.Module:
+            return row.build(config, rngs)
+
+        super().__init__(factory if lora is None else add_lora(factory, lora))
         self.kind = "pretrained model"
-        self.folder, self.row, self.config = folder, row, config
-        self._new = new
+        self.folder, self.row, self.config, self.lora = folder, row, config, lora
+        self._new = tuple(new)
         self._abstract = jax.eval_shape(lambda: self._arrays_of(self._make(jax.random.key(0))))
-        self.stored = _find_arrays(folder, row, row.leaves(config), self._abstract[0], new)
+        self.stored, self.left_out = _find_arrays(
+            folder, row, row.leaves(config), self._abstract[0], self._new
+        )
 
     def initial_arrays(self) -> tuple[Arrays, Arrays]:
         """What the files have, unread; a `ShapeDtypeStruct` where `init` has to make an array."""
@@ -114,16 +133,21 @@ class Pretrained(NnxModel):
     def with_changes(self, *, new: Sequence[str] = (), **changes: Any) -> Pretrained:
         """The same weights in a model with other settings, see `from_hugging_face`."""
         config = dataclasses.replace(self.config, **changes)
-        return Pretrained(self.folder, self.row, config, (*self._new, *new))
+        return Pretrained(self.folder, self.row, config, new=(*self._new, *new), lora=self.lora)
+
+    def with_lora(self, lora: LoraConfig) -> Pretrained:
+        """The same weights with new adapters beside them."""
+        return Pretrained(self.folder, self.row, self.config, new=self._new, lora=lora)
 
     def describe(self) -> str:
         """One line for people: what is read from where, and what is not."""
         count = len(self._abstract[0])
         made = "" if len(self.stored) == count else f", {count - len(self.stored)} new ones"
+        left = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
         files = len({file for file, _ in self.folder.tensors.values()})
         return (
             f"model: {self.row.model_type} with {len(self.stored)} parameters from {files} file"
-            f"{'s' if files > 1 else ''} in {self.folder.path}{made}"
+            f"{'s' if files > 1 else ''} in {self.folder.path}{made}{left}"
         )
 
 
@@ -131,12 +155,12 @@ def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes:
     """A model with weights from a folder of Hugging Face: config.json and safetensors files.
 
     Every process reads only what its own devices hold, one tensor at a time, straight into the
-    shards that the plan says. GPT-2 and Llama are known (`zerojax.hugging_face.ARCHITECTURES`).
+    shards that the plan says. BERT, GPT-2 and Llama are known (`hugging_face.ARCHITECTURES`).
 
     Args:
       folder: as `save_pretrained` or `hf download` has left it.
       new: regular expressions on names of parameters that are not in the files, and begin as the
-        model's own initialisation makes them. Those of adapters ("lora_...") need none.
+        model's own initialisation makes them. Those of adapters need none.
       **changes: settings of the model that are not the files', such as remat="full", dropout=0.1,
         loss_chunk=1024 or max_seq_len; fields of `models.LlamaConfig` or `models.GPT2Config`.
 
@@ -157,7 +181,7 @@ def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes:
             f"{', '.join(sorted(fields))}"
         )
     config = row.config_class(**{**row.read_config(opened.config), **changes})
-    return Pretrained(opened, row, config, tuple(new))
+    return Pretrained(opened, row, config, new=new)
 
 
 def _find_arrays(
@@ -166,38 +190,50 @@ def _find_arrays(
     leaves: Iterable[Leaf],
     params: Mapping[str, Any],
     new: Sequence[str],
-) -> dict[str, StoredArray]:
-    """The parameters that the files have; everything in the files has to be one, or be ignored."""
-    leaves = list(leaves)
-    bare = _prefix_is_missing(folder, row, leaves)
-    prefix = row.prefix if bare else ""
+) -> tuple[dict[str, StoredArray], list[str]]:
+    """(parameters that the files have, names of tensors that are none and may be).
+
+    Raises:
+      UnsupportedError: a parameter without a tensor, or a tensor without a place in the model.
+    """
+    places = _places(folder, row)
+
+    def place_of(name: str) -> str:
+        bare = name.removeprefix(row.prefix)
+        return next((places[x] for x in (name, bare, row.prefix + bare) if x in places), name)
+
     found: dict[str, StoredArray] = {}
     for leaf in leaves:
-        first = leaf.tensor_of(0).removeprefix(prefix)
-        if first not in folder.tensors and _matches(leaf.name, new):
+        if place_of(leaf.tensor_of(0)) not in folder.tensors and _matches(leaf.name, new):
             continue
-        found[leaf.name] = StoredArray(folder, leaf, tuple(params[leaf.name].shape), prefix)
+        found[leaf.name] = StoredArray(folder, leaf, tuple(params[leaf.name].shape), place_of)
     for name in params:
         if name not in found and not _matches(name, (*new, ADAPTERS)):
             raise UnsupportedError(
                 f"parameter {name} has no tensor in {row.model_type}'s files; pass "
                 f"new=({name!r},) to begin with new values"
             )
-    known = {name for array in found.values() for name in array.tensors}
+    taken = {name for array in found.values() for name in array.tensors}
+    rest = sorted(name for name, place in places.items() if place not in taken)
     ignored = (*row.ignored, *_tied_heads(params))
-    rest = sorted(n for n in folder.tensors if n not in known and not _matches(n, ignored))
-    if rest:
+    unknown = [name for name in rest if not _matches(name, ignored)]
+    if unknown:
         raise UnsupportedError(
-            f"{folder.path}: {len(rest)} tensors have no place in the model, such as {rest[0]!r}; "
-            "it would not compute what theirs does"
+            f"{folder.path}: {len(unknown)} tensors have no place in the model, such as "
+            f"{unknown[0]!r}; it would not compute what theirs does"
         )
-    return found
+    return found, rest
 
 
-def _prefix_is_missing(folder: Folder, row: Architecture, leaves: Sequence[Leaf]) -> bool:
-    """Whether the files leave out `row.prefix`, as those of a model without a head do."""
-    with_prefix = [leaf.tensor_of(0) for leaf in leaves if leaf.tensor.startswith(row.prefix)]
-    return bool(row.prefix) and not any(name in folder.tensors for name in with_prefix)
+def _places(folder: Folder, row: Architecture) -> dict[str, str]:
+    """{name as the table may have it: name in the files}."""
+    result = {}
+    for place in folder.tensors:
+        name = place
+        for pattern, replacement in row.renamed:
+            name = re.sub(pattern, replacement, name)
+        result[name] = place
+    return result
 
 
 def _tied_heads(params: Mapping[str, Any]) -> tuple[str, ...]:
