@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -129,6 +130,21 @@ class Pretrained(NnxModel):
         """What the files have, unread; a `ShapeDtypeStruct` where `init` has to make an array."""
         params, extras = self._abstract
         return {name: self.stored.get(name, leaf) for name, leaf in params.items()}, dict(extras)
+
+    def to_model(self) -> nnx.Module:
+        """The model with its weights as plain arrays, to embed texts or to draw tokens from.
+
+        Everything is read onto JAX's default device; a run reads slices instead. Parameters that
+        are not in the files are those of seed 0.
+        """
+        params, extras = self._abstract
+        if extras or len(self.stored) < len(params):
+            params, extras = self._arrays_of(self._make(jax.random.key(0)))
+        whole = {
+            name: jnp.asarray(array.read([(0, size) for size in array.shape]))
+            for name, array in self.stored.items()
+        }
+        return self.to_source({**params, **whole}, extras)
 
     def with_changes(self, *, new: Sequence[str] = (), **changes: Any) -> Pretrained:
         """The same weights in a model with other settings, see `from_hugging_face`."""
