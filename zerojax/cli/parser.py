@@ -8,7 +8,13 @@ from __future__ import annotations
 import argparse
 
 import zerojax
-from zerojax.cli import parser_checkpoint, parser_elastic, parser_launch, parser_profile
+from zerojax.cli import (
+    parser_checkpoint,
+    parser_convert,
+    parser_elastic,
+    parser_launch,
+    parser_profile,
+)
 from zerojax.cli.parser_parts import Parser, add_command, add_run, add_settings
 
 _TRAIN = """\
@@ -106,6 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser_elastic.add(commands)
     parser_checkpoint.add(commands)
     parser_profile.add(commands)
+    parser_convert.add(commands)
     _add_generate(commands)
     _add_eval(commands)
     _add_report(commands)

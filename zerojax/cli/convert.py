@@ -1,0 +1,30 @@
+"""`zerojax convert`: weights in other files, as a folder of Hugging Face.
+
+Knows the words of the command; reading and writing is `zerojax.llama_cpp`.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+
+from zerojax.exit_codes import OK
+from zerojax.llama_cpp import convert_gguf
+from zerojax.trees import format_bytes
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the folder and says what is in it."""
+    jax.config.update("jax_platforms", "cpu")  # takes no accelerator from a run
+    made = convert_gguf(args.source, args.target, dtype=_DTYPES[args.dtype])
+    kinds = ", ".join(f"{count} {kind}" for kind, count in made.kinds.items())
+    print(
+        f"{made.num_tensors} tensors ({kinds}) as {args.dtype}, {format_bytes(made.num_bytes)}, "
+        f"in {made.folder}"
+    )
+    if made.no_tokenizer is not None:
+        print(f"no tokenizer.json: {made.no_tokenizer}; take the model's own")
+    return OK
