@@ -173,10 +173,13 @@ def test_tags(trained, tmp_path):
     assert engine.save_checkpoint(tmp_path, tag=7, save_latest=False)
     assert (tmp_path / "latest").read_text() == "best\n"
     assert engine.load_checkpoint(tmp_path, tag=7)[0] == str(tmp_path / "7")
-    with pytest.raises(CheckpointError, match=r"no checkpoint 'worst' in .* has 7, best"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint 'worst' in .* has 7, best$"):
         engine.load_checkpoint(tmp_path, "worst")
-    with pytest.raises(CheckpointError, match="already has step 6"):
-        engine.save_checkpoint(tmp_path, "best")
+    engine.save_checkpoint(tmp_path, "best", client_state={"again": True})
+    assert engine.load_checkpoint(tmp_path)[1] == {"again": True}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "best", "latest"]
+    (tmp_path / "best").rename(tmp_path / ".best.replaced")  # as a machine that stops leaves it
+    assert engine.load_checkpoint(tmp_path)[1] == {"again": True}
     for tag in ("", "a/b", "..", "latest"):
         with pytest.raises(ValueError, match="has to be the name of a folder"):
             engine.save_checkpoint(tmp_path, tag)

@@ -4,17 +4,21 @@ Knows names and files; never when to save, nor what a state holds.
 
     runs/a/latest              the tag of the last save
     runs/a/global_step20/20    a checkpoint of step 20, as `zerojax.Checkpointer` writes it
+    runs/a/.best.new           being written
+    runs/a/.best.replaced      what a tag was until a moment ago
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from zerojax.checkpoint import Checkpointer, CheckpointError, agreement
+from zerojax.checkpoint.files import to_disk
 from zerojax.checkpoint.saving import is_first_process
 from zerojax.planned import Planned
 from zerojax.private_files import not_for_everybody
@@ -52,7 +56,7 @@ def save_tagged(
 ) -> None:
     """Saves a state under a tag; on disk and whole when this returns.
 
-    A tag that is there already keeps its checkpoint until the new one, of a later step, is whole.
+    What the tag was before is there until the new one is whole.
 
     Args:
       folder: that holds the tags.
@@ -64,8 +68,7 @@ def save_tagged(
       make_latest: whether `find_tag` finds it from now on.
 
     Raises:
-      CheckpointError: nothing was saved: the disk, another tag on another process, or a step that
-        is not above the tag's.
+      CheckpointError: nothing was saved: the disk, or another tag on another process.
       ValueError: see `check_tag`.
       TypeError: client_state is not made of JSON values.
     """
@@ -76,18 +79,45 @@ def save_tagged(
         "config": {_CLIENT_STATE: dict(client_state)},
         "plan": dict(description),
     }
-    with Checkpointer(folder / tag, keep=1, asynchronous=False) as checkpointer:
+    new = folder / f".{tag}.new"
+    _in_first_process(f"{folder / tag} is not saved", _remove, new)
+    with Checkpointer(new, keep=1, asynchronous=False) as checkpointer:
         save_state(checkpointer, plan, state, step=int(state["step"]), about=about)
+    _in_first_process(f"{folder / tag} is not replaced by {new}", _replace, new, folder / tag)
+    if make_latest:
+        what = f"{folder / tag} is saved, but not named in {folder / LATEST}; load it by its tag"
+        _in_first_process(what, _write_whole, folder / LATEST, tag + "\n")
+
+
+def _in_first_process(failure: str, action: Callable[..., None], *arguments: Any) -> None:
+    """Changes files in one process, while the others wait for the end of it."""
     error: CheckpointError | None = None
-    if make_latest and is_first_process():
+    if is_first_process():
         try:
-            _write_whole(folder / LATEST, tag + "\n")
-        except OSError as failure:
-            error = CheckpointError(
-                f"{folder / tag} is saved, but {folder / LATEST} cannot be written "
-                f"({failure.strerror}); load it by its tag"
-            )
+            action(*arguments)
+        except OSError as reason:
+            error = CheckpointError(f"{failure}: {reason}")
     agreement.raise_together(error)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _replace(new: Path, target: Path) -> None:
+    """Two renames; between them `find_tag` takes what is replaced."""
+    replaced = _replaced(target)
+    if target.exists():
+        _remove(replaced)
+        target.rename(replaced)
+    new.rename(target)
+    to_disk(target.parent)
+    _remove(replaced)
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
 
 
 def _write_whole(path: Path, text: str) -> None:
@@ -125,8 +155,11 @@ def find_tag(folder: Path, tag: str | None) -> Path | None:
             "begin with these weights: model=zerojax.from_hugging_face(OUT). Its optimizer's "
             "moments cannot be taken over"
         )
+    if not found.is_dir() and _replaced(found).is_dir():
+        return _replaced(found)
     if not found.is_dir():
-        there = sorted(entry.name for entry in folder.glob("*/")) if folder.is_dir() else []
+        entries = folder.glob("[!.]*/") if folder.is_dir() else ()
+        there = sorted(entry.name for entry in entries)
         raise CheckpointError(
             f"there is no checkpoint {tag!r} in {folder}, which has {', '.join(there) or 'none'}"
         )
