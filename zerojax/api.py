@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from jax.sharding import Mesh
 
+from zerojax import deepspeed
 from zerojax import mesh as meshes
 from zerojax import model as models
 from zerojax.config import (
@@ -45,7 +47,7 @@ DEFAULT_BATCH = 32
 
 def train(
     model: models.ModelLike,
-    mesh_config: MeshConfig | Mapping[str, Any] | Mesh | str | None = None,
+    mesh_config: MeshConfig | Mapping[str, Any] | Mesh | str | Path | None = None,
     batches: Any = None,
     *,
     data: Any = None,
@@ -80,7 +82,9 @@ def train(
     Args:
       model: an `nnx.Module`, a factory `rngs -> nnx.Module`, a `linen.Module`, or `(init, apply)`.
       mesh_config: a `MeshConfig`, its fields as a dict, or a `jax.sharding.Mesh` with an axis
-        `data`. None: all devices on `data`, zero=1.
+        `data`; or a DeepSpeed configuration: the path of a ds_config.json (or its base64), which
+        also says optimizer, precision and batch. A keyword that it says otherwise is an error, one
+        that it has as "auto" fills it. None: all devices on `data`, zero=1.
       batches: an iterable of batches (trees of arrays, dimension 0 the global batch), a function
         `step -> batch`, or a `TokenSource`.
       data: instead of `batches`: a text file, a folder of text files, or token files.
@@ -112,17 +116,38 @@ def train(
       ValueError, TypeError: bad input, with value, limit and remedy, before device memory is taken.
       Interrupted: Ctrl-C or SIGTERM, after saving.
     """
-    if isinstance(mesh_config, (str, Path)):
-        raise ValueError(
-            f"mesh_config={str(mesh_config)!r}: reading ds_config.json is not part of this "
-            "version; pass a MeshConfig, such as MeshConfig(zero=2)"
-        )
     join_processes()
     internal = models.as_model(model)
+    reasons: list[str] = []
+    if steps is None and not _ends(batches):
+        default_steps: int | None = DEFAULT_STEPS
+    else:
+        default_steps = None
+    ported = None
+    if isinstance(mesh_config, (str, Path)):
+        ported = _Ported(
+            mesh_config,
+            deepspeed.Given(
+                optimizer=optimizer,
+                precision=precision,
+                reduce_dtype=reduce_dtype,
+                accumulate_dtype=accumulate_dtype,
+                num_microbatches=num_microbatches,
+                global_batch_size=global_batch_size,
+                steps=steps,
+                default_steps=default_steps,
+                log=log,
+                hidden_size=_width(internal),
+            ),
+        )
+        says = ported.translate()
+        mesh_config, num_microbatches = says.mesh, says.num_microbatches
+        global_batch_size, steps = says.train_batch_size, steps or says.total_steps
+        if run_dir == "auto" and checkpoint is None:
+            run_dir = says.run_dir or run_dir
     mesh = _as_mesh(mesh_config)
     exact: dict[str, Any] = {} if deterministic is None else {"deterministic": deterministic}
     unit = _rows_that_divide(mesh, mesh_config, num_microbatches, deterministic)
-    reasons: list[str] = []
     if batches is None:
         text = _TextDefaults(internal, data, global_batch_size, seq_len, unit, seed)
         batches, validation_source, reason = text.sources()
@@ -132,12 +157,22 @@ def train(
     elif data is not None:
         raise ValueError("both batches and data were given; pass one of them")
     check_validation(validation)
-    precision, reason = _default_precision(precision, mesh)
-    reasons += [reason] if reason else []
     feed = as_feed(batches, rows=rows_of_process(batches, mesh))
     example = _first_batch(feed, mesh)
-    if steps is None and not _ends(batches):
-        steps = DEFAULT_STEPS
+    if ported is not None:
+        says = ported.with_rows_of(example)
+        optimizer, precision, num_microbatches = (
+            says.optimizer,
+            says.precision,
+            says.num_microbatches,
+        )
+        reduce_dtype = accumulate_dtype = None
+        log = says.log
+        reasons += [*says.warnings, *says.reasons]
+    precision, reason = _default_precision(precision, mesh)
+    reasons += [reason] if reason else []
+    if steps is None and default_steps is not None:
+        steps = default_steps
         reasons.append(f"steps={steps}: the default where batches have no end")
 
     checkpoint_config = _as_checkpoint(checkpoint)
@@ -163,6 +198,8 @@ def train(
     plan = replan(
         mesh_config if not isinstance(mesh_config, Mapping) else as_mesh_config(mesh_config)
     )
+    if ported is not None:
+        deepspeed.check_rules(plan.settings, plan.placement.leaves)
     run = RunFiles(
         folder=folder,
         log=log or LogConfig(),
@@ -182,6 +219,37 @@ def train(
         callbacks=tuple(callbacks),
     )
     return start_run(run, plan, replan, habits, feed, seed, validation)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ported:
+    """A DeepSpeed configuration, and what the call says beside it."""
+
+    source: str | Path
+    given: deepspeed.Given
+
+    def translate(self) -> deepspeed.Translation:
+        """What the file says before anything is known of the batches."""
+        return deepspeed.translate(self.source, num_devices=jax.device_count(), given=self.given)
+
+    def with_rows_of(self, batch: Any) -> deepspeed.Translation:
+        """What it says of batches with so many rows, with its warnings given.
+
+        Raises:
+          ConfigError: the batch has not train_batch_size rows.
+        """
+        rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape]
+        given = dataclasses.replace(self.given, global_batch_size=rows[0] if rows else None)
+        translated = dataclasses.replace(self, given=given).translate()
+        for warning in translated.warnings:
+            warnings.warn(f"{translated.source}: {warning}", stacklevel=3)
+        return translated
+
+
+def _width(model: models.Model) -> int | None:
+    """Width of a language model, by the names that Hugging Face and zerojax give it."""
+    config = models.bound_attribute(model, "config")
+    return getattr(config, "hidden_size", None) or getattr(config, "embed_dim", None)
 
 
 def _rows_that_divide(

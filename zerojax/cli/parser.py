@@ -11,6 +11,7 @@ import zerojax
 from zerojax.cli import (
     parser_checkpoint,
     parser_convert,
+    parser_deepspeed,
     parser_elastic,
     parser_launch,
     parser_profile,
@@ -110,6 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_schedule(commands)
     parser_elastic.add(commands)
+    parser_deepspeed.add(commands)
     parser_checkpoint.add(commands)
     parser_profile.add(commands)
     parser_convert.add(commands)

@@ -119,14 +119,15 @@ class Auto:
         warmup = None if warmup is None else max(1, warmup)
         self._settle(f"{params}.warmup_num_steps", warmup, 1, "optimizer.warmup_steps")
         steps = self._given.steps
-        if self._find(f"{params}.total_num_steps") == AUTO and steps is None:
+        total = steps or self._given.default_steps
+        if self._find(f"{params}.total_num_steps") == AUTO and total is None:
             self._notes.refuse(
                 f"{params}.total_num_steps",
                 AUTO,
                 "takes the length of the run, which is open; pass steps=N, or write the number",
             )
             self._remove(f"{params}.total_num_steps")
-        self._settle(f"{params}.total_num_steps", steps, None, "steps")
+        self._settle(f"{params}.total_num_steps", steps, total, "steps")
 
     def _sizes(self) -> None:
         zero, hidden = "zero_optimization", self._given.hidden_size

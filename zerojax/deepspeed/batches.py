@@ -36,7 +36,7 @@ def settle_batch(file: File, shards: int | None, given: Given) -> Batch:
     Args:
       shards: None: the number of devices is open, so at most what stands in the file is known.
     """
-    train = _agreed(file, TRAIN, given.global_batch_size, "the batches have")
+    train = _agreed(file, TRAIN, given.global_batch_size, "the call, or its batches, say")
     parts = _agreed(file, PARTS, given.num_microbatches, "num_microbatches is")
     micro = file.optional(MICRO)
     for key, value in ((TRAIN, train), (MICRO, micro), (PARTS, parts)):

@@ -22,6 +22,8 @@ def precision_of(file: File, given: Given) -> Precision:
     if name is None and isinstance(given.precision, Precision):
         return _with_wire(file, given, given.precision, {})
     _compare_compute(file, name, given)
+    if name is None and given.precision is None:
+        file.notes.reasons.append("precision fp32: the file enables neither fp16 nor bf16")
     name = name or compute_name(given.precision) or "fp32"
     fields: dict[str, Any] = {}
     if name == "fp16":

@@ -15,7 +15,7 @@ import optax
 from zerojax.config import ConfigError, OptimizerConfig
 from zerojax.deepspeed.file import File
 from zerojax.deepspeed.keys import Key, Table, check, nearest
-from zerojax.deepspeed.lamb import bounded_lamb
+from zerojax.deepspeed.methods import bounded_lamb, plain_adamw
 from zerojax.deepspeed.result import Given
 from zerojax.optim import (
     DeepSpeedSchedule,
@@ -39,9 +39,7 @@ def _adam_table(**more: Key) -> Table:
         "betas": Key("list", [0.9, 0.999], "honoured", "b1 and b2"),
         "eps": Key("float", 1e-8, "honoured", "added to the root of the second moment"),
         "weight_decay": Key("float", 0.0, "honoured", _DECAY),
-        "bias_correction": Key(
-            "bool", True, "honoured", "on", (True,), "moments are always corrected; set it to true"
-        ),
+        "bias_correction": Key("bool", True, "honoured", "of the moments, which begin at 0"),
         "amsgrad": Key(
             "bool", False, "honoured", "off", (False,), "no maximum of second moments is kept"
         ),
@@ -260,7 +258,11 @@ def _schedule(file: File, learning_rate: float) -> DeepSpeedSchedule | None:
             key, params.get(error.key[-1], kind) if error.key else kind, error.message
         )
         return None
-    file.notes.warnings.extend(f"scheduler {kind}: {note}" for note in built.notes)
+    for note in built.notes:
+        # The one that costs people days: the default that is not what the name suggests.
+        unexpected = note.startswith("warmup_type is log") and "warmup_type" not in params
+        said = file.notes.warnings if unexpected else file.notes.reasons
+        said.append(f"scheduler {kind}: {note}")
     return built
 
 
@@ -275,60 +277,38 @@ def _build(
     b1, b2 = params.get("betas", (0.9, 0.999))
     if schedule is not None and name != "sgd":
         b1, b2 = schedule.b1 or b1, schedule.b2 or b2
-    common = {
-        "weight_decay": params["weight_decay"],
-        "mask": None,
-        "clip_norm": clip or None,
-    }
+    decay, momentum = params["weight_decay"], params.get("momentum") or None
+    common = {"weight_decay": decay, "mask": None, "clip_norm": clip or None}
     tx: optax.GradientTransformation
     if name == "sgd":
         if schedule is not None and schedule.b1 is not None:
             file.notes.warnings.append("cycle_momentum is off, as in DeepSpeed: SGD has no betas")
-        momentum = params["momentum"] or None
         tx = sgd(rate, momentum=momentum, nesterov=params["nesterov"], **common)
     elif name == "lion":
         tx = lion(rate, b1=b1, b2=b2, **common)
     elif name == "lamb":
-        bounds = ("min_coeff", "max_coeff", "eps_inside_sqrt", "bias_correction")
-        lamb = bounded_lamb(
-            rate,
-            b1=b1,
-            b2=b2,
-            eps=params["eps"],
-            weight_decay=params["weight_decay"],
-            **{bound: params[bound] for bound in bounds},
-        )
+        names = ("eps", "min_coeff", "max_coeff", "eps_inside_sqrt", "bias_correction")
+        numbers = {each: params[each] for each in names}
+        lamb = bounded_lamb(rate, b1=b1, b2=b2, weight_decay=decay, **numbers)
         tx = _clipped(lamb, clip)
-    elif name == "adam" and not params["adam_w_mode"] and params["weight_decay"]:
-        tx = _l2_adam(file, params, rate, (b1, b2), clip)
+    elif name == "adam" and not params["adam_w_mode"] and decay:
+        key = "optimizer.params.adam_w_mode"
+        file.notes.change(key, "honoured", "false: decay is added to the gradient")
+        adam = plain_adamw(rate, b1=b1, b2=b2, weight_decay=0.0, **_corrections(params))
+        tx = _clipped(optax.chain(optax.add_decayed_weights(decay), adam), clip)
+    elif not params["bias_correction"]:
+        adam = plain_adamw(rate, b1=b1, b2=b2, weight_decay=decay, **_corrections(params))
+        tx = _clipped(adam, clip)
     else:
         if name == "adam" and params["adam_w_mode"]:
-            file.notes.change(
-                "optimizer.type",
-                "honoured",
-                "AdamW: in DeepSpeed Adam means AdamW unless adam_w_mode is false",
-            )
+            why = "AdamW: in DeepSpeed Adam means AdamW unless adam_w_mode is false"
+            file.notes.change("optimizer.type", "honoured", why)
         tx = adamw(rate, b1=b1, b2=b2, eps=params["eps"], **common)
     return Update(tx, rate, clip)
 
 
-def _l2_adam(
-    file: File, params: Mapping[str, Any], rate: Schedule, betas: tuple[Any, Any], clip: float
-) -> optax.GradientTransformation:
-    """Adam whose decay is part of the gradient, and so of the moments."""
-    file.notes.change("optimizer.params.adam_w_mode", "honoured", "decay is added to the gradient")
-    if callable(betas[0]):
-        raise ValueError(
-            "adam_w_mode=false has no betas that change; set cycle_momentum or adam_w_mode"
-        )
-    return _clipped(
-        optax.chain(
-            optax.add_decayed_weights(params["weight_decay"]),
-            optax.scale_by_adam(betas[0], betas[1], params["eps"]),
-            optax.scale_by_learning_rate(rate),
-        ),
-        clip,
-    )
+def _corrections(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: params[name] for name in ("eps", "bias_correction")}
 
 
 def _clipped(tx: optax.GradientTransformation, clip: float) -> optax.GradientTransformation:

@@ -49,10 +49,12 @@ def _totals(lines: Iterable[Line]) -> Iterator[str]:
 
 def _run(translation: Translation) -> Iterator[str]:
     mesh, rows = translation.mesh, translation.train_batch_size
-    axes = {"replica": mesh.replica, "data": mesh.data, "stage": mesh.stage, "model": mesh.model}
+    data = translation.num_data_shards or "all that are left"
+    axes = {"data": data, "stage": mesh.stage, "model": mesh.model}
     sizes = ", ".join(f"{name}={size}" for name, size in axes.items() if size != 1)
     yield "the run"
-    yield f"  mesh       {sizes or 'data=1'} (data=-1: what the other axes leave), zero={mesh.zero}"
+    copies = f" in {mesh.replica} replicas" if mesh.replica > 1 else ""
+    yield f"  mesh       {sizes or 'data=1'}{copies}, zero={mesh.zero}"
     yield (
         f"  batch      rows of a step: {_number(rows)}; of a data shard at once: "
         f"{_number(translation.micro_batch_size)}; microbatches: {translation.num_microbatches}"

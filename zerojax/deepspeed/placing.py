@@ -6,7 +6,7 @@ Knows keys and settings; never devices or models.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zerojax.config import ConfigError, MeshConfig, OffloadConfig
@@ -138,6 +138,26 @@ def _rules(file: File) -> tuple[tuple[str, tuple[str | None, ...]], ...] | None:
     shown = ", ".join(f"{pattern} {list(axes)}" for pattern, axes in rules)
     file.notes.change(key, "mapped", f"mesh.rules: {shown}")
     return tuple(rules)
+
+
+def check_rules(mesh: MeshConfig, names: Iterable[str]) -> None:
+    """Refuses rules of a file that split nothing, since torch's names are not the model's.
+
+    Args:
+      names: of the model's parameters.
+
+    Raises:
+      ConfigError: no parameter has a name that a rule finds.
+    """
+    names = tuple(names)
+    for pattern, _ in mesh.rules or ():
+        if not any(re.search(pattern, name) for name in names):
+            raise ConfigError(
+                f"{pattern!r}, as the pattern is on this model's names, finds none of its "
+                f"{len(names)} parameters (such as {', '.join(names[:3])}); write patterns for "
+                "these names",
+                ("tensor_parallel", "partition_config", "layer_specs"),
+            )
 
 
 def as_flax_pattern(pattern: str) -> str:

@@ -52,6 +52,7 @@ class Given:
       num_microbatches: gradient_accumulation_steps.
       global_batch_size: train_batch_size, rows of one step over all devices.
       steps: of the run; total_num_steps of a schedule.
+      default_steps: of the run where neither the caller nor the file says a number.
       log: what is reported; its `every` is steps_per_print.
       hidden_size: width of the model, from which Hugging Face's "auto" makes bucket sizes.
     """
@@ -63,6 +64,7 @@ class Given:
     num_microbatches: int | None = None
     global_batch_size: int | None = None
     steps: int | None = None
+    default_steps: int | None = None
     log: LogConfig | None = None
     hidden_size: int | None = None
 
@@ -82,6 +84,7 @@ class Translation:
       num_microbatches: DeepSpeed's gradient_accumulation_steps.
       num_data_shards: into how many parts the batch goes; None: the number of devices is open.
       gradient_clipping: limit of the global gradient norm; 0: none.
+      total_steps: length of the run that the schedule is made for; None: the file does not say.
       log: how often and where metrics go.
       steps_per_print: None: the file does not say.
       run_dir: folder of events, where a monitor names one.
@@ -103,6 +106,7 @@ class Translation:
     num_microbatches: int
     num_data_shards: int | None
     gradient_clipping: float
+    total_steps: int | None
     log: LogConfig
     steps_per_print: int | None
     run_dir: Path | None

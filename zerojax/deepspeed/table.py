@@ -380,6 +380,6 @@ TABLE: Table = {
     "vocabulary_size": Key("int", None, "honoured", "a warning where 8 does not divide it"),
     "graph_harvesting": Key("bool", False, "compiler", "the whole step is one compiled program"),
     "disable_allgather": Key(
-        "bool", False, "honoured", "off", (False,), "weights have to be gathered; set it to false"
+        "bool", False, "honoured", "does nothing, as in DeepSpeed, which reads it and goes on"
     ),
 }

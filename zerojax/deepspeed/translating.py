@@ -94,6 +94,7 @@ def explain(
         num_microbatches=batch.parts or 1,
         num_data_shards=shards,
         gradient_clipping=update.clip,
+        total_steps=(file.optional("scheduler.params") or {}).get("total_num_steps"),
         log=log,
         steps_per_print=file.optional("steps_per_print"),
         run_dir=run_dir,
