@@ -71,7 +71,7 @@ def is_enabled_inside(value: Any) -> bool:
 
 
 class Notes:
-    """Lines by key while a file is read: each key has one, and later sentences replace earlier."""
+    """Lines by key while a file is read. Each key has one; a refusal stays what it is."""
 
     def __init__(self) -> None:
         self._lines: dict[str, Line] = {}
@@ -87,13 +87,14 @@ class Notes:
         return tuple(line for line in self.lines if line.verdict == "refused")
 
     def say(self, key: str, value: Any, verdict: Verdict, why: str) -> None:
-        self._lines[key] = Line(key, value, verdict, why)
+        line = self._lines.get(key)
+        if line is None or line.verdict != "refused":
+            self._lines[key] = Line(key, value, verdict, why)
 
     def change(self, key: str, verdict: Verdict, why: str) -> None:
-        """Another sentence for a key, if the file has it and it is not refused already."""
-        line = self._lines.get(key)
-        if line is not None and line.verdict != "refused":
-            self._lines[key] = Line(key, line.value, verdict, why)
+        """Another sentence for a key, if the file has it."""
+        if key in self._lines:
+            self.say(key, self._lines[key].value, verdict, why)
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         self.say(key, value, "refused", why)

@@ -230,15 +230,24 @@ def _params(file: File, kind: str) -> dict[str, Any] | None:
     values = {key: entry.default for key, entry in table.items() if isinstance(entry, Key)}
     for path, value in found.items():
         values[path.rpartition(".")[2]] = value
-    return values if _has_two_betas(file, values) else None
+    return values if _are_in_range(file, values) else None
 
 
-def _has_two_betas(file: File, values: Mapping[str, Any]) -> bool:
+def _are_in_range(file: File, values: Mapping[str, Any]) -> bool:
+    """Whether an optimizer can work with these numbers; notes those that it cannot."""
     betas = values.get("betas", (0.9, 0.999))
-    if len(betas) == 2 and all(isinstance(beta, (int, float)) for beta in betas):
-        return True
-    file.notes.refuse("optimizer.params.betas", betas, "is not two numbers, such as [0.9, 0.999]")
-    return False
+    two = len(betas) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in betas)
+    right = {
+        "betas": (two, "is not two numbers in [0, 1), such as [0.9, 0.999]"),
+        "lr": (values["lr"] >= 0, "must be at least 0"),
+        "weight_decay": (values["weight_decay"] >= 0, "must be at least 0"),
+        "eps": (values.get("eps", 1) > 0, "must be above 0; 1e-8 is usual"),
+        "momentum": (0 <= values.get("momentum", 0) < 1, "must be in [0, 1)"),
+    }
+    for name, (holds, limit) in right.items():
+        if not holds:
+            file.notes.refuse(f"optimizer.params.{name}", values[name], limit)
+    return all(holds for holds, _ in right.values())
 
 
 def _schedule(file: File, learning_rate: float) -> DeepSpeedSchedule | None:
