@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 from jax.sharding import Mesh
 
 from zerojax import deepspeed
