@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, WatchConfig,
 from zerojax.data import Feed, TokenSource, local_rows_of_mesh
 from zerojax.habits import Habits
 from zerojax.host_budget import check_offload
+from zerojax.hugging_face import UnsupportedError, describe_model
 from zerojax.metrics import RunLog
 from zerojax.out_of_memory import explaining_memory
 from zerojax.plan import Plan
@@ -34,6 +36,8 @@ from zerojax.watchdog import Watchdog
 
 CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json", "checkpoints"
 OFFLOAD_FOLDER = "offload"
+DESCRIPTION_FILE = "hugging_face.json"
+"""What is needed besides arrays to write the model for Hugging Face, where it has a form there."""
 ALONE_SECONDS = 20.0
 """For a save in flight when a process fails while others live. Its own part takes no longer than
 that; of a process that is gone, nothing comes however long one waits."""
@@ -165,7 +169,17 @@ def open_log(run: RunFiles, plan: Plan, start_step: int) -> RunLog:
     )
     summary = plan.describe(), run.reasons, plan.table(), plan.as_dict(), run.config
     log.start(*summary, start_step=start_step)
+    if jax.process_index() == 0:
+        _describe_model(run.folder, plan)
     return log
+
+
+def _describe_model(folder: Path, plan: Plan) -> None:
+    try:
+        text = json.dumps(describe_model(plan.model).to_dict(), indent=1)
+    except UnsupportedError:
+        return
+    (folder / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def rows_of_process(batches: Any, mesh: Mesh | AbstractMesh) -> tuple[int, int] | None:

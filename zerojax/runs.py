@@ -12,16 +12,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from zerojax import mesh as meshes
 from zerojax.checkpoint import Checkpointer
-from zerojax.config import RunConfig, from_dict, to_dict
+from zerojax.config import DataConfig, ModelConfig, RunConfig, from_dict, to_dict
 from zerojax.data import as_feed, as_source, load_tokenizer, save_tokenizer
 from zerojax.data.tokenizer import as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
 from zerojax.distributed import join_processes
 from zerojax.habits import Habits
-from zerojax.models import build_model
+from zerojax.hugging_face import Description, Pretrained, from_hugging_face
+from zerojax.hugging_face.folder import read_json
+from zerojax.models import add_lora, build_model
 from zerojax.plan import Plan, make_plan, plan_options
 from zerojax.plan_counts import tokens_per_step
 from zerojax.precision import Precision, as_precision
@@ -29,6 +32,7 @@ from zerojax.private_files import not_for_everybody
 from zerojax.running import (
     CHECKPOINT_FOLDER,
     CONFIG_FILE,
+    DESCRIPTION_FILE,
     TOKENIZER_FILE,
     RunFiles,
     rows_of_process,
@@ -51,7 +55,7 @@ def run_from_config(config: RunConfig) -> Trainer:
     folder = Path(config.run_dir)
     train_source, validation, tokenizer = as_source(
         config.data.path,
-        tokenizer=config.data.tokenizer,
+        tokenizer=tokenizer_spec(config),
         seq_len=config.data.seq_len,
         global_batch_size=config.global_batch_size,
         seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
@@ -59,6 +63,8 @@ def run_from_config(config: RunConfig) -> Trainer:
         vocab_size=config.model.vocab_size,
     )
     vocab_size = train_source.vocab_size
+    if vocab_size is None and config.model.pretrained is not None:
+        vocab_size = vocab_size_of(config)
     if vocab_size is None:
         raise ValueError(
             f"{config.data.path} does not say how many different tokens it may hold; set "
@@ -81,7 +87,12 @@ def run_from_config(config: RunConfig) -> Trainer:
         watch=config.watch,
         checkpoint=checkpoint,
         config=to_dict(resolved),
-        reasons=(train_source.describe(), *_elastic_reasons(config), *plan.reasons),
+        reasons=(
+            *_pretrained_reasons(config, plan),
+            train_source.describe(),
+            *_elastic_reasons(config),
+            *plan.reasons,
+        ),
         steps=config.steps,
         tokens_per_step=tokens_per_step(plan),
     )
@@ -100,6 +111,44 @@ def run_from_config(config: RunConfig) -> Trainer:
     return start_run(run, plan, replan, habits, feed, config.seed, validation)
 
 
+def _pretrained_reasons(config: RunConfig, plan: Plan) -> list[str]:
+    """What a run that begins with given weights says of them."""
+    if not isinstance(plan.model, Pretrained):
+        return []
+    spec = tokenizer_spec(config)
+    known = [] if spec == config.data.tokenizer else [f"data.tokenizer: that of {spec}"]
+    return [plan.model.describe(), *known]
+
+
+def tokenizer_spec(config: RunConfig) -> str:
+    """`data.tokenizer`, or the folder of a pretrained model that brings its own."""
+    folder = config.model.pretrained
+    if folder is None or config.data.tokenizer != DataConfig.tokenizer:
+        return config.data.tokenizer
+    path = Path(folder).expanduser()
+    return str(path) if (path / TOKENIZER_FILE).is_file() else config.data.tokenizer
+
+
+def _model_of(config: ModelConfig, vocab_size: int) -> Any:
+    """What a run trains: a factory, or weights with the settings that a run may change.
+
+    Raises:
+      ValueError: more tokens than the pretrained model has, or what `from_hugging_face` refuses.
+    """
+    if config.pretrained is None:
+        return build_model(config, vocab_size)
+    model = from_hugging_face(config.pretrained)
+    fields = {field.name for field in dataclasses.fields(model.config)}
+    names = [name for name in ("dropout", "remat", "loss_chunk", "matmul_dtype") if name in fields]
+    model = model.with_changes(**{name: getattr(config, name) for name in names})
+    if vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the data have {vocab_size} different tokens, but {config.pretrained} has rows for "
+            f"{model.config.vocab_size}; set data.tokenizer to the folder's tokenizer.json"
+        )
+    return model.with_lora(config.lora) if config.lora.rank else model
+
+
 def _elastic_reasons(config: RunConfig) -> list[str]:
     """What an elastic run says of its batch."""
     if not config.elasticity.enabled:
@@ -114,7 +163,7 @@ def _elastic_reasons(config: RunConfig) -> list[str]:
 
 def _make_plan(config: RunConfig, mesh: Any, batch: Any, vocab_size: int, **options: Any) -> Plan:
     return make_plan(
-        build_model(config.model, vocab_size),
+        _model_of(config.model, vocab_size),
         mesh,
         example_batch=batch,
         optimizer=config.optimizer,
@@ -185,6 +234,8 @@ def vocab_size_of(config: RunConfig) -> int:
     """
     if config.model.vocab_size is not None:
         return config.model.vocab_size
+    if config.model.pretrained is not None:
+        return from_hugging_face(config.model.pretrained).config.vocab_size
     spec, path = config.data.tokenizer, config.data.path
     file = None if path is None else Path(path).expanduser()
     size = None
@@ -202,6 +253,19 @@ def vocab_size_of(config: RunConfig) -> int:
             "to that number"
         )
     return size
+
+
+def _saved_model(config: RunConfig, folder: Path) -> Any:
+    """A factory of a run's model; the weights are in its checkpoints, whatever it began with."""
+    assert config.model.vocab_size is not None, "run_from_config wrote it"
+    if config.model.pretrained is None:
+        return build_model(config.model, config.model.vocab_size)
+    found = Description.from_dict(read_json(folder / DESCRIPTION_FILE))
+
+    def factory(rngs: nnx.Rngs) -> nnx.Module:
+        return found.row.build(found.config, rngs)
+
+    return add_lora(factory, config.model.lora) if config.model.lora.rank else factory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,8 +302,7 @@ def load_run(run_dir: str | Path, step: int | None = None) -> LoadedRun:
             "`zerojax train` named at its end"
         )
     config = from_dict(RunConfig, json.loads(path.read_text(encoding="utf-8")))
-    assert config.model.vocab_size is not None, "run_from_config wrote it"
-    factory = build_model(config.model, config.model.vocab_size)
+    factory = _saved_model(config, folder)
     batch = jax.ShapeDtypeStruct((1, config.data.seq_len), jnp.int32)
     plan = make_plan(
         factory,

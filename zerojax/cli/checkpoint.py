@@ -21,6 +21,7 @@ from zerojax.checkpoint.export import export
 from zerojax.checkpoint.inspection import SavedStep, find_checkpoints, leftovers, saved_steps
 from zerojax.checkpoint.pruning import Removal, removals, remove
 from zerojax.exit_codes import FAILED, OK
+from zerojax.publishing import export_step, run_folders
 from zerojax.trees import format_bytes
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -236,7 +237,9 @@ def _export(args: argparse.Namespace) -> int:
     if args.shard_gb <= 0:
         raise CheckpointError(f"--shard-gb {args.shard_gb}: more than 0 is needed")
     saved = _step_of(args.run, int(steps[0]) if steps else None)
-    runs = (Path(args.run), saved.folder.parent, saved.folder.parent.parent)
+    runs = run_folders(args.run, saved)
+    if args.format == "hugging_face":
+        return _export_for_hugging_face(args, saved, runs, out)
     tokenizer = next((x / _TOKENIZER for x in runs if (x / _TOKENIZER).is_file()), None)
     done = export(
         saved,
@@ -253,6 +256,24 @@ def _export(args: argparse.Namespace) -> int:
     )
     if tokenizer is None:
         print("no tokenizer was found beside the checkpoints, so none is in it")
+    return OK
+
+
+def _export_for_hugging_face(
+    args: argparse.Namespace, saved: SavedStep, runs: Sequence[Path], out: str
+) -> int:
+    done = export_step(
+        saved,
+        runs,
+        Path(out).expanduser().absolute(),
+        dtype=_DTYPES.get(args.dtype),
+        shard_bytes=int(args.shard_gb * 1e9),
+    )
+    there = sorted(path.name for path in done.folder.iterdir())
+    print(
+        f"step {saved.step}: {done.num_arrays} tensors ({format_bytes(done.num_bytes)}) for "
+        f"transformers in {done.folder}: {', '.join(there)}"
+    )
     return OK
 
 

@@ -16,6 +16,7 @@ examples:
   zerojax checkpoint verify runs/mine --all
   zerojax checkpoint diff runs/mine 100 200
   zerojax checkpoint export runs/mine exported --dtype bf16
+  zerojax checkpoint export runs/mine for_transformers --format hugging_face
   zerojax checkpoint prune runs/mine --keep 2 --every 1000 --dry-run
 
 exit codes: 0 it worked, 1 it failed (verify: damage was found; diff: something differs), 2 the
@@ -78,6 +79,13 @@ def _add_export(actions) -> None:
     parser = _add(actions, "export", "write a step's parameters as safetensors")
     parser.add_argument("places", metavar="[STEP] OUT", nargs="+", help="a step, a new folder")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="default: as it was saved")
+    parser.add_argument(
+        "--format",
+        choices=("zerojax", "hugging_face"),
+        default="zerojax",
+        help="zerojax: arrays under their own names; hugging_face: what transformers loads, of "
+        "GPT-2, Llama and BERT, adapters merged",
+    )
     parser.add_argument(
         "--shard-gb", type=float, default=5.0, metavar="GB", help="size of one file at most (5)"
     )

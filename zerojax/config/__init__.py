@@ -97,9 +97,15 @@ class ModelConfig:
     norm_eps: float = 1e-5
     """Added to the variance in norms; the value of GPT-2 and Llama."""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    pretrained: str | None = None
+    """A folder of Hugging Face (config.json, *.safetensors) whose weights the run begins with. Its
+    sizes are the folder's; dropout, remat, loss_chunk, matmul_dtype and lora are those given here.
+    """
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+        if self.pretrained is not None:
+            self._check_pretrained()
         check_at_least(self, 1, "vocab_size", "max_seq_len", "num_layers", "num_heads", "embed_dim")
         check_at_least(self, 1, "num_kv_heads", "mlp_dim", "loss_chunk")
         check_fraction(self, "dropout", below_one=True)
@@ -118,6 +124,13 @@ class ModelConfig:
                 f"does not divide num_heads ({self.num_heads}); use 1 or {self.num_heads}",
             )
 
+    def _check_pretrained(self) -> None:
+        free = ("dropout", "remat", "loss_chunk", "matmul_dtype", "lora", "pretrained")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in (*free, "vocab_size") and value != field.default:
+                refuse(field.name, value, "is set by the folder of model.pretrained; leave it out")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -128,7 +141,8 @@ class DataConfig:
     Shakespeare text inside the package, so that a first run needs no download."""
     tokenizer: str = "bytes"
     """"bytes" (256 tokens, nothing to train), "bpe:2048" (trained on the corpus), or a tokenizer
-    file: ours, or a model's tokenizer.json, or the folder it is in."""
+    file: ours, or a model's tokenizer.json, or the folder it is in. With model.pretrained "bytes"
+    means that folder's tokenizer.json, if it has one."""
     seq_len: int = 256
     """Tokens of one training example."""
     validation_fraction: float = 0.05
@@ -273,7 +287,7 @@ class RunConfig:
                 "set precision=fp16",
                 ("loss_scale",),
             )
-        if self.data.seq_len > self.model.max_seq_len:
+        if self.data.seq_len > self.model.max_seq_len and self.model.pretrained is None:
             raise ConfigError(
                 f"{self.data.seq_len} is above model.max_seq_len ({self.model.max_seq_len}); "
                 "lower it or raise model.max_seq_len",

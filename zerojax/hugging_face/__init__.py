@@ -10,14 +10,17 @@ from zerojax.hugging_face.architectures import (
 )
 from zerojax.hugging_face.pretrained import Pretrained, from_hugging_face
 from zerojax.hugging_face.table import Architecture, Leaf, UnsupportedError
+from zerojax.hugging_face.writing import Description, describe_model
 
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
+    "Description",
     "Leaf",
     "Pretrained",
     "UnsupportedError",
     "architecture_of",
     "architecture_of_config",
+    "describe_model",
     "from_hugging_face",
 ]
