@@ -209,7 +209,7 @@ def test_a_run_file_begins_with_a_folder(tmp_path):
         plan_from_config(config, 8)
     (theirs / "tokenizer.json").write_text("{}")
     assert tokenizer_spec(config) == str(theirs)
-    with pytest.raises(ConfigError, match="embed_dim: 8 is set by the folder of model.pretrained"):
+    with pytest.raises(ConfigError, match="num_heads: 2 is set by the folder of model.pretrained"):
         RunConfig(model={"pretrained": str(theirs), "embed_dim": 8, "num_heads": 2})
     bytes_of_text = dataclasses.replace(
         config, model={"pretrained": str(theirs), "vocab_size": 256}
