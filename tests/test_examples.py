@@ -21,6 +21,7 @@ LONG = {
     "09_offload",
     "10_same_bits_anywhere",
     "11_linen_language_model",
+    "12_bert_masked_language",
 }
 
 
