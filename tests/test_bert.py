@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import zerojax
 from tests import bert_weights as tiny
 from tests.trajectories import ROWS, TOLERANCE, train_for
 from zerojax.hugging_face import Leaf
 from zerojax.hugging_face.bert import BERT_ROW
-from zerojax.models import Bert, BertConfig
+from zerojax.models import Bert, BertConfig, generate
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "bert_reference.json").read_text())
 CONFIG = BertConfig(
@@ -192,6 +193,10 @@ def test_what_it_cannot_do_is_said() -> None:
     bare = build(dataclasses.replace(CONFIG, has_mlm_head=False, has_pooler=False))
     with pytest.raises(ValueError, match="has_mlm_head=False"):
         bare(tiny.TOKENS)
+    with pytest.raises(ValueError, match="neither 'positions' nor 'weights'.*as_masked_source"):
+        zerojax.train(factory(max_seq_len=32, vocab_size=256), {"data": 8}, run_dir=None)
+    with pytest.raises(TypeError, match="Bert does not continue texts"):
+        generate(bare, np.zeros((1, 2), np.int32), 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has_pooler=True"):
         bare.pool(jnp.zeros((1, 2, 16)))
     with pytest.raises(ValueError, match="num_types=0"):

@@ -257,7 +257,17 @@ class Bert(nnx.Module):
             "positions" [batch, n], integers, logits are made at those places only and targets are
             [batch, n], else [batch, seq]. "weights" in the shape of the targets, 0 where a place
             does not count; "attention_mask" and "token_types" as in `hidden`.
+
+        Raises:
+          ValueError: neither positions nor weights. So are batches of text that is to be continued,
+            from which a model that sees both sides copies the next token.
         """
+        if "positions" not in batch and "weights" not in batch:
+            raise ValueError(
+                f"a batch for BERT has {sorted(batch)}, but neither 'positions' nor 'weights' to "
+                "say which tokens are masked; make one with zerojax.data.as_masked_source(source, "
+                "mask_token=...), or give weights of 1 where every token counts"
+            )
         x = self.hidden(batch["tokens"], batch.get("attention_mask"), batch.get("token_types"))
         if "positions" in batch:
             x = jnp.take_along_axis(x, batch["positions"][..., None], axis=1, mode="fill")

@@ -43,6 +43,11 @@ def generate(
     Raises:
       TypeError, ValueError: prompts of the wrong kind, a sum too long, or an option out of range.
     """
+    if not callable(getattr(model, "extend", None)):
+        raise TypeError(
+            f"{type(model).__name__} does not continue texts; tokens are drawn from a GPT2 or a "
+            "Llama"
+        )
     tokens = np.asarray(tokens)
     limit, vocab_size = model.config.max_seq_len, model.config.vocab_size
     check_tokens(tokens, max_seq_len=limit)
