@@ -1,4 +1,4 @@
-"""What README.md says is done here: its Python, its commands, and that the tests it names exist."""
+"""What README.md and docs/ say is done here: their Python, their commands, the tests they name."""
 
 from __future__ import annotations
 
@@ -14,16 +14,28 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+TESTED_ELSEWHERE = {"from_deepspeed.md": "test_from_deepspeed.py"}
+"""Pages with programs that are not for zerojax alone, and the tests that run them."""
+
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [ROOT / "README.md", *DOCS]
+    if path.name not in TESTED_ELSEWHERE
+}
+README = PAGES["README.md"]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str) -> list[str]:
+    pattern = rf"^```{language}\n(.*?)^```"
+    return re.findall(pattern, PAGES[page], flags=re.MULTILINE | re.DOTALL)
 
 
-def commands() -> list[str]:
-    return [line for block in blocks("sh") for line in block.splitlines()]
+def commands(page: str) -> list[str]:
+    return [line for block in blocks("sh", page) for line in block.splitlines()]
 
+
+ALL_COMMANDS = [line for page in PAGES for line in commands(page)]
 
 NOT_DECIDED = 3
 """What `zerojax plan` answers where nothing can be compiled and formulas do not decide."""
@@ -52,25 +64,30 @@ def run(words: list[str], folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.examples
-def test_the_python_blocks_run_one_after_another(tmp_path):
-    program = "\n".join(blocks("python"))
-    assert program.count("zerojax.train(") == 3
-    assert "bytes per device" in run(["-c", program], tmp_path)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks("python", page)])
+def test_the_python_blocks_run_one_after_another(page, tmp_path):
+    for number, text in enumerate(blocks("json", page)):
+        assert number == 0, "one file, ds_config.json"
+        (tmp_path / "ds_config.json").write_text(text)
+    assert run(["-c", "\n".join(blocks("python", page))], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.examples
-def test_the_commands_run_one_after_another(tmp_path):
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks("sh", page)])
+def test_the_commands_run_one_after_another(page, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     text = (ROOT / "zerojax" / "data" / "shakespeare.txt").read_text()
     (tmp_path / "my_text.txt").write_text(text[:200_000])
-    ours = [line for line in commands() if line.startswith("zerojax ")]
-    assert len(ours) > 5
+    for content in blocks("json", page):
+        (tmp_path / "ds_config.json").write_text(content)
+    ours = [line for line in commands(page) if line.startswith("zerojax ")]
+    assert ours
     for line in ours:
         assert run(["-m", *shlex.split(line)], tmp_path)
 
 
-@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("make ")])
+@pytest.mark.parametrize("line", [line for line in ALL_COMMANDS if line.startswith("make ")])
 def test_make_knows_the_target(line):
     """What the targets do is run by .ci/run and by whoever types them; here, that they exist."""
     result = subprocess.run(
@@ -81,7 +98,7 @@ def test_make_knows_the_target(line):
     assert wanted[line] in result.stdout
 
 
-@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("pip ")])
+@pytest.mark.parametrize("line", [line for line in ALL_COMMANDS if line.startswith("pip ")])
 def test_the_extras_exist(line):
     extras = re.findall(r"\[(\w+)\]", line)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -89,17 +106,51 @@ def test_the_extras_exist(line):
 
 
 def test_every_command_is_looked_at():
-    assert {line.split()[0] for line in commands()} == {"make", "pip", "zerojax"}
+    assert {line.split()[0] for line in ALL_COMMANDS} == {"make", "pip", "zerojax"}
 
 
-@pytest.mark.parametrize("reference", re.findall(r"`(tests/\w+\.py::\w+)`", README))
+def named_tests() -> list[str]:
+    found = (re.findall(r"`(tests/\w+\.py::\w+)`", text) for text in PAGES.values())
+    return sorted({reference for references in found for reference in references})
+
+
+@pytest.mark.parametrize("reference", named_tests())
 def test_the_named_test_exists(reference):
     file, name = reference.split("::")
     tree = ast.parse((ROOT / file).read_text())
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_line_of_the_table_names_a_test():
-    rows = re.findall(r"^\| [^|\n]+ \|.*\|$", README, flags=re.MULTILINE)
-    assert len(rows) > 20
-    assert [row for row in rows if not re.search(r"`tests/\w+\.py::\w+`", row)] == []
+@pytest.mark.parametrize("page", PAGES)
+def test_every_line_of_a_table_of_promises_names_a_test(page):
+    """Such a table has a last column of tests: "shown by" or "tried in"."""
+    tables = re.findall(r"(?:^\|.*\|\n)+", PAGES[page], flags=re.MULTILINE)
+    promises = [table for table in tables if re.match(r".*\| (shown by|tried in) \|\n", table)]
+    assert promises or page not in ("README.md", "docs/offload.md")
+    rows = [row for table in promises for row in table.splitlines()[2:]]
+    assert [row for row in rows if not re.search(r"`tests/\w+\.py::\w+` \|$", row)] == []
+    assert page != "README.md" or len(rows) > 60
+
+
+def test_the_readme_shows_parts_of_a_page_of_a_plan():
+    (excerpt,) = blocks("text", "README.md")
+    (page,) = blocks("text", "docs/plan.md")
+    shown = [line for line in excerpt.splitlines() if line != "..."]
+    assert len(shown) > 10
+    assert [line for line in shown if line not in page.splitlines()] == []
+
+
+def test_the_readme_stays_readable():
+    assert len(README.splitlines()) < 300
+
+
+def test_links_between_pages_lead_somewhere():
+    for page, text in PAGES.items():
+        for target in re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", text):
+            assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
+
+
+def test_pages_that_are_tested_elsewhere_are():
+    for path in DOCS:
+        if path.name in TESTED_ELSEWHERE:
+            assert path.name in (ROOT / "tests" / TESTED_ELSEWHERE[path.name]).read_text()
