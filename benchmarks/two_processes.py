@@ -9,15 +9,11 @@ talking, are measured as well.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import resource
-import socket
 import statistics
-import subprocess
 import sys
-import time
 from typing import Any
 
 import zerojax
@@ -25,13 +21,13 @@ from benchmarks import small_gpt
 from benchmarks.machine import load_average, pin_to_core
 from benchmarks.recording import Goal, Record, add_arguments, write_record
 from benchmarks.small_gpt import BATCH_SIZE
+from benchmarks.workers import HOST, Workers, free_port, slowest
+from benchmarks.workers import serve as answer_requests
 from zerojax.data import local_rows
 from zerojax.distributed import ProcessGroup, join_processes
 from zerojax.host_memory import keep_freed_memory
 
 LIMITS = {0: None, 1: 1.05, 2: 1.05, 3: 1.10}
-HOST = "127.0.0.1"
-ANSWER = "answer "
 LOSS_TOLERANCE = 1e-5  # some ten units in the last place of a loss near 6
 WARM_UP = 3
 STEPS_PER_TURN = 4
@@ -90,7 +86,7 @@ def _measure_stage(zero: int, smoke: bool) -> dict[str, Any]:
                 taken[name].append(_ask(groups[name], 1 if smoke else STEPS_PER_TURN))
     finally:
         for group in groups.values():
-            _end(group)
+            group.end()
     one, solo, two, alone = (_combine(taken[name]) for name in ("one", "solo", "two", "alone"))
     if abs(one["loss"] - two["loss"]) > LOSS_TOLERANCE:
         raise RuntimeError(f"zero={zero}: one process has loss {one['loss']}, two {two['loss']}")
@@ -124,72 +120,28 @@ def _combine(turns: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def _start_group(
-    zero: int, smoke: bool, *, num_workers: int, talking: bool, rows: int
-) -> list[subprocess.Popen[str]]:
+def _start_group(zero: int, smoke: bool, *, num_workers: int, talking: bool, rows: int) -> Workers:
     """Workers on cores 0, 1, ...; `talking` makes them one run over a batch of `rows` rows."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)
-    port = _free_port() if talking else None
-    workers = []
+    port = free_port() if talking else None
+    commands = []
     for index in range(num_workers):
         what = {"zero": zero, "index": index, "port": port, "rows": rows}
         command = [sys.executable, "-m", "benchmarks.two_processes", "--worker", json.dumps(what)]
-        workers.append(
-            subprocess.Popen(
-                command + ["--smoke"] * smoke,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-    return workers
+        commands.append(command + ["--smoke"] * smoke)
+    return Workers(commands, [environment] * num_workers)
 
 
-def _end(workers: list[subprocess.Popen[str]]) -> None:
-    """No more input ends a worker; those that do not listen are killed."""
-    for worker in workers:
-        assert worker.stdin is not None
-        with contextlib.suppress(OSError):
-            worker.stdin.close()
-    for worker in workers:
-        try:
-            worker.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
-
-
-def _ask(workers: list[subprocess.Popen[str]], steps: int) -> dict[str, Any]:
+def _ask(workers: Workers, steps: int) -> dict[str, Any]:
     """Lets all workers of a group take steps together; the slowest one decides each step."""
-    for worker in workers:
-        assert worker.stdin is not None
-        worker.stdin.write(f"{steps}\n")
-        worker.stdin.flush()
-    answers = []
-    for worker in workers:
-        answers.append(_read_answer(worker))
+    answers = workers.ask(steps)
     return {
-        "wall": [max(times) for times in zip(*(a["wall"] for a in answers), strict=True)],
-        "cpu": [max(times) for times in zip(*(a["cpu"] for a in answers), strict=True)],
-        "loss": answers[0]["loss"],
-        "peak_mb": max(a["peak_mb"] for a in answers),
+        "wall": slowest(answers, "wall"),
+        "cpu": slowest(answers, "cpu"),
+        "loss": answers[0]["loss"][-1],
+        "peak_mb": max(answer["peak_mb"] for answer in answers),
     }
-
-
-def _read_answer(worker: subprocess.Popen[str]) -> dict[str, Any]:
-    assert worker.stdout is not None
-    for line in worker.stdout:
-        if line.startswith(ANSWER):  # gloo writes to standard output as well
-            return json.loads(line.removeprefix(ANSWER))
-    raise RuntimeError(f"a worker ended with status {worker.wait()}; see its output above")
 
 
 # --- the worker -----------------------------------------------------------------------------------
@@ -216,19 +168,18 @@ def serve(*, zero: int, index: int, port: int | None, rows: int, smoke: bool) ->
     own_rows = local_rows(plan)
     state, step = zerojax.init_state(plan), zerojax.build_step(plan)
     done = 0
-    for line in sys.stdin:
-        wall, cpu, loss = [], [], float("nan")
-        for _ in range(int(line)):
-            batch = source.batch(done, *own_rows)
-            wall_before, cpu_before = time.perf_counter(), time.process_time()
-            state, metrics = step(state, zerojax.shard_batch(plan, batch))
-            loss = float(metrics["loss"])
-            wall.append(time.perf_counter() - wall_before)
-            cpu.append(time.process_time() - cpu_before)
-            done += 1
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        answer = {"wall": wall, "cpu": cpu, "loss": loss, "peak_mb": round(peak)}
-        print(ANSWER + json.dumps(answer), flush=True)
+
+    def take_step() -> dict[str, float]:
+        nonlocal state, done
+        batch = source.batch(done, *own_rows)
+        state, metrics = step(state, zerojax.shard_batch(plan, batch))
+        done += 1
+        return {"loss": float(metrics["loss"])}
+
+    def peak() -> dict[str, int]:
+        return {"peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)}
+
+    answer_requests(take_step, peak)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def speed_rows(parts: dict[str, dict[str, Any]], product: float | None) -> list[
         ours = next((row["tokens_per_s"] for row in ways if row["way"] == "zerojax.train"), None)
         for row in parts.get("torch", {}).get("rows", []):
             if row["model"] == model:
-                name = "torch.compile" if row.get("compiled", True) else "torch"
+                name = "torch.compile" if row.get("compiled", True) else "torch eager"
                 ways.append({**row, "way": f"{name}, {row['precision']}"})
         for row in ways:
             speed = row.get("tokens_per_s")

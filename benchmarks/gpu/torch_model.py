@@ -113,7 +113,7 @@ def make_norm(w: Workload) -> nn.Module:
 
 
 class Decoder(nn.Module):
-    """GPT-2 (learned positions, tied output) or a Llama-style decoder (rotary, untied)."""
+    """GPT-2 (learned positions, tied unless told) or a Llama-style decoder (rotary, untied)."""
 
     def __init__(self, w: Workload) -> None:
         super().__init__()
@@ -123,7 +123,8 @@ class Decoder(nn.Module):
         self.position_embedding = nn.Embedding(w.seq_len, w.embed_dim) if is_gpt2 else None
         self.blocks = nn.ModuleList(Block(w) for _ in range(w.num_layers))
         self.final_norm = make_norm(w)
-        self.lm_head = None if is_gpt2 else nn.Linear(w.embed_dim, w.vocab_size, bias=False)
+        untied = w.untied or not is_gpt2
+        self.lm_head = nn.Linear(w.embed_dim, w.vocab_size, bias=False) if untied else None
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -133,14 +134,16 @@ class Decoder(nn.Module):
         x = self.token_embedding(tokens)
         rotary = None
         if self.position_embedding is not None:
-            x = x + self.position_embedding.weight[: tokens.shape[1]]
+            x = x + self.position_embedding(torch.arange(tokens.shape[1], device=tokens.device))
         else:
             rotary = self._rotary(tokens.shape[1], tokens.device)
         for block in self.blocks:
             x = block(x, rotary)
         x = self.final_norm(x)
-        table = self.token_embedding.weight if self.lm_head is None else self.lm_head.weight
-        logits = functional.linear(x, table).float()
+        if self.lm_head is None:
+            logits = functional.linear(x, self.token_embedding.weight).float()
+        else:
+            logits = self.lm_head(x).float()
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _rotary(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,6 +23,7 @@ class Workload:
     Attributes:
       kind: "gpt2" or "llama".
       seq_len, batch_size: tokens per row and rows per step.
+      untied: a GPT-2 with output weights of its own (a Llama has them anyway).
       steps: per sample, so that a sample takes a few seconds; rounds: samples per side.
       The others are the model's sizes, as `zerojax.config.ModelConfig` has them.
     """
@@ -41,6 +42,7 @@ class Workload:
     remat: str = "none"
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    untied: bool = False
 
     @property
     def head_dim(self) -> int:

@@ -1,0 +1,122 @@
+"""Which ways to train are compared, and which of them take turns with each other.
+
+Knows names; starts nothing and imports none of the frameworks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare.lines import code_lines
+
+WAYS_FOLDER = Path(__file__).resolve().parent / "ways"
+MODEL_FRAMEWORK = {"jax": "jax", "torch": "torch", "deepspeed": "torch"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """One row of the table.
+
+    Attributes:
+      name: of the row.
+      file: of `ways`, without its ending.
+      needs: the package that its Python must have: "jax", "torch" or "deepspeed".
+      processes: that train together.
+      bare: the way whose time T1 it is held to; its own framework's step on one process.
+      zero: the stage of ZeRO that its states are sharded as.
+      options: of the file's `prepare`.
+    """
+
+    name: str
+    file: str
+    needs: str
+    processes: int
+    bare: str
+    zero: int = 0
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def framework(self) -> str:
+        """Whose model it trains: "jax" or "torch"."""
+        return MODEL_FRAMEWORK[self.needs]
+
+    @property
+    def lines(self) -> int:
+        """Lines of code of its file."""
+        return code_lines(WAYS_FOLDER / f"{self.file}.py")
+
+
+BARE_JAX = "optax + nnx, jax.jit"
+BARE_TORCH = "torch eager"
+
+
+def _zerojax(zero: int) -> Way:
+    return Way(
+        name=f"zerojax ZeRO {zero}",
+        file="zerojax_step",
+        needs="jax",
+        processes=2,
+        bare=BARE_JAX,
+        zero=zero,
+        options={"zero": zero},
+    )
+
+
+def _deepspeed(zero: int) -> Way:
+    return Way(
+        name=f"DeepSpeed ZeRO {zero}",
+        file="deepspeed_zero",
+        needs="deepspeed",
+        processes=2,
+        bare=BARE_TORCH,
+        zero=zero,
+        options={"zero": zero},
+    )
+
+
+_ONE_PROCESS = (
+    Way(name=BARE_JAX, file="optax_jit", needs="jax", processes=1, bare=BARE_JAX),
+    Way(name="optax + nnx.jit", file="optax_nnx", needs="jax", processes=1, bare=BARE_JAX),
+    Way(name="zerojax", file="zerojax_step", needs="jax", processes=1, bare=BARE_JAX),
+    Way(name=BARE_TORCH, file="torch_eager", needs="torch", processes=1, bare=BARE_TORCH),
+    Way(
+        name="torch.compile",
+        file="torch_eager",
+        needs="torch",
+        processes=1,
+        bare=BARE_TORCH,
+        options={"compiled": True},
+    ),
+)
+_DATA_PARALLEL = (
+    Way(
+        name="optax + nnx, data parallel",
+        file="optax_data_parallel",
+        needs="jax",
+        processes=2,
+        bare=BARE_JAX,
+    ),
+    Way(name="torch DDP", file="torch_ddp", needs="torch", processes=2, bare=BARE_TORCH),
+)
+_FSDP2 = Way(
+    name="torch FSDP2",
+    file="torch_fsdp2",
+    needs="torch",
+    processes=2,
+    bare=BARE_TORCH,
+    zero=3,
+)
+_STAGES = tuple((_zerojax(zero), _deepspeed(zero)) for zero in range(4))
+
+# Ways of a window are alive at once and take turns; in each, T1 of both frameworks is taken too.
+WINDOWS: dict[str, tuple[Way, ...]] = {
+    "one": _ONE_PROCESS,
+    "0": (*_DATA_PARALLEL, *_STAGES[0]),
+    "1": _STAGES[1],
+    "2": _STAGES[2],
+    "3": (*_STAGES[3], _FSDP2),
+}
+BARE = {way.name: way for way in _ONE_PROCESS if way.name == way.bare}

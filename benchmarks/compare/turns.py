@@ -1,0 +1,155 @@
+"""The ways of one window, alive at once and asked for steps in turn.
+
+Knows processes, cores and variables of the environment; never what a way does in its step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare.catalogue import BARE, Way
+from benchmarks.workers import HOST, WorkerFailed, Workers, free_port, slowest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WARM_UP = 3
+STEPS_PER_TURN = 3
+TURNS = 5
+SMOKE_TURNS = 3
+CORES = 2
+_LOG_LINES = 12
+
+
+@dataclasses.dataclass
+class Taken:
+    """What the steps of a way took: lists with one entry per step, the warm-up not among the times.
+
+    Attributes:
+      wall, cpu: seconds, of the slower process.
+      losses: of every step from the first, averaged over the processes.
+      sent: bytes, of the process that sent more; None where the system does not count them.
+      peak_mb: of the process that had more resident.
+      failure: why it did not run to its end.
+    """
+
+    wall: list[float] = dataclasses.field(default_factory=list)
+    cpu: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    sent: list[int | None] = dataclasses.field(default_factory=list)
+    peak_mb: int | None = None
+    failure: str | None = None
+
+    def add(self, answers: list[dict[str, Any]], *, timed: bool) -> None:
+        """The answers of all processes to one request."""
+        of_steps = zip(*(answer["loss"] for answer in answers), strict=True)
+        self.losses += [sum(losses) / len(losses) for losses in of_steps]
+        peaks = [answer["peak_mb"] for answer in answers]
+        self.peak_mb = None if None in peaks else max(peaks)
+        if timed:
+            self.wall += slowest(answers, "wall")
+            self.cpu += slowest(answers, "cpu")
+            of_steps = zip(*(answer["sent"] for answer in answers), strict=True)
+            self.sent += [None if None in sent else max(sent) for sent in of_steps]
+
+
+def measure(
+    ways: Iterable[Way], pythons: Mapping[str, str], folder: Path, smoke: bool
+) -> dict[str, Taken]:
+    """{name: what it took} of the ways and of the bare steps that they are held to.
+
+    Args:
+      ways: whose packages are there.
+      pythons: {"jax" | "torch" | "deepspeed": the interpreter that has it}.
+      folder: of the exported files; logs are written beside them.
+      smoke: a tiny model, and fewer turns.
+    """
+    ways = list(ways)
+    bare = dict.fromkeys(way.bare for way in ways)
+    running = {name: BARE[name] for name in bare} | {way.name: way for way in ways}
+    taken = {name: Taken() for name in running}
+    groups = {name: _start(way, pythons, folder, smoke) for name, way in running.items()}
+    try:
+        _turn(groups, taken, WARM_UP, reverse=False, timed=False)
+        for turn in range(SMOKE_TURNS if smoke else TURNS):
+            _turn(groups, taken, STEPS_PER_TURN, reverse=turn % 2 == 1, timed=True)
+    finally:
+        for group in groups.values():
+            group.end()
+    for name, one in taken.items():
+        if one.failure:
+            one.failure += _last_lines(_log_of(running[name], folder))
+    return taken
+
+
+def _turn(
+    groups: dict[str, Workers], taken: dict[str, Taken], steps: int, *, reverse: bool, timed: bool
+) -> None:
+    """Each way takes `steps` steps while the others wait; one that fails is left out from then."""
+    for name in list(reversed(groups)) if reverse else list(groups):
+        try:
+            taken[name].add(groups[name].ask(steps), timed=timed)
+        except WorkerFailed as error:
+            taken[name].failure = str(error)
+            groups.pop(name).end()
+
+
+def _start(way: Way, pythons: Mapping[str, str], folder: Path, smoke: bool) -> Workers:
+    """Its processes on cores 0, 1, ...
+
+    A way of one process runs once per core, without talking, so that T1 has a busy machine, too.
+    """
+    commands, environments = [], []
+    port = free_port()
+    talking = way.processes > 1
+    for core in range(CORES):
+        task = {
+            "way": way.file,
+            "options": dict(way.options),
+            "framework": way.framework,
+            "index": core if talking else 0,
+            "count": way.processes,
+            "core": core,
+            "folder": str(folder),
+            "smoke": smoke,
+        }
+        command = [pythons[way.needs], "-m", "benchmarks.compare.worker", json.dumps(task)]
+        commands.append(command)
+        environments.append(_environment(core, port if talking else None))
+    return Workers(commands, environments, folder=ROOT, log=_log_of(way, folder), seconds=240)
+
+
+def _environment(index: int, port: int | None) -> dict[str, str]:
+    """One thread per process; with a port also the variables that torchrun sets."""
+    unwanted = ("XLA_FLAGS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+    environment |= {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    if port is not None:
+        environment |= {
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(port),
+            "RANK": str(index),
+            "LOCAL_RANK": str(index),
+            "WORLD_SIZE": str(CORES),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+    return environment
+
+
+def _log_of(way: Way, folder: Path) -> Path:
+    return folder / f"{way.name.replace(' ', '_').replace(',', '')}.log"
+
+
+def _last_lines(log: Path) -> str:
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "".join(f"\n    {line}" for line in lines[-_LOG_LINES:])

@@ -1,0 +1,116 @@
+"""One process of one way: `python -m benchmarks.compare.worker JSON`.
+
+Knows how weights and batches reach a model of either framework; the way itself is a user's program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare import subject
+from benchmarks.compare.sockets import bytes_sent
+from benchmarks.machine import pin_to_core
+from benchmarks.workers import serve
+from zerojax.host_memory import keep_freed_memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one worker does.
+
+    Attributes:
+      way: a file of `ways`; its keyword arguments: `options`.
+      framework: "jax" or "torch".
+      index, count: of the group; alone: 0 of 1.
+      core: to stay on.
+      folder: of the exported files.
+    """
+
+    way: str
+    options: dict[str, Any]
+    framework: str
+    index: int
+    count: int
+    core: int
+    folder: str
+    smoke: bool
+
+
+def main() -> None:
+    """Prepares the way and answers requests for steps until its input ends."""
+    task = Task(**json.loads(sys.argv[1]))
+    pin_to_core(task.core)
+    keep_freed_memory()  # all alike: it helps XLA most, and torch too
+    make_model, read = _subject_of(task)
+    batches = subject.read_batches(Path(task.folder))
+    own = [read(subject.rows_of(batch, task.index, task.count)) for batch in batches]
+    way = importlib.import_module(f"benchmarks.compare.ways.{task.way}")
+    step = way.prepare(make_model, read(batches[0]), **task.options)
+    done = 0
+
+    def take_step() -> dict[str, Any]:
+        nonlocal done
+        sent = bytes_sent()
+        loss = step(own[done % len(own)])
+        done += 1
+        after = bytes_sent()
+        return {"loss": loss, "sent": None if None in (sent, after) else after - sent}
+
+    serve(take_step, lambda: {"peak_mb": peak_mb()})
+    # Backends that would wait for each other at exit are none of the measurement.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _subject_of(task: Task) -> tuple[Callable[[], Any], Callable[[subject.Batch], Any]]:
+    """(what makes the model with the exported weights, what makes its framework's batch)."""
+    weights = subject.read_weights(Path(task.folder))
+    if task.framework == "jax":
+        from benchmarks import plain_jax, small_gpt  # only where JAX is installed
+
+        factory = small_gpt.make_factory(small_gpt.choose_config(task.smoke))
+
+        def make_jax_model() -> Any:
+            import jax.numpy as jnp
+
+            arrays = {name: jnp.asarray(value) for name, value in weights.items()}
+            return plain_jax.build_model(factory, arrays)
+
+        return make_jax_model, lambda batch: batch
+    import torch  # only where it is installed
+
+    from benchmarks.gpu.torch_model import Decoder, load_jax_parameters
+
+    def make_torch_model() -> Any:
+        model = Decoder(subject.choose_workload(task.smoke))
+        load_jax_parameters(model, weights)
+        return model
+
+    def read_torch(batch: subject.Batch) -> Any:
+        return {name: torch.from_numpy(array).long() for name, array in batch.items()}
+
+    return make_torch_model, read_torch
+
+
+def peak_mb() -> int | None:
+    """The most memory that this process has had resident, in MB; None where it is not told.
+
+    Not `ru_maxrss`: that begins with what the parent had when it started this process.
+    """
+    path = Path("/proc/self/status")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return round(int(line.split()[1]) * 1024 / 1e6)
+    return None
+
+
+if __name__ == "__main__":
+    main()
