@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 import zerojax
 from tests.hugging_face_weights import weights
 from tests.peft_weights import ALPHA, CASES, RANK, adapter_tensor, part_of
-from zerojax.config import LoraConfig
+from zerojax.cli import main
+from zerojax.config import LogConfig, LoraConfig
 from zerojax.hugging_face import UnsupportedError
 from zerojax.hugging_face.peft import ADAPTER_CONFIG, ADAPTER_FILE, write_adapter
 from zerojax.models import merge_lora
@@ -71,6 +72,10 @@ def loaded(case, folder):
     return pretrained, arrays, extras
 
 
+def scales(arrays):
+    return dict.fromkeys(adapted_kernels(arrays), ALPHA / RANK)
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
@@ -80,7 +85,7 @@ def base(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_the_files_are_those_that_peft_saves(case, base, tmp_path):
     pretrained, arrays, _ = loaded(case, base[case])
-    write_adapter(tmp_path, pretrained.config, arrays, lora=lora_of(case), base="a/base")
+    write_adapter(tmp_path, pretrained.config, arrays, scales=scales(arrays), base="a/base")
     found, wanted = load_file(tmp_path / ADAPTER_FILE), ORACLE[case]["adapter_tensors"]
     assert {name: list(x.shape) for name, x in found.items()} == wanted
     for name, values in found.items():
@@ -105,12 +110,67 @@ def test_logits_are_those_of_peft(case, base):
 
 def test_what_peft_could_not_read_is_refused(base, tmp_path):
     pretrained, arrays, _ = loaded("llama", base["llama"])
-    lora = lora_of("llama")
     with pytest.raises(UnsupportedError, match=r"no adapters, so there is nothing for PEFT"):
-        write_adapter(tmp_path, pretrained.config, {}, lora=lora)
+        write_adapter(tmp_path, pretrained.config, {}, scales={})
     other = {f"blocks/extra/{x}": arrays[f"blocks/mlp/up/{x}"] for x in ("lora/a", "lora/b")}
     with pytest.raises(UnsupportedError, match=r"no tensor for blocks/extra/kernel"):
-        write_adapter(tmp_path, pretrained.config, other, lora=lora)
+        write_adapter(tmp_path, pretrained.config, other, scales={})
+    mixed = {**scales(arrays), "blocks/mlp/up/kernel": 1.0}
+    with pytest.raises(UnsupportedError, match=r"adapters of 2 kinds.*\(2, 1.0\), \(2, 3.0\)"):
+        write_adapter(tmp_path, pretrained.config, arrays, scales=mixed)
     (tmp_path / ADAPTER_CONFIG).write_text("{}")
     with pytest.raises(FileExistsError, match=r"adapter_config.json is there already"):
-        write_adapter(tmp_path, pretrained.config, arrays, lora=lora)
+        write_adapter(tmp_path, pretrained.config, arrays, scales=scales(arrays))
+
+
+@pytest.mark.slow
+def test_a_run_from_files_to_files(base, tmp_path, capsys):
+    """Weights from a folder, adapters trained on 8 devices, and both ways out of it."""
+    lora, start = lora_of("llama"), base["llama"]
+    tokens = np.random.default_rng(0).integers(0, 19, (16, 13), np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    trainer = zerojax.train(
+        zerojax.add_lora(zerojax.from_hugging_face(start), lora),
+        {"data": 4, "stage": 2, "zero": 3, "persistence_threshold": 0},
+        [batch],
+        optimizer=zerojax.adamw(3e-2, weight_decay=0.0),
+        freeze=lora.freeze,
+        steps=4,
+        checkpoint=tmp_path / "run",
+        log=LogConfig(every=1),
+    )
+    assert trainer.history[-1]["loss"] < trainer.history[0]["loss"] - 0.1
+    model = trainer.to_model()
+    trainer.close()
+    before, _ = zerojax.from_hugging_face(start).initial_arrays()
+    for name, array in trainer.state["frozen"].items():
+        np.testing.assert_array_equal(array, whole(before[name]), err_msg=name)
+
+    ways = {
+        "trainer": lambda out: zerojax.to_peft(trainer, out),
+        "folder": lambda out: zerojax.to_peft(tmp_path / "run", out),
+        "command": lambda out: main(
+            ["checkpoint", "export", str(tmp_path / "run"), str(out), "--format", "peft"]
+        ),
+    }
+    found = {}
+    for way, write in ways.items():
+        write(tmp_path / way)
+        config = json.loads((tmp_path / way / ADAPTER_CONFIG).read_text())
+        assert config["base_model_name_or_path"] == str(start)
+        found[way] = load_file(tmp_path / way / ADAPTER_FILE)
+    assert "step 4: adapters (" in capsys.readouterr().out
+    assert {k: list(x.shape) for k, x in found["trainer"].items()} == (
+        ORACLE["llama"]["adapter_tensors"]
+    )
+    for other in ("folder", "command"):
+        for name, values in found["trainer"].items():
+            np.testing.assert_array_equal(found[other][name], values)
+
+    zerojax.to_hugging_face(tmp_path / "run", tmp_path / "merged")
+    again, extras = zerojax.from_hugging_face(tmp_path / "merged").initial_arrays()
+    merged = zerojax.from_hugging_face(tmp_path / "merged").to_source(
+        {name: jnp.asarray(whole(array)) for name, array in again.items()}, extras
+    )
+    probe = jnp.asarray(tokens[:2])
+    np.testing.assert_allclose(merged(probe), model(probe), atol=1e-5)

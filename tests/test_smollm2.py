@@ -61,6 +61,6 @@ def test_tokens_logits_and_text_are_those_of_transformers(folder):
     model = pretrained.to_source(whole, extras)
     tokens = jnp.asarray([ORACLE["tokens"]], jnp.int32)
     logits = jax.jit(lambda tokens: model(tokens)[0, -1, :64])(tokens)
-    np.testing.assert_allclose(logits, ORACLE["last_logits"], atol=2e-3)
+    np.testing.assert_allclose(logits, ORACLE["last_logits"], atol=3e-4)  # measured: 6e-5
     continued = generate(model, tokens, 12, temperature=0)
     assert continued[0].tolist() == ORACLE["continued"]

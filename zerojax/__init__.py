@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
     from zerojax.plan import Plan, make_plan
     from zerojax.precision import Precision
-    from zerojax.publishing import to_hugging_face
+    from zerojax.publishing import to_hugging_face, to_peft
     from zerojax.runs import LoadedRun, load_run, run_from_config
     from zerojax.state import TrainState
     from zerojax.step import build_evaluation, build_step
@@ -80,6 +80,7 @@ __all__ = [
     "shard_batch",
     "to_canonical",
     "to_hugging_face",
+    "to_peft",
     "train",
 ]
 
@@ -125,6 +126,7 @@ _HOME_OF_NAME = {
     "shard_batch": "data",
     "to_canonical": "arrays",
     "to_hugging_face": "publishing",
+    "to_peft": "publishing",
     "train": "api",
 }
 _PUBLIC_MODULES = ("config", "losses", "models")

@@ -1,4 +1,4 @@
-"""A trained model as a folder of Hugging Face, from a trainer or from a saved step.
+"""A trained model, or its adapters, as files of Hugging Face, from a trainer or from a saved step.
 
 Knows states, checkpoints and files; which tensor holds what is `hugging_face`'s.
 """
@@ -23,10 +23,11 @@ from zerojax.checkpoint.drafts import new_folder
 from zerojax.checkpoint.errors import CheckpointError, DamagedError
 from zerojax.checkpoint.export import Exported, read_whole
 from zerojax.checkpoint.inspection import SavedStep, find_checkpoints, open_arrays, saved_steps
-from zerojax.checkpoint.metadata import as_abstract
+from zerojax.checkpoint.metadata import Metadata, as_abstract
 from zerojax.config.offload import HOST_KIND
 from zerojax.data.tokenizer import hugging_face_json, load_tokenizer
 from zerojax.hugging_face.folder import CONFIG, read_json
+from zerojax.hugging_face.peft import write_adapter
 from zerojax.hugging_face.writing import (
     Description,
     Outgoing,
@@ -35,6 +36,7 @@ from zerojax.hugging_face.writing import (
     merging,
     outgoing,
 )
+from zerojax.models.lora import adapter_names
 from zerojax.running import DESCRIPTION_FILE, TOKENIZER_FILE
 from zerojax.safetensors_files import SHARD_BYTES, write_files
 from zerojax.trainer import Trainer
@@ -90,6 +92,65 @@ def to_hugging_face(
     )
 
 
+def to_peft(trained: Trainer | str | Path, folder: str | Path, *, step: int | None = None) -> Path:
+    """Writes a model's adapters for `peft.PeftModel.from_pretrained`, without the base model.
+
+    With several processes all of them call it; the first one writes.
+
+    Args:
+      trained: a `Trainer`, or the folder of a run, of its checkpoints, or of one step.
+      folder: new, or empty.
+      step: of a run's folder; None: the newest.
+
+    Returns:
+      The folder, with adapter_model.safetensors and adapter_config.json in it.
+
+    Raises:
+      UnsupportedError: a ValueError: there are no adapters, or the model has no form in Hugging
+        Face's files.
+      FileExistsError: something is at `folder`.
+      CheckpointError: no such step, or a damaged one.
+    """
+    out = Path(folder).expanduser().absolute()
+    if not isinstance(trained, Trainer):
+        saved = _saved_step(trained, step)
+        return export_adapters(saved, run_folders(trained, saved), out)
+    if step is not None:
+        raise ValueError(f"step={step}: a trainer has only its own; give the run's folder")
+    description = describe_model(trained.plan.model)
+    params = model_parts(trained.plan, trained.state)
+    params = {**params["params"], **params["frozen"]}
+    read = _reader(params, NamedSharding(trained.plan.mesh, P()))
+    adapters = {name: read(name, None) for name in adapter_names(params)}
+    if jax.process_index() > 0:
+        return out
+    return _write_adapters(out, description, adapters)
+
+
+def export_adapters(saved: SavedStep, folders: Sequence[Path], out: Path) -> Path:
+    """The adapters of a saved step; arguments as `export_step` takes them."""
+    metadata = _metadata_of(saved)
+    description = _description_in(folders)
+    names = {name.partition("/")[2]: name for name in metadata.arrays if name.startswith(_PARTS)}
+    unread = open_arrays(saved.folder, metadata)
+    adapters = {
+        name: read_whole(saved, full, unread[full], as_abstract(metadata.arrays[full]).shape)
+        for name, full in names.items()
+        if name in adapter_names(names)
+    }
+    return _write_adapters(out, description, adapters)
+
+
+def _write_adapters(
+    out: Path, description: Description, adapters: Mapping[str, np.ndarray]
+) -> Path:
+    total = sum(array.nbytes for array in adapters.values())
+    with new_folder(out, total, remedy="or free some") as draft:
+        sizes, scales = description.config, description.scales
+        write_adapter(draft, sizes, adapters, scales=scales, base=description.source)
+    return out
+
+
 def run_folders(run: str | Path, saved: SavedStep) -> Sequence[Path]:
     """Where what belongs to a run may lie, besides its checkpoints."""
     return Path(run).expanduser(), saved.folder.parent, saved.folder.parent.parent
@@ -108,9 +169,7 @@ def export_step(
     Args:
       folders: in which the run's description and tokenizer are looked for.
     """
-    metadata = saved.metadata
-    if metadata is None or saved.problem is not None:
-        raise DamagedError(f"checkpoint {saved.folder} is damaged: {saved.problem}")
+    metadata = _metadata_of(saved)
     description = _description_in(folders)
     names = {name.partition("/")[2]: name for name in metadata.arrays if name.startswith(_PARTS)}
     params = {name: as_abstract(metadata.arrays[full]) for name, full in names.items()}
@@ -134,6 +193,12 @@ def export_step(
     return _write(
         out, description, found, values, shard_bytes, tokenizer=tokenizer, step=saved.step
     )
+
+
+def _metadata_of(saved: SavedStep) -> Metadata:
+    if saved.metadata is None or saved.problem is not None:
+        raise DamagedError(f"checkpoint {saved.folder} is damaged: {saved.problem}")
+    return saved.metadata
 
 
 def _belongs(name: str, kernels: set[str]) -> bool:

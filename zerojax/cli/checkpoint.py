@@ -21,7 +21,7 @@ from zerojax.checkpoint.export import export
 from zerojax.checkpoint.inspection import SavedStep, find_checkpoints, leftovers, saved_steps
 from zerojax.checkpoint.pruning import Removal, removals, remove
 from zerojax.exit_codes import FAILED, OK
-from zerojax.publishing import export_step, run_folders
+from zerojax.publishing import export_adapters, export_step, run_folders
 from zerojax.trees import format_bytes
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -240,6 +240,11 @@ def _export(args: argparse.Namespace) -> int:
     runs = run_folders(args.run, saved)
     if args.format == "hugging_face":
         return _export_for_hugging_face(args, saved, runs, out)
+    if args.format == "peft":
+        folder = export_adapters(saved, runs, Path(out).expanduser().absolute())
+        size = format_bytes(sum(path.stat().st_size for path in folder.iterdir()))
+        print(f"step {saved.step}: adapters ({size}) for peft in {folder}")
+        return OK
     tokenizer = next((x / _TOKENIZER for x in runs if (x / _TOKENIZER).is_file()), None)
     done = export(
         saved,

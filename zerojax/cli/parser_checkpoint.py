@@ -17,6 +17,7 @@ examples:
   zerojax checkpoint diff runs/mine 100 200
   zerojax checkpoint export runs/mine exported --dtype bf16
   zerojax checkpoint export runs/mine for_transformers --format hugging_face
+  zerojax checkpoint export runs/mine adapters --format peft
   zerojax checkpoint prune runs/mine --keep 2 --every 1000 --dry-run
 
 exit codes: 0 it worked, 1 it failed (verify: damage was found; diff: something differs), 2 the
@@ -81,10 +82,10 @@ def _add_export(actions) -> None:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="default: as it was saved")
     parser.add_argument(
         "--format",
-        choices=("zerojax", "hugging_face"),
+        choices=("zerojax", "hugging_face", "peft"),
         default="zerojax",
         help="zerojax: arrays under their own names; hugging_face: what transformers loads, of "
-        "GPT-2, Llama and BERT, adapters merged",
+        "GPT-2, Llama and BERT, adapters merged; peft: the adapters alone",
     )
     parser.add_argument(
         "--shard-gb", type=float, default=5.0, metavar="GB", help="size of one file at most (5)"

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.config import LoraConfig
 from zerojax.hugging_face.architectures import architecture_of_config
 from zerojax.hugging_face.table import Leaf, UnsupportedError
 from zerojax.models.lora import adapted_kernels
@@ -66,7 +65,7 @@ def write_adapter(
     sizes: Any,
     adapters: Mapping[str, Any],
     *,
-    lora: LoraConfig,
+    scales: Mapping[str, float],
     base: str | None = None,
 ) -> Path:
     """Writes the adapters of a model, which `peft.PeftModel.from_pretrained` then reads.
@@ -75,11 +74,12 @@ def write_adapter(
       folder: gets the two files, which must not be there.
       sizes: the model's configuration, such as a `LlamaConfig`.
       adapters: {name of our parameter: array} of all adapters; more names do no harm.
-      lora: as the adapters were made.
+      scales: {name of our kernel: what its adapter's product is multiplied by}.
       base: where the base model's weights are, a folder or a name on the hub; None: not said.
 
     Raises:
-      UnsupportedError: a model that Hugging Face does not have, or no adapters.
+      UnsupportedError: a model that Hugging Face does not have, no adapters, or adapters of several
+        ranks or scales.
       FileExistsError: one of the files is there.
     """
     folder = Path(folder)
@@ -89,6 +89,13 @@ def write_adapter(
     row = architecture_of_config(sizes)
     names = adapted_kernels(adapters)
     modules = _modules(row.leaves(sizes), names, adapters)
+    kinds = {(m.rank, scales[leaf.name]) for m in modules for leaf in m.leaves}
+    if len(kinds) > 1:
+        raise UnsupportedError(
+            f"adapters of {len(kinds)} kinds, (rank, scale) being {sorted(kinds)}; files are "
+            "written for one zerojax.LoraConfig"
+        )
+    ((rank, scale),) = kinds
     tensors, makers = [], {}
     for module in modules:
         stacked = module.leaves[0].is_stacked
@@ -107,7 +114,7 @@ def write_adapter(
         lambda tensor: makers[tensor.name](),
         metadata={"format": "pt"},
     )
-    body = _config(modules, lora, row.class_name, base)
+    body = _config(modules, rank, scale * rank, row.class_name, base)
     text = json.dumps(body, indent=2, sort_keys=True)
     (folder / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
     return folder
@@ -184,7 +191,7 @@ def _maker(
 
 
 def _config(
-    modules: Sequence[_Module], lora: LoraConfig, class_name: str, base: str | None
+    modules: Sequence[_Module], rank: int, alpha: float, class_name: str, base: str | None
 ) -> dict[str, Any]:
     """What PEFT has to know to build the same adapters."""
     targets = {_target(module.name): module for module in modules}
@@ -193,13 +200,13 @@ def _config(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if class_name.endswith(_CAUSAL) else None,
         "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
         "target_modules": sorted(targets),
         # The same factor alpha / rank for a rank that is a sum.
         "rank_pattern": {n: m.joined_rank for n, m in joined.items()},
-        "alpha_pattern": {n: lora.alpha * len(m.leaves) for n, m in joined.items()},
+        "alpha_pattern": {n: alpha * len(m.leaves) for n, m in joined.items()},
         "fan_in_fan_out": any(module.takes_first for module in modules),
         "bias": "none",
         "inference_mode": True,

@@ -170,6 +170,11 @@ def adapted_kernels(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     return {base + KERNEL_SUFFIX: (base + A_SUFFIX, base + B_SUFFIX) for base in bases}
 
 
+def adapter_names(names: Iterable[str]) -> frozenset[str]:
+    """Those among the names of parameters that are an adapter's."""
+    return frozenset(x for pair in adapted_kernels(names).values() for x in pair)
+
+
 def _projections(model: nnx.Module) -> Iterator[tuple[str, Projection]]:
     """Every projection by name, in the model's order."""
     for path, node in nnx.iter_graph(model):
