@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,27 @@ def test_a_file_of_all_of_deepspeeds_defaults_is_taken_and_means_zero_0_in_float
     assert translation.precision == as_precision("fp32")
     assert len(translation.lines) > 120
     assert all(line.why for line in translation.lines)
+
+
+DEEPSPEEDS = json.loads((Path(__file__).parent / "data" / "deepspeed_keys.json").read_text())
+"""Keys and defaults of DeepSpeed's own classes (tests/oracles/deepspeed_keys.py)."""
+
+
+@pytest.mark.parametrize("section", DEEPSPEEDS["sections"])
+def test_the_table_has_every_key_and_default_of_deepspeeds_classes(section):
+    kind = section.removeprefix("optimizer ")
+    table = OPTIMIZERS[kind] if section != kind else entry_of(section)
+    if isinstance(table, Absent):
+        assert set(table.known) == set(DEEPSPEEDS["sections"][section])
+        return
+    for name, default in DEEPSPEEDS["sections"][section].items():
+        if name == "max_grad_norm":  # refused by name, see below
+            continue
+        assert name in table, f"{section}.{name}"
+        entry = table[name]
+        if default is not None and isinstance(entry, Key) and entry.kind != "any":
+            known = entry.default if entry.default is not None else default
+            assert known == default, f"{section}.{name}"
 
 
 @pytest.mark.parametrize("path", [path for path in KEYS if entry_of(path).only is not None])
@@ -253,6 +275,10 @@ def test_an_elastic_file_has_deepspeeds_batch_and_refuses_another():
     assert translation.train_batch_size == translation.elasticity.choose_batch().global_batch_size
     rows = translation.micro_batch_size * translation.num_microbatches * 8
     assert rows == translation.train_batch_size
+    # The section and the batch of DeepSpeed's own tests/unit/elasticity/test_elastic.py.
+    theirs = {"max_train_batch_size": 10000, "micro_batch_sizes": [8, 12, 16, 17]}
+    limits = {"enabled": True, "min_gpus": 32, "max_gpus": 1500, "version": 0.1}
+    assert deepspeed.translate({"elasticity": theirs | limits}).train_batch_size == 9792
     assert "elasticity decides" in refusal({**file, "train_batch_size": 8}, num_devices=8)
     file["elasticity"]["ignore_non_elastic_batch_info"] = True
     deepspeed.translate({**file, "train_batch_size": 8}, num_devices=8)
@@ -312,6 +338,9 @@ def test_auto_takes_hugging_faces_defaults_and_formulas():
     assert (resolved["fp16"]["enabled"], resolved["bf16"]["enabled"]) == (False, True)
     assert translation.gradient_clipping == 1.0
     assert translation.total_steps == 500
+    params = {"total_num_steps": 1e3}
+    long = {"scheduler": {"type": "WarmupCosineLR", "params": params}}
+    assert deepspeed.translate(long).total_steps == 1000
     assert translation.precision.compute_dtype == jnp.bfloat16
     assert file["optimizer"]["params"]["lr"] == "auto", "the caller's dict stays as it is"
 
@@ -633,6 +662,13 @@ def test_max_grad_norm_of_an_optimizer_is_refused_as_in_deepspeed():
     assert '"gradient_clipping": 0.3' in text
 
 
+@pytest.mark.parametrize(
+    "path", ["gradient_clipping", "zero_optimization.reduce_bucket_size", "fp16.loss_scale"]
+)
+def test_numbers_below_zero_are_refused(path):
+    assert f"{path}=-1: must be at least 0" in refusal(nested(path, -1)).replace("-1.0", "-1")
+
+
 def test_the_warm_up_is_logarithmic_unless_the_file_says_linear():
     params = {"warmup_num_steps": 100, "warmup_max_lr": 1.0}
     file = {"scheduler": {"type": "WarmupLR", "params": params}, "optimizer": {"type": "Adam"}}
@@ -655,6 +691,21 @@ def test_one_cycle_moves_the_first_beta_too():
     assert float(jnp.abs(moved["kernel"] - fixed["kernel"]).max()) > 1e-4
     file = {"optimizer": {"type": "SGD"}, "scheduler": scheduler}
     assert any("SGD has no betas" in warning for warning in deepspeed.translate(file).warnings)
+
+
+UPDATES = json.loads((Path(__file__).parent / "data" / "deepspeed_updates.json").read_text())
+
+
+@pytest.mark.parametrize("case", UPDATES["cases"], ids=range(len(UPDATES["cases"])))
+def test_updates_are_those_of_deepspeeds_engine(case):
+    """Optimizers, decay, clipping (also where the file is silent) and a schedule, in one run each.
+
+    The numbers are of tests/oracles/deepspeed_updates.py.
+    """
+    found = after_steps(deepspeed.translate(case["file"]).optimizer)
+    for name, value in found.items():
+        # 1e-6: what DeepSpeed adds to the norm before it divides by it.
+        np.testing.assert_allclose(value, case["params"][name], rtol=3e-6, atol=1e-6)
 
 
 def reference_adam(l2: float, decay: float, corrected: bool) -> dict:

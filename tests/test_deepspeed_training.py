@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -174,6 +175,18 @@ def test_explain_ends_with_2_where_something_is_refused_and_says_all_of_it(tmp_p
     assert code == 2
     verdicts = {line["key"]: line["verdict"] for line in json.loads(text)["lines"]}
     assert verdicts == {"amp": "refused", "zero_optimization.stge": "refused"}
+
+
+def test_the_page_of_all_keys_is_the_table(capsys):
+    page = Path(zerojax.__file__).parents[1] / "docs" / "ds_config_keys.md"
+    assert cli.main(["deepspeed", "keys", "--markdown"]) == 0
+    assert capsys.readouterr().out == page.read_text(), (
+        "run: zerojax deepspeed keys --markdown > docs/ds_config_keys.md"
+    )
+    assert cli.main(["deepspeed", "keys", "bucket"]) == 0
+    text = capsys.readouterr().out
+    assert "honoured  zero_optimization.reduce_bucket_size (default 500000000)" in text
+    assert "fp16" not in text
 
 
 def test_explain_complains_of_its_words(capsys):

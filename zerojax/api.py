@@ -143,7 +143,10 @@ def train(
         )
         says = ported.translate()
         mesh_config, num_microbatches = says.mesh, says.num_microbatches
-        global_batch_size, steps = says.train_batch_size, steps or says.total_steps
+        global_batch_size = says.train_batch_size
+        if steps is None and says.total_steps is not None:
+            steps = says.total_steps
+            reasons.append(f"steps={steps}: the schedule of {says.source} is made for so many")
         if run_dir == "auto" and checkpoint is None:
             run_dir = says.run_dir or run_dir
     mesh = _as_mesh(mesh_config)

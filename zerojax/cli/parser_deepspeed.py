@@ -45,3 +45,8 @@ def add(commands) -> None:
         "--hidden-size", type=int, metavar="N", help='width of the model, where the file has "auto"'
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser = add_command(
+        inner, "keys", "deepspeed_keys", "list every key of DeepSpeed and what becomes of it"
+    )
+    parser.add_argument("word", metavar="WORD", nargs="?", help="only keys that mention it")
+    parser.add_argument("--markdown", action="store_true", help="as docs/ds_config_keys.md has it")

@@ -127,7 +127,9 @@ class Auto:
                 "takes the length of the run, which is open; pass steps=N, or write the number",
             )
             self._remove(f"{params}.total_num_steps")
-        self._settle(f"{params}.total_num_steps", steps, total, "steps")
+        elif self._find(f"{params}.total_num_steps") == AUTO and steps is None:
+            self._set(f"{params}.total_num_steps", total, "the default where batches have no end")
+        self._settle(f"{params}.total_num_steps", steps, None, "steps")
 
     def _sizes(self) -> None:
         zero, hidden = "zero_optimization", self._given.hidden_size

@@ -157,6 +157,8 @@ def _check_key(path: str, value: Any, entry: Key, notes: Notes) -> bool:
         return False
     if entry.only is not None and typed not in entry.only:
         notes.refuse(path, typed, entry.otherwise)
+    elif entry.kind in ("int", "float") and typed < 0 and (entry.default or 0) >= 0:
+        notes.refuse(path, typed, "must be at least 0")
     else:
         notes.say(path, typed, entry.verdict, entry.why)
     return True

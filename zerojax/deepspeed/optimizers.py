@@ -1,7 +1,7 @@
 """The sections `optimizer` and `scheduler`, and clipping, as what `zerojax.train` takes.
 
 Knows optimizers' names and numbers; never models. Which class a name means, and its defaults, are
-those of `_configure_basic_optimizer` in `deepspeed/runtime/engine.py` (0.19.6) and of the classes.
+those of `_configure_basic_optimizer` in `deepspeed/runtime/engine.py` and of the classes.
 """
 
 from __future__ import annotations
@@ -146,10 +146,7 @@ def update_of(file: File, given: Given) -> Update:
 
 
 def _clipping(file: File, given: Given) -> float:
-    clip = file["gradient_clipping"]
-    if clip < 0:
-        file.notes.refuse("gradient_clipping", clip, "must be 0 (none) or above")
-        return 1.0
+    clip = max(0.0, file["gradient_clipping"])
     caller = given.optimizer
     says = isinstance(caller, (Optimizer, OptimizerConfig))
     if not file.has("gradient_clipping") and says:

@@ -1,9 +1,9 @@
 """Every key of a ds_config, DeepSpeed's default, and what becomes of it.
 
-Knows names and sentences. Facts are those of DeepSpeed 0.19.6: `deepspeed/runtime/config.py`,
+Knows names and sentences. Facts are those of DeepSpeed 0.19.6 and 0.19.8: `runtime/config.py`,
 `constants.py` and `precision_config.py`, and the `config.py` of `monitor`, `comm`, `profiling`,
 `elasticity`, `compile`, and in `runtime/` those of `activation_checkpointing`, `tensor_parallel`
-and `model_checkpointing`.
+and `model_checkpointing`. What the later one dropped (elasticity, for one) is still read.
 """
 
 from __future__ import annotations
@@ -78,6 +78,10 @@ _PIPELINE: Table = {
 
 _TENSOR_PARALLEL: Table = {
     "autotp_size": Key("int", 0, "honoured", "mesh.model"),
+    "vocab_parallel_lm_head": Key(
+        "bool", None, "mapped", "the model's own tensor_parallel_rules say what is split"
+    ),
+    "vocab_parallel_ce_backend": Key("text", "torch", "compiler", "the loss is the model's own"),
     "preset_model": Key(
         "text", None, "mapped", "the model's own tensor_parallel_rules say what is split"
     ),
@@ -167,7 +171,7 @@ _AUTOTUNING = (
 )
 
 _COMPILE = (
-    "deepcompile free_activation free_activation_threshold offload_activation "
+    "deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation "
     "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
     "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather "
     "sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes"
@@ -285,6 +289,7 @@ TABLE: Table = {
         "param_dtype": Key("text", None, "honoured", "has to be that of fp16 or bf16", _DTYPES),
         "buffer_dtype": Key("text", None, "mapped", "a model's own state keeps its dtypes"),
     },
+    "keep_in_fp32_modules": Key("any", "auto", "mapped", "a model's own state keeps its dtypes"),
     "communication_data_type": Key(
         "text", None, "honoured", "reduce_dtype", _DTYPES, "is not one of fp32, fp16, bf16"
     ),
@@ -374,6 +379,7 @@ TABLE: Table = {
         for name in _COMPILE.split()
     },
     **_ABSENT,
+    "disable_python_gc": Key("bool", False, "compiler", "a step makes next to no Python objects"),
     "dataloader_drop_last": Key(
         "bool", False, "compiler", "a step needs whole batches; a shorter one is refused by name"
     ),

@@ -1,7 +1,8 @@
 """The keys of `zero_optimization`, DeepSpeed's defaults, and what becomes of each.
 
-Knows names and sentences. Facts are those of DeepSpeed 0.19.6: `deepspeed/runtime/zero/config.py`,
-`offload_config.py` and `leaf_module_config.py`.
+Knows names and sentences. Facts are those of DeepSpeed 0.19.6 and 0.19.8:
+`deepspeed/runtime/zero/config.py`, `offload_config.py` and `leaf_module_config.py`. What the later
+one dropped (MiCS) is still read.
 """
 
 from __future__ import annotations
@@ -118,6 +119,8 @@ ZERO: Table = {
     "ignore_unused_parameters": Key(
         "bool", True, "compiler", "what the loss does not read is named when the run is planned"
     ),
+    "compute_grad_norm": Key("bool", True, "compiler", "every report has the gradient norm"),
+    "parameter_alignment": Key("bool", False, "compiler", _ALLOCATOR),
     "legacy_stage1": Key("bool", False, "compiler", "there is one stage 1"),
     "round_robin_gradients": Key("bool", False, "compiler", _ALLOCATOR),
     "zero_hpz_partition_size": Key(

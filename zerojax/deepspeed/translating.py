@@ -21,7 +21,7 @@ from zerojax.deepspeed.batches import (
 )
 from zerojax.deepspeed.dtypes import precision_of
 from zerojax.deepspeed.file import File
-from zerojax.deepspeed.keys import Notes
+from zerojax.deepspeed.keys import Notes, as_kind
 from zerojax.deepspeed.optimizers import update_of
 from zerojax.deepspeed.placing import mesh_of
 from zerojax.deepspeed.reading import read
@@ -94,7 +94,7 @@ def explain(
         num_microbatches=batch.parts or 1,
         num_data_shards=shards,
         gradient_clipping=update.clip,
-        total_steps=(file.optional("scheduler.params") or {}).get("total_num_steps"),
+        total_steps=_total_steps(file),
         log=log,
         steps_per_print=file.optional("steps_per_print"),
         run_dir=run_dir,
@@ -121,6 +121,14 @@ def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from _paths(value, f"{prefix}{name}.")
+
+
+def _total_steps(file: File) -> int | None:
+    """The run's length, where a schedule is made for one; the schedule has said what is wrong."""
+    try:
+        return as_kind("int", (file.optional("scheduler.params") or {}).get("total_num_steps"))
+    except ValueError:
+        return None
 
 
 def _data_shards(file: File, mesh: MeshConfig, num_devices: int | None) -> int | None:

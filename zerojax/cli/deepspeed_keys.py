@@ -1,0 +1,18 @@
+"""`zerojax deepspeed keys`: every key that a ds_config may have.
+
+Knows words only; the room `deepspeed` knows the keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from zerojax.deepspeed import keys_markdown, keys_page
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the list."""
+    print(keys_markdown() if args.markdown else keys_page(args.word), end="")
+    if not args.markdown:
+        print()
+    return 0
