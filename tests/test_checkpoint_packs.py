@@ -97,6 +97,32 @@ def test_large_arrays_go_by_themselves_and_packs_have_a_size(monkeypatch):
         assert np.array_equal(table.part(name, pack, ((5,), (10,))), np.asarray(given[name][5:15]))
 
 
+@pytest.mark.parametrize("order", ["wide first", "wide later"])
+def test_arrays_of_small_shards_that_are_larger_than_a_pack(tmp_path, monkeypatch, order):
+    """On many devices what is small on each is large in all."""
+    monkeypatch.setattr(packs, "PACK_BYTES", 200)
+    mesh = mesh_of(4, 2)
+    given = {"wide": jnp.arange(64.0), "nearly": jnp.arange(48.0), "a": jnp.ones(8)}
+    given |= {"b": jnp.zeros(8), "c": jnp.ones(2, jnp.int32)}
+    if order == "wide later":
+        given = dict(reversed(given.items()))
+    split = NamedSharding(mesh, P(("data", "model")))
+    whole = NamedSharding(mesh, P())
+    state = {n: jax.device_put(x, whole if n == "c" else split) for n, x in given.items()}
+    written, table = packs.stack(state)
+    assert table.names == {"a", "b"}
+    assert set(written) == {"wide", "nearly", "c", "pack/0"}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, **ABOUT)
+        checkpointer.wait()
+        like = {
+            n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in state.items()
+        }
+        found = checkpointer.restore(like).state
+    for name, values in given.items():
+        assert bits(found[name]) == bits(values), name
+
+
 def test_packs_take_a_bounded_part_of_a_device(monkeypatch):
     monkeypatch.setattr(packs, "DEVICE_BYTES", 100)
     mesh = mesh_of(2, 1)
