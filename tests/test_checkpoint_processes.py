@@ -18,13 +18,14 @@ ROOT = Path(__file__).resolve().parent.parent
 SHAPE = (8, 2**17)  # files above the size that is always summed up
 
 WORKER = """
-    import errno, json, os, sys, warnings
+    import errno, json, os, resource, sys, warnings
     import jax, numpy as np
     address, process, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(address, 2, process)
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
     from zerojax.checkpoint import Checkpointer, CheckpointError, files
+    from zerojax.leaving import leave
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
@@ -73,6 +74,10 @@ WORKER = """
             )
         return [restored.step, [str(one.message) for one in texts]]
 
+    def save_and_wait(step):
+        checkpointer.save(step, make(np.int32(step)), **about)
+        checkpointer.wait()
+
     out = {}
     with Checkpointer(path) as checkpointer:
         for step in (1, 2, 3):
@@ -99,12 +104,21 @@ WORKER = """
             out[name] = told(checkpointer.wait)
         if process == 1:
             files.settle = real
-        for step in (1, 2, 3):
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for name, limit in (("limited", 2**20), ("speechless", 0)):
+            if process == 1:  # the system refuses what is larger, here and not in process 0
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+            out[name] = told(lambda: save_and_wait(4))
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        out["names_after_failures"] = sorted(os.listdir(path))
+        out["after_failures"] = [told(lambda: save_and_wait(4)), restore()]
+        for step in (2, 3, 4):
             flip(step)
         out["none"] = told(restore)
         out["left"] = sorted(os.listdir(path))
     with open(f"{path}.{process}.json", "w") as file:
         json.dump(out, file)
+    leave(0)  # threads of Orbax wait for ever for the process that has failed
 """
 
 
@@ -140,8 +154,8 @@ def test_damage_in_one_processs_file_is_noticed_by_all(two: tuple[Path, list[dic
     assert first["names"] == second["names"] == ["1", "2", "3", "3.damaged"]
     for told in (first["none"], second["none"]):
         assert told[0] == "DamagedError"
-        assert "so are the earlier steps (1, 2); nothing was changed" in told[1]
-    assert first["left"] == second["left"] == ["1", "2", "3", "3.damaged"]
+        assert "so are the earlier steps (2, 3); nothing was changed" in told[1]
+    assert first["left"] == second["left"] == ["2", "3", "3.damaged", "4"]
 
 
 @pytest.mark.multihost
@@ -151,9 +165,24 @@ def test_why_one_process_could_not_write_is_told_by_all(two: tuple[Path, list[di
         assert "step 4 was not saved" in told[1]
         assert "no space left on device" in told[1]
     for told in (one["broken"] for one in two[1]):
-        assert told[0] == "CheckpointError"
+        assert told[0] == "MachineError"
         assert "step 4 was not saved" in told[1]
         assert "broken" in told[1]
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("name", ["limited", "speechless"])
+def test_a_write_that_fails_in_one_process_ends_the_save_of_all(
+    two: tuple[Path, list[dict]], name: str
+) -> None:
+    """Orbax's barrier waits for that process for ever; of the second one not even a note fits."""
+    for one in two[1]:
+        kind, text = one[name]
+        assert kind == "MachineError"
+        assert "step 4 was not saved" in text
+        assert "process 1: file too large" in text
+        assert "earlier checkpoints are intact: 1, 2, 3" in text
+        assert one["after_failures"] == [None, [4, []]], "the next save is like any other"
 
 
 @pytest.mark.multihost

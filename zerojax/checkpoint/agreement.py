@@ -18,10 +18,11 @@ from zerojax.checkpoint.errors import (
     DamagedError,
     DiskFullError,
     DivergedError,
+    MachineError,
 )
 
 _TEXT_BYTES = 1024
-_KINDS = (CheckpointError, DiskFullError, DamagedError, DivergedError)
+_KINDS = (CheckpointError, DiskFullError, DamagedError, DivergedError, MachineError)
 
 
 def raise_together(error: BaseException | None) -> None:

@@ -22,7 +22,7 @@ import jax
 
 from zerojax.checkpoint import agreement, arrays, folders
 from zerojax.checkpoint.choosing import Candidates
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, reason
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, reason
 from zerojax.checkpoint.metadata import Metadata, make_metadata, read_metadata
 from zerojax.checkpoint.restoring import read_step
 from zerojax.checkpoint.retention import Retention, as_retention
@@ -102,7 +102,7 @@ class Checkpointer:
         try:
             return folders.list_steps(self.path)
         except OSError as error:
-            raise CheckpointError(f"checkpoint folder cannot be listed: {reason(error)}") from error
+            raise MachineError(f"checkpoint folder cannot be listed: {reason(error)}") from error
 
     def latest_step(self) -> int | None:
         """The newest saved step, or None when there is none."""
@@ -373,7 +373,7 @@ class Checkpointer:
             except CheckpointError as failure:
                 error = failure
             except OSError as failure:
-                error = CheckpointError(
+                error = MachineError(
                     f"step {step} was not saved in {self.path}: a damaged step there cannot be"
                     f" renamed: {reason(failure)}; rename or remove its folder"
                 )

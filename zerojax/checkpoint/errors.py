@@ -37,6 +37,15 @@ class DiskFullError(CheckpointError):
     is_bad_input = False
 
 
+class MachineError(CheckpointError):
+    """A disk, a file server or this machine kept a checkpoint from being written or read.
+
+    The same command may well do later, here or elsewhere, so whoever restarts runs should try.
+    """
+
+    is_bad_input = False
+
+
 class DamagedError(CheckpointError):
     """What lies in a checkpoint's folder is not what was saved there."""
 
@@ -96,6 +105,12 @@ def reason(error: BaseException) -> str:
     if isinstance(innermost, CheckpointError):
         return text
     return f"{type(innermost).__name__}: {text}" if text else type(innermost).__name__
+
+
+def os_error_code(error: BaseException) -> int | None:
+    """The number with which the operating system refused, if it did: the outermost in the chain."""
+    codes = (_os_error_code(link) for link in _chain(error))
+    return next((code for code in codes if code is not None), None)
 
 
 def is_disk_full(error: BaseException) -> bool:

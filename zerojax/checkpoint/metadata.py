@@ -24,7 +24,13 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.checkpoint import seals
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, is_damage, reason
+from zerojax.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    MachineError,
+    is_damage,
+    reason,
+)
 
 FORMAT = 2
 FILE_NAME = "metadata.json"
@@ -129,7 +135,7 @@ def read_metadata(folder: Path) -> Metadata:
 
     Raises:
       DamagedError: no such file, not ours, or changed after it was written.
-      CheckpointError: not readable now, or of a newer format.
+      MachineError: not readable now. CheckpointError: of a newer format.
     """
     path = folder / FILE_NAME
     try:
@@ -138,8 +144,8 @@ def read_metadata(folder: Path) -> Metadata:
         raise _damaged(folder, "is missing") from None
     except OSError as error:
         if not is_damage(error):
-            raise CheckpointError(
-                f"{folder / FILE_NAME} cannot be read: {reason(error)}"
+            raise MachineError(
+                f"checkpoint {folder} cannot be read now: {reason(error)}"
             ) from error
         raise _damaged(folder, f"cannot be read ({reason(error)})") from error
     try:

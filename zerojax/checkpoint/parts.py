@@ -6,16 +6,18 @@ belongs to training while a save is written in the background.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.errors import MachineError, is_disk_full, os_error_code, reason
 from zerojax.checkpoint.fingerprints import Parts
 
 LIMIT = 1800.0
@@ -23,6 +25,7 @@ LIMIT = 1800.0
 has died ends the run long before."""
 
 _PAUSE = 0.01, 1.0
+_NOTE = re.compile(r"written\.process_(\d+)\.(?:json|errno_(\d+))")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class Part:
 
 
 def leave(folder: Path, process: int, part: Part) -> None:
-    """Tells the first process; everything of this one is on disk, or has failed.
+    """Tells the first process that everything of this one is on disk.
 
     Raises:
       OSError: what the system says.
@@ -52,6 +55,30 @@ def leave(folder: Path, process: int, part: Part) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(dataclasses.asdict(part)), encoding="utf-8")
     os.rename(draft, path)
+
+
+def leave_failure(folder: Path, process: int, error: BaseException) -> None:
+    """Tells the first process why there will be nothing of this one, if that can be told at all.
+
+    Where a disk has no space for a sentence it may have some for the name of an empty file.
+    """
+    with contextlib.suppress(OSError):  # also: the first process has given up and removed it all
+        leave(folder, process, Part(error=reason(error), disk_full=is_disk_full(error)))
+        return
+    code = os_error_code(error) or errno.EIO
+    with contextlib.suppress(OSError):
+        (folder / f"written.process_{process}.errno_{code}").touch()
+
+
+def raise_failures(folder: Path) -> None:
+    """Raises what another process says of its failure, if one does; waits for none.
+
+    Raises:
+      MachineError: it has failed.
+      OSError: it has no space; or what the system says here.
+    """
+    for process, name in _notes(folder).items():
+        _raise_failure(process, _read(folder, name))
 
 
 def collect(
@@ -70,41 +97,52 @@ def collect(
       sleep: waits; returns True where there is no point in waiting any longer.
 
     Raises:
-      CheckpointError: one of them has failed, or says nothing for too long.
-      OSError: what the system says, here or in another process.
+      MachineError: one of them has failed, or says nothing for too long.
+      OSError: one has no space; or what the system says here.
     """
     parts, pause = [], _PAUSE[0]
     deadline = time.monotonic() + limit
     for process in processes:
-        path = _path(folder, process)
-        while (text := _text_of(path)) is None:
+        while (name := _notes(folder).get(process)) is None:
             if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"process {process} has not written its part within {limit:g} s"
-                )
+                raise MachineError(f"process {process} has not written its part within {limit:g} s")
             if sleep(pause):
-                raise CheckpointError(f"process {process} has not written its part")
+                raise MachineError(f"process {process} has not written its part")
             pause = min(2 * pause, _PAUSE[1])
-        part = _parsed(text)
-        if part.disk_full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"process {process}")
-        if part.error is not None:
-            raise CheckpointError(f"process {process}: {part.error}")
-        path.unlink()
+        part = _read(folder, name)
+        _raise_failure(process, part)
+        (folder / name).unlink()
         parts.append(part)
     return parts
+
+
+def _raise_failure(process: int, part: Part) -> None:
+    if part.disk_full:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"process {process}")
+    if part.error is not None:
+        raise MachineError(f"process {process}: {part.error}")
 
 
 def _path(folder: Path, process: int) -> Path:
     return folder / f"written.process_{process}.json"
 
 
-def _text_of(path: Path) -> str | None:
-    os.listdir(path.parent)  # a network file system may otherwise remember that it was not there
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
+def _notes(folder: Path) -> dict[int, str]:
+    """Process -> name of what it has left.
+
+    The folder is listed, since a network file system may remember that a file was not there.
+    """
+    found = filter(None, map(_NOTE.fullmatch, os.listdir(folder)))
+    return {int(match[1]): match[0] for match in found}
+
+
+def _read(folder: Path, name: str) -> Part:
+    match = _NOTE.fullmatch(name)
+    assert match is not None
+    if match[2] is None:
+        return _parsed((folder / name).read_text(encoding="utf-8"))
+    error = OSError(int(match[2]), os.strerror(int(match[2])))
+    return Part(error=reason(error), disk_full=is_disk_full(error))
 
 
 def _parsed(text: str) -> Part:

@@ -13,7 +13,14 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint import agreement, files
-from zerojax.checkpoint.errors import CheckpointError, Damage, DamagedError, is_damage, reason
+from zerojax.checkpoint.errors import (
+    CheckpointError,
+    Damage,
+    DamagedError,
+    MachineError,
+    is_damage,
+    reason,
+)
 from zerojax.checkpoint.fingerprints import Computation, Parts, differing_copies, whole
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, check_same_arrays, read_metadata
 from zerojax.checkpoint.pieces import Pieces
@@ -39,7 +46,8 @@ def read_step(
 
     Raises:
       DamagedError: what is there is not what was saved; names files and arrays.
-      CheckpointError: saved by another model; of a newer format; or not readable now.
+      MachineError: not readable now.
+      CheckpointError: saved by another model, or of a newer format.
     """
     error, metadata, flat = None, None, {}
     try:
@@ -65,7 +73,8 @@ def check_quickly(folder: Path) -> Metadata:
     """Metadata, sizes and small files of a step; reads no arrays. For one process.
 
     Raises:
-      DamagedError: something is wrong. CheckpointError: a newer format, or not readable now.
+      DamagedError: something is wrong. MachineError: not readable now. CheckpointError: of a newer
+        format.
     """
     metadata = read_metadata(folder)
     if folder.name != str(metadata.step):
@@ -183,7 +192,7 @@ def _damaged(folder: Path, what: str) -> DamagedError:
     return DamagedError(f"checkpoint {folder} is damaged: {what}")
 
 
-def _unreadable(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
+def _unreadable(folder: Path, error: Exception) -> MachineError:
+    return MachineError(
         f"checkpoint {folder} cannot be read now: {reason(error)}; mend that and try again"
     )

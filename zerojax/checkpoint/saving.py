@@ -20,12 +20,14 @@ from zerojax.checkpoint.errors import (
     CheckpointError,
     DiskFullError,
     DivergedError,
+    MachineError,
     is_disk_full,
     reason,
 )
 from zerojax.checkpoint.fingerprints import Computation, differing_copies, whole
 from zerojax.checkpoint.metadata import Metadata, write_metadata
-from zerojax.checkpoint.parts import Part, collect, leave
+from zerojax.checkpoint.packs import FILE_NAME as TABLE
+from zerojax.checkpoint.parts import Part, collect, leave, leave_failure, raise_failures
 from zerojax.checkpoint.retention import Retention
 from zerojax.fingerprints import as_text
 from zerojax.store.pieces import PieceReader
@@ -136,33 +138,31 @@ def _finish(
         _await(save, writing)
         names = files.names_of_process(files.names_below(save.partial), process, count)
         part = Part(checksums=files.settle(save.partial, names), sums=computation.result())
-    except Exception as error:
         if process:
-            with contextlib.suppress(OSError):  # the first process has given up already
-                failed = Part(error=reason(error), disk_full=is_disk_full(error))
-                leave(save.partial, process, failed)
-        raise
-    if process:
-        leave(save.partial, process, part)
-        return {}, {}
-    try:
+            leave(save.partial, process, part)
+            return {}, {}
         parts = [part, *collect(save.partial, range(1, count), sleep=save.given_up.wait)]
         fingerprints = _fingerprints(save, parts) if save.fingerprints else {}
-    except CheckpointError as error:
+    except Exception as error:
+        if process:
+            leave_failure(save.partial, process, error)
         raise _lost(save, error) from error
     return {n: value for part in parts for n, value in part.checksums.items()}, fingerprints
 
 
 def _await(save: Save, writing: arrays.Write) -> None:
-    """Waits for this process's part, no longer than the first process wants it.
+    """Waits for this process's part, no longer than all others still write theirs.
 
-    Orbax waits for the first process's word, which never comes where that one has failed (its disk
-    is full) and has removed the folder.
+    Orbax waits for the word of every process, which never comes from one that has failed, be it for
+    lack of space or because its file server is gone. So all look at the folder meanwhile: a process
+    that fails tells the first one there, which then gives up and removes it. Whether it has is seen
+    by the table of packs: that was there before anything else, and does not come back as a folder
+    does where threads of a failed save go on writing.
 
     Raises:
-      CheckpointError: the first process has given up. Else what went wrong here.
+      MachineError, OSError: another process has failed. Else what went wrong here.
     """
-    if is_first_process():
+    if jax.process_count() == 1:
         writing.result()
         return
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -175,8 +175,12 @@ def _await(save: Save, writing: arrays.Write) -> None:
 
     threading.Thread(target=wait, name="zerojax-write", daemon=True).start()
     while not concurrent.futures.wait([done], _LOOK_SECONDS).done:
-        if not save.partial.exists():
-            raise CheckpointError(f"step {save.metadata.step}: process 0 has given up the save")
+        if save.given_up.is_set():
+            raise MachineError("this process ends without the others")
+        if is_first_process():
+            raise_failures(save.partial)
+        elif not (save.partial / TABLE).exists():
+            raise MachineError("process 0 has given up the save")
     done.result()
 
 
@@ -241,7 +245,7 @@ def _lost(save: Save, error: BaseException) -> CheckpointError:
     steps = ", ".join(map(str, folders.list_steps(path))) or "none"
     if isinstance(error, DivergedError):
         return DivergedError(f"{text}; earlier checkpoints are intact: {steps}")
-    kind = DiskFullError if is_disk_full(error) else CheckpointError
+    kind = DiskFullError if is_disk_full(error) else MachineError
     return kind(
         f"{text}; earlier checkpoints are intact: {steps};"
         " free some space, mend the folder, or use another one"

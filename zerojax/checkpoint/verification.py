@@ -15,7 +15,7 @@ import numpy as np
 
 from zerojax import fingerprints
 from zerojax.checkpoint import files
-from zerojax.checkpoint.errors import CheckpointError, Damage, DamagedError, is_damage, reason
+from zerojax.checkpoint.errors import Damage, DamagedError, MachineError, is_damage, reason
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_metadata
 from zerojax.checkpoint.pieces import Pieces
 from zerojax.checkpoint.saving import ARRAYS, PIECES
@@ -56,7 +56,8 @@ def verify_step(folder: Path, step: int) -> Verification:
     """Reads all of a step, an array at a time.
 
     Raises:
-      CheckpointError: a newer format, or not readable now for another reason than damage.
+      MachineError: not readable now, for another reason than damage. CheckpointError: of a newer
+        format.
     """
     try:
         metadata = read_metadata(folder)
@@ -69,7 +70,7 @@ def verify_step(folder: Path, step: int) -> Verification:
         sums = {name: metadata.checksums[name] for name in sorted(same_size)}
         found += files.wrong_checksums(folder, sums)
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read now: {reason(error)}") from error
+        raise MachineError(f"{folder} cannot be read now: {reason(error)}") from error
     of_leaves = list(_wrong_leaves(folder, metadata)) if metadata.fingerprints else []
     return _verification(step, folder, metadata, [*found, *of_leaves], len(metadata.fingerprints))
 
@@ -110,7 +111,7 @@ def _wrong_leaves(folder: Path, metadata: Metadata) -> Iterator[Damage]:
 
 def _unreadable(name: str, error: Exception) -> Damage:
     if not is_damage(error):
-        raise CheckpointError(f"{name!r} cannot be read now: {reason(error)}") from error
+        raise MachineError(f"{name!r} cannot be read now: {reason(error)}") from error
     return Damage(leaf=name, what=f"cannot be read ({reason(error)})")
 
 
