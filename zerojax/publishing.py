@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.arrays import model_parts
 from zerojax.checkpoint.drafts import new_folder
-from zerojax.checkpoint.errors import CheckpointError, DamagedError
+from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.export import Exported, read_whole
 from zerojax.checkpoint.inspection import SavedStep, find_checkpoints, open_arrays, saved_steps
-from zerojax.checkpoint.metadata import Metadata, as_abstract
+from zerojax.checkpoint.metadata import as_abstract
 from zerojax.config.offload import HOST_KIND
 from zerojax.data.tokenizer import hugging_face_json, load_tokenizer
 from zerojax.hugging_face.folder import CONFIG, read_json
@@ -129,7 +129,7 @@ def to_peft(trained: Trainer | str | Path, folder: str | Path, *, step: int | No
 
 def export_adapters(saved: SavedStep, folders: Sequence[Path], out: Path) -> Path:
     """The adapters of a saved step; arguments as `export_step` takes them."""
-    metadata = _metadata_of(saved)
+    metadata = saved.whole_metadata()
     description = _description_in(folders)
     names = {name.partition("/")[2]: name for name in metadata.arrays if name.startswith(_PARTS)}
     unread = open_arrays(saved.folder, metadata)
@@ -169,7 +169,7 @@ def export_step(
     Args:
       folders: in which the run's description and tokenizer are looked for.
     """
-    metadata = _metadata_of(saved)
+    metadata = saved.whole_metadata()
     description = _description_in(folders)
     names = {name.partition("/")[2]: name for name in metadata.arrays if name.startswith(_PARTS)}
     params = {name: as_abstract(metadata.arrays[full]) for name, full in names.items()}
@@ -193,12 +193,6 @@ def export_step(
     return _write(
         out, description, found, values, shard_bytes, tokenizer=tokenizer, step=saved.step
     )
-
-
-def _metadata_of(saved: SavedStep) -> Metadata:
-    if saved.metadata is None or saved.problem is not None:
-        raise DamagedError(f"checkpoint {saved.folder} is damaged: {saved.problem}")
-    return saved.metadata
 
 
 def _belongs(name: str, kernels: set[str]) -> bool:

@@ -71,7 +71,8 @@ def compare(first: SavedStep, second: SavedStep) -> Difference:
     """Compares two steps; reads only arrays whose fingerprints differ or are missing.
 
     Raises:
-      DamagedError: what has to be read cannot be.
+      DamagedError: what has to be read cannot be. MachineError: not now. CheckpointError: a step is
+        of a newer format.
     """
     one, other = _metadata(first), _metadata(second)
     names = one.arrays.keys() & other.arrays.keys()
@@ -105,7 +106,8 @@ def compare(first: SavedStep, second: SavedStep) -> Difference:
 
 def _metadata(saved: SavedStep) -> Metadata:
     if saved.metadata is None:
-        raise DamagedError(f"checkpoint {saved.folder} is damaged: {saved.problem}")
+        assert saved.error is not None
+        raise saved.error
     return saved.metadata
 
 

@@ -70,14 +70,13 @@ def export(
       tokenizer: a file to be copied as it is.
 
     Raises:
-      DamagedError: the step is not what was saved.
-      CheckpointError: it has no parameters, or one of a dtype that the format does not have.
+      DamagedError: the step is not what was saved. MachineError: it is not readable now.
+      CheckpointError: it is of a newer format, or has no parameters, or one of a dtype that the
+        format does not have.
       FileExistsError: something is at `out`.
       OSError: what the disk says.
     """
-    metadata = saved.metadata
-    if metadata is None or saved.problem is not None:
-        raise DamagedError(f"checkpoint {saved.folder} is damaged: {saved.problem}")
+    metadata = saved.whole_metadata()
     saved_names: dict[str, str] = {}
     tensors = []
     for name, text in metadata.arrays.items():

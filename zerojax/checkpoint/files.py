@@ -9,6 +9,7 @@ first: that process has written it, so it also sums it up and sees that it reach
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import os
 import re
 import zlib
@@ -34,8 +35,23 @@ def names_below(folder: Path) -> list[str]:
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """Name -> bytes of every file in a folder and below, sorted by name."""
-    return {name: (folder / name).stat().st_size for name in names_below(folder)}
+    """Name -> bytes of every file in a folder and below, sorted by name.
+
+    Files that have gone since they were listed, as beside a run that is saving, are left out.
+    """
+    found = {name: _if_there(os.stat, folder / name) for name in names_below(folder)}
+    return {name: status.st_size for name, status in found.items() if status is not None}
+
+
+def last_change(folder: Path) -> float | None:
+    """When anything in a folder was last written, itself included; None: it is not there.
+
+    Returns:
+      Seconds since the epoch.
+    """
+    below = (Path(at, name) for at, *names in os.walk(folder) for name in itertools.chain(*names))
+    found = (_if_there(os.lstat, path) for path in itertools.chain([folder], below))
+    return max((status.st_mtime for status in found if status is not None), default=None)
 
 
 def names_of_process(names: Iterable[str], process: int, num_processes: int) -> list[str]:

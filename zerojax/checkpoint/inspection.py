@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.checkpoint import files, folders
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, reason
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, reason
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_metadata
 from zerojax.checkpoint.pieces import Pieces, Unread
 from zerojax.checkpoint.saving import ARRAYS, PIECES
@@ -35,14 +35,43 @@ class SavedStep:
       step, folder: which.
       num_bytes: of all its files, as they are.
       metadata: None where it cannot be read.
-      problem: what is wrong with it as far as names and sizes tell; None: nothing.
+      error: what is wrong with it as far as names and sizes tell; None: nothing.
     """
 
     step: int
     folder: Path
     num_bytes: int
     metadata: Metadata | None
-    problem: str | None
+    error: CheckpointError | None
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether its files were read and are not those that were saved.
+
+        False for what a newer zerojax has written, and wherever the system refused to read: that
+        says nothing about the files.
+        """
+        return isinstance(self.error, DamagedError) and not isinstance(
+            self.error.__cause__, OSError
+        )
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong, without saying again of which checkpoint; None: nothing."""
+        if self.error is None:
+            return None
+        return re.sub(rf"^checkpoint {re.escape(str(self.folder))} [^:]*: ", "", str(self.error))
+
+    def whole_metadata(self) -> Metadata:
+        """Its metadata.
+
+        Raises:
+          CheckpointError: something is wrong with the step.
+        """
+        if self.error is not None:
+            raise self.error
+        assert self.metadata is not None
+        return self.metadata
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,27 +134,27 @@ def run_settings(path: Path) -> dict[str, Any]:
 
 def saved_steps(path: Path) -> list[SavedStep]:
     """The complete checkpoints in a folder, oldest first."""
-    return [_saved_step(path, step) for step in folders.list_steps(path)]
+    found = (_saved_step(path, step) for step in folders.list_steps(path))
+    return [one for one in found if one is not None]
 
 
-def _saved_step(path: Path, step: int) -> SavedStep:
+def _saved_step(path: Path, step: int) -> SavedStep | None:
+    """A step; None where a run has deleted or renamed it since it was listed."""
     folder = folders.step_folder(path, step)
-    metadata, problem = None, None
+    metadata, error = None, None
     try:
         metadata = read_metadata(folder)
         damage = next(files.wrong_sizes(folder, metadata.files), None)
-        problem = None if damage is None else str(damage)
-    except DamagedError as error:
-        problem = f"{FILE_NAME} {str(error).partition(f'{FILE_NAME} ')[2]}"
-    except (CheckpointError, OSError) as error:
-        problem = reason(error)
-    return SavedStep(
-        step=step,
-        folder=folder,
-        num_bytes=_bytes_below(folder),
-        metadata=metadata,
-        problem=problem,
-    )
+        if damage is not None:
+            error = DamagedError(f"checkpoint {folder} is damaged: {damage}")
+    except CheckpointError as failure:
+        error = failure
+    except OSError as failure:
+        error = MachineError(f"checkpoint {folder} cannot be read now: {reason(failure)}")
+    num_bytes = sum(files.sizes_of(folder).values())
+    if error is not None and not folder.exists():
+        return None
+    return SavedStep(step=step, folder=folder, num_bytes=num_bytes, metadata=metadata, error=error)
 
 
 def leftovers(path: Path) -> list[Leftover]:
@@ -136,15 +165,12 @@ def leftovers(path: Path) -> list[Leftover]:
         if match is None or not (path / name).is_dir():
             continue
         kind, folder = match[1], path / name
-        changed = [entry.lstat().st_mtime for entry in (folder, *folder.rglob("*"))]
+        changed, sizes = files.last_change(folder), files.sizes_of(folder)
+        if changed is None:
+            continue
+        num_bytes = sum(sizes.values())
         found.append(
-            Leftover(
-                folder=folder,
-                kind=kind,
-                num_bytes=_bytes_below(folder),
-                why=_WHY[kind],
-                changed=max(changed),
-            )
+            Leftover(folder=folder, kind=kind, num_bytes=num_bytes, why=_WHY[kind], changed=changed)
         )
     return found
 
@@ -160,7 +186,3 @@ def open_arrays(folder: Path, metadata: Metadata) -> Mapping[str, Unread]:
         return Pieces(folder / ARRAYS, folder / PIECES).read(wanted, unread=wanted, subset=True)
     except Exception as error:
         raise DamagedError(f"checkpoint {folder} is damaged: {reason(error)}") from error
-
-
-def _bytes_below(folder: Path) -> int:
-    return sum(files.sizes_of(folder).values())

@@ -1,6 +1,7 @@
 """Which checkpoints a person wants gone, and their deletion.
 
-Knows what lies in a folder; never touches arrays, and never deletes the newest step that is whole.
+Knows what lies in a folder; never touches arrays, and never deletes the newest step that is whole,
+nor, where none is whole, what somebody may still save of the others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 from zerojax.checkpoint import folders
+from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.inspection import leftovers, saved_steps
 from zerojax.checkpoint.retention import Retention
 
@@ -50,16 +52,27 @@ def removals(
       path: the folder.
       keep: the newest so many whole steps stay, and those that `every` keeps.
       every: steps divisible by it stay; without `keep` the newest one also does.
-      damaged: also what no run resumes from: damaged steps, and what stopped saves have left.
+      damaged: also what no run resumes from: damaged steps, and what stopped saves have left; not
+        what cannot be read now, or only by a newer version.
       now: seconds since the epoch; None: this moment.
 
     Raises:
       ValueError: a number below 1, or nothing was asked for.
+      CheckpointError: damaged steps are to go, but none that is whole would stay.
     """
     if keep is None and every is None and not damaged:
         raise ValueError("nothing to do: say which to keep (--keep N, --every K) or --damaged")
-    saved = saved_steps(path)
-    whole = [one.step for one in saved if one.problem is None]
+    saved, rests = saved_steps(path), leftovers(path) if damaged else []
+    if damaged and all(one.error is not None for one in saved):
+        lost = [one.folder for one in saved if one.is_damaged]
+        lost += [rest.folder for rest in rests if rest.kind == "damaged"]
+        if lost:
+            raise CheckpointError(
+                f"no step in {path} is whole, so nothing is deleted: {lost[0].name} may be all that"
+                " is left of the run; bring back what keeps its steps from being read, or delete"
+                " the folders by hand"
+            )
+    whole = [one.step for one in saved if one.error is None]
     expired: tuple[int, ...] = ()
     if keep is not None or every is not None:
         expired = Retention(last=1 if keep is None else keep, every=every).expired(whole)
@@ -67,12 +80,12 @@ def removals(
     for one in saved:
         if one.step in expired:
             why = "older than what is to be kept"
-        elif damaged and one.problem is not None:
+        elif damaged and one.is_damaged:
             why = f"damaged: {one.problem}"
         else:
             continue
         result.append(Removal(folder=one.folder, step=one.step, num_bytes=one.num_bytes, why=why))
-    for rest in leftovers(path) if damaged else ():
+    for rest in rests:
         age = (time.time() if now is None else now) - rest.changed
         if rest.kind == "partial" and age < STALE_SECONDS:
             continue  # a run may be writing it

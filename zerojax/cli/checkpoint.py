@@ -57,8 +57,11 @@ def _list(args: argparse.Namespace) -> int:
     for one in rest:
         print(f"{one.folder.name} ({format_bytes(one.num_bytes)}): {one.why}")
     total = sum(one.num_bytes for one in (*steps, *rest))
-    bad = sum(one.problem is not None for one in steps)
-    state = f"{bad} damaged" if bad else "all files have their sizes"
+    damaged = sum(one.is_damaged for one in steps)
+    unread = sum(one.error is not None for one in steps) - damaged
+    counts = {"damaged": damaged, "cannot be read": unread}
+    bad = [f"{count} {what}" for what, count in counts.items() if count]
+    state = ", ".join(bad) or "all files have their sizes"
     plural = "" if len(steps) == 1 else "s"
     print(f"{len(steps)} step{plural}, {format_bytes(total)} in {path}; {state}")
     return OK
@@ -66,13 +69,17 @@ def _list(args: argparse.Namespace) -> int:
 
 def _row(one: SavedStep) -> tuple[str, ...]:
     size, found = format_bytes(one.num_bytes), one.metadata
+    state = "ok" if one.error is None else _wrong(one)
     if found is None:
-        return (str(one.step), "", size, "", "", "", "", f"damaged: {one.problem}")
+        return (str(one.step), "", size, "", "", "", "", state)
     versions = [found.versions.get(name, "") for name in ("zerojax", "jax")]
     saved = found.saved[:19].replace("T", " ")
-    state = "ok" if one.problem is None else f"damaged: {one.problem}"
     counts = str(found.num_devices), str(found.num_processes)
     return (str(one.step), saved, size, *counts, *versions, state)
+
+
+def _wrong(one: SavedStep) -> str:
+    return f"{'damaged' if one.is_damaged else 'cannot be read'}: {one.problem}"
 
 
 def _as_json(one: SavedStep) -> dict[str, Any]:
@@ -88,7 +95,8 @@ def _as_json(one: SavedStep) -> dict[str, Any]:
             "num_arrays": len(found.arrays),
         }
     )
-    return {"step": one.step, "bytes": one.num_bytes, "problem": one.problem, **about}
+    wrong = {"problem": one.problem, "damaged": one.is_damaged}
+    return {"step": one.step, "bytes": one.num_bytes, **wrong, **about}
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

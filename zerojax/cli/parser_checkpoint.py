@@ -97,6 +97,8 @@ def _add_prune(actions) -> None:
     parser.add_argument("--keep", type=int, metavar="N", help="the newest N whole steps stay")
     parser.add_argument("--every", type=int, metavar="K", help="steps divisible by K stay")
     parser.add_argument(
-        "--damaged", action="store_true", help="also damaged steps and what stopped saves left"
+        "--damaged",
+        action="store_true",
+        help="also damaged steps and what stopped saves left, while a whole step stays",
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
