@@ -16,9 +16,10 @@ import pytest
 from tests.process_groups import free_port
 from tests.small_models import reference_model
 from tests.trajectories import text_batch
-from zerojax import make_mesh, make_plan
+from zerojax import distributed, make_mesh, make_plan
 from zerojax.distributed import check_joined
 from zerojax.leaving import exit_code_of
+from zerojax.process_group import ProcessGroup
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -178,6 +179,28 @@ def test_a_port_that_is_taken():
         result = run_alone(JOIN, **own(address, 0))
     assert result.returncode == 1
     assert f"the coordinator's address {address} is in use by another program" in result.stderr
+
+
+def test_the_name_of_process_0_may_become_known_later(monkeypatch):
+    """As that of a pod of Kubernetes, which its service publishes once it has started."""
+    asked, slept = [], []
+
+    def look_up(host, port, *args, **options):
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return found("127.0.0.1", port, *args, **options)
+
+    found = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(distributed.time, "sleep", slept.append)
+    group = ProcessGroup(f"job-0.service:{free_port()}", 2, 0)
+    distributed._check_free(group.coordinator, group, 60)
+    assert asked == ["job-0.service"] * 3
+    assert slept == [1.0, 1.0]
+    asked.clear()
+    with pytest.raises(ConnectionError, match="'job-0.service' is not known here after 0.5 sec"):
+        distributed._check_free(group.coordinator, group, 0.5)
 
 
 def test_an_address_of_another_host():

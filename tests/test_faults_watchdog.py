@@ -122,6 +122,23 @@ def test_steps_are_measured_without_what_compiles():
     assert watchdog._longest is None
 
 
+@pytest.mark.parametrize("options", [{"is_apart": True}, {"is_long": True}])
+def test_the_longest_step_has_no_evaluation_in_it(options):
+    now = [0.0]
+    watchdog = Watchdog(WatchConfig(), clock=lambda: now[0])
+    watchdog.finished(1)
+    now[0] = 5.0
+    watchdog.finished(2)
+    with watchdog.during("evaluating", **options):
+        now[0] = 1800.0
+    now[0] = 1806.0
+    watchdog.finished(3)
+    assert watchdog._longest == 5.0, "since the evaluation came between steps 2 and 3"
+    now[0] = 1813.0
+    watchdog.finished(4)
+    assert watchdog._longest == 7.0
+
+
 HANGS = """
 import ctypes, sys
 from zerojax import watchdog

@@ -354,6 +354,27 @@ def test_a_third_signal_kills(tmp_path):
     assert error.endswith("the processes were killed before they had saved.\n")
 
 
+def test_a_log_that_takes_nothing_more_stops_no_process(tmp_path):
+    """More than a pipe holds is printed: a process that nobody reads would stand still."""
+    file = tmp_path / "script.py"
+    file.write_text("for _ in range(3000): print('x' * 59)", encoding="utf-8")
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            command("--nprocs", "1", script=file),
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+    assert (result.returncode, result.stderr) == (
+        0,
+        "zerojax launch: standard output takes nothing more (No space left on device); the run "
+        "goes on without it\n",
+    )
+
+
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path):
     file = tmp_path / "script.py"
     file.write_text(SCRIPT + "print('pid', os.getpid(), flush=True)\nwait()", encoding="utf-8")
@@ -500,6 +521,15 @@ class TestTwoHosts:
             assert wait_until(lambda: listening({launcher.pid}))
             (found,) = listening({launcher.pid})
             assert found == (LOOPBACK, int(address.partition(":")[2]))
+
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+    def test_a_signal_ends_one_that_waits_for_the_other(self, number, code):
+        options = ["--nprocs", "1", "--nnodes", "2", "--coordinator", f"127.0.0.1:{free_port()}"]
+        with launched(command(*options, words=("zerojax", "keys"))) as (launcher,):
+            assert wait_until(lambda: listening({launcher.pid}))
+            launcher.send_signal(number)
+            launcher.communicate(timeout=LIMIT)
+        assert launcher.returncode == code
 
     def test_a_host_that_does_not_come(self):
         address = f"127.0.0.1:{free_port()}"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import threading
+import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,6 +16,7 @@ from zerojax.metrics import RunLog, read_metrics
 from zerojax.metrics.spikes import LEAST, SpikeDetector
 from zerojax.metrics.spread import IN_A_ROW, ProcessTimes, Stragglers, spread
 from zerojax.metrics.stopwatch import DATA, EVAL, HOST, SAVE, STEP, Stopwatch, difference
+from zerojax.pace import Pace
 
 # --- the stopwatch --------------------------------------------------------------------------------
 
@@ -82,6 +86,57 @@ def test_a_row_comes_back_from_its_bytes():
     assert back.name == row.name[:40]
     assert (back.steps, back.late, back.seconds) == (row.steps, row.late, row.seconds)
     assert len(row.as_bytes()) == len(times().as_bytes())
+
+
+class Result:
+    """Of a step on the devices, over when it is told."""
+
+    def __init__(self):
+        self.over = threading.Event()
+
+    def block_until_ready(self):
+        assert self.over.wait(20)
+
+
+def test_only_the_time_in_which_devices_had_nothing_to_do_is_late(monkeypatch):
+    """Data that take a little longer than the devices, which were busy most of that time."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    clock = Clock()
+    pace = Pace(Stopwatch(clock))
+    with pace.stepping():
+        clock.now = 1.0
+    first = Result()
+    pace.dispatched(first)
+    with pace.during(DATA):
+        clock.now = 10.0
+        first.over.set()
+        deadline = time.monotonic() + 20
+        while pace._devices.idle_at() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        clock.now = 11.0
+    with pace.stepping():
+        clock.now = 12.0
+    second = Result()
+    pace.dispatched(second)
+    with pace.during(DATA):
+        clock.now = 20.0
+    with pace.stepping():  # the devices are still at work
+        pass
+    second.over.set()
+    spent, times = pace.take()
+    assert spent[DATA] == 18.0
+    assert (times.late_data, times.late_host, times.steps) == (1.0, 0.0, 3)
+
+
+def test_the_thread_that_waits_for_devices_ends_with_its_pace(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    before = set(threading.enumerate())
+    pace = Pace()
+    pace.dispatched(jax.numpy.zeros(()))
+    (thread,) = set(threading.enumerate()) - before
+    del pace
+    thread.join(timeout=20)
+    assert not thread.is_alive()
 
 
 def test_the_spread_names_the_slowest():

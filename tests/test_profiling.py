@@ -23,6 +23,8 @@ from tests.small_models import (
 )
 from zerojax import profile
 from zerojax.cli import main
+from zerojax.cli.profile import measured
+from zerojax.config import MeshConfig, OffloadConfig, RunConfig
 from zerojax.hlo.program import read_program
 from zerojax.profiling import (
     ParameterFlops,
@@ -253,6 +255,30 @@ WORDS = [
     "data.seq_len=16",
     "global_batch_size=8",
 ]
+
+
+@pytest.mark.parametrize("folder", [None, "disk"])
+def test_a_profile_leaves_the_files_of_the_run_alone(tmp_path, folder):
+    offload = OffloadConfig(opt_state="nvme", durable=True, folder=folder)
+    config = RunConfig(mesh=MeshConfig(offload=offload))
+    short = measured(config, 2, tmp_path / "profile-2", save=False)
+    found = short.mesh.offload
+    assert found.folder == (None if folder is None else "disk/profile-2")
+    assert (found.opt_state, found.durable) == ("nvme", False)
+    assert short.run_dir == str(tmp_path / "profile-2")
+
+
+@pytest.mark.slow
+def test_what_a_profile_keeps_in_files_is_gone_afterwards(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = ["opt_state=nvme", "durable=true", "folder=disk", "min_elements=100", "zero=1"]
+    words = [*WORDS, *files, "data.validation_fraction=0", "run_dir=run"]
+    assert main(["train", *words, "steps=3", "log.console=quiet"]) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "disk").rglob("*") if path.is_file()}
+    assert main(["profile", *words, "--steps", "2"]) == 0
+    assert {p: p.read_bytes() for p in (tmp_path / "disk").rglob("*") if p.is_file()} == before
+    assert main(["train", *words, "steps=4", "log.console=lines"]) == 0
+    assert "after step 3" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import itertools
 import math
 import os
@@ -10,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zerojax.store import StoreError
+from zerojax.store import StoreError, files
 from zerojax.store.boxes import boxes_of_run
 from zerojax.store.pieces import Block, PieceReader, PieceWriter
 from zerojax.store.stream import StreamFile
@@ -121,3 +123,33 @@ def test_a_stream_tells_what_the_disk_says(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         file.close()
     file.abandon()
+
+
+def test_where_blocks_cannot_be_reserved_the_file_only_grows(tmp_path, monkeypatch):
+    """The C library's own way then touches every block, beside the threads that write them."""
+
+    class Libc:
+        @staticmethod
+        def fallocate64(*_):
+            ctypes.set_errno(errno.EOPNOTSUPP)
+            return -1
+
+    def emulated(*_):
+        raise AssertionError("this touches blocks that are being written")
+
+    monkeypatch.setattr(files, "_LIBC", Libc)
+    monkeypatch.setattr(os, "posix_fallocate", emulated)
+    values = np.random.default_rng(2).integers(0, 256, 2**23 + 77, np.uint8)
+    file = StreamFile(tmp_path / "x")
+    file.append(values)
+    file.close()
+    assert (tmp_path / "x").read_bytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("length", [1, 2**20])
+def test_reserving_makes_the_file_longer_or_says_what_the_system_says(tmp_path, length):
+    with (tmp_path / "x").open("wb") as file:
+        files.reserve(file.fileno(), length)
+        assert os.fstat(file.fileno()).st_size == length
+    with (tmp_path / "x").open("rb") as file, pytest.raises(OSError, match="Bad file descriptor"):
+        files.reserve(file.fileno(), 2 * length)

@@ -33,6 +33,7 @@ DEFAULT_HEARTBEAT_SECONDS = 60
 """Silence after which a process counts as lost. NCCL notices nothing by itself: on GPUs the others
 wait in a collective for so long."""
 DEFAULT_JOIN_SECONDS = 300
+_OWN_NAME_SECONDS = 60.0
 
 _NUM_CPU_DEVICES, _PLATFORMS = "jax_num_cpu_devices", "jax_platforms"
 # gRPC reads these spellings only, the first before the second.
@@ -80,7 +81,7 @@ def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
     _reach_directly(group)
     began = time.monotonic()
     if group.process_id == 0:
-        _check_free(bind, group)
+        _check_free(bind, group, min(limit, _OWN_NAME_SECONDS))
     else:
         _wait_for(group, limit)
     _initialize(
@@ -144,14 +145,18 @@ def _reach_directly(group: ProcessGroup) -> None:
     jax.config.update("jax_check_proxy_envs", False)
 
 
-def _check_free(bind: str, group: ProcessGroup) -> None:
+def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
     """Whether this process, which coordinates, can listen on `bind`; JAX's errors do not tell.
 
+    Args:
+      limit: seconds until its name has to be known: a cluster publishes it once it has started.
+
     Raises:
+      ConnectionError: its name is not known.
       OSError: in use, not an address of this host, or one that other hosts cannot reach.
     """
     host, port = split_address(bind)
-    addresses = _resolve(host, port)
+    addresses = _resolve(host, port, limit)
     several_hosts = group.num_local_processes is not None and not group.is_on_one_host
     is_own_choice = bind != group.coordinator
     all_local = all(ipaddress.ip_address(address[0]).is_loopback for _, address in addresses)
@@ -184,15 +189,20 @@ def _check_free(bind: str, group: ProcessGroup) -> None:
         )
 
 
-def _resolve(host: str, port: int) -> list[tuple[int, tuple]]:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConnectionError(
-            f"the coordinator's host {host!r} is not known here ({error.strerror or error}); set "
-            "ZEROJAX_COORDINATOR to a name or address that every host knows"
-        ) from None
-    return [(family, address) for family, _, _, _, address in found]
+def _resolve(host: str, port: int, limit: float) -> list[tuple[int, tuple]]:
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return [(family, address) for family, _, _, _, address in found]
+        except OSError as error:
+            if time.monotonic() + 1.0 > deadline:
+                raise ConnectionError(
+                    f"the coordinator's host {host!r} is not known here after {limit:g} seconds "
+                    f"({error.strerror or error}); set ZEROJAX_COORDINATOR to a name or address "
+                    "that every host knows"
+                ) from None
+        time.sleep(1.0)
 
 
 def _wait_for(group: ProcessGroup, limit: float) -> None:

@@ -6,9 +6,11 @@ Knows clocks, rows of bytes and devices; never what the numbers mean, nor who is
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,8 +27,8 @@ class Pace:
     """The clock of one process's loop.
 
     A step that is dispatched while the one before is still under way costs its process nothing:
-    its devices have work. What the process did since its last dispatch is late only where they had
-    run dry.
+    its devices have work. What the process did since its last dispatch is late only from the moment
+    when they had run dry, which a thread waits for where other processes want to know.
 
     Attributes:
       watch: where the seconds are counted.
@@ -34,7 +36,7 @@ class Pace:
 
     def __init__(self, watch: Stopwatch | None = None) -> None:
         self.watch = watch or Stopwatch()
-        self._dispatched: Any = None
+        self._devices: _Devices | None = None
         self._at_dispatch = self._at_report = self.watch.read()
         self._late = {DATA: 0.0, HOST: 0.0}
         self._steps = 0
@@ -48,10 +50,10 @@ class Pace:
     def stepping(self) -> Iterator[None]:
         """Around the dispatch of a step."""
         now = self.watch.read()
-        if self._dispatched is not None and self._dispatched.is_ready():
-            since = difference(now, self._at_dispatch)
+        if self._devices is not None and (idle_at := self._devices.idle_at()) is not None:
             for activity in self._late:
-                self._late[activity] += since[activity]
+                begin = max(idle_at[activity], self._at_dispatch[activity])
+                self._late[activity] += now[activity] - begin
         with self.watch.during(STEP):
             yield
         self._steps += 1
@@ -59,7 +61,11 @@ class Pace:
 
     def dispatched(self, result: jax.Array) -> None:
         """To be told of one result of each step, on the devices: it tells when the step is over."""
-        self._dispatched = result
+        if jax.process_count() == 1:
+            return
+        if self._devices is None:
+            self._devices = _Devices(self.watch)
+        self._devices.follow(result)
 
     def take(self) -> tuple[dict[str, float], ProcessTimes]:
         """Since the last call: seconds by activity, and what the other processes should know."""
@@ -97,6 +103,38 @@ class Pace:
         (step, rows), self._sent = self._sent, None
         with self.watch.during(STEP):  # they arrived long ago, or the devices are still at work
             return step, [ProcessTimes.from_bytes(row) for row in rows.read()]
+
+
+class _Devices:
+    """When the devices of this process had finished the last step that they were given."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._given = 0
+        self._idle: list[tuple[int, dict[str, float]]] = []
+        self._results: queue.SimpleQueue = queue.SimpleQueue()
+        wait = _wait_for_each, (watch, self._results, self._idle)
+        threading.Thread(target=wait[0], args=wait[1], name="zerojax-pace", daemon=True).start()
+        weakref.finalize(self, self._results.put, None)
+
+    def follow(self, result: jax.Array) -> None:
+        """The next step's result; it is kept until the step is over."""
+        self._given += 1
+        self._results.put((self._given, result))
+
+    def idle_at(self) -> dict[str, float] | None:
+        """What the stopwatch showed when they had finished all; None while they are at work."""
+        given, reading = self._idle[0] if self._idle else (0, None)
+        return reading if given == self._given else None
+
+
+def _wait_for_each(
+    watch: Stopwatch, results: queue.SimpleQueue, idle: list[tuple[int, dict[str, float]]]
+) -> None:
+    while (following := results.get()) is not None:
+        number, result = following
+        with contextlib.suppress(Exception):  # whoever reads the result is told
+            result.block_until_ready()
+        idle[:] = [(number, watch.read())]
 
 
 class _Rows:

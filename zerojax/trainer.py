@@ -294,7 +294,10 @@ class Trainer:
         default = self.habits.eval_batches
         self._reports.wait(self.plan)
         first = not self._evaluate_was_called
-        with self._pace.during(EVAL), self._watchdog.during("evaluating", is_long=first):
+        with (
+            self._pace.during(EVAL),
+            self._watchdog.during("evaluating", is_long=first, is_apart=True),
+        ):
             evaluate = self._evaluate_one
             result = mean_loss(evaluate, self.plan, self.state, batches, num_batches, default)
         if self._log is not None:

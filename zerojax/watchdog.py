@@ -124,12 +124,13 @@ class Watchdog:
     # --- signs of life ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def during(self, what: str, *, is_long: bool = False) -> Iterator[None]:
+    def during(self, what: str, *, is_long: bool = False, is_apart: bool = False) -> Iterator[None]:
         """Names what the process is at, as it reads in "it was ...".
 
         Args:
           what: such as "waiting for data".
           is_long: whether `long_timeout` applies, not `step_timeout`.
+          is_apart: whether it is no part of a step, as an evaluation; what is long is none.
         """
         outer = self._phase
         self._phase = _Phase(what, is_long, self._clock())
@@ -137,6 +138,8 @@ class Watchdog:
             yield
         finally:
             self._phase = dataclasses.replace(outer, since=self._clock())
+            if is_long or is_apart:  # the next step would look as long as this was
+                self._step_ended = None
 
     def alive(self) -> None:
         """Something has come to its end, such as one batch of many."""

@@ -60,8 +60,13 @@ def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunC
     """The same run, short: steps to warm up, as many that are measured, as many that are traced."""
     total = 3 * steps
     warmup = config.optimizer.warmup_steps
+    offload = config.mesh.offload
+    if offload.on_disk:  # the run's own files are its state: others, on the same disk
+        own = None if offload.folder is None else str(Path(offload.folder) / folder.name)
+        offload = dataclasses.replace(offload, folder=own, durable=False)
     return dataclasses.replace(
         config,
+        mesh=dataclasses.replace(config.mesh, offload=offload),
         steps=total,
         run_dir=str(folder),
         eval_every=None,

@@ -29,6 +29,7 @@ from zerojax.profiling import (
     read_trace,
     with_programs,
 )
+from zerojax.running import OFFLOAD_FOLDER
 from zerojax.runs import run_from_config
 
 
@@ -41,10 +42,13 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
     trainer = run_from_config(config)
     trainer.close()
     folder = Path(config.run_dir)
+    offload = config.mesh.offload
+    if offload.on_disk:
+        shutil.rmtree(offload.folder or folder / OFFLOAD_FOLDER, ignore_errors=True)
     if jax.process_index() != 0:
         return 0
     page = measure(trainer, folder, steps)
-    # What was saved was saved to be timed.
+    # What was written was written to be timed.
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     (folder / "profile.json").write_text(json.dumps(profile_dict(page), indent=2) + "\n")
     print(json.dumps(profile_dict(page), indent=2) if as_json else draw(page))

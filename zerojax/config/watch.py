@@ -23,7 +23,7 @@ class WatchConfig:
     more; in an interactive interpreter 0, since somebody is looking."""
     long_timeout: float = 3600.0
     """Seconds for what is rare and may be long: compiling, with the first step, a callback, saving
-    and reading a checkpoint. None of these counts for `step_timeout`."""
+    and reading a checkpoint. None of these counts for `step_timeout`, nor for the longest step."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

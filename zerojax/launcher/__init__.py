@@ -49,25 +49,29 @@ def launch(job: Job) -> int:
     printer = Printer(job.total, show_all=job.show_all)
     children = Children(job, events, printer)
     seconds = optional_number_of(os.environ, "ZEROJAX_JOIN_SECONDS") or _DEFAULT_JOIN_SECONDS
+    # Nothing runs yet while launchers meet: a signal ends this one as it ends any program.
+    launcher: _Leader | _Follower
+    if job.host:
+        assert job.coordinator is not None
+        numbers = {
+            "host": job.host,
+            "num_hosts": job.num_hosts,
+            "num_processes": job.num_processes,
+        }
+        link = reach_leader(job.coordinator, hello=numbers, events=events, seconds=seconds)
+        launcher = _Follower(children, events, printer, link, job.num_processes)
+    else:
+        followers = Followers.gather(
+            job.coordinator,
+            num_hosts=job.num_hosts,
+            num_processes=job.num_processes,
+            events=events,
+            seconds=seconds,
+        )
+        launcher = _Leader(job, children, events, printer, followers)
     with _signals_into(events):
         try:
-            if job.host:
-                assert job.coordinator is not None
-                numbers = {
-                    "host": job.host,
-                    "num_hosts": job.num_hosts,
-                    "num_processes": job.num_processes,
-                }
-                link = reach_leader(job.coordinator, hello=numbers, events=events, seconds=seconds)
-                return _Follower(children, events, printer, link, job.num_processes).run()
-            followers = Followers.gather(
-                job.coordinator,
-                num_hosts=job.num_hosts,
-                num_processes=job.num_processes,
-                events=events,
-                seconds=seconds,
-            )
-            return _Leader(job, children, events, printer, followers).run()
+            return launcher.run()
         finally:
             children.kill()
 

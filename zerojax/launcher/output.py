@@ -63,7 +63,7 @@ class Printer:
         self._width = len(str(num_processes - 1))
         self._show_all = show_all
         self._lock = threading.Lock()
-        self._readers_left = False
+        self._given_up: set[bool] = set()
 
     def copy(self, process_id: int, source: BinaryIO, *, is_error: bool) -> None:
         """Copies `source` to its end; to be run in a thread of its own."""
@@ -79,10 +79,17 @@ class Printer:
     def _write(self, line: bytes, is_error: bool) -> None:
         stream = sys.stderr if is_error else sys.stdout
         with self._lock:
-            if self._readers_left and not is_error:
+            if is_error in self._given_up:
                 return
             try:
                 stream.buffer.write(line)
                 stream.flush()
-            except BrokenPipeError:  # the reader, such as `head`, has left; the run goes on
-                self._readers_left = True
+                return
+            except OSError as error:
+                # What processes say is still read: one whose pipe is full would stand still.
+                self._given_up.add(is_error)
+                reason = error
+        if not isinstance(reason, BrokenPipeError):  # a reader, such as `head`, that has left
+            name = "standard error" if is_error else "standard output"
+            sentence = f"{name} takes nothing more ({reason.strerror}); the run goes on without it"
+            self._write(f"zerojax launch: {sentence}\n".encode(), not is_error)

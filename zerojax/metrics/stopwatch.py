@@ -24,9 +24,9 @@ class Stopwatch:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._now = HOST
-        self._since = clock()
-        self._spent = dict.fromkeys(ACTIVITIES, 0.0)
+        # What it is at, since when, and the seconds before that: one object, so that another
+        # thread reads what belongs together.
+        self._state = HOST, clock(), dict.fromkeys(ACTIVITIES, 0.0)
 
     @contextlib.contextmanager
     def during(self, activity: str) -> Iterator[None]:
@@ -38,15 +38,14 @@ class Stopwatch:
             self._turn_to(before)
 
     def read(self) -> dict[str, float]:
-        """Seconds by activity since the start."""
-        self._turn_to(self._now)
-        return dict(self._spent)
+        """Seconds by activity since the start; any thread may ask."""
+        activity, since, spent = self._state
+        return spent | {activity: spent[activity] + self._clock() - since}
 
     def _turn_to(self, activity: str) -> str:
+        before, since, spent = self._state
         now = self._clock()
-        self._spent[self._now] += now - self._since
-        self._since = now
-        before, self._now = self._now, activity
+        self._state = activity, now, spent | {before: spent[before] + now - since}
         return before
 
 

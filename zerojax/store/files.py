@@ -8,6 +8,7 @@ in exchange the address, the length and the offset must be multiples of the disk
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -21,6 +22,7 @@ from zerojax.store.errors import StoreError
 BLOCK = 4096  # bytes; a multiple of the logical block of the disks that are sold
 LOCK_NAME = "lock"
 _MIB = 2**20
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def pad_to_block(num_bytes: int) -> int:
@@ -123,6 +125,26 @@ def allocate(path: Path, num_bytes: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def reserve(descriptor: int, num_bytes: int) -> None:
+    """Makes a file that is being written longer, with its blocks where the file system can.
+
+    Not by `posix_fallocate`: where a file system cannot, as NFS before 4.2, the C library touches
+    every block itself, beside the threads that are writing those blocks.
+
+    Raises:
+      OSError: what the system says, such as ENOSPC.
+    """
+    fallocate = getattr(_LIBC, "fallocate64", None) or getattr(_LIBC, "fallocate", None)
+    if fallocate is not None:
+        length = ctypes.c_int64(num_bytes)
+        if fallocate(ctypes.c_int(descriptor), ctypes.c_int(0), ctypes.c_int64(0), length) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(number, os.strerror(number))
+    os.ftruncate(descriptor, num_bytes)
 
 
 def replace_file(path: Path, content: bytes) -> None:

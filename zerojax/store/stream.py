@@ -15,7 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from zerojax.store.files import aligned_buffer, open_direct, pad_to_block, write_from
+from zerojax.store.files import (
+    aligned_buffer,
+    open_direct,
+    pad_to_block,
+    reserve,
+    write_from,
+)
 
 BUFFER_BYTES = 4 * 2**20
 NUM_BUFFERS = 6
@@ -114,4 +120,4 @@ class StreamFile:
         if not self._is_direct or num_bytes <= self._reserved:
             return
         self._reserved = pad_to_block(num_bytes + (_RESERVE if self._reserved else 0))
-        os.posix_fallocate(self._descriptor, 0, self._reserved)
+        reserve(self._descriptor, self._reserved)
