@@ -96,7 +96,7 @@ def test_nothing_listens_beyond_the_given_address():
         for process in started:  # both first: neither ends without the other
             process.stdin.write("x")
             process.stdin.flush()
-        outputs = [process.communicate(timeout=60) for process in started]
+        outputs = [process.communicate(timeout=150) for process in started]
         assert [process.returncode for process in started] == [0, 0]
     said = [error for _, error in outputs]
     (port,) = re.findall(r"127.0.0.1:(\d+);", said[0])
@@ -128,10 +128,10 @@ def test_a_script_that_fails_ends_at_once_with_its_own_code(failing):
         "jax.device_count()\n"
         f"if group.process_id == {failing}:\n"
         + "".join(f"    {line}\n" for line in fault.splitlines())
-        + "time.sleep(100)\n"
+        + "time.sleep(300)\n"
     )
     with processes(program, 2) as started:
-        _, error = started[failing].communicate(timeout=60)
+        _, error = started[failing].communicate(timeout=150)
         assert started[failing].returncode == code, error
         assert said in error
 
@@ -144,7 +144,7 @@ def test_all_wait_for_each_other_when_all_is_saved():
         "raise Interrupted('saved')\n"
     )
     with processes(program, 2) as started:
-        errors = [process.communicate(timeout=60)[1] for process in started]
+        errors = [process.communicate(timeout=150)[1] for process in started]
         assert [process.returncode for process in started] == [75, 75], errors
     for error in errors:
         assert error.endswith("\nzerojax: saved\n"), "a sentence, no traceback"
@@ -194,7 +194,7 @@ def test_the_name_of_process_0_may_become_known_later(monkeypatch):
     found = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(distributed.time, "sleep", slept.append)
-    group = ProcessGroup(f"job-0.service:{free_port()}", 2, 0)
+    group = ProcessGroup(coordinator=f"job-0.service:{free_port()}", num_processes=2, process_id=0)
     distributed._check_free(group.coordinator, group, 60)
     assert asked == ["job-0.service"] * 3
     assert slept == [1.0, 1.0]
