@@ -134,6 +134,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_batch_on_other_devices(tmp_path, monkeypatch):
     """8 devices, then 6 (which 8 is no multiple of): the losses are those of 8 throughout."""
     from zerojax import mesh, runs

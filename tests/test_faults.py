@@ -45,6 +45,7 @@ def check_peer_lost(sentence: str, process: int, processes: int = 2) -> None:
     assert sentence.endswith(GO_ON)
 
 
+@pytest.mark.slow
 def test_a_signal_a_kill_and_a_hang_in_one_run(tmp_path, undisturbed):
     run = Run(tmp_path)
     run.start(pace=0.1)

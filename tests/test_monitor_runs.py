@@ -31,7 +31,7 @@ def run(folder: Path, processes: int, what: str, rank: int) -> tuple[str, list[s
     ("processes", "what", "rank", "reason"),
     [
         (2, "data", 1, "waiting for data"),
-        (2, "callback", 0, "its own work on the host"),
+        pytest.param(2, "callback", 0, "its own work on the host", marks=pytest.mark.slow),
         pytest.param(4, "data", 0, "waiting for data", marks=pytest.mark.slow),
         pytest.param(4, "callback", 2, "its own work on the host", marks=pytest.mark.slow),
     ],

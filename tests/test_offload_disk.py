@@ -34,7 +34,7 @@ from zerojax.store import StoreError
 STEPS = 5
 
 
-@pytest.fixture(scope="module", params=[1, 3])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 3])
 def on_device(request):
     """(ZeRO stage, losses, canonical state) of a run with everything on the device."""
     plan = plan_of(None, request.param, text=True)
@@ -42,7 +42,10 @@ def on_device(request):
     return request.param, losses, canonical(plan, state)
 
 
-@pytest.mark.parametrize("share", ["nvme", SHARES], ids=["nvme", "shares"])
+@pytest.mark.parametrize(
+    "share",
+    [pytest.param("nvme", marks=pytest.mark.slow, id="nvme"), pytest.param(SHARES, id="shares")],
+)
 def test_the_bits_of_the_device_tier(tmp_path, on_device, share):
     zero, losses, expected = on_device
     plan = plan_of(offload(tmp_path, share), zero, text=True)
@@ -73,6 +76,7 @@ def test_a_skipped_step_touches_no_bucket(tmp_path):
     assert (tmp_path / "process_0" / "manifest.json").read_bytes() == manifest
 
 
+@pytest.mark.slow
 def test_from_files_to_another_mesh_on_the_device_and_back(tmp_path):
     files, device = plan_of(offload(tmp_path), zero=3, data=4), plan_of(None, data=2)
     state, _ = train(files, 2)

@@ -60,6 +60,7 @@ def pipelined(folder, schedule):
     )
 
 
+@pytest.mark.slow
 def test_layers_in_another_order_are_another_store(tmp_path):
     """One mesh, one slicing: the schedules differ in which layers lie in which rows."""
     written, other = pipelined(tmp_path, "1f1b"), pipelined(tmp_path, "interleaved")
@@ -91,6 +92,7 @@ def mixed_scratch_store(folder):
         BucketStore.open(folder / "process_0")
 
 
+@pytest.mark.slow
 def test_a_mixed_scratch_store_does_not_stop_a_durable_run(tmp_path):
     mixed_scratch_store(tmp_path)
     plan = plan_of(offload(tmp_path, durable=True), data=2)
@@ -105,6 +107,7 @@ def killed_before_its_next_step(state):
     close(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["plain", "pieces"])
 def test_a_durable_run_that_was_restored_needs_no_step_to_be_gone_on_from(tmp_path, source):
     given = None if source == "plain" else offload(tmp_path / "other")
@@ -124,6 +127,7 @@ def test_a_durable_run_that_was_restored_needs_no_step_to_be_gone_on_from(tmp_pa
     close(state)
 
 
+@pytest.mark.slow
 def test_a_reshard_into_a_durable_store_keeps_step_and_data(tmp_path):
     old, new = plan_of(None, data=4), plan_of(offload(tmp_path, durable=True), data=2)
     state, _ = train(old, 2)
@@ -136,6 +140,7 @@ def test_a_reshard_into_a_durable_store_keeps_step_and_data(tmp_path):
     close(state)
 
 
+@pytest.mark.slow
 def test_a_live_reshard_of_a_durable_run_is_gone_on_from(tmp_path):
     """Through the trainer: its position of the data goes into the new store."""
     settings = MeshConfig(data=-1, offload=offload(tmp_path / "store", durable=True))
@@ -152,6 +157,7 @@ def test_a_live_reshard_of_a_durable_run_is_gone_on_from(tmp_path):
     close(state)
 
 
+@pytest.mark.slow
 def test_a_new_store_has_nothing_of_the_one_before(tmp_path):
     plan = plan_of(offload(tmp_path, durable=True), data=2)
     state, _ = train(plan, 1)
@@ -292,6 +298,7 @@ def test_one_memory_for_all_is_what_jax_would_give():
     assert np.array_equal(np.asarray(own), values)
 
 
+@pytest.mark.slow
 def test_a_model_is_handed_over_without_its_moments(tmp_path, monkeypatch):
     plan = plan_of(offload(tmp_path), data=2, freeze=("down/bias",))
     state, _ = train(plan, 2)
@@ -312,6 +319,7 @@ def test_a_model_is_handed_over_without_its_moments(tmp_path, monkeypatch):
     assert all(np.array_equal(x, expected[name]) for name, x in found.items())
 
 
+@pytest.mark.slow
 def test_what_left_a_sweep_is_told(tmp_path, monkeypatch):
     plan = plan_of(offload(tmp_path), data=2)
     state = init_state(plan)

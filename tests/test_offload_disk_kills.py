@@ -75,6 +75,7 @@ def check_durable(folder: Path, num_kills: int, longest: float) -> None:
     assert [loss for step, loss in found] == [expected[step] for step, _ in found]
 
 
+@pytest.mark.slow
 def test_two_kills_lose_no_step(tmp_path):
     check_durable(tmp_path / "killed", 2, 0.3)
 

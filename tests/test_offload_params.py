@@ -60,7 +60,7 @@ IN_BACKWARD = (("update_in_backward", True),)
 ON_DEVICE = (("opt_state", "device"),)
 ROWS = [
     Row(zero=3, model=2, microbatches=4, clip_norm=0.05, more=HOST_INPUTS, is_slow=False),
-    Row(zero=1, model=2, more=IN_BACKWARD, is_slow=False),
+    Row(zero=1, model=2, more=IN_BACKWARD),
     *(Row(zero=zero, microbatches=m) for zero in range(4) for m in (1, 4)),
     *(Row(zero=zero, model=2, clip_norm=0.05, more=ON_DEVICE) for zero in range(4)),
     *(Row(zero=zero, more=IN_BACKWARD) for zero in range(4)),

@@ -56,6 +56,7 @@ def on_the_device() -> tuple[dict[str, bytes], list[float]]:
     return bits(trainer.plan, trainer.state), losses
 
 
+@pytest.mark.slow
 def test_checkpoints_go_from_tier_to_tier_without_losing_a_bit(tmp_path):
     losses = []
     for steps, tier in ((2, HOST), (4, DEVICE), (6, SHARES), (8, HOST)):

@@ -133,7 +133,7 @@ class Updates:
 
 @TIERS
 @pytest.mark.parametrize(
-    "optimizer", [name if name in ("groups", "lion") else slow(name) for name in OPTIMIZERS]
+    "optimizer", [name if name == "groups" else slow(name) for name in OPTIMIZERS]
 )
 def test_slices_are_updated_to_the_bits_of_whole_shards(optimizer, offload):
     mesh = {"data": 2, "model": 2} if offload is SHARES else {"data": 2}
@@ -175,6 +175,7 @@ def test_low_precision_moments_are_rounded_in_slices_as_well():
         np.testing.assert_allclose(x, y, rtol=2**-7)
 
 
+@pytest.mark.slow
 def test_weights_without_masters_are_updated_where_they_are():
     precision = Precision(param_dtype="bfloat16", moments_dtype="bfloat16")
     updates = Updates(plan_of(HOST, precision=precision))

@@ -88,12 +88,12 @@ def even(toy, schedule):
 @pytest.mark.parametrize(
     ("name", "stages", "stash"),
     [
-        ("1f1b", 4, "residuals"),
+        pytest.param("1f1b", 4, "residuals", marks=pytest.mark.slow),
         ("1f1b", 2, "input"),
-        ("gpipe", 2, "residuals"),
-        ("1f1b_classic", 4, "input"),
+        pytest.param("gpipe", 2, "residuals", marks=pytest.mark.slow),
+        pytest.param("1f1b_classic", 4, "input", marks=pytest.mark.slow),
         ("interleaved", 2, "residuals"),
-        ("zb_h1", 2, "input"),
+        pytest.param("zb_h1", 2, "input", marks=pytest.mark.slow),
         ("zb_v", 2, "residuals"),
     ],
 )

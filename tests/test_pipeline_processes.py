@@ -32,6 +32,7 @@ def run_two(out: Path, *words: str) -> dict:
     return json.loads(out.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "owners", "zero"),
     [

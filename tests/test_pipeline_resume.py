@@ -57,6 +57,7 @@ def uninterrupted():
     return np.array(losses), jax.tree.map(np.asarray, jax.tree.leaves(trainer.to_model()))
 
 
+@pytest.mark.slow
 def test_three_runs_with_three_layouts_are_one_run(tmp_path):
     losses = []
     for steps, mesh in ((3, NO_PIPELINE), (6, TWO_STAGES), (9, DEALT)):

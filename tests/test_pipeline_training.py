@@ -51,7 +51,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(
     ("name", "zero"),
-    [("lamb", 1), slow("optax lamb", 3), slow("sgd", 2)],
+    [slow("lamb", 1), slow("optax lamb", 3), slow("sgd", 2)],
 )
 def test_optimizers_see_the_arrays_of_one_device(name, zero):
     """Norms of arrays and of all gradients are over stages, and rows of padding count as nothing.
@@ -109,7 +109,7 @@ def dropped(rate_behind):
     ("schedule", "stash", "mesh", "zero", "behind"),
     [
         slow("1f1b", "residuals", {"stage": 4}, 0, 0.0),
-        ("zb_v", "input", {"stage": 2, "model": 2}, 3, 0.2),
+        slow("zb_v", "input", {"stage": 2, "model": 2}, 3, 0.2),
         slow("interleaved(2)", "residuals", {"stage": 2, "model": 2}, 1, 0.2),
         slow("gpipe", "input", {"stage": 2}, 2, 0.2),
     ],

@@ -57,6 +57,7 @@ def train_rows(folder: Path, run: str, *words: str) -> list[dict]:
     return [row for row in rows if row["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_twenty_steps_are_ten_and_ten_in_a_new_process_bit_for_bit(tmp_path):
     whole = train(tmp_path, "whole", "steps=20")
     assert len(whole) == 20

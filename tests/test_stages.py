@@ -141,7 +141,7 @@ def test_a_head_that_uses_the_embedding_shares_it() -> None:
 # --- training -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.2])
+@pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_training_over_pipeline_stages_is_training(rate: float) -> None:
     """Dropout, too: every layer draws what it draws without a pipeline."""
     factory = functools.partial(make_stages, rate=rate)

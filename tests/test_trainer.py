@@ -132,6 +132,7 @@ def test_resume_onto_another_stage_mesh_and_device_count(tmp_path):
     np.testing.assert_allclose(last, losses_of(whole.history)[8:], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_live_reshard_keeps_the_trajectory():
     whole = zerojax.train(
         UserText(nnx.Rngs(0)), {"zero": 1}, BATCHES, log=LogConfig(every=1), **options(steps=8)
@@ -157,6 +158,7 @@ def test_live_reshard_keeps_the_trajectory():
     np.testing.assert_allclose(losses, losses_of(whole.history), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_to_model_gives_the_trained_module():
     trainer = zerojax.train(UserText(nnx.Rngs(0)), {"zero": 3}, BATCHES, **options())
     model = trainer.to_model()
@@ -182,6 +184,7 @@ def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
         assert trainer.num_steps == 6
 
 
+@pytest.mark.slow
 def test_an_error_of_the_data_loses_no_step(tmp_path):
     def batches():
         yield from BATCHES
@@ -199,6 +202,7 @@ def test_an_error_of_the_data_loses_no_step(tmp_path):
         assert trainer.history == [], "all four steps were saved"
 
 
+@pytest.mark.slow
 def test_a_run_that_stays_non_finite_ends_with_its_last_good_parameters():
     def loss(model, batch):
         total, weight = model.loss(batch)
@@ -227,6 +231,7 @@ def test_a_run_that_stays_non_finite_ends_with_its_last_good_parameters():
     assert len(set(kept)) == 1, "skipped steps must not move a parameter"
 
 
+@pytest.mark.slow
 def test_a_callback_that_returns_true_ends_the_run():
     trainer = zerojax.train(
         reference_model("gpt2"),
@@ -247,6 +252,7 @@ def test_no_host_transfer_in_the_loop():
             trainer._step_on_devices(batch)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_listed_and_pruned(tmp_path):
     path = tmp_path / "saves"
     config = CheckpointConfig(path=str(path), every=2, keep=2)
@@ -292,6 +298,7 @@ def test_a_model_without_a_loss_is_told_what_to_pass():
         zerojax.train(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), None, [{"x": np.ones((8, 4))}])
 
 
+@pytest.mark.slow
 def test_metrics_file_of_a_run(tmp_path):
     with zerojax.train(
         reference_model("gpt2"),

@@ -79,6 +79,9 @@ OPTAX = {
 }
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def alone():
     """name -> losses on one device, updated by optax."""
@@ -96,13 +99,13 @@ def alone():
 @pytest.mark.parametrize(
     ("name", "zero", "mesh"),
     [
-        ("adamw", 0, {"data": 8}),
+        slow("adamw", 0, {"data": 8}),
         ("adamw", 3, {"data": 4, "model": 2}),
-        ("adamw", 1, {"replica": 2, "data": 4}),
-        ("lion", 1, {"data": 8}),
+        slow("adamw", 1, {"replica": 2, "data": 4}),
+        slow("lion", 1, {"data": 8}),
         ("lamb", 3, {"data": 8}),
-        ("lamb", 2, {"data": 2, "model": 4}),
-        ("sgd", 2, {"data": 8}),
+        slow("lamb", 2, {"data": 2, "model": 4}),
+        slow("sgd", 2, {"data": 8}),
     ],
 )
 def test_updates_in_place_follow_optax_on_one_device(alone, name, zero, mesh):
@@ -111,7 +114,7 @@ def test_updates_in_place_follow_optax_on_one_device(alone, name, zero, mesh):
     assert int(run.state["skipped"]) == 0
 
 
-@pytest.mark.parametrize("name", list(OWN))
+@pytest.mark.parametrize("name", [name if name == "adamw" else slow(name) for name in OWN])
 def test_a_step_that_is_not_finite_changes_nothing_but_counters(name):
     run = Run(plan_of(OWN[name](), 2))
     run(2)
@@ -156,9 +159,7 @@ def in_bfloat16():
     return Run(plan_of(OWN["adamw"](), 3, precision="bf16"))(16)
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision",
     [

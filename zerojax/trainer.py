@@ -293,11 +293,8 @@ class Trainer:
         batches = self._validation if batches is None else batches
         default = self.habits.eval_batches
         self._reports.wait(self.plan)
-        first = not self._evaluate_was_called
-        with (
-            self._pace.during(EVAL),
-            self._watchdog.during("evaluating", is_long=first, is_apart=True),
-        ):
+        options = {"is_long": not self._evaluate_was_called, "is_apart": True}
+        with self._pace.during(EVAL), self._watchdog.during("evaluating", **options):
             evaluate = self._evaluate_one
             result = mean_loss(evaluate, self.plan, self.state, batches, num_batches, default)
         if self._log is not None:
