@@ -14,6 +14,7 @@ from zerojax import trees
 from zerojax.hugging_face import ARCHITECTURES, UnsupportedError, architecture_of
 from zerojax.hugging_face.layouts import parse_layout
 from zerojax.models import BertConfig, GPT2Config, LlamaConfig
+from zerojax.models.rope import RopeScaling, rotary_frequencies
 
 SIZES = {"vocab_size": 20, "max_seq_len": 8, "num_layers": 3, "num_heads": 4, "embed_dim": 16}
 CONFIGS = {
@@ -146,3 +147,42 @@ def test_settings_of_transformers_5_are_those_of_4():
     assert read(old)["rope_theta"] == 5e5
     assert read(old)["rope_scaling"].kind == "llama3"
     assert read(LLAMA)["rope_scaling"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kind": "yarn", "factor": 2.0}, "'yarn': use linear, dynamic or llama3"),
+        ({"kind": "linear", "factor": 0.5}, "factor=0.5 must be at least 1"),
+        ({"kind": "llama3", "factor": 8.0}, "needs original_max_seq_len"),
+        (
+            {"kind": "linear", "factor": 2.0, "low_freq_factor": 4.0},
+            "low_freq_factor=4.0 must be above 0 and below high_freq_factor=4.0",
+        ),
+    ],
+)
+def test_scalings_that_cannot_be_are_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        RopeScaling(**fields)
+
+
+def test_wavelengths_are_stretched_as_each_kind_says():
+    """By the formulas, element by element, in float64."""
+    plain = np.asarray(rotary_frequencies(8, 100.0))
+    np.testing.assert_allclose(plain, 100.0 ** (-np.arange(8) / 8), rtol=1e-6)
+    linear = RopeScaling(kind="linear", factor=4.0)
+    np.testing.assert_allclose(rotary_frequencies(8, 100.0, linear), plain / 4, rtol=1e-6)
+    dynamic = RopeScaling(kind="dynamic", factor=2.0, original_max_seq_len=10)
+    for length in (4, 10):  # up to the length of training nothing changes
+        np.testing.assert_array_equal(rotary_frequencies(8, 100.0, dynamic, seq_len=length), plain)
+    base = 100.0 * (2 * 30 / 10 - 1) ** (16 / 14)
+    longer = rotary_frequencies(8, 100.0, dynamic, seq_len=30)
+    np.testing.assert_allclose(longer, base ** (-np.arange(8) / 8), rtol=1e-6)
+    llama3 = RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=64)
+    for found, frequency in zip(rotary_frequencies(8, 100.0, llama3), plain, strict=True):
+        wavelength = 2 * np.pi / frequency
+        ramp = (64 / wavelength - 1) / (4 - 1)
+        wanted = (1 - ramp) * frequency / 8 + ramp * frequency
+        wanted = frequency if wavelength < 64 / 4 else wanted
+        wanted = frequency / 8 if wavelength > 64 / 1 else wanted
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)

@@ -115,7 +115,9 @@ def _tensor(name: str, row: Mapping[str, Any], data: int) -> Tensor:
         name=name, shape=tuple(row["shape"]), dtype=_DTYPES[row["dtype"]], start=data + start
     )
     if stop - start != tensor.num_bytes or start < 0:
-        raise ValueError(f"{name!r} takes {stop - start} bytes in place of {tensor.num_bytes}")
+        raise ValueError(
+            f"{name!r} lies at {start} to {stop}, but has {tensor.num_bytes} bytes from 0 on"
+        )
     return tensor
 
 
