@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from zerojax.cli import generate as generating
+from zerojax.cli import main
 from zerojax.data import (
     HuggingFaceTokenizer,
     as_source,
@@ -218,3 +219,35 @@ def test_bad_files_are_refused(content: Any, words: str) -> None:
 def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="vocab.txt.*save_pretrained"):
         as_tokenizer(tmp_path)
+
+
+def wordpiece() -> Any:
+    """Without a template, so that a text of line ends alone is no token at all."""
+    content = {**json.loads(bert_like().to_str()), "post_processor": None}
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "shown", "has_sample"), [(llama2_like, "▁To▁be", True), (wordpiece, "tobe", False)]
+)
+def test_a_run_trains_and_writes_with_it(
+    make: Any, shown: str, has_sample: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`data.tokenizer` of a run file, the model's vocabulary, and the text of the trained model."""
+    folder, run, corpus = (tmp_path / name for name in ("theirs", "run", "corpus.txt"))
+    folder.mkdir()
+    backend = make()
+    written(folder, backend)
+    corpus.write_text(TEXT)
+    sizes = ["num_layers=1", "num_heads=2", "embed_dim=32", "max_seq_len=48", "seq_len=32"]
+    words = ["global_batch_size=8", "steps=4", "warmup_steps=0", "precision=fp32", "eval_batches=1"]
+    data = [f"data.path={corpus}", f"data.tokenizer={folder}", "validation_fraction=0.1"]
+    assert main(["train", *sizes, *words, *data, f"run_dir={run}"]) == 0
+    config = json.loads((run / "config.json").read_text())
+    assert config["model"]["vocab_size"] == backend.get_vocab_size()
+    assert ("What the model writes" in capsys.readouterr().out) == has_sample
+    assert main(["generate", str(run), "To be", "--tokens", "5", "--seed", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.replace(" ", "").strip().startswith(shown), text
+    assert main(["generate", str(run), "\n", "--tokens", "5"]) == (0 if has_sample else 2)

@@ -39,12 +39,12 @@ def continue_text(
             "this run has no tokenizer: it was trained on token files that name none, so that its "
             "tokens have no text; train on text, or on token files of `zerojax data prepare`"
         )
-    tokens = np.asarray(tokenizer.encode(prompt), np.int32)
+    tokens = prompt_ids(tokenizer, prompt)
     if not tokens.size:
-        raise ValueError('the prompt is empty; give at least one character, such as "A"')
-    # What a text begins with where the model comes from, such as <|begin_of_text|> of Llama 3.
-    prefix = np.asarray(getattr(tokenizer, "prefix", ()), np.int32)
-    tokens = np.concatenate([prefix, tokens])
+        raise ValueError(
+            "the prompt is empty, or this tokenizer makes no token of it; give at least one "
+            'letter, such as "A"'
+        )
     context = model.config.max_seq_len
     room = context - tokens.size
     if room < 1:
@@ -56,7 +56,17 @@ def continue_text(
     drawn = generate(
         model, tokens[None], num_tokens, temperature=temperature, top_k=top_k, seed=seed
     )
-    return tokenizer.decode(np.asarray(drawn[0, prefix.size :]))
+    return tokenizer.decode(np.asarray(drawn[0, _prefix(tokenizer).size :]))
+
+
+def prompt_ids(tokenizer: Any, prompt: str) -> np.ndarray:
+    """int32 ids: what a text begins with where the tokenizer comes from, and the prompt."""
+    return np.concatenate([_prefix(tokenizer), np.asarray(tokenizer.encode(prompt), np.int32)])
+
+
+def _prefix(tokenizer: Any) -> np.ndarray:
+    """Such as <|begin_of_text|> of Llama 3."""
+    return np.asarray(getattr(tokenizer, "prefix", ()), np.int32)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ import jax
 
 from zerojax import exit_codes
 from zerojax.cli.devices import run_one_program_at_a_time
-from zerojax.cli.generate import continue_text
+from zerojax.cli.generate import continue_text, prompt_ids
 from zerojax.cli.invocation import command_name
 from zerojax.config import RunConfig
 from zerojax.data.tokenizer import load_tokenizer
@@ -63,9 +63,12 @@ def draw_sample(trainer: Any, config: RunConfig) -> str | None:
     file = Path(config.run_dir) / "tokenizer.json"
     if not file.exists():
         return None
+    tokenizer = load_tokenizer(file)
+    if not prompt_ids(tokenizer, SAMPLE_PROMPT).size:  # one that leaves out line ends
+        return None
     text = continue_text(
         trainer.to_model(),
-        load_tokenizer(file),
+        tokenizer,
         SAMPLE_PROMPT,
         num_tokens=min(SAMPLE_TOKENS, config.model.max_seq_len - 8),
         temperature=0.7,
