@@ -159,6 +159,7 @@ def test_several_refusals_come_at_once():
 
 def test_json_hjson_base64_and_dicts_say_the_same(tmp_path):
     text = '{"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7}}'
+    pytest.importorskip("hjson", reason="the extra hjson is not installed")
     (tmp_path / "a.json").write_text(text)
     hjson_text = "# a comment\nzero_optimization: {\n  stage: 2\n  reduce_bucket_size: 5e7\n}\n"
     (tmp_path / "b.hjson").write_text(hjson_text)
@@ -171,6 +172,8 @@ def test_json_hjson_base64_and_dicts_say_the_same(tmp_path):
 
 @pytest.mark.parametrize("text", ['{"zero_optimization": {"stage": 1, "stage": 2}}', "a: 1\na: 2"])
 def test_a_key_given_twice_is_refused_with_both_values(tmp_path, text):
+    if not text.startswith("{"):
+        pytest.importorskip("hjson", reason="the extra hjson is not installed")
     path = tmp_path / "twice.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"given 2 times, as \[1, 2\]; keep one"):
@@ -182,7 +185,7 @@ def test_a_key_given_twice_is_refused_with_both_values(tmp_path, text):
     [
         ("ds_config.json", "'ds_config.json' is no file"),
         ("[1, 2]", "is no file"),
-        ('{"fp16": {', "neither JSON"),
+        ('{"fp16": {', "JSON.*Expecting property name"),
         ('{"a": NaN}', "NaN"),
         (base64.urlsafe_b64encode(b"no config").decode(), "is no file"),
     ],
