@@ -263,7 +263,7 @@ def test_the_comparison_runs_with_what_is_installed(tmp_path):
     """zerojax and plain optax always; torch and DeepSpeed where this Python has them."""
     command = [sys.executable, "-m", "benchmarks.compare", "--smoke", "--out", str(tmp_path)]
     result = subprocess.run(
-        [*command, "--windows", "one", "0", "3"],
+        [*command, "--windows", "one", "0", "3", "--patience", "600"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

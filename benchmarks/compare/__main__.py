@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.compare.catalogue import WINDOWS
 from benchmarks.compare.probing import FRAMEWORKS, probe
 from benchmarks.compare.tables import Measured, make_record
-from benchmarks.compare.turns import ROOT, Taken, measure
+from benchmarks.compare.turns import PATIENCE, ROOT, Taken, measure
 from benchmarks.machine import load_average
 from benchmarks.recording import add_arguments, write_record
 
@@ -43,6 +43,13 @@ def main(argv: list[str] | None = None) -> int:
         default=list(WINDOWS),
         help="only these: one process, or two under a stage of ZeRO",
     )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE,
+        metavar="SECONDS",
+        help="within which the steps of a turn have to be done; default %(default)g",
+    )
     arguments = parser.parse_args(argv)
     load_before = load_average()
     began = time.monotonic()
@@ -55,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
         for window in arguments.windows:
             _say(f"window {window}", began)
             ways = [way for way in WINDOWS[window] if found[way.needs].versions]
-            measured.windows[window] = measure(ways, pythons, folder, arguments.smoke)
+            measured.windows[window] = measure(
+                ways, pythons, folder, smoke=arguments.smoke, patience=arguments.patience
+            )
             _show_failures(measured.windows[window])
     record = make_record(measured, smoke=arguments.smoke)
     more: dict[str, Any] = {

@@ -81,6 +81,7 @@ _ONE_PROCESS = (
     Way(name=BARE_JAX, file="optax_jit", needs="jax", processes=1, bare=BARE_JAX),
     Way(name="optax + nnx.jit", file="optax_nnx", needs="jax", processes=1, bare=BARE_JAX),
     Way(name="zerojax", file="zerojax_step", needs="jax", processes=1, bare=BARE_JAX),
+    Way(name="zerojax.train", file="zerojax_train", needs="jax", processes=1, bare=BARE_JAX),
     Way(name=BARE_TORCH, file="torch_eager", needs="torch", processes=1, bare=BARE_TORCH),
     Way(
         name="torch.compile",

@@ -21,6 +21,8 @@ STEPS_PER_TURN = 3
 TURNS = 5
 SMOKE_TURNS = 3
 CORES = 2
+PATIENCE = 240.0
+"""Seconds within which the steps of a turn, or start, compilation and warm-up, have to be done."""
 _LOG_LINES = 12
 
 
@@ -57,7 +59,12 @@ class Taken:
 
 
 def measure(
-    ways: Iterable[Way], pythons: Mapping[str, str], folder: Path, smoke: bool
+    ways: Iterable[Way],
+    pythons: Mapping[str, str],
+    folder: Path,
+    *,
+    smoke: bool,
+    patience: float = PATIENCE,
 ) -> dict[str, Taken]:
     """{name: what it took} of the ways and of the bare steps that they are held to.
 
@@ -66,12 +73,21 @@ def measure(
       pythons: {"jax" | "torch" | "deepspeed": the interpreter that has it}.
       folder: of the exported files; logs are written beside them.
       smoke: a tiny model, and fewer turns.
+      patience: seconds until a way that does not answer is given up.
     """
     ways = list(ways)
     bare = dict.fromkeys(way.bare for way in ways)
     running = {name: BARE[name] for name in bare} | {way.name: way for way in ways}
     taken = {name: Taken() for name in running}
-    groups = {name: _start(way, pythons, folder, smoke) for name, way in running.items()}
+    groups = {
+        name: Workers(
+            *_processes(way, pythons, folder, smoke),
+            folder=ROOT,
+            log=_log_of(way, folder),
+            seconds=patience,
+        )
+        for name, way in running.items()
+    }
     try:
         _turn(groups, taken, WARM_UP, reverse=False, timed=False)
         for turn in range(SMOKE_TURNS if smoke else TURNS):
@@ -97,8 +113,10 @@ def _turn(
             groups.pop(name).end()
 
 
-def _start(way: Way, pythons: Mapping[str, str], folder: Path, smoke: bool) -> Workers:
-    """Its processes on cores 0, 1, ...
+def _processes(
+    way: Way, pythons: Mapping[str, str], folder: Path, smoke: bool
+) -> tuple[list[list[str]], list[dict[str, str]]]:
+    """(commands, environments) of its processes on cores 0, 1, ...
 
     A way of one process runs once per core, without talking, so that T1 has a busy machine, too.
     """
@@ -119,7 +137,7 @@ def _start(way: Way, pythons: Mapping[str, str], folder: Path, smoke: bool) -> W
         command = [pythons[way.needs], "-m", "benchmarks.compare.worker", json.dumps(task)]
         commands.append(command)
         environments.append(_environment(core, port if talking else None))
-    return Workers(commands, environments, folder=ROOT, log=_log_of(way, folder), seconds=240)
+    return commands, environments
 
 
 def _environment(index: int, port: int | None) -> dict[str, str]:
