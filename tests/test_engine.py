@@ -13,11 +13,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 import zerojax
+from tests.hugging_face_folders import write_folder
 from tests.process_groups import ROOT, run_group
 from zerojax.checkpoint import CheckpointError
 from zerojax.engine.absent import ABSENT
+from zerojax.optim import adamw
 
 CONFIG = {
     "train_batch_size": 32,
@@ -245,6 +248,28 @@ def test_without_batch_size_in_the_file_the_first_batch_decides():
     )
     assert engine.get_batch_info() == (48, 3, 2)
     assert plan.num_microbatches == 2
+
+
+@pytest.mark.slow
+def test_weights_of_hugging_face_go_in_and_come_out(tmp_path):
+    """The same bits through the shards of stage 3; and a batch changes them."""
+    source = write_folder(tmp_path / "theirs", "llama")
+    tokens = np.random.default_rng(0).integers(0, 20, (8, 8), np.int32)
+    config = {"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3}}
+    engine = zerojax.initialize(zerojax.from_hugging_face(source), config, optimizer=adamw(1e-2))
+    with pytest.raises(ValueError, match=r"no state before its first batch; call engine.prepare"):
+        zerojax.to_hugging_face(engine, tmp_path / "early")
+    batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1)}
+    engine.prepare(batch)
+    zerojax.to_hugging_face(engine, tmp_path / "ours")
+    theirs, ours = (load_file(x / "model.safetensors") for x in (source, tmp_path / "ours"))
+    assert theirs.keys() == ours.keys()
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
+
+    engine.train_batch(batch)
+    zerojax.to_hugging_face(engine, tmp_path / "trained")
+    trained = load_file(tmp_path / "trained" / "model.safetensors")
+    assert not any(trained[name].tobytes() == theirs[name].tobytes() for name in theirs)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -39,7 +39,6 @@ from zerojax.hugging_face.writing import (
 from zerojax.models.lora import adapter_names
 from zerojax.running import DESCRIPTION_FILE, TOKENIZER_FILE
 from zerojax.safetensors_files import SHARD_BYTES, write_files
-from zerojax.trainer import Trainer
 
 _TOKENIZER_FILES = (
     TOKENIZER_FILE,
@@ -53,8 +52,27 @@ _TOKENIZER_FILES = (
 _PARTS = ("params/", "frozen/")
 
 
+class Trained(Protocol):
+    """A run in memory: a `Trainer`, or an `Engine` that has had a batch."""
+
+    @property
+    def plan(self) -> Any:
+        """The `Plan` that the state follows."""
+        ...
+
+    @property
+    def state(self) -> Any:
+        """The `TrainState`."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Batches consumed."""
+        ...
+
+
 def to_hugging_face(
-    trained: Trainer | str | Path,
+    trained: Trained | str | Path,
     folder: str | Path,
     *,
     step: int | None = None,
@@ -69,7 +87,7 @@ def to_hugging_face(
     With several processes all of them call it; the first one writes.
 
     Args:
-      trained: a `Trainer`, or the folder of a run, of its checkpoints, or of one step.
+      trained: a `Trainer` or `Engine`, or the folder of a run, of its checkpoints, or of one step.
       folder: new, or empty; it gets its name when everything is in it.
       step: of a run's folder; None: the newest.
       dtype: of all tensors, such as "bfloat16"; None: as parameters are stored (float32, unless
@@ -82,9 +100,8 @@ def to_hugging_face(
       CheckpointError: no such step, or a damaged one. OSError: what the disk says.
     """
     out = Path(folder).expanduser().absolute()
-    if isinstance(trained, Trainer):
-        if step is not None:
-            raise ValueError(f"step={step}: a trainer has only its own; give the run's folder")
+    if not isinstance(trained, str | Path):
+        _check_there(trained, step)
         return _from_trainer(trained, out, dtype=dtype, shard_bytes=shard_bytes)
     saved = _saved_step(trained, step)
     return export_step(
@@ -92,13 +109,13 @@ def to_hugging_face(
     )
 
 
-def to_peft(trained: Trainer | str | Path, folder: str | Path, *, step: int | None = None) -> Path:
+def to_peft(trained: Trained | str | Path, folder: str | Path, *, step: int | None = None) -> Path:
     """Writes a model's adapters for `peft.PeftModel.from_pretrained`, without the base model.
 
     With several processes all of them call it; the first one writes.
 
     Args:
-      trained: a `Trainer`, or the folder of a run, of its checkpoints, or of one step.
+      trained: a `Trainer` or `Engine`, or the folder of a run, of its checkpoints, or of one step.
       folder: new, or empty.
       step: of a run's folder; None: the newest.
 
@@ -112,11 +129,10 @@ def to_peft(trained: Trainer | str | Path, folder: str | Path, *, step: int | No
       CheckpointError: no such step, or a damaged one.
     """
     out = Path(folder).expanduser().absolute()
-    if not isinstance(trained, Trainer):
+    if isinstance(trained, str | Path):
         saved = _saved_step(trained, step)
         return export_adapters(saved, run_folders(trained, saved), out)
-    if step is not None:
-        raise ValueError(f"step={step}: a trainer has only its own; give the run's folder")
+    _check_there(trained, step)
     description = describe_model(trained.plan.model)
     params = model_parts(trained.plan, trained.state)
     params = {**params["params"], **params["frozen"]}
@@ -125,6 +141,15 @@ def to_peft(trained: Trainer | str | Path, folder: str | Path, *, step: int | No
     if jax.process_index() > 0:
         return out
     return _write_adapters(out, description, adapters)
+
+
+def _check_there(trained: Trained, step: int | None) -> None:
+    if step is not None:
+        raise ValueError(f"step={step}: a trainer has only its own; give the run's folder")
+    if trained.state is None:
+        raise ValueError(
+            "the engine has no state before its first batch; call engine.prepare(example_batch)"
+        )
 
 
 def export_adapters(saved: SavedStep, folders: Sequence[Path], out: Path) -> Path:
@@ -200,7 +225,7 @@ def _belongs(name: str, kernels: set[str]) -> bool:
     return any(name == kernel or name.startswith(f"{kernel[:-7]}/lora/") for kernel in kernels)
 
 
-def _from_trainer(trainer: Trainer, out: Path, *, dtype: str | None, shard_bytes: int) -> Exported:
+def _from_trainer(trainer: Trained, out: Path, *, dtype: str | None, shard_bytes: int) -> Exported:
     plan = trainer.plan
     description = describe_model(plan.model)
     parts = model_parts(plan, trainer.state)

@@ -368,6 +368,11 @@ class Engine(Answers, Absent):
         return 0 if self.state is None else int(self.state["skipped"])
 
     @property
+    def num_steps(self) -> int:
+        """`global_steps` under `Trainer`'s name, for what takes either."""
+        return self.global_steps
+
+    @property
     def global_samples(self) -> int:
         """Rows consumed."""
         return self.global_steps * self.train_batch_size()
