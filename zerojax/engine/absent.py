@@ -28,7 +28,7 @@ ABSENT: Mapping[str, str] = {
     "set_train_micro_batch_size": _FIXED,
     "module": "engine.to_model() is the trained model, and engine.state['params'] its arrays",
     "module_state_dict": "engine.to_model() is the trained model",
-    "save_16bit_model": "zerojax.to_hugging_face(engine, folder), or save what engine.to_model() returns",
+    "save_16bit_model": "zerojax.to_hugging_face(engine, folder); or save engine.to_model()",
     "optimizer": "the optimizer is a part of the compiled step; its state is in engine.state",
     "lr_scheduler": "the schedule is a part of the compiled step; engine.get_lr() is its value",
     "get_mom": "betas are a part of the compiled step; they are what the configuration says",
