@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,3 +56,8 @@ def find_minilm() -> Path | None:
         return None
     archive = Path(spec.origin).parent / "model.zip"
     return archive if archive.is_file() else None
+
+
+def digest(ids: Any) -> str:
+    """sha256 of token ids as int32."""
+    return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()

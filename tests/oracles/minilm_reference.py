@@ -19,7 +19,7 @@ import transformers
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bert_weights import SENTENCES, find_minilm  # noqa: E402
+from tests.bert_weights import SENTENCES, digest, find_minilm  # noqa: E402
 
 
 def main() -> None:
@@ -30,6 +30,8 @@ def main() -> None:
         files.extractall(folder)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        corpus = (ROOT / "zerojax" / "data" / "shakespeare.txt").read_text(encoding="utf-8")
+        ids = tokenizer(corpus, add_special_tokens=False, truncation=False)["input_ids"]
         inputs = tokenizer(list(SENTENCES), padding=True, truncation=False, return_tensors="pt")
         with torch.no_grad():
             output = model(**inputs)
@@ -39,6 +41,7 @@ def main() -> None:
     lengths = inputs["attention_mask"].sum(1).tolist()
     made = {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "corpus": {"count": len(ids), "sha256": digest(ids)},
         "ids": [row[:n] for row, n in zip(inputs["input_ids"].tolist(), lengths, strict=True)],
         "embeddings": [[float(f"{x:.7g}") for x in row] for row in embedding.tolist()],
         "pooled": [[float(f"{x:.7g}") for x in row[:16]] for row in output.pooler_output.tolist()],
