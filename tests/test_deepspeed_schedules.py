@@ -85,10 +85,11 @@ def test_shards_in_place_follow_the_same_betas(make):
     whole, shards = make_params(), make_params()
     whole_state, shard_state = plain.init(whole), tx.init(shards)
     update = jax.jit(plain.update)
+    apply = jax.jit(lambda *arrays: tx.apply(*arrays, context()))
     for step in range(4):
         changes, whole_state = update(gradient(step), whole_state, whole)
         whole = optax.apply_updates(whole, changes)
-        shards, shard_state = tx.apply(gradient(step), shard_state, shards, context())
+        shards, shard_state = apply(gradient(step), shard_state, shards)
     for name in whole:
         np.testing.assert_allclose(shards[name], whole[name], rtol=1e-5, atol=1e-6)
 
