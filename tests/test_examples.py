@@ -22,6 +22,7 @@ LONG = {
     "10_same_bits_anywhere",
     "11_linen_language_model",
     "12_bert_masked_language",
+    "13_lora_smollm2",
 }
 
 

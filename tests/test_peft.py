@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import zerojax
 from tests.hugging_face_weights import weights
 from tests.peft_weights import ALPHA, CASES, RANK, adapter_tensor, part_of
+from zerojax.checkpoint.inspection import saved_steps
 from zerojax.cli import main
 from zerojax.config import LogConfig, LoraConfig
 from zerojax.hugging_face import UnsupportedError
@@ -145,6 +146,12 @@ def test_a_run_from_files_to_files(base, tmp_path, capsys):
     before, _ = zerojax.from_hugging_face(start).initial_arrays()
     for name, array in trainer.state["frozen"].items():
         np.testing.assert_array_equal(array, whole(before[name]), err_msg=name)
+
+    (saved,) = saved_steps(tmp_path / "run" / "checkpoints")
+    kinds = {name.partition("/")[0] for name in saved.metadata.arrays if name.endswith("/kernel")}
+    assert kinds == {"frozen"}  # whole, and without moments
+    held = [name for name in saved.metadata.arrays if name.startswith("opt_state")]
+    assert len([name for name in held if "/lora/" in name]) == 2 * 14
 
     ways = {
         "trainer": lambda out: zerojax.to_peft(trainer, out),

