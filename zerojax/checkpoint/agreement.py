@@ -7,7 +7,10 @@ thread waits, so that collectives are enqueued in the same order everywhere.
 
 from __future__ import annotations
 
+import concurrent.futures
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,11 +21,17 @@ from zerojax.checkpoint.errors import (
     DamagedError,
     DiskFullError,
     DivergedError,
+    GivenUpError,
     MachineError,
 )
 
 _TEXT_BYTES = 1024
-_KINDS = (CheckpointError, DiskFullError, DamagedError, DivergedError, MachineError)
+_KINDS = (
+    *(CheckpointError, DiskFullError, DamagedError, DivergedError, MachineError),
+    GivenUpError,  # the last: told only when no process says more
+)
+_UNDER_WAY = 255
+_ROUND_SECONDS = 0.5
 
 
 def raise_together(error: BaseException | None) -> None:
@@ -30,24 +39,66 @@ def raise_together(error: BaseException | None) -> None:
 
     Raises:
       CheckpointError: on all processes, of the kind and with the text of the first process that
-        failed. With one process, `error` itself.
+        failed by itself. With one process, `error` itself.
     """
     if jax.process_count() == 1:
         if error is not None:
             raise error
         return
+    rows = _exchange(error)
+    failed = [process for process, row in enumerate(rows) if row[0]]
+    if failed:
+        process = min(failed, key=lambda process: rows[process][0] == len(_KINDS))
+        kind, text = _KINDS[rows[process][0] - 1], _text_in(rows[process])
+        # An error that was shared once already names its process.
+        where = "" if text.startswith("process ") else f"process {process}: "
+        raise kind(where + text) from error
+
+
+def wait_together(
+    task: concurrent.futures.Future[Any], give_up: Callable[[], object]
+) -> BaseException | None:
+    """Waits until a task is done here, and gives it up where it has failed in another process.
+
+    Args:
+      task: one on every process, which may wait for the others in its own way.
+      give_up: makes `task` end; called where another process has failed, which may have found no
+        other way to tell, as where its file server is gone.
+
+    Returns:
+      The error of this process's task.
+    """
+    if jax.process_count() == 1:
+        return task.exception()
+    while True:
+        concurrent.futures.wait([task], _ROUND_SECONDS)
+        rows = _exchange(task.exception() if task.done() else None, is_under_way=not task.done())
+        states = [row[0] for row in rows]
+        if any(0 < state < _UNDER_WAY for state in states):
+            give_up()
+            return task.exception()
+        if not any(states):
+            return None
+
+
+def _exchange(error: BaseException | None, *, is_under_way: bool = False) -> np.ndarray:
+    """The rows of all processes: 0, `_UNDER_WAY`, or 1 + kind; then text.
+
+    They are of one size whatever is said, so that one process may ask again what it was interrupted
+    in when it asked.
+    """
     buffer = np.zeros(_TEXT_BYTES, np.uint8)
     if error is not None:
         kind = _KINDS.index(type(error)) if type(error) in _KINDS else 0
         text = bytes([1 + kind]) + (str(error) or type(error).__name__).encode()
         buffer[: len(text)] = np.frombuffer(text, np.uint8)[:_TEXT_BYTES]
-    gathered = np.asarray(multihost_utils.process_allgather(buffer)).reshape(-1, _TEXT_BYTES)
-    for process, row in enumerate(gathered):
-        if row[0]:
-            text = row[1:].tobytes().rstrip(b"\0").decode(errors="replace")
-            # An error that was shared once already names its process.
-            where = "" if text.startswith("process ") else f"process {process}: "
-            raise _KINDS[row[0] - 1](where + text) from error
+    elif is_under_way:
+        buffer[0] = _UNDER_WAY
+    return np.asarray(multihost_utils.process_allgather(buffer)).reshape(-1, _TEXT_BYTES)
+
+
+def _text_in(row: np.ndarray) -> str:
+    return row[1:].tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def same_everywhere(value: str, *, what: str) -> None:

@@ -170,6 +170,7 @@ class Checkpointer:
         described = leaves | in_pieces
         metadata = make_metadata(step, described, data_state=data_state, config=config, plan=plan)
         self._attempts += 1
+        self._given_up = threading.Event()
         agreement.same_everywhere(
             json.dumps([step, self._attempts, metadata.arrays, data_state]),
             what="the step, the shapes of the state, or data_state",
@@ -199,9 +200,9 @@ class Checkpointer:
         """
         if self._pending is None:
             return
-        concurrent.futures.wait([self._pending])
+        error = agreement.wait_together(self._pending, self._given_up.set)
         pending, self._pending = self._pending, None
-        agreement.raise_together(pending.exception())
+        agreement.raise_together(error)
         for text in pending.result():
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 

@@ -46,6 +46,10 @@ class MachineError(CheckpointError):
     is_bad_input = False
 
 
+class GivenUpError(MachineError):
+    """This process has stopped because another one has failed, which says why."""
+
+
 class DamagedError(CheckpointError):
     """What lies in a checkpoint's folder is not what was saved there."""
 

@@ -17,7 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zerojax.checkpoint.errors import MachineError, is_disk_full, os_error_code, reason
+from zerojax.checkpoint.errors import (
+    GivenUpError,
+    MachineError,
+    is_disk_full,
+    os_error_code,
+    reason,
+)
 from zerojax.checkpoint.fingerprints import Parts
 
 LIMIT = 1800.0
@@ -97,7 +103,8 @@ def collect(
       sleep: waits; returns True where there is no point in waiting any longer.
 
     Raises:
-      MachineError: one of them has failed, or says nothing for too long.
+      MachineError: one of them has failed, or says nothing for too long. GivenUpError: it was not
+        to be waited for any longer.
       OSError: one has no space; or what the system says here.
     """
     parts, pause = [], _PAUSE[0]
@@ -107,7 +114,7 @@ def collect(
             if time.monotonic() > deadline:
                 raise MachineError(f"process {process} has not written its part within {limit:g} s")
             if sleep(pause):
-                raise MachineError(f"process {process} has not written its part")
+                raise GivenUpError(f"process {process} has not written its part")
             pause = min(2 * pause, _PAUSE[1])
         part = _read(folder, name)
         _raise_failure(process, part)

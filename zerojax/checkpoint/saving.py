@@ -20,6 +20,7 @@ from zerojax.checkpoint.errors import (
     CheckpointError,
     DiskFullError,
     DivergedError,
+    GivenUpError,
     MachineError,
     is_disk_full,
     reason,
@@ -56,7 +57,7 @@ class Save:
     """Whether they are taken and stored."""
 
     given_up: threading.Event
-    """Set when this process ends without the others."""
+    """Set when another process has failed, or this one ends without the others."""
 
     started: concurrent.futures.Future[bool]
     """Done when the caller may donate the arrays; False when the save has failed before that."""
@@ -160,7 +161,8 @@ def _await(save: Save, writing: arrays.Write) -> None:
     does where threads of a failed save go on writing.
 
     Raises:
-      MachineError, OSError: another process has failed. Else what went wrong here.
+      GivenUpError: another process has failed. MachineError, OSError: it says why. Else what went
+        wrong here.
     """
     if jax.process_count() == 1:
         writing.result()
@@ -175,12 +177,14 @@ def _await(save: Save, writing: arrays.Write) -> None:
 
     threading.Thread(target=wait, name="zerojax-write", daemon=True).start()
     while not concurrent.futures.wait([done], _LOOK_SECONDS).done:
-        if save.given_up.is_set():
-            raise MachineError("this process ends without the others")
+        # Asked first: a process leaves its note before the others learn that it has failed.
+        is_given_up = save.given_up.is_set()
         if is_first_process():
             raise_failures(save.partial)
         elif not (save.partial / TABLE).exists():
-            raise MachineError("process 0 has given up the save")
+            raise GivenUpError("process 0 has given up the save")
+        if is_given_up:
+            raise GivenUpError("not all processes have written their parts")
     done.result()
 
 
@@ -246,6 +250,7 @@ def _lost(save: Save, error: BaseException) -> CheckpointError:
     if isinstance(error, DivergedError):
         return DivergedError(f"{text}; earlier checkpoints are intact: {steps}")
     kind = DiskFullError if is_disk_full(error) else MachineError
+    kind = GivenUpError if isinstance(error, GivenUpError) else kind
     return kind(
         f"{text}; earlier checkpoints are intact: {steps};"
         " free some space, mend the folder, or use another one"
