@@ -16,11 +16,7 @@ _PACKAGES = {
     "torch": ("torch", "numpy"),
     "deepspeed": ("deepspeed", "torch", "numpy"),
 }
-# DeepSpeed compiles its shared-memory operator with g++ and ninja when it first joins processes,
-# for about 80 s of processor time, and keeps it in torch's cache of extensions. Done here by one
-# process: two that are ended while they do it leave a lock behind that all later ones wait for.
-_PREPARE = {"deepspeed": "from deepspeed.comm.torch import build_shm_op; build_shm_op()"}
-_SECONDS = 400
+_SECONDS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +36,7 @@ def probe(framework: str, python: str) -> Found:
     """
     code = (
         f"import json, platform; from importlib import metadata\n"
-        f"import {framework}\n{_PREPARE.get(framework, '')}\n"
+        f"import {framework}\n"
         f"found = {{name: metadata.version(name) for name in {_PACKAGES[framework]!r}}}\n"
         "print('found ' + json.dumps({'python': platform.python_version()} | found))"
     )
