@@ -5,6 +5,7 @@ python tests/engine_process.py FOLDER
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import warnings
@@ -77,7 +78,20 @@ def main(folder: Path) -> dict:
     }
 
 
+def save_forever(folder: Path) -> None:
+    import zerojax
+
+    engine = zerojax.initialize(model=Regression, config=CONFIG)
+    engine.train_batch(batch(0, *engine.local_rows()))
+    for number in itertools.count():
+        engine.save_checkpoint(folder, "best", client_state={"number": number})
+        if number == 0:
+            print("saved", flush=True)
+
+
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
     warnings.simplefilter("ignore")
+    if sys.argv[2:] == ["forever"]:
+        save_forever(Path(sys.argv[1]))
     print(json.dumps(main(Path(sys.argv[1]))))

@@ -6,6 +6,11 @@ The configuration is one of DeepSpeed's; what each key becomes is tests/test_dee
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +25,7 @@ from tests.hugging_face_folders import write_folder
 from tests.process_groups import ROOT, run_group
 from zerojax.checkpoint import CheckpointError
 from zerojax.engine.absent import ABSENT
+from zerojax.engine.tags import client_state_of, find_tag
 from zerojax.optim import adamw
 
 CONFIG = {
@@ -318,3 +324,24 @@ def test_two_processes_pass_their_rows_and_agree_on_tags(tmp_path):
         assert "pass 8 rows from each process" in said["whole"]
     assert (tmp_path / "two" / "latest").read_text() == "global_step2\n"
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["global_step2", "latest"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.05, 0.2, 0.45])
+def test_a_kill_while_a_tag_is_replaced_leaves_a_whole_checkpoint(delay, tmp_path):
+    words = [sys.executable, str(ROOT / "tests" / "engine_process.py"), str(tmp_path), "forever"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True)
+    limit = threading.Timer(120, process.kill)
+    limit.start()
+    try:
+        assert process.stdout.readline() == "saved\n"
+        time.sleep(delay)
+    finally:
+        limit.cancel()
+        process.kill()
+        process.communicate()
+    found = find_tag(tmp_path, None)
+    with zerojax.Checkpointer(found) as checkpointer:
+        assert checkpointer.verify().damages == ()
+        assert client_state_of(checkpointer.metadata().config)["number"] >= 0
