@@ -16,6 +16,7 @@ import ctypes
 import errno
 import json
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -60,7 +61,13 @@ def _fill_the_disk() -> None:
     os.truncate(path, path.stat().st_size - 16 * 4096)
 
 
-FAULTS |= {"raise": _raise, "fill": _fill_the_disk}
+def _refuse_large_files() -> None:
+    """The system lets this process write no file of more than 16 KiB: as a quota, for it alone."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
+
+
+FAULTS |= {"raise": _raise, "fill": _fill_the_disk, "limit": _refuse_large_files}
 
 
 def install(at: str, count: int, what: str) -> None:

@@ -1,4 +1,4 @@
-"""A disk that fills up or becomes read-only while a run saves: real mounts, real error codes.
+"""A disk that fills up, becomes read-only or refuses one process: real mounts, real error codes.
 
 The mounts lie in a mount namespace of their own, which needs no rights; where a machine forbids
 that, these tests are skipped and say so.
@@ -135,6 +135,21 @@ def test_a_folder_that_is_read_only(tmp_path, disk, undisturbed, processes):
     ended = run.run(**options)
     assert ended.codes == [exit_codes.OK] * processes, ended.outputs
     run.check_losses(undisturbed(processes))
+
+
+def test_a_write_that_is_refused_in_one_process(tmp_path, undisturbed):
+    run = make_run(tmp_path, 2)
+    ended = run.run(fault={"process": 1, "at": "save", "count": 2, "what": "limit"})
+    assert ended.codes == [exit_codes.FAILED] * 2, ended.outputs
+    for process in range(2):
+        sentence = ended.sentence(process)
+        assert "step 8 was not saved" in sentence
+        assert "process 1: " in sentence
+        assert "file too large" in sentence
+    assert run.saved() == [4]
+    ended = run.run()
+    assert ended.codes == [exit_codes.OK] * 2, ended.outputs
+    run.check_losses(undisturbed(2))
 
 
 def test_a_disk_of_everything_that_fills_up(tmp_path, disk, undisturbed):
