@@ -242,28 +242,32 @@ def _from_trainer(trainer: Trained, out: Path, *, dtype: str | None, shard_bytes
 
 
 def _reader(params: Mapping[str, jax.Array], whole: NamedSharding) -> Read:
-    """Gathers a layer of a parameter, or a parameter that is no stack, on every process."""
+    """A layer of a parameter, or a parameter that is no stack, in the memory of every process.
+
+    One process alone fetches each shard; several have to gather it on their devices first.
+    """
+    gathered = whole if jax.process_count() > 1 else None
 
     def read(name: str, layer: int | None) -> np.ndarray:
         array = params[name]
         if array.sharding.memory_kind == HOST_KIND:
             array = jax.device_put(array, array.sharding.with_memory_kind("device"))
-        taken = _take(whole, layer is not None)(array, np.int32(layer or 0))
-        return np.asarray(taken.addressable_data(0))
+        taken = _take(gathered, layer is not None)(array, np.int32(layer or 0))
+        return np.asarray(taken if gathered is None else taken.addressable_data(0))
 
     return read
 
 
 @functools.lru_cache(maxsize=16)
-def _take(whole: NamedSharding, is_layer: bool) -> Callable[..., jax.Array]:
-    """A jitted function: an array, or a layer of one, whole on every device."""
+def _take(gathered: NamedSharding | None, is_layer: bool) -> Callable[..., jax.Array]:
+    """A jitted function: an array, or a layer of one, anew, so that no state keeps a host copy."""
 
     def take(array: jax.Array, layer: jax.Array) -> jax.Array:
         if not is_layer:
             return array
         return lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
 
-    return jax.jit(take, out_shardings=whole)
+    return jax.jit(take, out_shardings=gathered)
 
 
 def _write(

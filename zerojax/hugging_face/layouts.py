@@ -71,6 +71,13 @@ class Layout:
         split = split.reshape([taken[name][1] - taken[name][0] for name in kept])
         return split.transpose([kept.index(name) for name in self.ours])
 
+    def as_theirs(self, values: np.ndarray) -> np.ndarray:
+        """Our whole array as their tensor, which holds nothing else; a view if it can be."""
+        assert self.parts == 1, "other parts of their tensor would be missing"
+        names = [name for group in self.theirs for name in group]
+        turned = values.transpose([self.ours.index(name) for name in names])
+        return turned.reshape(self.their_shape(values.shape))
+
     def to_theirs(self, values: np.ndarray, out: np.ndarray) -> None:
         """Writes our whole array into its place in their tensor.
 
