@@ -121,7 +121,12 @@ def wanted_params(case: str) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("name", PLANS)
+RARE = ("zero 0", "zero 2", "zero 3, a copy per pair", "state on the host")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x in RARE else ()) for x in PLANS]
+)
 def test_every_plan_holds_the_files_bits(name, folders, tmp_path):
     settings = dict(PLANS[name])
     if "files" in name:

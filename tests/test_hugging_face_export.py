@@ -54,7 +54,17 @@ def assert_same_bits(found, wanted):
         assert found[name].tobytes() == values.tobytes(), name
 
 
-@pytest.mark.parametrize("case", ["gpt2", "gpt2_untied", "llama", "llama_tied", "llama_head_dim"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gpt2",
+        "llama",
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("gpt2_untied", "llama_tied", "llama_head_dim")
+        ),
+    ],
+)
 def test_round_trip_of_every_architecture(case, tmp_path):
     """Bit for bit; and what is written is read as the same model again."""
     pretrained = from_hugging_face(write_folder(tmp_path / "theirs", case))
