@@ -18,7 +18,7 @@ from tests.trajectories import TOLERANCE, plan_for, train_for
 from zerojax import trees
 from zerojax.config import ConfigError, LoraConfig, ModelConfig, RunConfig, from_dict, load
 from zerojax.losses import next_token
-from zerojax.models import Stages, add_lora, build_model, generate, merge_lora
+from zerojax.models import Stages, add_lora, build_model, merge_lora
 from zerojax.models.layers import Projection
 from zerojax.models.lora import adapted_kernels, merged_kernel
 from zerojax.programs import inner_programs
@@ -27,6 +27,11 @@ from zerojax.step import build_step
 
 LORA = LoraConfig(rank=3, alpha=12.0)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 9)), jnp.int32)
+ROUNDING = 1e-5
+"""|difference of logits| of float32 sums in another order, through adapters that change logits by
+more than 0.1. Measured: 4e-7 with JAX 0.10, 2.8e-6 with 0.12."""
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def sizes(name, **changes):
@@ -58,7 +63,7 @@ def parameters(model):
 # --- what is computed -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", [slow("gpt2"), "llama"])
 def test_a_merged_model_computes_what_its_adapters_do(name):
     before = parameters(base(name))
     adapted = add_lora(base(name), LORA)
@@ -68,8 +73,7 @@ def test_a_merged_model_computes_what_its_adapters_do(name):
     apart = with_values(adapted)(TOKENS)
     merged = merge_lora(adapted)
     assert np.abs(apart - plain).max() > 0.1
-    # 2e-6 is the rounding of float32 sums of logits around 1; measured: 4e-7.
-    np.testing.assert_allclose(merged(TOKENS), apart, atol=2e-6)
+    np.testing.assert_allclose(merged(TOKENS), apart, atol=ROUNDING)
     assert not adapted_kernels(parameters(merged))
     assert len(adapted_kernels(parameters(adapted))) == {"gpt2": 6, "llama": 7}[name]
     for known, value in parameters(base(name)).items():
@@ -129,15 +133,15 @@ def test_the_step_makes_no_gradient_of_a_frozen_kernel():
 
 def test_dropout_of_an_adapter_acts_in_training_and_nowhere_else():
     adapted = with_values(add_lora(base("gpt2"), LoraConfig(rank=3, dropout=0.5)))
-    quiet = nnx.clone(adapted, graph=True)
-    quiet.eval()
     first, second = adapted(TOKENS), adapted(TOKENS)
     assert np.abs(first - second).max() > 1e-2
-    prompt = TOKENS[:, :4]
-    np.testing.assert_array_equal(
-        generate(adapted, prompt, 3, temperature=0), generate(quiet, prompt, 3, temperature=0)
-    )
-    np.testing.assert_allclose(merge_lora(adapted)(TOKENS), quiet(TOKENS), atol=2e-6)
+    # Merged there is no dropout left; generation, which extends a cache, must have none either.
+    cache = adapted.init_cache(2, TOKENS.shape[1])
+    hidden, _ = adapted.extend(TOKENS, cache, jnp.int32(0))
+    wanted = merge_lora(adapted)(TOKENS)
+    np.testing.assert_allclose(adapted.head(hidden), wanted, atol=ROUNDING)
+    adapted.eval()
+    np.testing.assert_allclose(adapted(TOKENS), wanted, atol=ROUNDING)
 
 
 # --- what is trained --------------------------------------------------------------------------
@@ -165,10 +169,9 @@ def test_only_adapters_have_gradients_and_optimizer_state():
 @functools.cache
 def on_one_device(name):
     model = add_lora(reference_model(name), LORA)
-    return train_for(model, steps=8, devices=1, freeze=LORA.freeze)
+    return train_for(model, steps=6, devices=1, freeze=LORA.freeze)
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 MESHES = {
     "0": slow({"zero": 0}),
     "1-accumulate": slow({"zero": 1, "num_microbatches": 2}),
@@ -186,7 +189,7 @@ MESHES = {
 def test_any_mesh_trains_adapters_as_one_device_does(options):
     one = on_one_device("llama")
     model = add_lora(reference_model("llama"), LORA)
-    many = train_for(model, steps=8, freeze=LORA.freeze, persistence_threshold=0, **options)
+    many = train_for(model, steps=6, freeze=LORA.freeze, persistence_threshold=0, **options)
     np.testing.assert_allclose(many.losses, one.losses, atol=TOLERANCE, rtol=0)
     assert one.losses[4] < one.losses[0] - 1e-4  # the first batch again
     if "model" in options.get("mesh", {}):
@@ -268,7 +271,7 @@ def test_a_run_is_read_back_with_its_adapters(tmp_path):
     model = load_run(tmp_path / "run").model
     assert model.blocks.mlp.up.lora is not None
     assert np.abs(parameters(model)["blocks/mlp/up/lora/b"]).max() > 0
-    np.testing.assert_allclose(merge_lora(model)(TOKENS), model(TOKENS), atol=2e-6)
+    np.testing.assert_allclose(merge_lora(model)(TOKENS), model(TOKENS), atol=ROUNDING)
 
 
 # --- mistakes ---------------------------------------------------------------------------------
