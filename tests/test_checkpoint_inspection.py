@@ -14,7 +14,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from zerojax.checkpoint import Checkpointer, CheckpointError, metadata, seals
+from zerojax.checkpoint import Checkpointer, CheckpointError, files, folders, metadata, seals
 from zerojax.checkpoint.errors import DamagedError, MachineError
 from zerojax.checkpoint.inspection import find_checkpoints, leftovers, saved_steps
 from zerojax.checkpoint.pruning import STALE_SECONDS, removals
@@ -187,3 +187,23 @@ def test_errors_of_a_machine_are_no_bad_input(run, capsys, monkeypatch):
         assert main(["checkpoint", "verify", str(run), "3"]) == 1
         assert "stale file handle" in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(run), "4"]) == 2
+
+
+def test_a_save_whose_file_server_goes_is_no_bad_input(run, monkeypatch):
+    """Nothing of the folder can be read any more, not even what else is saved there."""
+
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(run))
+
+    def settle(*_: object) -> None:
+        monkeypatch.setattr(folders, "list_steps", stale)
+        stale()
+
+    monkeypatch.setattr(files, "settle", settle)
+    checkpointer = Checkpointer(run)
+    checkpointer.save(4, {"w": jnp.zeros(4)}, **ABOUT)
+    with pytest.raises(MachineError, match="step 4 was not saved .*: stale file handle") as failure:
+        checkpointer.close()
+    assert "earlier checkpoints cannot be listed now (stale file handle" in str(failure.value)
+    with pytest.raises(MachineError, match="checkpoint folder cannot be listed: stale"):
+        checkpointer.steps()

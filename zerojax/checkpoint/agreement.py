@@ -89,7 +89,8 @@ def _exchange(error: BaseException | None, *, is_under_way: bool = False) -> np.
     """
     buffer = np.zeros(_TEXT_BYTES, np.uint8)
     if error is not None:
-        kind = _KINDS.index(type(error)) if type(error) in _KINDS else 0
+        other = CheckpointError if isinstance(error, CheckpointError) else MachineError
+        kind = _KINDS.index(type(error) if type(error) in _KINDS else other)
         text = bytes([1 + kind]) + (str(error) or type(error).__name__).encode()
         buffer[: len(text)] = np.frombuffer(text, np.uint8)[:_TEXT_BYTES]
     elif is_under_way:

@@ -246,12 +246,13 @@ def _lost(save: Save, error: BaseException) -> CheckpointError:
     text = f"step {save.metadata.step} was not saved in {path}: {reason(error)}"
     if is_disk_full(error):
         text += f" (needs {format_bytes(save.state_bytes)}, {folders.free_text(path)})"
-    steps = ", ".join(map(str, folders.list_steps(path))) or "none"
+    try:
+        steps = ", ".join(map(str, folders.list_steps(path))) or "none"
+        text += f"; earlier checkpoints are intact: {steps}"
+    except OSError as unlisted:
+        text += f"; earlier checkpoints cannot be listed now ({reason(unlisted)})"
     if isinstance(error, DivergedError):
-        return DivergedError(f"{text}; earlier checkpoints are intact: {steps}")
+        return DivergedError(text)
     kind = DiskFullError if is_disk_full(error) else MachineError
     kind = GivenUpError if isinstance(error, GivenUpError) else kind
-    return kind(
-        f"{text}; earlier checkpoints are intact: {steps};"
-        " free some space, mend the folder, or use another one"
-    )
+    return kind(f"{text}; free some space, mend the folder, or use another one")
