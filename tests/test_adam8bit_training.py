@@ -59,17 +59,19 @@ def copy_of(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "copy")
 
 
+@pytest.mark.slow
 def test_resumed_bit_for_bit_although_moments_are_stored_in_float32(whole, half, tmp_path):
     folder, first = half
     second = train(adam8bit(1e-3), {"zero": 3}, copy_of(folder, tmp_path))
     assert first + second == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
         pytest.param({"data": 4, "model": 2, "zero": 1}, id="tensor parallel"),
-        pytest.param({"zero": 0}, id="stage 0", marks=pytest.mark.slow),
+        pytest.param({"zero": 0}, id="stage 0"),
     ],
 )
 def test_moves_to_another_mesh_at_the_price_of_one_coding(whole, half, mesh, tmp_path):
@@ -79,11 +81,13 @@ def test_moves_to_another_mesh_at_the_price_of_one_coding(whole, half, mesh, tmp
     np.testing.assert_allclose(second, whole[STEPS // 2 :], rtol=0, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_goes_on_with_float32_moments(whole, half, tmp_path):
     second = train(zerojax.adamw(1e-3), {"zero": 2}, copy_of(half[0], tmp_path))
     np.testing.assert_allclose(second, whole[STEPS // 2 :], rtol=0, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_live_reshard_codes_anew(whole):
     losses = []
     trainer = zerojax.train(

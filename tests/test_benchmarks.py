@@ -183,6 +183,7 @@ def test_checkpoint_faults(tmp_path):
     assert all(goal["met"] for goal in record["goals"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["1", "0"])
 def test_donation_right_after_a_save_is_safe(tmp_path, dispatch):
     """Without waiting for each program, and with; on 1 and on 8 devices."""

@@ -255,11 +255,11 @@ def alone(dropout: float = 0.0) -> Any:
 @pytest.mark.parametrize(
     ("mesh", "zero", "dropout", "remat"),
     [
-        ({"data": 1, "stage": 2}, 1, 0.0, "none"),
+        slow({"data": 1, "stage": 2}, 1, 0.0, "none"),
         slow({"data": 2, "stage": 2, "model": 2}, 3, 0.0, "none"),
         slow({"data": 4, "model": 2}, 3, 0.0, "full"),
         slow({"data": 8}, 0, 0.0, "dots"),
-        slow({"data": 8}, 2, 0.0, "full"),
+        ({"data": 8}, 2, 0.0, "full"),
         slow({"data": 2, "stage": 4}, 3, 0.0, "full"),
         slow({"data": 1, "stage": 2}, 2, 0.1, "full"),
     ],

@@ -58,9 +58,9 @@ class Row:
 
 ROWS = [
     Row(zero=3, model=2, microbatches=4, precision="bf16", is_slow=False),
-    Row(zero=1, optimizer="lion", shared=True, clip_norm=None),
+    Row(zero=1, optimizer="lion", shared=True, clip_norm=None, is_slow=False),
     Row(zero=2, microbatches=4, optimizer="sgd", shared=True, is_slow=False),
-    Row(zero=0, precision="bf16"),
+    Row(zero=0, precision="bf16", is_slow=False),
     Row(zero=0, model=2, microbatches=4, optimizer="lion", shared=True),
     Row(zero=0, optimizer="sgd", clip_norm=None),
     Row(zero=1, model=2, microbatches=4, optimizer="sgd", precision="bf16"),

@@ -5,11 +5,13 @@ Knows text; nothing of processes.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
 import threading
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 _GLOO = re.compile(rb"\[Gloo\] Rank|\d is connected to \d+ peer ranks")
 # Each device of a process says it from a thread of its own, a few words at a time.
@@ -89,7 +91,16 @@ class Printer:
                 # What processes say is still read: one whose pipe is full would stand still.
                 self._given_up.add(is_error)
                 reason = error
+                _discard(stream)
         if not isinstance(reason, BrokenPipeError):  # a reader, such as `head`, that has left
             name = "standard error" if is_error else "standard output"
             sentence = f"{name} takes nothing more ({reason.strerror}); the run goes on without it"
             self._write(f"zerojax launch: {sentence}\n".encode(), not is_error)
+
+
+def _discard(stream: TextIO) -> None:
+    """From now on what is left in the stream's buffer, and what comes, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+        os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
