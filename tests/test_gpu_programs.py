@@ -6,6 +6,7 @@ two minutes of two free cores. One test is one program, and looks at every claim
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from tests import gpu_programs
@@ -181,7 +182,7 @@ def gathered_early(built):
     return payload(early) / payload(found), payload(hidden) / payload(found)
 
 
-@claim(lambda case: case.zero == 3)
+@claim(lambda case: case.zero == 3 and jax.__version_info__ >= (0, 11))
 def the_next_layer_is_gathered_while_this_one_computes(built):
     assert built.plan.compiler_options
     early, hidden = gathered_early(built)

@@ -31,11 +31,10 @@ candidates() {
   fi
   printf '%s\n' python3 python python3.13 python3.12 python3.14 python3.11
   # pyenv answers a shim with "command not found" unless that version is selected; its folders always work.
-  if command -v pyenv >/dev/null 2>&1; then
-    pyenv versions --bare 2>/dev/null | sed 's/^ *//' | sort -t. -k1,1nr -k2,2nr | while read -r version; do
-      printf '%s/bin/python\n' "$(pyenv prefix "$version" 2>/dev/null)"
-    done
-  fi
+  root=${PYENV_ROOT:-$(pyenv root 2>/dev/null || printf '%s' "${HOME:-/nowhere}/.pyenv")}
+  for folder in "$root/versions"/*/bin; do
+    printf '%s\n' "$folder"
+  done | sed -n 's|.*/versions/\([0-9.]*\)/bin$|\1 &|p' | sort -t. -k1,1nr -k2,2nr | sed 's|^[^ ]* ||; s|$|/python|'
 }
 
 find_python() {
