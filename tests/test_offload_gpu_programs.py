@@ -119,6 +119,7 @@ CASES = [
     Case(8, 3, model=2, opt_state="host", activations="host"),
     Case(8, 1, microbatches=2, opt_state="host", activations="host"),
 ]
+SLOW = [case for case in CASES if case.activations == "host" and case.model == 1]
 claim = Claims()
 
 
@@ -161,7 +162,13 @@ def compile_plan(plan: Plan, mesh: Mesh) -> tuple[compiler.MemoryUse, hlo.Progra
     return compiled.memory, program
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case in SLOW else [])
+        for case in CASES
+    ],
+)
 def test_a_program_keeps_every_promise_of_its_tiers(case):
     claim.check(case, [compile_case(case, layers) for layers in case.depths])
 

@@ -111,6 +111,7 @@ CASES = [
     Case(1, 1, in_backward=True),
     Case(8, 3, in_backward=True),
 ]
+SLOW = CASES[1:3] + CASES[4:]
 claim = Claims()
 
 
@@ -129,7 +130,13 @@ class Built:
 
 @pytest.mark.gpu_programs
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case in SLOW else [])
+        for case in CASES
+    ],
+)
 def test_a_program_with_layers_on_the_host_keeps_every_promise(case):
     plans = {layers: plan_of(case, layers) for layers in case.depths}
     memory, copies = {}, {}

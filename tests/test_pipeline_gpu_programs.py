@@ -157,7 +157,7 @@ def sizes(schedule: str, stash: str) -> tuple[tuple[int, int], tuple[int, int]]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("stash", ["residuals", "input"])
+@pytest.mark.parametrize("stash", [pytest.param("residuals", marks=pytest.mark.slow), "input"])
 def test_memory_does_not_grow_with_the_number_of_microbatches(stash):
     """To a thousandth: the table of a longer schedule is some kilobytes."""
     (few, few_planned), (many, many_planned) = sizes("1f1b", stash)
