@@ -2,8 +2,9 @@
 
 Knows the format and dtypes (github.com/huggingface/safetensors, "Format": 8 bytes with the length
 of a table, the table as JSON, plain bytes); never what an array is for. The package of that name
-takes a whole dict from memory and hands out whole arrays or slices of one dimension; here one array
-at a time is written, and any block of one is read.
+takes a whole dict from memory, and maps files into memory to read from them: what has been read
+then counts as the process's until the system takes it back, with whole pages of what lies beside.
+Here one array at a time is written, and of one any block is read, its own bytes and no others.
 """
 
 from __future__ import annotations

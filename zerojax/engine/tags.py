@@ -123,11 +123,10 @@ def _replaced(target: Path) -> Path:
 def _write_whole(path: Path, text: str) -> None:
     """The file has its old text or all of the new one, whenever the machine stops."""
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    partial.write_text(text, encoding="utf-8")
+    to_disk(partial)
     os.replace(partial, path)
+    to_disk(path.parent)
 
 
 def find_tag(folder: Path, tag: str | None) -> Path | None:
