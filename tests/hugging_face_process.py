@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import re
+import resource
 import sys
 from pathlib import Path
 
@@ -35,6 +36,29 @@ def forget_peak() -> None:
 def bytes_read() -> int:
     """By system calls of this process, page cache or not."""
     return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+def failures(trainer, out: Path) -> dict[str, str]:
+    """What each process is told where the first one fails, which goes on afterwards."""
+    import zerojax
+
+    def told(write) -> str:
+        try:
+            write()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    export = zerojax.to_hugging_face
+    result = {"there": told(lambda: export(trainer, out / "exported"))}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if jax.process_index() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, limits[1]))
+    result["full"] = told(lambda: export(trainer, out / "full"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    result["adapters"] = told(lambda: zerojax.to_peft(trainer, out / "adapters"))
+    result["again"] = told(lambda: export(trainer, out / "again", dtype="bfloat16"))
+    return result
 
 
 def main(folder: str, out: str, zero: str, model_axis: str) -> None:
@@ -78,6 +102,7 @@ def main(folder: str, out: str, zero: str, model_axis: str) -> None:
     before = rss()
     zerojax.to_hugging_face(trainer, Path(out) / "exported")
     found["grown_in_export"] = peak_rss() - before
+    found["failures"] = failures(trainer, Path(out))
     path = Path(out) / f"process_{jax.process_index()}.json"
     path.write_text(json.dumps(found), encoding="utf-8")
 

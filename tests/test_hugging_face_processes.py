@@ -58,6 +58,22 @@ def theirs(tmp_path_factory):
     return folder, write_model(folder)
 
 
+def check_failures(told: dict[str, str], process: int, out: Path) -> None:
+    """Where the first process fails all are told, nothing is left, and the next export is well."""
+    known = {
+        "there": ("FileExistsError", "exported is there already"),
+        "full": ("OSError", "file too large"),
+        "adapters": ("UnsupportedError", "adapters"),
+    }
+    for name, (kind, text) in known.items():
+        start = "MachineError: process 0: " if process else f"{kind}: "
+        assert told[name].startswith(start), told
+        assert text.lower() in told[name].lower()
+    assert told["again"] == "nothing"
+    folders = {path.name for path in out.iterdir() if path.is_dir()}
+    assert folders == {"compiled", "exported", "again"}
+
+
 @pytest.mark.parametrize(
     ("zero", "model_axis"), [(3, 1), pytest.param(0, 2, marks=pytest.mark.slow)]
 )
@@ -69,6 +85,7 @@ def test_each_process_reads_its_slices_and_holds_its_part(zero, model_axis, thei
     largest = max(x.nbytes for x in tensors.values())
     for process in range(2):
         found = json.loads((tmp_path / f"process_{process}.json").read_text())
+        check_failures(found.pop("failures"), process, tmp_path)
         print(process, {name: round(x / MIB, 1) for name, x in found.items()})
         assert found["counted"] == found["own"], "no byte twice, none that is another's"
         assert abs(found["own"] - whole / 2) < 0.001 * whole, "norms alone may be on both"

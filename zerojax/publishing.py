@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.arrays import model_parts
+from zerojax.checkpoint.agreement import failing_together
 from zerojax.checkpoint.drafts import new_folder
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.export import Exported, read_whole
@@ -84,7 +85,8 @@ def to_hugging_face(
     One tensor is in host memory at a time; from a checkpoint one array of ours, which is a stack of
     the layers' tensors. Adapters are merged into the kernels they belong to.
 
-    With several processes all of them call it; the first one writes.
+    With several processes all of them call it; the first one writes. Where it cannot, the others
+    are told by a CheckpointError, and all may go on.
 
     Args:
       trained: a `Trainer` or `Engine`, or the folder of a run, of its checkpoints, or of one step.
@@ -138,9 +140,10 @@ def to_peft(trained: Trained | str | Path, folder: str | Path, *, step: int | No
     params = {**params["params"], **params["frozen"]}
     read = _reader(params, NamedSharding(trained.plan.mesh, P()))
     adapters = {name: read(name, None) for name in adapter_names(params)}
-    if jax.process_index() > 0:
-        return out
-    return _write_adapters(out, description, adapters)
+    with failing_together():
+        if jax.process_index() == 0:
+            _write_adapters(out, description, adapters)
+    return out
 
 
 def _check_there(trained: Trained, step: int | None) -> None:
@@ -232,13 +235,18 @@ def _from_trainer(trainer: Trained, out: Path, *, dtype: str | None, shard_bytes
     params: Mapping[str, Any] = {**parts["params"], **parts["frozen"]}
     read = merging(description, params, _reader(params, NamedSharding(plan.mesh, P())))
     found = outgoing(description, params, dtype=dtype)
-    if jax.process_index() > 0:
+    with failing_together() as agree:
+
+        def values(tensor: Outgoing) -> np.ndarray:
+            agree()
+            return tensor.values(read)
+
+        if jax.process_index() == 0:
+            return _write(out, description, found, values, shard_bytes, step=trainer.num_steps)
         for tensor in found:
-            tensor.values(read)  # takes part in gathering it
-        total = sum(one.tensor.num_bytes for one in found)
-        return Exported(folder=out, files=(), num_arrays=len(found), num_bytes=total)
-    step = trainer.num_steps
-    return _write(out, description, found, lambda x: x.values(read), shard_bytes, step=step)
+            values(tensor)  # takes part in gathering it
+    total = sum(one.tensor.num_bytes for one in found)
+    return Exported(folder=out, files=(), num_arrays=len(found), num_bytes=total)
 
 
 def _reader(params: Mapping[str, jax.Array], whole: NamedSharding) -> Read:

@@ -8,8 +8,9 @@ thread waits, so that collectives are enqueued in the same order everywhere.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -53,6 +54,36 @@ def raise_together(error: BaseException | None) -> None:
         # An error that was shared once already names its process.
         where = "" if text.startswith("process ") else f"process {process}: "
         raise kind(where + text) from error
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[Callable[[], None]]:
+    """A block that no process leaves well where one of them fails in it.
+
+    Yields:
+      What raises here the failure of another process; called equally often on all of them, between
+      collectives, so that a process that has failed takes part in none that it does not reach.
+
+    Raises:
+      Exception: the process that has failed keeps its own error; the others get a CheckpointError.
+    """
+    is_told = False
+
+    def agree() -> None:
+        nonlocal is_told
+        is_told = True
+        raise_together(None)
+        is_told = False
+
+    try:
+        yield agree
+    except Exception as error:
+        # An error of the devices comes from within a collective: the others wait in that one.
+        if not is_told and not isinstance(error, jax.errors.JaxRuntimeError):
+            with contextlib.suppress(CheckpointError):
+                raise_together(error)
+        raise
+    raise_together(None)
 
 
 def wait_together(
