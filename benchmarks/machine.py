@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "torch")
-QUIET_LOAD = 1.5
-"""Load average above which times of this two-core kind of machine are not to be trusted."""
+QUIET_LOAD_PER_CORE = 0.75
+"""Load average, per core, above which times are not to be trusted."""
 
 
 def describe_machine() -> dict[str, Any]:
@@ -49,6 +49,11 @@ def installed_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def is_quiet(load: float) -> bool:
+    """Whether times taken at this load average are to be trusted."""
+    return load <= QUIET_LOAD_PER_CORE * (os.cpu_count() or 1)
 
 
 def load_average() -> float:

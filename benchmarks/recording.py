@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import QUIET_LOAD, describe_machine, load_average
+from benchmarks.machine import describe_machine, is_quiet, load_average
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -68,37 +68,72 @@ def write_record(
 
     A smoke run without `--out` writes to a temporary folder, never over a measurement.
     """
-    folder = arguments.out
-    if folder is None:
-        folder = Path(tempfile.mkdtemp(prefix="smoke-")) if arguments.smoke else RESULTS
-    load = {"before": load_before, "after": load_average()}
-    notes = list(record.notes)
-    if load_before > QUIET_LOAD and not arguments.smoke:
-        notes.append(
-            f"the machine was not quiet (load {load_before} before): read the ratios, not the times"
-        )
+    record, load = _with_load(record, arguments, load_before)
     print(f"\n{record.name}" + " (smoke: times mean nothing)" * arguments.smoke)
     print(format_table(record.rows))
-    for note in notes:
+    for note in record.notes:
         print(f"  note: {note}")
     for goal in record.goals:
         sign = ">=" if goal.at_least else "<="
         verdict = "" if arguments.smoke else "  ok" if goal.is_met else "  MISSED"
         print(f"  {goal.name}: {goal.value:.4g} (goal {sign} {goal.limit:g}){verdict}")
+    path = _write(record, arguments, load, more)
+    print(f"  written to {path}", flush=True)
+    return path
+
+
+def save_so_far(
+    record: Record, arguments: argparse.Namespace, load_before: float, **more: Any
+) -> Path:
+    """Writes the JSON file of a benchmark that goes on, and prints its newest row as one line.
+
+    What is ended by a time limit has then left what it had measured.
+    """
+    record, load = _with_load(record, arguments, load_before)
+    if record.rows:
+        cells = [f"{key}={_cell(value)}" for key, value in record.rows[-1].items()]
+        print(f"  {record.name}: " + ", ".join(cells), flush=True)
+    return _write(record, arguments, load, more)
+
+
+def _with_load(
+    record: Record, arguments: argparse.Namespace, load_before: float
+) -> tuple[Record, dict[str, float]]:
+    notes = list(record.notes)
+    if not is_quiet(load_before) and not arguments.smoke:
+        notes.append(
+            f"the machine was not quiet (load {load_before} before): read the ratios, not the times"
+        )
+    load = {"before": load_before, "after": load_average()}
+    return dataclasses.replace(record, notes=notes), load
+
+
+def _write(
+    record: Record,
+    arguments: argparse.Namespace,
+    load: Mapping[str, float],
+    more: Mapping[str, Any],
+) -> Path:
+    folder = arguments.out
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="smoke-")) if arguments.smoke else RESULTS
+        arguments.out = folder
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record.name}.json"
     content = {
         "name": record.name,
         "smoke": arguments.smoke,
         "machine": describe_machine(),
-        "load_average": load,
+        "load_average": dict(load),
         "rows": [dict(row) for row in record.rows],
         "goals": [dataclasses.asdict(goal) | {"met": goal.is_met} for goal in record.goals],
-        "notes": notes,
+        "notes": list(record.notes),
         **more,
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(f"  written to {path}", flush=True)
+    # Whole or not at all: a time limit may end the process at any moment.
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
     return path
 
 

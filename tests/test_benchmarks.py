@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,11 +12,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks.gpu import largest, offload, summary
+from benchmarks.gpu import collect, largest, offload, summary
 from benchmarks.gpu.subjects import make_factory, make_source
 from benchmarks.gpu.workloads import choose_workload
 from benchmarks.measuring import Sample, interleave, ratio_of
-from benchmarks.recording import RESULTS, Goal, format_table
+from benchmarks.recording import RESULTS, Goal, Record, format_table, save_so_far
 from zerojax import make_mesh, make_plan
 from zerojax.plan_counts import model_flops
 
@@ -262,8 +263,8 @@ def test_the_gpu_command_runs_every_part_on_a_cpu(tmp_path):
         "bash", "benchmarks/gpu/run.sh", "--smoke", OUT=str(tmp_path), PYTHON=sys.executable
     )
     assert result.returncode == 0, result.stdout
-    assert {path.stem for path in tmp_path.iterdir()} == GPU_PARTS
-    parts = summary.read_parts(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu.json", "gpu.log"}
+    parts = collect.read_runs([tmp_path / "gpu.json"])
     assert set(parts) == GPU_PARTS
     assert all(goal["met"] for goal in parts["stages"]["goals"])
     assert {row["way"] for row in parts["gpt2"]["rows"]} >= {"bare jit", "zerojax.train"}
@@ -303,35 +304,86 @@ def test_shares_fill_the_nearest_tier_first_and_add_up_to_one(tiers, parameters)
         assert shares == {tiers[0]: 1}
 
 
-# Stands in for Python: writes what a part would, but "stages" fails and "memory" never ends.
+# Stands in for Python: writes what a part would; then "stages" fails and "memory" never ends.
 STUB = """#!/bin/sh
 case "$*" in
-  *summary*) exec {python} "$@" ;;
-  *stages*) echo no such device; exit 7 ;;
+  *summary* | *collect*) exec {python} "$@" ;;
 esac
 name=$(echo "$2" | sed 's/.*[.]//')
 for last; do :; done
 echo '{{"name": "'$name'", "smoke": true, "rows": [], "goals": []}}' > "$last/$name.json"
+case "$*" in
+  *stages*) echo no such device; exit 7 ;;
+  *memory*) echo one row; sleep 60 ;;
+esac
 """
 
 
-def test_a_failing_part_does_not_lose_the_others(tmp_path):
-    stub = tmp_path / "python"
+def run_stubbed(folder: Path, *parts: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    stub = folder / "python"
     stub.write_text(STUB.format(python=sys.executable))
     stub.chmod(0o755)
-    out = tmp_path / "out"
-    script = ("bash", "benchmarks/gpu/run.sh", "--smoke", "stages", "twin", "command")
-    result = run(*script, OUT=str(out), PYTHON=str(stub))
+    script = ("bash", "benchmarks/gpu/run.sh", "--smoke", *parts)
+    return run(*script, OUT=str(folder / "out"), PYTHON=str(stub), **variables)
+
+
+def test_a_failing_part_loses_neither_the_others_nor_what_it_had(tmp_path):
+    result = run_stubbed(tmp_path, "stages", "twin", "command")
     assert result.returncode == 1
     assert "no such device" in result.stdout
     assert "failed (7)" in result.stdout
-    assert {path.stem for path in out.iterdir()} == {"twin", "command"}
+    assert result.stdout.endswith("bash benchmarks/gpu/run.sh --smoke stages\n")
+    # Two files, however many parts: of a borrowed machine few may come back.
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"gpu.json", "gpu.log"}
+    assert "no such device" in (tmp_path / "out" / "gpu.log").read_text()
+    found = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert set(found["parts"]) == {"stages", "twin", "command"}
+    assert found["status"]["stages"].startswith("failed (7)")
+    assert found["smoke"] is True
+
+
+@pytest.mark.slow
+def test_a_part_that_runs_out_of_time_leaves_what_it_had(tmp_path):
+    result = run_stubbed(tmp_path, "memory", BUDGET_SECONDS="16")
+    assert result.returncode == 1
+    assert "memory: out of time" in result.stdout
+    found = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert set(found["parts"]) == {"memory"}
+    assert "one row" in (tmp_path / "out" / "gpu.log").read_text()
+
+
+def test_of_several_runs_the_last_that_ended_well_counts(tmp_path):
+    def write(name, status, rows):
+        parts = {part: {"smoke": False, "rows": found} for part, found in rows.items()}
+        run = {"name": "gpu", "smoke": False, "status": status, "parts": parts}
+        (tmp_path / name).write_text(json.dumps(run))
+        return tmp_path / name
+
+    first = write(
+        "1", {"gpt2": "ok: 9 s", "torch": "out of time: 9 s"}, {"gpt2": [1], "torch": [1]}
+    )
+    second = write(
+        "2", {"gpt2": "failed (1): 1 s", "torch": "ok: 9 s"}, {"gpt2": [2], "torch": [2]}
+    )
+    found = collect.read_runs([first, second])
+    assert {name: record["rows"] for name, record in found.items()} == {"gpt2": [1], "torch": [2]}
+
+
+def test_what_was_measured_is_written_while_a_benchmark_goes_on(tmp_path, capsys):
+    arguments = argparse.Namespace(out=tmp_path, smoke=True)
+    rows = [{"way": "a", "ms": 1.5}]
+    save_so_far(Record(name="x", rows=rows), arguments, 0.0)
+    assert capsys.readouterr().out == "  x: way=a, ms=1.5\n"
+    rows.append({"way": "b"})
+    save_so_far(Record(name="x", rows=rows), arguments, 0.0)
+    assert column(json.loads((tmp_path / "x.json").read_text()), "way") == ["a", "b"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_an_unknown_part_is_refused_with_the_known_ones(tmp_path):
     result = run("bash", "benchmarks/gpu/run.sh", "stage", OUT=str(tmp_path))
     assert result.returncode == 2
-    assert "no part stage; parts: environment gpt2" in result.stdout
+    assert "no part stage; parts: environment optimizer" in result.stdout
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

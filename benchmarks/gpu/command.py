@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import load_average
-from benchmarks.recording import Record, parse_arguments, write_record
+from benchmarks.recording import Record, parse_arguments, save_so_far, write_record
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = ("steps=4", "embed_dim=32", "num_layers=2", "global_batch_size=8")
@@ -26,12 +26,16 @@ def main(argv: list[str] | None = None) -> None:
     load_before = load_average()
     with tempfile.TemporaryDirectory() as folder:
         options = [f"run_dir={folder}", "cpu_devices=null", *(TINY if arguments.smoke else GPU)]
-        rows = [
-            _run("train", "configs/tiny_shakespeare.yaml", *options),
-            _run("eval", folder),
-            _run("generate", folder, "To be"),
-        ]
-    write_record(Record(name="command", rows=rows), arguments, load_before)
+        rows: list[dict[str, Any]] = []
+        record = Record(name="command", rows=rows)
+        for words in (
+            ("train", "configs/tiny_shakespeare.yaml", *options),
+            ("eval", folder),
+            ("generate", folder, "To be"),
+        ):
+            rows.append(_run(*words))
+            save_so_far(record, arguments, load_before)
+    write_record(record, arguments, load_before)
 
 
 def _run(*words: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 
 from benchmarks.machine import load_average
 from benchmarks.recording import Record, parse_arguments, write_record
+from zerojax.metrics.peaks import find_peak
 
 QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit"
 
@@ -28,6 +30,9 @@ def main(argv: list[str] | None = None) -> None:
     load_before = load_average()
     device = jax.devices()[0]
     rows = [_matmul_row(arguments.smoke), _copy_row(arguments.smoke)]
+    peak = find_peak(device.device_kind)
+    if peak is not None and peak.bf16:
+        rows[0]["of_peak"] = rows[0]["TFLOP/s"] / peak.bf16
     stats = device.memory_stats() or {}
     write_record(
         Record(name="environment", rows=rows, notes=[f"device: {device.device_kind}"]),
@@ -37,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         num_devices=jax.device_count(),
         memory_limit_bytes=stats.get("bytes_limit"),
         nvidia_smi=_nvidia_smi(),
+        libraries=_libraries(),
     )
 
 
@@ -53,7 +59,7 @@ def _matmul_row(smoke: bool) -> dict[str, Any]:
 def _copy_row(smoke: bool) -> dict[str, Any]:
     """A float32 array read once and written once."""
     count = (1 << 16) if smoke else (1 << 30)
-    x = jnp.zeros((count,), jnp.float32)
+    x = jnp.arange(count, dtype=jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     seconds = _seconds_of(lambda: copy(x), 2 if smoke else 20)
     return {"what": f"read and write {4 * count} bytes", "TB/s": 8 * count / seconds / 1e12}
@@ -71,6 +77,16 @@ def _seconds_of(run: Callable[[], Any], repeats: int) -> float:
         jax.block_until_ready(result)
         stretches.append((time.perf_counter() - began) / repeats)
     return statistics.median(stretches)
+
+
+def _libraries() -> dict[str, str]:
+    """Versions of NVIDIA's libraries that are installed as packages."""
+    found = {}
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"] or ""
+        if name.startswith(("nvidia-", "jax-cuda")):
+            found[name] = distribution.version
+    return dict(sorted(found.items()))
 
 
 def _nvidia_smi() -> dict[str, str] | None:

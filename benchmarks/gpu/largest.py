@@ -176,7 +176,7 @@ def _outcome_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 def attempt(way: str, layers: int, folder: str, smoke: bool) -> dict[str, Any]:
     """Trains three steps; returns sizes and seconds, or fails as it will."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"
     host = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE)
     os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = str(max(1, host // GIB))
     workload = choose_workload("largest", smoke)

@@ -1,15 +1,20 @@
 """Part "memory": what a step was predicted to need against what the device counted.
 
+Two predictions: the compiler's on this device, and the forecast that a machine without one makes.
 A device never forgets its peak, so the cases run in the order of their prediction: each new peak is
 the last case's own. Stages on one device are one program; that they are is shown here as well.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
-import tempfile
-from collections.abc import Sequence
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +23,9 @@ import zerojax
 from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source, peak_device_bytes
 from benchmarks.gpu.workloads import Workload, choose_workload
 from benchmarks.machine import load_average
-from benchmarks.recording import Goal, Record, parse_arguments, write_record
+from benchmarks.recording import Goal, Record, add_arguments, save_so_far, write_record
 from zerojax import compiler
+from zerojax.gpus import gpu_of_device
 
 STAGES = (0, 1, 2, 3)
 MICROBATCHES = (1, 4)
@@ -38,23 +44,45 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"zero={self.zero}, {self.num_microbatches} microbatches, remat {self.remat}"
+        return f"zero={self.zero}, {self.program}"
+
+    @property
+    def program(self) -> str:
+        """What all stages have in common on one device."""
+        return f"{self.num_microbatches} microbatches, remat {self.remat}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Built:
+    """A case's plan, its compiled step and what the compiler says that it needs."""
+
+    plan: zerojax.Plan
+    step: Any
+    predicted: compiler.MemoryUse
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
-    arguments = parse_arguments(__doc__ or "", argv)
+    """Measures and records; or, with `--forecast`, prints what is forecast for a card."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--forecast", metavar="CARD", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    workload = choose_workload("memory", arguments.smoke)
+    if arguments.forecast:
+        for name, peak in forecast_peaks(workload, arguments.forecast):
+            print(json.dumps([name, peak]), flush=True)
+        return
     load_before = load_average()
-    with tempfile.TemporaryDirectory() as folder:
-        # Equal programs are compiled once.
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        stages = STAGES[1::2] if arguments.smoke else STAGES
-        record = measure(choose_workload("memory", arguments.smoke), stages)
+    stages = STAGES[1::2] if arguments.smoke else STAGES
+    with _Forecasting(arguments.smoke) as forecasting:
+        for record in measure(workload, stages, forecasting):
+            save_so_far(record, arguments, load_before)
     write_record(record, arguments, load_before)
 
 
-def measure(workload: Workload, stages: Sequence[int]) -> Record:
+def measure(
+    workload: Workload, stages: Sequence[int], forecasting: _Forecasting
+) -> Iterator[Record]:
     """Compiles every case, then runs them from the smallest prediction to the largest."""
     cases = [
         Case(zero=zero, num_microbatches=count, remat=remat)
@@ -62,19 +90,29 @@ def measure(workload: Workload, stages: Sequence[int]) -> Record:
         for count in MICROBATCHES
         for remat in REMAT
     ]
-    predicted = {case: _predict(case, workload) for case in cases}
-    rows = []
-    for case in sorted(cases, key=lambda case: predicted[case].peak):
-        rows.append(_run(case, workload, predicted[case]))
+    built = {case: _build(case, workload) for case in cases}
+    rows: list[dict[str, Any]] = []
+    for case in sorted(cases, key=lambda case: built[case].predicted.peak):
+        rows.append(_run(case, workload, built.pop(case)))
         gc.collect()
+        yield _record(rows)
+    forecasts = forecasting.peaks()
+    for row in rows:
+        forecast = forecasts.get(row["program"])
+        if forecast is not None:
+            row["forecast_MB"] = forecast / 1e6
+            row["predicted/forecast"] = 1e6 * row["predicted_MB"] / forecast
+    yield _record(rows)
+
+
+def _record(rows: Sequence[dict[str, Any]]) -> Record:
     goals = []
     for row in rows:
-        if row["measured/predicted"] is not None:
+        ratio = row["measured/predicted"]
+        if ratio is not None:
             name = f"{row['case']}: measured / predicted"
-            goals.append(Goal(name=name, value=row["measured/predicted"], limit=LIMIT))
-            goals.append(
-                Goal(name=name, value=row["measured/predicted"], limit=LEAST, at_least=True)
-            )
+            goals.append(Goal(name=name, value=ratio, limit=LIMIT))
+            goals.append(Goal(name=name, value=ratio, limit=LEAST, at_least=True))
     notes = [] if goals else ["this device does not count its memory: nothing to compare with"]
     return Record(name="memory", rows=rows, goals=goals, notes=notes)
 
@@ -82,7 +120,7 @@ def measure(workload: Workload, stages: Sequence[int]) -> Record:
 def _plan(case: Case, workload: Workload) -> zerojax.Plan:
     return zerojax.make_plan(
         make_factory(dataclasses.replace(workload, remat=case.remat)),
-        zerojax.make_mesh({"data": 1}),
+        zerojax.make_mesh({"data": 1}, devices=jax.devices()[:1]),
         example_batch=make_source(workload, 2).batch(0),
         optimizer=make_optimizer(),
         zero=case.zero,
@@ -91,26 +129,23 @@ def _plan(case: Case, workload: Workload) -> zerojax.Plan:
     )
 
 
-def _compile(plan: zerojax.Plan) -> Any:
-    return zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch).compile()
-
-
-def _predict(case: Case, workload: Workload) -> compiler.MemoryUse:
-    return compiler.memory_of(_compile(_plan(case, workload)))
-
-
-def _run(case: Case, workload: Workload, predicted: compiler.MemoryUse) -> dict[str, Any]:
+def _build(case: Case, workload: Workload) -> Built:
     plan = _plan(case, workload)
-    step = _compile(plan)
+    step = zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch).compile()
+    return Built(plan=plan, step=step, predicted=compiler.memory_of(step))
+
+
+def _run(case: Case, workload: Workload, built: Built) -> dict[str, Any]:
     before = peak_device_bytes()
-    state = zerojax.init_state(plan)
-    batch = zerojax.shard_batch(plan, make_source(workload, 2).batch(0))
+    state = zerojax.init_state(built.plan)
+    batch = zerojax.shard_batch(built.plan, make_source(workload, 2).batch(0))
     for _ in range(workload.steps):
-        state, metrics = step(state, batch)
+        state, metrics = built.step(state, batch)
     loss = float(metrics["loss"])
-    measured = peak_device_bytes()
-    return {
+    measured, predicted = peak_device_bytes(), built.predicted
+    row = {
         "case": case.name,
+        "program": case.program,
         "zero": case.zero,
         "microbatches": case.num_microbatches,
         "remat": case.remat,
@@ -119,9 +154,58 @@ def _run(case: Case, workload: Workload, predicted: compiler.MemoryUse) -> dict[
         "predicted_MB": predicted.peak / 1e6,
         "peak_before_MB": None if before is None else before / 1e6,
         "measured_MB": None if measured is None else measured / 1e6,
-        "measured/predicted": None if measured is None else measured / predicted.peak,
+        "measured/predicted": None,
         "loss": loss,
     }
+    if measured is not None:
+        if measured == before and predicted.peak < LEAST * measured:
+            row["note"] = "hidden by an earlier peak"  # such as what the compiler tried kernels in
+        else:
+            row["measured/predicted"] = measured / predicted.peak
+    return row
+
+
+# --- the forecast, by a process that sees no device -----------------------------------------------
+
+
+def forecast_peaks(workload: Workload, card: str) -> Iterator[tuple[str, int | None]]:
+    """(program, bytes of its peak as `zerojax plan` forecasts it for this card)."""
+    for count in MICROBATCHES:
+        for remat in REMAT:
+            case = Case(zero=0, num_microbatches=count, remat=remat)
+            yield case.program, _plan(case, workload).compile(gpu=card, devices=1).memory.peak
+
+
+class _Forecasting:
+    """A process that forecasts while this one measures; ended with the block."""
+
+    def __init__(self, smoke: bool) -> None:
+        card = gpu_of_device(jax.devices()[0].device_kind)
+        self._process: subprocess.Popen[str] | None = None
+        if card is not None and compiler.missing() is None:
+            command = [sys.executable, "-m", "benchmarks.gpu.memory", "--forecast", card.name]
+            self._process = subprocess.Popen(
+                command + ["--smoke"] * smoke,
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+
+    def __enter__(self) -> _Forecasting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def peaks(self) -> dict[str, int]:
+        """{program: bytes}; of a process that failed, what it had by then."""
+        if self._process is None:
+            return {}
+        said, _ = self._process.communicate()
+        found = dict(json.loads(line) for line in said.splitlines() if line.startswith("["))
+        return {name: peak for name, peak in found.items() if peak is not None}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import zerojax
 from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source
 from benchmarks.gpu.workloads import Workload, choose_workload
 from benchmarks.machine import load_average
-from benchmarks.recording import Goal, Record, parse_arguments, write_record
+from benchmarks.recording import Goal, Record, parse_arguments, save_so_far, write_record
 from zerojax.arrays import to_canonical
 
 STEPS = 20
@@ -50,15 +50,17 @@ def main(argv: list[str] | None = None) -> None:
     load_before = load_average()
     jax.config.update("jax_default_matmul_precision", "highest")
     with tempfile.TemporaryDirectory() as folder:
-        record = measure(choose_workload("stages", arguments.smoke), Path(folder), arguments.smoke)
+        workload = choose_workload("stages", arguments.smoke)
+        for record in measure(workload, Path(folder), arguments.smoke):
+            save_so_far(record, arguments, load_before)
     write_record(record, arguments, load_before)
     failed = [row["tier"] for row in record.rows if "note" in row]
     if failed or not all(goal.is_met for goal in record.goals):
         raise SystemExit(f"not as on the device, or not at all: see the table {failed or ''}")
 
 
-def measure(workload: Workload, folder: Path, smoke: bool) -> Record:
-    """One row per precision and tier, against the run on the device of that precision."""
+def measure(workload: Workload, folder: Path, smoke: bool) -> Iterator[Record]:
+    """The record after each precision and tier, against the run on the device."""
     workload = dataclasses.replace(workload, remat="full")
     rows: list[dict[str, Any]] = []
     goals = []
@@ -74,6 +76,7 @@ def measure(workload: Workload, folder: Path, smoke: bool) -> Record:
                 losses, found = _train(workload, precision, {**offload, **more, **SLICES})
             except Exception as error:  # the other tiers may still work
                 row["note"] = f"{type(error).__name__}: {error}"[:300]
+                yield Record(name="offload_bits", rows=rows, goals=goals)
                 continue
             difference = float(np.max(np.abs(losses - exact)))
             unequal = sum(found[key] != leaves[key] for key in leaves)
@@ -86,7 +89,7 @@ def measure(workload: Workload, folder: Path, smoke: bool) -> Record:
             else:
                 name = f"{of}: largest loss difference"
                 goals.append(Goal(name=name, value=difference, limit=tolerance))
-    return Record(name="offload_bits", rows=rows, goals=goals)
+            yield Record(name="offload_bits", rows=rows, goals=goals)
 
 
 def _train(

@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def copy_rate(count: int) -> float:
     """Bytes per second of a float32 array read once and written once."""
-    x = jnp.zeros((count,), jnp.float32)
+    x = jnp.arange(count, dtype=jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     repeats = 20
     jax.block_until_ready(copy(copy(x)))

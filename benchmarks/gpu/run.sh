@@ -4,55 +4,64 @@
 #   bash benchmarks/gpu/run.sh [--smoke] [PART ...]
 #
 # Runs from the source tree; needs a Python with jax, flax, optax and orbax (PYTHON=... names it) and,
-# for the part "torch", torch. No network. Each part is a process of its own with a time limit and leaves
-# $OUT/PART.json (OUT: benchmarks/results/gpu-DATE); the summary is printed last. A part that is named
-# alone has all of the time; "largest", which searches for the largest model, runs only when it is named.
-# --smoke takes tiny sizes and works without a GPU. Exit status 1: a part failed or ran out of time.
+# for the part "torch", torch. No network. Each part is a process of its own with a time limit, and
+# what it has measured by then is kept. Leaves two files in $OUT (benchmarks/results/gpu-DATE), which
+# are written anew after each part: gpu.json, all that was measured, and gpu.log, all that was said.
+# The summary is printed last; `python -m benchmarks.gpu.summary FILE ...` prints it of several runs.
+# A part that is named alone has all of the time; "largest", which searches for the largest model, runs
+# only when it is named. --smoke takes tiny sizes and works without a GPU. Exit status 1: a part failed
+# or ran out of time.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 # What is timed runs alone, the most important first. Checks share the GPU and run side by side.
-readonly first="environment gpt2 llama optimizer offload"
-readonly checks="stages offload_bits donation twin command target memory"
-readonly last="torch"
-readonly asked_for="largest"
-readonly budget_seconds=560
+readonly first="environment optimizer gpt2 llama torch"
+readonly checks="stages memory command offload_bits donation twin target"
+readonly last="offload largest"
+readonly by_default="$first $checks offload"
+readonly budget_seconds=${BUDGET_SECONDS:-565}
+readonly seconds_for_checks=100
 readonly started=$SECONDS
 
 smoke=""
 wanted=""
 for word in "$@"; do
-  case $word in
-    --smoke) smoke=--smoke ;;
-    stages | twin | command | target | memory | environment | gpt2 | llama | optimizer | torch) wanted+=" $word" ;;
-    offload | offload_bits | donation | largest) wanted+=" $word" ;;
-    *)
-      printf 'there is no part %s; parts: %s\n' "$word" "$first $checks $last $asked_for" >&2
-      exit 2
-      ;;
-  esac
+  if [[ $word == --smoke ]]; then
+    smoke=--smoke
+  elif [[ " $by_default largest " == *" $word "* ]]; then
+    wanted+=" $word"
+  else
+    printf 'there is no part %s; parts: %s\n' "$word" "$by_default largest" >&2
+    exit 2
+  fi
 done
-wanted=${wanted:-$first $checks $last}
+wanted=${wanted:- $by_default}
 
 out=${OUT:-benchmarks/results/gpu-$(date +%Y-%m-%d)}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
-logs=$(mktemp -d)
 # Files of offloaded state go beside the source: /tmp may be memory.
 mkdir -p runs
 scratch=$(mktemp -d "$PWD/runs/.scratch-XXXXXX")
-trap 'rm -rf "$logs" "$scratch"' EXIT
+readonly parts=$scratch/parts
+mkdir "$parts"
+trap 'rm -rf "$scratch"' EXIT
+trap 'exit 143' TERM INT
 export TMPDIR=$scratch
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
 if [[ -n $smoke ]]; then
   export JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1
+else
+  # Without a GPU every part fails at once, and says why, where it would run on the CPU for minutes.
+  export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
 fi
 
 module_of() {
   case $1 in
     gpt2 | llama) printf 'end_to_end %s' "$1" ;;
-    torch) printf 'torch_end_to_end --seconds %s' "$((limit * 2 / 3))" ;;
+    torch) printf 'torch_end_to_end --seconds %s' "$((limit * 3 / 5))" ;;
+    optimizer) printf 'optimizer --seconds %s' "$((limit * 2 / 3))" ;;
     offload) printf 'offload --seconds %s' "$((limit * 2 / 3))" ;;
     largest) printf 'largest --seconds %s' "$((limit - 10))" ;;
     *) printf '%s' "$1" ;;
@@ -66,53 +75,68 @@ limit_of() {
     return
   fi
   case $1 in
-    environment) printf 60 ;;
-    llama) printf 150 ;;
-    optimizer | offload) printf 180 ;;
-    offload_bits) printf 150 ;;
-    torch) printf 220 ;;
-    *) printf 120 ;;
+    environment) printf 40 ;;
+    torch) printf 170 ;;
+    *) printf 130 ;;
   esac
 }
 
-# Runs one part; its log and its exit status go to files.
+# Seconds that may still be used before this part has to leave the rest to the checks.
+left_for() {
+  local left=$((budget_seconds - (SECONDS - started))) check
+  if [[ " $first " == *" $1 "* ]]; then
+    for check in $checks; do
+      if is_wanted "$check"; then
+        printf '%s' "$((left - seconds_for_checks))"
+        return
+      fi
+    done
+  fi
+  printf '%s' "$left"
+}
+
+is_wanted() { [[ " $wanted " == *" $1 "* ]]; }
+
+# Runs one part; what it prints and its exit status go to files.
 part() {
-  local name=$1 left=$((budget_seconds - (SECONDS - started))) began=$SECONDS status=0
+  local name=$1 began=$SECONDS status=0 left
   limit=$(limit_of "$name")
+  left=$(left_for "$name")
   if ((left < limit)); then limit=$left; fi
-  rm -f "$out/$name.json"
   if ((limit < 15)); then
-    printf 'left out: %s s of %s are over\n' "$((SECONDS - started))" "$budget_seconds" >"$logs/$name"
-    printf '%s 0' "left out" >"$logs/$name.status"
+    printf 'left out: %s s of %s are over\n' "$((SECONDS - started))" "$budget_seconds" >"$parts/$name.log"
+    printf 'left out: 0 s' >"$parts/$name.status"
     return
   fi
   # shellcheck disable=SC2046 # the module's own argument is a word of its own
   timeout --kill-after=5 "$limit" "$python" -m benchmarks.gpu.$(module_of "$name") \
-    $smoke --out "$out" >"$logs/$name" 2>&1 || status=$?
+    $smoke --out "$parts" >"$parts/$name.log" 2>&1 || status=$?
   case $status in
     0) status=ok ;;
     124 | 137) status="out of time" ;;
     *) status="failed ($status)" ;;
   esac
-  printf '%s %s' "$status" "$((SECONDS - began))" >"$logs/$name.status"
+  printf '%s: %s s' "$status" "$((SECONDS - began))" >"$parts/$name.status"
 }
 
+# To the screen what fits, to the log all of it; and all parts so far into one file.
 show() {
-  printf '\n== %s: %s s\n' "$1" "$(cat "$logs/$1.status")"
-  if [[ $(cat "$logs/$1.status") == ok* ]]; then
-    cat "$logs/$1"
+  printf '\n== %s: %s\n' "$1" "$(cat "$parts/$1.status")" | tee -a "$out/gpu.log"
+  cat "$parts/$1.log" >>"$out/gpu.log"
+  if [[ $(cat "$parts/$1.status") == ok* ]]; then
+    cat "$parts/$1.log"
   else
-    tail -n 40 "$logs/$1"
+    tail -n 40 "$parts/$1.log"
   fi
+  "$python" -m benchmarks.gpu.collect "$parts" "$out/gpu.json"
 }
-
-is_wanted() { [[ " $wanted " == *" $1 "* ]]; }
 
 alone() {
   local name
   for name in "$@"; do
     if is_wanted "$name"; then
-      part "$name"
+      # torch and JAX share the device in two parts: neither takes all of it at the start.
+      XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9} part "$name"
       show "$name"
     fi
   done
@@ -130,20 +154,28 @@ side_by_side() {
   done
 }
 
+rm -f "$out/gpu.json" "$out/gpu.log"
 # shellcheck disable=SC2086 # lists of words
 {
   alone $first
   side_by_side $checks
-  alone $last $asked_for
+  alone $last
 }
 
 failed=0
+again=""
 printf '\n== summary after %s s, results in %s\n' "$((SECONDS - started))" "$out"
-for name in $first $checks $last $asked_for; do
+for name in $first $checks $last; do
   if is_wanted "$name"; then
-    printf '  %-12s %s s\n' "$name" "$(cat "$logs/$name.status")"
-    [[ $(cat "$logs/$name.status") == ok* ]] || failed=1
+    printf '  %-12s %s\n' "$name" "$(cat "$parts/$name.status")"
+    if [[ $(cat "$parts/$name.status") != ok* ]]; then
+      failed=1
+      again+=" $name"
+    fi
   fi
 done
-"$python" -m benchmarks.gpu.summary "$out" || failed=1
+"$python" -m benchmarks.gpu.summary "$out/gpu.json" 2>&1 | tee -a "$out/gpu.log" || failed=1
+if [[ -n $again ]]; then
+  printf '\nonce more, what is missing: bash benchmarks/gpu/run.sh%s%s\n' "${smoke:+ $smoke}" "$again"
+fi
 exit $failed

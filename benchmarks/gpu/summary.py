@@ -1,46 +1,23 @@
-"""The table at the end: speed and MFU of all sides, and every goal, from the parts' JSON files.
+"""The table at the end: speed and MFU of all sides, and every goal, from the file of all parts.
 
 Reads files; measures nothing.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.collect import read_runs
 from benchmarks.gpu.workloads import PEAK_TFLOPS
 from benchmarks.recording import format_table
 
-PARTS = (
-    "environment",
-    "stages",
-    "twin",
-    "command",
-    "target",
-    "memory",
-    "gpt2",
-    "llama",
-    "optimizer",
-    "offload",
-    "offload_bits",
-    "donation",
-    "largest",
-    "torch",
-)
-
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the summary of the folder that is named."""
+    """Prints the summary of the files that are named, oldest first."""
     arguments = sys.argv[1:] if argv is None else argv
-    print(summarise(read_parts(Path(arguments[0]))))
-
-
-def read_parts(folder: Path) -> dict[str, dict[str, Any]]:
-    """{part: its record} of the parts that have one."""
-    paths = {name: folder / f"{name}.json" for name in PARTS}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
+    print(summarise(read_runs([Path(name) for name in arguments])))
 
 
 def summarise(parts: dict[str, dict[str, Any]]) -> str:

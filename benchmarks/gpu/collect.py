@@ -1,0 +1,51 @@
+"""One file of all parts of a run: `python -m benchmarks.gpu.collect FOLDER FILE`.
+
+Reads and writes files; needs only the standard library and measures nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes FILE from FOLDER/PART.json and FOLDER/PART.status."""
+    folder, target = map(Path, sys.argv[1:] if argv is None else argv)
+    unfinished = target.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(collect(folder), indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(target)
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """{"name": "gpu", "smoke", "status": {part: how it ended}, "parts": {part: its record}}."""
+    status = {path.stem: path.read_text() for path in sorted(folder.glob("*.status"))}
+    parts = {}
+    for path in sorted(folder.glob("*.json")):
+        parts[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+    smoke = any(record["smoke"] for record in parts.values())
+    return {"name": "gpu", "smoke": smoke, "status": status, "parts": parts}
+
+
+def read_runs(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """{part: its record} of one or several runs; a later one counts, and so does what ended well.
+
+    Args:
+      paths: of files that this module wrote, oldest first.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    ended_well: dict[str, bool] = {}
+    for path in paths:
+        run = json.loads(path.read_text())
+        for name, record in run["parts"].items():
+            is_well = run["status"].get(name, "").startswith("ok")
+            if is_well or not ended_well.get(name, False):
+                found[name], ended_well[name] = record, is_well
+    return found
+
+
+if __name__ == "__main__":
+    main()
