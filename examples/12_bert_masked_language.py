@@ -1,9 +1,9 @@
 """Pre-training a small BERT on masked text with LAMB, gradients and moments split over devices.
 
 The data are the bytes of the text inside the package; byte 256 is the mask. LAMB gives every array
-a step in proportion to its own norm (arXiv:1904.00962), which is what made batches of 32,768 rows
-work for BERT. The loss falls from that of guessing among 257 tokens to about that of knowing how
-often each letter comes; what comes after that takes thousands of steps.
+of every layer a step in proportion to its own norm (arXiv:1904.00962), which is what made batches
+of 32,768 rows work for BERT. The loss falls from that of guessing among 257 tokens to about that of
+knowing how often each letter comes; what comes after that takes thousands of steps.
 """
 
 import math

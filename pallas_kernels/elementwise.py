@@ -39,7 +39,7 @@ class Updated(NamedTuple):
       updated: arrays of the shapes and dtypes of those that came in, and in a kernel in their
         memory.
       outputs: new arrays of the same shape.
-      sums: float32 scalars.
+      sums: float32 scalars; float32 [rows] of an update by rows.
     """
 
     updated: tuple[jax.Array, ...]
@@ -70,14 +70,21 @@ class Rule:
 
 
 def check_arrays(
-    rule: Rule, updated: Sequence[Any], read: Sequence[Any], seed: Any, out_dtypes: Sequence[Any]
+    rule: Rule,
+    updated: Sequence[Any],
+    read: Sequence[Any],
+    seed: Any,
+    out_dtypes: Sequence[Any],
+    *,
+    scalars: Any = (),
+    by_row: bool = False,
 ) -> None:
     """Refuses what no implementation takes.
 
     Raises:
       TypeError: a dtype other than float32, bfloat16 and float16; a float16 array that would have
         to be rounded stochastically.
-      ValueError: shapes that differ, or another number of arrays than the rule has.
+      ValueError: shapes that differ, another number of arrays than the rule has, or no rows.
     """
     counts = (len(updated), len(read))
     if counts != (rule.num_updated, rule.num_read):
@@ -90,6 +97,19 @@ def check_arrays(
     shapes = {tuple(x.shape) for x in (*updated, *read)}
     if len(shapes) > 1:
         raise ValueError(f"{rule.name}: the arrays of one leaf differ in shape: {sorted(shapes)}")
+    shape = next(iter(shapes))
+    if by_row and (not shape or shape[0] == 0):
+        raise ValueError(
+            f"{rule.name}: by_row=True needs rows along dimension 0 and the leaf has shape "
+            f"{list(shape)}; leave by_row out for one leaf"
+        )
+    allowed = ((), (shape[0],)) if by_row else ((),)
+    for name, value in zip(getattr(scalars, "_fields", ()), scalars, strict=False):
+        if jnp.shape(value) not in allowed:
+            wanted = f"a number, or one for each of {shape[0]} rows" if by_row else "a number"
+            raise ValueError(
+                f"{rule.name}: {name} has shape {list(jnp.shape(value))} and has to be {wanted}"
+            )
     for dtype in (*(x.dtype for x in (*updated, *read)), *out_dtypes):
         if dtype not in FLOATS:
             raise TypeError(f"{rule.name}: {dtype} is not one of float32, bfloat16, float16")
@@ -108,6 +128,7 @@ def reference_update(
     out_dtypes: Sequence[Any] = (),
     seed: jax.Array | None = None,
     first_index: int = 0,
+    by_row: bool = False,
 ) -> Updated:
     """The rule on whole arrays, in plain `jax.numpy`.
 
@@ -119,8 +140,15 @@ def reference_update(
       seed: uint32[2] of `rounding.seed_of`: bfloat16 arrays that are updated are rounded
         stochastically; None rounds to nearest.
       first_index: position in its leaf of the first element, for the random bits.
+      by_row: see `update.update`.
     """
-    scalars = rule.scalars(*(jnp.asarray(x, jnp.float32) for x in scalars))
+    row_dims = (*updated, *read)[0].ndim - 1 if by_row else 0
+
+    def spread(x: Any) -> jax.Array:
+        x = jnp.asarray(x, jnp.float32)
+        return x.reshape(-1, *(1,) * row_dims) if x.ndim else x
+
+    scalars = rule.scalars(*map(spread, scalars))
     blocks = tuple(x.astype(jnp.float32) for x in updated)
     values = rule.math(blocks, tuple(x.astype(jnp.float32) for x in read), scalars)
     bits = None
@@ -133,7 +161,10 @@ def reference_update(
         for number, (x, new) in enumerate(zip(updated, values.updated, strict=True))
     ]
     outputs = [new.astype(d) for new, d in zip(values.outputs, out_dtypes, strict=False)]
-    return Updated(tuple(stored), tuple(outputs), tuple(jnp.sum(x) for x in values.sums))
+    summed = tuple(range(1, 1 + row_dims)) if by_row else None
+    return Updated(
+        tuple(stored), tuple(outputs), tuple(jnp.sum(x, axis=summed) for x in values.sums)
+    )
 
 
 def stored_as(dtype: Any, x: Any, bits: rounding.Bits | None, number: int) -> Any:

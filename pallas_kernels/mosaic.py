@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,12 +37,14 @@ class Tiles:
       rows: number of tiles.
       loop: tiles that one program goes through.
       tail: elements after the last tile, updated by the reference on the same memory.
+      row_programs: programs of each row of an update by rows; 0 where there is but one leaf.
     """
 
     block: int
     rows: int
     loop: int
     tail: int
+    row_programs: int = 0
 
     @property
     def size(self) -> int:
@@ -68,6 +71,14 @@ def tiles_of(size: int, *, block: int = BLOCK, loops: bool = False) -> Tiles:
         )
     rows = size // block
     return Tiles(block, rows, _loop(rows) if loops else 1, size - rows * block)
+
+
+def tiles_of_rows(shape: tuple[int, ...], *, block: int = BLOCK, loops: bool = False) -> Tiles:
+    """Tiles of which none belongs to two rows; no tile at all where 128 does not divide a row."""
+    one = tiles_of(math.prod(shape[1:]), block=block, loops=loops)
+    if one.tail or not one.rows:
+        return Tiles(block, 0, 1, math.prod(shape))
+    return dataclasses.replace(one, rows=shape[0] * one.rows, row_programs=one.rows // one.loop)
 
 
 def _loop(rows: int) -> int:
@@ -111,22 +122,30 @@ def fused_update(
     out_dtypes: Sequence[Any] = (),
     seed: jax.Array | None = None,
     block: int = BLOCK,
+    by_row: bool = False,
     interpret: bool = False,
 ) -> Updated:
     """As `elementwise.reference_update`, in one kernel that writes into the updated arrays.
 
     Args:
       block: elements of one tile; a multiple of 128.
+      by_row: see `update.update`.
       interpret: runs the kernel on the CPU.
     """
     first = (*updated, *read)[0]
-    shape, tiles = first.shape, tiles_of(first.size, block=block, loops=rule.num_sums > 0)
+    shape, cut = first.shape, {"block": block, "loops": rule.num_sums > 0}
+    tiles = tiles_of_rows(shape, **cut) if by_row else tiles_of(first.size, **cut)
     if tiles.rows == 0:
-        return reference_update(rule, updated, read, scalars, out_dtypes=out_dtypes, seed=seed)
+        return reference_update(
+            rule, updated, read, scalars, out_dtypes=out_dtypes, seed=seed, by_row=by_row
+        )
     view = (tiles.size,) if tiles.tail else (tiles.rows, tiles.block)
     refs = [jax.new_ref(x.reshape(view)) for x in updated]
     flat = [x.reshape(view) for x in read]
-    packed = jnp.stack([jnp.asarray(x, jnp.float32) for x in scalars])
+    numbers = [jnp.asarray(x, jnp.float32) for x in scalars]
+    if by_row:  # those of one row after those of the other
+        numbers = [jnp.broadcast_to(x, shape[:1]) for x in numbers]
+    packed = jnp.stack(numbers, axis=-1).reshape(-1)
     seeds = [] if seed is None else [seed]
     prepared, rest = [], None
     if tiles.tail:
@@ -144,7 +163,10 @@ def fused_update(
     )
     results = kernel(*refs, *flat, packed, *seeds, *prepared)
     found = [jax.freeze(ref) for ref in prepared] or results[: len(outputs)]
-    sums = [jnp.sum(x) for x in results[len(outputs) :]]
+    sums = [
+        jnp.sum(x.reshape(shape[0], -1), axis=1) if by_row else jnp.sum(x)
+        for x in results[len(outputs) :]
+    ]
     if rest is not None:
         sums = [a + b for a, b in zip(sums, rest.sums, strict=True)]
     return Updated(
@@ -298,7 +320,7 @@ def spread(x: Any, block: int) -> Any:
     return lax.broadcast(x, (block,))
 
 
-def spread_scalars(rule: Rule, ref: Any, block: int, *, first: int = 0) -> Any:
+def spread_scalars(rule: Rule, ref: Any, block: int, *, first: Any = 0) -> Any:
     """The rule's scalars as blocks, from the Ref that holds them from number `first` on."""
     return rule.scalars(*(spread(ref[first + k], block) for k in range(len(rule.scalars._fields))))
 
@@ -315,13 +337,16 @@ def _body(rule: Rule, tiles: Tiles, *, num_outputs: int, has_seed: bool) -> Any:
         updated, read = take(rule.num_updated), take(rule.num_read)
         (scalar_ref,), seed_refs = take(1), take(int(has_seed))
         outputs, sums = take(num_outputs), take(rule.num_sums)
-        program = lax.axis_index("program")
+        program, first = lax.axis_index("program"), 0
+        if tiles.row_programs:
+            row = lax.div(program, jnp.int32(tiles.row_programs))
+            first = row * len(rule.scalars._fields)
         totals = update_tiles(
             rule,
             tiles,
             program,
             (updated, read, outputs),
-            scalars=spread_scalars(rule, scalar_ref, tiles.block),
+            scalars=spread_scalars(rule, scalar_ref, tiles.block, first=first),
             seed=(seed_refs[0][0], seed_refs[0][1]) if has_seed else None,
         )
         for ref, total in zip(sums, totals, strict=True):

@@ -26,6 +26,7 @@ def update(
     seed: jax.Array | None = None,
     impl: Impl | Choice = "auto",
     block: int = BLOCK,
+    by_row: bool = False,
 ) -> Updated:
     """Updates one leaf. Inside a `jax.jit` that donates them, the arrays change in place.
 
@@ -40,6 +41,9 @@ def update(
         rounded stochastically when they are stored. None rounds to nearest.
       impl: see `choice.choose`; a `Choice` is taken as it is, without a look at the devices.
       block: elements of one tile of the kernel; a multiple of 128.
+      by_row: dimension 0 counts rows that are leaves of their own, such as layers: a scalar may be
+        [rows], one number for each, and every sum is float32 [rows]. Where 128 does not divide a
+        row the reference runs, whatever `impl` says.
 
     Returns:
       Arrays and sums; a kernel's differ from the reference's by its approximate division and root
@@ -49,13 +53,14 @@ def update(
       TypeError, ValueError: arrays that do not fit the rule or the kernel.
       KernelUnavailable: the kernel was asked for and cannot run here.
     """
-    check_arrays(rule, updated, read, seed, out_dtypes)
+    check_arrays(rule, updated, read, seed, out_dtypes, scalars=scalars, by_row=by_row)
     choice = choose(impl, kernel=rule.name) if isinstance(impl, str) else impl
     return _update(
         rule,
         choice.implementation,
         tuple(out_dtypes),
         block,
+        by_row,
         tuple(updated),
         tuple(read),
         tuple(scalars),
@@ -64,19 +69,22 @@ def update(
 
 
 # Jitted, so that leaves of equal shapes are traced and lowered once (48 of them in 0.3 s, not 9 s).
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _update(
     rule: Rule,
     implementation: str,
     out_dtypes: tuple[Any, ...],
     block: int,
+    by_row: bool,
     updated: tuple[jax.Array, ...],
     read: tuple[jax.Array, ...],
     scalars: tuple[Any, ...],
     seed: jax.Array | None,
 ) -> Updated:
     if implementation == "xla":
-        return reference_update(rule, updated, read, scalars, out_dtypes=out_dtypes, seed=seed)
+        return reference_update(
+            rule, updated, read, scalars, out_dtypes=out_dtypes, seed=seed, by_row=by_row
+        )
     return fused_update(
         rule,
         updated,
@@ -85,6 +93,7 @@ def _update(
         out_dtypes=out_dtypes,
         seed=seed,
         block=block,
+        by_row=by_row,
         interpret=implementation == "interpret",
     )
 

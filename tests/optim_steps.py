@@ -44,7 +44,7 @@ def gradient(step):
     }
 
 
-def context(*, scale=1.0, skip=False, key=0, choice=XLA, axes=None, shapes=None):
+def context(*, scale=1.0, skip=False, key=0, choice=XLA, axes=None, shapes=None, layers=None):
     return UpdateContext(
         gradient_scale=jnp.float32(scale),
         skip=jnp.bool_(skip),
@@ -52,6 +52,7 @@ def context(*, scale=1.0, skip=False, key=0, choice=XLA, axes=None, shapes=None)
         axes=dict.fromkeys(SHAPES, ()) if axes is None else axes,
         choice=choice,
         shapes=shapes or {},
+        layers=layers or {},
     )
 
 

@@ -87,10 +87,10 @@ def bytes_of(*trees):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
 
 
-def leaf_program(rule, impl):
+def leaf_program(rule, impl, **options):
     def program(updated, read, scalars):
         more = {"scalars": rule.scalars(*scalars), "out_dtypes": (BF16,) * rule.num_outputs}
-        return update(rule, updated, read, impl=impl, **more)
+        return update(rule, updated, read, impl=impl, **more, **options)
 
     return program
 
@@ -125,6 +125,23 @@ def test_a_leaf_is_updated_in_place(devices, kernel, assembler, rule, registers,
     assert largest_copy <= SMALL
     assert compiled.memory.temporary <= (1024 if shape == WHOLE else SMALL)
     assert compiled.memory.aliased == bytes_of(args[0])
+    spilled, used = spills_and_registers(assembler)
+    assert spilled == 0
+    assert used <= registers
+
+
+@pytest.mark.parametrize(("rule", "registers"), RULES[4:6], ids=lambda x: getattr(x, "name", ""))
+def test_layers_with_numbers_of_their_own_are_updated_in_place(
+    devices, kernel, assembler, rule, registers
+):
+    updated, read, scalars = leaf_arguments(rule, (16, *WHOLE))
+    scalars = (*scalars[:2], struct((16,)), *scalars[3:])
+    program = leaf_program(rule, kernel, by_row=True)
+    compiled = compiled_for(devices, program, updated, read, scalars, donated=0)
+    mosaic, _, largest_copy = kernels_and_copies(compiled)
+    assert mosaic == 1
+    assert largest_copy <= SMALL
+    assert compiled.memory.aliased == bytes_of(updated)
     spilled, used = spills_and_registers(assembler)
     assert spilled == 0
     assert used <= registers

@@ -29,6 +29,7 @@ from zerojax.distributed import check_joined
 from zerojax.forecast import Forecast, make_forecast
 from zerojax.gpus import Gpu, find_gpu
 from zerojax.layer_inputs import describe_layer_inputs
+from zerojax.layer_loop import find_stacks
 from zerojax.mesh import DATA, DATA_AXES, STAGE
 from zerojax.offload.abstract import abstract_offloaded, canonical_on_host
 from zerojax.offload.disk_checks import check_durable
@@ -321,6 +322,7 @@ def make_plan(
     offload = plan_offload(settings.offload, placement, precision, tx, mesh, stacked=stacked)
     check_update_in_backward(offload, num_microbatches, precision, tx)
     stored, canonical = build(canonical=False), build(canonical=True)
+    stacks = find_stacks(trace.jaxpr, sorted(params))
     return Plan(
         mesh=mesh,
         model=internal,
@@ -350,7 +352,7 @@ def make_plan(
             *describe_model(internal, trace, placement, extras, precision, regather),
             *describe_offload(settings, offload),
             *describe_layer_inputs(settings, trace.jaxpr, len(params)),
-            *describe_update(update_choices),
+            *describe_update(update_choices, tx, stacks & stored["params"].keys()),
             *describe_options(compiler_options, dropped_options),
         ),
         remake=functools.partial(_remake, settings, given),

@@ -5,7 +5,7 @@ Knows what was chosen and what the model was seen to do; never makes a plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from zerojax.config.offload import HOST
 from zerojax.mesh import DATA, STAGE
 from zerojax.model import Model, ModelTrace, bound_attribute
 from zerojax.offload_layout import OffloadLayout
+from zerojax.optim import Optimizer
 from zerojax.placement import Placement
 from zerojax.precision import Precision
 
@@ -122,10 +123,21 @@ def _some(names: list[str], things: str) -> str:
     return f"{len(names)} {things if len(names) > 1 else things[:-1]} (such as {names[0]}) {verb}"
 
 
-def describe_update(choices: Mapping[str, Choice]) -> list[str]:
-    """Which implementation updates parameters, and why."""
+def describe_update(choices: Mapping[str, Choice], tx: Any, stacks: Collection[str]) -> list[str]:
+    """Which implementation updates parameters, and why; what is done to each layer by itself.
+
+    Args:
+      stacks: names of the trained parameters in which layers are stacked.
+    """
     chosen = choices["update"]
-    return [f"optimizer update by {chosen.implementation}: {chosen.reason}"]
+    lines = [f"optimizer update by {chosen.implementation}: {chosen.reason}"]
+    if isinstance(tx, Optimizer) and tx.kernel == "lamb" and stacks:
+        each = "each layer" if tx.per_layer else "all layers together (per_layer=False)"
+        lines.append(
+            f"lamb: one ratio of norms for {each} of {len(stacks)} stacked parameters, such as "
+            f"{min(stacks)}; one for each other array"
+        )
+    return lines
 
 
 def describe_options(known: Mapping[str, Any], dropped: Mapping[str, str]) -> list[str]:

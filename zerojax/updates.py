@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.choice import Choice, choose
 from pallas_kernels.gradients import GRADIENT_STATS, StatsScalars
 from pallas_kernels.update import update as update_leaf
+from zerojax.layer_loop import find_stacks
 from zerojax.optim import Optimizer, UpdateContext
 from zerojax.placement import axes_of_spec
 from zerojax.planned import Planned
@@ -175,6 +176,7 @@ def build_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
     if isinstance(plan.tx, Optimizer):
         return _build_in_place(plan, plan.tx)
     tx = optax.with_extra_args_support(plan.tx)
+    layers = frozenset(stacks_of(plan))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.abstract_state["params"])
 
     def update(grads: Arrays, state: TrainState, now: ThisStep) -> tuple[Arrays, Any]:
@@ -183,7 +185,7 @@ def build_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
             for name, grad in grads.items()
         }
         updates, opt_state = tx.update(
-            grads, state["opt_state"], state["params"], grad_norm=now.norm
+            grads, state["opt_state"], state["params"], grad_norm=now.norm, layers=layers
         )
         params = optax.apply_updates(state["params"], updates)
         # where, not cond: a cond costs 4 to 14 bytes per parameter of traffic and a copy of the
@@ -201,7 +203,7 @@ def _build_in_place(plan: Planned, tx: Optimizer) -> Callable[..., tuple[Arrays,
     """Every device updates its own shards: one read and one write of each array."""
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
     shapes = {name: leaf.shape for name, leaf in plan.abstract_state["params"].items()}
-    choice = plan.update_choices["update"]
+    choice, layers = plan.update_choices["update"], stacks_of(plan) if tx.per_layer else {}
 
     def local(
         grads: Arrays,
@@ -218,6 +220,7 @@ def _build_in_place(plan: Planned, tx: Optimizer) -> Callable[..., tuple[Arrays,
             axes=axes,
             shapes=shapes,
             choice=choice,
+            layers=layers,
         )
         return tx.apply(grads, state, shards, context)
 
@@ -260,10 +263,21 @@ def axes_of_leaves(
     mesh: Mesh | AbstractMesh, leaves: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
     """{name: mesh axes of more than one device that a leaf is split over}."""
+    return {name: _axes_of(mesh, leaf.sharding.spec) for name, leaf in leaves.items()}
+
+
+def stacks_of(plan: Planned) -> dict[str, tuple[str, ...]]:
+    """{name: mesh axes of more than one device that split its layers} of stacked parameters."""
+    stacks = find_stacks(plan.forward, sorted(plan.placement.leaves))
     return {
-        name: tuple(axis for axis in axes_of_spec(leaf.sharding.spec) if mesh.shape[axis] > 1)
-        for name, leaf in leaves.items()
+        name: _axes_of(plan.mesh, P(*leaf.sharding.spec[:1]))
+        for name, leaf in plan.abstract_state["params"].items()
+        if name in stacks
     }
+
+
+def _axes_of(mesh: Mesh | AbstractMesh, spec: P) -> tuple[str, ...]:
+    return tuple(axis for axis in axes_of_spec(spec) if mesh.shape[axis] > 1)
 
 
 def specs_of_leaves(tree: Any) -> Any:

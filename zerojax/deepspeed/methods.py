@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax import trees
 from zerojax.optim import Schedule
 
 Tree = Any
@@ -39,8 +40,8 @@ def bounded_lamb(
     part of the rate. `zerojax.lamb` has the paper's (arXiv:1904.00962) as optax has it: no bounds,
     and the correction before the ratio.
 
-    There is one ratio for each array; where layers are stacked in arrays [layers, ...] that is one
-    for all of them, and not one for each as in DeepSpeed.
+    There is one ratio for each array, and in the step one for each layer of the arrays in which
+    layers are stacked, whose names `update` is given as `layers`.
     """
 
     def leaf(rate: jax.Array, m: jax.Array, v: jax.Array, p: jax.Array) -> jax.Array:
@@ -58,7 +59,7 @@ def bounded_lamb(
             rate = rate * jnp.sqrt(second) / first
         return functools.partial(leaf, rate)
 
-    return _with_moments(b1, b2, prepare)
+    return _with_moments(b1, b2, prepare, per_layer=True)
 
 
 def plain_adamw(
@@ -90,27 +91,37 @@ def plain_adamw(
 
 
 def _with_moments(
-    b1: float | Schedule, b2: float, prepare: Callable[[jax.Array], Leaf]
-) -> optax.GradientTransformation:
+    b1: float | Schedule,
+    b2: float,
+    prepare: Callable[[jax.Array], Leaf],
+    *,
+    per_layer: bool = False,
+) -> optax.GradientTransformationExtraArgs:
     """A transformation that keeps Adam's two moments.
 
     Args:
       prepare: number of updates before this one -> (moments, parameter) -> what is added to it.
+      per_layer: whether that is done to each layer of a stack by itself.
     """
 
     def init(params: Tree) -> optax.ScaleByAdamState:
         zeros = functools.partial(jax.tree.map, jnp.zeros_like)
         return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros(params), zeros(params))
 
-    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+    def update(
+        updates: Tree, state: Any, params: Tree = None, *, layers: Container[str] = (), **_: Any
+    ) -> tuple[Tree, Any]:
         assert params is not None, "decay and norms read the parameters"
+        apart = {name: per_layer and name in layers for name in trees.flatten_names(params)}
         beta = _beta(b1, state.count)
         mu = jax.tree.map(lambda old, g: beta * old + (1 - beta) * g, state.mu, updates)
         nu = jax.tree.map(lambda old, g: b2 * old + (1 - b2) * g * g, state.nu, updates)
-        moved = jax.tree.map(prepare(state.count), mu, nu, params)
+        one = prepare(state.count)
+        move = lambda m, v, p, rows: (jax.vmap(one) if rows else one)(m, v, p)  # noqa: E731
+        moved = jax.tree.map(move, mu, nu, params, trees.unflatten_like(params, apart))
         return moved, optax.ScaleByAdamState(optax.safe_increment(state.count), mu, nu)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _corrections(b1: float | Schedule, b2: float, count: jax.Array) -> tuple[Any, Any]:

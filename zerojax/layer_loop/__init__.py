@@ -5,6 +5,6 @@ schedules or who runs the pieces.
 """
 
 from zerojax.layer_loop.cutting import LossPieces, cut_loss
-from zerojax.layer_loop.finding import LayerLoop, find_layer_loop
+from zerojax.layer_loop.finding import LayerLoop, find_layer_loop, find_stacks
 
-__all__ = ["LayerLoop", "LossPieces", "cut_loss", "find_layer_loop"]
+__all__ = ["LayerLoop", "LossPieces", "cut_loss", "find_layer_loop", "find_stacks"]

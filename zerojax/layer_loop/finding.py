@@ -198,6 +198,17 @@ def find_layer_loop(closed: ClosedJaxpr, names: Sequence[str | None]) -> LayerLo
     return layers
 
 
+def find_stacks(closed: ClosedJaxpr, names: Sequence[str]) -> frozenset[str]:
+    """Names of the parameters that some loop of a loss slices along dimension 0.
+
+    Args:
+      names: of the first inputs of the loss, which are its parameters.
+    """
+    holders = {v: i for i, v in enumerate(closed.jaxpr.invars[: len(names)])}
+    loops = _find_loops(closed.jaxpr, holders, "")
+    return frozenset(names[i] for loop in loops for i in loop.inputs)
+
+
 # --- which loop -----------------------------------------------------------------------------------
 
 

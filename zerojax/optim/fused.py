@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,11 +48,18 @@ class Numbers:
     context: UpdateContext
 
     def update(
-        self, rule: Rule, updated: tuple[Arrays, ...], read: tuple[Arrays, ...], *, salt: int = 0
+        self,
+        rule: Rule,
+        updated: tuple[Arrays, ...],
+        read: tuple[Arrays, ...],
+        *,
+        salt: int = 0,
+        by_row: Container[str] = (),
     ) -> Any:
         """One pass of a rule over all leaves: an `Updated` of {name: array}.
 
-        Passes that round need different salts.
+        Passes that round need different salts. `by_row`: names of leaves whose rows have scalars
+        and sums of their own.
         """
 
         def leaf(arrays: Sequence[Any], also_read: Sequence[Any], name: str) -> Updated:
@@ -64,6 +71,7 @@ class Numbers:
                 scalars=self.scalars[name],
                 seed=self.context.seed(name) ^ jnp.uint32(salt) if rounds else None,
                 impl=self.context.choice,
+                by_row=name in by_row,
             )
 
         return update_trees(leaf, updated, read, {name: name for name in self.scalars})
@@ -84,6 +92,7 @@ class Method:
       scalars: (learning_rate, weight_decay=, count=, gradient_scale=, skip=) -> the rule's scalars.
       run: what updates all leaves.
       elementwise: whether each element is updated by itself, so that a shard may come in pieces.
+      per_layer: see `Optimizer`.
     """
 
     kernel: str
@@ -92,6 +101,7 @@ class Method:
     scalars: Callable[..., Any]
     run: Run
     elementwise: bool = True
+    per_layer: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +161,7 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
         learning_rate=as_schedule(options.learning_rate),
         begin=functools.partial(_begin, method, options) if method.elementwise else None,
         moments=method.moments if method.elementwise else (),
+        per_layer=method.per_layer,
     )
 
 

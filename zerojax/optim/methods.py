@@ -5,7 +5,9 @@ Knows formulas and their defaults; never a mesh, and never how rules run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, get_args
 
 import jax
@@ -14,6 +16,7 @@ import optax
 
 from pallas_kernels import optimizers
 from pallas_kernels.choice import Impl, choose
+from zerojax import trees
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
 from zerojax.optim.groups import Decay, as_groups, decay_mask
 from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
@@ -118,26 +121,35 @@ def lamb(
     clip_norm: float | None = 1.0,
     groups: GroupsLike = None,
     impl: Impl = "auto",
+    per_layer: bool = True,
 ) -> Optimizer:
     """LAMB (arXiv:1904.00962): AdamW whose update of each array is as long as the array.
 
-    Its state is that of `optax.lamb`; arguments and errors are those of `adamw`. There is one ratio
-    of norms per array, as in optax, over all of its shards. Where layers are stacked in arrays
-    [layers, ...] that is one for all layers together, and not one for each as in the paper.
-    Parameters are updated after that ratio is known, from the moments as they are stored: moments
+    Its state is that of `optax.lamb`; arguments that are not listed, and errors, are those of
+    `adamw`. There is one ratio of norms per array, over all of its shards, as in optax. In the
+    step, where layers are stacked in arrays [layers, ...] that a loop slices, there is one for each
+    layer, as in the paper and as `optax.lamb` has it for layers in arrays of their own; the plan
+    names these arrays. Outside of it `update` knows no layers: give it their names,
+    `update(gradients, state, params, layers={"blocks/kernel"})`.
+
+    Parameters are updated after the ratios are known, from the moments as they are stored: moments
     in bfloat16 are rounded before they move them.
+
+    Args:
+      per_layer: False: one ratio for all layers that are stacked in an array.
     """
     _check(b1=b1, b2=b2, eps=eps)
     return make_optimizer(
         Method(
             kernel="lamb",
             chain=lambda decay, rate: optax.chain(
-                scale_by_adam(b1, b2, eps), decay, optax.scale_by_trust_ratio(), rate
+                scale_by_adam(b1, b2, eps), decay, _scale_by_trust_ratio(per_layer), rate
             ),
             moments=("mu", "nu"),
             scalars=adam_scalars(b1, b2, eps),
-            run=_lamb_passes,
+            run=functools.partial(_lamb_passes, per_layer),
             elementwise=False,
+            per_layer=per_layer,
         ),
         _options("lamb", learning_rate, weight_decay, mask, groups, clip_norm, impl),
     )
@@ -225,12 +237,35 @@ def _scheduled(
     return optax.GradientTransformation(make(0.9).init, update)
 
 
+def _scale_by_trust_ratio(per_layer: bool) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_trust_ratio`, mapped over the layers of the parameters named `layers`."""
+    plain = optax.scale_by_trust_ratio()
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, layers: Container[str] = (), **_: Any
+    ) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError("lamb needs the parameters: call update(gradients, state, params)")
+        one = lambda update, param: plain.update(update, state, param)[0]  # noqa: E731
+        names = trees.flatten_names(params)
+        apart = {name: per_layer and name in layers for name in names}
+        scale = lambda u, p, rows: (jax.vmap(one) if rows else one)(u, p)  # noqa: E731
+        return jax.tree.map(scale, updates, params, trees.unflatten_like(params, apart)), state
+
+    return optax.GradientTransformationExtraArgs(plain.init, update)
+
+
 def _lamb_passes(
-    params: Arrays, moments: tuple[Arrays, ...], grads: Arrays, numbers: Numbers
+    per_layer: bool,
+    params: Arrays,
+    moments: tuple[Arrays, ...],
+    grads: Arrays,
+    numbers: Numbers,
 ) -> tuple[Arrays, tuple[Arrays, ...]]:
-    """Moments and norms, then, with the norms of whole parameters, the parameters."""
-    half = numbers.update(optimizers.LAMB_MOMENTS, moments, (params, grads))
-    norms = _norms(half.sums, numbers.context)
+    """Moments and norms, then, with the norms of whole parameters or layers, the parameters."""
+    layers = numbers.context.layers if per_layer else {}
+    half = numbers.update(optimizers.LAMB_MOMENTS, moments, (params, grads), by_row=layers)
+    norms = _norms(half.sums, numbers.context, layers)
     second = Numbers(
         scalars={
             name: optimizers.lamb_scalars(
@@ -242,20 +277,31 @@ def _lamb_passes(
         context=numbers.context,
     )
     # Other bits than the first moment's, which took the first ones of the seed.
-    applied = second.update(optimizers.LAMB_APPLY, (params,), half.updated, salt=0x5BD1E995)
+    applied = second.update(
+        optimizers.LAMB_APPLY, (params,), half.updated, salt=0x5BD1E995, by_row=layers
+    )
     return applied.updated[0], half.updated
 
 
-def _norms(sums: tuple[Arrays, ...], context: UpdateContext) -> dict[str, tuple[jax.Array, ...]]:
-    """{name: the roots of its sums over all shards}: one collective for equally split leaves."""
+def _norms(
+    sums: tuple[Arrays, ...], context: UpdateContext, layers: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[jax.Array, ...]]:
+    """{name: the roots of its sums over all shards}: one collective for equally split leaves.
+
+    Sums of layers, [layers of this shard], are over the shards of these layers.
+    """
     split_alike: dict[tuple[str, ...], list[str]] = {}
     for name in sums[0]:
-        split_alike.setdefault(context.axes[name], []).append(name)
+        over = tuple(axis for axis in context.axes[name] if axis not in layers.get(name, ()))
+        split_alike.setdefault(over, []).append(name)
     norms = {}
-    for names in split_alike.values():
-        local = tuple(jnp.stack([each[name] for name in names]) for each in sums)
-        agreed = [jnp.sqrt(x) for x in context.sum_over_shards(names[0], local)]
-        norms |= {name: tuple(x[at] for x in agreed) for at, name in enumerate(names)}
+    for over, names in split_alike.items():
+        local = tuple(jnp.concatenate([each[name].reshape(-1) for name in names]) for each in sums)
+        agreed = [jnp.sqrt(x) for x in context.sum_over(over, local)]
+        ends = itertools.accumulate(sums[0][name].size for name in names)
+        for name, end in zip(names, ends, strict=True):
+            first, shape = end - sums[0][name].size, sums[0][name].shape
+            norms[name] = tuple(x[first:end].reshape(shape) for x in agreed)
     return norms
 
 

@@ -38,6 +38,8 @@ class UpdateContext:
       shapes: {name: shape of the whole parameter}, for weight-decay masks that ask; {} where no
         parameter is split.
       piece: int32 []; number of the piece of a shard that is updated, where it comes in pieces.
+      layers: {name: mesh axes among its `axes` that split dimension 0} of the parameters whose
+        dimension 0 counts layers; LAMB has a ratio for each.
     """
 
     gradient_scale: jax.Array
@@ -47,6 +49,7 @@ class UpdateContext:
     choice: Choice
     shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     piece: jax.Array | None = None
+    layers: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def seed(self, name: str) -> jax.Array:
         """uint32 [2]: random bits of a parameter's shard; copies of one shard get the same."""
@@ -64,12 +67,11 @@ class UpdateContext:
             for name, shard in params.items()
         }
 
-    def sum_over_shards(self, name: str, values: Sums) -> Sums:
-        """The sums over the whole parameter of arrays of each shard, agreed in one step.
+    def sum_over(self, axes: tuple[str, ...], values: Sums) -> Sums:
+        """The sums over mesh axes of arrays of each shard, agreed in one step.
 
         Two arrays at least: see `zerojax.updates.build_norm` for what becomes of a single one.
         """
-        axes = self.axes[name]
         return lax.psum(values, axes) if axes else values
 
 
@@ -119,6 +121,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         may hold anything in place of the moments.
       moments: what optax calls the moments that the state holds, in the order of the rule; () where
         `begin` is None.
+      per_layer: whether layers that are stacked in one array are updated as arrays of their own.
     """
 
     apply: Apply
@@ -130,6 +133,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     learning_rate: Schedule | None
     begin: Begin | None
     moments: tuple[str, ...]
+    per_layer: bool
 
     def __new__(
         cls,
@@ -145,11 +149,13 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         learning_rate: Schedule | None = None,
         begin: Begin | None = None,
         moments: tuple[str, ...] = (),
+        per_layer: bool = False,
     ) -> Optimizer:
         self = super().__new__(cls, init, update)
         self.apply, self.kernel, self.impl, self.clip_norm = apply, kernel, impl, clip_norm
         self.with_dtypes, self.learning_rate = with_dtypes, learning_rate
         self.coding, self.begin, self.moments = coding, begin, moments
+        self.per_layer = per_layer
         return self
 
 
