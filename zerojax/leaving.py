@@ -5,10 +5,14 @@ Knows `jax.distributed` where the process has imported JAX already; imports no J
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
 import ctypes
+import functools
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from types import TracebackType
@@ -24,6 +28,7 @@ COORDINATOR_WAITS = 1.0
 """Seconds. When process 0 goes, the runtime of every other process aborts it; whatever fails on all
 of them alike should be said by each of them first."""
 
+_LOOK_SECONDS = 0.5
 _is_coordinator = False
 
 
@@ -48,6 +53,32 @@ def leave(code: int) -> NoReturn:
     elif _is_coordinator:
         time.sleep(COORDINATOR_WAITS)
     os._exit(code)
+
+
+@functools.cache
+def leave_group_when_over() -> None:
+    """From now on this process leaves its group as soon as its script is over.
+
+    Python ends only after all threads of its executors. One of them may wait for the word of a
+    process that has failed, with no public call to take it out, and meanwhile the others wait for
+    this one at their exit: after five minutes JAX aborts all. Once all have left, that wait ends.
+    """
+    probe = concurrent.futures.ThreadPoolExecutor(1)
+
+    def watch() -> None:
+        # An executor takes no more work from when Python ends on; `atexit` comes too late.
+        while True:
+            try:
+                probe.submit(int)
+            except RuntimeError:
+                break
+            time.sleep(_LOOK_SECONDS)
+        if in_group():
+            sys.modules["jax"].distributed.shutdown()
+
+    watching = threading.Thread(target=watch, name="zerojax-leaving", daemon=True)
+    watching.start()
+    atexit.register(watching.join)  # before JAX leaves the group itself: once is allowed
 
 
 def exit_code_of(error: BaseException) -> int:

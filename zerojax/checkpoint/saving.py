@@ -31,6 +31,7 @@ from zerojax.checkpoint.packs import FILE_NAME as TABLE
 from zerojax.checkpoint.parts import Part, collect, leave, leave_failure, raise_failures
 from zerojax.checkpoint.retention import Retention
 from zerojax.fingerprints import as_text
+from zerojax.leaving import leave_group_when_over
 from zerojax.store.pieces import PieceReader
 from zerojax.trees import format_bytes
 
@@ -147,6 +148,8 @@ def _finish(
     except Exception as error:
         if process:
             leave_failure(save.partial, process, error)
+        if count > 1:
+            leave_group_when_over()  # threads of Orbax may wait for a process that has failed
         raise _lost(save, error) from error
     return {n: value for part in parts for n, value in part.checksums.items()}, fingerprints
 
