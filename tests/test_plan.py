@@ -100,6 +100,9 @@ def test_the_models_own_tensor_parallel_rules_are_found():
     leaf = plan.placement.leaves["blocks/mlp/up/kernel"]
     assert leaf.stored_spec == P(None, "data", "model")
     assert leaf.stack_dims == 1
+    without = plan_for(reference_model("llama"), mesh={"model": 2}, rules=(("none", ("model",)),))
+    assert any(reason.startswith("model=2 splits nothing") for reason in without.reasons)
+    assert without.placement.leaves["blocks/mlp/up/kernel"].axes == (None, None, None)
     other = plan_for(
         reference_model("llama"), mesh={"model": 2}, zero=3, rules=(("lm_head", (None, "model")),)
     )

@@ -278,6 +278,9 @@ def test_checkpoints_are_listed_and_pruned(tmp_path):
         ({"batches": BATCHES, "optimizer": "adam"}, "optax.GradientTransformation"),
         ({"batches": BATCHES, "precision": "fp8"}, "fp32, bf16"),
         ({"batches": BATCHES, "freeze": ("nothing",)}, "matches none of"),
+        ({"batches": BATCHES, "freeze": "nothing"}, "'nothing' matches none of"),
+        ({"batches": BATCHES, "steps": "ten"}, "steps='ten' .* a whole number from 0 on"),
+        ({"batches": BATCHES, "steps": -1}, "steps=-1 .* a whole number from 0 on"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_array(arguments, sentence):

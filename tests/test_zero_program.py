@@ -28,6 +28,7 @@ SIZES = {"num_layers": LAYERS, "embed_dim": 96, "num_heads": 2}
 # Below it are norms, biases and positions.
 THRESHOLD = 2000
 SIDES = ("invars", "outvars")
+REGRESSION = {"loss": small_models.regression_loss, "batch": regression_batch}
 
 
 def gpt2(zero, *, remat="none", matmul_dtype=None, **options):
@@ -219,6 +220,40 @@ def test_stage_2_reads_whole_parameters_but_stacks_no_copy():
     assert not large & made
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_microbatches_are_accumulated_in_the_dtype_asked_for(dtype):
+    options = {"precision": "bf16", "accumulate_dtype": dtype, "num_microbatches": 4}
+    plan = plan_for(small_models.Layers, **REGRESSION, zero=1, **options)
+    program = build_step(plan).trace(plan.abstract_state, plan.abstract_batch).jaxpr.jaxpr
+    (loop,) = (
+        equation
+        for equation, _ in equations_of(program)
+        if equation.primitive.name == "scan" and equation.params["length"] == 4
+    )
+    carried = [atom.aval for atom in loop.outvars[: loop.params["num_carry"]]]
+    found = {x.dtype for x in carried if x.shape == plan.placement.leaves["blocks/kernel"].shape}
+    assert found == {plan.precision.accumulate_dtype}
+
+
+def test_sequence_sharding_splits_what_lies_between_the_matrices():
+    """The residual stream of each layer, [rows, sequence, width], over `model` in each loop."""
+    split = {}
+    for choice in (False, True):
+        options = {"mesh": {"model": 2}, "sequence_sharding": choice}
+        plan = plan_for(reference_model("gpt2"), zero=1, **options)
+        program = build_step(plan).trace(plan.abstract_state, plan.abstract_batch).jaxpr.jaxpr
+        split[choice] = [
+            equation.outvars[0].aval.shape
+            for equation, inside in equations_of(program)
+            if equation.primitive.name == "sharding_constraint"
+            and inside
+            and tuple(equation.params["sharding"].spec)[1:2] == ("model",)
+        ]
+    assert split[False] == []
+    # The embedding and two sums of a layer, and the same once more in the backward pass.
+    assert split[True] == [(8, 16, 32)] * 6
+
+
 def test_the_same_search_finds_what_is_kept_without_gathering_again():
     kept = named_shapes(dataclasses.replace(gpt2(3), regather=False))
     assert {"blocks/mlp/up/kernel", "blocks/mlp/down/kernel"} <= kept
@@ -268,6 +303,15 @@ def test_stage_0_reduces_once_and_gathers_nothing():
     assert not found.inside
 
 
+def test_stage_0_sends_one_collective_per_bucket():
+    limit = 400
+    plan = plan_for(small_models.Layers, zero=0, reduce_bucket_size=limit, **REGRESSION)
+    sizes = {n: num_elements(leaf.shape) for n, leaf in sorted(plan.placement.leaves.items())}
+    found = count_collectives(lower(plan))
+    assert found.outside["all_reduce"] - 2 == len(make_buckets(sizes, limit)) == 4
+    assert not found.inside
+
+
 def test_stage_2_scatters_inside_the_backward_loop():
     plan = gpt2(2)
     found = count_collectives(lower(plan))
@@ -303,8 +347,7 @@ def test_a_layer_sends_one_collective_per_bucket_at_stage_3():
 
 def test_functions_are_gathered_in_one_bucket_at_stage_3():
     pair = small_models.init_functions, small_models.apply_functions
-    options = {"loss": small_models.regression_loss, "batch": regression_batch}
-    plan = plan_for(pair, zero=3, persistence_threshold=0, **options)
+    plan = plan_for(pair, zero=3, persistence_threshold=0, **REGRESSION)
     assert set(whole_shapes(plan)) == {"in/w", "in/b", "out/w"}
     found = count_collectives(lower(plan))
     assert found.outside["all_gather"] == found.outside["reduce_scatter"] == 1

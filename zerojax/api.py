@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from zerojax import deepspeed
@@ -62,7 +63,7 @@ def train(
     steps: int | None = None,
     global_batch_size: int | None = None,
     seq_len: int | None = None,
-    freeze: Sequence[str] = (),
+    freeze: str | Sequence[str] = (),
     checkpoint: CheckpointConfig | str | Path | None = None,
     run_dir: str | Path | None = "auto",
     log: LogConfig | None = None,
@@ -119,6 +120,7 @@ def train(
     """
     join_processes()
     internal = models.as_model(model)
+    _check_steps(steps)
     reasons: list[str] = []
     if steps is None and not _ends(batches):
         default_steps: int | None = DEFAULT_STEPS
@@ -194,7 +196,7 @@ def train(
             reduce_dtype=reduce_dtype,
             accumulate_dtype=accumulate_dtype,
             num_microbatches=num_microbatches,
-            freeze=tuple(freeze),
+            freeze=freeze,
             steps=steps,
             **exact,
         )
@@ -248,6 +250,15 @@ class _Ported:
         for warning in translated.warnings:
             warnings.warn(f"{translated.source}: {warning}", stacklevel=3)
         return translated
+
+
+def _check_steps(steps: Any) -> None:
+    """Refuses what is no number of steps; 0 gives a `Trainer` that has not stepped."""
+    if steps is not None and (not isinstance(steps, int | np.integer) or steps < 0):
+        raise ValueError(
+            f"steps={steps!r} is no number of batches; give a whole number from 0 on, or None to "
+            "train until the batches end"
+        )
 
 
 def _width(model: models.Model) -> int | None:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -234,7 +234,7 @@ def make_plan(
     reduce_dtype: str | None = None,
     accumulate_dtype: str | None = None,
     num_microbatches: int | None = None,
-    freeze: tuple[str, ...] = (),
+    freeze: str | Sequence[str] = (),
     steps: int | None = None,
     **mesh_options: Any,
 ) -> Plan:
@@ -253,7 +253,7 @@ def make_plan(
       reduce_dtype, accumulate_dtype: "fp32" or "bf16"; None: see `as_precision`.
       num_microbatches: pieces each device's rows are cut into; gradients are accumulated. None: 1,
         or with pipeline stages as many as the rows allow, up to 4 for each stage.
-      freeze: regular expressions on parameter names that get no gradient.
+      freeze: regular expressions, or one, on names of parameters that get no gradient.
       steps: length of the run, for the learning-rate schedule.
       **mesh_options: other fields of `MeshConfig`: rules, persistence_threshold,
         reduce_bucket_size, allgather_bucket_size, sequence_sharding.
@@ -261,6 +261,7 @@ def make_plan(
     Raises:
       ValueError, TypeError: with the value, the limit and the remedy.
     """
+    freeze = (freeze,) if isinstance(freeze, str) else tuple(freeze)
     given = {
         "model": model,
         "example_batch": example_batch,

@@ -15,7 +15,7 @@ from pallas_kernels.choice import Choice
 from zerojax import mesh as meshes
 from zerojax.config import MeshConfig
 from zerojax.config.offload import HOST
-from zerojax.mesh import DATA, STAGE
+from zerojax.mesh import DATA, MODEL, STAGE
 from zerojax.model import Model, ModelTrace, bound_attribute
 from zerojax.offload_layout import OffloadLayout
 from zerojax.optim import Optimizer
@@ -44,6 +44,12 @@ def describe_choices(
     else:
         roles = ("nothing", "optimizer state", "optimizer state and gradients", "all state")
         lines.append(f"zero={settings.zero}: {roles[settings.zero]} split over {shards} devices")
+    model_axis = mesh.shape[MODEL]
+    if model_axis > 1 and not any(MODEL in leaf.axes for leaf in placement.leaves.values()):
+        lines.append(
+            f"model={model_axis} splits nothing, so {model_axis} devices each compute the same: no "
+            "rule matches a parameter; pass rules=((pattern, axes), ...), or model=1"
+        )
     lines.append(f"precision: {precision.describe()}")
     exceptions = placement.exceptions()
     if exceptions:

@@ -106,7 +106,13 @@ def run_from_config(config: RunConfig) -> Trainer:
     )
     feed = as_feed(train_source, rows=rows_of_process(train_source, plan.mesh))
     if tokenizer is not None and jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise type(error)(
+                f"cannot make the run folder '{folder}' ({error.strerror}); choose another with "
+                "run_dir="
+            ) from None
         save_tokenizer(tokenizer, folder / TOKENIZER_FILE)
     return start_run(run, plan, replan, habits, feed, config.seed, validation)
 

@@ -136,7 +136,7 @@ def format_table(facts: dict[str, Any]) -> str:
         (
             "host",
             f"{host['cores']} cores, {host['memory_bytes'] / GIB:.0f} GiB memory, "
-            f"{host['free_disk_bytes'] / GIB:.0f} GiB free here",
+            f"{host['free_disk_bytes'] / GIB:.0f} GiB of disk free here",
         )
     )
     if host["free_memory_bytes"] is not None:

@@ -160,8 +160,8 @@ def check_finite(name: str, array: np.ndarray) -> None:
     first = tuple(int(i) for i in bad[0])
     raise ValueError(
         f"batch[{name!r}] holds {len(bad)} values of {array.size} that are not finite, the first "
-        f"is {array[first]} at index {first}; clean the data, or pass check_values=False to let "
-        "the step skip such batches"
+        f"is {array[first]} at index {first}; clean the data, or, in a loop of your own, "
+        "pass check_values=False to shard_batch: the step then skips such batches"
     )
 
 
