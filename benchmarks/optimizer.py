@@ -57,12 +57,13 @@ class Way:
 
     Attributes:
       init: () -> state.
-      step: jitted; (state, gradients, number of the step) -> (state, new arrays); the state is
-        donated.
+      step: (state, gradients, number of the step) -> (state, new arrays).
+      options: of XLA's compiler, (name, value) each.
     """
 
     init: Callable[[], Any]
-    step: Any
+    step: Callable[[Any, Any, Any], tuple[Any, Any]]
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -117,7 +118,7 @@ def ways_of(kind: str, shapes: Leaves, ours: Mapping[str, Ours]) -> dict[str, Wa
     build = {"adamw": _adamw, "lion": _lion, "adam8bit": _adam8bit, "stats": _stats}[kind]
     ways = {name: build(shapes, one) for name, one in ours.items()}
     if kind == "stats":
-        ways["optax"] = Way(tuple, _jitted(_optax_stats))
+        ways["optax"] = Way(tuple, _optax_stats)
     elif kind in ("adamw", "lion"):
         make = {"adamw": optax.adamw, "lion": optax.lion}[kind]
         ways["optax"] = _optax(shapes, make(RATE, B1, B2, weight_decay=DECAY))
@@ -130,24 +131,75 @@ def make_gradients(shapes: Leaves) -> list[jax.Array]:
 
 
 def take_samples(
-    ways: Mapping[str, Way], shapes: Leaves, *, rounds: int, steps: int, warm_up: int = 3
+    ways: Mapping[str, Way],
+    shapes: Leaves,
+    *,
+    rounds: int,
+    steps: int,
+    warm_up: int = 3,
+    updates: int = 1,
 ) -> dict[str, list[Sample]]:
-    """Times the ways in turns, all on the same gradients."""
+    """Times the ways in turns, all on the same gradients.
+
+    Args:
+      ways, shapes: what is timed.
+      rounds, steps, warm_up: as in `interleave`; a step is one start of a program.
+      updates: in one program. With several, the time of hundreds of arguments on the host, which a
+        training step pays once for all it does, is not counted as the update's.
+
+    Returns:
+      Samples whose times are of one update.
+    """
     grads = make_gradients(shapes)
-    sides = {name: _side(way, shapes, grads) for name, way in ways.items()}
+    held: dict[Any, Any] = {}
+    sides = {name: _side(way, shapes, grads, updates, held) for name, way in ways.items()}
     return interleave(sides, warm_up=warm_up, steps=steps, rounds=rounds)
 
 
-def compile_way(way: Way, shapes: Leaves) -> Any:
-    """The compiled step: what is timed and what is counted, compiled once."""
-    return _compile_way(way, tuple(shapes))
+def compile_way(way: Way, shapes: Leaves, updates: int = 1, sharding: Any = None) -> Any:
+    """The program that is timed, compiled once; its state and, of several updates, `new` donated.
+
+    Args:
+      way, shapes: what is compiled.
+      updates: 1 compiles `(state, gradients, count) -> (state, new)`; more compile a loop over
+        `(state, new, gradients, count)`.
+      sharding: on the device that it is compiled for; None: the default one.
+    """
+    return _compile_way(way, tuple(shapes), updates, sharding)
+
+
+def forget_programs() -> None:
+    """Frees what `compile_way` keeps."""
+    _compile_way.cache_clear()
 
 
 @functools.lru_cache(maxsize=16)
-def _compile_way(way: Way, shapes: tuple[tuple[int, ...], ...]) -> Any:
-    state = jax.eval_shape(way.init)
+def _compile_way(way: Way, shapes: tuple[tuple[int, ...], ...], updates: int, sharding: Any) -> Any:
+    state, new, grads, count = _abstract(way, shapes)
+    if updates == 1:
+        program, arguments, donated = way.step, (state, grads, count), (0,)
+    else:
+        program, donated = functools.partial(_repeat, way.step, updates), (0, 1)
+        arguments = (state, new, grads, count)
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
+    jitted = jax.jit(program, donate_argnums=donated, compiler_options=dict(way.options) or None)
+    return jitted.lower(*jax.tree.map(place, arguments)).compile()
+
+
+def _abstract(way: Way, shapes: Leaves) -> tuple[Any, Any, Any, Any]:
     grads = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    return way.step.lower(state, grads, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    state, new = jax.eval_shape(lambda g, c: way.step(way.init(), g, c), grads, count)
+    return state, new, grads, count
+
+
+def _repeat(step: Any, updates: int, state: Any, new: Any, grads: Any, count: Any) -> Any:
+    def one(index: Any, carry: Any) -> Any:
+        # Whatever is read from the gradients is read again in each round.
+        now, read = jax.lax.optimization_barrier((count + index, grads))
+        return step(carry[0], read, now)
+
+    return jax.lax.fori_loop(0, updates, one, (state, new))
 
 
 def temporary_bytes(way: Way, shapes: Leaves) -> int:
@@ -155,21 +207,31 @@ def temporary_bytes(way: Way, shapes: Leaves) -> int:
     return compile_way(way, shapes).memory_analysis().temp_size_in_bytes
 
 
-def _side(way: Way, shapes: Leaves, grads: Any) -> Callable[[int], Sample]:
-    step = compile_way(way, shapes)
-    state = jax.jit(way.init)()  # arrays of their own, which can be donated
+def _side(
+    way: Way, shapes: Leaves, grads: Any, updates: int, held: dict[Any, Any]
+) -> Callable[[int], Sample]:
+    """Ways with equal arrays go on where the other has stopped: `held` has their state once."""
+    program = compile_way(way, shapes, updates)
+    state, new, _, _ = _abstract(way, shapes)
+    leaves, structure = jax.tree.flatten((state, new))
+    key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+    if key not in held:
+        # Arrays of their own, which can be donated.
+        new = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), new)
+        held[key] = (jax.jit(way.init)(), new)
     done = 0
 
     def run(steps: int) -> Sample:
         def one_after_the_other() -> None:
-            nonlocal state, done
-            new = None
+            nonlocal done
             for _ in range(steps):
-                done += 1
-                state, new = step(state, grads, jnp.int32(done))
-            jax.block_until_ready((state, new))
+                state, new = held[key]
+                given = (state, grads) if updates == 1 else (state, new, grads)
+                held[key] = state, new = program(*given, jnp.int32(done + 1))
+                done += updates
+            jax.block_until_ready(held[key])
 
-        return sample(one_after_the_other, steps)
+        return sample(one_after_the_other, steps * updates)
 
     return run
 
@@ -179,7 +241,7 @@ def _adamw(shapes: Leaves, ours: Ours) -> Way:
         scalars = optimizers.adam_scalars(RATE, count=count, b1=B1, b2=B2, weight_decay=DECAY)
         return _by_rule(optimizers.ADAMW, state, grads, scalars, ours)
 
-    return Way(lambda: _state(shapes, 2), _jitted(step, ours.options))
+    return Way(lambda: _state(shapes, 2), step, tuple(ours.options.items()))
 
 
 def _lion(shapes: Leaves, ours: Ours) -> Way:
@@ -187,7 +249,7 @@ def _lion(shapes: Leaves, ours: Ours) -> Way:
         scalars = optimizers.lion_scalars(RATE, b1=B1, b2=B2, weight_decay=DECAY)
         return _by_rule(optimizers.LION, state, grads, scalars, ours)
 
-    return Way(lambda: _state(shapes, 1), _jitted(step, ours.options))
+    return Way(lambda: _state(shapes, 1), step, tuple(ours.options.items()))
 
 
 def _by_rule(rule: Any, state: Any, grads: Any, scalars: Any, ours: Ours) -> Any:
@@ -217,7 +279,7 @@ def _adam8bit(shapes: Leaves, ours: Ours) -> Way:
         new_state = ([leaf.param for leaf in found], [leaf.moments for leaf in found])
         return new_state, [leaf.compute for leaf in found]
 
-    return Way(init, _jitted(step, ours.options))
+    return Way(init, step, tuple(ours.options.items()))
 
 
 def _stats(shapes: Leaves, ours: Ours) -> Way:
@@ -230,7 +292,7 @@ def _stats(shapes: Leaves, ours: Ours) -> Way:
         found = [update(gradients.GRADIENT_STATS, (), (g,), **more).sums for g in grads]
         return state, tuple(sum(column) for column in zip(*found, strict=True))
 
-    return Way(tuple, _jitted(step, ours.options))
+    return Way(tuple, step, tuple(ours.options.items()))
 
 
 def _optax_stats(state: Any, grads: Any, count: Any) -> Any:
@@ -251,11 +313,7 @@ def _optax(shapes: Leaves, tx: optax.GradientTransformation) -> Way:
         params = optax.apply_updates(params, updates)
         return (params, moments), [x.astype(jnp.bfloat16) for x in params]
 
-    return Way(init, _jitted(step))
-
-
-def _jitted(step: Callable[..., Any], options: Mapping[str, Any] | None = None) -> Any:
-    return jax.jit(step, donate_argnums=0, compiler_options=dict(options) if options else None)
+    return Way(init, step)
 
 
 def _state(shapes: Leaves, num_moments: int) -> tuple[Any, ...]:
@@ -264,11 +322,14 @@ def _state(shapes: Leaves, num_moments: int) -> tuple[Any, ...]:
 
 
 def _random(shapes: Leaves, scale: float, dtype: Any) -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return [
-        (scale * jax.random.normal(key, shape)).astype(dtype)
-        for key, shape in zip(keys, shapes, strict=True)
-    ]
+    """Pieces of one random array: that many generators would take the compiler longer."""
+    drawn = scale * jax.random.normal(jax.random.key(0), (num_parameters(shapes),))
+    flat = jax.lax.optimization_barrier(drawn.astype(dtype))
+    leaves, at = [], 0
+    for shape in shapes:
+        leaves.append(flat[at : at + _size(shape)].reshape(shape))
+        at += _size(shape)
+    return leaves
 
 
 def _size(shape: tuple[int, ...]) -> int:

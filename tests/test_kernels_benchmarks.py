@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import optimizer
 from benchmarks.gpu import optimizer as gpu_optimizer
+from benchmarks.gpu.traced import device_events
 from pallas_kernels import choice
+
+REFERENCE = optimizer.Ours(choice.Choice("xla", "to compare with"))
 
 
 @pytest.mark.slow
@@ -30,13 +36,61 @@ def test_the_part_for_a_gpu_runs_on_a_cpu(tmp_path):
     if choice.missing():
         assert all("jax >= 0.11" in row["note"] for row in kernels)
     else:
-        assert all(row["max_ulp"] <= 2 for row in kernels)
-        assert all(row["launches"] > 0 for row in kernels)
         tables = [row for row in record["rows"] if row["way"] == "kernel, a table of leaves"]
         assert {row["kind"] for row in tables} == set(gpu_optimizer.TABLES)
-        assert all(row["max_ulp"] <= 2 for row in tables)
+        for row in kernels + tables:
+            # Statistics are sums, which kernel and reference take in different order.
+            assert row["max_ulp"] <= (8 if row["kind"] == "stats" else 2), row
+        assert all(row["launches"] > 0 for row in kernels)
     plain = [row for row in record["rows"] if row["way"] == "XLA, no command buffers"]
     assert {row["kind"] for row in plain} == set(optimizer.BYTES)
+
+
+@pytest.mark.parametrize("kind", sorted(optimizer.BYTES))
+def test_several_updates_in_one_program_are_those_of_several_programs(kind):
+    shapes = ((3, 5), (7,))
+    for name, way in optimizer.ways_of(kind, shapes, {"ours": REFERENCE}).items():
+        grads, state = optimizer.make_gradients(shapes), jax.jit(way.init)()
+        one = optimizer.compile_way(way, shapes)
+        for count in (1, 2, 3):
+            state, new = one(state, grads, jnp.int32(count))
+        others = jax.tree.map(jnp.zeros_like, new)
+        three = optimizer.compile_way(way, shapes, 3)
+        found = three(jax.jit(way.init)(), others, grads, jnp.int32(1))
+        for a, b in zip(jax.tree.leaves((state, new)), jax.tree.leaves(found), strict=True):
+            np.testing.assert_allclose(
+                np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, err_msg=name
+            )
+
+
+def test_time_that_is_over_begins_nothing():
+    rows, goals = gpu_optimizer.measure_kind("adamw", ((3, 5),), 1e9, smoke=True, ends=0.0)
+    assert goals == []
+    assert {row["note"] for row in rows if row["way"] in ("XLA", "optax")} == {
+        "left out: time is over"
+    }
+
+
+def test_events_of_a_gpu_are_told_from_those_of_the_host(tmp_path):
+    def name(kind, pid, tid, what):
+        return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": what}}
+
+    def event(pid, tid, start, duration):
+        return {"ph": "X", "name": "k", "pid": pid, "tid": tid, "ts": start, "dur": duration}
+
+    events = [
+        name("process_name", 1, 0, "/device:GPU:0"),
+        name("process_name", 2, 0, "/host:CPU"),
+        name("thread_name", 1, 7, "Stream #7(Compute)"),
+        name("thread_name", 1, 8, "XLA Modules"),
+        name("thread_name", 2, 7, "Stream #7(Compute)"),
+        *(event(1, 7, 5, 2), event(1, 7, 9, 3), event(1, 8, 5, 7), event(2, 7, 1, 1)),
+    ]
+    with gzip.open(tmp_path / "x.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    assert device_events(str(tmp_path)) == [(5, 2), (9, 3)]
+    with pytest.raises(FileNotFoundError, match="no trace"):
+        device_events(str(tmp_path / "empty"))
 
 
 def test_the_leaves_are_those_of_gpt2():
