@@ -9,6 +9,7 @@ import argparse
 import functools
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,10 +19,10 @@ import jax.numpy as jnp
 import zerojax
 from benchmarks import plain_jax
 from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source, peak_device_bytes
-from benchmarks.gpu.workloads import PEAK_TFLOPS, Workload, choose_workload
+from benchmarks.gpu.workloads import Workload, choose_workload, model_rates
 from benchmarks.machine import load_average
 from benchmarks.measuring import Sample, interleave, least_of, median_of, ratio_of, sample
-from benchmarks.recording import Goal, Record, add_arguments, write_record
+from benchmarks.recording import Goal, Record, add_arguments, save_so_far, write_record
 from zerojax.config import LogConfig
 
 LIMIT = 1.01
@@ -37,12 +38,17 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     load_before = load_average()
     workload = choose_workload(arguments.model, arguments.smoke)
-    record = measure(arguments.model, workload)
-    write_record(record, arguments, load_before, flops_per_token=workload.flops_per_token)
+    more = {"flops_per_token": workload.flops_per_token}
+    for record in measure(arguments.model, workload):
+        save_so_far(record, arguments, load_before, **more)
+    write_record(record, arguments, load_before, **more)
 
 
-def measure(name: str, workload: Workload) -> Record:
-    """Takes both sides in turns; then, on a GPU, the plain step with cuDNN's attention."""
+def measure(name: str, workload: Workload) -> Iterator[Record]:
+    """Takes both sides in turns; then, on a GPU, the plain step with cuDNN's attention.
+
+    Yields the record after either.
+    """
     with tempfile.TemporaryDirectory() as folder:
         train = _TrainSide(workload, folder)
         bare = _BareSide(workload, train.trainer)
@@ -55,31 +61,30 @@ def measure(name: str, workload: Workload) -> Record:
         train.trainer.close()
         train.trainer.state = {}
     rows = [_row(side, samples[side], workload) for side in sides]
-    rows.append(_fused_attention_row(workload, params, opt_state))
     ratio = ratio_of(samples["zerojax.train"], samples["bare jit"], "wall")
     goal = Goal(name=f"{name}, step time, zerojax.train / bare jit", value=ratio, limit=LIMIT)
     notes = [
         f"{workload.batch_size} x {workload.seq_len} tokens, bf16, float32 masters, remat "
         f"{workload.remat!r}; {workload.flops_per_token / 1e9:.3f} GFLOP per token",
-        f"MFU against {PEAK_TFLOPS:g} TFLOP/s, the published rate of an H200",
+        "MFU against the published dense rate of this card",
         "peak of this process (both sides) "
         + ("is not counted here" if peak is None else f"{peak / 1e9:.1f} GB")
         + f"; one bare step takes {memory / 1e9:.1f} GB as compiled",
     ]
-    return Record(name=name, rows=rows, goals=[goal], notes=notes)
+    record = Record(name=name, rows=rows, goals=[goal], notes=notes)
+    yield record
+    rows.append(_fused_attention_row(workload, params, opt_state))
+    yield record
 
 
 def _row(side: str, samples: list[Sample], workload: Workload) -> dict[str, Any]:
     seconds = median_of(samples, "wall")
-    tflops = workload.flops_per_token * workload.tokens_per_step / seconds / 1e12
     return {
         "way": side,
         "step_ms": 1e3 * seconds,
         "least_ms": 1e3 * least_of(samples, "wall"),
         "host_cpu_ms": 1e3 * median_of(samples, "cpu"),
-        "tokens_per_s": workload.tokens_per_step / seconds,
-        "TFLOP/s": tflops,
-        "MFU": tflops / PEAK_TFLOPS,
+        **model_rates(workload, seconds, jax.devices()[0].device_kind),
     }
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.collect import read_runs
-from benchmarks.gpu.workloads import PEAK_TFLOPS
 from benchmarks.recording import format_table
 
 
@@ -33,7 +32,7 @@ def summarise(parts: dict[str, dict[str, Any]]) -> str:
     speeds = speed_rows(parts, product)
     if speeds:
         lines.append(format_table(speeds))
-        lines.append(f"  MFU against {PEAK_TFLOPS:g} TFLOP/s; /product: against the product above")
+        lines.append("  MFU against the card's published rate; /product: against the product above")
     for name in ("offload", "largest"):
         if name in parts:
             lines.append(format_table([_short(row) for row in parts[name]["rows"]]))

@@ -7,12 +7,13 @@ masters (the arithmetic of zerojax), and autocast over float32 parameters (what 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.gpu.workloads import CLIP_NORM, PEAK_TFLOPS, Workload, choose_workload
+from benchmarks.gpu.workloads import CLIP_NORM, Workload, choose_workload, model_rates
 from benchmarks.machine import load_average
 from benchmarks.measuring import Sample, interleave, least_of, median_of, sample
 from benchmarks.recording import Record, add_arguments, write_record
@@ -70,6 +71,8 @@ def measure(workload: Workload, precision: str, *, compile_model: bool) -> dict[
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
+    torch.compiler.reset()  # it would hold on to the last case's model
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -98,7 +101,7 @@ def measure(workload: Workload, precision: str, *, compile_model: bool) -> dict[
     sides = {"torch": run}
     samples = interleave(sides, warm_up=WARM_UP, steps=workload.steps, rounds=workload.rounds)
     seconds = median_of(samples["torch"], "wall")
-    tflops = workload.flops_per_token * workload.tokens_per_step / seconds / 1e12
+    kind = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     return {
         "device": device.type,
@@ -106,9 +109,7 @@ def measure(workload: Workload, precision: str, *, compile_model: bool) -> dict[
         "first_step_s": first,
         "step_ms": 1e3 * seconds,
         "least_ms": 1e3 * least_of(samples["torch"], "wall"),
-        "tokens_per_s": workload.tokens_per_step / seconds,
-        "TFLOP/s": tflops,
-        "MFU": tflops / PEAK_TFLOPS,
+        **model_rates(workload, seconds, kind),
         "peak_GB": None if peak is None else peak / 1e9,
     }
 
@@ -124,12 +125,15 @@ def _masters_step(model: Any, forward: Any, _: Any) -> Callable[[Any, Any], Any]
     params = list(model.parameters())
     optimizer = make_optimizer(model, masters=masters)
     wide = list(masters.values())
+    for master in wide:
+        master.grad = torch.zeros_like(master)
+    wide_grads = [master.grad for master in wide]
 
     def step(tokens: Any, targets: Any) -> Any:
         loss = forward(tokens, targets)
         loss.backward()
-        for master, param in zip(wide, params, strict=True):
-            master.grad = param.grad.float()
+        torch._foreach_copy_(wide_grads, [param.grad for param in params])
+        for param in params:
             param.grad = None
         torch.nn.utils.clip_grad_norm_(wide, CLIP_NORM)
         optimizer.step()

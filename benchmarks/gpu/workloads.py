@@ -1,19 +1,21 @@
 """Which models are measured on the GPU, at which batch, and how much arithmetic that is.
 
-Plain numbers; imports neither JAX nor torch, so that both sides read the same.
+Plain numbers; imports neither JAX nor torch, so that both sides read the same. Batches are sized
+for a card of 80 GB, with the states of two sides on it and room for each side's temporaries, since
+the allocator may not get one's whole place back for the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from zerojax.gpus import gpu_of_device
+
 LEARNING_RATE = 3e-4
 BETAS = (0.9, 0.95)
 EPS = 1e-8
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
-PEAK_TFLOPS = 989.0
-"""Published dense bf16 rate of an H200 (and H100 SXM), TFLOP/s."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class Workload:
 
 
 # The model of configs/llama_1b_zero3_8xh100.yaml, 1.2 billion parameters, at 2048 tokens.
-# Without remat XLA's attention would keep its scores: 263 GiB, as compiled for an H200.
+# Without remat XLA's attention would keep its scores: 263 GiB for 8 rows, compiled for an H200.
 LLAMA_1B = Workload(
     kind="llama",
     vocab_size=32768,
@@ -77,7 +79,7 @@ LLAMA_1B = Workload(
     num_kv_heads=8,
     embed_dim=2048,
     mlp_dim=5632,
-    batch_size=8,
+    batch_size=4,
     steps=10,
     rounds=3,
     remat="dots",
@@ -94,7 +96,7 @@ FULL = {
         num_kv_heads=12,
         embed_dim=768,
         mlp_dim=3072,
-        batch_size=32,
+        batch_size=16,
         steps=20,
         rounds=4,
     ),
@@ -146,6 +148,22 @@ FULL = {
         rounds=1,
     ),
 }
+
+
+def model_rates(workload: Workload, seconds: float, device_kind: str) -> dict[str, float | None]:
+    """Tokens per second, TFLOP/s and MFU of steps that take so long.
+
+    MFU is against the published dense bf16 rate of the card; None for a card that is not known.
+    """
+    tflops = workload.flops_per_token * workload.tokens_per_step / seconds / 1e12
+    card = gpu_of_device(device_kind)
+    peak = None if card is None else card.bf16_flops
+    return {
+        "tokens_per_s": workload.tokens_per_step / seconds,
+        "TFLOP/s": tflops,
+        "MFU": 1e12 * tflops / peak if peak else None,
+    }
+
 
 TINY = {"vocab_size": 128, "seq_len": 16, "num_layers": 2, "num_heads": 4, "embed_dim": 32}
 
