@@ -7,7 +7,7 @@
 # for the part "torch", torch. No network. Each part is a process of its own with a time limit, and
 # what it has measured by then is kept. Leaves two files in $OUT (benchmarks/results/gpu-DATE), which
 # are written anew after each part: gpu.json, all that was measured, and gpu.log, all that was said.
-# The summary is printed last; `python -m benchmarks.gpu.summary FILE ...` prints it of several runs.
+# The summary is printed last; `python -m benchmarks.gpu.report gpu.json ...` makes tables.
 # A part that is named alone has all of the time; "largest", which searches for the largest model, runs
 # only when it is named. --smoke takes tiny sizes and works without a GPU. Exit status 1: a part failed
 # or ran out of time.
