@@ -19,52 +19,64 @@ from zerojax.precision import Precision
 
 TEXT = Path(zerojax.__file__).parent / "data" / "shakespeare.txt"
 ROWS, LENGTH, STEPS = 16, 16, 32
+ALL = slice(None)
 SCALING = LossScale(initial=2.0**18, window=6)
 SPIKES = (15, 16, 25)
 """Steps whose gradients are forced beyond float16: two in a row lower the scale, one is forgiven
 only if the scale rose since."""
 
 
-def text_batch(index: int, weight: float = 1.0) -> dict[str, np.ndarray]:
-    """Rows of Shakespeare, all positions of one weight. The model has 64 ids: case is lost."""
+def text_batch(index: int, weight: float = 1.0, heavy: slice = ALL) -> dict[str, np.ndarray]:
+    """Rows of Shakespeare, of weight 1 but for some. The model has 64 ids: case is lost."""
     text = np.frombuffer(TEXT.read_bytes()[:200_000], np.uint8) % 64
     starts = np.random.default_rng(index).integers(0, len(text) - LENGTH - 1, ROWS)
     rows = np.stack([text[start : start + LENGTH + 1] for start in starts]).astype(np.int32)
-    weights = np.full((ROWS, LENGTH), weight, np.float32)
+    weights = np.ones((ROWS, LENGTH), np.float32)
+    weights[heavy] = weight
     return {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": weights}
 
 
-def run(precision, *, zero, weight_of):
+def run(precision, *, zero, weight_of, heavy, **options):
     """The metrics of each step, and parameters and moments before and after it.
 
-    The batch of step i has the weight `weight_of(i)` everywhere. The mean loss does not depend on
-    it, but a large one takes float16 gradients out of range, and NaN has the step skipped.
+    The batch of step i has the weight `weight_of(i)` in `heavy`. The mean loss does not depend on
+    the weight of all rows, but a large one takes float16 gradients out of range, and NaN has the
+    step skipped.
     """
     plan = zerojax.make_plan(
         reference_model("gpt2"),
         zerojax.make_mesh({"data": 8}),
         example_batch=text_batch(0),
-        optimizer=optax.adamw(1e-3, eps=1e-5),
         precision=precision,
         zero=zero,
+        **options,
     )
     step, state = zerojax.build_step(plan), zerojax.init_state(plan)
     seen, kept = [], []
     for index in range(STEPS):
         before = jax.device_get((state["params"], state["opt_state"]))
-        state, metrics = step(
-            state,
-            zerojax.shard_batch(plan, text_batch(index, weight_of(index)), check_values=False),
-        )
+        batch = text_batch(index, weight_of(index), heavy)
+        placed = zerojax.shard_batch(plan, batch, check_values=False)
+        state, metrics = step(state, placed)
         kept.append((before, jax.device_get((state["params"], state["opt_state"]))))
         seen.append({name: float(value) for name, value in metrics.items()})
     return seen, kept
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-def test_forced_overflows_are_skipped_and_the_scale_follows_the_rules(zero):
+PLAIN = {"zero": 1, "heavy": ALL, "optimizer": optax.adamw(1e-3, eps=1e-5)}
+ONE_ROW = {
+    "zero": 3,
+    "heavy": slice(5, 6),
+    "num_microbatches": 2,
+    "optimizer": zerojax.adamw(1e-3, b2=0.999, eps=1e-5, weight_decay=1e-4, clip_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("options", [PLAIN, ONE_ROW], ids=["all", "one microbatch of one device"])
+def test_forced_overflows_are_skipped_and_the_scale_follows_the_rules(options):
+    """A row of 16 is what one of eight devices has in one of two microbatches."""
     float16 = Precision(compute_dtype=jnp.float16, reduce_dtype=jnp.float16, loss_scale=SCALING)
-    seen, kept = run(float16, zero=zero, weight_of=lambda i: 3e4 if i in SPIKES else 1.0)
+    seen, kept = run(float16, weight_of=lambda i: 3e4 if i in SPIKES else 1.0, **options)
     skipped = [bool(values["skipped"]) for values in seen]
     assert all(skipped[index] for index in SPIKES)
     assert sum(skipped) < 12, "most steps must train"
@@ -82,7 +94,7 @@ def test_forced_overflows_are_skipped_and_the_scale_follows_the_rules(zero):
         same = jax.tree.map(np.array_equal, before, after)
         assert all(jax.tree.leaves(same)) == was_skipped, "a skipped step changes nothing"
 
-    exact, _ = run("fp32", zero=zero, weight_of=lambda i: np.nan if skipped[i] else 1.0)
+    exact, _ = run("fp32", weight_of=lambda i: np.nan if skipped[i] else 1.0, **options)
     assert [bool(values["skipped"]) for values in exact] == skipped
     pairs = [pair for pair in zip(seen, exact, strict=True) if not pair[0]["skipped"]]
     losses, norms = (

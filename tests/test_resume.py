@@ -57,12 +57,16 @@ def train_rows(folder: Path, run: str, *words: str) -> list[dict]:
     return [row for row in rows if row["kind"] == "train"]
 
 
+ROUNDED_AT_RANDOM = ("precision=bf16", "param_dtype=bf16", "moments_dtype=bf16")
+
+
 @pytest.mark.slow
-def test_twenty_steps_are_ten_and_ten_in_a_new_process_bit_for_bit(tmp_path):
-    whole = train(tmp_path, "whole", "steps=20")
+@pytest.mark.parametrize("words", [(), ROUNDED_AT_RANDOM], ids=["float32", "no masters"])
+def test_twenty_steps_are_ten_and_ten_in_a_new_process_bit_for_bit(tmp_path, words):
+    whole = train(tmp_path, "whole", "steps=20", *words)
     assert len(whole) == 20
-    assert train(tmp_path, "halves", "steps=10") == whole[:10]
-    assert train(tmp_path, "halves", "steps=20") == whole
+    assert train(tmp_path, "halves", "steps=10", *words) == whole[:10]
+    assert train(tmp_path, "halves", "steps=20", *words) == whole
 
 
 @pytest.mark.slow
