@@ -41,7 +41,8 @@ def after(steps, shape, *, dtype=F32, impl=XLA, learning_rate=1e-2):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", [(5,), (3, 512), (768,), (1300,)], ids=str)
 def test_the_kernel_computes_what_the_reference_computes(shape, dtype):
-    """Bits, codes and scales alike. Another contraction of a product and a sum may tip one code."""
+    """Bits, codes and scales alike. Another contraction of a product and a sum may tip one code,
+    but moves no scale further than its own rounding."""
     param, moments = after(2, shape, dtype=dtype)
     results = []
     for impl in ("interpret", XLA):
@@ -54,6 +55,8 @@ def test_the_kernel_computes_what_the_reference_computes(shape, dtype):
     for a, b in zip(jax.tree.leaves(kernel), jax.tree.leaves(reference), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        if a.shape != shape:  # scales
+            np.testing.assert_allclose(a, b, rtol=1e-6)
         assert np.sum(~np.isclose(a, b, rtol=1e-6, atol=1e-6)) <= 2
     assert float(jnp.abs(reference.moments.mu.astype(F32)).max()) == 127
 
