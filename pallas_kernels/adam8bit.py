@@ -264,6 +264,12 @@ def check_leaf(param: Any, moments: Moments8bit, grad: Any) -> None:
     scales = (num_blocks(param.size),)
     expected = (param.shape, param.shape, scales, scales)
     for name, x, shape in zip(Moments8bit._fields, moments, expected, strict=True):
+        dtype = jnp.float32 if name.endswith("scale") else jnp.int8
+        if x.dtype != dtype:
+            raise TypeError(
+                f"adam8bit: {name} is {x.dtype} and has to be {jnp.dtype(dtype)}: encode_moments "
+                "makes codes of float32 moments, init_moments those of a new leaf"
+            )
         if tuple(x.shape) != tuple(shape):
             raise ValueError(
                 f"adam8bit: {name} has shape {tuple(x.shape)}; for a parameter of shape "

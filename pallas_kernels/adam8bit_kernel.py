@@ -23,7 +23,7 @@ from pallas_kernels.adam8bit import (
     reference_adam8bit,
 )
 from pallas_kernels.choice import Choice, Impl, choose
-from pallas_kernels.elementwise import stored_as
+from pallas_kernels.elementwise import FLOATS, check_seed, stored_as
 from pallas_kernels.optimizers import AdamScalars
 
 
@@ -66,6 +66,17 @@ def update_adam8bit(
       KernelUnavailable: the kernel was asked for and cannot run here.
     """
     check_leaf(param, moments, grad)
+    check_seed("adam8bit", seed)
+    if not isinstance(scalars, AdamScalars):
+        raise TypeError(
+            f"adam8bit: scalars of type {type(scalars).__name__} in place of AdamScalars, "
+            "which pallas_kernels.optimizers.adam_scalars makes"
+        )
+    if compute_dtype is not None and compute_dtype not in FLOATS:
+        raise TypeError(
+            f"adam8bit: compute_dtype={jnp.dtype(compute_dtype)} is not one of float32, bfloat16, "
+            "float16"
+        )
     choice = choose(impl, kernel="adam8bit") if isinstance(impl, str) else impl
     return _update(choice.implementation, compute_dtype, param, moments, grad, tuple(scalars), seed)
 

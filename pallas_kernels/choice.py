@@ -101,6 +101,8 @@ def _refuse(impl: str, kernel: str, obstacle: str | None) -> None:
 
 
 def _why_not_these(devices: Sequence[Any]) -> str | None:
+    if not devices:
+        return "there is no device: devices is empty"
     device = devices[0]
     if device.platform not in ("cuda", "gpu"):
         return f"the kernels need an NVIDIA GPU and the devices are of platform {device.platform!r}"

@@ -76,16 +76,21 @@ def check_arrays(
     seed: Any,
     out_dtypes: Sequence[Any],
     *,
-    scalars: Any = (),
+    scalars: Any = None,
     by_row: bool = False,
 ) -> None:
     """Refuses what no implementation takes.
 
     Raises:
       TypeError: a dtype other than float32, bfloat16 and float16; a float16 array that would have
-        to be rounded stochastically.
+        to be rounded stochastically; scalars of another rule.
       ValueError: shapes that differ, another number of arrays than the rule has, or no rows.
     """
+    if scalars is not None and not isinstance(scalars, rule.scalars):
+        raise TypeError(
+            f"{rule.name}: scalars of type {type(scalars).__name__} in place of "
+            f"{rule.scalars.__name__}, see {rule.scalars.__module__}"
+        )
     counts = (len(updated), len(read))
     if counts != (rule.num_updated, rule.num_read):
         raise ValueError(
@@ -104,7 +109,7 @@ def check_arrays(
             f"{list(shape)}; leave by_row out for one leaf"
         )
     allowed = ((), (shape[0],)) if by_row else ((),)
-    for name, value in zip(getattr(scalars, "_fields", ()), scalars, strict=False):
+    for name, value in zip(rule.scalars._fields, scalars or (), strict=False):
         if jnp.shape(value) not in allowed:
             wanted = f"a number, or one for each of {shape[0]} rows" if by_row else "a number"
             raise ValueError(
@@ -116,6 +121,16 @@ def check_arrays(
     if seed is not None and any(x.dtype == jnp.float16 for x in updated):
         raise TypeError(
             f"{rule.name}: float16 arrays cannot be rounded stochastically; use bfloat16 or no seed"
+        )
+
+
+def check_seed(name: str, seed: Any, shape: tuple[int, ...] = (2,)) -> None:
+    """Raises TypeError for what does not come from `rounding.seed_of`."""
+    dtype, found = getattr(seed, "dtype", type(seed).__name__), jnp.shape(seed)
+    if dtype != jnp.uint32 or found != shape:
+        raise TypeError(
+            f"{name}: seed is {dtype}{list(found)} and has to be uint32{list(shape)}; "
+            "pallas_kernels.rounding.seed_of makes it from a key of jax.random"
         )
 
 

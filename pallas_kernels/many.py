@@ -95,9 +95,9 @@ def update_many(
             f"{rule.name}: seeds of shape {seeds.shape} for {len(leaves)} leaves; "
             f"they are of shape {(len(leaves), 2)}"
         )
-    for row in rows:
+    for row, number in zip(rows, which, strict=True):
         old, others = row[: len(updated)], row[len(updated) :]
-        check_arrays(rule, old, others, seeds, out_dtypes)
+        check_arrays(rule, old, others, seeds, out_dtypes, scalars=sets[number])
     choice = choose(impl, kernel=rule.name) if isinstance(impl, str) else impl
     static = (rule, choice.implementation, tuple(out_dtypes), block, which)
     found, sums = _update_many(static, tuple(rows), tuple(map(tuple, sets)), seeds)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.choice import Choice, Impl, choose
-from pallas_kernels.elementwise import Rule, Updated, check_arrays, reference_update
+from pallas_kernels.elementwise import Rule, Updated, check_arrays, check_seed, reference_update
 from pallas_kernels.mosaic import BLOCK, fused_update
 
 
@@ -54,6 +54,8 @@ def update(
       KernelUnavailable: the kernel was asked for and cannot run here.
     """
     check_arrays(rule, updated, read, seed, out_dtypes, scalars=scalars, by_row=by_row)
+    if seed is not None:
+        check_seed(rule.name, seed)
     choice = choose(impl, kernel=rule.name) if isinstance(impl, str) else impl
     return _update(
         rule,

@@ -13,6 +13,7 @@ from tests.trajectories import text_batch
 from zerojax.config import LogConfig, ModelConfig
 from zerojax.models import build_model
 from zerojax.optim import adam8bit
+from zerojax.optim.adam8bit_state import part_of
 from zerojax.plan_counts import shard_bytes
 
 BATCHES = [text_batch(index) for index in range(4)]
@@ -118,11 +119,15 @@ def test_the_plan_counts_two_bytes_of_moments_per_coded_parameter():
         for name, optimizer in (("coded", adam8bit(1e-3)), ("float32", zerojax.adamw(1e-3)))
     }
     sizes = {name: shard_bytes(plan.abstract_state["opt_state"]) for name, plan in plans.items()}
-    coded = sum(
-        leaf.size
-        for leaf in plans["coded"].abstract_canonical["params"].values()
+    large = {
+        name: leaf.size
+        for name, leaf in plans["coded"].abstract_canonical["params"].items()
         if leaf.size >= 4096
-    )
+    }
+    assert min(large.values()) < 8 * 4096, "one must be small in its shards, and coded"
+    codes = part_of(plans["coded"].abstract_state["opt_state"]).mu
+    assert {name for name, code in codes.items() if code.dtype == np.int8} == set(large)
+    coded = sum(large.values())
     # 2 codes and 8 bytes of scales for 128 to 512 elements, in place of 8 bytes.
     saved = (sizes["float32"] - sizes["coded"]) * 8 / coded
     assert 5.9 < saved <= 6
