@@ -436,6 +436,10 @@ def test_bf16_fp16_and_their_loss_scale():
     )
     static = deepspeed.translate({"fp16": {**section, "loss_scale": 128}}).precision
     assert static.loss_scale == LossScale(static=128)
+    for stage in range(4):
+        file = {"fp16": section, "zero_optimization": {"stage": stage}}
+        told = any("stage 0 knows no hyst" in each for each in deepspeed.translate(file).reasons)
+        assert told == (stage == 0), "DeepSpeed's stage 0 has a scaler of its own"
     assert "bf16.enabled" in refusal({"fp16": {"enabled": True}, "bf16": {"enabled": True}})
 
 

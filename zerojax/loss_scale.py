@@ -8,10 +8,12 @@ float32 before they are used. The dynamic scale falls when a gradient overflows 
 long time without; the idea is that of Micikevicius et al. 2018 (arXiv:1710.03740).
 
 The rules are those of DeepSpeed (`DynamicLossScaler.update_scale` in
-`deepspeed/runtime/fp16/loss_scaler.py`, defaults of `deepspeed/runtime/precision_config.py`). What
-differs: the scale has a maximum, and where DeepSpeed raises, `update` says so and the caller stops
-the run. DeepSpeed's ZeRO optimizers update the scale before they divide by it, so that gradients
-are half as large in a step that doubles the scale; use the scale of the state that came in.
+`deepspeed/runtime/fp16/loss_scaler.py`, defaults of `deepspeed/runtime/precision_config.py`), which
+it has at stages 1 to 3; they hold at stage 0 too, where its `FP16_Optimizer` knows neither
+hysteresis nor an end at the minimum. What else differs: the scale has a maximum, and where
+DeepSpeed raises, `update` says so and the caller stops the run. DeepSpeed's ZeRO optimizers update
+the scale before they divide by it, so that gradients are half as large in a step that doubles the
+scale; use the scale of the state that came in.
 """
 
 from __future__ import annotations

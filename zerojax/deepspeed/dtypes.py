@@ -89,6 +89,12 @@ def _loss_scale(file: File) -> LossScale | None:
     try:
         if static:
             return LossScale(static=static)
+        if file["zero_optimization.stage"] == 0:
+            file.notes.reasons.append(
+                "loss scale by the rules of DeepSpeed's stages 1 to 3; its stage 0 knows no "
+                "hysteresis (fp16.hysteresis: 1 is that here) and goes on at min_loss_scale, where "
+                "a run ends here"
+            )
         return LossScale(
             initial=2.0 ** file["fp16.initial_scale_power"],
             window=file["fp16.loss_scale_window"],
