@@ -28,6 +28,9 @@ CASES = [
     Case(64, 3, microbatches=4, model=2),
     Case(512, 3),
 ]
+SLOW = [*(Case(8, zero) for zero in range(4)), Case(8, 0, model=2)]
+"""What each shows of its stage, on 8 GPUs with four microbatches and on 64 with one is shown too;
+what of tensor parallelism, at stages 1 and 3."""
 LAYER_SHARE = LAYERS * gpu_programs.LAYER_PARAMETERS / gpu_programs.gpt_config().num_parameters
 """Parameters in the layers, of all; the rest are tables."""
 
@@ -35,7 +38,13 @@ LAYER_SHARE = LAYERS * gpu_programs.LAYER_PARAMETERS / gpu_programs.gpt_config()
 claim = Claims()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case in SLOW else [])
+        for case in CASES
+    ],
+)
 def test_a_program_keeps_every_promise_of_its_stage(case):
     claim.check(case, compile_case(case))
 
