@@ -199,6 +199,7 @@ def test_dtypes_on_the_wire_and_in_the_accumulator():
     scatters = [line for line in text.splitlines() if "= reduce_scatter[" in line]
     assert scatters
     assert all(":bf16[" in line for line in scatters)
+    assert " cond[" not in text, "a step is skipped by selecting, not by branching"
     wide = make(1, precision="bf16", reduce_dtype="fp32", num_microbatches=4)
     text = str(build_step(wide).trace(wide.abstract_state, wide.abstract_batch).jaxpr)
     scatters = [line for line in text.splitlines() if "= reduce_scatter[" in line]

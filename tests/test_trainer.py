@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 import zerojax
-from tests.small_models import UserText, reference_model
-from tests.trajectories import TOLERANCE, text_batch
+from tests.small_models import UserText, WithStatistics, reference_model, regression_loss
+from tests.trajectories import TOLERANCE, regression_batch, text_batch
 from zerojax import trainer as trainer_module
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.interruption import Interrupted
@@ -85,26 +85,32 @@ def byte_model(rngs: nnx.Rngs) -> nnx.Module:
 
 
 def test_a_resumed_run_is_bit_equal_and_traces_nothing_twice(tmp_path, monkeypatch):
+    """With statistics and dropout, so that what is carried besides parameters has to come back."""
     whole, first, second = [], [], []
-    every = {"log": LogConfig(every=1), "validation": BATCHES[:2]}
-    model = lambda rngs: UserText(rngs)  # noqa: E731
-    mesh = {"zero": 2}
-    zerojax.train(model, mesh, BATCHES, callbacks=[recording(whole)], **options(**every)).close()
+    batches = [regression_batch(index) for index in range(4)]
+    common = {"loss": regression_loss, "log": LogConfig(every=1, tensorboard=False)}
+    model = lambda rngs: WithStatistics(rngs, rate=0.5)  # noqa: E731
+
+    def train(losses, **changes):
+        callbacks = [recording(losses)]
+        given = options(**common, callbacks=callbacks, seed=3, **changes)
+        return zerojax.train(model, {"zero": 2, "persistence_threshold": 20}, batches, **given)
+
+    with train(whole, validation=batches[:2]) as trainer:
+        expected = jax.device_get(trainer.state)
     folder = tmp_path / "run"
-    halves = {"checkpoint": folder, "log": LogConfig(every=1, tensorboard=False)}
-    with zerojax.train(
-        model, mesh, BATCHES, callbacks=[recording(first)], **options(**halves, steps=3)
-    ):
+    with train(first, checkpoint=folder, steps=3):
         pass
-    with zerojax.train(
-        model, mesh, BATCHES, callbacks=[recording(second)], **options(**halves)
-    ) as trainer:
+    with train(second, checkpoint=folder) as trainer:
         assert trainer.num_steps == 6
         assert trainer.jitted_step._cache_size() == 1
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), expected)
     assert first + second == whole
+    assert len(whole) == 6
+    assert expected["extras"]["dropout/rngs/count"] == 6
     # A run that is complete already takes no step, so there is none to compile for its peak.
     monkeypatch.setattr(trainer_module, "compare_peak", lambda *_: pytest.fail("compiles a step"))
-    with zerojax.train(model, mesh, BATCHES, **options(**halves)) as trainer:
+    with train([], checkpoint=folder) as trainer:
         assert trainer.num_steps == 6
 
 
@@ -137,13 +143,16 @@ def test_live_reshard_keeps_the_trajectory():
     whole = zerojax.train(
         UserText(nnx.Rngs(0)), {"zero": 1}, BATCHES, log=LogConfig(every=1), **options(steps=8)
     )
-    plans = {2: {"zero": 3}, 4: {"data": 4, "model": 2, "zero": 3}, 6: {"zero": 1}}
-    losses = []
+    rules = [["blocks/up/kernel", [None, "model"]], ["blocks/down/kernel", ["model", None]]]
+    split = {"data": 4, "model": 2, "zero": 3, "rules": rules}
+    plans = {2: {"zero": 3}, 4: split, 6: {"zero": 1}}
+    losses, axes = [], []
 
     def reshard(trainer, values):
         losses.append(values["loss"])
         if trainer.num_steps - 1 in plans:
             trainer.reshard(plans.pop(trainer.num_steps - 1))
+            axes.append(trainer.plan.placement.leaves["blocks/up/kernel"].stored_spec)
 
     trainer = zerojax.train(
         UserText(nnx.Rngs(0)),
@@ -154,6 +163,7 @@ def test_live_reshard_keeps_the_trajectory():
         **options(steps=8),
     )
     assert not plans, "every reshard has to have happened"
+    assert ["model" in spec for spec in axes] == [False, True, False]
     assert trainer.plan.zero == 1
     np.testing.assert_allclose(losses, losses_of(whole.history), rtol=0, atol=TOLERANCE)
 
