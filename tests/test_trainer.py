@@ -168,6 +168,21 @@ def test_live_reshard_keeps_the_trajectory():
     np.testing.assert_allclose(losses, losses_of(whole.history), rtol=0, atol=TOLERANCE)
 
 
+def test_a_run_that_goes_on_otherwise_says_so(tmp_path, capsys):
+    """Under another plan with its reasons, and for more steps than it began with."""
+    batches = [regression_batch(0)]
+    given = options(loss=regression_loss, run_dir=tmp_path, log=LogConfig(tensorboard=False))
+    model = lambda rngs: nnx.Linear(12, 5, rngs=rngs)  # noqa: E731
+    trainer = zerojax.train(model, {"zero": 1}, batches, **{**given, "steps": 1})
+    assert "  - zero=1: " in capsys.readouterr().out
+    trainer.reshard({"zero": 3}).fit(batches, 2)
+    screen = capsys.readouterr().out
+    assert "  - zero=3: " in screen
+    assert "  - zero=1: " not in screen
+    assert "resuming after step 1 of 2" in screen
+    assert "- zero=3: " in (tmp_path / "plan.txt").read_text()
+
+
 @pytest.mark.slow
 def test_to_model_gives_the_trained_module():
     trainer = zerojax.train(UserText(nnx.Rngs(0)), {"zero": 3}, BATCHES, **options())

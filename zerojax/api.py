@@ -212,7 +212,7 @@ def train(
         watch=watch or WatchConfig(),
         checkpoint=checkpoint_config,
         config={"seed": seed, "steps": steps, "zero": plan.zero, "mesh": to_dict(plan.settings)},
-        reasons=(*reasons, *plan.reasons),
+        reasons=tuple(reasons),
         steps=steps,
         tokens_per_step=tokens_per_step(plan),
     )

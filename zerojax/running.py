@@ -152,13 +152,20 @@ def _open_checkpoints(run: RunFiles, plan: Plan) -> Checkpointer | None:
     return checkpointer
 
 
-def open_log(run: RunFiles, plan: Plan, start_step: int) -> RunLog:
-    """The log of a run that goes on after `start_step`, with the plan said."""
+def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = None) -> RunLog:
+    """The log of a run that goes on after `start_step`, with the plan said.
+
+    Args:
+      run: its files, and the reasons for what the plan does not know.
+      plan: the current one.
+      start_step: batches consumed.
+      steps: of the whole run; None takes what the run began with.
+    """
     assert run.folder is not None
     log = RunLog(
         run.folder,
         run.log,
-        total_steps=run.steps or 0,
+        total_steps=steps or run.steps or 0,
         tokens_per_step=run.tokens_per_step,
         flops_per_step=model_flops(plan),
         num_devices=plan.mesh.size,
@@ -167,7 +174,8 @@ def open_log(run: RunFiles, plan: Plan, start_step: int) -> RunLog:
         read_memory=profile.device_memory,
         process_index=jax.process_index(),
     )
-    summary = plan.describe(), run.reasons, plan.table(), plan.as_dict(), run.config
+    reasons = *run.reasons, *plan.reasons
+    summary = plan.describe(), reasons, plan.table(), plan.as_dict(), run.config
     log.start(*summary, start_step=start_step)
     if jax.process_index() == 0:
         _describe_model(run.folder, plan)

@@ -91,7 +91,6 @@ def run_from_config(config: RunConfig) -> Trainer:
             *_pretrained_reasons(config, plan),
             train_source.describe(),
             *_elastic_reasons(config),
-            *plan.reasons,
         ),
         steps=config.steps,
         tokens_per_step=tokens_per_step(plan),

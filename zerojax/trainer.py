@@ -55,7 +55,7 @@ class Trainer:
         replan: Callable[[Any], Plan],
         seed: int = 0,
         habits: Habits | None = None,
-        open_log: Callable[[Plan, int], RunLog] | None = None,
+        open_log: Callable[[Plan, int, int | None], RunLog] | None = None,
         checkpointer: Checkpointer | None = None,
         config: Mapping[str, Any] | None = None,
         validation: TokenSource | Iterable[Any] | None = None,
@@ -133,7 +133,7 @@ class Trainer:
           FloatingPointError: loss or gradients stayed non-finite.
         """
         feed = self._as_feed(batches)
-        with self._watchdog, self._logging(), self._failing_well():
+        with self._watchdog, self._logging(steps), self._failing_well():
             self._say_if_done(steps)
             with StopRequest() as stop:
                 with self._watchdog.during("in a step"):
@@ -151,12 +151,12 @@ class Trainer:
         return self
 
     @contextlib.contextmanager
-    def _logging(self) -> Iterator[None]:
+    def _logging(self, steps: int | None) -> Iterator[None]:
         """The run's log, open while the loop runs."""
         if self._open_log is None:
             yield
             return
-        self._log = self._open_log(self.plan, self.num_steps)
+        self._log = self._open_log(self.plan, self.num_steps, steps)
         for text in self._checkpointer.take_notes() if self._checkpointer else ():
             self._log.message(text)
         try:

@@ -54,7 +54,7 @@ class Journal:
             watch=WatchConfig(),
             checkpoint=None,
             config=dict(found.resolved),
-            reasons=(*found.reasons, *plan.reasons),
+            reasons=tuple(found.reasons),
             steps=self._steps,
             tokens_per_step=tokens_per_step(plan),
         )
