@@ -8,8 +8,8 @@
 # what it has measured by then is kept. Leaves two files in $OUT (benchmarks/results/gpu-DATE), which
 # are written anew after each part: gpu.json, all that was measured, and gpu.log, all that was said.
 # The summary is printed last; `python -m benchmarks.gpu.report gpu.json ...` makes tables.
-# A part that is named alone has all of the time; "largest", which searches for the largest model, runs
-# only when it is named. --smoke takes tiny sizes and works without a GPU. Exit status 1: a part failed
+# Few parts have more time each than many; "largest", which searches for the largest model, runs only
+# when it is named. --smoke takes tiny sizes and works without a GPU. Exit status 1: a part failed
 # or ran out of time.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -55,6 +55,8 @@ if [[ -n $smoke ]]; then
 else
   # Without a GPU every part fails at once, and says why, where it would run on the CPU for minutes.
   export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
+  # What the compiler tried out for one product is known to the next part; programs are not kept.
+  export JAX_COMPILATION_CACHE_DIR=$scratch/tried JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=1000000
 fi
 
 module_of() {
@@ -68,17 +70,28 @@ module_of() {
   esac
 }
 
-limit_of() {
-  # shellcheck disable=SC2086 # words
-  if (($(printf '%s\n' $wanted | wc -l) == 1)); then
-    printf '%s' "$budget_seconds"
-    return
-  fi
+# Seconds of a part among many others.
+usual_limit() {
   case $1 in
     environment) printf 40 ;;
     torch) printf 170 ;;
     *) printf 130 ;;
   esac
+}
+
+# Seconds of a part: more where few parts are wanted.
+limit_of() {
+  local name all=0 of_checks=0
+  for name in $wanted; do
+    if [[ " $checks " == *" $name "* ]]; then
+      of_checks=$(usual_limit "$name")
+    else
+      all=$((all + $(usual_limit "$name")))
+    fi
+  done
+  all=$((all + of_checks))
+  if ((all > budget_seconds)); then all=$budget_seconds; fi
+  printf '%s' "$(($(usual_limit "$1") * budget_seconds / all))"
 }
 
 # Seconds that may still be used before this part has to leave the rest to the checks.
