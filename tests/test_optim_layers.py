@@ -161,11 +161,36 @@ needs_kernels = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 @needs_kernels
 def test_the_kernel_does_the_same():
-    """`blocks/kernel` in tiles, six for each layer; the others, which 128 does not divide, not."""
+    """`blocks/kernel` in tiles, three for each layer; the others have none."""
     kernel = by_apply(TX, layers=LAYERS, choice=Choice("interpret", "a test"))
     check_close(
         follow(kernel, TX.init(arrays(0))), follow(by_apply(TX, layers=LAYERS), TX.init(arrays(0)))
     )
+
+
+@needs_kernels
+def test_a_kernel_whose_programs_have_several_tiles_keeps_rows_apart():
+    """34 tiles for each row, 17 for each program, and numbers that differ from row to row."""
+    shape = (2, 34, 128)
+    mu, nu, param, grad = (jax.random.normal(jax.random.key(k), shape) for k in range(4))
+    scalars = optimizers.adam_scalars(1e-2, count=3, weight_decay=jnp.array([0.1, 30.0]))
+    kernel, reference = (
+        update(
+            optimizers.LAMB_MOMENTS,
+            (mu, nu * nu),
+            (param, grad),
+            scalars=scalars,
+            block=128,
+            impl=Choice(implementation, "a test"),
+            by_row=True,
+        )
+        for implementation in ("interpret", "xla")
+    )
+    check_close(kernel.updated, reference.updated)
+    for ours, theirs in zip(kernel.sums, reference.sums, strict=True):
+        assert ours.shape == (2,)
+        assert jnp.allclose(ours, theirs, rtol=1e-5)  # another order of 4352 terms
+    assert reference.sums[1][1] > 100 * reference.sums[1][0]
 
 
 @needs_kernels

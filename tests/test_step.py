@@ -164,6 +164,21 @@ def test_gradients_that_overflow_are_skipped_where_the_loss_is_finite():
     assert int(state["skipped"]) == 1
 
 
+def test_a_loss_that_is_not_finite_is_skipped_where_the_gradients_are():
+    batch = {"x": np.ones((8, 8), np.float32)}
+    plan = plan_for(
+        (lambda key, batch: {"w": jnp.ones(8)}, lambda params, x: (x @ params["w"]).sum()),
+        batch=lambda index: batch,
+        loss=lambda model, batch: model(batch["x"]) + jnp.inf,
+        optimizer=optax.sgd(1.0),
+    )
+    placed = jax.device_put(batch, plan.batch_sharding)
+    state, metrics = build_step(plan)(init_state(plan), placed)
+    assert np.isfinite(metrics["grad_norm"])
+    assert int(metrics["skipped"]) == 1
+    np.testing.assert_array_equal(state["params"]["w"], np.ones(8))
+
+
 def test_the_gradient_norm_is_that_of_the_mean_loss_before_clipping():
     plan = make(3, optimizer=optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0)))
     state = init_state(plan)
