@@ -128,8 +128,9 @@ def train(
         default_steps = None
     ported = None
     if isinstance(mesh_config, (str, Path)):
-        ported = _Ported(
+        ported = deepspeed.Ported(
             mesh_config,
+            jax.device_count(),
             deepspeed.Given(
                 optimizer=optimizer,
                 precision=precision,
@@ -140,7 +141,7 @@ def train(
                 steps=steps,
                 default_steps=default_steps,
                 log=log,
-                hidden_size=_width(internal),
+                hidden_size=models.width_of(internal),
             ),
         )
         says = ported.translate()
@@ -166,7 +167,7 @@ def train(
     feed = as_feed(batches, rows=rows_of_process(batches, mesh))
     example = _first_batch(feed, mesh)
     if ported is not None:
-        says = ported.with_rows_of(example)
+        says = _with_rows_of(ported, example)
         optimizer, precision, num_microbatches = (
             says.optimizer,
             says.precision,
@@ -227,29 +228,13 @@ def train(
     return start_run(run, plan, replan, habits, feed, seed, validation)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ported:
-    """A DeepSpeed configuration, and what the call says beside it."""
-
-    source: str | Path
-    given: deepspeed.Given
-
-    def translate(self) -> deepspeed.Translation:
-        """What the file says before anything is known of the batches."""
-        return deepspeed.translate(self.source, num_devices=jax.device_count(), given=self.given)
-
-    def with_rows_of(self, batch: Any) -> deepspeed.Translation:
-        """What it says of batches with so many rows, with its warnings given.
-
-        Raises:
-          ConfigError: the batch has not train_batch_size rows.
-        """
-        rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape]
-        given = dataclasses.replace(self.given, global_batch_size=rows[0] if rows else None)
-        translated = dataclasses.replace(self, given=given).translate()
-        for warning in translated.warnings:
-            warnings.warn(f"{translated.source}: {warning}", stacklevel=3)
-        return translated
+def _with_rows_of(ported: deepspeed.Ported, batch: Any) -> deepspeed.Translation:
+    """What a file says of batches like this one, with its warnings given."""
+    rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape]
+    translated = ported.with_rows(rows[0] if rows else None)
+    for warning in translated.warnings:
+        warnings.warn(f"{translated.source}: {warning}", stacklevel=3)
+    return translated
 
 
 def _check_steps(steps: Any) -> None:
@@ -259,12 +244,6 @@ def _check_steps(steps: Any) -> None:
             f"steps={steps!r} is no number of batches; give a whole number from 0 on, or None to "
             "train until the batches end"
         )
-
-
-def _width(model: models.Model) -> int | None:
-    """Width of a language model, by the names that Hugging Face and zerojax give it."""
-    config = models.bound_attribute(model, "config")
-    return getattr(config, "hidden_size", None) or getattr(config, "embed_dim", None)
 
 
 def _rows_that_divide(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -67,6 +68,8 @@ class Watchdog:
       folder: of the run, for the stacks; None: to standard error only.
       process: which one this is; processes: how many there are.
       resume_hint: how the run goes on.
+      sign: asked at every look: what it answers changes with every sign of life besides those that
+        the methods are told of; None: there is nothing to wait for now.
       clock: seconds, monotonic.
       end: ends the process, with an exit code, without any cleaning up.
     """
@@ -79,6 +82,7 @@ class Watchdog:
         process: int = 0,
         processes: int = 1,
         resume_hint: str = "run the same command again to resume",
+        sign: Callable[[], int | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ) -> None:
@@ -87,7 +91,11 @@ class Watchdog:
         self._config, self._is_off = config, config.is_off or is_watched_by_somebody
         self._folder, self._resume_hint = folder, resume_hint
         self._process, self._processes = process, processes
-        self._clock, self._end = clock, end
+        self._sign, self._clock, self._end = sign, clock, end
+        # Of the thread: the last sign, when it came, and since when there is nothing to wait for.
+        self._last_sign: int | None = None
+        self._sign_at = -math.inf
+        self._quiet_since: float | None = None
         self._phase = _Phase("starting", True, clock())
         self._said: _Phase | None = None
         self._step: int | None = None
@@ -121,6 +129,10 @@ class Watchdog:
             self._thread.join()
             self._thread = None
 
+    def stop(self) -> None:
+        """Ends the watch without waiting for its thread; from any thread."""
+        self._stopping.set()
+
     # --- signs of life ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -147,9 +159,9 @@ class Watchdog:
 
     def finished(self, step: int) -> None:
         """The numbers of a step are there, and so those of every step before it."""
-        now = self._clock()
-        if self._step_ended is not None and self._step is not None and step > self._step:
-            seconds = (now - self._step_ended) / (step - self._step)
+        now, ended = self._clock(), self._step_ended
+        if ended is not None and self._step is not None and step > self._step:
+            seconds = (now - ended) / (step - self._step)
             self._longest = max(self._longest or 0.0, seconds)
         self._step, self._step_ended = step, now
         self.alive()
@@ -172,13 +184,32 @@ class Watchdog:
                     phase = self._phase
                     self._phase = dataclasses.replace(phase, since=phase.since + late)
                     self._step_ended = None
-                self._look(self._phase)
+                if not self._is_quiet():
+                    self._look(self._phase)
         finally:
             if self._processes > 1:
                 faulthandler.cancel_dump_traceback_later()
 
+    def _is_quiet(self) -> bool:
+        """Whether there is nothing to wait for; takes note of the sign."""
+        if self._sign is None:
+            return False
+        sign, now = self._sign(), self._clock()
+        if sign is None or sign != self._last_sign:
+            self._last_sign, self._sign_at = sign, now
+        if sign is not None:
+            self._quiet_since = None
+        elif self._quiet_since is None:
+            self._quiet_since = now
+            if self._processes > 1:
+                faulthandler.cancel_dump_traceback_later()
+        elif now - self._quiet_since > STOPPED_SECONDS:
+            self._step_ended = None  # the next step would look as long as this was
+        return sign is None
+
     def _look(self, phase: _Phase) -> None:
-        waited, limit = self._clock() - phase.since, self._limit(phase)
+        since = max(phase.since, self._sign_at)
+        waited, limit = self._clock() - since, self._limit(phase)
         if self._processes > 1:
             later = max(limit - waited, 0.0) + NET_SECONDS
             faulthandler.dump_traceback_later(later, exit=True, file=sys.__stderr__ or 2)

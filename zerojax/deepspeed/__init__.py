@@ -6,12 +6,14 @@ Knows DeepSpeed's keys and zerojax's settings; never models, arrays or devices.
 from zerojax.deepspeed.keys_page import keys_markdown, keys_page
 from zerojax.deepspeed.page import explanation
 from zerojax.deepspeed.placing import check_rules
+from zerojax.deepspeed.ported import Ported
 from zerojax.deepspeed.result import Given, Line, Translation
 from zerojax.deepspeed.translating import explain, translate
 
 __all__ = [
     "Given",
     "Line",
+    "Ported",
     "Translation",
     "check_rules",
     "explain",

@@ -131,6 +131,18 @@ def settle_elastic(
         return Batch(None, None, None)
 
 
+def check_rows(file: File, batch: Batch, given: Given) -> None:
+    """Refuses a caller's rows that are not those of an elastic batch."""
+    wanted = given.global_batch_size
+    if None not in (wanted, batch.train) and wanted != batch.train:
+        file.notes.refuse(
+            "elasticity.max_train_batch_size",
+            file["elasticity.max_train_batch_size"],
+            f"makes batches of {batch.train} rows, and the call, or its batches, say {wanted}; "
+            f"give batches of {batch.train} rows, over all devices",
+        )
+
+
 def elasticity_of(file: File) -> ElasticityConfig:
     """The section `elasticity`, in zerojax's words."""
     nodes = file["elasticity.num_gpus_per_node"]

@@ -15,6 +15,7 @@ from zerojax.deepspeed.auto import Auto
 from zerojax.deepspeed.batches import (
     TRAIN,
     Batch,
+    check_rows,
     elasticity_of,
     settle_batch,
     settle_elastic,
@@ -76,6 +77,7 @@ def explain(
     shards = _data_shards(file, mesh, num_devices)
     if elasticity.enabled:
         batch = settle_elastic(file, elasticity, num_devices, mesh.model * mesh.stage)
+        check_rows(file, batch, given)
         _check_elastic_mesh(file, mesh)
     else:
         batch = settle_batch(file, shards, given)

@@ -6,26 +6,30 @@ Knows the order of calls; never how a key is read, nor what a step computes.
 from __future__ import annotations
 
 import contextlib
+import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 
 from zerojax import deepspeed
 from zerojax import mesh as meshes
 from zerojax import model as models
 from zerojax.arrays import init_state
 from zerojax.checkpoint import Checkpointer
+from zerojax.config import WatchConfig
 from zerojax.data import abstract_global, shard_batch
 from zerojax.distributed import join_processes
 from zerojax.engine.absent import Absent
-from zerojax.engine.answers import Answers
+from zerojax.engine.batches import as_array, as_batch
+from zerojax.engine.guard import Guard
 from zerojax.engine.journal import Journal
+from zerojax.engine.progress import Progress
 from zerojax.engine.tags import check_tag, client_state_of, find_tag, save_tagged
 from zerojax.host_budget import check_offload
+from zerojax.metrics.stopwatch import DATA, EVAL, SAVE
 from zerojax.out_of_memory import explaining_memory
 from zerojax.plan import Plan, make_plan
 from zerojax.running import with_disk_folder
@@ -44,6 +48,7 @@ def initialize(
     example_batch: Any = None,
     freeze: Sequence[str] = (),
     run_dir: str | Path | None = None,
+    watch: WatchConfig | None = None,
     seed: int = 0,
 ) -> Engine:
     """An engine for a loop that was written for DeepSpeed.
@@ -62,6 +67,8 @@ def initialize(
       example_batch: what `train_batch` will get, as arrays or `ShapeDtypeStruct`s.
       freeze: regular expressions on parameter names that stay as they are.
       run_dir: folder of metrics and plan; None: the one that the file's monitors name, or none.
+      watch: how long a call, or a step under way between two calls, may stand still before the
+        process is ended with code 79.
       seed: of parameters and dropout.
 
     Raises:
@@ -69,15 +76,20 @@ def initialize(
       ValueError, TypeError: bad input, before device memory is taken.
     """
     join_processes()
-    given = deepspeed.Given(optimizer=optimizer, steps=steps)
-    translation = deepspeed.translate(config, num_devices=jax.device_count(), given=given)
+    internal = models.as_model(model)
+    width = models.width_of(internal)
+    given = deepspeed.Given(optimizer=optimizer, steps=steps, hidden_size=width)
+    ported = deepspeed.Ported(config, jax.device_count(), given)
+    translation = ported.translate()
     for text in translation.warnings:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     engine = Engine(
-        model,
+        internal,
+        ported,
         translation,
         loss=loss,
-        steps=steps,
+        steps=translation.total_steps if steps is None else steps,
+        watch=watch,
         freeze=tuple(freeze),
         run_dir=translation.run_dir if run_dir is None else Path(run_dir),
         seed=seed,
@@ -87,7 +99,7 @@ def initialize(
     return engine
 
 
-class Engine(Answers, Absent):
+class Engine(Progress, Absent):
     """A run that is stepped by its user. Made by `zerojax.initialize`.
 
     Attributes:
@@ -102,25 +114,25 @@ class Engine(Answers, Absent):
 
     def __init__(
         self,
-        model: models.ModelLike,
+        model: models.Model,
+        ported: deepspeed.Ported,
         translation: deepspeed.Translation,
         *,
         loss: models.Loss | None,
         steps: int | None,
+        watch: WatchConfig | None,
         freeze: tuple[str, ...],
         run_dir: Path | None,
         seed: int,
     ) -> None:
         self._settings = with_disk_folder(translation.mesh, run_dir)
         super().__init__(translation, meshes.make_mesh(self._settings))
-        self.plan: Plan | None = None
-        self.state: TrainState | None = None
-        self.global_steps = 0
-        self.metrics: Mapping[str, jax.Array] = {}
         self._model, self._loss, self._freeze, self._seed = model, loss, freeze, seed
-        self._steps, self._run_dir = steps, run_dir
+        self._ported, self._steps, self._run_dir = ported, steps, run_dir
         self._source: Path | None = None
-        self._journal = Journal(translation, run_dir, steps)
+        self._guard = Guard(watch, run_dir)
+        self._journal = Journal(translation, run_dir, steps, self._guard.finished)
+        self._called: set[str] = set()
         self._step: Any = None
         self._evaluate: Any = None
 
@@ -144,54 +156,69 @@ class Engine(Answers, Absent):
           FloatingPointError: loss or gradients stayed non-finite.
         """
         batch = self._take(batch, data_iter)
-        plan = self.prepare(batch)
-        with self._explaining(plan):
+        plan, step = self.prepare(batch), self.global_steps + 1
+        with self._calling("in step", step), self._explaining(plan):
             placed = shard_batch(plan, batch, vocab_size=plan.vocab_size)
-            self.state, self.metrics = self._step(self.state, placed)
-        self.global_steps += 1
-        self._journal.follow(plan, self.global_steps, self.metrics)
+            with self._journal.pace.stepping():
+                self.state, self.metrics = self._step(self.state, placed)
+            self.global_steps = step
+            self._guard.begun(step, self.metrics["loss"])
+            self._journal.follow(plan, step, self.metrics)
         return self.metrics["loss"]
 
     def eval_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> Any:
         """The mean loss over one global batch in evaluation mode; arguments as `train_batch`."""
         batch = self._take(batch, data_iter)
-        plan = self.prepare(batch)
-        with self._explaining(plan):
+        plan, step = self.prepare(batch), self.global_steps
+        timed = self._journal.pace.during(EVAL)
+        with timed, self._calling("evaluating after step", step), self._explaining(plan):
             placed = shard_batch(plan, batch, vocab_size=plan.vocab_size)
             sums = self._evaluate(self.state, placed)
-        return sums["loss"] / sums["weight"]
+            loss = sums["loss"] / sums["weight"]
+            self._guard.follow(loss)
+        return loss
 
     def prepare(self, example_batch: Any) -> Plan:
         """Plans for batches like this one and makes the state, or reads the loaded one.
 
         `train_batch` and `eval_batch` do this with their first batch.
         """
-        example = jax.tree.map(_as_array, example_batch)
+        example = jax.tree.map(as_array, example_batch)
+        if self.plan is None:
+            self._settle_rows(example)
         self._check_rows(example)
         if self.plan is None:
-            plan = self._make_plan(example)
-            check_offload(plan)
-            self._step, self._evaluate = build_step(plan), build_evaluation(plan)
-            self._make_state(plan)
-            self.plan = plan
+            with self._guard.during("planning, and making the state", is_long=True):
+                plan = self._make_plan(example)
+                check_offload(plan)
+                self._step, self._evaluate = build_step(plan), build_evaluation(plan)
+                self._make_state(plan)
+                self.plan = plan
         return self.plan
 
+    def _calling(self, what: str, step: int) -> contextlib.AbstractContextManager[None]:
+        """Around a step or an evaluation; the first of each compiles."""
+        is_first = what not in self._called
+        self._called.add(what)
+        text = f"{'compiling, or ' * is_first}{what} {step}"
+        return self._guard.during(text, is_long=is_first, is_apart=what != "in step")
+
     def _take(self, batch: Any, data_iter: Iterator[Any] | None) -> Any:
-        """The batch as arrays of numpy or JAX, whoever made it."""
-        if (batch is None) == (data_iter is None):
-            raise TypeError("pass a batch or data_iter=, one of them")
-        if data_iter is None:
-            return jax.tree.map(_as_array, batch)
-        parts = []
-        for _ in range(self.gradient_accumulation_steps()):
-            parts.append(jax.tree.map(_as_array, next(data_iter)))
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        parts = self.gradient_accumulation_steps()
+        with self._journal.pace.during(DATA), self._guard.during("waiting for data"):
+            return as_batch(batch, data_iter, parts)
+
+    def _settle_rows(self, example: Any) -> None:
+        """What the configuration leaves to the first batch."""
+        self.translation = self._ported.with_rows(self._rows_of(example))
+        self._num_rows = self.translation.train_batch_size
+
+    def _rows_of(self, batch: Any) -> int | None:
+        leaves = jax.tree.leaves(abstract_global(batch, self.mesh))
+        return next((leaf.shape[0] for leaf in leaves if leaf.shape), None)
 
     def _check_rows(self, batch: Any) -> None:
-        leaves = jax.tree.leaves(abstract_global(batch, self.mesh))
-        rows = next((leaf.shape[0] for leaf in leaves if leaf.shape), None)
-        if self._num_rows is None:
-            self._num_rows = rows
+        rows = self._rows_of(batch)
         if rows in (None, self._num_rows):
             return
         wanted, micro, parts = self.get_batch_info()
@@ -204,8 +231,8 @@ class Engine(Answers, Absent):
 
     def _make_plan(self, example: Any) -> Plan:
         found = self.translation
-        return make_plan(
-            models.as_model(self._model),
+        plan = make_plan(
+            self._model,
             self._settings,
             example_batch=abstract_global(example, self.mesh),
             loss=self._loss,
@@ -215,6 +242,8 @@ class Engine(Answers, Absent):
             freeze=self._freeze,
             steps=self._steps,
         )
+        deepspeed.check_rules(plan.settings, plan.placement.leaves)
+        return plan
 
     def _make_state(self, plan: Plan) -> None:
         end_state(self.state)
@@ -222,6 +251,8 @@ class Engine(Answers, Absent):
         with self._explaining(plan):
             self.state = state = self._first_state(plan)
         self.global_steps, self.metrics = int(state["step"]), {}
+        self._called.clear()
+        self._guard.plan_changed()
         self._journal.begin(plan, self.global_steps, int(state["skipped"]))
 
     def _first_state(self, plan: Plan) -> TrainState:
@@ -239,10 +270,22 @@ class Engine(Answers, Absent):
         )
 
     def close(self) -> None:
-        """Reports the last steps, and closes files. May be called twice."""
-        if self.plan is not None:
-            self._journal.close(self.plan, self.global_steps)
-        end_state(self.state)
+        """Reports the last steps, and closes files. May be called twice.
+
+        Raises:
+          FloatingPointError: of one of these steps. After another such error, or after one of the
+            devices, nothing is read from them any more, so that it is not told again.
+        """
+        self._close(is_broken=self._guard.is_broken)
+
+    def _close(self, *, is_broken: bool) -> None:
+        try:
+            if self.plan is not None:
+                with self._guard.during("waiting for the last step"):
+                    self._journal.close(self.plan, self.global_steps, is_broken=is_broken)
+        finally:
+            self._guard.close()
+            end_state(self.state)
 
     def destroy(self) -> None:
         """DeepSpeed's name for `close`."""
@@ -251,8 +294,21 @@ class Engine(Answers, Absent):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # Other processes may not have come as far as this one.
+        is_broken = self._guard.is_broken or jax.process_count() > 1
+        try:
+            self._close(is_broken=is_broken)
+        except Exception as failure:
+            error.add_note(f"Also: {failure}")
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -289,16 +345,19 @@ class Engine(Answers, Absent):
                 "there is no state before the first batch; call save_checkpoint after it, or give "
                 "initialize an example_batch"
             )
-        self._journal.wait(self.plan)
-        save_tagged(
-            Path(save_dir),
-            tag,
-            self.plan,
-            self.state,
-            client_state=client_state or {},
-            description=self.plan.as_dict(),
-            make_latest=save_latest,
-        )
+        what = f"saving step {self.global_steps}"
+        with self._journal.pace.during(SAVE), self._guard.during(what, is_long=True):
+            self._journal.wait(self.plan)
+            save_tagged(
+                Path(save_dir),
+                tag,
+                self.plan,
+                self.state,
+                client_state=client_state or {},
+                description=self.plan.as_dict(),
+                make_latest=save_latest,
+            )
+        self._guard.saved(self.global_steps)
         return True
 
     def load_checkpoint(
@@ -321,12 +380,14 @@ class Engine(Answers, Absent):
         found = find_tag(Path(load_dir), None if tag is None else str(tag))
         if found is None:
             return None, {}
-        with Checkpointer(found) as checkpointer:
-            checkpointer.check_step()
-            metadata = checkpointer.metadata(checkpointer.usable_step())
-        self.global_steps, self._source = metadata.step, found
-        if self.plan is not None:
-            self._make_state(self.plan)
+        with self._guard.during("reading a checkpoint", is_long=True):
+            with Checkpointer(found) as checkpointer:
+                checkpointer.check_step()
+                metadata = checkpointer.metadata(checkpointer.usable_step())
+            self.global_steps, self._source = metadata.step, found
+            if self.plan is not None:
+                self._make_state(self.plan)
+        self._guard.saved(metadata.step)
         return str(found), client_state_of(metadata.config)
 
     def to_model(self) -> Any:
@@ -337,60 +398,3 @@ class Engine(Answers, Absent):
         if self.plan is None or self.state is None:
             raise ValueError("there is no state before the first batch")
         return model_of(self.plan, self.state)
-
-    # --- what a loop asks -------------------------------------------------------------------------
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of the next update, in a list as DeepSpeed has it.
-
-        Raises:
-          ValueError: it is inside the user's own optax transformation.
-        """
-        schedule = self.translation.learning_rate if self.plan is None else self.plan.learning_rate
-        if schedule is None:
-            raise ValueError(
-                "the learning rate is inside the optax transformation that initialize got; ask "
-                "the schedule that it was made of"
-            )
-        return [float(schedule(self.global_steps - self.skipped_steps))]
-
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping; None: there was no step."""
-        return float(self.metrics["grad_norm"]) if self.metrics else None
-
-    def was_step_applied(self) -> bool:
-        """Whether the last step changed parameters: not when something was not finite. Waits."""
-        return bool(self.metrics) and not int(self.metrics["skipped"])
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps of the run that changed nothing, since something was not finite. Waits."""
-        return 0 if self.state is None else int(self.state["skipped"])
-
-    @property
-    def num_steps(self) -> int:
-        """`global_steps` under `Trainer`'s name, for what takes either."""
-        return self.global_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Rows consumed."""
-        return self.global_steps * self.train_batch_size()
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches consumed."""
-        return self.global_steps * self.gradient_accumulation_steps()
-
-    def train(self, mode: bool = True) -> Self:
-        """Changes nothing: `train_batch` trains and `eval_batch` evaluates."""
-        return self
-
-    def eval(self) -> Self:
-        """Changes nothing, see `train`."""
-        return self
-
-
-def _as_array(leaf: Any) -> Any:
-    """Arrays of numpy and JAX, and structs, as they are; others, as torch's tensors, as numpy's."""
-    return leaf if hasattr(leaf, "shape") and hasattr(leaf, "sharding") else np.asarray(leaf)

@@ -5,7 +5,7 @@ Knows metrics, the log and how often; never batches or checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -30,19 +30,29 @@ class Journal:
       translation: of the configuration.
       folder: of metrics and plan; None: nothing is written.
       steps: length of the run, where it is known.
+      finished: told the number of each step whose numbers are there.
+
+    Attributes:
+      pace: the clock of the loop.
     """
 
     def __init__(
-        self, translation: deepspeed.Translation, folder: Path | None, steps: int | None
+        self,
+        translation: deepspeed.Translation,
+        folder: Path | None,
+        steps: int | None,
+        finished: Callable[[int], object],
     ) -> None:
+        self.pace = Pace()
         self._translation, self._folder, self._steps = translation, folder, steps
         self._log: RunLog | None = None
-        self._pace = Pace()
-        self._reports = Reports(_MAX_SKIPPED, pace=self._pace)
+        self._reports = Reports(_MAX_SKIPPED, pace=self.pace, finished=finished)
+        self._finished = finished
 
     def begin(self, plan: Plan, step: int, skipped: int) -> None:
         """Steps follow on `step`, after `skipped` of them that were not finite."""
-        self._reports = Reports(_MAX_SKIPPED, skipped=skipped, pace=self._pace)
+        finished = self._finished
+        self._reports = Reports(_MAX_SKIPPED, skipped=skipped, pace=self.pace, finished=finished)
         if self._log is None and self._folder is not None:
             self._log = open_log(self._files(plan, self._folder), plan, step)
 
@@ -87,14 +97,24 @@ class Journal:
         """Waits for all steps that `follow` was told of."""
         self._reports.wait(plan)
 
-    def close(self, plan: Plan, step: int) -> None:
-        """Reports what is due, and closes the log for good. May be called twice."""
-        self._report(plan)
-        self._reports.settle(plan, self._log)
-        log, self._log, self._folder = self._log, None, None
-        if log is not None:
-            log.end(step, self._pace.take()[0])
-            log.close()
+    def close(self, plan: Plan, step: int, *, is_broken: bool = False) -> None:
+        """Reports what is due, and closes the log for good. May be called twice.
+
+        Args:
+          is_broken: whether devices or numbers have failed: nothing is read from them any more.
+
+        Raises:
+          FloatingPointError: as `follow`, where that has not been told yet; the log is closed.
+        """
+        try:
+            if not is_broken:
+                self._report(plan)
+                self._reports.settle(plan, self._log)
+        finally:
+            log, self._log, self._folder = self._log, None, None
+            if log is not None:
+                log.end(step, self.pace.take()[0])
+                log.close()
 
 
 def _line(values: Metrics) -> str:

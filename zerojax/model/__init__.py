@@ -4,7 +4,7 @@ The only room that knows Flax, besides the reference models. Knows nothing of me
 ZeRO: it lets a caller say what happens when the model reads a parameter (`on_read`).
 """
 
-from zerojax.model.door import as_model, bound_attribute, default_loss
+from zerojax.model.door import as_model, bound_attribute, default_loss, width_of
 from zerojax.model.protocol import Arrays, LazyArray, Loss, Model, ModelLike, OnRead
 from zerojax.model.tracing import ModelTrace, trace_model
 
@@ -20,4 +20,5 @@ __all__ = [
     "bound_attribute",
     "default_loss",
     "trace_model",
+    "width_of",
 ]

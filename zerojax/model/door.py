@@ -68,5 +68,11 @@ def bound_attribute(model: Model, name: str) -> Any:
     return getattr(target, name, None)
 
 
+def width_of(model: Model) -> int | None:
+    """Width of a language model, by the names that Hugging Face and zerojax give it."""
+    config = bound_attribute(model, "config")
+    return getattr(config, "hidden_size", None) or getattr(config, "embed_dim", None)
+
+
 def _name_of(thing: Any) -> str:
     return getattr(thing, "__qualname__", None) or type(thing).__name__

@@ -1,0 +1,46 @@
+"""A configuration together with what the call beside it says, read again when batches are known.
+
+Knows numbers of rows and devices; never models, arrays or devices themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from zerojax.deepspeed.result import Given, Translation
+from zerojax.deepspeed.translating import Source, translate
+
+
+@dataclasses.dataclass(frozen=True)
+class Ported:
+    """What `zerojax.train` and `zerojax.initialize` are given, and take in the same way.
+
+    Attributes:
+      source: the file, its text, or its content.
+      num_devices: of the run.
+      given: what the call says beside it.
+    """
+
+    source: Source
+    num_devices: int
+    given: Given
+
+    def translate(self) -> Translation:
+        """What the file says before anything is known of the batches.
+
+        Raises:
+          ConfigError: see `translate`.
+        """
+        return translate(self.source, num_devices=self.num_devices, given=self.given)
+
+    def with_rows(self, rows: int | None) -> Translation:
+        """What it says of batches with so many rows, over all devices.
+
+        Args:
+          rows: None: the batches have none.
+
+        Raises:
+          ConfigError: these are not train_batch_size.
+        """
+        given = dataclasses.replace(self.given, global_batch_size=rows)
+        return dataclasses.replace(self, given=given).translate()
