@@ -116,6 +116,7 @@ def _optimizers(parts: Parts) -> str:
         ("kind", "work", "{}"),
         ("way", "way", "{}"),
         ("ms", "ms", "{:.3f}"),
+        ("busy_ms", "busy ms", "{:.3f}"),
         ("TB/s", "TB/s", "{:.2f}"),
         ("/copy", "of the copy", "{:.3f}"),
         ("launches", "launches", "{:.0f}"),
