@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.machine import load_average
+from benchmarks.machine import installed_versions, load_average
 from benchmarks.recording import Record, parse_arguments, write_record
 from zerojax.metrics.peaks import find_peak
 
@@ -34,8 +34,9 @@ def main(argv: list[str] | None = None) -> None:
     if peak is not None and peak.bf16:
         rows[0]["of_peak"] = rows[0]["TFLOP/s"] / peak.bf16
     stats = device.memory_stats() or {}
+    versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
     write_record(
-        Record(name="environment", rows=rows, notes=[f"device: {device.device_kind}"]),
+        Record(name="environment", rows=rows, notes=[f"device: {device.device_kind}", versions]),
         arguments,
         load_before,
         device_kind=device.device_kind,

@@ -49,7 +49,7 @@ trap 'rm -rf "$scratch"' EXIT
 trap 'exit 143' TERM INT
 export TMPDIR=$scratch
 python=${PYTHON:-python3}
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 if [[ -n $smoke ]]; then
   export JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1
 else
