@@ -15,6 +15,8 @@ from zerojax.arrays import init_state, to_canonical
 from zerojax.optim import sgd
 from zerojax.step import build_evaluation, build_step
 
+pytestmark = pytest.mark.usefixtures("programs_are_kept")
+
 
 class Model(nnx.Module):
     """Everything a state can hold: parameters, frozen ones, integers, one never read, extras."""
