@@ -338,21 +338,29 @@ def test_statistics_move_in_training_and_are_used_in_evaluation(model, loss, mea
     assert abs(float(second["loss"] / second["weight"]) - float(metrics["loss"])) > 1e-3
 
 
-def test_statistics_are_the_mean_over_the_shards_of_the_batch():
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_statistics_are_the_mean_over_the_shards_of_the_batch(num_microbatches):
+    """A shard's microbatches follow on each other."""
+
     def build(rngs):
         return nnx.Dict(
-            norm=nnx.BatchNorm(12, momentum=0.0, rngs=rngs), out=nnx.Linear(12, 5, rngs=rngs)
+            norm=nnx.BatchNorm(12, momentum=0.5, rngs=rngs), out=nnx.Linear(12, 5, rngs=rngs)
         )
 
     def loss(model, batch):
         return mean_squared_error(model["out"](model["norm"](batch["x"])), batch["y"])
 
-    plan = plan_for(build, zero=1, loss=loss, batch=regression_batch)
+    options = {"loss": loss, "batch": regression_batch, "num_microbatches": num_microbatches}
+    plan = plan_for(build, zero=1, **options)
     batch = regression_batch(0)
     state, _ = build_step(plan)(init_state(plan), jax.device_put(batch, plan.batch_sharding))
-    shards = batch["x"].reshape(8, 4, 12)
-    np.testing.assert_allclose(state["extras"]["norm/mean"], shards.mean((0, 1)), atol=1e-6)
-    np.testing.assert_allclose(state["extras"]["norm/var"], shards.var(1).mean(0), atol=1e-6)
+    pieces = batch["x"].reshape(8, num_microbatches, -1, 12)
+    mean, var = np.zeros((8, 12)), np.ones((8, 12))
+    for index in range(num_microbatches):
+        mean = 0.5 * mean + 0.5 * pieces[:, index].mean(1)
+        var = 0.5 * var + 0.5 * pieces[:, index].var(1)
+    np.testing.assert_allclose(state["extras"]["norm/mean"], mean.mean(0), atol=1e-6)
+    np.testing.assert_allclose(state["extras"]["norm/var"], var.mean(0), atol=1e-6)
     copies = {shard.data.tobytes() for shard in state["extras"]["norm/mean"].addressable_shards}
     assert len(copies) == 1
 
@@ -383,6 +391,19 @@ def test_dropout_depends_on_seed_and_step_and_differs_between_shards():
     assert len({*first, *losses(1)}) == 4
     # Eight equal shards would give a multiple of 8 x 2 (what is kept is doubled).
     assert any(total % 16 for total in first)
+
+
+def test_each_microbatch_has_a_key_of_its_own():
+    def loss(model, batch):
+        return jax.random.uniform(model.key) + 0 * jnp.sum(model.params["w"])
+
+    pair = (lambda key: {"w": jnp.ones(3)}), (lambda params, x: x)
+    found = set()
+    for number in (2, 4):
+        plan = plan_for(pair, loss=loss, batch=regression_batch, devices=1, num_microbatches=number)
+        batch = jax.device_put(regression_batch(0), plan.batch_sharding)
+        found.add(float(build_step(plan)(init_state(plan), batch)[1]["loss"]))
+    assert len(found) == 2, "means of two and of four numbers that are not the same"
 
 
 # --- the door ---------------------------------------------------------------------------------
