@@ -186,7 +186,7 @@ def compile_case(case: Case, dump: Path | None = None) -> Built:
     """
     plan = make_case_plan(case, compiler.gpu_devices(gpus.find_gpu("h100"), case.devices))
     lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    compiled = compiler.compile_for_gpus(lowered, fast=True, dump=dump)
+    compiled = compiler.compile_for_gpus(lowered, sketch=True, dump=dump)
     program = hlo.read_program(compiled.text)
     collectives = tuple(hlo.find_collectives(program, case.devices))
     overlap = hlo.find_overlap(program, collectives)

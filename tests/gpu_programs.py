@@ -111,7 +111,7 @@ def compile_case(case: Case) -> GpuProgram:
     if not case.prefetch:
         plan = dataclasses.replace(plan, compiler_options={})
     lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    compiled = compiler.compile_for_gpus(lowered, fast=True)
+    compiled = compiler.compile_for_gpus(lowered, sketch=True)
     program = hlo.read_program(compiled.text)
     collectives = tuple(hlo.find_collectives(program, case.devices))
     overlap = hlo.find_overlap(program, collectives)

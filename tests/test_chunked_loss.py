@@ -375,7 +375,7 @@ def test_the_logits_of_a_large_vocabulary_are_never_held(dtype):
         jitted = jax.jit(graded, out_shardings=whole)
         flops = count_flops(graded, *arrays, targets)
         assert flops == 3 * 2 * math.prod((MANY, LARGE, WIDE))
-        return compiler.compile_for_gpus(jitted, *arrays, targets, fast=True).memory.temporary
+        return compiler.compile_for_gpus(jitted, *arrays, targets, sketch=True).memory.temporary
 
     logits, head, hidden = (4 * math.prod(s) for s in ((MANY, LARGE), (LARGE, WIDE), (MANY, WIDE)))
     narrow = dtype == jnp.bfloat16

@@ -290,6 +290,10 @@ def test_a_search_that_finds_nothing_looks_once_more_with_the_state_on_the_host(
         (["--gpus", "h100"], "unrecognized arguments: --gpus"),
         (["vocab_size=null", "data.path=no/such/tokens.bin"], "set model.vocab_size"),
         (["stage=2", "mesh.pipeline_schedule=1f2b"], "did you mean '1f1b'"),
+        (
+            ["stage=2", "mesh.pipeline_schedule=none.csv"],
+            "none.csv: No such file or directory; give",
+        ),
         (["stage=3"], "does not divide the 8 devices"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +45,19 @@ def test_a_client_of_another_version_is_not_used(monkeypatch):
     assert compiler.missing() is None
 
 
+def test_what_decides_a_program_is_named(monkeypatch):
+    versions = {"jaxlib": "0.12.0", "jax-cuda13-pjrt": "0.12.0", "nvidia-cuda-nvcc": "13.4.92"}
+    versions["nvidia-nvvm"] = "13.5.37"
+    monkeypatch.setattr(compiler, "_version", versions.get)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX --xla_dump_to=/somewhere")
+    named = "jaxlib 0.12.0, jax-cuda13-pjrt 0.12.0, nvidia-cuda-nvcc 13.4.92, nvidia-nvvm 13.5.37"
+    assert compiler.compiler_version() == named
+    assert compiler.compiler_version(fast=True) == f"{named}, fast options"
+    flag = "--xla_gpu_enable_triton_gemm=false"
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/somewhere {flag}")
+    assert compiler.compiler_version() == f"{named}, XLA_FLAGS={flag}"
+
+
 @pytest.mark.parametrize(
     ("count", "match"),
     [(0, "at least 1 GPU"), (12, r"devices=12 does not fill nodes of 8 .*; use 8 or 16")],
@@ -65,6 +80,39 @@ def test_the_first_cause_of_a_chain_is_told_with_its_remedy():
     assert "long tail" not in told
     assert compiler.first_cause(KeyError()) == "KeyError"
     assert len(compiler.first_cause(ValueError("x" * 2000))) == 500
+
+
+class Program:
+    """Of a product for which Triton has no kernel; or, `always`, of one that nothing computes."""
+
+    def __init__(self, always: bool = False):
+        self.always = always
+
+    def compile(self, compiler_options):
+        folder = Path(compiler_options["xla_dump_to"])
+        with_triton = compiler_options.get("xla_gpu_enable_triton_gemm", True)
+        (folder / f"module.triton_{with_triton}.txt").touch()
+        if with_triton or self.always:
+            raise RuntimeError("INTERNAL: No supported config found for HLO: %gemm_fusion_dot.1")
+        return self
+
+    def as_text(self):
+        return "by cuBLAS"
+
+    def memory_analysis(self):
+        names = ("argument", "output", "alias", "temp")
+        sizes = {f"{host}{name}_size_in_bytes": 1 for host in ("", "host_") for name in names}
+        return SimpleNamespace(**sizes)
+
+
+def test_a_product_that_triton_cannot_compute_is_compiled_for_cublas(tmp_path):
+    compiled = compiler.compile_for_gpus(Program(), dump=tmp_path)
+    assert compiled.by_cublas
+    assert compiled.text == "by cuBLAS"
+    left = [path.name for path in tmp_path.iterdir()]
+    assert left == ["module.triton_False.txt"], "accounts of the first try would be read too"
+    with pytest.raises(compiler.CompileError, match="No supported config found"):
+        compiler.compile_for_gpus(Program(always=True), dump=tmp_path)
 
 
 def test_host_memory_is_not_counted_as_the_devices():
@@ -125,7 +173,7 @@ def test_a_program_is_compiled_for_gpus_that_are_not_here():
     x = jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=split)
     w = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=whole)
     jitted = jax.jit(lambda x, w: (x @ w).sum(0), out_shardings=whole)
-    program = compiler.compile_for_gpus(jitted.lower(x, w), fast=True)
+    program = compiler.compile_for_gpus(jitted.lower(x, w), sketch=True)
     assert program.memory.arguments == (1024 // 8 + 256) * 256 * 4
     assert program.memory.outputs == 256 * 4
     assert "all-reduce" in program.text
@@ -173,7 +221,7 @@ def test_host_memory_is_counted_apart_and_donated_in_place(num_devices):
     devices = compiler.gpu_devices(H100, num_devices)
     lowered = lower_with_host_memory(num_devices, on_the_device)
     program = compiler.compile_for_gpus(
-        lowered, devices=devices, options=compiler.HOST_OPTIONS, fast=True
+        lowered, devices=devices, options=compiler.HOST_OPTIONS, sketch=True
     )
     whole = LAYERS * ROWS * COLUMNS * 4 // num_devices
     memory = program.memory
@@ -191,7 +239,7 @@ def test_arithmetic_on_the_host_is_refused_with_a_remedy():
     with pytest.raises(compiler.CompileError, match=r"bring it to the device first"):
         compiler.compile_for_gpus(lowered, devices=devices, options=compiler.HOST_OPTIONS)
     # Without the options it becomes a program for the host's processor, and nobody is told.
-    compiler.compile_for_gpus(lowered, devices=devices, fast=True)
+    compiler.compile_for_gpus(lowered, devices=devices, sketch=True)
 
 
 @needs_compiler

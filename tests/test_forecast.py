@@ -37,6 +37,7 @@ def plan_of(zero: int = 3, mesh=None, rows: int = 8):
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZEROJAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(compiler, "FAST_OPTIONS", compiler.SKETCH_OPTIONS)  # for less work
         yield
 
 
@@ -136,7 +137,22 @@ def test_the_same_step_comes_from_the_cache(cache):
     assert other.seconds > 0, "another card is another program"
 
 
-def test_what_the_programs_text_does_not_name_is_in_the_key():
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.gpu_programs
+def test_the_fast_options_change_neither_memory_nor_traffic_and_the_page_names_them(monkeypatch):
+    monkeypatch.setenv("ZEROJAX_CACHE", "off")
+    plan = plan_of(3)
+    fast, full = (plan.compile(gpu="h100", fast=given) for given in (True, False))
+    assert fast.memory == full.memory
+    assert fast.traffic.wire_bytes == full.traffic.wire_bytes
+    assert fast.compiler == f"{full.compiler}, fast options"
+    assert "nvidia-cuda-nvcc" in full.compiler
+    assert ", fast options (" in " ".join(fast.page().split())
+    assert "the GPU tries Triton and cuBLAS for each product" in " ".join(full.page().split())
+
+
+def test_what_the_programs_text_does_not_name_is_in_the_key(monkeypatch):
     plan, gpu = plan_of(), find_gpu("h100")
     hybrid = make_abstract_mesh({"data": 4, "replica": 2}, 8)
     others = [
@@ -149,6 +165,8 @@ def test_what_the_programs_text_does_not_name_is_in_the_key():
     keys = {cache_key(*each, program="the same text") for each in [(plan, gpu, False), *others]}
     assert len(keys) == 1 + len(others)
     assert cache_key(plan_of(), find_gpu("h100"), False, program="the same text") in keys
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    assert cache_key(plan_of(), find_gpu("h100"), False, program="the same text") not in keys
 
 
 @needs_compiler

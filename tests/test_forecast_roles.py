@@ -240,7 +240,7 @@ def compiled(
             plan.abstract_state,
             plan.abstract_batch,
             dump=Path(folder),
-            fast=True,
+            sketch=True,
         )
         live = read_live(Path(folder))
     assert live is not None

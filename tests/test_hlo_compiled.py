@@ -55,7 +55,7 @@ def mesh_of(target, shape=(8,), axes=("data",)):
 
 def compiled(target, jitted, *args, **options):
     if target == "gpu":
-        options = {**compiler.FAST_OPTIONS, **options}
+        options = {**compiler.SKETCH_OPTIONS, **options}
     lowered = jitted.lower(*args)
     return read_program(lowered.compile(compiler_options=options).as_text())
 

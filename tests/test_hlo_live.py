@@ -209,7 +209,7 @@ def compile_small(folder: Path, devices: int) -> tuple[LiveAtPeak, Any]:
         jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=whole),
         jax.ShapeDtypeStruct((256 * devices, 512), jnp.float32, sharding=split),
         dump=folder,
-        fast=True,
+        sketch=True,
     )
     return read(folder), compiled.memory
 

@@ -148,7 +148,7 @@ def test_a_program_with_layers_on_the_host_keeps_every_promise(case):
             compiler.lower_for_gpus(traced),
             devices=devices,
             options=choose_options(mesh, plan.regather, on_host=True)[0],
-            fast=True,
+            sketch=True,
         )
         memory[layers] = compiled.memory
         copies[layers] = hlo.find_host_copies(hlo.read_program(compiled.text))

@@ -28,6 +28,7 @@ from zerojax.offload_costs import (
     link_seconds,
     moved_bytes,
     rates_of,
+    slice_bytes,
 )
 from zerojax.optim import adamw
 from zerojax.plan import Plan, make_plan
@@ -40,6 +41,7 @@ from zerojax.plan_counts import (
     state_bytes,
     tokens_per_step,
 )
+from zerojax.precision import Precision
 
 WIDTH = 100
 LAYERS, EMBED, SEQ, ROWS = 4, 64, 32, 64
@@ -341,6 +343,31 @@ def test_the_forecast_shows_it_and_counts_its_time(monkeypatch):
     assert values["hiding"]["tokens"] == offload.hiding.tokens
 
 
+def test_a_machine_needs_host_memory_for_what_lies_in_files_too(monkeypatch):
+    monkeypatch.setenv("ZEROJAX_CACHE", "off")
+    plan = offload_plan("nvme")
+    offload = plan.compile(gpu="h200", why_formula="by hand").offload
+    assert offload is not None
+    assert plan.offload is not None
+    slices = {leaf.slice_elements for leaf in plan.offload.on_disk}
+    assert offload.machine_host == 3 * 8 * max(slices) * (MASTER + MOMENTS), "three buffers"
+
+
+@pytest.mark.parametrize(("moments", "size"), [(jnp.float32, 8), (jnp.bfloat16, 4)])
+def test_a_slice_has_the_bytes_of_its_own_moments(moments, size):
+    plan = make_plan(
+        (lambda key: {"w": jnp.zeros(400)}, lambda params, batch: jnp.sum(params["w"]) * batch[0]),
+        make_abstract_mesh({}, 1),
+        example_batch=jax.ShapeDtypeStruct((1,), jnp.float32),
+        loss=lambda model, batch: model(batch),
+        precision=Precision(moments_dtype=moments),
+        offload=OffloadConfig(opt_state="host", min_elements=1, slice_elements=100),
+    )
+    assert plan.offload is not None
+    assert slice_bytes(plan, plan.offload) == {"w": 100 * (MASTER + size)}
+    assert moved_bytes(plan)[0].to_device == 400 * (MASTER + size)
+
+
 # What helps
 
 
@@ -356,10 +383,22 @@ def test_offload_is_proposed_and_what_it_frees():
     state = sum(role_tiers(plan)[role][DEVICE] for role in ("master weights", "optimizer state"))
     assert "wait in the host's memory" in found["mesh.offload.opt_state=host"]
     assert f"saves about {state / 1024:.1f} KiB" in found["mesh.offload.opt_state=host"]
+    assert "as published for" in found["mesh.offload.opt_state=host"]
     assert "mesh.offload.params=host" not in found, "masters go first"
     params = remedies(offload_plan("host"))
     assert "mesh.offload.params=host" in params
     assert "mesh.offload.opt_state=host" not in params
+
+
+def test_a_remedy_takes_the_rate_that_was_measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
+    plan, card = offload_plan(zero=3), find_gpu("h200")
+    memory = plan.compile(gpu=card, why_formula="by hand").memory
+    keep(MeasuredLink(device_kind="NVIDIA H200", to_device=50.0, to_host=50.0, both=50.0))
+    lines = find_remedies(plan, card, memory, excess=1, fraction=0.95)
+    line = next(line for line in lines if line.startswith("try mesh.offload.opt_state=host"))
+    state = sum(role_tiers(plan)[role][DEVICE] for role in ("master weights", "optimizer state"))
+    assert f"takes {2 * state / 50:.2g} s more at best, by the link measured here on" in line
 
 
 def test_offload_is_not_proposed_to_an_optimizer_that_needs_whole_parameters():
@@ -376,6 +415,7 @@ def test_offload_is_not_proposed_to_an_optimizer_that_needs_whole_parameters():
 def test_the_compiled_program_moves_what_the_formulas_say(monkeypatch):
     """At stage 1; at stage 3 it takes twice as long to compile, and agreed as well."""
     monkeypatch.setenv("ZEROJAX_CACHE", "off")
+    monkeypatch.setattr(compiler, "FAST_OPTIONS", compiler.SKETCH_OPTIONS)  # for less work
     plan = offload_plan("host", params="host", activations="host", zero=1, num_microbatches=2)
     forecast = plan.compile(gpu="h200", fast=True)
     offload = forecast.offload

@@ -121,4 +121,4 @@ def test_the_small_sums_of_a_step_compile_for_64_gpus(options):
         zero=1,
     )
     step = zerojax.build_step(plan)
-    assert compiler.compile_for_gpus(step, plan.abstract_state, plan.abstract_batch, fast=True)
+    assert compiler.compile_for_gpus(step, plan.abstract_state, plan.abstract_batch, sketch=True)

@@ -101,7 +101,7 @@ def test_a_pipelined_step_sends_what_the_formulas_say(zero):
     devices = compiler.gpu_devices(find_gpu("h100"), DATA * STAGES)
     plan = plan_on(make_mesh({"data": DATA, "stage": STAGES}, devices), zero)
     lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    program = hlo.read_program(compiler.compile_for_gpus(lowered, fast=True).text)
+    program = hlo.read_program(compiler.compile_for_gpus(lowered, sketch=True).text)
     found = hlo.find_collectives(program, plan.mesh.size)
     messages = [one for one in found if one.kind == "collective-permute"]
     sent = sum(one.times * one.wire_bytes for one in messages)

@@ -81,6 +81,12 @@ def test_a_mistake_in_a_file_names_the_line(old, new, reason, tmp_path):
     assert str(error.value).startswith(str(path))
 
 
+def test_a_file_that_is_not_there_is_refused_with_the_remedy(tmp_path):
+    for path, reason in ((tmp_path / "none.csv", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ScheduleError, match=f"{path}: {reason}.*; give a table .*mine.csv"):
+            read_csv(path)
+
+
 def test_a_file_that_is_no_text_is_refused(tmp_path):
     path = tmp_path / "sheet.csv"
     path.write_bytes(b"PK\x03\x04\xff\xfe")

@@ -17,12 +17,11 @@ from zerojax.config.offload import DEVICE, HOST, NVME
 from zerojax.link_rates import shares_host_memory
 from zerojax.mesh import DATA
 from zerojax.offload.disk import store_folder
-from zerojax.offload_costs import file_bytes, slice_bytes_per_element
+from zerojax.offload_costs import buffer_bytes, file_bytes, slice_bytes
 from zerojax.offload_layout import OffloadLayout
 from zerojax.plan_counts import GRADIENTS, STORED, role_tiers, state_bytes
 from zerojax.plan_offload import plan_offload
 from zerojax.planned import Planned
-from zerojax.store.sweep import FEWEST_BUFFERS
 from zerojax.system_memory import PINNED_LIMIT, SPARE, Room, free_disk, least_room
 from zerojax.trees import format_bytes, num_bytes
 
@@ -44,7 +43,7 @@ def host_bytes(plan: Planned) -> int:
     devices = _local_devices(plan)
     total = sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values()) * len(devices)
     if plan.offload is not None:
-        total += _buffers(plan, plan.offload)
+        total += buffer_bytes(plan, plan.offload, len(devices))
     if devices and shares_host_memory(devices[0]):
         total += state_bytes(plan, DEVICE) * len(devices)
     return total
@@ -54,13 +53,6 @@ def disk_bytes(plan: Planned) -> int:
     """Bytes that this process's files take; a durable run keeps two generations of them."""
     one = file_bytes(plan, len(_local_devices(plan)))
     return one * (2 if plan.settings.offload.durable else 1)
-
-
-def _buffers(plan: Planned, layout: OffloadLayout) -> int:
-    """Bytes of the buffers through which slices in files are read and written."""
-    size, number = slice_bytes_per_element(plan), len(_local_devices(plan))
-    rows = [leaf.slice_elements * min(number, leaf.num_shards) for leaf in layout.on_disk]
-    return FEWEST_BUFFERS * size * max(rows, default=0)
 
 
 def check_offload(plan: Planned, *, environ: Mapping[str, str] | None = None) -> None:
@@ -151,9 +143,9 @@ def _shares_that_fit(plan: Planned, needed: int, there: int) -> dict[str, float]
 
 def _of_state(plan: Planned, layout: OffloadLayout) -> int:
     """Bytes of host memory that depend on how slices are shared out."""
-    elements = sum(leaf.counts[HOST] * leaf.slice_elements for leaf in layout.leaves.values())
-    held = elements * slice_bytes_per_element(plan) * len(_local_devices(plan))
-    return held + _buffers(plan, layout)
+    number, sizes = len(_local_devices(plan)), slice_bytes(plan, layout)
+    held = sum(leaf.counts[HOST] * sizes[name] for name, leaf in layout.leaves.items())
+    return held * number + buffer_bytes(plan, layout, number)
 
 
 def check_pinned_limit(plan: Planned, environ: Mapping[str, str]) -> None:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from zerojax.config.offload import HOST, NVME
 from zerojax.gpus import Gpu, gpu_of_device
 from zerojax.machine_rates import measured_disk, measured_links
+from zerojax.offload_layout import OffloadLayout
 from zerojax.plan_counts import (
     ACTIVATIONS,
     GRADIENTS,
@@ -31,6 +32,7 @@ from zerojax.plan_counts import (
     tokens_per_step,
 )
 from zerojax.planned import Planned
+from zerojax.store.sweep import FEWEST_BUFFERS
 from zerojax.system_memory import nearest_folder
 
 UPDATE, WEIGHTS = "update of the state", "weights"
@@ -139,10 +141,10 @@ def _update(plan: Planned) -> Moved:
     layout = plan.offload
     assert layout is not None
     moved: Tiers = {HOST: 0, NVME: 0}
-    size = slice_bytes_per_element(plan)
-    for leaf in layout.leaves.values():
+    sizes = slice_bytes(plan, layout)
+    for name, leaf in layout.leaves.items():
         for tier in moved:
-            moved[tier] += leaf.counts[tier] * leaf.slice_elements * size
+            moved[tier] += leaf.counts[tier] * sizes[name]
     both = sum(moved.values())
     disk = moved[NVME]
     return Moved(what=UPDATE, to_device=both, to_host=both, read=disk, written=disk)
@@ -153,21 +155,35 @@ def file_bytes(plan: Planned, num_devices: int) -> int:
     layout = plan.offload
     if layout is None:
         return 0
-    return slice_bytes_per_element(plan) * sum(
-        leaf.counts[NVME] * leaf.slice_elements * min(num_devices, leaf.num_shards)
+    sizes = slice_bytes(plan, layout)
+    return sum(
+        leaf.counts[NVME] * sizes[leaf.name] * min(num_devices, leaf.num_shards)
         for leaf in layout.on_disk
     )
 
 
-def slice_bytes_per_element(plan: Planned) -> int:
-    """Bytes of state per element: of the master, where there is one, and the moments."""
-    layout, state = plan.offload, plan.abstract_stored
-    assert layout is not None
-    masters = int(plan.precision.has_masters)
-    moments = len(layout.arrays) - masters
-    sizes = [x.dtype.itemsize for x in jax.tree.leaves(state["opt_state"]) if x.shape]
-    of_moments = moments * max(sizes, default=0)
-    return masters * jnp.dtype(plan.precision.param_dtype).itemsize + of_moments
+def buffer_bytes(plan: Planned, layout: OffloadLayout, num_devices: int) -> int:
+    """Bytes of host memory through which one process of so many devices reads and writes files."""
+    sizes = slice_bytes(plan, layout)
+    rows = [sizes[leaf.name] * min(num_devices, leaf.num_shards) for leaf in layout.on_disk]
+    return FEWEST_BUFFERS * max(rows, default=0)
+
+
+def slice_bytes(plan: Planned, layout: OffloadLayout) -> dict[str, int]:
+    """{sliced parameter: bytes of state in one of its slices}: of master, if any, and moments.
+
+    Args:
+      plan: whose state it is; layout: the plan's, or another one that it could have.
+    """
+    stored = plan.abstract_stored
+    sizes = dict.fromkeys(layout.leaves, 0)
+    if plan.precision.has_masters:
+        sizes = {name: stored["params"][name].dtype.itemsize for name in sizes}
+    for path, moment in jax.tree_util.tree_leaves_with_path(stored["opt_state"]):
+        name = getattr(path[-1], "key", None) if path else None
+        if name in sizes:
+            sizes[name] += moment.dtype.itemsize
+    return {name: size * layout.leaves[name].slice_elements for name, size in sizes.items()}
 
 
 def rates_of(gpu: Gpu, folder: str | None = None) -> Rates:

@@ -192,7 +192,7 @@ class Plan:
           gpu: a card's name ("h200"), its YAML file, or a `Gpu`.
           devices: how many; None takes as many as the plan's mesh. `data` takes what the other axes
             leave; the global batch stays.
-          fast: compile in a fifth of the time, with kernels that would not run
+          fast: look for no better kernels; memory and traffic are the same
             (`compiler.FAST_OPTIONS`).
           why_formula: a reason to take the formulas although there is a compiler.
           progress: told what is being done, a few words each time.

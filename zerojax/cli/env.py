@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 import zerojax
+from zerojax import compiler
 from zerojax.link_rates import has_pinned_host
 from zerojax.redaction import redact
 from zerojax.system_memory import PINNED_LIMIT, least_room
@@ -122,6 +123,7 @@ def collect() -> dict[str, Any]:
         "devices": devices,
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "optional": {name: version_of(name) for name in OPTIONAL},
+        "plan": compiler.missing() or f"compiles with {compiler.compiler_version()}",
         "advice": find_advice(devices, failure),
     }
 
@@ -148,6 +150,7 @@ def format_table(facts: dict[str, Any]) -> str:
     for name, version in facts["optional"].items():
         purpose, command = OPTIONAL[name]
         rows.append((name, version or f"not installed; for {purpose}: {command}"))
+    rows.append(("zerojax plan", facts["plan"]))
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{name:<{width}}{text}" for name, text in rows]
     return "\n".join(lines + [f"* {line}" for line in facts["advice"]])

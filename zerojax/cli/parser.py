@@ -145,7 +145,7 @@ def _add_plan(commands) -> None:
     parser.add_argument("--json", action="store_true", help="print every number as JSON")
     parser.add_argument("--no-compile", action="store_true", help="formulas only, in a second")
     parser.add_argument(
-        "--fast", action="store_true", help="compile faster; memory is off by some percent"
+        "--fast", action="store_true", help="compile faster, to the same memory and traffic"
     )
     parser.add_argument(
         "--search",

@@ -84,7 +84,7 @@ def _search(
     budget: float,
     words: list[str],
 ) -> int:
-    """The search compiles with the fast options: it compares, and the peak is within 2 %.
+    """The search compiles with the fast options, which give the same memory in less time.
 
     Where nothing fits it looks once more, with the optimizer's state in host memory, for what is
     left of the budget.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ from zerojax.plan_counts import (
 from zerojax.planned import Planned
 from zerojax.step import build_step
 
-FACTS_VERSION = 4
+FACTS_VERSION = 5
 """Raised when the readers find something else in the same program: what is cached is not reused."""
 
 Facts = dict[str, Any]
@@ -112,7 +112,8 @@ def make_forecast(
             facts = _compile(lowered, plan, devices, fast)
             seconds = time.perf_counter() - began
             cache.store(key, facts)
-    return _assemble(plan, gpu, flops, facts, why_formula, seconds)
+    made_by = compiler.compiler_version(fast=fast)
+    return _assemble(plan, gpu, flops, facts, why_formula, seconds, made_by)
 
 
 # --- what the compiled step says ------------------------------------------------------------------
@@ -126,18 +127,18 @@ def cache_key(plan: Planned, gpu: Gpu, fast: bool, *, program: str) -> str:
         FACTS_VERSION,
         program,
         [target_text(gpu), gpu.node_devices, mesh],
-        [compiler.compiler_version(), options],
+        [compiler.compiler_version(fast=fast), options],
     )
 
 
 def _compile(lowered: Any, plan: Planned, devices: Sequence[Any] | None, fast: bool) -> Facts:
+    own = {} if devices is None else plan.compiler_options  # `jax.jit` has them otherwise
     with tempfile.TemporaryDirectory(prefix="zerojax-plan-") as folder:
         compiled = compiler.compile_for_gpus(
             lowered,
             devices=devices,
-            options=None if devices is None else plan.compiler_options,
+            options={**own, **(compiler.FAST_OPTIONS if fast else {})},
             dump=Path(folder),
-            fast=fast,
         )
         live = read_live(Path(folder))
         roles = None if live is None else bytes_by_role(live, plan)
@@ -156,6 +157,7 @@ def _compile(lowered: Any, plan: Planned, devices: Sequence[Any] | None, fast: b
         "host_copies": [_copy_facts(copy) for copy in find_host_copies(program)],
         "hbm_bytes": hbm_bytes(program),
         "unknown_loops": list(program.unknown_loops),
+        "by_cublas": compiled.by_cublas,
     }
 
 
@@ -214,6 +216,7 @@ def _assemble(
     facts: Facts | None,
     why_formula: str | None,
     seconds: float,
+    made_by: str,
 ) -> Forecast:
     mesh = {str(name): size for name, size in plan.mesh.shape.items()}
     dtype = np.dtype(plan.precision.compute_dtype).name
@@ -227,7 +230,7 @@ def _assemble(
         plan=plan.as_dict(),
         source=FORMULA if facts is None else COMPILED,
         why_formula=why_formula,
-        compiler=compiler.compiler_version(),
+        compiler=made_by,
         options_dropped=dict(plan.dropped_options),
         seconds=seconds,
         memory=memory,
@@ -262,15 +265,24 @@ def _unmeasured(plan: Planned, gpu: Gpu) -> tuple[str, ...]:
     )
 
 
-def _remarks(facts: Facts) -> tuple[str, ...]:
+def _remarks(facts: Facts) -> Iterator[str]:
     """What the compiled program does not tell."""
+    if facts["by_cublas"]:
+        yield (
+            "products are compiled for cuBLAS, as Triton has no kernel for one of them; the GPU "
+            "tries both for each, and its peak may differ by some percent"
+        )
+    else:
+        yield (
+            "the GPU tries Triton and cuBLAS for each product and keeps the faster; here Triton "
+            "has all that it can, and the GPU's peak may differ by some percent"
+        )
     loops = facts["unknown_loops"]
-    if not loops:
-        return ()
-    return (
-        f"{len(loops)} loops run as long as the data say ({', '.join(loops[:3])}): traffic and "
-        "memory traffic count one iteration of each, so they are lower bounds",
-    )
+    if loops:
+        yield (
+            f"{len(loops)} loops run as long as the data say ({', '.join(loops[:3])}): traffic and "
+            "memory traffic count one iteration of each, so they are lower bounds"
+        )
 
 
 def _memory(plan: Planned, facts: Facts | None) -> Memory:

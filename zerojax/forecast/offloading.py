@@ -11,7 +11,7 @@ from zerojax.config.offload import HOST
 from zerojax.forecast.result import Offload
 from zerojax.gpus import Gpu
 from zerojax.hlo.host_copies import TO_DEVICE, TO_HOST
-from zerojax.offload_costs import file_bytes, hiding, moved_bytes
+from zerojax.offload_costs import buffer_bytes, file_bytes, hiding, moved_bytes
 from zerojax.plan_counts import role_tiers
 from zerojax.planned import Planned
 
@@ -42,6 +42,7 @@ def offload_numbers(plan: Planned, gpu: Gpu, facts: dict[str, Any] | None) -> Of
         compiled_to_device=total(direction=TO_DEVICE),
         compiled_to_host=total(direction=TO_HOST),
         by_kernels=total(is_linear=False),
-        machine_host=number * sum(own.get(HOST, 0) for own in tiers.values()),
+        machine_host=number * sum(own.get(HOST, 0) for own in tiers.values())
+        + buffer_bytes(plan, plan.offload, number),
         machine_disk=generations * file_bytes(plan, number),
     )

@@ -18,6 +18,7 @@ from zerojax.forecast.result import Memory
 from zerojax.gpus import Gpu
 from zerojax.mesh import DATA, MODEL, STAGE, num_data_shards
 from zerojax.model import bound_attribute
+from zerojax.offload_costs import link_seconds, rates_of
 from zerojax.optim import Optimizer
 from zerojax.pipeline_costs import activation_bytes, total_buffer_bytes
 from zerojax.placement import Access
@@ -292,11 +293,12 @@ def _offload(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]
         if plan.precision.has_masters and plan.zero in (1, 2):
             ratio = plan.precision.compute_dtype.itemsize / plan.precision.param_dtype.itemsize
             kept = _sum(sizes, MASTERS) * ratio
-        seconds = state / gpu.host_bandwidth
+        rates = rates_of(gpu)
+        seconds = link_seconds(rates, state, state)
         yield Remedy(
             "mesh.offload.opt_state=host",
             f"{format_bytes(state)} wait in the host's memory for each device (or nvme: in files); "
-            f"the update takes {seconds:.2g} s more at best",
+            f"the update takes {seconds:.2g} s more at best, by the link {rates.link}",
             state - kept,
             5,
         )

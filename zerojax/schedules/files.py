@@ -39,11 +39,15 @@ def read_csv(path: str | Path) -> Schedule:
 
     Raises:
       ScheduleError: the text names the file and, wherever one is to blame, the line.
-      OSError: the file cannot be read.
     """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ScheduleError(
+            f"{path}: {error.strerror or error}; give a table (`zerojax schedule 1f1b "
+            "--stages 4 --microbatches 8 --csv mine.csv` writes one), or the name of a schedule"
+        ) from None
     except UnicodeDecodeError as error:
         raise ScheduleError(
             f"{path}: not a text file in UTF-8 (byte {error.start}); save it as CSV, UTF-8"
