@@ -83,6 +83,22 @@ def test_prepare_and_open_give_the_same_tokens_as_encoding_in_memory(tmp_path: P
     verify_tokens(tmp_path / "out" / "validation.bin")
 
 
+def test_what_is_no_text_is_left_out_and_counted(tmp_path: Path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, content in {
+        "a.txt": b"one",
+        "empty.txt": b"",
+        "b.csv": b"x",
+        "README": b"y",
+        ".hidden": b"z",
+    }.items():
+        (folder / name).write_bytes(content)
+    made = prepare(folder, tmp_path / "out")
+    assert (made.num_documents, made.num_train_tokens) == (1, 3)
+    assert sorted(made.left_out) == ["", ".csv"]
+
+
 def test_opening_reads_nothing_of_the_file(tmp_path: Path):
     # A sparse file far larger than this machine's memory: touching all of it would not end.
     path = tmp_path / "huge.bin"

@@ -26,6 +26,9 @@ def run(args: argparse.Namespace) -> int:
         f"validate with, from {made.num_documents:,} document{plural} of "
         f"{made.num_text_bytes:,} bytes ({ratio:.2f} bytes a token)"
     )
+    if made.left_out:
+        kinds = ", ".join(sorted(set(made.left_out) - {""})) or "without an ending"
+        print(f"files of other kinds that were left out: {len(made.left_out):,} ({kinds})")
     print(f"vocabulary of {made.vocab_size:,} tokens, written to {made.folder}")
     print(f"next: zerojax train CONFIG.yaml data.path={made.folder}")
     return 0

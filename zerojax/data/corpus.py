@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 EMBEDDED_NAME = "shakespeare.txt"
@@ -55,7 +55,15 @@ def existing_path(path: str | Path) -> Path:
     )
 
 
-def find_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+def other_suffixes(path: str | Path | None) -> list[str]:
+    """Endings of the files of a folder, one for each file, that are not read as text."""
+    if path is None or not (root := existing_path(path)).is_dir():
+        return []
+    every = find_files(root, {file.suffix.lower() for file in root.rglob("*")})
+    return [file.suffix for file in every if file.suffix.lower() not in TEXT_SUFFIXES]
+
+
+def find_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
     """Files below `folder` with one of `suffixes`, sorted by relative path; hidden ones are left.
 
     The order is that of the POSIX path strings, so it is the same on every machine.

@@ -14,7 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.data.corpus import find_text_files, num_text_bytes, read_documents
+from zerojax.data.corpus import (
+    find_text_files,
+    num_text_bytes,
+    other_suffixes,
+    read_documents,
+)
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, save_tokenizer
 from zerojax.data.tokens import FORMAT, TokenPart, Tokens, hash_file, sidecar_path, smallest_dtype
 
@@ -34,6 +39,9 @@ class Prepared:
     num_validation_tokens: int
     num_text_bytes: int
     vocab_size: int
+    left_out: tuple[str, ...] = ()
+    """Endings of the files of the folder, one for each, that were not read, since they name no
+    text."""
 
 
 def prepare(
@@ -63,7 +71,7 @@ def prepare(
         raise ValueError(
             f"validation_fraction={validation_fraction}: it must be at least 0 and below 1"
         )
-    files = find_text_files(data)
+    files, left_out = find_text_files(data), tuple(other_suffixes(data))
     folder = Path(out).expanduser()
     if folder.is_dir() and any(folder.glob("*.bin")):
         raise ValueError(
@@ -72,7 +80,8 @@ def prepare(
     ready = make_tokenizer(tokenizer, files)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return _write(files, folder, ready, validation_fraction)
+        made = _write(files, folder, ready, validation_fraction)
+        return dataclasses.replace(made, left_out=left_out)
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
         raise OSError(
