@@ -380,6 +380,17 @@ def test_what_was_measured_is_written_while_a_benchmark_goes_on(tmp_path, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
+def test_full_sizes_are_refused_where_there_is_no_gpu(tmp_path):
+    script = ("bash", "benchmarks/gpu/run.sh", "environment")
+    result = run(*script, OUT=str(tmp_path), PYTHON=sys.executable, JAX_PLATFORMS="cpu")
+    assert result.returncode == 1
+    assert "found [CpuDevice(id=0)" in result.stdout
+    assert result.stdout.endswith(
+        "JAX sees no GPU; --smoke shows without one that everything runs\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.log"]
+
+
 def test_an_unknown_part_is_refused_with_the_known_ones(tmp_path):
     result = run("bash", "benchmarks/gpu/run.sh", "stage", OUT=str(tmp_path))
     assert result.returncode == 2

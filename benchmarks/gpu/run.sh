@@ -53,7 +53,6 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 if [[ -n $smoke ]]; then
   export JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1
 else
-  # Without a GPU every part fails at once, and says why, where it would run on the CPU for minutes.
   export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
   # What the compiler tried out for one product is known to the next part; programs are not kept.
   export JAX_COMPILATION_CACHE_DIR=$scratch/tried JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=1000000
@@ -168,6 +167,15 @@ side_by_side() {
 }
 
 rm -f "$out/gpu.json" "$out/gpu.log"
+if [[ -z $smoke ]]; then
+  # Where its plugin cannot start, JAX goes on with the CPU, on which full sizes take hours.
+  asked='import jax; raise SystemExit(jax.default_backend() != "gpu" and f"found {jax.devices()}")'
+  if ! timeout 120 "$python" -c "$asked" >"$out/gpu.log" 2>&1; then
+    cat "$out/gpu.log"
+    printf 'JAX sees no GPU; --smoke shows without one that everything runs\n' | tee -a "$out/gpu.log"
+    exit 1
+  fi
+fi
 # shellcheck disable=SC2086 # lists of words
 {
   alone $first
