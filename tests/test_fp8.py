@@ -94,6 +94,16 @@ def test_an_empty_history_scales_by_one_and_tiny_values_by_what_float32_can_mult
     assert float(scales[fp8.INPUT] * scales[fp8.OUTPUT_GRADIENT]) == 2.0**-120
 
 
+def test_a_magnitude_counts_for_sixteen_steps():
+    history = jnp.zeros_like(fp8.init_history(jnp.ones(2))[...])
+    scales = []
+    for step in range(17):
+        newest = jnp.full(3, 448.0 * 4 if step == 0 else 448.0)
+        history = fp8.remember(history, newest)
+        scales.append(float(fp8.scales_from(history)[fp8.INPUT]))
+    assert scales == [4.0] * 16 + [1.0]
+
+
 # --- one product ------------------------------------------------------------------------------
 
 

@@ -354,6 +354,7 @@ def make_plan(
             *describe_offload(settings, offload),
             *describe_layer_inputs(settings, trace.jaxpr, len(params)),
             *describe_update(update_choices, tx, stacks & stored["params"].keys()),
+            *optim.describe_muon(stored["opt_state"], stacks),
             *describe_options(compiler_options, dropped_options),
         ),
         remake=functools.partial(_remake, settings, given),

@@ -92,7 +92,8 @@ OPTIMIZERS: Mapping[str, Table] = {
 _INSTEAD = "take the section out and pass optimizer="
 _ABSENT = {
     "adagrad": f"is not one of zerojax's; {_INSTEAD}optax.adagrad(lr)",
-    "muon": f"is not one of zerojax's; {_INSTEAD}optax.contrib.muon(lr)",
+    "muon": f"is not one of zerojax's; {_INSTEAD}optax.contrib.muon(lr, "
+    "muon_weight_dimension_numbers=zerojax.optim.muon_dimensions)",
     "onebitadam": "compresses what is sent, and is not built; use Adam",
     "zerooneadam": "compresses what is sent, and is not built; use Adam",
     "onebitlamb": "compresses what is sent, and is not built; use Lamb",

@@ -14,6 +14,7 @@ from zerojax.optim.deepspeed_schedules import (
 )
 from zerojax.optim.groups import decay_mask, is_matrix
 from zerojax.optim.methods import adamw, lamb, lion, sgd
+from zerojax.optim.muon import describe_muon, muon_dimensions
 from zerojax.optim.optimizer import BegunUpdate, Optimizer, UpdateContext, coding_of
 from zerojax.optim.schedules import Schedule, build_schedule
 from zerojax.optim.sizes import depends_on_sizes
@@ -36,8 +37,10 @@ __all__ = [
     "coding_of",
     "decay_mask",
     "depends_on_sizes",
+    "describe_muon",
     "is_matrix",
     "lamb",
     "lion",
+    "muon_dimensions",
     "sgd",
 ]
