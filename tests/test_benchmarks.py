@@ -47,7 +47,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=500,
+        timeout=900,
     )
 
 
