@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from zerojax import deepspeed
@@ -27,6 +27,7 @@ from zerojax.config import (
     as_mesh_config,
     to_dict,
 )
+from zerojax.config.checks import check_kind, check_whole_number
 from zerojax.data import Feed, TokenSource, abstract_global, as_feed, as_source
 from zerojax.distributed import join_processes
 from zerojax.habits import Habits
@@ -120,7 +121,21 @@ def train(
     """
     join_processes()
     internal = models.as_model(model)
-    _check_steps(steps)
+    for name, number, limit in (
+        ("steps", steps, 0),
+        ("num_microbatches", num_microbatches, 1),
+        ("global_batch_size", global_batch_size, 1),
+        ("seq_len", seq_len, 1),
+        ("eval_every", eval_every, 1),
+        ("eval_batches", eval_batches, 1),
+    ):
+        check_whole_number(name, number, limit)
+    check_kind("loss", loss, Callable, "a function loss(model, batch) -> scalar | (sum, weight)")
+    check_kind("callbacks", callbacks, Iterable, "a list of functions (trainer, metrics)")
+    check_kind("log", log, LogConfig, "a zerojax.config.LogConfig")
+    check_kind("watch", watch, WatchConfig, "a zerojax.config.WatchConfig")
+    kinds = CheckpointConfig, str, os.PathLike
+    check_kind("checkpoint", checkpoint, kinds, "a folder, or a zerojax.config.CheckpointConfig")
     reasons: list[str] = []
     if steps is None and not _ends(batches):
         default_steps: int | None = DEFAULT_STEPS
@@ -235,15 +250,6 @@ def _with_rows_of(ported: deepspeed.Ported, batch: Any) -> deepspeed.Translation
     for warning in translated.warnings:
         warnings.warn(f"{translated.source}: {warning}", stacklevel=3)
     return translated
-
-
-def _check_steps(steps: Any) -> None:
-    """Refuses what is no number of steps; 0 gives a `Trainer` that has not stepped."""
-    if steps is not None and (not isinstance(steps, int | np.integer) or steps < 0):
-        raise ValueError(
-            f"steps={steps!r} is no number of batches; give a whole number from 0 on, or None to "
-            "train until the batches end"
-        )
 
 
 def _rows_that_divide(

@@ -3,6 +3,7 @@
 Knows numbers and text; knows no section.
 """
 
+import numbers
 import re
 from typing import Any
 
@@ -12,6 +13,23 @@ from zerojax.config_loader import ConfigError
 def refuse(name: str, value: Any, reason: str) -> None:
     """Raises the error of a field: the value, and what is wrong with it."""
     raise ConfigError(f"{value!r} {reason}", (name,))
+
+
+def check_whole_number(name: str, value: Any, limit: int) -> None:
+    """Refuses an argument that is no whole number, or one below a limit; None passes."""
+    if value is None:
+        return
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        kind = type(value).__name__
+        raise TypeError(f"{name}={value!r} is a {kind}; give a whole number of at least {limit}")
+    if value < limit:
+        raise ValueError(f"{name}={value} is below {limit}; give at least {limit}")
+
+
+def check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
+    """Refuses an argument that is none of `kinds`; None passes."""
+    if value is not None and not isinstance(value, kinds):
+        raise TypeError(f"{name} is a {type(value).__name__}; give {wanted}")
 
 
 def check_at_least(config: Any, limit: int, *names: str) -> None:
