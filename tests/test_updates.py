@@ -212,6 +212,8 @@ def test_the_first_leaf_that_is_not_finite_is_found_wherever_it_lies():
         found = norm(bad, jnp.float32(1))
         assert not np.isfinite(found.norm)
         assert int(found.bad_leaf) == index
+        found = norm({**bad, names[-1]: ones[names[-1]] * np.nan}, jnp.float32(1))
+        assert int(found.bad_leaf) == index, "of several the first"
 
 
 @pytest.fixture(scope="module")
