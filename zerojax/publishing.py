@@ -22,7 +22,7 @@ from zerojax.arrays import model_parts
 from zerojax.checkpoint.agreement import failing_together
 from zerojax.checkpoint.drafts import new_folder
 from zerojax.checkpoint.errors import CheckpointError
-from zerojax.checkpoint.export import Exported, read_whole
+from zerojax.checkpoint.export import Exported, Layers, read_whole
 from zerojax.checkpoint.inspection import SavedStep, find_checkpoints, open_arrays, saved_steps
 from zerojax.checkpoint.metadata import as_abstract
 from zerojax.config.offload import HOST_KIND
@@ -82,8 +82,9 @@ def to_hugging_face(
 ) -> Exported:
     """Writes a model for transformers: config.json, safetensors, the tokenizer if one is known.
 
-    One tensor is in host memory at a time; from a checkpoint one array of ours, which is a stack of
-    the layers' tensors. Adapters are merged into the kernels they belong to.
+    One tensor is in host memory at a time, besides what it is made of; from a checkpoint with small
+    layers, or from before 2026-11-22, one stack of the layers' tensors. Adapters are merged into
+    the kernels they belong to.
 
     With several processes all of them call it; the first one writes. Where it cannot, the others
     are told by a CheckpointError, and all may go on.
@@ -140,10 +141,7 @@ def to_peft(trained: Trained | str | Path, folder: str | Path, *, step: int | No
     params = {**params["params"], **params["frozen"]}
     read = _reader(params, NamedSharding(trained.plan.mesh, P()))
     adapters = {name: read(name, None) for name in adapter_names(params)}
-    with failing_together():
-        if jax.process_index() == 0:
-            _write_adapters(out, description, adapters)
-    return out
+    return _write_adapters(out, description, adapters)
 
 
 def _check_there(trained: Trained, step: int | None) -> None:
@@ -173,9 +171,11 @@ def _write_adapters(
     out: Path, description: Description, adapters: Mapping[str, np.ndarray]
 ) -> Path:
     total = sum(array.nbytes for array in adapters.values())
-    with new_folder(out, total, remedy="or free some") as draft:
-        sizes, scales = description.config, description.scales
-        write_adapter(draft, sizes, adapters, scales=scales, base=description.source)
+    with failing_together():
+        if jax.process_index() == 0:
+            with new_folder(out, total, remedy="or free some") as draft:
+                sizes, scales = description.config, description.scales
+                write_adapter(draft, sizes, adapters, scales=scales, base=description.source)
     return out
 
 
@@ -202,13 +202,15 @@ def export_step(
     names = {name.partition("/")[2]: name for name in metadata.arrays if name.startswith(_PARTS)}
     params = {name: as_abstract(metadata.arrays[full]) for name, full in names.items()}
     unread = open_arrays(saved.folder, metadata)
-    held: dict[str, np.ndarray] = {}
+    held: dict[str, Layers] = {}
 
     def read(name: str, layer: int | None) -> np.ndarray:
+        full = names[name]
+        if layer is None:
+            return read_whole(saved, full, unread[full], params[name].shape)
         if name not in held:
-            full = names[name]
-            held[name] = read_whole(saved, full, unread[full], params[name].shape)
-        return held[name] if layer is None else held[name][layer]
+            held[name] = Layers(saved, full, unread[full], params[name].shape)
+        return held[name].layer(layer)
 
     def values(tensor: Outgoing) -> np.ndarray:
         wanted = {leaf.name for leaf in tensor.leaves}
@@ -235,18 +237,9 @@ def _from_trainer(trainer: Trained, out: Path, *, dtype: str | None, shard_bytes
     params: Mapping[str, Any] = {**parts["params"], **parts["frozen"]}
     read = merging(description, params, _reader(params, NamedSharding(plan.mesh, P())))
     found = outgoing(description, params, dtype=dtype)
-    with failing_together() as agree:
-
-        def values(tensor: Outgoing) -> np.ndarray:
-            agree()
-            return tensor.values(read)
-
-        if jax.process_index() == 0:
-            return _write(out, description, found, values, shard_bytes, step=trainer.num_steps)
-        for tensor in found:
-            values(tensor)  # takes part in gathering it
-    total = sum(one.tensor.num_bytes for one in found)
-    return Exported(folder=out, files=(), num_arrays=len(found), num_bytes=total)
+    return _write(
+        out, description, found, lambda x: x.values(read), shard_bytes, step=trainer.num_steps
+    )
 
 
 def _reader(params: Mapping[str, jax.Array], whole: NamedSharding) -> Read:
@@ -288,7 +281,33 @@ def _write(
     tokenizer: Path | None = None,
     step: int,
 ) -> Exported:
-    """The folder, from tensors that are made one by one."""
+    """The folder, from tensors that are made one by one, by all processes together."""
+    with failing_together() as agree:
+
+        def agreed(tensor: Outgoing) -> np.ndarray:
+            agree()
+            return values(tensor)
+
+        if jax.process_index() == 0:
+            return _write_alone(
+                out, description, found, agreed, shard_bytes, tokenizer=tokenizer, step=step
+            )
+        for tensor in found:
+            agreed(tensor)  # takes part in gathering it
+    total = sum(one.tensor.num_bytes for one in found)
+    return Exported(folder=out, files=(), num_arrays=len(found), num_bytes=total)
+
+
+def _write_alone(
+    out: Path,
+    description: Description,
+    found: Sequence[Outgoing],
+    values: Callable[[Outgoing], np.ndarray],
+    shard_bytes: int,
+    *,
+    tokenizer: Path | None,
+    step: int,
+) -> Exported:
     by_name = {one.tensor.name: one for one in found}
     tensors = [one.tensor for one in found]
     total = sum(tensor.num_bytes for tensor in tensors)

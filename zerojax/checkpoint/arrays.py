@@ -7,7 +7,8 @@ checkpoint does not depend on container types and any part of it can be read alo
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,10 @@ from zerojax.trees import flatten_names
 
 PyTree = Any
 _ITEM = "state"
+
+LAYER_BYTES = 512 << 10
+"""Of one index of a shard's first dimension, from which on each is a chunk of its own in the files.
+TensorStore reads whole chunks: a layer of a stack is then read without the others."""
 
 
 def named_arrays(state: PyTree) -> dict[str, jax.Array]:
@@ -70,8 +75,17 @@ def start_write(folder: Path, arrays: Mapping[str, jax.Array]) -> Write:
     written, table = packs.stack(arrays)
     if jax.process_index() == 0:
         table.save(folder.parent)
+    options = context.array_options.saving
+    options.scoped_storage_options_creator = lambda _, leaf: (
+        options.StorageOptions(shard_axes=(0,)) if _in_layers(leaf) else None
+    )
     with context:
         return orbax.save_async(folder, written, checkpointable_name=_ITEM)
+
+
+def _in_layers(leaf: jax.Array) -> bool:
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    return len(shape) > 1 and math.prod(shape[1:]) * leaf.dtype.itemsize >= LAYER_BYTES
 
 
 def read(folder: Path, abstract: Mapping[str, Any], *, subset: bool) -> dict[str, jax.Array]:
@@ -102,6 +116,29 @@ def read_on_host(folder: Path, name: str, leaf: Any) -> np.ndarray:
     with context:
         like = {name: np.empty(leaf.shape, leaf.dtype)}
         return orbax.load(folder, like, checkpointable_name=_ITEM)[name]
+
+
+def open_layers(folder: Path, name: str) -> Callable[[int], np.ndarray] | None:
+    """What reads one index of an array's first dimension onto the host; not collective.
+
+    Args:
+      folder: what `start_write` wrote.
+      name: of the array.
+
+    Returns:
+      None where the array is stored in chunks of several, so that one costs what all cost.
+    """
+    # Imported here since the import takes long, and only exports need it.
+    import tensorstore
+
+    kvstore = {"driver": "ocdbt", "base": f"file://{folder / _ITEM}/", "path": f"{name}/"}
+    try:
+        array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
+    except ValueError:  # NOT_FOUND: it lies elsewhere, or an older Orbax has written it
+        return None
+    if array.ndim < 2 or array.chunk_layout.read_chunk.shape[0] != 1:
+        return None
+    return lambda index: array[index].read().result()
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:

@@ -149,10 +149,54 @@ def read_whole(saved: SavedStep, name: str, unread: Any, shape: Sequence[int]) -
         raise DamagedError(
             f"checkpoint {saved.folder} is damaged: {name!r} cannot be read ({reason(error)})"
         ) from error
+    _check(saved, name, fingerprints.of_array(values))
+    return values
+
+
+def _check(saved: SavedStep, name: str, sums: fingerprints.Sums) -> None:
+    assert saved.metadata is not None
     expected = saved.metadata.fingerprints.get(name)
-    if expected is not None and fingerprints.as_text(fingerprints.of_array(values)) != expected:
+    if expected is not None and fingerprints.as_text(sums) != expected:
         raise DamagedError(
             f"checkpoint {saved.folder} is damaged: {name!r} is not what was saved; export "
             "an earlier step"
         )
-    return values
+
+
+class Layers:
+    """A stack of a step, of which one layer is in memory at a time.
+
+    Where the files have no layers by themselves (those written before 2026-11-22, or with small
+    ones), the whole stack is there until `close`.
+
+    Args:
+      saved: the step.
+      name: of the array.
+      unread: what `open_arrays` has for it.
+      shape: its own.
+    """
+
+    def __init__(self, saved: SavedStep, name: str, unread: Any, shape: Sequence[int]) -> None:
+        self._saved, self._name, self._shape = saved, name, tuple(shape)
+        self._read, self._whole = unread.open_layers(), None
+        if self._read is None:
+            self._whole = read_whole(saved, name, unread, shape)
+        self._sums: dict[int, fingerprints.Sums] = {}
+
+    def layer(self, index: int) -> np.ndarray:
+        """Raises DamagedError with the last one, if the stack is not what was saved."""
+        if self._read is None:
+            assert self._whole is not None
+            return self._whole[index]
+        try:
+            values = np.ascontiguousarray(self._read(index))
+        except Exception as error:
+            raise DamagedError(
+                f"checkpoint {self._saved.folder} is damaged: {self._name!r} cannot be read "
+                f"({reason(error)})"
+            ) from error
+        start = (index, *(0 for _ in self._shape[1:]))
+        self._sums[index] = fingerprints.of_part(values[None], start, self._shape)
+        if len(self._sums) == self._shape[0]:
+            _check(self._saved, self._name, fingerprints.add(*self._sums.values()))
+        return values

@@ -25,9 +25,14 @@ class Unread:
       shape, dtype: of the whole array.
     """
 
-    def __init__(self, leaf: Any, open_array: Callable[[], Callable[[Box], np.ndarray]]) -> None:
+    def __init__(
+        self,
+        leaf: Any,
+        open_array: Callable[[], Callable[[Box], np.ndarray]],
+        open_layers: Callable[[], Callable[[int], np.ndarray] | None],
+    ) -> None:
         self.shape, self.dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-        self._open = open_array
+        self._open, self._open_layers = open_array, open_layers
 
     def open(self) -> Callable[[Box], np.ndarray]:
         """What reads any part of it, a box.
@@ -36,6 +41,13 @@ class Unread:
         processes; it is freed when what this returned is dropped. From pieces only the part comes.
         """
         return self._open()
+
+    def open_layers(self) -> Callable[[int], np.ndarray] | None:
+        """What reads one index of the first dimension, and not much more; not collective.
+
+        None where the files hold several of them in one chunk: `open` costs less then.
+        """
+        return self._open_layers()
 
 
 class Pieces:
@@ -77,7 +89,8 @@ class Pieces:
         self._pack = None
         for name, leaf in wanted.items():
             if name in unread:
-                result[name] = Unread(leaf, self._opener(name, leaf, name in in_pieces))
+                opener = self._opener(name, leaf, name in in_pieces)
+                result[name] = Unread(leaf, opener, self._opener_of_layers(name, leaf))
         return result
 
     def _from_pieces(self, name: str, leaf: Any) -> jax.Array:
@@ -126,3 +139,17 @@ class Pieces:
         if in_pieces:
             return open_pieces
         return open_pack if name in self._table.names else open_whole
+
+    def _opener_of_layers(
+        self, name: str, leaf: Any
+    ) -> Callable[[], Callable[[int], np.ndarray] | None]:
+        def open_layers() -> Callable[[int], np.ndarray] | None:
+            reader, rest = self._reader, tuple(leaf.shape[1:])
+            if reader is not None and name in reader.names:
+                start = (0,) * len(rest)
+                return lambda index: reader.read(name, ((index, *start), (1, *rest)))[0]
+            if name in self._table.names:
+                return None  # a pack is small
+            return arrays.open_layers(self._folder, name)
+
+        return open_layers
