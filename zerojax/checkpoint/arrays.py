@@ -136,7 +136,8 @@ def open_layers(folder: Path, name: str) -> Callable[[int], np.ndarray] | None:
         array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
     except ValueError:  # NOT_FOUND: it lies elsewhere, or an older Orbax has written it
         return None
-    if array.ndim < 2 or array.chunk_layout.read_chunk.shape[0] != 1:
+    chunk = array.chunk_layout.read_chunk.shape
+    if array.ndim < 2 or chunk is None or chunk[0] != 1:
         return None
     return lambda index: array[index].read().result()
 
