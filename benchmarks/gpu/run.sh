@@ -36,7 +36,7 @@ for word in "$@"; do
 done
 wanted=${wanted:- $by_default}
 # A smoke run borrows no GPU, and may run on two busy cores.
-readonly budget_seconds=${BUDGET_SECONDS:-$([[ -n $smoke ]] && printf 1200 || printf 565)}
+readonly budget_seconds=${BUDGET_SECONDS:-$([[ -n $smoke ]] && printf 2400 || printf 565)}
 
 out=${OUT:-benchmarks/results/gpu-$(date +%Y-%m-%d)}
 mkdir -p "$out"
