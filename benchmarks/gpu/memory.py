@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -74,7 +75,10 @@ def main(argv: list[str] | None = None) -> None:
         return
     load_before = load_average()
     stages = STAGES[1::2] if arguments.smoke else STAGES
-    with _Forecasting(arguments.smoke) as forecasting:
+    with tempfile.TemporaryDirectory() as folder, _Forecasting(arguments.smoke) as forecasting:
+        # Equal programs, as those of all stages on one device, are compiled once.
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         for record in measure(workload, stages, forecasting):
             save_so_far(record, arguments, load_before)
     write_record(record, arguments, load_before)
