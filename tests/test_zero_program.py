@@ -19,6 +19,7 @@ from tests.small_models import reference_model
 from tests.trajectories import plan_for, regression_batch, text_batch
 from zerojax.collectives import make_buckets
 from zerojax.placement import Access
+from zerojax.programs import split_scan
 from zerojax.step import build_evaluation, build_step
 from zerojax.trees import num_elements
 
@@ -230,7 +231,8 @@ def test_microbatches_are_accumulated_in_the_dtype_asked_for(dtype):
         for equation, _ in equations_of(program)
         if equation.primitive.name == "scan" and equation.params["length"] == 4
     )
-    carried = [atom.aval for atom in loop.outvars[: loop.params["num_carry"]]]
+    _, num_carry = split_scan(loop)
+    carried = [atom.aval for atom in loop.outvars[:num_carry]]
     found = {x.dtype for x in carried if x.shape == plan.placement.leaves["blocks/kernel"].shape}
     assert found == {plan.precision.accumulate_dtype}
 
