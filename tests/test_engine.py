@@ -91,6 +91,12 @@ def trained(tmp_path_factory):
     return engine, losses, folder, said
 
 
+@pytest.mark.parametrize("freeze", ["up/", ("up/",)])
+def test_one_pattern_freezes_as_a_list_of_one_does(freeze):
+    engine = initialize(freeze=freeze, example_batch=batch(0))
+    assert engine.plan.abstract_state["frozen"].keys() == {"up/kernel", "up/bias"}
+
+
 def expected_rate(count):
     """DeepSpeed's WarmupDecayLR of CONFIG."""
     if count <= 3:

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax import trees
-from zerojax.optim import Schedule
+from zerojax.optim import Schedule, map_layers
 
 Tree = Any
 Leaf = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -112,13 +111,11 @@ def _with_moments(
         updates: Tree, state: Any, params: Tree = None, *, layers: Container[str] = (), **_: Any
     ) -> tuple[Tree, Any]:
         assert params is not None, "decay and norms read the parameters"
-        apart = {name: per_layer and name in layers for name in trees.flatten_names(params)}
         beta = _beta(b1, state.count)
         mu = jax.tree.map(lambda old, g: beta * old + (1 - beta) * g, state.mu, updates)
         nu = jax.tree.map(lambda old, g: b2 * old + (1 - b2) * g * g, state.nu, updates)
-        one = prepare(state.count)
-        move = lambda m, v, p, rows: (jax.vmap(one) if rows else one)(m, v, p)  # noqa: E731
-        moved = jax.tree.map(move, mu, nu, params, trees.unflatten_like(params, apart))
+        apart = layers if per_layer else ()
+        moved = map_layers(prepare(state.count), apart, mu, nu, params)
         return moved, optax.ScaleByAdamState(optax.safe_increment(state.count), mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -46,7 +46,7 @@ def initialize(
     optimizer: Any = None,
     steps: int | None = None,
     example_batch: Any = None,
-    freeze: Sequence[str] = (),
+    freeze: str | Sequence[str] = (),
     run_dir: str | Path | None = None,
     watch: WatchConfig | None = None,
     seed: int = 0,
@@ -65,7 +65,7 @@ def initialize(
         schedule is a part of it.
       steps: length of the run, for what the file leaves to "auto".
       example_batch: what `train_batch` will get, as arrays or `ShapeDtypeStruct`s.
-      freeze: regular expressions on parameter names that stay as they are.
+      freeze: regular expressions, or one, on names of parameters that stay as they are.
       run_dir: folder of metrics and plan; None: the one that the file's monitors name, or none.
       watch: how long a call, or a step under way between two calls, may stand still before the
         process is ended with code 79.
@@ -90,7 +90,7 @@ def initialize(
         loss=loss,
         steps=translation.total_steps if steps is None else steps,
         watch=watch,
-        freeze=tuple(freeze),
+        freeze=freeze,
         run_dir=translation.run_dir if run_dir is None else Path(run_dir),
         seed=seed,
     )
@@ -121,7 +121,7 @@ class Engine(Progress, Absent):
         loss: models.Loss | None,
         steps: int | None,
         watch: WatchConfig | None,
-        freeze: tuple[str, ...],
+        freeze: str | Sequence[str],
         run_dir: Path | None,
         seed: int,
     ) -> None:

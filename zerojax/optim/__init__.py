@@ -13,6 +13,7 @@ from zerojax.optim.deepspeed_schedules import (
     build_deepspeed_schedule,
 )
 from zerojax.optim.groups import decay_mask, is_matrix
+from zerojax.optim.layers import map_layers
 from zerojax.optim.methods import adamw, lamb, lion, sgd
 from zerojax.optim.muon import describe_muon, muon_dimensions
 from zerojax.optim.optimizer import BegunUpdate, Optimizer, UpdateContext, coding_of
@@ -41,6 +42,7 @@ __all__ = [
     "is_matrix",
     "lamb",
     "lion",
+    "map_layers",
     "muon_dimensions",
     "sgd",
 ]

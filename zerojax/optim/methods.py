@@ -16,9 +16,9 @@ import optax
 
 from pallas_kernels import optimizers
 from pallas_kernels.choice import Impl, choose
-from zerojax import trees
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
 from zerojax.optim.groups import Decay, as_groups, decay_mask
+from zerojax.optim.layers import map_layers
 from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
 from zerojax.optim.schedules import Schedule
 
@@ -246,11 +246,11 @@ def _scale_by_trust_ratio(per_layer: bool) -> optax.GradientTransformationExtraA
     ) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("lamb needs the parameters: call update(gradients, state, params)")
-        one = lambda update, param: plain.update(update, state, param)[0]  # noqa: E731
-        names = trees.flatten_names(params)
-        apart = {name: per_layer and name in layers for name in names}
-        scale = lambda u, p, rows: (jax.vmap(one) if rows else one)(u, p)  # noqa: E731
-        return jax.tree.map(scale, updates, params, trees.unflatten_like(params, apart)), state
+
+        def one(param: jax.Array, update: jax.Array) -> Any:
+            return plain.update(update, state, param)[0]
+
+        return map_layers(one, layers if per_layer else (), params, updates), state
 
     return optax.GradientTransformationExtraArgs(plain.init, update)
 

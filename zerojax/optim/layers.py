@@ -1,0 +1,27 @@
+"""What is done to each array of a tree, or to each layer of one in which layers are stacked.
+
+Knows trees and names; never an optimizer's formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Any
+
+import jax
+
+from zerojax import trees
+
+Tree = Any
+
+
+def map_layers(
+    function: Callable[..., Any], layers: Container[str], first: Tree, *others: Tree
+) -> Tree:
+    """`jax.tree.map(function, first, *others)`; of leaves with names in `layers`, row by row."""
+    named = {name: name in layers for name in trees.flatten_names(first)}
+
+    def leaf(is_stack: bool, *arrays: jax.Array) -> Any:
+        return (jax.vmap(function) if is_stack else function)(*arrays)
+
+    return jax.tree.map(leaf, trees.unflatten_like(first, named), first, *others)
