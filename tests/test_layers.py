@@ -18,7 +18,7 @@ MAX_LINES = 700
 def read_floors(text: str) -> dict[str, int]:
     """Room -> floor, from the rows `| 2 | `mesh` `models/` | ... |` of the table."""
     floors = {}
-    for number, rooms in re.findall(r"^\| (\d+) \| ([^|]*) \|", text, flags=re.MULTILINE):
+    for number, rooms in re.findall(r"^\| (-?\d+) \| ([^|]*) \|", text, flags=re.MULTILINE):
         for room in re.findall(r"`([\w/]+)`", rooms):
             floors[room.rstrip("/")] = int(number)
     return floors

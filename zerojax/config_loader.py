@@ -18,11 +18,27 @@ from typing import Any, TypeVar
 
 import yaml
 
+from zerojax.display import MAX_MESSAGE, cut, printable, quoted
+
 T = TypeVar("T")
 Key = tuple[str, ...]
 
 # The safe loader, in C where PyYAML was built with it: ten times as fast.
 _SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+MAX_CHARACTERS = 2**20
+"""Of a configuration's text."""
+MAX_DEPTH = 64
+"""Of sections and lists inside of one another."""
+MAX_NODES = 100_000
+"""Of sections, lists and values, with each alias (*name) counted as all that it stands for."""
+MAX_DIGITS = 100
+"""Of an integer; larger ones are no size, count or seed, and take Python quadratic time."""
+_TEXT_TAG, _MERGE_TAG = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+_INTEGER_TAG = "tag:yaml.org,2002:int"
+_COMMAND_LINE = "command line"
+_MAX_NAME = 100
+"""Characters of a key that is looked for among known ones or shown."""
 
 
 class ConfigError(ValueError):
@@ -39,8 +55,13 @@ class ConfigError(ValueError):
         self.message, self.key, self.where = message, key, where
 
     def __str__(self) -> str:
-        prefix = ".".join(self.key) + ": " if self.key else ""
-        return prefix + self.message + (f" ({self.where})" if self.where else "")
+        prefix = ".".join(cut(name, _MAX_NAME) for name in self.key) + ": " if self.key else ""
+        where = f" ({self.where})" if self.where else ""
+        return printable(prefix + cut(self.message, MAX_MESSAGE) + where, is_page=True)
+
+
+class NotYaml(ConfigError):
+    """A text that YAML does not read."""
 
 
 class CommandText(str):
@@ -152,7 +173,7 @@ def _check_keys(cls: type, values: Any, prefix: Key = (), root: type | None = No
     root = root or cls
     if not isinstance(values, Mapping):
         known = ", ".join(_hints(cls))
-        raise ConfigError(f"expected a section with the keys {known}; got {values!r}", prefix)
+        raise ConfigError(f"expected a section with the keys {known}; got {quoted(values)}", prefix)
     for name, value in values.items():
         field = _hints(cls).get(name)
         if field is None:
@@ -175,6 +196,7 @@ def _nearest(name: str, cls: type, prefix: Key, root: type) -> str:
 
 
 def _closest(name: str, known: Sequence[str]) -> str | None:
+    name = name[:_MAX_NAME]  # comparing takes the product of both lengths
     initials = [k for k in known if "".join(word[0] for word in k.split("_")) == name]
     return next(iter(initials + difflib.get_close_matches(name, known, 1, 0.6)), None)
 
@@ -194,20 +216,20 @@ def _resolve(cls: type, text: str) -> Key:
         return matches[0]
     if matches:
         choices = " or ".join(".".join(match) for match in matches)
-        raise ConfigError(f"ambiguous key; write {choices}", key, "command line")
-    raise ConfigError(f"unknown key; {_nearest(key[-1], cls, (), cls)}", key, "command line")
+        raise ConfigError(f"ambiguous key; write {choices}", key, _COMMAND_LINE)
+    raise ConfigError(f"unknown key; {_nearest(key[-1], cls, (), cls)}", key, _COMMAND_LINE)
 
 
 def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, str]) -> None:
     text, equals, value = override.partition("=")
     if not equals:
-        raise ConfigError(f"override {override!r} is not KEY=VALUE; an example is mesh.zero=3")
+        raise ConfigError(f"override {quoted(override)} is not KEY=VALUE; an example is mesh.zero=3")
     key = _resolve(cls, text.strip().removeprefix("--"))
     new: Any = CommandText(value)
     if key not in set(_leaves(cls)):
         new = parse_text(value)
         if not isinstance(new, dict) and new is not None:
-            raise ConfigError(_section_hint(cls, key, value), key, "command line")
+            raise ConfigError(_section_hint(cls, key, value), key, _COMMAND_LINE)
     node = values
     for name in key[:-1]:
         node[name] = dict(node.get(name) or {})
@@ -215,12 +237,13 @@ def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, st
     if isinstance(new, dict):
         new = {**(node.get(key[-1]) or {}), **new}
     node[key[-1]] = new
-    where[key] = "command line"
+    where[key] = _COMMAND_LINE
 
 
 def _section_hint(cls: type, key: Key, value: str) -> str:
     leaves = [".".join(leaf) for leaf in _leaves(cls) if leaf[: len(key)] == key]
     others = [".".join(leaf) for leaf in _leaves(cls) if leaf[-1:] == key[-1:]]
+    value = cut(value, _MAX_NAME)
     wanted = " or ".join(f"{other}={value}" for other in others)
     wanted = wanted or f"{leaves[0]}=VALUE"
     return f"this is a section ({', '.join(leaves)}), not a value; write {wanted}"
@@ -231,19 +254,45 @@ def _section_hint(cls: type, key: Key, value: str) -> str:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         raise ConfigError(f"no config file at '{path}'; give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the config file '{path}': {error}") from None
     values, where = read_yaml(text, str(path))
     if values is not None and not isinstance(values, dict):
-        raise ConfigError(f"expected KEY: VALUE lines, got {values!r:.60}", where=f"{path}:1")
+        raise ConfigError(f"expected KEY: VALUE lines, got {quoted(values)}", where=f"{path}:1")
     return values or {}, where
+
+
+def read_text(path: Path, *, encoding: str = "utf-8") -> str:
+    """The text of a configuration file, read no further than such a file may reach.
+
+    Raises:
+      ConfigError: it is longer than `MAX_CHARACTERS`. OSError, UnicodeDecodeError: it cannot be
+        read.
+    """
+    with path.open(encoding=encoding) as file:  # perhaps a pipe, which has no size
+        text = file.read(MAX_CHARACTERS + 1)
+    check_length(text, str(path))
+    return text
+
+
+def check_length(text: str, source: str) -> None:
+    """Refuses a text longer than `MAX_CHARACTERS`."""
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(
+            f"more than {MAX_CHARACTERS:,} characters, which no configuration needs; give the path "
+            "of a configuration file",
+            where=source,
+        )
 
 
 def read_yaml(text: str, source: str) -> tuple[Any, dict[Key, str]]:
     """The value of a YAML text (None if there is none), and where each of its keys stands.
+
+    Its length, the depth of its nesting and what its aliases stand for are bounded before anything
+    is built from it: nine lines of aliases can stand for more values than memory holds.
 
     Args:
       source: what the text is called in messages and places, such as its file's path.
@@ -252,27 +301,98 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Key, str]]:
       (value, {key path: "source:line"}).
 
     Raises:
-      ConfigError: not YAML, or a key that is given twice.
+      ConfigError: not YAML, beyond the bounds, or a key that is given twice.
     """
     where: dict[Key, str] = {}
-    loader = _SAFE_LOADER(text)
+    check_length(text, source)
     try:
+        _check_events(text, source)
+        loader = _SAFE_LOADER(text)
         node = loader.get_single_node()
+        if node is None:
+            return None, where
+        _check_scalars(node, source)
         _record_lines(node, (), source, where)
-        return (loader.construct_document(node) if node else None), where
+        return loader.construct_document(node), where
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"{source}:{mark.line + 1}" if mark else source
         problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"not valid YAML: {problem}", where=line) from None
+        raise NotYaml(f"not valid YAML: {problem}", where=line) from None
+
+
+def _check_events(text: str, source: str) -> None:
+    """Refuses nesting and aliases beyond the bounds, from the stream of events."""
+    weights: dict[str, tuple[int, int]] = {}  # of what is anchored: nodes, depth below it
+    opened: list[list[Any]] = [[None, 0, 0]]  # anchor, nodes so far, depth below, of what is open
+    for event in yaml.parse(text, Loader=_SAFE_LOADER):
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append([event.anchor, 1, 0])
+            nodes, below = 0, 0
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, nodes, below = opened.pop()
+            below += 1
+        elif isinstance(event, yaml.AliasEvent):
+            anchor = None
+            if any(name == event.anchor for name, _, _ in opened):
+                problem = f"*{event.anchor} stands inside of what it names; write the values out"
+                raise ConfigError(problem, where=f"{source}:{event.start_mark.line + 1}")
+            nodes, below = weights.get(event.anchor, (1, 0))
+        elif isinstance(event, yaml.ScalarEvent):
+            anchor, nodes, below = event.anchor, 1, 0
+        else:
+            continue
+        if not isinstance(event, yaml.CollectionStartEvent):
+            if anchor is not None:
+                weights[anchor] = nodes, below
+            opened[-1][1] += nodes
+            opened[-1][2] = max(opened[-1][2], below)
+        line = f"{source}:{event.start_mark.line + 1}"
+        if len(opened) - 1 + below > MAX_DEPTH:
+            raise ConfigError(f"nested more than {MAX_DEPTH} levels deep; write it flat", where=line)
+        if sum(nodes for _, nodes, _ in opened) > MAX_NODES:
+            problem = f"more than {MAX_NODES:,} values, each alias (*name) counted as all it means"
+            raise ConfigError(f"{problem}; write out the few that are meant", where=line)
+
+
+def _check_scalars(root: yaml.Node, source: str) -> None:
+    """Refuses single values with which PyYAML itself fails, such as 2024-99-99 or !!int x."""
+    waiting: list[Any] = [root]
+    seen = set()
+    trial = yaml.SafeLoader("")
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            waiting += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif node.tag not in (_TEXT_TAG, _MERGE_TAG):
+            try:
+                is_readable = node.tag != _INTEGER_TAG or len(node.value) <= MAX_DIGITS
+                trial.construct_object(node)
+            except yaml.YAMLError:
+                raise
+            except Exception:  # ValueError, KeyError, AttributeError, OverflowError: by its tag
+                is_readable = False
+            if not is_readable:
+                raise NotYaml(
+                    f"{quoted(node.value)} is no value of its kind ({node.tag.rpartition(':')[2]});"
+                    " put it in quotes if it is a text",
+                    where=f"{source}:{node.start_mark.line + 1}",
+                )
 
 
 def _record_lines(node: yaml.Node | None, key: Key, source: str, where: dict[Key, str]) -> None:
     if not isinstance(node, yaml.MappingNode):
         return
     for name, value in node.value:
-        child = (*key, str(name.value))
         line = f"{source}:{name.start_mark.line + 1}"
+        if not isinstance(name, yaml.ScalarNode):
+            raise ConfigError("a key is a name, not a list or a section", key, line)
+        child = (*key, name.value)
         if child in where:  # PyYAML would silently keep the last one
             first = where[child].rpartition(":")[2]
             raise ConfigError(f"given twice, first on line {first}; keep one", child, line)
@@ -281,11 +401,18 @@ def _record_lines(node: yaml.Node | None, key: Key, source: str, where: dict[Key
 
 
 def parse_text(text: str) -> Any:
-    """What a text typed on a command line means in YAML; itself where it means nothing."""
+    """What a text typed on a command line means in YAML; itself where it means nothing.
+
+    Raises:
+      ConfigError: beyond the bounds of `read_yaml`.
+    """
+    text = str(text)
     try:
-        return yaml.safe_load(text) if text else ""
-    except yaml.YAMLError:
+        return read_yaml(text, _COMMAND_LINE)[0] if text else ""
+    except NotYaml:
         return text
+    except ConfigError as error:
+        raise ConfigError(error.message, error.key, _COMMAND_LINE) from None
 
 
 # Types
@@ -320,7 +447,7 @@ def _convert(hint: Any, value: Any) -> Any:
 
 def _expect(holds: bool, wanted: str, value: Any) -> None:
     if not holds:
-        raise ConfigError(f"expected {wanted}, got {value!r} ({type(value).__name__})")
+        raise ConfigError(f"expected {wanted}, got {quoted(value)} ({type(value).__name__})")
 
 
 def _convert_union(args: tuple[Any, ...], value: Any) -> Any:
@@ -347,9 +474,9 @@ def _convert_literal(args: tuple[Any, ...], value: Any) -> Any:
     for choice in args:
         if type(choice) is type(value) and choice == value:
             return choice
-    match = difflib.get_close_matches(str(value), [str(a) for a in args], 1)
+    match = difflib.get_close_matches(quoted(value).strip("'"), [str(a) for a in args], 1)
     hint = f"; did you mean {match[0]!r}?" if match else ""
-    raise ConfigError(f"{value!r} is not one of {', '.join(map(str, args))}{hint}")
+    raise ConfigError(f"{quoted(value)} is not one of {', '.join(map(str, args))}{hint}")
 
 
 def _convert_tuple(args: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
@@ -378,12 +505,13 @@ def _convert_number(hint: Any, value: Any) -> Any:
     """YAML 1.1 reads 1e-3 as text and 5e8 as text; both are numbers to everyone else."""
     wanted = "an integer" if hint is int else "a number"
     number = value
-    if isinstance(value, str):
+    if isinstance(value, str) and len(value) <= MAX_DIGITS:
         try:
             number = int(value) if hint is int else float(value)
         except ValueError:
             number = _float_or_none(value)
     _expect(isinstance(number, numbers.Real) and not isinstance(number, bool), wanted, value)
+    _expect(not isinstance(number, int) or abs(number) < 10**MAX_DIGITS, wanted, value)
     if hint is float:
         _expect(not math.isnan(number), wanted, value)
         return float(number)

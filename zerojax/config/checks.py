@@ -8,11 +8,12 @@ import re
 from typing import Any
 
 from zerojax.config_loader import ConfigError
+from zerojax.display import quoted
 
 
 def refuse(name: str, value: Any, reason: str) -> None:
     """Raises the error of a field: the value, and what is wrong with it."""
-    raise ConfigError(f"{value!r} {reason}", (name,))
+    raise ConfigError(f"{quoted(value)} {reason}", (name,))
 
 
 def check_whole_number(name: str, value: Any, limit: int) -> None:
@@ -21,7 +22,7 @@ def check_whole_number(name: str, value: Any, limit: int) -> None:
         return
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         kind = type(value).__name__
-        raise TypeError(f"{name}={value!r} is a {kind}; give a whole number of at least {limit}")
+        raise TypeError(f"{name}={quoted(value)} is a {kind}; give a whole number of at least {limit}")
     if value < limit:
         raise ValueError(f"{name}={value} is below {limit}; give at least {limit}")
 

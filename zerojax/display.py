@@ -1,0 +1,98 @@
+"""Text and values of others as they may be shown: no control characters, bounded length.
+
+Knows characters and Python's plain values; never knows where a text comes from or goes to. A name
+in a model, a path or a value of a configuration may hold the bytes that move a terminal's cursor,
+clear its screen or set its title, and characters that reverse the order in which text is shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+MAX_VALUE = 80
+"""Characters of a value that is quoted in a sentence."""
+MAX_MESSAGE = 4000
+"""Characters of a whole message."""
+_MAX_DEPTH = 4
+_MAX_BITS = 512
+"""Of an integer that is written out; Python itself refuses to write 4,300 digits."""
+_BRACKETS = {dict: "{}", list: "[]", tuple: "()", set: "{}", frozenset: ("frozenset({", "})")}
+
+# C0 and C1 controls with DEL; marks, embeddings, overrides and isolates of direction (Unicode
+# Standard Annex 9); separators of lines and paragraphs, which some terminals obey; byte order
+# marks; surrogates, which no stream takes; tags.
+_CONTROLS = (
+    "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
+    "\U000e0000-\U000e007f"
+)
+_UNSAFE = re.compile(f"[{_CONTROLS}]")
+_UNSAFE_IN_PAGE = re.compile(f"(?![\n\t])[{_CONTROLS}]")
+
+
+def printable(text: object, *, is_page: bool = False) -> str:
+    r"""The text with control characters as escapes, such as `\x1b`, `\n` and `\u202e`.
+
+    Args:
+      text: a name, a path, a sentence; what is no text is turned into one.
+      is_page: whether line feeds and tabs stay, as in a page of several lines. Names within it
+        should have gone through this function before, so that none adds a line.
+    """
+    text = text if isinstance(text, str) else str(text)
+    return (_UNSAFE_IN_PAGE if is_page else _UNSAFE).sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def cut(text: str, limit: int) -> str:
+    """The text, or its first `limit` characters and how many there are."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
+
+
+def quoted(value: Any, limit: int = MAX_VALUE) -> str:
+    """As `repr`, but of about `limit` characters at most, whatever the value holds.
+
+    Lists and mappings are not walked further than they are shown, so that one which holds itself,
+    or shares its parts a million times, costs no more than another.
+    """
+    text = ""
+    for piece in _pieces(value, limit, 0):
+        text += piece
+        if len(text) > limit:
+            return printable(text[:limit]) + "..."
+    return printable(text)
+
+
+def _pieces(value: Any, limit: int, depth: int) -> Iterator[str]:
+    """The parts of a `repr`, one after the other, so that the caller stops when it has enough."""
+    kind = type(value)
+    if isinstance(value, str):
+        yield repr(str(value[: limit + 1]))
+    elif isinstance(value, bytes | bytearray):
+        yield repr(bytes(value[: limit + 1]))
+    elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        yield f"an integer of {value.bit_length():,} bits"
+    elif kind not in _BRACKETS:
+        yield _repr(value)
+    elif depth == _MAX_DEPTH:
+        yield "..."
+    else:
+        start, stop = _BRACKETS[kind] if value else (f"{kind()!r}", "")
+        yield start
+        for number, item in enumerate(value):
+            yield ", " if number else ""
+            yield from _pieces(item, limit, depth + 1)
+            if kind is dict:
+                yield ": "
+                yield from _pieces(value[item], limit, depth + 1)
+        yield ",)" if kind is tuple and len(value) == 1 else stop
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # of a class that is not ours
+        return f"<{type(value).__name__}>"
