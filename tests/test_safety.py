@@ -21,6 +21,8 @@ RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
 SAFE_YAML = {
     *("safe_load", "safe_dump", "SafeLoader", "YAMLError", "Node", "MappingNode", "SequenceNode"),
     *("ScalarNode", "nodes", "compose", "resolver", "constructor"),
+    # Parsing makes events, of which nothing is constructed.
+    *("parse", "CollectionStartEvent", "CollectionEndEvent", "AliasEvent", "ScalarEvent"),
 }
 
 

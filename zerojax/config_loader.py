@@ -223,7 +223,9 @@ def _resolve(cls: type, text: str) -> Key:
 def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, str]) -> None:
     text, equals, value = override.partition("=")
     if not equals:
-        raise ConfigError(f"override {quoted(override)} is not KEY=VALUE; an example is mesh.zero=3")
+        raise ConfigError(
+            f"override {quoted(override)} is not KEY=VALUE; an example is mesh.zero=3"
+        )
     key = _resolve(cls, text.strip().removeprefix("--"))
     new: Any = CommandText(value)
     if key not in set(_leaves(cls)):
@@ -282,7 +284,7 @@ def check_length(text: str, source: str) -> None:
     """Refuses a text longer than `MAX_CHARACTERS`."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
-            f"more than {MAX_CHARACTERS:,} characters, which no configuration needs; give the path "
+            f"more than {MAX_CHARACTERS:,} characters, which no configuration has; give the path "
             "of a configuration file",
             where=source,
         )
@@ -323,36 +325,37 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Key, str]]:
 
 def _check_events(text: str, source: str) -> None:
     """Refuses nesting and aliases beyond the bounds, from the stream of events."""
-    weights: dict[str, tuple[int, int]] = {}  # of what is anchored: nodes, depth below it
-    opened: list[list[Any]] = [[None, 0, 0]]  # anchor, nodes so far, depth below, of what is open
+    weights: dict[str, tuple[int, int]] = {}  # of what is anchored: nodes, levels below it
+    opened: list[tuple[str | None, int, int]] = []  # anchor, nodes before it, levels below so far
+    total = 0
     for event in yaml.parse(text, Loader=_SAFE_LOADER):
-        if isinstance(event, yaml.CollectionStartEvent):
-            opened.append([event.anchor, 1, 0])
-            nodes, below = 0, 0
+        anchor, below, before = None, 0, total
+        if isinstance(event, yaml.ScalarEvent):
+            anchor, total = event.anchor, total + 1
+        elif isinstance(event, yaml.CollectionStartEvent):
+            opened.append((event.anchor, total, 0))
+            total += 1
         elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, nodes, below = opened.pop()
+            anchor, before, below = opened.pop()
             below += 1
         elif isinstance(event, yaml.AliasEvent):
-            anchor = None
             if any(name == event.anchor for name, _, _ in opened):
                 problem = f"*{event.anchor} stands inside of what it names; write the values out"
                 raise ConfigError(problem, where=f"{source}:{event.start_mark.line + 1}")
             nodes, below = weights.get(event.anchor, (1, 0))
-        elif isinstance(event, yaml.ScalarEvent):
-            anchor, nodes, below = event.anchor, 1, 0
-        else:
-            continue
-        if not isinstance(event, yaml.CollectionStartEvent):
-            if anchor is not None:
-                weights[anchor] = nodes, below
-            opened[-1][1] += nodes
-            opened[-1][2] = max(opened[-1][2], below)
-        line = f"{source}:{event.start_mark.line + 1}"
-        if len(opened) - 1 + below > MAX_DEPTH:
-            raise ConfigError(f"nested more than {MAX_DEPTH} levels deep; write it flat", where=line)
-        if sum(nodes for _, nodes, _ in opened) > MAX_NODES:
-            problem = f"more than {MAX_NODES:,} values, each alias (*name) counted as all it means"
-            raise ConfigError(f"{problem}; write out the few that are meant", where=line)
+            total += nodes
+        if anchor is not None:
+            weights[anchor] = total - before, below
+        if opened and below >= opened[-1][2]:
+            opened[-1] = (*opened[-1][:2], below)
+        if len(opened) + below > MAX_DEPTH or total > MAX_NODES:
+            problem = f"nested more than {MAX_DEPTH} levels deep; write it flat"
+            if total > MAX_NODES:
+                problem = (
+                    f"more than {MAX_NODES:,} values, each alias (*name) counted as all that it "
+                    "means; write out the few that are meant"
+                )
+            raise ConfigError(problem, where=f"{source}:{event.start_mark.line + 1}")
 
 
 def _check_scalars(root: yaml.Node, source: str) -> None:

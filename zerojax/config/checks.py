@@ -22,7 +22,9 @@ def check_whole_number(name: str, value: Any, limit: int) -> None:
         return
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         kind = type(value).__name__
-        raise TypeError(f"{name}={quoted(value)} is a {kind}; give a whole number of at least {limit}")
+        raise TypeError(
+            f"{name}={quoted(value)} is a {kind}; give a whole number of at least {limit}"
+        )
     if value < limit:
         raise ValueError(f"{name}={value} is below {limit}; give at least {limit}")
 

@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.deepspeed.result import Line, Verdict
+from zerojax.display import quoted
 
 AUTO = "auto"
+_MAX_NAME = 100
+"""Characters of a key that is looked for among those that there are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,12 +187,14 @@ def as_kind(kind: str, value: Any) -> Any:
         return _as_number(kind, value)
     types = {"bool": bool, "text": str, "list": (list, tuple), "dict": Mapping}
     if kind != "any" and not isinstance(value, types[kind]):
-        raise ValueError(f"expected {_WANTED[kind]}, found {value!r} ({type(value).__name__})")
+        raise ValueError(
+            f"expected {_WANTED[kind]}, found {quoted(value)} ({type(value).__name__})"
+        )
     return value
 
 
 def _as_number(kind: str, value: Any) -> int | float:
-    wrong = ValueError(f"expected {_WANTED[kind]}, found {value!r} ({type(value).__name__})")
+    wrong = ValueError(f"expected {_WANTED[kind]}, found {quoted(value)} ({type(value).__name__})")
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise wrong
     try:
@@ -205,16 +210,16 @@ def _as_number(kind: str, value: Any) -> int | float:
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """The end of an unknown-key sentence: the key that was probably meant, or all there are."""
-    match = difflib.get_close_matches(str(name), known, 1, 0.6)
+    match = difflib.get_close_matches(str(name)[:_MAX_NAME], known, 1, 0.6)
     return f"did you mean '{match[0]}'?" if match else f"known keys here: {', '.join(known)}"
 
 
 def _nearest(name: str, table: Table, prefix: str, whole: Table) -> str:
     """The nearest key of this section or, where there is none, of the whole file."""
-    if difflib.get_close_matches(name, [*table], 1, 0.6):
+    if difflib.get_close_matches(str(name)[:_MAX_NAME], [*table], 1, 0.6):
         return nearest(name, [*table])
     by_name = {path.rpartition(".")[2]: path for path in paths(whole)}
-    match = difflib.get_close_matches(name, [*by_name], 1, 0.75)
+    match = difflib.get_close_matches(str(name)[:_MAX_NAME], [*by_name], 1, 0.75)
     if match:
         return f"did you mean '{by_name[match[0]]}'?"
     where = prefix.rstrip(".") or "the top of the file"

@@ -12,6 +12,7 @@ from typing import Any
 
 from zerojax.config import OptimizerConfig
 from zerojax.deepspeed.result import VERDICTS, Line, Translation
+from zerojax.display import printable, quoted
 from zerojax.optim import Optimizer
 
 _WIDTH = 100
@@ -29,12 +30,12 @@ def explanation(translation: Translation) -> str:
         parts.append("\n".join(["warnings", *_bullets(translation.warnings)]))
     if translation.reasons:
         parts.append("\n".join(["not in the file", *_bullets(translation.reasons)]))
-    return "\n\n".join(parts)
+    return printable("\n\n".join(parts), is_page=True)
 
 
 def _keys(lines: Iterable[Line]) -> Iterator[str]:
     for line in lines:
-        head = f"{line.verdict:<9} {line.key} = {_value(line.value)}"
+        head = f"{line.verdict:<9} {printable(line.key)} = {_value(line.value)}"
         yield head if len(head) <= _WIDTH else f"{head[: _WIDTH - 3]}..."
         yield from textwrap.wrap(
             line.why, _WIDTH, initial_indent=" " * 14, subsequent_indent=" " * 14
@@ -87,8 +88,8 @@ def _number(value: int | None) -> str:
 def _value(value: Any) -> str:
     try:
         text = json.dumps(value)
-    except TypeError:
-        text = repr(value)
+    except (TypeError, ValueError):
+        text = quoted(value)
     return text if len(text) <= _LONGEST_KEY else f"{text[: _LONGEST_KEY - 3]}..."
 
 

@@ -28,10 +28,12 @@ from zerojax.deepspeed.placing import mesh_of
 from zerojax.deepspeed.reading import read
 from zerojax.deepspeed.reports import log_of
 from zerojax.deepspeed.result import Given, Line, Translation
+from zerojax.display import cut, quoted
 
 Source = str | Path | Mapping[str, Any]
 _TAGS = ("WARN", "IGNORE", "FAIL")
 _SHOWN = 3
+_MAX_KEY = 200
 
 
 def translate(
@@ -51,7 +53,10 @@ def translate(
     refused = [line for line in translation.lines if line.verdict == "refused"]
     if not refused:
         return translation
-    shown = [f"{line.key}={_short(line.value)}: {line.why}" for line in refused[:_SHOWN]]
+    shown = [
+        f"{cut(line.key, _MAX_KEY)}={quoted(line.value, 60)}: {line.why}"
+        for line in refused[:_SHOWN]
+    ]
     more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
     raise ConfigError(
         "; ".join(shown) + more + " (`zerojax deepspeed explain FILE` says it of every key)",
@@ -190,8 +195,3 @@ def _check_small_things(file: File, batch: Batch, mesh: MeshConfig) -> None:
             f"pipeline.stages={mesh.stage} with one microbatch: all stages but one stand still; "
             f"set gradient_accumulation_steps to {4 * mesh.stage}"
         )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
