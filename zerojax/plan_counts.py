@@ -181,7 +181,7 @@ def layers_of(plan: Planned, leaf: LeafPlacement) -> int:
     """Layers of a stack that one device has; 1 for what is no stack."""
     if plan.pipeline is not None and leaf.layer_rows is not None:
         return plan.pipeline.schedule.num_chunks * plan.pipeline.chunk_rows
-    return math.prod(leaf.shape[: leaf.stack_dims])
+    return leaf.num_slices
 
 
 def _formula_tiers(plan: Planned) -> tuple[Tiers, Tiers]:

@@ -16,7 +16,7 @@ from zerojax.config import MeshConfig
 from zerojax.mesh import MODEL
 from zerojax.pipeline_layout import PipelineLayout
 from zerojax.placement import Placement, PlacementRules, place_parameters
-from zerojax.programs import loops_around_reads
+from zerojax.programs import marked_reads
 
 
 def place_model(
@@ -71,16 +71,15 @@ def place_model(
         always_frozen=integers,
         barriers=barriers,
         reads_lazily=model.reads_lazily,
+        mapped_dims=trace.mapped_dims,
         layer_rows=None if layout is None else dict.fromkeys(stacked, layout.rows),
     )
 
 
 def _read_repeatedly(params: Mapping[str, Any], trace: models.ModelTrace) -> list[str]:
     """Parameters of which some value is read twice: tied ones, or whole ones inside a loop."""
-    found = []
-    for name, loops in loops_around_reads(trace.jaxpr.jaxpr).items():
-        sizes = [len(shape) for shape in trace.read_shapes.get(name, ())]
-        stacked = len(params[name].shape) - min(sizes, default=0)
-        if len(loops) > 1 or max(loops) > stacked:
-            found.append(name)
-    return found
+    found: dict[str, bool] = {}
+    for read in marked_reads(trace.jaxpr.jaxpr):
+        sliced = len(params[read.name].shape) - len(read.shape) - read.mapped_dims
+        found[read.name] = read.name in found or read.loops > sliced
+    return [name for name, again in found.items() if again]

@@ -5,6 +5,7 @@ Knows the form of programs in every version of JAX that is supported; never what
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,26 +17,57 @@ _READ = "zerojax.read:"
 
 
 def mark_read(value: jax.Array, name: str) -> jax.Array:
-    """`value`, with a mark in the traced program that it was read as parameter `name`."""
-    return checkpoint_name(value, _READ + name)
+    """`value`, with a mark in the traced program that it was read as parameter `name`.
+
+    The mark also tells the shape that the model sees: under `jax.vmap` the value in the program has
+    the mapped dimensions as well.
+    """
+    shape = "x".join(map(str, value.shape))
+    return checkpoint_name(value, f"{_READ}{shape}:{name}")
 
 
 def read_name(equation: Any) -> str | None:
     """The parameter whose read an equation marks, if it is such a mark."""
     if equation.primitive.name != "name" or not equation.params["name"].startswith(_READ):
         return None
-    return equation.params["name"].removeprefix(_READ)
+    return equation.params["name"].removeprefix(_READ).partition(":")[2]
 
 
-def loops_around_reads(program: Jaxpr) -> dict[str, list[int]]:
-    """Parameter -> for each mark of a read of it, how many loops are around the mark."""
-    found: dict[str, list[int]] = {}
+def read_shape(equation: Any) -> tuple[int, ...]:
+    """The shape that the model sees, of an equation that marks a read."""
+    shape = equation.params["name"].removeprefix(_READ).partition(":")[0]
+    return tuple(map(int, filter(None, shape.split("x"))))
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkedRead:
+    """One mark of a read in a program.
+
+    Attributes:
+      name: of the parameter.
+      shape: that the model sees.
+      loops: how many loops are around the mark.
+      mapped_dims: how many dimensions `jax.vmap` maps there, of the value in the program.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    loops: int
+    mapped_dims: int
+
+
+def marked_reads(program: Jaxpr) -> list[MarkedRead]:
+    """Every mark of a read in a program, in order."""
+    found: list[MarkedRead] = []
 
     def walk(program: Jaxpr, loops: int) -> None:
         for equation in program.eqns:
             name = read_name(equation)
             if name is not None:
-                found.setdefault(name, []).append(loops)
+                shape = read_shape(equation)
+                value: Any = equation.invars[0]
+                mapped = value.aval.ndim - len(shape)
+                found.append(MarkedRead(name, shape, loops, mapped))
             inside = loops + (equation.primitive.name in ("scan", "while"))
             for inner in inner_programs(equation.params):
                 walk(inner, inside)

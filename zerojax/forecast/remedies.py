@@ -258,7 +258,7 @@ def _more_stages(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
     leaves = plan.placement.leaves.values()
     if plan.mesh.shape[DATA] % 2 or layers % stages or plan.num_microbatches < stages:
         return
-    stacked = sum(num_elements(leaf.shape) for leaf in leaves if leaf.stack_dims)
+    stacked = sum(num_elements(leaf.shape) for leaf in leaves if leaf.num_slices > 1)
     half = stacked / plan.placement.num_parameters() / 2
     split = [] if plan.zero == 3 else ["gathered weights"]
     split += ["gradients"] * (plan.zero < 2) + list(STATE) * (plan.zero < 1)
@@ -311,7 +311,7 @@ def _offload(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]
         yield Remedy("mesh.offload.activations=host", why, waiting * (1 - 2 / num_layers(plan)), 5)
     if config.params != HOST and in_slices and config.moves_opt_state:
         leaves = plan.placement.leaves.values()
-        stacked = sum(num_elements(leaf.shape) for leaf in leaves if leaf.stack_dims)
+        stacked = sum(num_elements(leaf.shape) for leaf in leaves if leaf.num_slices > 1)
         share = stacked / plan.placement.num_parameters() * (1 - 2 / num_layers(plan))
         why = "layers come to the device one by one, and their gradients leave it"
         held = _sum(sizes, STORED, GRADIENTS) + _sum(sizes, GATHERED) * (plan.zero < 3)
@@ -326,7 +326,7 @@ def can_slice(plan: Planned) -> bool:
 def num_layers(plan: Planned) -> int:
     """Layers that the model scans over; 1 where it has no such loop."""
     leaves = plan.placement.leaves.values()
-    return max(math.prod(leaf.shape[: leaf.stack_dims]) for leaf in leaves)
+    return max(leaf.num_slices for leaf in leaves)
 
 
 def _tensor_parallel(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:

@@ -11,13 +11,14 @@ read has left a mark.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, Literal
 
-from zerojax.programs import inner_programs, mark_read, read_name, split_scan
+from zerojax.programs import inner_programs, mark_read, read_name, read_shape, split_scan
 
 Names = frozenset[str]
 _NOTHING: Names = frozenset()
@@ -39,10 +40,12 @@ class Reads:
 
     Attributes:
       shapes: name -> the shapes it is read with.
+      mapped_dims: name -> how many leading dimensions `jax.vmap` maps at a read, at most.
       barriers: name -> why it cannot be gathered where it is read.
     """
 
     shapes: dict[str, set[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+    mapped_dims: dict[str, int] = dataclasses.field(default_factory=dict)
     barriers: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -106,13 +109,29 @@ def _outputs(equation: Any, given: list[Names], branch: str, reads: Reads) -> Se
 def _note_read(equation: Any, given: Names, branch: str, reads: Reads) -> None:
     name = read_name(equation)
     assert name is not None
-    reads.shapes.setdefault(name, set()).add(tuple(equation.invars[0].aval.shape))
+    stored, shape = tuple(equation.invars[0].aval.shape), read_shape(equation)
+    reads.shapes.setdefault(name, set()).add(shape)
+    mapped = len(stored) - len(shape)
+    reads.mapped_dims[name] = max(mapped, reads.mapped_dims.get(name, 0))
+    if mapped and list(_leaving(stored, shape)) != [tuple(range(mapped))]:
+        reads.barriers.setdefault(
+            name,
+            f"is read as {list(shape)} of {list(stored)} under `vmap`, which may map another "
+            "dimension than the leading one",
+        )
     if name not in given:
         reads.barriers.setdefault(name, "is written before it is read")
     if branch:
         reads.barriers.setdefault(
             name, f"is read inside `{branch}`, which not every device may enter"
         )
+
+
+def _leaving(shape: tuple[int, ...], rest: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Every choice of dimensions without which `shape` is `rest`."""
+    for dims in itertools.combinations(range(len(shape)), len(shape) - len(rest)):
+        if tuple(size for dim, size in enumerate(shape) if dim not in dims) == rest:
+            yield dims
 
 
 def _follow_scan(equation: Any, given: list[Names], branch: str, reads: Reads) -> Sequence[Names]:

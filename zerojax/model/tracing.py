@@ -23,13 +23,15 @@ class ModelTrace:
     Attributes:
       read_shapes: name -> the shapes it was read with; a name that is missing is never read. A
         stack of layers that is scanned is read one slice at a time, so its shape is shorter than
-        the stored one.
+        the stored one; so is that of an ensemble under `jax.vmap`.
+      mapped_dims: name -> how many leading dimensions `jax.vmap` maps at a read.
       barriers: name -> why the parameter cannot be gathered where the model reads it.
       result: the abstract value of the loss.
       jaxpr: the traced forward pass, for counting.
     """
 
     read_shapes: Mapping[str, frozenset[tuple[int, ...]]]
+    mapped_dims: Mapping[str, int]
     barriers: Mapping[str, str]
     result: Any
     jaxpr: Any
@@ -63,6 +65,7 @@ def trace_model(
     reads = find_reads(jaxpr.jaxpr, [*sorted(params), *[None] * rest])
     return ModelTrace(
         read_shapes={name: frozenset(shapes) for name, shapes in reads.shapes.items()},
+        mapped_dims=reads.mapped_dims,
         barriers=reads.barriers,
         result=result,
         jaxpr=jaxpr,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,9 @@ class LeafPlacement:
     Attributes:
       name: "blocks/attention/query/kernel".
       shape: the true shape.
-      stack_dims: leading dimensions that a layer scan slices away; never sharded.
+      stack_dims: leading dimensions that a layer scan slices away, or that `jax.vmap` maps; never
+        sharded.
+      mapped_dims: how many of these `jax.vmap` maps: one read then gives all that they hold.
       axes: mesh axis per dimension from tensor parallelism, None where there is none.
       zero_dim: the dimension that ZeRO shards, counted from the end (negative, so that it survives
         the slicing of leading dimensions); None when ZeRO leaves the parameter whole.
@@ -60,10 +63,16 @@ class LeafPlacement:
     zero_dim: int | None
     padded_size: int | None
     access: Access
+    mapped_dims: int = 0
     frozen: bool = False
     zero_axes: tuple[str, ...] = (DATA,)
     layer_rows: tuple[int, ...] | None = None
     reasons: tuple[str, ...] = ()
+
+    @property
+    def num_slices(self) -> int:
+        """How many reads, one slice at a time, give all of it: the number of layers of a stack."""
+        return math.prod(self.shape[: max(self.stack_dims - self.mapped_dims, 0)])
 
     @property
     def stored_shape(self) -> Shape:

@@ -68,6 +68,7 @@ def place_parameters(
     always_frozen: Mapping[str, str] | None = None,
     barriers: Mapping[str, str] | None = None,
     reads_lazily: bool = True,
+    mapped_dims: Mapping[str, int] | None = None,
     layer_rows: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Placement:
     """Fills the table.
@@ -86,6 +87,7 @@ def place_parameters(
         whole.
       barriers: name -> why the parameter cannot be gathered where the model reads it.
       reads_lazily: False when the model has no point of use (a pair of functions).
+      mapped_dims: name -> how many leading dimensions of what is read `jax.vmap` maps.
       layer_rows: name -> `LeafPlacement.layer_rows`, for the parameters on a pipeline.
 
     Raises:
@@ -124,6 +126,7 @@ def place_parameters(
             name=name,
             shape=shape,
             stack_dims=stack_dims,
+            mapped_dims=min((mapped_dims or {}).get(name, 0), stack_dims),
             axes=axes,
             zero_dim=zero_dim,
             padded_size=padded,

@@ -152,7 +152,7 @@ def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
 
 def _slice_size(leaf: LeafPlacement) -> int:
     """Elements of the part of a parameter that one read gives."""
-    return math.prod(leaf.shape[leaf.stack_dims :])
+    return math.prod(leaf.shape) // max(leaf.num_slices, 1)
 
 
 def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
