@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.trajectories import advance
@@ -195,6 +196,47 @@ def test_several_files_are_one_model(folders, tmp_path):
     missing = next(folder.glob("model-00002*"))
     missing.unlink()
     with pytest.raises(FileNotFoundError, match=f"lacks 1 of 3 files .* {missing.name}"):
+        from_hugging_face(folder)
+
+
+BAD_INDEXES = {
+    "a file outside": ("../../x.safetensors", "is in '../../x.safetensors', which is no name of a"),
+    "an absolute name": (
+        "/dev/zero",
+        "is in '/dev/zero', which is no name of a file in its folder",
+    ),
+    "a number": (7, "is in 7, which is no name"),
+    "a list": (["x"], r"is in \['x'\], which is no name"),
+    "another file": ("model-00003-of-00003.safetensors", "is in model-00003-.*; it is not"),
+    "a file that is not there": ("gone.safetensors", "lacks 1 of 4 files of its index.*gone"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INDEXES)
+def test_an_index_that_is_wrong_is_refused(case, tmp_path):
+    place, words = BAD_INDEXES[case]
+    folder = write_folder(tmp_path / "shards", "llama", shards=3)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first = next(name for name, file in index["weight_map"].items() if "00001" in file)
+    index["weight_map"][first] = place
+    path.write_text(json.dumps(index))
+    with pytest.raises((ValueError, FileNotFoundError), match=words) as caught:
+        from_hugging_face(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_tensor_in_two_files_or_twice_in_an_index_is_refused(tmp_path):
+    folder = write_folder(tmp_path / "shards", "llama", shards=3)
+    path = folder / "model.safetensors.index.json"
+    path.write_text(path.read_text().replace('"weight_map": {', '"weight_map": {"a": 1, "a": 2,'))
+    with pytest.raises(ValueError, match=r"index\.json has the key 'a' twice"):
+        from_hugging_face(folder)
+    folder = write_folder(tmp_path / "other", "llama", shards=3)
+    name, *_ = load_file(folder / "model-00001-of-00003.safetensors")
+    again = folder / "model-00002-of-00003.safetensors"
+    save_file({**load_file(again), name: np.ones(3, np.float32)}, again)
+    with pytest.raises(ValueError, match=f"'{name}' is in model-00001.* and in model-00002"):
         from_hugging_face(folder)
 
 

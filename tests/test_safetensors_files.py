@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import struct
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import SafetensorError as TheirError
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from zerojax.safetensors_files import (
@@ -84,25 +88,105 @@ def test_a_dtype_that_the_format_lacks_is_refused(tmp_path):
 
 
 def broken(path, table: object, size: int = 64):
-    head = json.dumps(table).encode()
+    head = table if isinstance(table, bytes) else json.dumps(table).encode()
     path.write_bytes(struct.pack("<Q", len(head)) + head + bytes(size))
     return path
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}, "lies at 0 to 9, but has 8 bytes"),
-        ({"dtype": "F7", "shape": [2], "data_offsets": [0, 8]}, "unknown dtype 'F7'"),
-        ({"dtype": "F32", "shape": [20], "data_offsets": [0, 80]}, "cut short: 'x' should end"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, "lies at -8 to 0"),
-        ({"shape": [2]}, "table is damaged .*dtype"),
-        (7, "table is damaged"),
-    ],
-)
-def test_a_damaged_table_is_named(row, words, tmp_path):
-    with pytest.raises(SafetensorsError, match=words):
-        read_table(broken(tmp_path / "x", {"x": row}))
+def row(start: int = 0, stop: int = 8, shape: object = (2,), dtype: object = "F32") -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+DAMAGED = {
+    "the size of another shape": ({"x": row(0, 9)}, "'x' lies at 0 to 9, but has 8 bytes"),
+    "an unknown dtype": ({"x": row(dtype="F7")}, "'x' has the unknown dtype 'F7'"),
+    "a list as dtype": ({"x": row(dtype=["F32"])}, r"'x' has the unknown dtype \['F32'\]"),
+    "an array behind the end": ({"x": row(0, 80, [20])}, "cut short: 'x' should end"),
+    "an array in the table": ({"x": row(-8, 0)}, r"'x' has the data_offsets \[-8, 0\]"),
+    "offsets that are no integers": ({"x": row(0.0, 8.0)}, r"data_offsets \[0.0, 8.0\]"),
+    "one offset": ({"x": {**row(), "data_offsets": [0]}}, r"data_offsets \[0\], which are not two"),
+    "no dtype": ({"x": {"shape": [2]}}, "'x' is .*, without a dtype"),
+    "a number in place of an array": ({"x": 7}, "'x' is 7, without"),
+    "a negative shape": ({"x": row(0, 24, [-2, -3])}, r"'x' has the shape \[-2, -3\]"),
+    "a shape of floats": ({"x": row(shape=[2.0])}, r"'x' has the shape \[2.0\]"),
+    "a shape of bools": ({"x": row(0, 4, [True])}, r"'x' has the shape \[True\]"),
+    "a text as shape": ({"x": row(shape="2")}, "'x' has the shape '2'"),
+    "200 dimensions": ({"x": row(0, 4, [1] * 200)}, "'x' has 200 dimensions; at most 64"),
+    "empty, of 2^100 rows": ({"x": row(0, 0, [2**100, 0])}, "'x' has the shape .* no array can"),
+    "the same bytes twice": ({"x": row(), "y": row()}, "'y' begins at 0, and the array .* at 8"),
+    "some of them twice": ({"x": row(), "y": row(4, 12)}, "'y' begins at 4, and .* ends at 8"),
+    "bytes of nobody": ({"x": row(), "y": row(12, 20)}, "'y' begins at 12, 4 bytes behind"),
+    "bytes before the first": ({"x": row(8, 16)}, "'x' begins at 8, 8 bytes behind"),
+    "bytes behind the last": ({"x": row()}, "56 bytes more than its arrays"),
+    "a name twice": (b'{"x": {"dtype": "F32"}, "x": 1}', "the key 'x' twice"),
+    "5,000 digits": (b'{"x": ' + b"9" * 5000 + b"}", "a number of 5000 characters"),
+    "deep nesting": (b'{"x": ' + b"[" * 100_000, "nested deeper than 64 levels"),
+    "a list": (b"[1, 2]", r"it is \[1, 2\], not an object"),
+    "no text": (b'{"\xff": 1}', "is not UTF-8"),
+    "notes that are no texts": ({"__metadata__": {"a": 1}}, "not texts by name"),
+    "control characters": ({"\x1b[2J": 7}, r"'\\x1b\[2J' is 7"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_table_is_named(case, tmp_path):
+    table, words = DAMAGED[case]
+    with pytest.raises(SafetensorsError, match=words) as caught:
+        read_table(broken(tmp_path / "file", table))
+    assert str(tmp_path / "file") in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("length", [0, 2**40, 2**63, 2**64 - 1])
+def test_a_length_that_cannot_be_is_refused(length, tmp_path):
+    path = broken(tmp_path / "x", {})
+    path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
+    with pytest.raises(SafetensorsError):
+        read_table(path)
+
+
+def test_a_pipe_and_a_device_are_refused_before_they_are_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name, kind in (("pipe", "a named pipe"), ("zero", "a device")):
+        with pytest.raises(SafetensorsError, match=f"is {kind}, not a regular file"):
+            read_table(tmp_path / name)
+
+
+def test_changed_bytes_are_refused_or_mean_what_they_mean_to_the_package(file, tmp_path):
+    """Ours accepts nothing that theirs does not, and then the same shapes, dtypes and bytes."""
+    good, draw, path = file.read_bytes(), random.Random(3), tmp_path / "x"
+    head = 8 + struct.unpack("<Q", good[:8])[0]
+    kept = 0
+    for _ in range(1500):
+        changed = bytearray(good)
+        for _ in range(draw.randint(1, 2)):
+            at = draw.randrange(min(head, len(changed) - 1))
+            way = draw.random()
+            if way < 0.7:
+                changed[at] = draw.choice(b'0123456789[]{},:-.e"Fx \xff')
+            elif way < 0.85:
+                del changed[at]
+            else:
+                changed = changed[: draw.randrange(2, len(changed))]
+        path.write_bytes(changed)
+        try:
+            table = read_table(path)
+        except SafetensorsError:
+            continue
+        kept += 1
+        try:
+            with safe_open(path, "np") as theirs:
+                for name in theirs.keys():  # noqa: SIM118  (it is no mapping)
+                    wanted = theirs.get_tensor(name)
+                    tensor = table.pop(name)
+                    block, _ = read_block(path, tensor, [[(0, size)] for size in tensor.shape])
+                    assert (block.shape, block.dtype) == (wanted.shape, wanted.dtype)
+                    assert block.tobytes() == wanted.tobytes()
+        except TheirError as error:
+            pytest.fail(f"the package refuses what was read here: {error}")
+        assert not table
+    assert kept > 20
 
 
 def test_a_file_that_became_shorter_is_noticed(file):

@@ -22,8 +22,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.bounded_json import JsonError, loads, open_regular
+from zerojax.display import quoted
+
 SHARD_BYTES = 5 * 10**9
 """From there on there are several files and an index, as Hugging Face has them."""
+
+MAX_TABLE_BYTES = 100_000_000
+"""As the package safetensors has it."""
+MAX_DIMENSIONS = 64
+"""As many as NumPy has."""
+MAX_ARRAY_BYTES = 2**63 - 1
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -78,12 +87,19 @@ class Tensor:
 def read_table(path: Path) -> dict[str, Tensor]:
     """{name: array} of a file; no array is read.
 
+    As the package safetensors has it, the arrays fill the file: none overlaps another, no byte
+    lies between them or behind the last, so that nothing can hide in a file.
+
     Raises:
-      SafetensorsError: the file is cut short, or its table is damaged.
+      SafetensorsError: the file is cut short or no regular file, or its table is damaged.
       OSError: what the disk says.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    try:
+        descriptor = open_regular(path)
+    except JsonError as error:
+        raise SafetensorsError(str(error)) from None
+    with open(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if 8 + length > size:
@@ -91,35 +107,88 @@ def read_table(path: Path) -> dict[str, Tensor]:
                 f"{path} is cut short or no safetensors file: its table should have {length} "
                 f"bytes, and the whole file has {size}; fetch it again"
             )
+        if length > MAX_TABLE_BYTES:
+            raise SafetensorsError(
+                f"{path}: its table has {length} bytes; the format allows {MAX_TABLE_BYTES}"
+            )
         text = file.read(length)
     try:
-        table = json.loads(text)
-        found = {
-            name: _tensor(name, row, 8 + length) for name, row in table.items() if name != _METADATA
-        }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SafetensorsError(f"{path}: its table is damaged ({error}); fetch it again") from None
-    for tensor in found.values():
-        if tensor.start + tensor.num_bytes > size:
-            raise SafetensorsError(
-                f"{path} is cut short: {tensor.name!r} should end at byte "
-                f"{tensor.start + tensor.num_bytes}, and the file has {size}; fetch it again"
+        return _arrays_of(loads(text, max_bytes=MAX_TABLE_BYTES), 8 + length, size)
+    except JsonError as error:
+        raise SafetensorsError(f"{path}: its table {error.what}; fetch it again") from None
+    except _Damage as damage:
+        raise SafetensorsError(f"{path}{damage}; fetch it again") from None
+
+
+class _Damage(Exception):
+    """What is wrong, to be read behind the path of the file."""
+
+
+def _arrays_of(table: Any, data: int, size: int) -> dict[str, Tensor]:
+    """The arrays of a table, in order of their bytes.
+
+    Args:
+      table: what the JSON says.
+      data: where the first array begins, in bytes from the beginning of the file.
+      size: of the file.
+    """
+    if not isinstance(table, dict):
+        raise _Damage(f": its table is damaged (it is {quoted(table)}, not an object)")
+    notes = table.get(_METADATA, {})
+    if not (isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())):
+        raise _Damage(f": its table is damaged ({_METADATA} is {quoted(notes)}, not texts by name)")
+    found = [_tensor(name, row, data) for name, row in table.items() if name != _METADATA]
+    end = data
+    for tensor in sorted(found, key=lambda tensor: (tensor.start, tensor.num_bytes)):
+        name = quoted(tensor.name)
+        if tensor.start < end:
+            raise _Damage(
+                f": its table is damaged ({name} begins at {tensor.start - data}, and the array "
+                f"before it ends at {end - data})"
             )
-    return found
+        if tensor.start > end:
+            raise _Damage(
+                f": its table is damaged ({name} begins at {tensor.start - data}, "
+                f"{tensor.start - end} bytes behind the end of what is before it)"
+            )
+        end += tensor.num_bytes
+        if end > size:
+            raise _Damage(
+                f" is cut short: {name} should end at byte {end}, and the file has {size}"
+            )
+    if end < size:
+        raise _Damage(f" has {size - end} bytes more than its arrays, which end at byte {end}")
+    return {tensor.name: tensor for tensor in found}
 
 
-def _tensor(name: str, row: Mapping[str, Any], data: int) -> Tensor:
-    if row["dtype"] not in _DTYPES:
-        raise ValueError(f"{name!r} has the unknown dtype {row['dtype']!r}")
-    start, stop = row["data_offsets"]
-    tensor = Tensor(
-        name=name, shape=tuple(row["shape"]), dtype=_DTYPES[row["dtype"]], start=data + start
-    )
-    if stop - start != tensor.num_bytes or start < 0:
-        raise ValueError(
-            f"{name!r} lies at {start} to {stop}, but has {tensor.num_bytes} bytes from 0 on"
+def _tensor(name: str, row: Any, data: int) -> Tensor:
+    def damage(problem: str) -> _Damage:
+        return _Damage(f": its table is damaged ({quoted(name)} {problem})")
+
+    if not isinstance(row, dict) or not {"dtype", "shape", "data_offsets"} <= set(row):
+        raise damage(f"is {quoted(row)}, without a dtype, a shape or data_offsets")
+    kind, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+    if not isinstance(kind, str) or kind not in _DTYPES:
+        raise damage(f"has the unknown dtype {quoted(kind)}")
+    if not _are_sizes(shape):
+        raise damage(f"has the shape {quoted(shape)}, which is no list of whole numbers from 0 on")
+    if len(shape) > MAX_DIMENSIONS:
+        raise damage(f"has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are read")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise damage(
+            f"has the data_offsets {quoted(offsets)}, which are not two whole numbers from 0 on"
         )
+    tensor = Tensor(name=name, shape=tuple(shape), dtype=_DTYPES[kind], start=data + offsets[0])
+    # Of an empty array too: NumPy multiplies the other sizes.
+    if math.prod(size for size in shape if size) * tensor.dtype.itemsize > MAX_ARRAY_BYTES:
+        raise damage(f"has the shape {quoted(shape)}, which no array can have")
+    if offsets[1] - offsets[0] != tensor.num_bytes:
+        raise damage(f"lies at {offsets[0]} to {offsets[1]}, but has {tensor.num_bytes} bytes")
     return tensor
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def read_block(
@@ -146,7 +215,9 @@ def read_block(
                 piece = into[at + done : at + length]
                 count = os.preadv(file.fileno(), [piece], tensor.start + start + done)
                 if count == 0:
-                    raise SafetensorsError(f"{path} ends within {tensor.name!r}; fetch it again")
+                    raise SafetensorsError(
+                        f"{path} ends within {quoted(tensor.name)}; fetch it again"
+                    )
                 done += count
             at += length
     return block, at
@@ -181,7 +252,8 @@ def check_dtype(tensor: Tensor, remedy: str) -> None:
     """Raises SafetensorsError for an array of a dtype that the format does not have."""
     if tensor.dtype.name not in _KINDS:
         raise SafetensorsError(
-            f"{tensor.name!r} is {tensor.dtype.name}, which safetensors does not have; {remedy}"
+            f"{quoted(tensor.name)} is {tensor.dtype.name}, which safetensors does not have; "
+            f"{remedy}"
         )
 
 

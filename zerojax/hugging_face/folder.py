@@ -6,13 +6,14 @@ Knows names and bytes of their files; never our arrays.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from zerojax.bounded_json import inside, load
+from zerojax.display import printable, quoted
 from zerojax.hugging_face.layouts import Range
 from zerojax.hugging_face.table import UnsupportedError
 from zerojax.safetensors_files import INDEX, SINGLE, Tensor, read_block, read_table
@@ -66,10 +67,19 @@ def open_folder(path: str | Path) -> Folder:
             )
         raise FileNotFoundError(f"{path} is no folder; {remedy}")
     config = read_json(folder / CONFIG)
+    places = _places(folder)
     tensors: dict[str, tuple[Path, Tensor]] = {}
-    for file in _files(folder):
-        tensors |= {name: (file, tensor) for name, tensor in read_table(file).items()}
-    _check_index(folder, tensors)
+    for file in _files(folder, places):
+        for name, tensor in read_table(file).items():
+            if name in tensors:
+                raise ValueError(
+                    f"{folder}: {quoted(name)} is in {tensors[name][0].name} and in {file.name}; "
+                    "fetch both again"
+                )
+            tensors[name] = file, tensor
+    for name, file in (places or {}).items():
+        if name not in tensors or tensors[name][0] != folder / file:
+            raise ValueError(f"{folder / INDEX} says that {quoted(name)} is in {file}; it is not")
     return Folder(path=folder.absolute(), config=config, tensors=tensors)
 
 
@@ -80,32 +90,43 @@ def read_json(path: Path) -> dict[str, Any]:
       FileNotFoundError: it is not there. ValueError: it holds something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = load(path)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path.parent} has no {path.name}; give a folder that `save_pretrained` or the Hub "
             "has filled"
         ) from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__} in place of an object")
     return found
 
 
-def _files(folder: Path) -> list[Path]:
+def _places(folder: Path) -> dict[str, str] | None:
+    """{tensor: file} of the index; None where there is no index."""
+    path = folder / INDEX
+    if not path.is_file():
+        return None
+    places = read_json(path).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{path} has no weight_map; fetch it again")
+    for name, file in places.items():
+        if not inside(file):
+            raise ValueError(
+                f"{path} says that {quoted(name)} is in {quoted(file)}, which is no name of a file "
+                "in its folder"
+            )
+    return places
+
+
+def _files(folder: Path, places: Mapping[str, str] | None) -> list[Path]:
     """The files with tensors: those of the index, or the only one."""
-    if (folder / INDEX).is_file():
-        index = read_json(folder / INDEX)
-        places = index.get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise ValueError(f"{folder / INDEX} has no weight_map; fetch it again")
+    if places is not None:
         files = [folder / name for name in sorted(set(places.values()))]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise FileNotFoundError(
                 f"{folder} lacks {len(missing)} of {len(files)} files of its index, such as "
-                f"{missing[0]}; fetch them"
+                f"{printable(missing[0])}; fetch them"
             )
         return files
     if (folder / SINGLE).is_file():
@@ -123,15 +144,6 @@ def _files(folder: Path) -> list[Path]:
     raise FileNotFoundError(
         f"{folder} has no {SINGLE} or {INDEX} (*.safetensors: {found}); {remedy}"
     )
-
-
-def _check_index(folder: Path, tensors: Mapping[str, tuple[Path, Tensor]]) -> None:
-    """Refuses an index that names what its files do not hold."""
-    if not (folder / INDEX).is_file():
-        return
-    for name, file in read_json(folder / INDEX)["weight_map"].items():
-        if name not in tensors or tensors[name][0].name != file:
-            raise ValueError(f"{folder / INDEX} says that {name!r} is in {file}; it is not")
 
 
 def check_unquantized(config: Mapping[str, Any]) -> None:
