@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zerojax.cli import generate as generating
+from zerojax import text_generation as generating
 from zerojax.cli import main
 from zerojax.data import (
     HuggingFaceTokenizer,

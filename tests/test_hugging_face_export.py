@@ -20,13 +20,13 @@ from zerojax.cli import main
 from zerojax.config import ConfigError, LoraConfig, RunConfig
 from zerojax.hugging_face import UnsupportedError, describe_model, from_hugging_face
 from zerojax.hugging_face.writing import merging, outgoing
+from zerojax.loading import load_run
 from zerojax.mesh import make_mesh
 from zerojax.model import as_model
 from zerojax.models.lora import merged_kernel
 from zerojax.publishing import to_hugging_face
 from zerojax.running import DESCRIPTION_FILE
 from zerojax.runs import (
-    load_run,
     plan_from_config,
     run_from_config,
     tokenizer_spec,

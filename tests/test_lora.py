@@ -17,12 +17,13 @@ from tests.small_models import VOCAB, reference_model
 from tests.trajectories import TOLERANCE, plan_for, train_for
 from zerojax import trees
 from zerojax.config import ConfigError, LoraConfig, ModelConfig, RunConfig, from_dict, load
+from zerojax.loading import load_run
 from zerojax.losses import next_token
 from zerojax.models import Stages, add_lora, build_model, merge_lora
 from zerojax.models.layers import Projection
 from zerojax.models.lora import adapted_kernels, merged_kernel
 from zerojax.programs import inner_programs
-from zerojax.runs import load_run, plan_from_config, run_from_config
+from zerojax.runs import plan_from_config, run_from_config
 from zerojax.step import build_step
 
 LORA = LoraConfig(rank=3, alpha=12.0)

@@ -185,6 +185,42 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path, capsys):
     assert "- zero=3: " in (tmp_path / "plan.txt").read_text()
 
 
+@pytest.mark.parametrize("kind", ["list", "iterator", "iterable", "tuple"])
+def test_without_steps_each_batch_is_taken_once(kind, tmp_path, capsys):
+    batches = [regression_batch(i) for i in range(3)]
+
+    class Loader:
+        def __iter__(self):
+            return iter(batches)
+
+    given = {"list": batches, "tuple": tuple(batches), "iterator": iter(batches)}
+    log = LogConfig(tensorboard=False)
+    common = {"loss": regression_loss, "run_dir": tmp_path, "log": log}
+    model = lambda rngs: nnx.Linear(12, 5, rngs=rngs)  # noqa: E731
+    trainer = zerojax.train(model, None, given.get(kind) or Loader(), **common)
+    screen = capsys.readouterr().out
+    assert trainer.num_steps == 3
+    if kind in ("list", "tuple"):
+        assert "steps=3: the batches once; with more steps they are repeated" in screen
+        assert trainer.fit(given[kind]).num_steps == 6, "once more"
+        assert zerojax.train(model, None, given[kind], steps=5, **common).num_steps == 5
+
+
+def test_batches_that_end_too_early_are_said(tmp_path, capsys):
+    log = LogConfig(tensorboard=False)
+    trainer = zerojax.train(
+        lambda rngs: nnx.Linear(12, 5, rngs=rngs),
+        None,
+        iter([regression_batch(0)] * 2),
+        loss=regression_loss,
+        steps=9,
+        run_dir=tmp_path,
+        log=log,
+    )
+    assert trainer.num_steps == 2
+    assert "the batches ended after 2 of 9 steps" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_to_model_gives_the_trained_module():
     trainer = zerojax.train(UserText(nnx.Rngs(0)), {"zero": 3}, BATCHES, **options())

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from zerojax.distributed import join_processes
     from zerojax.engine import Engine, initialize
     from zerojax.hugging_face import Pretrained, from_hugging_face
+    from zerojax.loading import LoadedRun, load_run
     from zerojax.mesh import make_abstract_mesh, make_mesh
     from zerojax.models import Stages, add_lora, merge_lora
     from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
     from zerojax.plan import Plan, make_plan
     from zerojax.precision import Precision
     from zerojax.publishing import to_hugging_face, to_peft
-    from zerojax.runs import LoadedRun, load_run, run_from_config
+    from zerojax.runs import run_from_config
     from zerojax.state import TrainState
     from zerojax.step import build_evaluation, build_step
     from zerojax.trainer import Trainer
@@ -90,7 +91,7 @@ _HOME_OF_NAME = {
     "Checkpointer": "checkpoint",
     "ConfigError": "config",
     "Engine": "engine",
-    "LoadedRun": "runs",
+    "LoadedRun": "loading",
     "LoraConfig": "config",
     "LossScale": "config",
     "MeshConfig": "config",
@@ -115,7 +116,7 @@ _HOME_OF_NAME = {
     "join_processes": "distributed",
     "lamb": "optim",
     "lion": "optim",
-    "load_run": "runs",
+    "load_run": "loading",
     "make_abstract_mesh": "mesh",
     "make_mesh": "mesh",
     "make_plan": "plan",

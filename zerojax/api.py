@@ -28,16 +28,28 @@ from zerojax.config import (
     to_dict,
 )
 from zerojax.config.checks import check_kind, check_whole_number
-from zerojax.data import Feed, TokenSource, abstract_global, as_feed, as_source
+from zerojax.data import (
+    Feed,
+    TokenSource,
+    abstract_global,
+    as_feed,
+    as_source,
+    has_no_end,
+    one_pass,
+)
+from zerojax.data.tokenizer import Tokenizer
 from zerojax.distributed import join_processes
 from zerojax.habits import Habits
 from zerojax.losses import next_token
 from zerojax.plan import Plan, make_plan
 from zerojax.plan_counts import tokens_per_step
 from zerojax.precision import Precision
+from zerojax.run_record import LossKind, Notes, TextData
 from zerojax.running import (
     CHECKPOINT_FOLDER,
     RunFiles,
+    absolute,
+    apart,
     rows_of_process,
     start_run,
     with_disk_folder,
@@ -89,7 +101,7 @@ def train(
         also says optimizer, precision and batch. A keyword that it says otherwise is an error, one
         that it has as "auto" fills it. None: all devices on `data`, zero=1.
       batches: an iterable of batches (trees of arrays, dimension 0 the global batch), a function
-        `step -> batch`, or a `TokenSource`.
+        `step -> batch`, or a `TokenSource`. None: the text in `data`.
       data: instead of `batches`: a text file, a folder of text files, or token files.
       loss: `loss(model, batch) -> scalar | (sum, weight)`. None: the model's method `loss(batch)`;
         for text, next-token cross-entropy of `model(tokens)`.
@@ -100,8 +112,9 @@ def train(
         `make_plan`.
       deterministic: "mesh": the same bits on any number of devices that divides
         `MeshConfig.virtual_shards` (8). None: what `mesh_config` says.
-      steps: batches of the whole run, those before a resume included. None: until `batches` end;
-        for text and endless batches 200.
+      steps: batches of the whole run, those before a resume included; a list, or what can be
+        iterated anew, is repeated as often as it takes. None: each batch once; for text and for a
+        function of the step 200.
       global_batch_size, seq_len: of text data.
       freeze: regular expressions on parameter names that stay as they are.
       checkpoint: a folder: saves there, and resumes from there if it holds a checkpoint.
@@ -137,10 +150,9 @@ def train(
     kinds = CheckpointConfig, str, os.PathLike
     check_kind("checkpoint", checkpoint, kinds, "a folder, or a zerojax.config.CheckpointConfig")
     reasons: list[str] = []
-    if steps is None and not _ends(batches):
-        default_steps: int | None = DEFAULT_STEPS
-    else:
-        default_steps = None
+    default_steps, why_steps = None, ""
+    if steps is None:
+        batches, default_steps, why_steps = _default_steps(batches)
     ported = None
     if isinstance(mesh_config, (str, Path)):
         ported = deepspeed.Ported(
@@ -170,11 +182,12 @@ def train(
     mesh = _as_mesh(mesh_config)
     exact: dict[str, Any] = {} if deterministic is None else {"deterministic": deterministic}
     unit = _rows_that_divide(mesh, mesh_config, num_microbatches, deterministic)
+    loss, loss_kind = _loss(internal, loss, is_text=batches is None)
+    text_data, tokenizer = None, None
     if batches is None:
         text = _TextDefaults(internal, data, global_batch_size, seq_len, unit, seed)
-        batches, validation_source, reason = text.sources()
+        batches, validation_source, tokenizer, text_data, reason = text.sources()
         validation = validation_source if validation is None else validation
-        loss = loss or _token_loss(internal)
         reasons.append(reason)
     elif data is not None:
         raise ValueError("both batches and data were given; pass one of them")
@@ -195,7 +208,7 @@ def train(
     reasons += [reason] if reason else []
     if steps is None and default_steps is not None:
         steps = default_steps
-        reasons.append(f"steps={steps}: the default where batches have no end")
+        reasons.append(f"steps={steps}: {why_steps}")
 
     checkpoint_config = _as_checkpoint(checkpoint)
     folder = _run_folder(run_dir, checkpoint_config)
@@ -231,6 +244,13 @@ def train(
         reasons=tuple(reasons),
         steps=steps,
         tokens_per_step=tokens_per_step(plan),
+        notes=Notes(
+            loss=loss_kind,
+            data=text_data,
+            eval_batches=eval_batches,
+            checkpoints=apart(checkpoint_config.path if checkpoint_config else None, folder),
+            tokenizer=tokenizer,
+        ),
     )
     habits = Habits(
         log_every=run.log.every,
@@ -280,12 +300,18 @@ class _TextDefaults:
 
     seed: int
 
-    def sources(self) -> tuple[TokenSource, TokenSource | None, str]:
+    def sources(
+        self,
+    ) -> tuple[TokenSource, TokenSource | None, Tokenizer | None, TextData | None, str]:
+        """(to train on, to validate on, the tokenizer, what a record says of the text, a reason).
+
+        A record says nothing of text that came as an array or a source.
+        """
         config = models.bound_attribute(self.model, "config")
         vocab = getattr(config, "vocab_size", None)
         seq_len = self.seq_len or getattr(config, "max_seq_len", None) or 128
         size = self.global_batch_size or -(-DEFAULT_BATCH // self.unit) * self.unit
-        train_source, validation, _ = as_source(
+        train_source, validation, tokenizer = as_source(
             self.data,
             seq_len=seq_len,
             global_batch_size=size,
@@ -294,15 +320,25 @@ class _TextDefaults:
         )
         origin = "the text inside the package" if self.data is None else str(self.data)
         reason = f"data: {origin}, batches of {size} x {seq_len} tokens"
-        return train_source, validation, reason
+        known = None
+        if self.data is None or isinstance(self.data, str | Path):
+            known = TextData(path=absolute(self.data), seq_len=seq_len)
+        return train_source, validation, tokenizer, known, reason
 
 
-def _token_loss(model: models.Model) -> models.Loss | None:
-    """For text: the model's own loss, or next-token cross-entropy of `model(tokens)`."""
+def _loss(
+    model: models.Model, loss: models.Loss | None, *, is_text: bool
+) -> tuple[models.Loss | None, LossKind]:
+    """What is minimised, and how a record calls it; None: the model's own loss.
+
+    Of text, for a model without one, next-token cross-entropy of `model(tokens)`.
+    """
+    if loss is not None:
+        return loss, "own"
     target = getattr(model, "template", None) or model.source
-    if callable(getattr(target, "loss", None)):
-        return None
-    return lambda bound, batch: next_token(bound(batch["tokens"]), batch["targets"])
+    if callable(getattr(target, "loss", None)) or not is_text:
+        return None, "model"
+    return lambda bound, batch: next_token(bound(batch["tokens"]), batch["targets"]), "next_token"
 
 
 def check_validation(validation: Any) -> None:
@@ -337,13 +373,12 @@ def _first_batch(feed: Feed, mesh: Mesh) -> Any:
     return abstract_global(batch, mesh)
 
 
-def _ends(batches: Any) -> bool:
-    """Whether batches run out by themselves: an iterator does, everything else starts again."""
-    return (
-        isinstance(batches, Iterable)
-        and not isinstance(batches, (TokenSource, Sequence))
-        and (iter(batches) is batches)
-    )
+def _default_steps(batches: Any) -> tuple[Any, int | None, str]:
+    """(batches, steps where nothing says how many, why); None: until an iterator ends."""
+    if has_no_end(batches):
+        return batches, DEFAULT_STEPS, "the default where batches have no end"
+    batches, count = one_pass(batches)
+    return batches, count, "the batches once; with more steps they are repeated"
 
 
 def _as_checkpoint(checkpoint: CheckpointConfig | str | Path | None) -> CheckpointConfig | None:

@@ -292,6 +292,21 @@ def model_parts(plan: Planned, state: TrainState) -> dict[str, Any]:
     return convert(parts, {name: abstract[name] for name in parts}, rows)
 
 
+def from_model_parts(plan: Planned, parts: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `model_parts`: as much of a state as an evaluation reads.
+
+    Args:
+      plan: without offload; which the result follows.
+      parts: "params", "frozen" and "extras" in canonical form, and "rng".
+    """
+    assert plan.offload is None
+    stored: dict[str, Any] = {**plan.abstract_stored}
+    rows: dict[str, Any] | None = None
+    if (all_rows := _rows_of_state(plan)) is not None:
+        rows = {name: x for name, x in all_rows.items() if name in parts}
+    return convert(parts, {name: stored[name] for name in parts}, rows, to_rows=True)
+
+
 def from_canonical(
     plan: Planned, canonical: TrainState, *, data_state: dict[str, Any] | None = None
 ) -> TrainState:

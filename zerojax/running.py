@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax import profile
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, WatchConfig, as_mesh_config
-from zerojax.data import Feed, TokenSource, local_rows_of_mesh
+from zerojax.data import Feed, TokenSource, local_rows_of_mesh, save_tokenizer
 from zerojax.habits import Habits
 from zerojax.host_budget import check_offload
 from zerojax.hugging_face import UnsupportedError, describe_model
@@ -30,6 +30,7 @@ from zerojax.plan import Plan
 from zerojax.plan_counts import model_flops
 from zerojax.private_files import not_for_everybody
 from zerojax.redaction import redact
+from zerojax.run_record import Notes, record_of, write_record
 from zerojax.saved_state import end_state
 from zerojax.trainer import Trainer
 from zerojax.watchdog import Watchdog
@@ -45,7 +46,11 @@ that; of a process that is gone, nothing comes however long one waits."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """What a run writes and where."""
+    """What a run writes and where.
+
+    Attributes:
+      notes: for the record with which `zerojax.load_run` reads it back; None: there is none.
+    """
 
     folder: Path | None
     log: LogConfig
@@ -55,6 +60,7 @@ class RunFiles:
     reasons: Sequence[str]
     steps: int | None
     tokens_per_step: int | None
+    notes: Notes | None = None
 
 
 @not_for_everybody()
@@ -179,6 +185,10 @@ def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = Non
     log.start(*summary, start_step=start_step)
     if jax.process_index() == 0:
         _describe_model(run.folder, plan)
+        if run.notes is not None:
+            write_record(run.folder, record_of(plan, run.notes))
+            if run.notes.tokenizer is not None:
+                save_tokenizer(run.notes.tokenizer, run.folder / TOKENIZER_FILE)
     return log
 
 
@@ -188,6 +198,19 @@ def _describe_model(folder: Path, plan: Plan) -> None:
     except UnsupportedError:
         return
     (folder / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def absolute(path: str | Path | None) -> str | None:
+    """A path that also holds for a process that is started elsewhere; None stays None."""
+    return None if path is None else str(Path(path).expanduser().absolute())
+
+
+def apart(checkpoints: str | None, folder: Path | None) -> str | None:
+    """Where a run's checkpoints are, if not in its folder, as an absolute path."""
+    if checkpoints is None or folder is None:
+        return None
+    path = Path(checkpoints).absolute()
+    return None if path == (folder / CHECKPOINT_FOLDER).absolute() else str(path)
 
 
 def rows_of_process(batches: Any, mesh: Mesh | AbstractMesh) -> tuple[int, int] | None:

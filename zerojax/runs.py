@@ -1,4 +1,4 @@
-"""Runs described by a file: trained from a `RunConfig`, and read back from their folder.
+"""Runs described by a file, trained from a `RunConfig`.
 
 Knows run files and reference models; the loop is the trainer's.
 """
@@ -6,35 +6,32 @@ Knows run files and reference models; the loop is the trainer's.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from zerojax import mesh as meshes
-from zerojax.checkpoint import Checkpointer
-from zerojax.config import DataConfig, ModelConfig, RunConfig, from_dict, to_dict
-from zerojax.data import as_feed, as_source, load_tokenizer, save_tokenizer
+from zerojax.config import DataConfig, ModelConfig, RunConfig, to_dict
+from zerojax.data import as_feed, as_source
 from zerojax.data.tokenizer import as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
 from zerojax.distributed import join_processes
 from zerojax.habits import Habits
-from zerojax.hugging_face import Description, Pretrained, from_hugging_face
-from zerojax.hugging_face.folder import read_json
-from zerojax.models import add_lora, build_model
+from zerojax.hugging_face import Pretrained, from_hugging_face
+from zerojax.models import build_model
 from zerojax.plan import Plan, make_plan, plan_options
 from zerojax.plan_counts import tokens_per_step
 from zerojax.precision import Precision, as_precision
 from zerojax.private_files import not_for_everybody
+from zerojax.run_record import Notes, TextData
 from zerojax.running import (
     CHECKPOINT_FOLDER,
-    CONFIG_FILE,
-    DESCRIPTION_FILE,
     TOKENIZER_FILE,
     RunFiles,
+    absolute,
+    apart,
     rows_of_process,
     start_run,
     with_disk_folder,
@@ -94,6 +91,17 @@ def run_from_config(config: RunConfig) -> Trainer:
         ),
         steps=config.steps,
         tokens_per_step=tokens_per_step(plan),
+        notes=Notes(
+            loss="model",
+            data=TextData(
+                path=absolute(config.data.path),
+                seq_len=config.data.seq_len,
+                validation_fraction=config.data.validation_fraction,
+            ),
+            eval_batches=config.eval_batches,
+            checkpoints=apart(checkpoint.path, folder),
+            tokenizer=tokenizer,
+        ),
     )
     habits = Habits(
         log_every=config.log.every,
@@ -104,7 +112,7 @@ def run_from_config(config: RunConfig) -> Trainer:
         resume_hint="run the same command again to resume",
     )
     feed = as_feed(train_source, rows=rows_of_process(train_source, plan.mesh))
-    if tokenizer is not None and jax.process_index() == 0:
+    if jax.process_index() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -112,7 +120,6 @@ def run_from_config(config: RunConfig) -> Trainer:
                 f"cannot make the run folder '{folder}' ({error.strerror}); choose another with "
                 "run_dir="
             ) from None
-        save_tokenizer(tokenizer, folder / TOKENIZER_FILE)
     return start_run(run, plan, replan, habits, feed, config.seed, validation)
 
 
@@ -258,77 +265,3 @@ def vocab_size_of(config: RunConfig) -> int:
             "to that number"
         )
     return size
-
-
-def _saved_model(config: RunConfig, folder: Path) -> Any:
-    """A factory of a run's model; the weights are in its checkpoints, whatever it began with."""
-    assert config.model.vocab_size is not None, "run_from_config wrote it"
-    if config.model.pretrained is None:
-        return build_model(config.model, config.model.vocab_size)
-    found = Description.from_dict(read_json(folder / DESCRIPTION_FILE))
-
-    def factory(rngs: nnx.Rngs) -> nnx.Module:
-        return found.row.build(found.config, rngs)
-
-    return add_lora(factory, config.model.lora) if config.model.lora.rank else factory
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedRun:
-    """A finished or interrupted run, read back on one device.
-
-    Attributes:
-      config: what it was told; model: an `nnx.Module` with the trained weights; tokenizer: None for
-        token files that name none; step: of the checkpoint; plan_dict: the plan it was saved under.
-    """
-
-    config: RunConfig
-    model: Any
-    tokenizer: Any
-    step: int
-    plan_dict: dict[str, Any]
-
-
-def load_run(run_dir: str | Path, step: int | None = None) -> LoadedRun:
-    """Reads a run's model from its folder.
-
-    Args:
-      run_dir: folder of a `zerojax train` run.
-      step: a saved step; None takes the newest.
-
-    Raises:
-      FileNotFoundError: no run there. CheckpointError: no such checkpoint.
-    """
-    folder = Path(run_dir)
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no run: there is no {CONFIG_FILE} in it; give the folder that "
-            "`zerojax train` named at its end"
-        )
-    config = from_dict(RunConfig, json.loads(path.read_text(encoding="utf-8")))
-    factory = _saved_model(config, folder)
-    batch = jax.ShapeDtypeStruct((1, config.data.seq_len), jnp.int32)
-    plan = make_plan(
-        factory,
-        meshes.make_mesh(None, devices=jax.local_devices()[:1]),
-        example_batch={"tokens": batch, "targets": batch},
-        zero=0,
-        precision=as_precision("fp32", param_dtype=config.param_dtype),
-        freeze=(*config.freeze, *config.model.lora.freeze),
-    )
-    wanted = {name: plan.abstract_canonical[name] for name in ("params", "frozen", "extras")}
-    checkpoints = config.checkpoint.path or str(folder / CHECKPOINT_FOLDER)
-    with Checkpointer(checkpoints) as checkpointer:
-        restored = checkpointer.restore(wanted, step, subset=True)
-    state = restored.state
-    model = plan.model.to_source({**state["params"], **state["frozen"]}, state["extras"])
-    tokenizer_path = folder / TOKENIZER_FILE
-    tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path.is_file() else None
-    return LoadedRun(
-        config=config,
-        model=model,
-        tokenizer=tokenizer,
-        step=restored.step,
-        plan_dict=restored.plan,
-    )

@@ -16,7 +16,7 @@ import jax
 
 from zerojax.arrays import reshard_state
 from zerojax.checkpoint import Checkpointer, CheckpointError
-from zerojax.data import Feed, TokenSource, as_feed, local_rows, prefetch, shard_batch
+from zerojax.data import Feed, TokenSource, as_feed, local_rows, one_pass, prefetch, shard_batch
 from zerojax.evaluating import mean_loss
 from zerojax.habits import Habits
 from zerojax.host_budget import check_offload
@@ -125,13 +125,17 @@ class Trainer:
 
         Args:
           batches: what `zerojax.data.as_feed` takes.
-          steps: total of the run, counting those before a resume; None goes on until the batches
-            end.
+          steps: total of the run, counting those before a resume; None: until the batches end, a
+            list when each was given once, and those of a text or a function never (a callback that
+            returns True ends the run).
 
         Raises:
           Interrupted: Ctrl-C or SIGTERM; the state was saved first if the run has checkpoints.
           FloatingPointError: loss or gradients stayed non-finite.
         """
+        if steps is None:
+            batches, count = one_pass(batches)
+            steps = count if count is None else self.num_steps - self.num_steps % count + count
         feed = self._as_feed(batches)
         with self._watchdog, self._logging(steps), self._failing_well():
             self._say_if_done(steps)
@@ -200,6 +204,13 @@ class Trainer:
                 "another folder to start anew"
             )
 
+    def _say_if_short(self, steps: int | None) -> None:
+        if steps is not None and self.num_steps < steps and self._log is not None:
+            self._log.message(
+                f"the batches ended after {self.num_steps} of {steps} steps; give a list, or what "
+                "can be iterated anew, to have them repeated"
+            )
+
     def _as_feed(self, batches: Any) -> Feed:
         """The batches, at the position that follows the last consumed one.
 
@@ -226,6 +237,7 @@ class Trainer:
                     with self._pace.during(DATA), self._watchdog.during("waiting for data"):
                         batch, data_state = next(incoming)
                 except StopIteration:
+                    self._say_if_short(steps)
                     return False
                 metrics = self._step_on_devices(batch, data_state)
                 self._data_state = data_state

@@ -1,82 +1,21 @@
 """`zerojax generate`: a prompt as text in, its continuation as text out.
 
-Knows text and tokens; drawing tokens is `zerojax.models.generate`.
+Knows the words of the command; the text is made by `zerojax.text_generation`.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-import numpy as np
-
-from zerojax.models.generate import generate
-from zerojax.runs import load_run
-
-DEFAULT_NUM_TOKENS = 200
-
-
-def continue_text(
-    model: Any,
-    tokenizer: Any,
-    prompt: str,
-    *,
-    num_tokens: int | None,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
-) -> str:
-    """The prompt and its continuation.
-
-    Args:
-      num_tokens: None: `DEFAULT_NUM_TOKENS`, or as many as the model's context holds.
-
-    Raises:
-      ValueError: the model's tokens have no text, or the prompt is empty or fills the context.
-    """
-    if tokenizer is None:
-        raise ValueError(
-            "this run has no tokenizer: it was trained on token files that name none, so that its "
-            "tokens have no text; train on text, or on token files of `zerojax data prepare`"
-        )
-    tokens = prompt_ids(tokenizer, prompt)
-    if not tokens.size:
-        raise ValueError(
-            "the prompt is empty, or this tokenizer makes no token of it; give at least one "
-            'letter, such as "A"'
-        )
-    context = model.config.max_seq_len
-    room = context - tokens.size
-    if room < 1:
-        raise ValueError(
-            f"the prompt has {tokens.size} tokens and the model's context is {context}; "
-            f"shorten it to at most {context - 1} tokens"
-        )
-    num_tokens = min(DEFAULT_NUM_TOKENS, room) if num_tokens is None else num_tokens
-    drawn = generate(
-        model, tokens[None], num_tokens, temperature=temperature, top_k=top_k, seed=seed
-    )
-    return tokenizer.decode(np.asarray(drawn[0, _prefix(tokenizer).size :]))
-
-
-def prompt_ids(tokenizer: Any, prompt: str) -> np.ndarray:
-    """int32 ids: what a text begins with where the tokenizer comes from, and the prompt."""
-    return np.concatenate([_prefix(tokenizer), np.asarray(tokenizer.encode(prompt), np.int32)])
-
-
-def _prefix(tokenizer: Any) -> np.ndarray:
-    """Such as <|begin_of_text|> of Llama 3."""
-    return np.asarray(getattr(tokenizer, "prefix", ()), np.int32)
+from zerojax.cli.reading import open_run
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the prompt and its continuation."""
-    loaded = load_run(args.run)
-    text = continue_text(
-        loaded.model,
-        loaded.tokenizer,
+    loaded = open_run(args.run, args.overrides)
+    text = loaded.generate(
         args.prompt,
-        num_tokens=args.tokens,
+        args.tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         seed=args.seed,

@@ -16,7 +16,7 @@ from zerojax.cli import (
     parser_launch,
     parser_profile,
 )
-from zerojax.cli.parser_parts import Parser, add_command, add_run, add_settings
+from zerojax.cli.parser_parts import Parser, add_command, add_run, add_run_settings, add_settings
 
 _TRAIN = """\
 CONFIG is a YAML file; without one the defaults train a small GPT on Shakespeare.
@@ -62,6 +62,13 @@ _GENERATE = """\
 examples:
   zerojax generate runs/tiny_shakespeare "To be, or"
   zerojax generate runs/tiny_shakespeare "ROMEO:" --tokens 100 --temperature 0.5 --seed 7"""
+
+_EVAL = """\
+The run is read onto devices as many as it was trained on, where they are here, and over its mesh.
+
+examples:
+  zerojax eval runs/tiny_shakespeare
+  zerojax eval runs/tiny_shakespeare mesh.zero=3 mesh.data=4 --batches 20"""
 
 _PREPARE = """\
 Cuts text into tokens once, so that training only reads them.
@@ -191,6 +198,7 @@ def _add_generate(commands) -> None:
     )
     add_run(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
+    add_run_settings(parser)
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="tokens to add (200, or as many as the model holds)"
     )
@@ -210,8 +218,9 @@ def _add_generate(commands) -> None:
 
 
 def _add_eval(commands) -> None:
-    parser = add_command(commands, "eval", "evaluate", "measure the loss of a trained model")
+    parser = add_command(commands, "eval", "evaluate", "measure the loss of a trained model", _EVAL)
     add_run(parser)
+    add_run_settings(parser)
     parser.add_argument(
         "--batches", type=int, metavar="N", help="validation batches (the run's eval_batches)"
     )

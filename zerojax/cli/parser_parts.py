@@ -71,3 +71,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Declares RUN, the folder of a run."""
     parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/tiny_shakespeare")
+
+
+def add_run_settings(parser: argparse.ArgumentParser) -> None:
+    """Declares KEY=VALUE for a run that is read back."""
+    parser.add_argument(
+        "overrides",
+        metavar="KEY=VALUE",
+        nargs="*",
+        help="cpu_devices and mesh.*, laid over what the run had",
+    )

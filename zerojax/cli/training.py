@@ -15,13 +15,13 @@ import jax
 
 from zerojax import exit_codes
 from zerojax.cli.devices import run_one_program_at_a_time
-from zerojax.cli.generate import continue_text, prompt_ids
 from zerojax.cli.invocation import command_name
 from zerojax.config import RunConfig
 from zerojax.data.tokenizer import load_tokenizer
 from zerojax.distributed import join_processes
 from zerojax.interruption import sigterm_raised
 from zerojax.runs import run_from_config
+from zerojax.text_generation import continue_text, prompt_ids
 
 # An empty line: the start of a paragraph in any text.
 SAMPLE_PROMPT = "\n\n"

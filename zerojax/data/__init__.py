@@ -4,7 +4,7 @@ Knows a plan's batch; never touches parameters, the step or the loop.
 """
 
 from zerojax.data.corpus import read_text
-from zerojax.data.feed import Feed, as_feed
+from zerojax.data.feed import Feed, as_feed, has_no_end, one_pass
 from zerojax.data.masking import MaskedSource, as_masked_source
 from zerojax.data.placing import abstract_global, local_rows, local_rows_of_mesh, shard_batch
 from zerojax.data.prefetching import Prefetch, prefetch
@@ -34,9 +34,11 @@ __all__ = [
     "as_masked_source",
     "as_source",
     "as_tokenizer",
+    "has_no_end",
     "load_tokenizer",
     "local_rows",
     "local_rows_of_mesh",
+    "one_pass",
     "open_tokens",
     "prefetch",
     "read_text",

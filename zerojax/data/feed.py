@@ -9,7 +9,7 @@ import abc
 import base64
 import collections
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +273,28 @@ def as_feed(batches: Any, *, start: int = 0, rows: tuple[int, int] | None = None
         f"batches is a {type(batches).__name__}; pass a TokenSource, an iterable of batches, or a "
         "function of the step"
     )
+
+
+def one_pass(batches: Any) -> tuple[Any, int | None]:
+    """Batches that end after all of them were given once, as far as they have an end.
+
+    Args:
+      batches: what `as_feed` takes.
+
+    Returns:
+      (batches, how many: None where only their end tells, or where they have none).
+    """
+    if has_no_end(batches) or isinstance(batches, Mapping | str | Path | Feed):
+        return batches, None
+    if isinstance(batches, Sized):
+        return batches, len(batches) or None
+    return iter(batches) if isinstance(batches, Iterable) else batches, None
+
+
+def has_no_end(batches: Any) -> bool:
+    """Whether batches go on forever: those of a text, and of a function of the step."""
+    is_function = callable(batches) and not isinstance(batches, Iterable)
+    return batches is None or isinstance(batches, TokenSource) or is_function
 
 
 def _as_json(value: Any) -> Any:
