@@ -512,6 +512,15 @@ def test_offload_goes_to_the_tiers_of_the_same_meaning():
     assert deepspeed.translate(file).mesh.offload.slice_elements == 1_000_000
 
 
+@pytest.mark.parametrize("size", [0, 1, 8, 4000])
+def test_a_sub_group_smaller_than_a_parameter_cuts_no_parameter(size):
+    # Axolotl's zero3_bf16_cpuoffload_all.json says 0: one parameter per tile in DeepSpeed.
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": size}
+    translation = deepspeed.translate({"zero_optimization": zero})
+    assert translation.mesh.offload.slice_elements == 2**24
+    assert "never cuts one" in line_of(translation, "zero_optimization.sub_group_size").why
+
+
 def test_old_names_of_offload_and_zero_are_translated_with_a_warning():
     zero = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}
     translation = deepspeed.translate({"zero_optimization": zero})

@@ -18,6 +18,10 @@ from zerojax.optim import Optimizer
 from zerojax.placement import LeafPlacement, Placement, axes_of_spec
 from zerojax.precision import Precision
 
+MAX_SLICES = 2**16
+"""Slices of a device's state, at most. Each is a transfer and an update of its own: measured on a
+CPU, one costs 0.3 ms however small it is, so that so many take 20 s of every step."""
+
 
 def plan_offload(
     config: OffloadConfig,
@@ -39,7 +43,7 @@ def plan_offload(
       stacked: names of the parameters that the layer loop takes layer by layer.
 
     Raises:
-      ValueError: the optimizer cannot update a shard in pieces.
+      ValueError: the optimizer cannot update a shard in pieces, or there are too many of them.
     """
     if config.is_off:
         return None
@@ -63,6 +67,7 @@ def plan_offload(
         else:
             sliced.append((leaf, shard))
     names = {leaf.name for leaf, _ in sliced}
+    _check_number_of_slices(sliced, config)
     return OffloadLayout(
         leaves=_share_out(sliced, config, mesh),
         arrays=(*((MASTER,) if precision.has_masters else ()), *_moments(tx)),
@@ -120,11 +125,8 @@ def _share_out(
     wanted, given = dict.fromkeys(shares, 0.0), dict.fromkeys(shares, 0)
     result = {}
     for leaf, shard in sliced:
-        layers = shard[0] if leaf.stack_dims else 1
         size = trees.num_elements(shard)
-        elements = slice_elements(
-            size // layers, layers, config.slice_elements, whole_layers=config.update_in_backward
-        )
+        elements = _elements_of_slice(leaf, shard, config, config.slice_elements)
         left = count = size // elements
         counts = dict.fromkeys(TIERS, 0)
         for tier, share in shares.items():
@@ -148,6 +150,39 @@ def _share_out(
             counts=counts,
         )
     return result
+
+
+def _elements_of_slice(
+    leaf: LeafPlacement, shard: tuple[int, ...], config: OffloadConfig, limit: int
+) -> int:
+    layers = shard[0] if leaf.stack_dims else 1
+    layer = trees.num_elements(shard) // layers
+    return slice_elements(layer, layers, limit, whole_layers=config.update_in_backward)
+
+
+def _check_number_of_slices(
+    sliced: list[tuple[LeafPlacement, tuple[int, ...]]], config: OffloadConfig
+) -> None:
+    def count(limit: int) -> int:
+        return sum(
+            trees.num_elements(shard) // _elements_of_slice(leaf, shard, config, limit)
+            for leaf, shard in sliced
+        )
+
+    found, limit = count(config.slice_elements), config.slice_elements
+    if found <= MAX_SLICES:
+        return
+    while count(limit) > MAX_SLICES and limit < 2**62:
+        limit = 2 ** limit.bit_length()
+    remedy = (
+        f"use slice_elements={limit} or more (the default is {OffloadConfig.slice_elements})"
+        if count(limit) <= MAX_SLICES
+        else "raise min_elements, so that small parameters stay on the device"
+    )
+    raise ValueError(
+        f"offload.slice_elements={config.slice_elements} cuts the state of a device into {found:,} "
+        f"slices, and the limit is {MAX_SLICES:,}: each is a transfer of its own; {remedy}"
+    )
 
 
 def slice_elements(layer: int, layers: int, limit: int, *, whole_layers: bool) -> int:

@@ -178,19 +178,35 @@ def _offload(file: File, stage: int) -> OffloadConfig:
     if optimizer == "nvme":
         fields["folder"] = file.optional(f"{OPTIMIZER}.nvme_path")
     if optimizer != "none" and file.has(f"{ZERO}.sub_group_size"):
-        wanted, largest = file[f"{ZERO}.sub_group_size"], OffloadConfig.slice_elements
-        fields["slice_elements"] = max(1, min(wanted, largest))
+        size, why = _slice_of_tile(file[f"{ZERO}.sub_group_size"])
+        fields["slice_elements"] = size
         file.notes.change(
-            f"{ZERO}.sub_group_size",
-            "mapped",
-            f"mesh.offload.slice_elements={fields['slice_elements']}: DeepSpeed's tile lies in "
-            f"host memory, ours on the device, so it is never above {largest}",
+            f"{ZERO}.sub_group_size", "mapped", f"mesh.offload.slice_elements={size}: {why}"
         )
     for section in (OPTIMIZER, PARAM):
         key = f"{section}.pin_memory"
         if file.optional(key) is False:
             file.notes.warnings.append(f"{key}=false: host memory is pinned all the same")
     return OffloadConfig(**fields)
+
+
+def _slice_of_tile(sub_group_size: int) -> tuple[int, str]:
+    """(elements of a slice, why) for DeepSpeed's tile.
+
+    DeepSpeed 0.19.8 (`_create_fp16_sub_groups` in `runtime/zero/stage3.py`) puts whole parameters
+    into a tile until it has `sub_group_size` elements, and never cuts one: 0, or less than any
+    parameter, means a tile per parameter. So a small number is no size of a slice.
+    """
+    largest, smallest = OffloadConfig.slice_elements, OffloadConfig.min_elements
+    if sub_group_size < smallest:
+        return largest, (
+            f"a size below {smallest} means one parameter per tile in DeepSpeed, which never cuts "
+            "one; a slice is a part of one parameter"
+        )
+    return min(sub_group_size, largest), (
+        "DeepSpeed's tile lies in host memory, the slice here on the device, so it is never above "
+        f"{largest}"
+    )
 
 
 def _device(file: File, section: str, old_name: str) -> str:
