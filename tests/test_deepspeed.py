@@ -18,6 +18,7 @@ from zerojax.config import ConfigError, LogConfig, LossScale, MeshConfig, Optimi
 from zerojax.deepspeed import Given
 from zerojax.deepspeed.keys import Absent, Key, paths
 from zerojax.deepspeed.optimizers import OPTIMIZERS
+from zerojax.deepspeed.recognition import DEEPSPEED_KEYS, MESH_KEYS
 from zerojax.deepspeed.table import TABLE
 from zerojax.optim import Optimizer
 from zerojax.precision import Precision, as_precision
@@ -147,8 +148,53 @@ def test_the_nearest_key_is_named(values, meant):
     assert meant in refusal(values)
 
 
+IGNORED = [
+    {"_comment": "supported models"},
+    {"monitor_config": {"enabled": True, "tag": "here"}},
+    {"comms_config": {"verbose": False}},
+    {"log": {"steps_per_print": 50}},
+    {"cuda_visible_devices": 0},
+]
+
+
+@pytest.mark.parametrize("values", IGNORED)
+def test_unknown_keys_at_the_top_are_ignored_with_a_warning_as_in_deepspeed(values):
+    translation = deepspeed.translate(values)
+    (name,) = values
+    assert line_of(translation, name).verdict == "ignored"
+    assert any(f"{name}: unknown key, which has no effect" in w for w in translation.warnings)
+
+
+@pytest.mark.parametrize(
+    ("values", "meant"),
+    [
+        ({"zero": {"stage": 3}}, "zero_optimization"),
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimization"),
+        ({"micro_batch_size": 4}, "train_micro_batch_size_per_gpu"),
+        ({"offload_optimizer": {"device": "cpu"}}, "zero_optimization.offload_optimizer"),
+        ({"fp_16": {"enabled": True}}, "fp16"),
+        ({"grad_clipping": 1.0}, "gradient_clipping"),
+    ],
+)
+def test_a_misspelt_key_at_the_top_is_refused_with_the_nearest(values, meant):
+    assert f"did you mean '{meant}'" in refusal(values)
+
+
+def test_a_dict_is_a_deepspeed_configuration_or_a_mesh_by_its_keys():
+    assert not DEEPSPEED_KEYS & MESH_KEYS
+    assert deepspeed.is_deepspeed({"train_batch_size": 8, "_comment": ""})
+    assert deepspeed.is_deepspeed({"train_batchsize": 8})
+    assert not deepspeed.is_deepspeed({})
+    assert not deepspeed.is_deepspeed({"zero": 3, "dta": 2})
+    assert not deepspeed.is_deepspeed({"zeroo": 3})
+    with pytest.raises(ConfigError, match=r"zero belongs to a MeshConfig, and train_batch_size to"):
+        deepspeed.is_deepspeed({"zero": 3, "train_batch_size": 8})
+
+
 def test_several_refusals_come_at_once():
-    text = refusal({"amp": {"enabled": True}, "sparse_gradients": True, "fp16": {"x": 1}, "y": 1})
+    text = refusal(
+        {"amp": {"enabled": True}, "sparse_gradients": True, "fp16": {"x": 1}, "fp_16": 1}
+    )
     assert "amp" in text
     assert "sparse_gradients" in text
     assert "and 1 more" in text
@@ -461,6 +507,10 @@ def test_dtypes_of_sums_wire_masters_and_autocast():
     assert deepspeed.translate(summed).precision.accumulate_dtype == jnp.bfloat16
     cast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     assert deepspeed.translate(cast).precision == as_precision("bf16")
+    # DeepSpeed's own example bf16_full.json enables both.
+    both = {**cast, "bf16": {"enabled": True}}
+    assert deepspeed.translate(both).precision == as_precision("bf16")
+    assert "means bf16, and fp16 is enabled" in refusal({**cast, "fp16": {"enabled": True}})
     mixed = {"data_types": {"param_dtype": "fp16"}, "bf16": {"enabled": True}}
     assert "data_types.param_dtype" in refusal(mixed)
 
@@ -537,8 +587,6 @@ def test_old_names_of_offload_and_zero_are_translated_with_a_warning():
 @pytest.mark.parametrize(
     ("zero", "words"),
     [
-        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "needs stage 1, 2 or 3"),
-        ({"stage": 2, "offload_param": {"device": "cpu"}}, "needs stage 3"),
         ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "needs stage 3"),
         ({"stage": 3, "offload_param": {"device": "nvme"}}, "not in files"),
         ({"stage": 2, "reduce_scatter": False}, "set it to true"),
@@ -548,6 +596,20 @@ def test_old_names_of_offload_and_zero_are_translated_with_a_warning():
 )
 def test_what_zero_cannot_do_is_refused(zero, words):
     assert words in refusal({"zero_optimization": zero})
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+        {"stage": 2, "offload_param": {"device": "cpu"}},
+    ],
+)
+def test_offload_that_deepspeed_ignores_at_a_stage_is_a_warning(zero):
+    translation = deepspeed.translate({"zero_optimization": zero})
+    assert translation.mesh.offload.is_off
+    assert any("which ignores this there" in text for text in translation.warnings)
+    assert "ignored" in {line.verdict for line in translation.lines}
 
 
 def test_axes_of_the_mesh():

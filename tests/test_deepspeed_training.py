@@ -68,6 +68,7 @@ def losses(mesh_config, **options) -> tuple[list[float], zerojax.Trainer]:
 
 def test_a_file_trains_as_the_settings_that_it_means(path):
     from_file, trainer = losses(path, precision="fp32")
+    assert losses(FILE, precision="fp32")[0] == from_file, "its content, as a dict"
 
     def rate(count):
         """DeepSpeed's linear warm-up over two updates, then the peak."""

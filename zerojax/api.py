@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -97,9 +96,10 @@ def train(
     Args:
       model: an `nnx.Module`, a factory `rngs -> nnx.Module`, a `linen.Module`, or `(init, apply)`.
       mesh_config: a `MeshConfig`, its fields as a dict, or a `jax.sharding.Mesh` with an axis
-        `data`; or a DeepSpeed configuration: the path of a ds_config.json (or its base64), which
-        also says optimizer, precision and batch. A keyword that it says otherwise is an error, one
-        that it has as "auto" fills it. None: all devices on `data`, zero=1.
+        `data`; or a DeepSpeed configuration: the path of a ds_config.json (or its base64), or its
+        content as a dict, which also says optimizer, precision and batch. A keyword that it says
+        otherwise is an error, one that it has as "auto" fills it. A dict is one or the other by its
+        keys, of which none is in both. None: all devices on `data`, zero=1.
       batches: an iterable of batches (trees of arrays, dimension 0 the global batch), a function
         `step -> batch`, or a `TokenSource`. None: the text in `data`.
       data: instead of `batches`: a text file, a folder of text files, or token files.
@@ -154,9 +154,10 @@ def train(
     if steps is None:
         batches, default_steps, why_steps = _default_steps(batches)
     ported = None
-    if isinstance(mesh_config, (str, Path)):
+    source = _deepspeed_source(mesh_config)
+    if source is not None:
         ported = deepspeed.Ported(
-            mesh_config,
+            source,
             jax.device_count(),
             deepspeed.Given(
                 optimizer=optimizer,
@@ -195,7 +196,9 @@ def train(
     feed = as_feed(batches, rows=rows_of_process(batches, mesh))
     example = _first_batch(feed, mesh)
     if ported is not None:
-        says = _with_rows_of(ported, example)
+        rows = [leaf.shape[0] for leaf in jax.tree.leaves(example) if leaf.shape]
+        says = ported.with_rows(rows[0] if rows else None)
+        deepspeed.warn_of(says, stacklevel=2)
         optimizer, precision, num_microbatches = (
             says.optimizer,
             says.precision,
@@ -263,13 +266,11 @@ def train(
     return start_run(run, plan, replan, habits, feed, seed, validation)
 
 
-def _with_rows_of(ported: deepspeed.Ported, batch: Any) -> deepspeed.Translation:
-    """What a file says of batches like this one, with its warnings given."""
-    rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape]
-    translated = ported.with_rows(rows[0] if rows else None)
-    for warning in translated.warnings:
-        warnings.warn(f"{translated.source}: {warning}", stacklevel=3)
-    return translated
+def _deepspeed_source(mesh_config: Any) -> deepspeed.Source | None:
+    """The second argument of `train` where it is a DeepSpeed configuration: a path, or a dict."""
+    if isinstance(mesh_config, Mapping):
+        return mesh_config if deepspeed.is_deepspeed(mesh_config) else None
+    return mesh_config if isinstance(mesh_config, (str, Path)) else None
 
 
 def _rows_that_divide(

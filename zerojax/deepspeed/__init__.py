@@ -6,19 +6,23 @@ Knows DeepSpeed's keys and zerojax's settings; never models, arrays or devices.
 from zerojax.deepspeed.keys_page import keys_markdown, keys_page
 from zerojax.deepspeed.page import explanation
 from zerojax.deepspeed.placing import check_rules
-from zerojax.deepspeed.ported import Ported
+from zerojax.deepspeed.ported import Ported, warn_of
+from zerojax.deepspeed.recognition import is_deepspeed
 from zerojax.deepspeed.result import Given, Line, Translation
-from zerojax.deepspeed.translating import explain, translate
+from zerojax.deepspeed.translating import Source, explain, translate
 
 __all__ = [
     "Given",
     "Line",
     "Ported",
+    "Source",
     "Translation",
     "check_rules",
     "explain",
     "explanation",
+    "is_deepspeed",
     "keys_markdown",
     "keys_page",
     "translate",
+    "warn_of",
 ]

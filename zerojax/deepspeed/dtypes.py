@@ -55,15 +55,28 @@ def precision_of(file: File, given: Given) -> Precision:
 def _compute(file: File) -> str | None:
     """The compute dtype that the file names; None where it names none."""
     on = [name for name in ("fp16", "bf16") if file[f"{name}.enabled"]]
-    if file["torch_autocast.enabled"]:
-        on.append("torch_autocast")
     if len(on) > 1:
-        file.notes.refuse(f"{on[1]}.enabled", True, f"{on[0]} is enabled as well; keep one")
+        file.notes.refuse("bf16.enabled", True, "fp16 is enabled as well; keep one")
+    autocast = _autocast(file) if file["torch_autocast.enabled"] else None
     if not on:
         spoken = any(file.has(f"{name}.enabled") for name in ("fp16", "bf16", "torch_autocast"))
-        return "fp32" if spoken else None
-    if on[0] != "torch_autocast":
-        return on[0]
+        return autocast or ("fp32" if spoken else None)
+    if autocast not in (None, on[0]) and file.has("torch_autocast.dtype"):
+        file.notes.refuse(
+            "torch_autocast.dtype",
+            file.optional("torch_autocast.dtype"),
+            f"means {autocast}, and {on[0]} is enabled as well; write the dtype of {on[0]}, or "
+            "take torch_autocast out",
+        )
+    elif autocast is not None:
+        file.notes.change(
+            "torch_autocast.enabled", "mapped", f"the compute dtype of {on[0]}, which is enabled"
+        )
+    return on[0]
+
+
+def _autocast(file: File) -> str:
+    """The compute dtype of torch_autocast."""
     text = (file.optional("torch_autocast.dtype") or "bfloat16").removeprefix("torch.")
     dtype = _AUTOCAST.get(text, text)
     if dtype not in ("bf16", "fp16"):

@@ -12,6 +12,9 @@ from zerojax.deepspeed.keys import Notes, check, default_of
 from zerojax.deepspeed.table import TABLE
 from zerojax.deepspeed.table_zero import ALIASES
 
+OLD_NAMES = {"bfloat16": "bf16"}
+"""Names at the top of a file that DeepSpeed takes as well: {old: new}."""
+
 
 class File:
     """The values of a file, by path.
@@ -44,9 +47,10 @@ class File:
 def _with_new_names(values: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
     """The file with names that DeepSpeed takes as well, or took once, as they are called now."""
     renamed = dict(values)
-    if "bfloat16" in renamed and "bf16" not in renamed:
-        renamed["bf16"] = renamed.pop("bfloat16")
-        notes.reasons.append("bfloat16 is read as bf16")
+    for old, new in OLD_NAMES.items():
+        if old in renamed and new not in renamed:
+            renamed[new] = renamed.pop(old)
+            notes.reasons.append(f"{old} is read as {new}")
     zero = renamed.get("zero_optimization")
     if isinstance(zero, bool):
         renamed["zero_optimization"] = {"stage": int(zero)}

@@ -2,8 +2,9 @@
 
 Knows kinds of values and verdicts; never which keys there are.
 
-DeepSpeed ignores unknown keys at the top of a file and refuses those in its typed sections; here a
-key that the table does not have is refused wherever it stands, with the nearest one that it has.
+DeepSpeed ignores unknown keys at the top of a file and refuses those in its typed sections. So does
+this, with two differences: an unknown key at the top is a warning, and one that looks like a known
+key is refused with that key's name, since a setting without effect is hard to find.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.deepspeed.result import Line, Verdict
-from zerojax.display import quoted
+from zerojax.display import cut, printable, quoted
 
 AUTO = "auto"
 _MAX_NAME = 100
@@ -122,7 +123,9 @@ def _check(
 ) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         path, entry = f"{prefix}{name}", table.get(name)
-        if entry is None:
+        if entry is None and not prefix and not _is_misspelt(str(name)[:_MAX_NAME], value, table):
+            _ignore(path, value, table, notes)
+        elif entry is None:
             notes.refuse(path, value, f"unknown key; {_nearest(name, table, prefix, whole)}")
         elif isinstance(entry, Absent):
             _check_absent(path, value, entry, notes)
@@ -133,6 +136,36 @@ def _check(
             yield from _check(value, entry, f"{path}.", notes, whole)
         elif value is not None:
             notes.refuse(path, value, f"expected a section with the keys {', '.join(entry)}")
+
+
+def _ignore(name: str, value: Any, table: Table, notes: Notes) -> None:
+    notes.say(name, value, "ignored", "unknown key; DeepSpeed ignores it, too")
+    is_comment, text = name.startswith("_"), name[:_MAX_NAME]
+    match = () if is_comment else difflib.get_close_matches(text, [*table], 1, 0.6)
+    near = f"; the nearest key is {match[0]!r}" if match else ""
+    notes.warnings.append(
+        f"{cut(printable(name), _MAX_NAME)}: unknown key, which has no effect, as in DeepSpeed{near}"
+    )
+
+
+def _is_misspelt(name: str, value: Any, table: Table) -> bool:
+    """Whether an unknown key at the top of a file was probably meant for one that is known.
+
+    It is if it is spelt nearly alike, is the name of a key of some section, has two or more words,
+    all of one known key ("train_micro_batch_size"), or is a section's first word with keys of that
+    section in it ("zero": {"stage": 3}).
+    """
+    if name.startswith("_"):
+        return False
+    nested = {path.rpartition(".")[2] for path in (*paths(table), *_sections(table))}
+    if name in nested or difflib.get_close_matches(name, [*table], 1, 0.8):
+        return True
+    longer = _longer(name, table)
+    if "_" in name:
+        return bool(longer)
+    keys = set(value) if isinstance(value, Mapping) else set()
+    sections = [entry for known in longer if isinstance(entry := table[known], Mapping)]
+    return bool(keys) and any(keys <= {*section} for section in sections)
 
 
 def _check_absent(path: str, value: Any, entry: Absent, notes: Notes) -> None:
@@ -216,14 +249,38 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 def _nearest(name: str, table: Table, prefix: str, whole: Table) -> str:
     """The nearest key of this section or, where there is none, of the whole file."""
-    if difflib.get_close_matches(str(name)[:_MAX_NAME], [*table], 1, 0.6):
-        return nearest(name, [*table])
-    by_name = {path.rpartition(".")[2]: path for path in paths(whole)}
-    match = difflib.get_close_matches(str(name)[:_MAX_NAME], [*by_name], 1, 0.75)
+    name = str(name)[:_MAX_NAME]
+    by_name = {path.rpartition(".")[2]: path for path in (*_sections(whole), *paths(whole))}
+    match = (
+        difflib.get_close_matches(name, [*table], 1, 0.8)
+        or [by_name[name] for _ in range(name in by_name)]
+        or _longer(name, table)
+        or difflib.get_close_matches(name, [*table], 1, 0.6)
+        or [by_name[near] for near in difflib.get_close_matches(name, [*by_name], 1, 0.75)]
+    )
     if match:
-        return f"did you mean '{by_name[match[0]]}'?"
+        return f"did you mean '{match[0]}'?"
     where = prefix.rstrip(".") or "the top of the file"
     return f"there is none like it in {where}"
+
+
+def _longer(name: str, table: Table) -> list[str]:
+    """Keys of which a name has some of the words: "micro_batch_size", and "zero" of a section."""
+    words = set(name.split("_"))
+    return [
+        known
+        for known, entry in table.items()
+        if words <= set(known.split("_"))
+        and (len(words) > 1 or (isinstance(entry, Mapping) and known.startswith(f"{name}_")))
+    ]
+
+
+def _sections(table: Table, prefix: str = "") -> Iterator[str]:
+    """Every section of a table, as a path."""
+    for name, entry in table.items():
+        if isinstance(entry, Mapping):
+            yield f"{prefix}{name}"
+            yield from _sections(entry, f"{prefix}{name}.")
 
 
 def paths(table: Table, prefix: str = "") -> Iterator[str]:

@@ -22,8 +22,9 @@ _HEAD = """\
 
 Every key that DeepSpeed 0.19 reads, the default of its code, and what becomes of it here.
 `zerojax deepspeed keys --markdown` prints this page, and `zerojax deepspeed explain FILE` says the
-same of the keys of a file, with their values. A key that is not in this table is refused wherever
-it stands, with the nearest one that is.
+same of the keys of a file, with their values. A key that is not in this table is refused inside a
+section, and at the top of a file where it looks like a misspelt one; the nearest known key is
+named. Any other unknown key at the top, such as a comment, has no effect and gives a warning.
 
 {verdicts}
 

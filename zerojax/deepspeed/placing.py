@@ -169,7 +169,7 @@ def as_flax_pattern(pattern: str) -> str:
 def _offload(file: File, stage: int) -> OffloadConfig:
     optimizer = _device(file, OPTIMIZER, "cpu_offload")
     param = _device(file, PARAM, "cpu_offload_param")
-    _check_stage(file, optimizer, param, stage)
+    optimizer, param = _on_stage(file, optimizer, param, stage)
     fields: dict[str, Any] = {"opt_state": _shares(file, optimizer, stage)}
     if param != "none":
         fields["params"] = HOST
@@ -223,17 +223,25 @@ def _device(file: File, section: str, old_name: str) -> str:
     return "cpu"
 
 
-def _check_stage(file: File, optimizer: str, param: str, stage: int) -> None:
+def _on_stage(file: File, optimizer: str, param: str, stage: int) -> tuple[str, str]:
+    """The devices of optimizer and parameters, where the stage lets DeepSpeed offload them.
+
+    DeepSpeed 0.19.8 hands offload_optimizer to the optimizers of stages 1 to 3 alone, and
+    offload_param to that of stage 3 (`_configure_zero_optimizer` in `runtime/engine.py`); at other
+    stages it reads the section and goes on without a word.
+    """
+    stays = "stays on the device, as in DeepSpeed, which ignores this there"
     if optimizer != "none" and stage == 0:
-        file.notes.refuse(
-            f"{OPTIMIZER}.device",
-            optimizer,
-            "needs stage 1, 2 or 3, and stage is 0, where DeepSpeed would ignore it",
-        )
+        what = f"works at stage 1, 2 or 3, and stage is 0: the optimizer's state {stays}"
+        file.notes.change(f"{OPTIMIZER}.device", "ignored", what)
+        file.notes.warnings.append(f"{OPTIMIZER}.device={optimizer} {what}")
+        optimizer = "none"
     if param != "none" and stage != 3:
-        file.notes.refuse(
-            f"{PARAM}.device", param, f"needs stage 3, as in DeepSpeed, and stage is {stage}"
-        )
+        what = f"works at stage 3, and stage is {stage}: what forward and backward read {stays}"
+        file.notes.change(f"{PARAM}.device", "ignored", what)
+        file.notes.warnings.append(f"{PARAM}.device={param} {what}")
+        param = "none"
+    return optimizer, param
 
 
 def _shares(file: File, device: str, stage: int) -> Any:

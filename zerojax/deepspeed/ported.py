@@ -6,6 +6,7 @@ Knows numbers of rows and devices; never models, arrays or devices themselves.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 from zerojax.deepspeed.result import Given, Translation
 from zerojax.deepspeed.translating import Source, translate
@@ -44,3 +45,13 @@ class Ported:
         """
         given = dataclasses.replace(self.given, global_batch_size=rows)
         return dataclasses.replace(self, given=given).translate()
+
+
+def warn_of(translation: Translation, *, stacklevel: int) -> None:
+    """Gives the warnings of a configuration, in the one form that a user meets.
+
+    Args:
+      stacklevel: frames from the caller of this to the user's line; 1 is the caller itself.
+    """
+    for text in translation.warnings:
+        warnings.warn(f"{translation.source}: {text}", UserWarning, stacklevel=stacklevel + 1)

@@ -16,11 +16,12 @@ from zerojax.config import ElasticityConfig, LogConfig, MeshConfig, OptimizerCon
 from zerojax.optim import Schedule
 from zerojax.precision import Precision
 
-Verdict = Literal["honoured", "mapped", "compiler", "refused"]
+Verdict = Literal["honoured", "mapped", "compiler", "ignored", "refused"]
 VERDICTS: dict[Verdict, str] = {
     "honoured": "means here what it means in DeepSpeed",
     "mapped": "the same end by other means",
     "compiler": "nothing to set: XLA decides, or the thing does not exist here",
+    "ignored": "without effect in DeepSpeed, and so here; a warning says so",
     "refused": "the run would not be what the file says",
 }
 

@@ -174,7 +174,9 @@ _COMPILE = (
     "deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation "
     "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
     "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather "
-    "sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes"
+    "sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes "
+    # Of torch.compile, in files of Axolotl and of older DeepSpeed.
+    "enabled disable backend kwargs"
 )
 
 _ABSENT: Table = {

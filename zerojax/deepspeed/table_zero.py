@@ -102,7 +102,11 @@ ZERO: Table = {
         "int", None, "honoured", "no limit on what stays whole"
     ),
     "stage3_max_live_parameters": Key(
-        "int", 1_000_000_000, "compiler", "one layer's weights live at a time; the plan says bytes"
+        "int",
+        1_000_000_000,
+        "compiler",
+        "layers of one scan are gathered one at a time, other layers where the compiler puts their "
+        "gathers; the plan says the bytes",
     ),
     "stage3_max_reuse_distance": Key(
         "int", 1_000_000_000, "compiler", "weights are gathered at each use"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -81,8 +80,7 @@ def initialize(
     given = deepspeed.Given(optimizer=optimizer, steps=steps, hidden_size=width)
     ported = deepspeed.Ported(config, jax.device_count(), given)
     translation = ported.translate()
-    for text in translation.warnings:
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    deepspeed.warn_of(translation, stacklevel=2)
     engine = Engine(
         internal,
         ported,
