@@ -165,6 +165,14 @@ def test_unknown_keys_at_the_top_are_ignored_with_a_warning_as_in_deepspeed(valu
     assert any(f"{name}: unknown key, which has no effect" in w for w in translation.warnings)
 
 
+@pytest.mark.parametrize("name", ["k" * 200_000, "\x1b[2J"])
+def test_a_warning_of_an_unknown_key_shows_a_name_in_short(name):
+    warning = deepspeed.translate({name: 1}).warnings[0]
+    assert "has no effect" in warning
+    assert len(warning) < 300
+    assert "\x1b" not in warning
+
+
 @pytest.mark.parametrize(
     ("values", "meant"),
     [

@@ -115,11 +115,14 @@ DS_CONFIG = {
     "beyond a float": ('{"gradient_clipping": 1e999}', "'1e999' is no number"),
     "lists in lists": ('{"a": ' + "[" * 100_000, "nested more than 64 levels deep"),
     "objects in objects": ('{"a": ' * 50_000, "nested more than 64 levels deep"),
-    "a long key": ('{"' + "k" * 200_000 + '": 1}', "unknown key"),
+    "a long key": ('{"fp16": {"' + "k" * 200_000 + '": 1}}', "unknown key"),
     "a long value": ('{"fp16": "' + "k" * 200_000 + '"}', "expected a section"),
     "a long list": ('{"train_batch_size": [' + "1," * 30_000 + "1]}", "expected an integer"),
     "a long value twice": ('{"a": "' + "x" * 200_000 + '", "a": 1}', "given 2 times"),
-    "control characters": ('{"\\u001b[2J": 1}', r"\\x1b\[2J=1: unknown key"),
+    "control characters": (
+        '{"fp16": {"\\u001b[2J": 1}}',
+        r"fp16.\\x1b\[2J=1: unknown key",
+    ),
     "more than a configuration": (
         '{"a": "' + "x" * MAX_CHARACTERS + '"}',
         "which no configuration",

@@ -143,9 +143,8 @@ def _ignore(name: str, value: Any, table: Table, notes: Notes) -> None:
     is_comment, text = name.startswith("_"), name[:_MAX_NAME]
     match = () if is_comment else difflib.get_close_matches(text, [*table], 1, 0.6)
     near = f"; the nearest key is {match[0]!r}" if match else ""
-    notes.warnings.append(
-        f"{cut(printable(name), _MAX_NAME)}: unknown key, which has no effect, as in DeepSpeed{near}"
-    )
+    shown = cut(printable(name), _MAX_NAME)
+    notes.warnings.append(f"{shown}: unknown key, which has no effect, as in DeepSpeed{near}")
 
 
 def _is_misspelt(name: str, value: Any, table: Table) -> bool:
