@@ -38,7 +38,8 @@ def command(*options: str, script: Path | None = None, words: tuple[str, ...] = 
 
 
 def environment(**variables: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    secret = {"ZEROJAX_LAUNCH_TOKEN": "a secret of these tests"}  # in place of a file at home
+    return {**os.environ, "PYTHONPATH": str(ROOT), **secret, **variables}
 
 
 def launch(tmp_path: Path, script: str, *options: str, processes: int = 2):

@@ -22,6 +22,7 @@ def run(args: argparse.Namespace) -> int:
         num_hosts=args.nnodes,
         host=args.node_rank,
         coordinator=args.coordinator,
+        token_file=args.token_file,
         cpu_devices=args.cpu_devices,
         max_restarts=args.max_restarts,
         grace=args.grace,

@@ -24,6 +24,9 @@ examples:
 on two hosts, the same on both but for the number of the host:
   zerojax launch --nprocs 8 --nnodes 2 --node-rank 0 --coordinator 10.0.0.1:12355 -- zerojax ...
   zerojax launch --nprocs 8 --nnodes 2 --node-rank 1 --coordinator 10.0.0.1:12355 -- zerojax ...
+Their launchers share a token, which keeps strangers out: ZEROJAX_LAUNCH_TOKEN (at least 16
+characters), else the file of --token-file, else one in ~/.cache/zerojax; a file that is not there
+is made by host 0.
 
 exit codes: that of the first failing process (128 + n for signal n), else 0, or 75 where a signal
 stopped the run and everything is saved. Neither 75 nor 2, a wrong input, is started again."""
@@ -70,6 +73,11 @@ def add(commands) -> None:
         "--coordinator",
         metavar="HOST:PORT",
         help="of several hosts: where the launcher of host 0 waits for the others",
+    )
+    parser.add_argument(
+        "--token-file",
+        metavar="PATH",
+        help="of several hosts: a file that all see, with the secret of their launchers",
     )
     parser.add_argument(
         "--show-all", action="store_true", help="also print what is known to be noise"

@@ -21,6 +21,7 @@ from zerojax.launcher.hosts import Followers, Link, Message, free_address, reach
 from zerojax.launcher.job import Job as Job
 from zerojax.launcher.job import check_gpus as check_gpus
 from zerojax.launcher.output import Printer
+from zerojax.launcher.token import Token
 from zerojax.process_group import optional_number_of
 
 _DEFAULT_JOIN_SECONDS = 300
@@ -58,16 +59,29 @@ def launch(job: Job) -> int:
             "num_hosts": job.num_hosts,
             "num_processes": job.num_processes,
         }
-        link = reach_leader(job.coordinator, hello=numbers, events=events, seconds=seconds)
+        link = reach_leader(
+            job.coordinator,
+            hello=numbers,
+            events=events,
+            seconds=seconds,
+            token=Token(os.environ, job.token_file),
+            say=printer.say,
+        )
         launcher = _Follower(children, events, printer, link, job.num_processes)
-    else:
+    elif job.num_hosts > 1:
+        assert job.coordinator is not None
         followers = Followers.gather(
             job.coordinator,
             num_hosts=job.num_hosts,
             num_processes=job.num_processes,
             events=events,
             seconds=seconds,
+            token=Token(os.environ, job.token_file),
+            say=printer.say,
         )
+        launcher = _Leader(job, children, events, printer, followers)
+    else:
+        followers = Followers({})
         launcher = _Leader(job, children, events, printer, followers)
     with _signals_into(events):
         try:
@@ -232,8 +246,6 @@ class _Follower(_Launcher):
                 if content is None:
                     self.printer.say("the launcher of host 0 is lost; the processes here are ended")
                     return FAILED
-                if "refused" in content:
-                    raise ValueError(content["refused"])
                 if "finish" in content:
                     return int(content["finish"])
                 if "start" in content:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from zerojax.launcher.token import TOKEN
 from zerojax.process_group import (
     COORDINATOR,
     LOCAL_PROCESS_ID,
@@ -27,8 +28,9 @@ from zerojax.process_group import (
 RESTART = "ZEROJAX_RESTART"
 """How many times the run has been started before, by this launcher."""
 
-OF_ONE_PROCESS = ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS")
-"""Variables that cannot be true of several processes, and are not handed down to them."""
+OF_ONE_PROCESS = ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS", TOKEN)
+"""Variables that cannot be true of several processes, or are the launcher's secret: they are not
+handed down."""
 
 DEFAULT_GRACE = 3.0
 MAX_GRACE = 4.0
@@ -48,6 +50,8 @@ class Job:
       num_hosts, host: how many there are, and which one this is, from 0.
       coordinator: "host:port" of host 0, on which its launcher waits for those of the others; None
         on a single host.
+      token_file: of several hosts, where the secret of their launchers is; None: see
+        `launcher.token`.
       cpu_devices: virtual CPU devices of each process; None: GPUs, or what the command says.
       max_restarts: how often all processes are started again after a failure.
       grace: seconds between the first failure and the end of the others.
@@ -59,6 +63,7 @@ class Job:
     num_hosts: int = 1
     host: int = 0
     coordinator: str | None = None
+    token_file: str | None = None
     cpu_devices: int | None = None
     max_restarts: int = 0
     grace: float = DEFAULT_GRACE
