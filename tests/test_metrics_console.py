@@ -14,6 +14,7 @@ from zerojax.metrics.console import (
     LiveDisplay,
     QuietDisplay,
     format_line,
+    format_loss,
     format_memory,
     format_number,
     format_seconds,
@@ -99,6 +100,23 @@ def test_days():
 )
 def test_numbers(value, text):
     assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.0000"),
+        (3.14159, "3.1416"),
+        (0.0251, "0.0251"),
+        (2.8312e-4, "2.831e-04"),
+        (-0.5, "-0.5000"),
+        (8.73e18, "8.730e+18"),
+        (None, "not finite"),
+        (math.nan, "nan"),
+    ],
+)
+def test_losses_keep_their_digits(value, text):
+    assert format_loss(value) == text
 
 
 def test_memory_says_what_it_is():

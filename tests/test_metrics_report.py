@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from zerojax.config import LogConfig, RunConfig, to_dict
+from zerojax.losses import NATS_PER_TOKEN
 from zerojax.metrics import RunLog, read_metrics, write_report
 from zerojax.metrics.charts import Chart, Series, draw, log_ticks, nice_ticks, smooth, thin
 from zerojax.metrics.report import make_charts
@@ -21,7 +22,17 @@ MEMORY = {"source": "host RSS", "in_use": 2**30, "peak": 2**31, "limit": 2**33}
 
 
 def make_run(
-    folder, *, steps=200, until=None, losses=None, name="plan of <b>this</b> run", plan=None
+    folder,
+    *,
+    steps=200,
+    until=None,
+    losses=None,
+    name="plan of <b>this</b> run",
+    plan=None,
+    loss_unit=None,
+    events=(),
+    spent=None,
+    spent_at_end=None,
 ):
     times = [0.0]
     log = RunLog(
@@ -29,6 +40,7 @@ def make_run(
         LogConfig(console="quiet", tensorboard=False),
         total_steps=steps,
         tokens_per_step=512,
+        loss_unit=loss_unit,
         flops_per_step=1e9,
         num_devices=8,
         device_kind="cpu",
@@ -40,9 +52,14 @@ def make_run(
     for step in range(1, (until or steps) + 1):
         times[0] += 0.5
         loss = losses[step - 1] if losses else 2 + 4 * math.exp(-step / 30)
-        log.write(step, {"loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, "skipped": 0})
+        values = {"loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, "skipped": 0}
+        log.write(step, values, spent)
         if step % 50 == 0:
             log.write_eval(step, {"loss": loss + 0.1})
+    for kind, step, text in events:
+        log.event(kind, step, text)
+    if spent_at_end is not None:
+        log.end(steps, {"save": spent_at_end})
     log.close()
     return folder
 
@@ -150,6 +167,52 @@ def test_a_plan_without_a_pipeline_or_with_one_too_large_has_no_picture(tmp_path
     assert 'class="operation"' not in page
 
 
+def test_only_a_loss_in_nats_per_token_has_a_perplexity(tmp_path):
+    page = write_report(make_run(tmp_path / "text", loss_unit=NATS_PER_TOKEN)).read_text()
+    assert "perplexity 8.21" in page  # exp(2.1051)
+    page = write_report(make_run(tmp_path / "other")).read_text()
+    assert "perplexity" not in page
+
+
+def test_a_small_loss_keeps_its_digits(tmp_path):
+    page = write_report(make_run(tmp_path, steps=60, losses=[3e-5] * 60)).read_text()
+    assert "<dt>Training loss</dt><dd>3.000e-05<small>from 3.000e-05" in page
+
+
+def test_a_single_validation_value_is_a_dot(tmp_path):
+    page = write_report(make_run(tmp_path, steps=60, until=50)).read_text()
+    dots = re.search(r'<path class="dots second" d="([^"]*)"', page)
+    assert re.fullmatch(r"M[\d.]+ [\d.]+h0", dots[1])
+    assert 'class="dots first" d=""' in page  # 50 values have a line
+
+
+def test_the_time_is_the_sum_of_its_parts(tmp_path):
+    times = {"step": 20.0, "data": 3.0, "save": 0.0, "eval": 1.0, "host": 2.0}
+    page = write_report(make_run(tmp_path, steps=1, spent=times, spent_at_end=8.0)).read_text()
+    assert "<dt>Time</dt><dd>0:34<" in page
+
+
+@pytest.mark.parametrize("kind", ["failed", "interrupted"])
+def test_a_run_that_ended_early_says_how(tmp_path, kind):
+    events = [("not_finite", 3, "step 3: loss nan"), (kind, 4, "no <space> left")]
+    page = write_report(make_run(tmp_path, until=4, events=events)).read_text()
+    assert f'<span class="status {kind}">{kind} at step 4 of 200</span>' in page
+    assert '<p class="ending">no &lt;space&gt; left</p>' in page
+    assert f"run {kind}" in page
+
+
+def test_steps_in_a_row_that_were_not_finite_are_one_row(tmp_path):
+    events = [("not_finite", step, f"step {step}: loss nan") for step in (3, 4, 5, 9)]
+    events.insert(3, ("loss_spike", 7, "step 7: jumped"))
+    page = write_report(make_run(tmp_path, events=events)).read_text()
+    rows = re.findall(r"<tr><td>([^<]*)</td><td>([^<]*)", page.partition("<h2>Events")[2])
+    assert rows[:3] == [
+        ("9", "not finite"),
+        ("7", "loss spike"),
+        ("3 to 5 (3 steps)", "not finite"),
+    ]
+
+
 def test_losses_that_are_not_finite_leave_a_gap_and_a_mark(tmp_path):
     losses = [3.0, 2.5, math.nan, math.inf, 2.0, 1.5]
     page = write_report(make_run(tmp_path, steps=6, losses=losses)).read_text()
@@ -168,7 +231,7 @@ def test_a_resumed_run_says_how_many_parts(tmp_path):
     make_run(tmp_path, until=100)
     make_run(tmp_path)
     page = write_report(tmp_path).read_text()
-    assert "in 2 parts" in page
+    assert "in 2 starts" in page
     assert [m["step"] for m in read_metrics(tmp_path).train] == list(range(1, 201))
 
 
@@ -197,8 +260,20 @@ def test_curves_go_where_they_should():
     series = Series(label="a", points=points(0, 5, None, 10, None, 2), style="first")
     chart = Chart(title="t", unit="", series=[series], text=str, from_zero=True)
     path = re.search(r'class="curve first" d="([^"]*)"', draw(chart, (0, 5)))[1]
-    # The axis ends 6 % above 10; y grows downwards; a lone point is a dot of length 0.
-    assert path == "M0.0 1000.0h0L200.0 528.3M600.0 56.6h0M1000.0 811.3h0"
+    # The axis ends 6 % above 10; y grows downwards.
+    assert path == "M0.0 1000.0L200.0 528.3M600.0 56.6M1000.0 811.3"
+
+
+def test_values_that_no_line_reaches_are_dots():
+    values = [*range(1, 20), None, 10, None, 2, 3]
+    series = Series(label="a", points=points(*values), style="first")
+    chart = Chart(title="t", unit="", series=[series], text=str, from_zero=True)
+    dots = re.search(r'class="dots first" d="([^"]*)"', draw(chart, (0, 23)))[1]
+    assert len(re.findall("h0", dots)) == 1  # the 10 alone
+    few = Series(label="a", points=points(1, 2, 3), style="first")
+    chart = Chart(title="t", unit="", series=[few], text=str)
+    dots = re.search(r'class="dots first" d="([^"]*)"', draw(chart, (0, 2)))[1]
+    assert len(re.findall("h0", dots)) == 3
 
 
 def test_ticks():

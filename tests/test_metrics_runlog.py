@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import sys
+import time
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -90,8 +91,44 @@ def test_throughput_leaves_out_the_interval_that_compiled(tmp_path):
     assert second["mfu"] == pytest.approx(40 / 312)
     assert third["tokens_per_second_per_device"] == 1000 * 1 / 4
     assert "compile_seconds" not in third
-    assert "compiling took about 30.0 s" in run.lines()
     assert "MFU 12.8%" in run.screen.getvalue()
+
+
+def test_a_compilation_is_announced_and_timed(tmp_path):
+    run = Run(tmp_path)
+    with run.log.compiling("the training step"):
+        run.now += 12.5
+    run.log.close()
+    assert run.lines()[-2:] == [
+        "compiling the training step ...",
+        "compiled the training step in 12.5 s",
+    ]
+
+
+def test_a_long_compilation_says_that_it_still_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("zerojax.metrics.runlog.STILL_COMPILING_SECONDS", 0.01)
+    run = Run(tmp_path)
+    with run.log.compiling("the training step"):
+        run.now += 90
+        deadline = time.monotonic() + 30
+        said = "still compiling the training step, 1:30 so far"
+        while said not in run.lines() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    run.log.close()
+    assert said in run.lines()
+
+
+def test_a_resumed_run_knows_the_loss_it_began_with(tmp_path):
+    first = Run(tmp_path)
+    first.log.write(1, {"loss": 5.0})
+    first.log.close()
+    resumed = Run(tmp_path, start_step=1)
+    noise = np.random.default_rng(0).lognormal(0, 0.2, 200)
+    quiet = [resumed.log.see_loss(step, 1e-4 * x) for step, x in enumerate(noise)]
+    assert quiet == [None] * 200
+    assert resumed.log.see_loss(200, 1e-3) is None, "ten times the median, 0.02 % of the decrease"
+    assert "jumped" in resumed.log.see_loss(201, 0.2)
+    resumed.log.close()
 
 
 def test_time_left_counts_from_the_second_report(tmp_path):

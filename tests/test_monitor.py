@@ -250,6 +250,17 @@ def test_the_first_steps_are_not_judged():
     assert not any(detector.see(loss) for loss in [1.0] * (LEAST - 1) + [100.0])
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_that_has_converged_near_zero_has_no_spikes(seed):
+    random = np.random.default_rng(seed)
+    detector = SpikeDetector(8.0)
+    falling = 4.0 * np.exp(-np.arange(500) / 40)
+    noise = 1e-4 * random.lognormal(0, 0.4, 3000)
+    noise[[700, 1500, 2400]] *= 30  # 3e-3, beside a first loss of 4
+    assert not any(detector.see(x) for x in [*(falling + noise[:500]), *noise[500:]])
+    assert detector.see(0.5) is not None
+
+
 def test_constant_losses_may_move_a_little():
     detector = SpikeDetector(8.0)
     assert not any(detector.see(loss) for loss in [2.0] * 50 + [2.05])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -64,7 +65,7 @@ def test_a_bad_batch_is_found_between_two_reports_and_named(run_with_bad_batch, 
     assert event["share"] > 0.9
     page = write_report(folder).read_text()
     assert "loss spike" in page
-    assert "What happened" in page
+    assert "<h2>Events" in page
 
 
 def test_a_batch_that_overflows_is_named_where_it_is(run_with_bad_batch, capsys):
@@ -73,6 +74,33 @@ def test_a_batch_that_overflows_is_named_where_it_is(run_with_bad_batch, capsys)
     assert line.startswith(f"step {BAD_STEP}: loss inf, gradient norm inf, first in the gradient")
     (event,) = read_metrics(folder).events
     assert (event["event"], event["step"], event["leaf"]) == ("not_finite", BAD_STEP, "small")
+
+
+def test_a_run_of_steps_that_are_not_finite_is_said_once_and_ends_as_failed(tmp_path, capsys):
+    model = lambda key: {"w": jnp.ones(())}, lambda params, x: params["w"] * x
+
+    def batches(step):
+        return {"x": np.full((8, 1), 1.0 if step < 3 else 3e38, np.float32)}
+
+    with pytest.raises(FloatingPointError, match="not finite at 5 reports in a row"):
+        zerojax.train(
+            model,
+            {"zero": 0},
+            batches,
+            loss=lambda apply, batch: jnp.mean(apply(batch["x"])),
+            optimizer=optax.sgd(0.05),
+            precision="fp32",
+            steps=80,
+            run_dir=tmp_path,
+            log=LogConfig(every=10, console="lines", tensorboard=False),
+        )
+    said = [line for line in capsys.readouterr().out.splitlines() if "was skipped" in line]
+    unreported = [line for line in said if "since the last report" not in line]
+    assert [line.split(":")[0] for line in unreported] == ["step 4"]
+    assert len(said) - len(unreported) == 5
+    events = read_metrics(tmp_path).events
+    assert (events[-1]["event"], events[-1]["error"]) == ("failed", "FloatingPointError")
+    assert "failed at step 50 of 80" in write_report(tmp_path).read_text()
 
 
 def test_ordinary_batches_are_not_spoken_of(run_with_bad_batch, capsys):
@@ -85,7 +113,7 @@ def test_ordinary_batches_are_not_spoken_of(run_with_bad_batch, capsys):
     whole = metrics.ends[0]["seconds"]
     assert sum(spent.values()) == pytest.approx(whole, rel=0.5, abs=1.0)
     page = write_report(folder).read_text()
-    assert "Where the time went" in page
+    assert "<h2>Time by activity" in page
     assert "What happened" not in page
 
 

@@ -39,7 +39,7 @@ from zerojax.data import (
 from zerojax.data.tokenizer import Tokenizer
 from zerojax.distributed import join_processes
 from zerojax.habits import Habits
-from zerojax.losses import next_token
+from zerojax.losses import NATS_PER_TOKEN, LossWithUnit, next_token
 from zerojax.plan import Plan, make_plan
 from zerojax.plan_counts import tokens_per_step
 from zerojax.precision import Precision
@@ -50,6 +50,7 @@ from zerojax.running import (
     absolute,
     apart,
     rows_of_process,
+    say_at_start,
     start_run,
     with_disk_folder,
 )
@@ -233,6 +234,7 @@ def train(
             **exact,
         )
 
+    say_at_start(folder, log, "planning: tracing the model and its loss ...")
     plan = replan(
         mesh_config if not isinstance(mesh_config, Mapping) else as_mesh_config(mesh_config)
     )
@@ -339,7 +341,11 @@ def _loss(
     target = getattr(model, "template", None) or model.source
     if callable(getattr(target, "loss", None)) or not is_text:
         return None, "model"
-    return lambda bound, batch: next_token(bound(batch["tokens"]), batch["targets"]), "next_token"
+    return LossWithUnit(_next_token_loss, NATS_PER_TOKEN), "next_token"
+
+
+def _next_token_loss(bound: Any, batch: Any) -> Any:
+    return next_token(bound(batch["tokens"]), batch["targets"])
 
 
 def check_validation(validation: Any) -> None:

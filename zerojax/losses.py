@@ -5,8 +5,36 @@ Knows arrays; never knows how many devices or microbatches a batch is cut into.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+NATS_PER_TOKEN = "nats per token"
+"""Unit of a mean cross-entropy over tokens, whose exponential is the perplexity."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossWithUnit:
+    """A loss function whose unit is known.
+
+    Attributes:
+      function: `(model, batch) -> loss`.
+      unit: of the mean loss, such as `NATS_PER_TOKEN`; None: not known.
+    """
+
+    function: Callable[[Any, Any], Any]
+    unit: str | None
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        return self.function(model, batch)
+
+
+def loss_unit(loss: Any) -> str | None:
+    """The unit that a loss function states; None where it states none."""
+    return loss.unit if isinstance(loss, LossWithUnit) else None
 
 
 def next_token(

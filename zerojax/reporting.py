@@ -59,6 +59,7 @@ class Reports:
         self._trace = Trace()
         self._skipped = skipped
         self._in_a_row = 0
+        self._was_skipped = False
         self._held: tuple[int, Mapping[str, Any]] | None = None
         self._reported: int | None = None
         self._under_way: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
@@ -130,12 +131,14 @@ class Reports:
             values = _read(step, metrics)
             found, leaf = _what_was_not_finite(plan, values), _leaf(plan, values, "bad_leaf")
             text = f"step {step}: {found}: not finite, the update was skipped"
-            # A reported step is said with its report, and a loss scale that is being searched for
-            # is no news.
+            # A reported step is said with its report, a loss scale that is being searched for is no
+            # news, and the first step of several in a row speaks for all: reports count the rest.
             say = step not in (self._reported, self._held and self._held[0])
-            say = say and not _scale_is_dynamic(plan)
+            say = say and not _scale_is_dynamic(plan) and not self._was_skipped
+            self._was_skipped = True
             log.event("not_finite", step, text, say=say, leaf=leaf)
             return
+        self._was_skipped = False
         jumped = log.see_loss(step, float(loss))
         if jumped is None:
             return

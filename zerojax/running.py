@@ -24,6 +24,7 @@ from zerojax.data import Feed, TokenSource, local_rows_of_mesh, save_tokenizer
 from zerojax.habits import Habits
 from zerojax.host_budget import check_offload
 from zerojax.hugging_face import UnsupportedError, describe_model
+from zerojax.losses import loss_unit
 from zerojax.metrics import RunLog
 from zerojax.out_of_memory import explaining_memory
 from zerojax.plan import Plan
@@ -76,6 +77,7 @@ def start_run(
     """Checks offload, opens checkpoints, resumes if there is something to resume, and trains."""
     check_offload(plan)
     checkpointer, trainer = _open_checkpoints(run, plan), None
+    say_at_start(run.folder, run.log, "preparing the initial state ...")
     watchdog = Watchdog(
         run.watch,
         folder=run.folder,
@@ -108,6 +110,18 @@ def start_run(
                 end_state(trainer.state)
             raise
     return trainer
+
+
+def say_at_start(folder: Path | None, log: LogConfig | None, text: str) -> None:
+    """Prints a line before the log of a run is open, where the log would print it.
+
+    Args:
+      folder: of the run; None: it has no log.
+      log: None: the defaults.
+    """
+    is_quiet = log is not None and log.console == "quiet"
+    if folder is not None and not is_quiet and jax.process_index() == 0:
+        print(text, flush=True)
 
 
 def _under_way(plan: Plan, trainer: Trainer | None) -> tuple[Plan, Any, int, Any]:
@@ -173,6 +187,7 @@ def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = Non
         run.log,
         total_steps=steps or run.steps or 0,
         tokens_per_step=run.tokens_per_step,
+        loss_unit=loss_unit(plan.loss),
         flops_per_step=model_flops(plan),
         num_devices=plan.mesh.size,
         device_kind=profile.device_kind(),

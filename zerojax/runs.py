@@ -33,6 +33,7 @@ from zerojax.running import (
     absolute,
     apart,
     rows_of_process,
+    say_at_start,
     start_run,
     with_disk_folder,
 )
@@ -72,6 +73,7 @@ def run_from_config(config: RunConfig) -> Trainer:
         mesh_config = with_disk_folder(mesh_config, folder)
         return _make_plan(config, mesh_config, train_source.batch(0), vocab_size)
 
+    say_at_start(folder, config.log, "planning: tracing the model and its loss ...")
     plan = replan(config.mesh)
     model_config = dataclasses.replace(config.model, vocab_size=vocab_size)
     resolved = dataclasses.replace(config, mesh=plan.settings, model=model_config)

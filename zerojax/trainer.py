@@ -114,11 +114,15 @@ class Trainer:
             disk.data_state = data_state
         first = not self._step_was_called
         what = f"{'compiling, or ' * first}in step {self.num_steps + 1}"
-        with self._pace.stepping(), self._watchdog.during(what, is_long=first):
+        compiling = self._compiling("the training step") if first else contextlib.nullcontext()
+        with compiling, self._pace.stepping(), self._watchdog.during(what, is_long=first):
             self.state, metrics = self.jitted_step(self.state, batch)
         self._step_was_called = True
         self.num_steps += 1
         return metrics
+
+    def _compiling(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._log is None else self._log.compiling(what)
 
     def fit(self, batches: Any, steps: int | None = None) -> Self:
         """Trains until `steps` batches are consumed in the whole run, or the batches end.
@@ -165,6 +169,11 @@ class Trainer:
             self._log.message(text)
         try:
             yield
+        except BaseException as error:
+            kind = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+            text = str(error) or type(error).__name__
+            self._log.event(kind, self.num_steps, text, say=False, error=type(error).__name__)
+            raise
         finally:
             log, self._log = self._log, None
             log.end(self.num_steps, self._pace.take()[0])
@@ -315,8 +324,9 @@ class Trainer:
 
     def _evaluate_one(self, state: Any, batch: Any) -> Any:
         self._watchdog.alive()  # the batch before this one was read back
-        self._evaluate_was_called = True
-        return self._evaluate(state, batch)
+        first, self._evaluate_was_called = not self._evaluate_was_called, True
+        with self._compiling("the evaluation") if first else contextlib.nullcontext():
+            return self._evaluate(state, batch)
 
     # --- saving, moving, handing over -------------------------------------------------------------
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 BOX = 1000
 MAX_POINTS = 800
+FEW_POINTS = 12
+"""A curve of no more values has a dot on each of them."""
 
 Points = list[tuple[float, float | None]]
 
@@ -115,12 +117,16 @@ def draw(chart: Chart, steps: tuple[float, float]) -> str:
         f'<span style="top:{100 * y(t) / BOX:.2f}%">{html.escape(chart.text(t))}</span>'
         for t in rows
     )
-    below = "".join(
-        f'<span style="left:{100 * x(t) / BOX:.2f}%"{_edge(x(t))}>{t:,.0f}</span>' for t in columns
-    )
+    columns_shown = [
+        f'<span style="left:{100 * x(t) / BOX:.2f}%"{_label_class(x(t), index, len(columns))}>'
+        f"{t:,.0f}</span>"
+        for index, t in enumerate(columns)
+    ]
     lost = "".join(f"M{x(step):.1f} 0v{BOX // 25}" for step in _lost_steps(shown))
     curves = "".join(
-        f'<path class="curve {series.style}" d="{_path(series.points, x, y)}"/>' for series in shown
+        f'<path class="curve {series.style}" d="{_path(series.points, x, y)}"/>'
+        f'<path class="dots {series.style}" d="{_dots(series.points, x, y)}"/>'
+        for series in shown
     )
     legend = "".join(_legend_entry(chart, series) for series in shown if series.style != "faint")
     size = " wide" if chart.wide else ""
@@ -133,7 +139,7 @@ def draw(chart: Chart, steps: tuple[float, float]) -> str:
 <div class="plot"><svg viewBox="0 0 {BOX} {BOX}" preserveAspectRatio="none" role="img"
  aria-label="{html.escape(chart.title)} over steps"><g class="grid">{grid}</g>{curves}
 <path class="lost" d="{lost}"/></svg>
-<div class="cursor"></div></div><div class="below">{below}</div></div>
+<div class="cursor"></div></div><div class="below">{"".join(columns_shown)}</div></div>
 </figure>
 """
 
@@ -155,24 +161,37 @@ def _lost_steps(shown: Sequence[Series]) -> list[float]:
     return sorted({step for series in shown for step, value in series.points if value is None})
 
 
-def _edge(place: float) -> str:
-    """The outermost labels stay inside the frame."""
-    if 0.03 * BOX < place < 0.97 * BOX:
-        return ""
-    return ' class="start"' if place < BOX / 2 else ' class="end"'
+def _label_class(place: float, index: int, count: int) -> str:
+    """The outermost labels stay inside the frame; a narrow chart shows every second one."""
+    names = [] if (count - 1 - index) % 2 == 0 else ["second-label"]
+    if not 0.03 * BOX < place < 0.97 * BOX:
+        names.append("start" if place < BOX / 2 else "end")
+    return f' class="{" ".join(names)}"' if names else ""
 
 
 def _path(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """Lines through neighbours; a lone point becomes a dot, a missing value a gap."""
+    """Lines through neighbours; a missing value is a gap."""
     parts, pen_down = [], False
     for step, value in points:
         if value is None:
             pen_down = False
             continue
         place = f"{x(step):.1f} {y(value):.1f}"
-        parts.append(f"L{place}" if pen_down else f"M{place}h0")
+        parts.append(f"L{place}" if pen_down else f"M{place}")
         pen_down = True
     return "".join(parts)
+
+
+def _dots(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    """A dot on each value that no line reaches, and on all of a curve of a few points."""
+    values = [value for _, value in points]
+    few = sum(value is not None for value in values) <= FEW_POINTS
+    around = [None, *values, None]
+    return "".join(
+        f"M{x(step):.1f} {y(value):.1f}h0"
+        for index, (step, value) in enumerate(points)
+        if value is not None and (few or around[index] is around[index + 2] is None)
+    )
 
 
 def _legend_entry(chart: Chart, series: Series) -> str:

@@ -29,6 +29,7 @@ class Display(Protocol):
 
     def update(self, step: int, values: Mapping[str, Any], eta: float | None) -> None: ...
     def message(self, text: str) -> None: ...
+    def waiting(self, text: str) -> None: ...
     def close(self) -> None: ...
 
 
@@ -72,6 +73,21 @@ def _fixed(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if usual else format_number(value)
 
 
+def format_loss(value: float | None) -> str:
+    """Four decimals, as losses are compared; a small or very large one keeps its digits.
+
+    1.0639, 0.0251, 2.831e-04, 8.730e+18; "not finite" for None.
+    """
+    if value is None or not math.isfinite(value):
+        return format_number(value)
+    usual = value == 0 or 0.01 <= abs(value) < 1e5
+    return f"{value:.4f}" if usual else f"{value:.3e}"
+
+
+def _short_loss(value: float) -> str:
+    return f"{value:.2f}" if 0.1 <= abs(value) < 1e5 else format_number(value)
+
+
 def format_memory(values: Mapping[str, Any]) -> str:
     """Peak use, out of the limit where there is one: 41.2/79.6 GiB (52 %)."""
     peak, limit = values["memory_peak"], values.get("memory_limit")
@@ -87,7 +103,7 @@ def learning_words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(label, value) of what says whether the model learns."""
     words = []
     if "loss" in values:
-        words.append(("loss", f"{values['loss']:.4f}"))
+        words.append(("loss", format_loss(values["loss"])))
     if "grad_norm" in values:
         words.append(("grad norm", _fixed(values["grad_norm"], 3)))
     if "learning_rate" in values:
@@ -162,6 +178,9 @@ class QuietDisplay:
     def message(self, text: str) -> None:
         pass
 
+    def waiting(self, text: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -177,6 +196,9 @@ class LineDisplay:
 
     def message(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
+
+    def waiting(self, text: str) -> None:
+        self.message(text)
 
     def close(self) -> None:
         self._stream.flush()
@@ -214,6 +236,9 @@ class LiveDisplay:
     def message(self, text: str) -> None:
         self._console.print(Text(text))
 
+    def waiting(self, text: str) -> None:
+        pass  # the display shows how long it has been compiling
+
     def close(self) -> None:
         self._live.stop()
 
@@ -228,7 +253,8 @@ class LiveDisplay:
         if self._console.encoding.startswith("utf") and len(self._losses) > 2:
             width = max(10, min(60, self._console.width - 40))
             first, now = self._losses[0], self._losses[-1]
-            curve = f"loss {first:.2f} {sparkline(self._losses, width)} {now:.2f}"
+            shape = sparkline(self._losses, width)
+            curve = f"loss {_short_loss(first)} {shape} {_short_loss(now)}"
             lines.append(Text(curve, no_wrap=True, overflow="crop"))
         return Group(*lines)
 

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerojax.losses import NATS_PER_TOKEN
 from zerojax.metrics.charts import Chart, Points, Series, draw, smooth, thin
-from zerojax.metrics.console import GIB, format_number, format_seconds
-from zerojax.metrics.happenings import breakdown, breakdown_table, events_table
+from zerojax.metrics.console import GIB, format_loss, format_number, format_seconds
+from zerojax.metrics.happenings import breakdown, breakdown_table, ending, events_table
 from zerojax.metrics.jsonl import Metrics, read_metrics
 from zerojax.redaction import redact
 from zerojax.schedules import Costs, Schedule
@@ -66,13 +67,13 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
 <body>
 <main>
 <header><div class="title"><h1>{name}</h1>{_status(metrics)}</div>
-<p>{html.escape(plan_line)}</p></header>
+<p>{html.escape(plan_line)}</p>{_ending(metrics)}</header>
 <dl class="tiles">
 {_tiles(metrics)}</dl>
 <section class="charts">
 {"".join(draw(chart, ends) for chart in charts)}</section>
-{_panel("What happened", redact(events_table(metrics.events)))}
-{_panel("Where the time went", breakdown_table(metrics))}
+{_panel("Events", redact(events_table(metrics.events)))}
+{_panel("Time by activity", breakdown_table(metrics))}
 {_panel("Plan", _schedule(_json(run_dir / "plan.json")) + _plan_text(plan_rest))}
 {_panel("Configuration", _settings(redact(_json(run_dir / "config.json"))))}
 <footer>Written by zerojax on {time.strftime("%Y-%m-%d at %H:%M")} from metrics.jsonl, plan.txt,
@@ -205,11 +206,21 @@ def _embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
 def _status(metrics: Metrics) -> str:
     total = metrics.starts[-1].get("total_steps") if metrics.starts else None
     step = metrics.train[-1]["step"]
+    if (ended := ending(metrics)) is not None:
+        kind, _ = ended
+        of = f" of {total:,}" if total else ""
+        return f'<span class="status {kind}">{kind} at step {step:,}{of}</span>'
     if not total:
         return f'<span class="status">step {step:,}</span>'
     if step >= total:
         return f'<span class="status finished">finished: {total:,} steps</span>'
     return f'<span class="status">at step {step:,} of {total:,}</span>'
+
+
+def _ending(metrics: Metrics) -> str:
+    """The message with which a run failed or was interrupted."""
+    ended = ending(metrics)
+    return "" if ended is None else f'<p class="ending">{html.escape(redact(ended[1]))}</p>'
 
 
 def _tiles(metrics: Metrics) -> str:
@@ -226,27 +237,31 @@ def _learning_tiles(metrics: Metrics) -> list[tuple[str, str, str]]:
     losses = _finite(_points(metrics.train, "loss"))
     if losses:
         recent = losses[-max(1, min(10, len(losses) // 10)) :]
-        tiles.append(("Training loss", f"{statistics.mean(recent):.4f}", f"from {losses[0]:.3f}"))
+        note = f"from {format_loss(losses[0])}"
+        tiles.append(("Training loss", format_loss(statistics.mean(recent)), note))
     evals = [e for e in metrics.evals if e.get("loss") is not None]
     if evals:
         best = min(evals, key=lambda e: e["loss"])
-        perplexity = f", perplexity {math.exp(best['loss']):,.2f}" if best["loss"] < 15 else ""
+        unit = metrics.starts[-1].get("loss_unit") if metrics.starts else None
+        known = unit == NATS_PER_TOKEN and best["loss"] < 15
+        perplexity = f", perplexity {math.exp(best['loss']):,.2f}" if known else ""
         note = f"at step {best['step']:,}{perplexity}"
-        tiles.append(("Best validation loss", f"{best['loss']:.4f}", note))
+        tiles.append(("Best validation loss", format_loss(best["loss"]), note))
     last = metrics.train[-1]
     skipped = last.get("skipped")
-    seconds = sum(_seconds_of_each_start(metrics))
+    spent = breakdown(metrics)
+    # A run that measured no breakdown has the times of its reports only.
+    seconds = sum(spent.values()) or sum(_seconds_of_each_start(metrics))
     starts = len(metrics.starts)
-    note = f"in {starts} parts" if starts > 1 else ""
+    note = f"in {starts} starts" if starts > 1 else ""
     if skipped:
         tiles.append(("Steps skipped", f"{skipped:,}", "loss or gradient not finite"))
     tiles.append(("Time", format_seconds(seconds), note))
-    spent = breakdown(metrics)
     if total := sum(spent.values()):
         tiles.append(("In training steps", f"{spent['step'] / total:.0%}", "of the loop's time"))
     spikes = sum(event["event"] == "loss_spike" for event in metrics.events)
     if spikes:
-        tiles.append(("Loss spikes", f"{spikes:,}", "see what happened"))
+        tiles.append(("Loss spikes", f"{spikes:,}", "listed under Events"))
     tokens = (metrics.starts[-1].get("tokens_per_step") if metrics.starts else None) or 0
     if tokens:
         tiles.append(("Tokens seen", _short(tokens * last["step"]), f"{_short(tokens)} per step"))

@@ -10,6 +10,7 @@ import math
 import operator
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, TextIO
 from zerojax.config import ConfigError, LogConfig
 from zerojax.metrics import console
 from zerojax.metrics.events import EventWriter
-from zerojax.metrics.jsonl import FILE_NAME, MetricsFile
+from zerojax.metrics.jsonl import FILE_NAME, MetricsFile, read_metrics
 from zerojax.metrics.peaks import peak_flops
 from zerojax.metrics.spikes import SpikeDetector
 from zerojax.metrics.spread import ProcessTimes, Stragglers, spread
@@ -36,6 +37,8 @@ TAGS = {
 SPENT = "spent_"
 """Before an activity of `stopwatch.ACTIVITIES`: seconds spent on it since the last report."""
 MAX_REASONS = 20
+STILL_COMPILING_SECONDS = 30.0
+"""Between two lines that say that a compilation goes on."""
 
 
 class RunLog:
@@ -46,6 +49,7 @@ class RunLog:
       config: where to and how often.
       total_steps: step at which the run ends.
       tokens_per_step: over all devices; None where examples are not made of tokens.
+      loss_unit: of the mean loss, see `zerojax.losses`; None: not known.
       flops_per_step: over all devices, forward and backward, without what remat repeats; None:
         not known.
       num_devices: over all processes.
@@ -64,6 +68,7 @@ class RunLog:
         *,
         total_steps: int,
         tokens_per_step: int | None = None,
+        loss_unit: str | None = None,
         flops_per_step: float | None = None,
         num_devices: int = 1,
         device_kind: str = "",
@@ -79,6 +84,7 @@ class RunLog:
         self._stream, self._clock, self._read_memory = stream, clock, read_memory
         self._total_steps, self._num_devices = total_steps, num_devices
         self._tokens_per_step, self._flops_per_step = tokens_per_step, flops_per_step
+        self._loss_unit = loss_unit
         self._device_kind, self._peak = device_kind, peak_flops(device_kind, precision)
         self._display: console.Display = console.QuietDisplay()
         self._file: MetricsFile | None = None
@@ -182,7 +188,8 @@ class RunLog:
         """Something that happened at a step: to metrics.jsonl, and in one line to the terminal.
 
         Args:
-          kind: "loss_spike", "not_finite", "slow_process" or "fast_again".
+          kind: "loss_spike", "not_finite", "slow_process", "fast_again", "failed" or
+            "interrupted".
           facts: JSON-able, such as the parameter to blame as `leaf`.
         """
         if not self.is_enabled:
@@ -213,6 +220,26 @@ class RunLog:
         """Prints a line above the live display."""
         if self.is_enabled:
             self._display.message(text)
+
+    @contextlib.contextmanager
+    def compiling(self, what: str) -> Iterator[None]:
+        """Around the first call of a program: says that it is being compiled, and how long it took.
+
+        Args:
+          what: such as "the training step".
+        """
+        if not self.is_enabled:
+            yield
+            return
+        began = self._clock()
+        self._display.waiting(f"compiling {what} ...")
+        with _every(STILL_COMPILING_SECONDS, lambda: self._still_compiling(what, began)):
+            yield
+        self._display.message(f"compiled {what} in {self._clock() - began:.1f} s")
+
+    def _still_compiling(self, what: str, began: float) -> None:
+        seconds = console.format_seconds(self._clock() - began)
+        self._display.waiting(f"still compiling {what}, {seconds} so far")
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
@@ -252,6 +279,9 @@ class RunLog:
             ) from None
 
     def _open_files(self, start_step: int, config_dict: Mapping[str, Any]) -> None:
+        if start_step:
+            first = _first_loss(self.run_dir)
+            self._spikes = SpikeDetector(self._config.spike, first=first)
         if self._config.wandb is not None:
             self._wandb = _start_wandb(self._config.wandb, self.run_dir, config_dict)
         self._file = MetricsFile(self.run_dir / FILE_NAME)
@@ -262,6 +292,7 @@ class RunLog:
             "num_devices": self._num_devices,
             "device_kind": self._device_kind,
             "tokens_per_step": self._tokens_per_step,
+            "loss_unit": self._loss_unit,
             "flops_per_step": self._flops_per_step,
             "peak_flops_per_device": self._peak,
         }
@@ -325,10 +356,7 @@ class RunLog:
         if self._first_interval[0] > 0:
             count, first = self._first_interval
             self._first_interval = (0, 0.0)
-            compiling = max(0.0, first - count * report["step_seconds"])
-            report["compile_seconds"] = compiling
-            if compiling >= 0.05:
-                self._display.message(f"compiling took about {compiling:.1f} s")
+            report["compile_seconds"] = max(0.0, first - count * report["step_seconds"])
         per_device = steps / seconds / self._num_devices
         if self._tokens_per_step:
             report["tokens_per_second_per_device"] = self._tokens_per_step * per_device
@@ -351,12 +379,39 @@ class RunLog:
         return (now - self._steady_since) / done * max(0, self._total_steps - step)
 
 
+@contextlib.contextmanager
+def _every(seconds: float, say: Callable[[], object]) -> Iterator[None]:
+    """Calls `say` every so many seconds from a thread while the block runs."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(seconds):
+            say()
+
+    thread = threading.Thread(target=repeat, name="zerojax-compiling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def _number(value: Any) -> int | float:
     """A Python number from one of Python, NumPy or JAX (a scalar already on the host)."""
     try:
         return operator.index(value)
     except TypeError:
         return float(value)
+
+
+def _first_loss(run_dir: Path) -> float | None:
+    """The first loss that a resumed run reported; None where its file does not have it."""
+    try:
+        train = read_metrics(run_dir).train
+    except OSError:
+        return None
+    return next((r["loss"] for r in train if r.get("loss") is not None), None)
 
 
 def _close(writer: MetricsFile | EventWriter | None) -> None:

@@ -16,6 +16,9 @@ LEAST = 32
 """Fewer than this say too little about their own spread."""
 LEAST_JUMP = 0.05
 """Part of the median below which nothing is called a spike, however quiet the values were."""
+LEAST_SETBACK = 0.01
+"""Part of the decrease since the first loss that a spike undoes at least. Losses of a run that has
+converged near zero vary by factors, which are small beside the loss that it began with."""
 _NORMAL = 1.4826
 """Standard deviations of a normal distribution per median absolute deviation."""
 
@@ -43,10 +46,12 @@ class SpikeDetector:
 
     Args:
       threshold: robust standard deviations; None finds nothing.
+      first: the first loss of the run, where it is not the first value seen here (a resumed run).
     """
 
-    def __init__(self, threshold: float | None) -> None:
+    def __init__(self, threshold: float | None, *, first: float | None = None) -> None:
         self._threshold = threshold
+        self._first = first
         self._values: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._is_high = False
 
@@ -54,6 +59,8 @@ class SpikeDetector:
         """The spike that `value` is, if it is one and the value before it was none."""
         if self._threshold is None or not math.isfinite(value):
             return None
+        if self._first is None:
+            self._first = value
         spike = self._spike(value)
         self._values.append(value)
         was_high, self._is_high = self._is_high, spike is not None
@@ -61,11 +68,14 @@ class SpikeDetector:
 
     def _spike(self, value: float) -> Spike | None:
         assert self._threshold is not None
+        assert self._first is not None
         if len(self._values) < LEAST:
             return None
         median = statistics.median(self._values)
         deviation = _NORMAL * statistics.median(abs(x - median) for x in self._values)
         jump = value - median
-        if jump <= max(self._threshold * deviation, LEAST_JUMP * abs(median)):
+        gained = max(0.0, self._first - median)
+        least = max(LEAST_JUMP * abs(median), LEAST_SETBACK * gained)
+        if jump <= max(self._threshold * deviation, least):
             return None
         return Spike(value=value, median=median, times=jump / deviation if deviation else math.inf)

@@ -9,6 +9,7 @@ from typing import Any
 
 from flax import linen, nnx
 
+from zerojax.losses import LossWithUnit
 from zerojax.model.functions import FunctionModel
 from zerojax.model.linen_module import LinenModel
 from zerojax.model.nnx_module import NnxModel
@@ -54,7 +55,8 @@ def default_loss(model: Model) -> Loss:
     """
     target = getattr(model, "template", None) or model.source
     if callable(getattr(target, "loss", None)):
-        return lambda bound, batch: bound.loss(batch)
+        unit = getattr(target, "loss_unit", None)
+        return LossWithUnit(lambda bound, batch: bound.loss(batch), unit)
     raise ValueError(
         f"no loss: the {model.kind} {_name_of(model.source)} has no method loss(batch). Pass "
         "loss=lambda model, batch: ..., which returns a scalar or (sum, weight); "

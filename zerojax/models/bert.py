@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.activations import constrain
-from zerojax.losses import next_token
+from zerojax.losses import NATS_PER_TOKEN, next_token
 from zerojax.models.decoder import (
     MEGATRON_RULES,
     RESIDUAL_DIMS,
@@ -167,6 +167,7 @@ class Bert(nnx.Module):
         *MEGATRON_RULES,
         (r"mlm_head/bias$", ("model",)),
     )
+    loss_unit: ClassVar[str] = NATS_PER_TOKEN
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config

@@ -16,7 +16,7 @@ from jax import lax
 
 from zerojax.activations import constrain
 from zerojax.chunked_loss import head_next_token
-from zerojax.losses import next_token
+from zerojax.losses import NATS_PER_TOKEN, next_token
 from zerojax.models.fp8 import check_matmul_dtype
 from zerojax.models.layers import Attention, Dropout, Embedding, Projection
 from zerojax.models.stacking import check_remat, scan_blocks
@@ -119,6 +119,7 @@ class Decoder(nnx.Module):
     """
 
     tensor_parallel_rules: ClassVar[TensorParallelRules] = MEGATRON_RULES
+    loss_unit: ClassVar[str] = NATS_PER_TOKEN
 
     config: DecoderConfig
     token_embedding: Embedding
