@@ -105,6 +105,7 @@ class Plan:
       compiler_options: what the step is compiled with, where it is known what helps.
       dropped_options: compiler option -> why this compiler goes without it.
       regather: whether the backward pass gathers parameters again (zero=3, see `zero`).
+      index_limits: what integers of a batch must keep to, since they look up rows of a parameter.
       forward: the traced forward pass of one microbatch on one data shard (a jaxpr), for counting.
       reasons: one line per default or exception that a reader should know.
       remake: makes the same plan for another mesh.
@@ -129,6 +130,7 @@ class Plan:
     compiler_options: Mapping[str, Any]
     dropped_options: Mapping[str, str]
     regather: bool
+    index_limits: Mapping[str, tuple[models.IndexLimit, ...]]
     forward: Any
     reasons: tuple[str, ...]
     remake: Callable[[Mesh | AbstractMesh], Plan] = dataclasses.field(repr=False, compare=False)
@@ -344,6 +346,7 @@ def make_plan(
         compiler_options=compiler_options,
         dropped_options=dropped_options,
         regather=regather,
+        index_limits=trace.index_limits,
         forward=trace.jaxpr,
         reasons=(
             *describe_choices(settings, mesh, precision, placement),

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.mesh import DATA_AXES, num_data_shards
+from zerojax.model import IndexLimit
 from zerojax.trees import flatten_names, unflatten_like
 
 # The names of a language-model batch that hold token ids (others, such as labels, are not bounded
@@ -51,7 +52,8 @@ def shard_batch(
     Args:
       plan: the plan of the run.
       batch: tree of arrays [rows, ...] with the names of the plan's example batch.
-      vocab_size: where given, "tokens" and "targets" must lie in [0, vocab_size).
+      vocab_size: where given, "tokens" and "targets" must lie in [0, vocab_size). Integers that the
+        model looks up in a parameter must be rows of it in any case.
       check_values: refuse floating-point values that are not finite.
 
     Returns:
@@ -76,6 +78,8 @@ def shard_batch(
             check_finite(name, array)
         if vocab_size is not None and name.split("/")[-1] in TOKEN_NAMES:
             check_vocabulary(name, array, vocab_size)
+        for limit in getattr(plan, "index_limits", {}).get(name, ()):
+            check_rows_exist(name, array, limit)
         placed[name] = jax.make_array_from_process_local_data(
             abstract.sharding, array, abstract.shape
         )
@@ -178,6 +182,27 @@ def check_vocabulary(name: str, array: np.ndarray, vocab_size: int) -> None:
         f"batch[{name!r}] holds token id {array[first]} at index {first}, outside the model's "
         f"vocabulary [0, {vocab_size}); use the model's tokenizer, raise vocab_size, or give such "
         "places an id of 0 and a weight of 0"
+    )
+
+
+def check_rows_exist(name: str, array: np.ndarray, limit: IndexLimit) -> None:
+    """Refuses integers that look up rows which a parameter does not have.
+
+    Raises:
+      ValueError: names the first index, its value and the parameter.
+    """
+    looked_up = array[limit.window]
+    if not looked_up.size or (looked_up.min() >= limit.low and looked_up.max() < limit.high):
+        return
+    wrong = np.argwhere((looked_up < limit.low) | (looked_up >= limit.high))[0]
+    first = tuple(
+        int(i) * (part.step or 1) + (part.start or 0)
+        for i, part in zip(wrong, limit.window, strict=True)
+    )
+    raise ValueError(
+        f"batch[{name!r}] holds {array[first]} at index {first}, and the model looks that up in "
+        f"{limit.parameter}, which has {limit.high} rows; use values in [0, {limit.high}), or give "
+        "the model more rows"
     )
 
 

@@ -5,11 +5,13 @@ ZeRO: it lets a caller say what happens when the model reads a parameter (`on_re
 """
 
 from zerojax.model.door import as_model, bound_attribute, default_loss, width_of
+from zerojax.model.index_limits import IndexLimit
 from zerojax.model.protocol import Arrays, LazyArray, Loss, Model, ModelLike, OnRead
 from zerojax.model.tracing import ModelTrace, trace_model
 
 __all__ = [
     "Arrays",
+    "IndexLimit",
     "LazyArray",
     "Loss",
     "Model",

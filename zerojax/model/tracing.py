@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from zerojax.model.index_limits import IndexLimit, find_index_limits
 from zerojax.model.protocol import Arrays, Loss, Model
 from zerojax.model.reads import MarkRead, find_reads
+from zerojax.trees import flatten_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,7 @@ class ModelTrace:
       barriers: name -> why the parameter cannot be gathered where the model reads it.
       result: the abstract value of the loss.
       jaxpr: the traced forward pass, for counting.
+      index_limits: {leaf of the batch: what its integers must keep to}, see `index_limits`.
     """
 
     read_shapes: Mapping[str, frozenset[tuple[int, ...]]]
@@ -35,6 +39,7 @@ class ModelTrace:
     barriers: Mapping[str, str]
     result: Any
     jaxpr: Any
+    index_limits: Mapping[str, tuple[IndexLimit, ...]]
 
 
 def trace_model(
@@ -63,12 +68,19 @@ def trace_model(
     # The leaves of a dict are in the order of its sorted keys.
     rest = len(jax.tree.leaves((extras, batch)))
     reads = find_reads(jaxpr.jaxpr, [*sorted(params), *[None] * rest])
+    flat = flatten_names(batch)
+    of_batch = [
+        (name, leaf.shape) if jnp.issubdtype(leaf.dtype, jnp.integer) and leaf.shape else None
+        for name, leaf in flat.items()
+    ]
+    before = [None] * (len(jaxpr.jaxpr.invars) - len(of_batch))
     return ModelTrace(
         read_shapes={name: frozenset(shapes) for name, shapes in reads.shapes.items()},
         mapped_dims=reads.mapped_dims,
         barriers=reads.barriers,
         result=result,
         jaxpr=jaxpr,
+        index_limits=find_index_limits(jaxpr.jaxpr, [*before, *of_batch]),
     )
 
 
