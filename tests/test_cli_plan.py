@@ -286,7 +286,7 @@ def test_a_search_that_finds_nothing_looks_once_more_with_the_state_on_the_host(
         (["num_microbatches=8"], "use num_microbatches=4 or global_batch_size=64"),
         (["--budget", "0", "--search"], "--budget 0"),
         (["--search", "--no-compile"], "--no-compile forbids it"),
-        (["zero=7"], "must be 0, 1, 2 or 3"),
+        (["zero=7"], "is not valid; use 0, 1, 2 or 3"),
         (["--gpus", "h100"], "unrecognized arguments: --gpus"),
         (["vocab_size=null", "data.path=no/such/tokens.bin"], "set model.vocab_size"),
         (["stage=2", "mesh.pipeline_schedule=1f2b"], "did you mean '1f1b'"),

@@ -157,7 +157,7 @@ BAD_FILES = [
     ),
     ("mesh: 3", "mesh: expected a section with the keys data, model"),
     ("mesh:\n  offload: cpu", "mesh.offload: expected a section with the keys opt_state"),
-    ("mesh:\n  zero: 4", "mesh.zero: 4 must be 0, 1, 2 or 3 ({path}:2)"),
+    ("mesh:\n  zero: 4", "mesh.zero=4 is not valid; use 0, 1, 2 or 3 ({path}:2)"),
     ("mesh: {data: 0}", "mesh.data: 0 must be >= 1, or -1 for all devices"),
     ("mesh: {model: -1}", "mesh.model: -1 must be >= 1"),
     (
@@ -213,7 +213,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path, text, sentence):
         ("data=8", "not a value; write mesh.data=8 (command line)"),
         ("log=3", "log: this is a section (log.every, "),
         ("zero=three", "mesh.zero: expected an integer, got 'three' (str) (command line)"),
-        ("zero=7", "mesh.zero: 7 must be 0, 1, 2 or 3 (command line)"),
+        ("zero=7", "mesh.zero=7 is not valid; use 0, 1, 2 or 3 (command line)"),
         ("offload=cpu", "this is a section (mesh.offload.opt_state"),
     ],
 )

@@ -282,9 +282,9 @@ def test_unknown_options_name_the_nearest():
     with pytest.raises(TypeError) as caught:
         plain_plan(persistance_threshold=1)
     assert str(caught.value) == (
-        "make_plan has no option 'persistance_threshold'; did you mean persistence_threshold?"
+        "make_plan has no keyword 'persistance_threshold'; did you mean 'persistence_threshold'?"
     )
-    with pytest.raises(TypeError, match="make_plan has no option 'data'; there are rules, persist"):
+    with pytest.raises(TypeError, match="make_plan has no keyword 'data'; sizes are the mesh's"):
         plain_plan(data=2)
 
 

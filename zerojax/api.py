@@ -22,11 +22,13 @@ from zerojax.config import (
     CheckpointConfig,
     LogConfig,
     MeshConfig,
+    OptimizerConfig,
     WatchConfig,
     as_mesh_config,
     to_dict,
 )
 from zerojax.config.checks import check_kind, check_whole_number
+from zerojax.config.keywords import names_keywords
 from zerojax.data import (
     Feed,
     TokenSource,
@@ -60,6 +62,27 @@ DEFAULT_STEPS = 200
 DEFAULT_BATCH = 32
 
 
+_ELSEWHERE = {
+    **{
+        field.name: "it is a field of the optimizer: "
+        f"optimizer=zerojax.OptimizerConfig({field.name}=...)"
+        for field in dataclasses.fields(OptimizerConfig)
+    },
+    **{
+        field.name: f"it is a field of the mesh: zerojax.train(model, {{{field.name!r}: ...}}, ...)"
+        for field in dataclasses.fields(MeshConfig)
+        if field.name not in ("data", "model", "deterministic")
+    },
+    "lr": "it is a field of the optimizer: optimizer=zerojax.OptimizerConfig(learning_rate=...)",
+    "epochs": "the length of a run is steps=...",
+    "num_epochs": "the length of a run is steps=...",
+    "batch_size": "batches have the rows that you give them; for text: global_batch_size=...",
+    "gradient_accumulation_steps": "it is num_microbatches=... here",
+}
+"""Keywords of `train` that belong to something else: {name: what to write}."""
+
+
+@names_keywords(elsewhere=_ELSEWHERE)
 def train(
     model: models.ModelLike,
     mesh_config: MeshConfig | Mapping[str, Any] | Mesh | str | Path | None = None,
@@ -199,7 +222,7 @@ def train(
     if ported is not None:
         rows = [leaf.shape[0] for leaf in jax.tree.leaves(example) if leaf.shape]
         says = ported.with_rows(rows[0] if rows else None)
-        deepspeed.warn_of(says, stacklevel=2)
+        deepspeed.warn_of(says, stacklevel=3)
         optimizer, precision, num_microbatches = (
             says.optimizer,
             says.precision,

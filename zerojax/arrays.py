@@ -15,6 +15,7 @@ import numpy as np
 
 from zerojax import loss_scale
 from zerojax.abstract_state import LayerRows, canonical_opt_state, rows_of_state
+from zerojax.config.keywords import names_keywords
 from zerojax.conversion import convert, fit
 from zerojax.first_values import place
 from zerojax.model import LazyArray
@@ -33,6 +34,7 @@ Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
 """A tree's leaves and its structure: hashable, as keys of a cache are."""
 
 
+@names_keywords()
 def init_state(plan: Planned, seed: int = 0) -> TrainState:
     """A new state, born in its shards: no device ever holds more than its part.
 
@@ -254,6 +256,7 @@ def _new_opt_state(plan: Planned, trained: dict[str, jax.Array]) -> Any:
     return coding.new_state(plan.abstract_stored["opt_state"])
 
 
+@names_keywords()
 def to_canonical(plan: Planned, state: TrainState, *, joined: bool = True) -> TrainState:
     """The state without padding, layers in order, in `plan.abstract_canonical`'s shardings.
 
@@ -307,6 +310,7 @@ def from_model_parts(plan: Planned, parts: dict[str, Any]) -> dict[str, Any]:
     return convert(parts, {name: stored[name] for name in parts}, rows, to_rows=True)
 
 
+@names_keywords()
 def from_canonical(
     plan: Planned, canonical: TrainState, *, data_state: dict[str, Any] | None = None
 ) -> TrainState:
@@ -385,6 +389,7 @@ def _recoder(coding: StateCoding, decode: bool, coded: Flat, decoded: Flat) -> A
     )
 
 
+@names_keywords()
 def reshard_state(
     old: Planned, new: Planned, state: TrainState, *, data_state: dict[str, Any] | None = None
 ) -> TrainState:

@@ -10,9 +10,10 @@ import math
 import numbers
 import operator
 import os
+import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,8 +24,19 @@ from zerojax.display import MAX_MESSAGE, cut, printable, quoted
 T = TypeVar("T")
 Key = tuple[str, ...]
 
-# The safe loader, in C where PyYAML was built with it: ten times as fast.
-_SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """The safe loader, in C where PyYAML was built with it: ten times as fast.
+
+    YAML 1.1 reads 1e-3 and 5e8 as text; YAML 1.2, and this, read them as numbers.
+    """
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    [*"-+0123456789"],
+)
 
 MAX_CHARACTERS = 2**20
 """Of a configuration's text."""
@@ -56,6 +68,8 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         prefix = ".".join(cut(name, _MAX_NAME) for name in self.key) + ": " if self.key else ""
+        if self.key and self.message.startswith(f"{self.key[-1]}="):  # the message names the field
+            prefix = "".join(f"{cut(name, _MAX_NAME)}." for name in self.key[:-1])
         where = f" ({self.where})" if self.where else ""
         return printable(prefix + cut(self.message, MAX_MESSAGE) + where, is_page=True)
 
@@ -117,15 +131,42 @@ def load_dataclass(
       ConfigError: with the key, the value, the nearest known key, and file:line.
     """
     values, where = (dict[str, Any](), dict[Key, str]()) if path is None else _read(Path(path))
-    try:
+
+    def build(chosen: Sequence[str], places: dict[Key, str]) -> T:
         _check_keys(cls, values)
-        for override in overrides:
-            _apply(cls, override, values, where)
-        return from_dict(cls, {**(defaults or {}), **values})
+        laid = dict(values)
+        for override in chosen:
+            _apply(cls, override, laid, places)
+        return from_dict(cls, {**(defaults or {}), **laid})
+
+    try:
+        return build(overrides, where)
     except ConfigError as error:
         known = [where[key] for key in _prefixes(error.key) if key in where]
-        found = [*known, error.where, str(path or "")]
-        raise ConfigError(error.message, error.key, next(filter(None, found), "")) from None
+        place = next(filter(None, [*known, error.where, str(path or "")]), "")
+        if place != _COMMAND_LINE and (culprit := _culprit(build, overrides)) is not None:
+            place = f"{_COMMAND_LINE}: {cut(culprit, _MAX_NAME)}"
+        raise ConfigError(error.message, error.key, place) from None
+
+
+def _culprit(build: Callable[..., Any], overrides: Sequence[str]) -> str | None:
+    """The override without which a configuration is right that is wrong with all of them."""
+
+    def is_right(chosen: Sequence[str]) -> bool:
+        try:
+            build(chosen, {})
+        except ConfigError:
+            return False
+        return True
+
+    if not is_right(()):
+        return None
+    alone = (each for i, each in enumerate(overrides) if is_right(_without(overrides, i)))
+    return next(alone, ", ".join(overrides))
+
+
+def _without(items: Sequence[str], index: int) -> Sequence[str]:
+    return [*items[:index], *items[index + 1 :]]
 
 
 def coerce_fields(config: Any) -> None:
@@ -224,7 +265,8 @@ def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, st
     text, equals, value = override.partition("=")
     if not equals:
         raise ConfigError(
-            f"override {quoted(override)} is not KEY=VALUE; an example is mesh.zero=3"
+            f"override {quoted(override)} is not KEY=VALUE; an example is mesh.zero=3",
+            where=_COMMAND_LINE,
         )
     key = _resolve(cls, text.strip().removeprefix("--"))
     new: Any = CommandText(value)
@@ -236,10 +278,23 @@ def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, st
     for name in key[:-1]:
         node[name] = dict(node.get(name) or {})
         node = node[name]
+    typed = new
     if isinstance(new, dict):
         new = {**(node.get(key[-1]) or {}), **new}
     node[key[-1]] = new
+    for place in [place for place in where if place[: len(key)] == key]:
+        if not isinstance(new, dict) or _is_set(typed, place[len(key) :]):
+            del where[place]  # what the file said of it
     where[key] = _COMMAND_LINE
+
+
+def _is_set(values: Any, key: Key) -> bool:
+    """Whether nested dicts have a key; of an empty one, that there are some."""
+    for name in key:
+        if not isinstance(values, dict) or name not in values:
+            return False
+        values = values[name]
+    return True
 
 
 def _section_hint(cls: type, key: Key, value: str) -> str:
@@ -309,7 +364,7 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Key, str]]:
     check_length(text, source)
     try:
         _check_events(text, source)
-        loader = _SAFE_LOADER(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None, where
@@ -328,7 +383,7 @@ def _check_events(text: str, source: str) -> None:
     weights: dict[str, tuple[int, int]] = {}  # of what is anchored: nodes, levels below it
     opened: list[tuple[str | None, int, int]] = []  # anchor, nodes before it, levels below so far
     total = 0
-    for event in yaml.parse(text, Loader=_SAFE_LOADER):
+    for event in yaml.parse(text, Loader=_Loader):
         anchor, below, before = None, 0, total
         if isinstance(event, yaml.ScalarEvent):
             anchor, total = event.anchor, total + 1
@@ -431,8 +486,9 @@ def _convert(hint: Any, value: Any) -> Any:
     if hint is type(None):
         _expect(is_null(value), "nothing (null)", value)
         return None
+    is_typed = False
     if isinstance(value, CommandText):
-        value = parse_text(value)
+        value, is_typed = parse_text(value), True
         if origin is tuple and args[0] is str and isinstance(value, str):
             value = [value]  # freeze=embed/.* is a list of one
     if dataclasses.is_dataclass(hint):
@@ -445,7 +501,7 @@ def _convert(hint: Any, value: Any) -> Any:
     if hint is bool:
         _expect(isinstance(value, bool), "true or false", value)
         return value
-    return _convert_number(hint, value)
+    return _convert_number(hint, value, is_typed=is_typed)
 
 
 def _expect(holds: bool, wanted: str, value: Any) -> None:
@@ -504,15 +560,15 @@ def _convert_mapping(args: tuple[Any, ...], value: Mapping[Any, Any]) -> tuple[A
     return tuple(pairs)
 
 
-def _convert_number(hint: Any, value: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as text and 5e8 as text; both are numbers to everyone else."""
+def _convert_number(hint: Any, value: Any, *, is_typed: bool = False) -> Any:
+    """A number as its kind. Text is none, even if it reads like one, except on a command line."""
     wanted = "an integer" if hint is int else "a number"
     number = value
     if isinstance(value, str) and len(value) <= MAX_DIGITS:
-        try:
-            number = int(value) if hint is int else float(value)
-        except ValueError:
-            number = _float_or_none(value)
+        number = _float_or_none(value)
+        if number is not None and not is_typed:
+            shown = int(number) if number.is_integer() and hint is int else number
+            raise ConfigError(f"{quoted(value)} is a string; use {shown}")
     _expect(isinstance(number, numbers.Real) and not isinstance(number, bool), wanted, value)
     _expect(not isinstance(number, int) or abs(number) < 10**MAX_DIGITS, wanted, value)
     if hint is float:

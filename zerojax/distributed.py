@@ -17,6 +17,7 @@ import time
 import jax
 
 from zerojax import last_words
+from zerojax.config.keywords import names_keywords
 from zerojax.exit_codes import FAILED
 from zerojax.leaving import leave_on_uncaught_errors
 from zerojax.process_group import ProcessGroup as ProcessGroup
@@ -41,6 +42,7 @@ _NO_PROXY, _NO_PROXY_AT_ALL = "no_grpc_proxy", "no_proxy"
 BIND_ADDRESS, LOCAL_DEVICES = "JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS"
 
 
+@names_keywords()
 def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
     """Joins the processes of a run; to be called before JAX touches a device.
 

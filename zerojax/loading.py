@@ -22,6 +22,7 @@ from zerojax import model as models
 from zerojax.arrays import from_model_parts, model_parts
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
+from zerojax.config.keywords import names_keywords
 from zerojax.data import TokenSource, abstract_global, as_source, load_tokenizer
 from zerojax.evaluating import mean_loss
 from zerojax.losses import next_token
@@ -204,6 +205,7 @@ class LoadedRun:
         )
 
 
+@names_keywords()
 def load_run(
     run_dir: str | Path,
     step: int | None = None,

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zerojax.config import MeshConfig, as_mesh_config
+from zerojax.config.keywords import names_keywords
 
 REPLICA, DATA, STAGE, MODEL = "replica", "data", "stage", "model"
 # Outermost first: neighbours along the last axis are the closest devices, so that tensor
@@ -43,15 +44,29 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
                 f"divides {num_devices}"
             )
         data = num_devices // fixed
+    sizes = {REPLICA: config.replica, DATA: data, STAGE: config.stage, MODEL: config.model}
     if data * fixed != num_devices:
         raise ValueError(
-            f"mesh replica={config.replica} x data={data} x stage={config.stage} x "
-            f"model={config.model} needs {data * fixed} devices, found {num_devices}; "
-            "use data=-1 to take what is there"
+            f"mesh {' x '.join(f'{axis}={size}' for axis, size in sizes.items())} needs "
+            f"{data * fixed} devices, found {num_devices}; use data=-1 to take what is there"
+            + (_on_fewer(config, sizes) if data * fixed < num_devices else "")
         )
-    return {REPLICA: config.replica, DATA: data, STAGE: config.stage, MODEL: config.model}
+    return sizes
 
 
+def _on_fewer(config: MeshConfig, sizes: Mapping[str, int]) -> str:
+    """How a mesh on some of the devices is made."""
+    axes = ", ".join(f'"{axis}": {size}' for axis, size in sizes.items() if size > 1)
+    mesh = f"zerojax.make_mesh({{{axes}}}, devices=jax.devices()[:{math.prod(sizes.values())}])"
+    with_stage = (
+        f" (a mesh has no ZeRO stage: make_plan takes zero={config.zero} beside it)"
+        if config.zero != MeshConfig.zero
+        else ""
+    )
+    return f", or give the mesh of some of them: {mesh}{with_stage}"
+
+
+@names_keywords()
 def make_mesh(
     config: MeshConfig | Mapping[str, Any] | None = None,
     devices: Sequence[jax.Device] | None = None,
@@ -73,6 +88,7 @@ def make_mesh(
     )
 
 
+@names_keywords()
 def make_abstract_mesh(
     config: MeshConfig | Mapping[str, Any] | None, num_devices: int
 ) -> AbstractMesh:

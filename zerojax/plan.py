@@ -25,6 +25,7 @@ from zerojax import model as models
 from zerojax.abstract_model import abstract, abstract_model, as_read, slice_batch
 from zerojax.abstract_state import abstract_state
 from zerojax.config import MeshConfig, as_mesh_config
+from zerojax.config.keywords import names_keywords
 from zerojax.distributed import check_joined
 from zerojax.forecast import Forecast, make_forecast
 from zerojax.gpus import Gpu, find_gpu
@@ -42,7 +43,6 @@ from zerojax.plan_checks import (
     check_deterministic,
     check_elementwise,
     check_loss,
-    check_mesh_options,
     check_reads,
     check_trained,
     naming_the_call,
@@ -79,6 +79,11 @@ _MESH_OPTIONS = (
     "deterministic",
     "virtual_shards",
 )
+_ELSEWHERE = {
+    axis: "sizes are the mesh's: zerojax.make_plan(model, zerojax.make_mesh({"
+    f'"{axis}": ...}}), ...)'
+    for axis in meshes.AXES
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,6 +229,7 @@ class Plan:
         )
 
 
+@names_keywords(also=_MESH_OPTIONS, elsewhere=_ELSEWHERE)
 def make_plan(
     model: models.ModelLike,
     mesh: Mesh | AbstractMesh | MeshConfig | Mapping[str, Any] | None,
@@ -377,7 +383,6 @@ def _resolve_mesh(
     mesh: Any, zero: int | None, options: Mapping[str, Any]
 ) -> tuple[MeshConfig, Mesh | AbstractMesh]:
     """The options with their sizes resolved, and the mesh itself."""
-    check_mesh_options(options, _MESH_OPTIONS)
     if isinstance(mesh, (Mesh, AbstractMesh)):
         if isinstance(mesh, Mesh):
             mesh = meshes.normalise_mesh(mesh)

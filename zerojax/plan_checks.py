@@ -6,7 +6,6 @@ Knows shapes; formats the value, the limit and the remedy.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import linecache
 import os
 import traceback
@@ -129,19 +128,6 @@ def check_elementwise(settings: MeshConfig, tx: Any) -> None:
         f"deterministic='mesh' needs an update that goes element by element, and {what} may look "
         "at whole shards, which other meshes cut otherwise; use zerojax.adamw, lion or sgd"
     )
-
-
-def check_mesh_options(options: Collection[str], allowed: Collection[str]) -> None:
-    """Refuses options that no plan has.
-
-    Raises:
-      TypeError: with the nearest name.
-    """
-    for name in options:
-        if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(allowed)}"
-            raise TypeError(f"make_plan has no option {name!r}; {hint}")
 
 
 def check_trained(placement: Placement) -> None:

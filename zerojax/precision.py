@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.config import LossScale, describe_loss_scale
+from zerojax.config.keywords import names_keywords
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 STORED = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
 """What parameters and moments can be stored in: types with the range of float32."""
 
 
+@names_keywords()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
     """The dtypes of one training run.

@@ -25,6 +25,7 @@ from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.export import Exported, Layers, read_whole
 from zerojax.checkpoint.inspection import SavedStep, find_checkpoints, open_arrays, saved_steps
 from zerojax.checkpoint.metadata import as_abstract
+from zerojax.config.keywords import names_keywords
 from zerojax.config.offload import HOST_KIND
 from zerojax.data.tokenizer import hugging_face_json, load_tokenizer
 from zerojax.hugging_face.folder import CONFIG, read_json
@@ -72,6 +73,7 @@ class Trained(Protocol):
         ...
 
 
+@names_keywords()
 def to_hugging_face(
     trained: Trained | str | Path,
     folder: str | Path,
@@ -112,6 +114,7 @@ def to_hugging_face(
     )
 
 
+@names_keywords()
 def to_peft(trained: Trained | str | Path, folder: str | Path, *, step: int | None = None) -> Path:
     """Writes a model's adapters for `peft.PeftModel.from_pretrained`, without the base model.
 

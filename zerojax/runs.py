@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from zerojax import mesh as meshes
 from zerojax.config import DataConfig, ModelConfig, RunConfig, to_dict
+from zerojax.config.keywords import names_keywords
 from zerojax.data import as_feed, as_source
 from zerojax.data.tokenizer import as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
@@ -40,6 +41,7 @@ from zerojax.running import (
 from zerojax.trainer import Trainer
 
 
+@names_keywords()
 @not_for_everybody()
 def run_from_config(config: RunConfig) -> Trainer:
     """Trains as a run file says, and leaves everything in `config.run_dir`.

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import loss_scale, pipeline, zero
 from zerojax import mesh as meshes
+from zerojax.config.keywords import names_keywords
 from zerojax.fixed_updates import build_chunked_update, build_fixed_norm
 from zerojax.model import Loss
 from zerojax.offload import streaming
@@ -30,6 +31,7 @@ from zerojax.updates import ThisStep, build_norm, build_update
 Metrics = dict[str, jax.Array]
 
 
+@names_keywords()
 def build_step(plan: Planned) -> Any:
     """The training step of a plan, jitted once.
 
@@ -128,6 +130,7 @@ def _expected_weight(plan: Planned) -> float:
     return 2.0 ** round(math.log2(count))
 
 
+@names_keywords()
 def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:
     """The evaluation of a plan, jitted once.
 

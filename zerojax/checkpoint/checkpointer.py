@@ -28,6 +28,7 @@ from zerojax.checkpoint.restoring import read_step
 from zerojax.checkpoint.retention import Retention, as_retention
 from zerojax.checkpoint.saving import Save, is_first_process, write
 from zerojax.checkpoint.verification import Verification, verify_step
+from zerojax.config.keywords import names_keywords
 from zerojax.trees import flatten_names, num_bytes, unflatten_like
 
 PyTree = Any
@@ -46,6 +47,7 @@ class Restored:
     plan: dict[str, Any]
 
 
+@names_keywords()
 class Checkpointer:
     """Saves and restores states in one folder.
 

@@ -18,6 +18,7 @@ from zerojax.config.checks import (
 )
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.files import CheckpointConfig, LogConfig
+from zerojax.config.keywords import names_keywords
 from zerojax.config.lora import LoraConfig
 from zerojax.config.loss_scale import LossScale, describe_loss_scale
 from zerojax.config.mesh import MeshConfig, as_mesh_config
@@ -57,6 +58,7 @@ __all__ = [
 T = TypeVar("T")
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One of the built-in language models. The defaults are a 3-million-parameter GPT."""
@@ -132,6 +134,7 @@ class ModelConfig:
                 refuse(field.name, value, "is set by the folder of model.pretrained; leave it out")
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where tokens come from."""
@@ -156,6 +159,7 @@ class DataConfig:
         check_fraction(self, "validation_fraction", below_one=True)
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
     """What is different for the parameters that a regular expression finds."""
@@ -170,6 +174,7 @@ class ParameterGroup:
         check_at_least(self, 0, "learning_rate_factor", "weight_decay")
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule. The defaults are those of GPT-3."""
@@ -220,6 +225,7 @@ Dtype = Literal["fp32", "bf16"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole training run; `zerojax train FILE.yaml key=value ...` reads one of these."""
@@ -340,6 +346,7 @@ class RunConfig:
         )
 
 
+@names_keywords()
 def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
     """The configuration in a YAML file with KEY=VALUE overrides laid over it.
 

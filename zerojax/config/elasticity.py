@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerojax.config.checks import check_at_least, refuse
+from zerojax.config.keywords import names_keywords
 from zerojax.config_loader import ConfigError, coerce_fields
 
 _MAX_SHOWN = 12
@@ -64,6 +65,7 @@ class ElasticBatch:
         return self.global_batch_size * self.devices_per_shard // (num_devices * size)
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class ElasticityConfig:
     """One global batch for many numbers of devices. The defaults are DeepSpeed's.

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zerojax.config.checks import check_at_least, check_positive, refuse
+from zerojax.config.keywords import names_keywords
 from zerojax.config_loader import coerce_fields
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the whole state is saved, and how many are kept."""
@@ -32,6 +34,7 @@ class CheckpointConfig:
         check_at_least(self, 1, "every", "keep")
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What is reported, where and how often. metrics.jsonl is always written."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zerojax.config.checks import check_at_least, check_fraction, check_positive, check_regex
+from zerojax.config.keywords import names_keywords
 from zerojax.config_loader import ConfigError, coerce_fields
 
 ADAPTERS_ONLY = (r"^(?!(?:.*/)?lora/[ab]$)",)
 """For `freeze=`: every parameter that is not of an adapter."""
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """LoRA (arXiv:2106.09685): y = W x + alpha / rank * B A x, and only A and B are trained."""

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from zerojax.config.checks import refuse
+from zerojax.config.keywords import names_keywords
 from zerojax.config_loader import coerce_fields
 
 LARGEST_SCALE = 2.0**64
@@ -15,6 +16,7 @@ LARGEST_SCALE = 2.0**64
 scale, and one over the loss weight times the scale, both with room to spare."""
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
     """The loss scale of a float16 run. The defaults are DeepSpeed's.

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zerojax.config.checks import check_at_least, check_regex, refuse
+from zerojax.config.keywords import names_keywords
 from zerojax.config.offload import OffloadConfig
-from zerojax.config_loader import coerce_fields, from_dict
+from zerojax.config_loader import ConfigError, coerce_fields, from_dict
 
 Rules = tuple[tuple[str, tuple[str | None, ...]], ...]
 
@@ -19,6 +20,7 @@ PARTITIONS = ("uniform", "parameters", "flops")
 """Names of ways to divide layers; `zerojax.partition` does it."""
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """How the devices are laid out, and what each axis splits."""
@@ -82,7 +84,8 @@ class MeshConfig:
             refuse("data", self.data, "must be >= 1, or -1 for all devices the other axes leave")
         check_at_least(self, 1, "model", "stage", "replica")
         if self.zero not in range(4):
-            refuse("zero", self.zero, "must be 0, 1, 2 or 3")
+            message = f"zero={self.zero} is not valid; use 0, 1, 2 or 3"
+            raise ConfigError(message, ("zero",))
         check_at_least(self, 0, "persistence_threshold")
         check_at_least(self, 1, "reduce_bucket_size", "allgather_bucket_size")
         count = self.virtual_shards

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zerojax.config.checks import check_at_least, refuse
+from zerojax.config.keywords import names_keywords
 from zerojax.config_loader import coerce_fields, parse_text
 
 DEVICE, HOST, NVME = TIERS = ("device", "host", "nvme")
@@ -19,6 +20,7 @@ HOST_KIND = "pinned_host"
 Shares = tuple[tuple[str, float], ...]
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """What of a run lies outside device memory. The default leaves everything on the device."""

@@ -6,6 +6,7 @@ Frozen and checked when made; starts no clock.
 from dataclasses import dataclass
 
 from zerojax.config.checks import check_at_least, check_positive
+from zerojax.config.keywords import names_keywords
 from zerojax.config_loader import coerce_fields
 
 MIN_STEP_SECONDS = 600.0
@@ -13,6 +14,7 @@ MIN_STEP_SECONDS = 600.0
 LONGEST_STEPS = 3.0
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
     """A process that gets no further dumps the stacks of its threads and ends, with code 79."""

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.keywords import names_keywords
 from zerojax.mesh import DATA_AXES, num_data_shards
 from zerojax.model import IndexLimit
 from zerojax.trees import flatten_names, unflatten_like
@@ -38,6 +39,7 @@ class BatchPlan(Protocol):
         ...
 
 
+@names_keywords()
 def shard_batch(
     plan: BatchPlan, batch: Any, *, vocab_size: int | None = None, check_values: bool = True
 ) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.config.keywords import names_keywords
 from zerojax.data.corpus import existing_path
 from zerojax.data.prepare import tokens_of_text
 from zerojax.data.shuffle import permute
@@ -28,6 +29,7 @@ from zerojax.data.tokens import (
 )
 
 
+@names_keywords()
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSource:
     """Batches of next-token windows from tokens, in an order shuffled anew in every epoch.

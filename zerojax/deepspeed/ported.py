@@ -51,7 +51,8 @@ def warn_of(translation: Translation, *, stacklevel: int) -> None:
     """Gives the warnings of a configuration, in the one form that a user meets.
 
     Args:
-      stacklevel: frames from the caller of this to the user's line; 1 is the caller itself.
+      stacklevel: frames from the caller of this to the user's line; 1 is the caller itself. A
+        decorator of a function in between is one frame.
     """
     for text in translation.warnings:
         warnings.warn(f"{translation.source}: {text}", UserWarning, stacklevel=stacklevel + 1)

@@ -58,7 +58,7 @@ OFFLOAD_PARAM: Table = {
 }
 
 ZERO: Table = {
-    "stage": Key("int", 0, "honoured", "mesh.zero", (0, 1, 2, 3), "is not one of 0, 1, 2, 3"),
+    "stage": Key("int", 0, "honoured", "mesh.zero", (0, 1, 2, 3), "is not valid; use 0, 1, 2 or 3"),
     "contiguous_gradients": Key("bool", True, "compiler", _ALLOCATOR),
     "reduce_scatter": Key("bool", True, "honoured", "stages 1 to 3 scatter, stage 0 reduces"),
     "reduce_bucket_size": Key("int", 500_000_000, "honoured", "mesh.reduce_bucket_size, elements"),

@@ -19,6 +19,7 @@ from zerojax import model as models
 from zerojax.arrays import init_state
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import WatchConfig
+from zerojax.config.keywords import names_keywords
 from zerojax.data import abstract_global, shard_batch
 from zerojax.distributed import join_processes
 from zerojax.engine.absent import Absent
@@ -37,6 +38,7 @@ from zerojax.state import TrainState
 from zerojax.step import build_evaluation, build_step
 
 
+@names_keywords()
 def initialize(
     model: models.ModelLike,
     config: str | Path | Mapping[str, Any],
@@ -80,7 +82,7 @@ def initialize(
     given = deepspeed.Given(optimizer=optimizer, steps=steps, hidden_size=width)
     ported = deepspeed.Ported(config, jax.device_count(), given)
     translation = ported.translate()
-    deepspeed.warn_of(translation, stacklevel=2)
+    deepspeed.warn_of(translation, stacklevel=3)
     engine = Engine(
         internal,
         ported,

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from zerojax.config import LoraConfig
+from zerojax.config.keywords import unknown_keyword
 from zerojax.hugging_face.architectures import architecture_of
 from zerojax.hugging_face.folder import Folder, check_unquantized, open_folder
 from zerojax.hugging_face.layouts import Range
@@ -192,10 +193,7 @@ def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes:
     fields = {field.name for field in dataclasses.fields(row.config_class)}
     unknown = sorted(set(changes) - fields)
     if unknown:
-        raise ValueError(
-            f"{unknown[0]!r} is no setting of {row.config_class.__name__}; there are "
-            f"{', '.join(sorted(fields))}"
-        )
+        raise ValueError(unknown_keyword(row.config_class.__name__, unknown[0], sorted(fields)))
     config = row.config_class(**{**row.read_config(opened.config), **changes})
     return Pretrained(opened, row, config, new=new)
 

@@ -18,6 +18,7 @@ from flax import nnx
 from jax import lax
 
 from zerojax import trees
+from zerojax.config.keywords import names_keywords
 from zerojax.config.lora import LoraConfig
 from zerojax.models.layers import Dropout, Projection
 from zerojax.models.stacking import stack_blocks
@@ -61,6 +62,7 @@ class LowRank(nnx.Module):
         return lax.dot_general(narrow, b, (((first,), (0,)), ((), ())))
 
 
+@names_keywords()
 def add_lora(model: Any, config: LoraConfig, *, seed: int = 0) -> Any:
     """The model with an adapter beside every projection that the configuration targets.
 
@@ -115,6 +117,7 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int = 0) -> Any:
     return factory
 
 
+@names_keywords()
 def merge_lora(model: Any) -> Any:
     """The module without adapters, their products added to the kernels in float32.
 

@@ -19,6 +19,7 @@ from pallas_kernels.adam8bit import Moments8bit
 from pallas_kernels.adam8bit_kernel import update_adam8bit
 from pallas_kernels.choice import Choice, Impl
 from zerojax import trees
+from zerojax.config.keywords import names_keywords
 from zerojax.optim import adam8bit_state as states
 from zerojax.optim.coding import StateCoding
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
@@ -33,6 +34,7 @@ _SMALL = Choice("xla", "too small for codes: float32 moments")
 _WHOLE = Choice("xla", "an update of whole arrays, which a kernel could not be split for")
 
 
+@names_keywords()
 def adam8bit(
     learning_rate: float | Schedule = 3e-4,
     *,

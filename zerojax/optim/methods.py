@@ -16,6 +16,7 @@ import optax
 
 from pallas_kernels import optimizers
 from pallas_kernels.choice import Impl, choose
+from zerojax.config.keywords import names_keywords
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
 from zerojax.optim.groups import Decay, as_groups, decay_mask
 from zerojax.optim.layers import map_layers
@@ -25,6 +26,7 @@ from zerojax.optim.schedules import Schedule
 GroupsLike = Mapping[str, Any] | Iterable[tuple[str, Any]] | None
 
 
+@names_keywords()
 def adamw(
     learning_rate: float | Schedule = 3e-4,
     *,
@@ -71,6 +73,7 @@ def adamw(
     )
 
 
+@names_keywords()
 def lion(
     learning_rate: float | Schedule = 1e-4,
     *,
@@ -110,6 +113,7 @@ def lion(
     )
 
 
+@names_keywords()
 def lamb(
     learning_rate: float | Schedule,
     *,
@@ -155,6 +159,7 @@ def lamb(
     )
 
 
+@names_keywords()
 def sgd(
     learning_rate: float | Schedule,
     *,
