@@ -16,11 +16,39 @@ from flax.core import meta, unfreeze
 
 from zerojax import trees
 from zerojax.model.protocol import Arrays, Loss, OnRead
+from zerojax.model.reads import MarkRead
+
+_BINARY = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul"),
+    *("and", "or", "xor", "lshift", "rshift"),
+)
+_ARRAY_METHODS = (
+    *("abs", "neg", "pos", "invert", "bool", "int", "float", "complex", "index", "round"),
+    *("lt", "le", "eq", "ne", "gt", "ge", "len", "iter", "reversed", "contains", "getitem"),
+    *("setitem", "array", "dlpack", "copy", "deepcopy", "format"),
+    *(side + name for name in _BINARY for side in ("", "r")),
+)
+"""What Python looks up on the class of an array, not on the array, without the underscores."""
+
+
+def _method_of_value(name: str) -> Callable[..., Any]:
+    def method(self: _ReadBox, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.as_array(), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
 
 
 @jax.tree_util.register_pytree_node_class
 class _ReadBox(meta.AxisMetadata):
-    """A linen metadata box: `unbox`, which linen calls where a module uses the parameter, reads."""
+    """A linen metadata box: `unbox`, which linen calls where a module uses the parameter, reads.
+
+    A model that computes with `module.variables["params"]["kernel"]` has the box itself, so that it
+    is an array in every other way: attributes, methods, operators and `jnp` functions are those of
+    what reading gives. As a tree it is what is stored, which the trace of a plan finds. What takes
+    nothing but arrays of JAX's own (`jax.lax.sin`, the carry of a loop) fails in that trace, which
+    then goes without a box for this parameter (`zerojax.model.tracing`).
+    """
 
     def __init__(self, value: Any, read: Callable[[Any], jax.Array]):
         self.value = value
@@ -29,8 +57,38 @@ class _ReadBox(meta.AxisMetadata):
     def unbox(self) -> jax.Array:
         return self.read(self.value)
 
-    # For a model that computes with `module.variables["params"]["kernel"]`, which is the box.
-    __jax_array__ = unbox
+    def as_array(self) -> jax.Array:
+        """The same, for a model that has the box in its hands."""
+        self._note_handed()
+        return self.unbox()
+
+    def _note_handed(self) -> None:
+        if isinstance(self.read, MarkRead):
+            self.read.handed.add(self.read.name)
+
+    @property
+    def __jax_array__(self) -> Callable[[], jax.Array]:
+        # A property, since what cannot take the box asks no more than whether there is this method.
+        self._note_handed()
+        return self.unbox
+
+    @property
+    def __class__(self) -> Any:
+        return jax.Array
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying makes an object before it has these two.
+        if name in ("value", "read"):
+            raise AttributeError(name)
+        if name in ("shape", "dtype", "ndim", "size"):
+            return getattr(jax.eval_shape(self.as_array), name)
+        return getattr(self.as_array(), name)
+
+    def __repr__(self) -> str:
+        return f"a parameter, {self.dtype.name}{list(self.shape)}"
+
+    # An array is not hashable either.
+    __hash__ = None  # type: ignore[assignment]
 
     def replace_boxed(self, val: Any) -> _ReadBox:
         return _ReadBox(val, self.read)
@@ -47,6 +105,10 @@ class _ReadBox(meta.AxisMetadata):
     @classmethod
     def tree_unflatten(cls, read: Any, children: tuple[Any]) -> _ReadBox:
         return cls(children[0], read)
+
+
+for _name in _ARRAY_METHODS:
+    setattr(_ReadBox, f"__{_name}__", _method_of_value(f"__{_name}__"))
 
 
 class BoundLinen:

@@ -26,9 +26,15 @@ _NOTHING: Names = frozenset()
 
 @dataclasses.dataclass(frozen=True)
 class MarkRead:
-    """A read that gives the value itself and leaves a mark in the traced program."""
+    """A read that gives the value itself and leaves a mark in the traced program.
+
+    Attributes:
+      name: of the parameter.
+      handed: gets the name when a model has what stands for the parameter in its own hands.
+    """
 
     name: str
+    handed: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def __call__(self, value: jax.Array) -> jax.Array:
         return mark_read(value, self.name)

@@ -55,16 +55,26 @@ def trace_model(
     Raises:
       ValueError: the model names an axis of `jax.pmap` or `jax.vmap`.
     """
-    on_read = {name: MarkRead(name) for name in params}
+    handed: set[str] = set()
+    plain: set[str] = set()
 
     def traced(params: Arrays, extras: Arrays, batch: Any) -> Any:
         function, key = lambda bound: loss(bound, batch), jax.random.key(0)
+        on_read = {name: MarkRead(name, handed) for name in params if name not in plain}
         return model.run(params, extras, key, function, train=train, on_read=on_read)[0]
 
-    try:
-        jaxpr, result = jax.make_jaxpr(traced, return_shape=True)(params, extras, batch)
-    except NameError as error:
-        raise _about_an_axis(error) from error
+    while True:
+        try:
+            jaxpr, result = jax.make_jaxpr(traced, return_shape=True)(params, extras, batch)
+            break
+        except NameError as error:
+            raise _about_an_axis(error) from error
+        except Exception:
+            # Perhaps only because something stood for a parameter; then arrays themselves will do,
+            # and `find_reads` sees that they are used as they are stored.
+            if handed <= plain:
+                raise
+            plain |= handed
     # The leaves of a dict are in the order of its sorted keys.
     rest = len(jax.tree.leaves((extras, batch)))
     reads = find_reads(jaxpr.jaxpr, [*sorted(params), *[None] * rest])
