@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -187,7 +188,9 @@ def test_saved_arrays_may_be_donated_while_the_write_has_not_begun(
             state = jax.block_until_ready(update(state))
         assert gate.entered.wait(30)
         assert checkpointer.steps() == ()
-        assert os.listdir(tmp_path) == ["3.partial-1"]
+        partial, lock = sorted(os.listdir(tmp_path))
+        assert re.fullmatch(r"3\.partial-\d+", partial)
+        assert lock == "writer.lock"
         gate.opened.set()
         checkpointer.wait()
         assert checkpointer.steps() == (3,)
@@ -276,7 +279,7 @@ def test_a_save_that_fails_at_its_end_frees_its_space(
         CheckpointError, match="step 2 was not saved .* quota exceeded .* intact: 1"
     ):
         checkpointer.save(2, small_state(), **ABOUT)
-    assert os.listdir(tmp_path) == ["1"]
+    assert sorted(os.listdir(tmp_path)) == ["1", "writer.lock"]
     checkpointer.close()
 
 
@@ -317,7 +320,9 @@ def test_an_unwritable_folder_is_refused_before_and_at_save(tmp_path: Path) -> N
         checkpointer.save(1, small_state(), **ABOUT)
     assert checkpointer.latest_step() is None
     checkpointer.close()
-    Checkpointer(tmp_path / "made").check_writable(1)
+    with Checkpointer(tmp_path / "made") as checkpointer:
+        checkpointer.check_writable(1)
+        assert os.listdir(tmp_path / "made") == ["writer.lock"]
     assert os.listdir(tmp_path / "made") == []
 
 
@@ -422,7 +427,7 @@ def test_what_an_interrupted_save_leaves_is_invisible_and_removed_by_the_next(
         assert (tmp_path / "7.partial-1").exists(), "a reader must not touch a save in progress"
         checkpointer.save(6, small_state(), **ABOUT)
         checkpointer.wait()
-        assert sorted(os.listdir(tmp_path)) == ["6", "8.partial.txt", "notes"]
+        assert sorted(os.listdir(tmp_path)) == ["6", "8.partial.txt", "notes", "writer.lock"]
         (tmp_path / "6.partial-1" / "arrays").mkdir(parents=True)  # by a thread of a failed save
     assert sorted(os.listdir(tmp_path)) == ["6", "8.partial.txt", "notes"]
 

@@ -155,11 +155,11 @@ def test_damage_in_one_processs_file_is_noticed_by_all(two: tuple[Path, list[dic
         assert told[1].endswith("; restore step 2")
     assert first["usable"] == second["usable"] == 2
     assert first["again"] == second["again"] == [3, []]
-    assert first["names"] == second["names"] == ["1", "2", "3", "3.damaged"]
+    assert first["names"] == second["names"] == ["1", "2", "3", "3.damaged", "writer.lock"]
     for told in (first["none"], second["none"]):
         assert told[0] == "DamagedError"
         assert "so are the earlier steps (2, 3); nothing was changed" in told[1]
-    assert first["left"] == second["left"] == ["2", "3", "3.damaged", "4"]
+    assert first["left"] == second["left"] == ["2", "3", "3.damaged", "4", "writer.lock"]
 
 
 @pytest.mark.multihost

@@ -192,7 +192,8 @@ def test_tags(trained, tmp_path):
         engine.load_checkpoint(tmp_path, "worst")
     engine.save_checkpoint(tmp_path, "best", client_state={"again": True})
     assert engine.load_checkpoint(tmp_path)[1] == {"again": True}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "best", "latest"]
+    there = sorted(path.name for path in tmp_path.iterdir())
+    assert there == ["7", "best", "latest", "writer.lock"]
     (tmp_path / "best").rename(tmp_path / ".best.replaced")  # as a machine that stops leaves it
     assert engine.load_checkpoint(tmp_path)[1] == {"again": True}
     for tag in ("", "a/b", "..", "latest"):

@@ -359,12 +359,12 @@ def test_another_process_that_has_it_open_is_named(tmp_path):
         assert holder.stdout is not None
         assert holder.stdout.readline() == "open\n"
         for attempt in (BucketStore.open, lambda folder: make(folder, replace=True)):
-            with pytest.raises(StoreError, match=f"process {holder.pid} has this store open"):
+            with pytest.raises(StoreError, match=f"written by process {holder.pid} on .*, since"):
                 attempt(tmp_path)
     finally:
         holder.kill()
         holder.communicate()
-    with BucketStore.open(tmp_path), pytest.raises(StoreError, match="this process has this store"):
+    with BucketStore.open(tmp_path), pytest.raises(StoreError, match="open .* in this process"):
         BucketStore.open(tmp_path)
 
 
@@ -378,7 +378,7 @@ def test_too_little_disk_is_refused_before_files_are_made(tmp_path, monkeypatch)
     with pytest.raises(OSError, match=r"needs 1\.6 MiB .* or keep less on it") as caught:
         make(tmp_path)
     assert caught.value.errno == errno.ENOSPC
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert list(tmp_path.iterdir()) == []
     make(tmp_path, num_buckets=3).close()
 
 
@@ -394,4 +394,4 @@ def test_blocks_that_cannot_be_reserved_leave_nothing_behind(tmp_path, monkeypat
     with pytest.raises(OSError, match="could not be set aside: No space left.*durable=False") as e:
         make(tmp_path, durable=True)
     assert e.value.errno == errno.ENOSPC
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert list(tmp_path.iterdir()) == []

@@ -22,6 +22,7 @@ from zerojax.checkpoint.errors import (
     DamagedError,
     DiskFullError,
     DivergedError,
+    FolderInUseError,
     GivenUpError,
     MachineError,
 )
@@ -29,6 +30,7 @@ from zerojax.checkpoint.errors import (
 _TEXT_BYTES = 1024
 _KINDS = (
     *(CheckpointError, DiskFullError, DamagedError, DivergedError, MachineError),
+    FolderInUseError,
     GivenUpError,  # the last: told only when no process says more
 )
 _UNDER_WAY = 255

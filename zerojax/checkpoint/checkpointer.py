@@ -22,13 +22,20 @@ import jax
 
 from zerojax.checkpoint import agreement, arrays, folders
 from zerojax.checkpoint.choosing import Candidates
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, reason
+from zerojax.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    FolderInUseError,
+    MachineError,
+    reason,
+)
 from zerojax.checkpoint.metadata import Metadata, make_metadata, read_metadata
 from zerojax.checkpoint.restoring import read_step
 from zerojax.checkpoint.retention import Retention, as_retention
-from zerojax.checkpoint.saving import Save, is_first_process, write
+from zerojax.checkpoint.saving import Save, is_first_process, not_saved, write
 from zerojax.checkpoint.verification import Verification, verify_step
 from zerojax.config.keywords import names_keywords
+from zerojax.folder_lock import FolderTakenError, Hold, hold
 from zerojax.trees import flatten_names, num_bytes, unflatten_like
 
 PyTree = Any
@@ -53,6 +60,10 @@ class Checkpointer:
 
     With several processes, all must call every method except `steps`, `latest_step` and `metadata`,
     in the same order and with the same arguments, on a shared file system.
+
+    One process writes into a folder (of several of one run: the first, for all). It holds the
+    folder from `check_writable` or the first save on, until `close` or its end; another one is
+    refused meanwhile, and `zerojax.folder_lock` says when it is not. Readers need no leave.
 
     Use it as a context manager: `close` waits for the write in flight, which is lost when the
     interpreter exits first (the earlier checkpoints are not).
@@ -90,6 +101,7 @@ class Checkpointer:
         self._candidates = Candidates(self.path, self.steps)
         self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[list[str]] | None = None
+        self._hold: Hold | None = None  # in the first process
         self._attempts = 0
         self._given_up = threading.Event()
         self._closed = False
@@ -126,12 +138,35 @@ class Checkpointer:
           state_bytes: size of one unsharded state; 0 leaves the free space unchecked.
 
         Raises:
-          CheckpointError: the folder cannot be created or written, or has too little space.
+          FolderInUseError: another process writes into the folder.
+          CheckpointError: it cannot be created or written, or has too little space.
         """
-        error = None
+        error: CheckpointError | None = None
         if is_first_process():
-            error = folders.writable_error(self.path, state_bytes)
+            try:
+                self._hold_folder()
+                error = folders.writable_error(self.path, state_bytes)
+            except CheckpointError as failure:
+                error = failure
+            except OSError as failure:
+                error = folders.unwritable(failure)
         agreement.raise_together(error)
+
+    def _hold_folder(self) -> None:
+        """Takes the folder for this process, or sees that it is still held. In the first process.
+
+        Raises:
+          FolderInUseError: another process has it.
+          OSError: what the system says.
+        """
+        try:
+            if self._hold is None:
+                self._hold = hold(self.path)
+                if self._hold.note is not None:
+                    self._candidates.notes.append(self._hold.note)
+            self._hold.keep()
+        except FolderTakenError as error:
+            raise FolderInUseError(str(error)) from error
 
     def save(
         self,
@@ -163,13 +198,13 @@ class Checkpointer:
         if self._closed:
             raise CheckpointError(f"the checkpointer of {self.path} is closed; make a new one")
         self.wait()
-        step = self._make_room(step)
         named = flatten_names(state)
         in_pieces = {n: x for n, x in named.items() if isinstance(x, jax.ShapeDtypeStruct)}
         if write_pieces is None:
             in_pieces = {}
         leaves = arrays.named_arrays({n: x for n, x in named.items() if n not in in_pieces})
         described = leaves | in_pieces
+        step, writer = self._make_room(step, num_bytes(described))
         metadata = make_metadata(step, described, data_state=data_state, config=config, plan=plan)
         self._attempts += 1
         self._given_up = threading.Event()
@@ -179,13 +214,14 @@ class Checkpointer:
         )
         save = Save(
             metadata=metadata,
-            partial=folders.partial_folder(self.path, step, self._attempts),
+            partial=folders.partial_folder(self.path, step, writer, self._attempts),
             keep=self.keep,
             leaves=leaves,
             state_bytes=num_bytes(described),
             write_pieces=write_pieces if in_pieces else None,
             fingerprints=self.fingerprints,
             given_up=self._given_up,
+            hold_folder=self._hold_folder,
             started=concurrent.futures.Future(),
         )
         # All of it runs in the writer's thread, so that a Ctrl-C here interrupts only the waiting:
@@ -225,13 +261,18 @@ class Checkpointer:
         finally:
             self._writer.shutdown(wait=False)
             if self._pending is None:
-                self._remove_leftovers()
+                self._release()
 
-    def _remove_leftovers(self) -> None:
-        # Threads of a failed save may have gone on writing after it was removed.
-        if self._attempts and is_first_process():
-            with contextlib.suppress(OSError):
+    def _release(self) -> None:
+        """Lets others write into the folder."""
+        if self._hold is None:
+            return
+        if self._attempts:
+            # Threads of a failed save may have gone on writing after it was removed.
+            with contextlib.suppress(OSError, FolderTakenError):
+                self._hold.keep()  # else what lies there is another's
                 folders.remove_leftovers(self.path)
+        self._hold.release()
 
     def finish_alone(self, seconds: float) -> str | None:
         """Closes without a word to other processes: for one that fails while they go on.
@@ -250,7 +291,7 @@ class Checkpointer:
         if pending is not None and not concurrent.futures.wait([pending], seconds).done:
             self._given_up.set()  # the interpreter waits for the writer's thread
             return f"the save in flight is given up: it was not done within {seconds:g} s"
-        self._remove_leftovers()
+        self._release()
         failure = None if pending is None else pending.exception()
         return None if failure is None else str(failure)
 
@@ -365,10 +406,23 @@ class Checkpointer:
         step = self._candidates.existing(step)
         return verify_step(folders.step_folder(self.path, step), step)
 
-    def _make_room(self, step: int) -> int:
-        """Refuses a step that is not new; renames damaged ones that were passed over."""
+    def _make_room(self, step: int, state_bytes: int) -> tuple[int, int]:
+        """Refuses a step that is not new; renames damaged ones that were passed over.
+
+        Returns:
+          The step, and a number that no other writer of this folder has.
+        """
         step = operator.index(step)
-        error = None
+        error: CheckpointError | None = None
+        if is_first_process():
+            try:
+                self._hold_folder()
+            except FolderInUseError as failure:
+                error = failure
+            except OSError as failure:
+                error = not_saved(self.path, step, failure, state_bytes)
+                error.__cause__ = failure
+        agreement.raise_together(error)
         if is_first_process():
             try:
                 self._candidates.set_aside()
@@ -381,7 +435,7 @@ class Checkpointer:
                     f" renamed: {reason(failure)}; rename or remove its folder"
                 )
         agreement.raise_together(error)
-        return step
+        return step, agreement.from_process_0(self._hold.number if self._hold is not None else -1)
 
     def _check_new(self, step: int) -> None:
         latest = self.latest_step()

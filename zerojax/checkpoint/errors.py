@@ -37,6 +37,10 @@ class DiskFullError(CheckpointError):
     is_bad_input = False
 
 
+class FolderInUseError(CheckpointError):
+    """Another process writes into the folder; nothing was changed there."""
+
+
 class MachineError(CheckpointError):
     """A disk, a file server or this machine kept a checkpoint from being written or read.
 

@@ -3,9 +3,10 @@
 Knows files and names; never touches arrays or what the files mean.
 
     path/20            a complete checkpoint: the name is nothing but the step
-    path/30.partial-1  being written or given up: invisible, removed by the next save
+    path/30.partial-1  (some number) being written or given up: invisible, removed by the next save
     path/10.expired    being deleted: invisible, removed by the next save
     path/40.damaged    was not what had been saved: invisible, kept for people to look at
+    path/writer.lock   says which process writes here, as long as it does (`zerojax.folder_lock`)
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ def step_folder(path: Path, step: int) -> Path:
     return path / str(step)
 
 
-def partial_folder(path: Path, step: int, attempt: int) -> Path:
+def partial_folder(path: Path, step: int, writer: int, attempt: int) -> Path:
     """Where a checkpoint is written before it is complete.
 
-    Threads of a failed attempt may still be writing when the next attempt begins, so each has a
-    folder of its own.
+    Threads of a failed attempt may still be writing when the next attempt begins, and so may a
+    writer that was stopped for so long that another one took its place: each has a folder of its
+    own.
     """
-    return path / f"{step}.partial-{attempt}"
+    return path / f"{step}.partial-{writer:06d}{attempt:03d}"
 
 
 def make_partial(partial: Path) -> None:
@@ -122,15 +124,20 @@ def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:
             file.unlink(missing_ok=True)
         free = shutil.disk_usage(path).free
     except OSError as error:
-        return CheckpointError(
-            f"checkpoints cannot be written: {reason(error)}; use a folder that you may write"
-        )
+        return unwritable(error)
     if free < state_bytes:
         return CheckpointError(
             f"checkpoints cannot be written to {path}: one needs {format_bytes(state_bytes)},"
             f" {free_text(path)}; free some space or use another folder"
         )
     return None
+
+
+def unwritable(error: OSError) -> CheckpointError:
+    """What is said where nothing can be written into a folder."""
+    return CheckpointError(
+        f"checkpoints cannot be written: {reason(error)}; use a folder that you may write"
+    )
 
 
 def free_text(path: Path) -> str:

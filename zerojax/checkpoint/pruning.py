@@ -6,16 +6,19 @@ nor, where none is whole, what somebody may still save of the others.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from zerojax.checkpoint import folders
-from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.errors import CheckpointError, FolderInUseError, MachineError, reason
 from zerojax.checkpoint.inspection import leftovers, saved_steps
 from zerojax.checkpoint.retention import Retention
+from zerojax.folder_lock import FolderTakenError, hold
 
 STALE_SECONDS = 3600.0
 """A partial folder in which nothing was written for so long is no save in progress."""
@@ -93,6 +96,29 @@ def removals(
             Removal(folder=rest.folder, step=None, num_bytes=rest.num_bytes, why=rest.kind)
         )
     return result
+
+
+@contextlib.contextmanager
+def alone_in(path: Path) -> Iterator[None]:
+    """A block in which no run writes into a folder of checkpoints: what it keeps is its own choice.
+
+    Raises:
+      FolderInUseError: one does.
+      MachineError: the folder cannot be written.
+    """
+    try:
+        held = hold(path)
+    except FolderTakenError as error:
+        raise FolderInUseError(
+            f"nothing is deleted: {error}; a run that goes on deletes by itself what its "
+            "checkpoint.keep does not keep"
+        ) from None
+    except OSError as error:
+        raise MachineError(f"nothing is deleted in {path}: {reason(error)}") from error
+    try:
+        yield
+    finally:
+        held.release()
 
 
 def remove(path: Path, removal: Removal) -> None:

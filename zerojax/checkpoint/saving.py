@@ -20,6 +20,7 @@ from zerojax.checkpoint.errors import (
     CheckpointError,
     DiskFullError,
     DivergedError,
+    FolderInUseError,
     GivenUpError,
     MachineError,
     is_disk_full,
@@ -30,6 +31,7 @@ from zerojax.checkpoint.metadata import Metadata, write_metadata
 from zerojax.checkpoint.packs import FILE_NAME as TABLE
 from zerojax.checkpoint.parts import Part, collect, leave, leave_failure, raise_failures
 from zerojax.checkpoint.retention import Retention
+from zerojax.checkpoint.stuck_threads import end_stuck_threads
 from zerojax.fingerprints import as_text
 from zerojax.leaving import leave_group_when_over
 from zerojax.store.pieces import PieceReader
@@ -57,6 +59,9 @@ class Save:
     fingerprints: bool
     """Whether they are taken and stored."""
 
+    hold_folder: Callable[[], None]
+    """Raises `FolderInUseError` in the first process where another writer has the folder by now."""
+
     given_up: threading.Event
     """Set when another process has failed, or this one ends without the others."""
 
@@ -78,8 +83,13 @@ def write(save: Save) -> list[str]:
         save.started.set_result(True)
         checksums, fingerprints = _finish(save, writing, computation)
         return _commit(save, checksums, fingerprints) if is_first_process() else []
+    except FolderInUseError:
+        _end_threads()
+        shutil.rmtree(save.partial, ignore_errors=True)
+        raise
     except Exception as error:
         if isinstance(error, CheckpointError):
+            _end_threads()
             raise
         raise _lost(save, error) from error
     finally:
@@ -228,6 +238,7 @@ def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str])
         fingerprints=fingerprints,
     )
     write_metadata(save.partial, metadata)
+    save.hold_folder()  # it may be another's by now, and so may what is visible in it
     folders.commit(save.partial, step)
     texts = []
     for old in save.keep.expired(folders.list_steps(path)):
@@ -243,12 +254,29 @@ def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str])
 
 def _lost(save: Save, error: BaseException) -> CheckpointError:
     """Frees the space of a failed save and says what happened."""
-    path = save.partial.parent
+    _end_threads()
     if is_first_process():
         shutil.rmtree(save.partial, ignore_errors=True)
-    text = f"step {save.metadata.step} was not saved in {path}: {reason(error)}"
+    return not_saved(save.partial.parent, save.metadata.step, error, save.state_bytes)
+
+
+def _end_threads() -> None:
+    if jax.process_count() == 1:
+        end_stuck_threads()
+
+
+def not_saved(path: Path, step: int, error: BaseException, state_bytes: int) -> CheckpointError:
+    """What is said of a save that has failed.
+
+    Args:
+      path: folder of the checkpoints.
+      step: that was to be saved.
+      error: why it was not.
+      state_bytes: of one unsharded state.
+    """
+    text = f"step {step} was not saved in {path}: {reason(error)}"
     if is_disk_full(error):
-        text += f" (needs {format_bytes(save.state_bytes)}, {folders.free_text(path)})"
+        text += f" (needs {format_bytes(state_bytes)}, {folders.free_text(path)})"
     try:
         steps = ", ".join(map(str, folders.list_steps(path))) or "none"
         text += f"; earlier checkpoints are intact: {steps}"

@@ -6,6 +6,7 @@ Knows text and exit codes; how any of it is found out is `zerojax.checkpoint`'s.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -19,7 +20,7 @@ from zerojax.checkpoint import Checkpointer, CheckpointError, Verification
 from zerojax.checkpoint.differences import Difference, compare
 from zerojax.checkpoint.export import export
 from zerojax.checkpoint.inspection import SavedStep, find_checkpoints, leftovers, saved_steps
-from zerojax.checkpoint.pruning import Removal, removals, remove
+from zerojax.checkpoint.pruning import Removal, alone_in, removals, remove
 from zerojax.exit_codes import FAILED, OK
 from zerojax.publishing import export_adapters, export_step, run_folders
 from zerojax.trees import format_bytes
@@ -295,6 +296,11 @@ def _export_for_hugging_face(
 
 def _prune(args: argparse.Namespace) -> int:
     path, _ = find_checkpoints(args.run)
+    with contextlib.nullcontext() if args.dry_run else alone_in(path):
+        return _prune_alone(path, args)
+
+
+def _prune_alone(path: Path, args: argparse.Namespace) -> int:
     found = removals(path, keep=args.keep, every=args.every, damaged=args.damaged)
     word = "would delete" if args.dry_run else "deleted"
     failed = 0

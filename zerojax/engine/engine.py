@@ -27,7 +27,8 @@ from zerojax.engine.batches import as_array, as_batch
 from zerojax.engine.guard import Guard
 from zerojax.engine.journal import Journal
 from zerojax.engine.progress import Progress
-from zerojax.engine.tags import check_tag, client_state_of, find_tag, save_tagged
+from zerojax.engine.tags import check_tag, client_state_of, find_tag, hold_tags, save_tagged
+from zerojax.folder_lock import Hold
 from zerojax.host_budget import check_offload
 from zerojax.metrics.stopwatch import DATA, EVAL, SAVE
 from zerojax.out_of_memory import explaining_memory
@@ -130,6 +131,7 @@ class Engine(Progress, Absent):
         self._model, self._loss, self._freeze, self._seed = model, loss, freeze, seed
         self._ported, self._steps, self._run_dir = ported, steps, run_dir
         self._source: Path | None = None
+        self._holds: set[Hold] = set()  # the folders into which this process saves
         self._guard = Guard(watch, run_dir)
         self._journal = Journal(translation, run_dir, steps, self._guard.finished)
         self._called: set[str] = set()
@@ -286,6 +288,8 @@ class Engine(Progress, Absent):
         finally:
             self._guard.close()
             end_state(self.state)
+            for held in self._holds:
+                held.release()
 
     def destroy(self) -> None:
         """DeepSpeed's name for `close`."""
@@ -334,7 +338,7 @@ class Engine(Progress, Absent):
           True: what else DeepSpeed's would tell is an error here.
 
         Raises:
-          CheckpointError: nothing was saved.
+          CheckpointError: nothing was saved; another process may be saving there.
           TypeError: client_state is not made of JSON values.
           ValueError: there is nothing to save yet, or the tag is no name of a folder.
         """
@@ -348,6 +352,8 @@ class Engine(Progress, Absent):
         what = f"saving step {self.global_steps}"
         with self._journal.pace.during(SAVE), self._guard.during(what, is_long=True):
             self._journal.wait(self.plan)
+            if (held := hold_tags(Path(save_dir))) is not None:
+                self._holds.add(held)
             save_tagged(
                 Path(save_dir),
                 tag,

@@ -6,6 +6,7 @@ Knows names and files; never when to save, nor what a state holds.
     runs/a/global_step20/20    a checkpoint of step 20, as `zerojax.Checkpointer` writes it
     runs/a/.best.new           being written
     runs/a/.best.replaced      what a tag was until a moment ago
+    runs/a/writer.lock         says which process saves here, as long as it may
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.checkpoint import Checkpointer, CheckpointError, agreement
+from zerojax.checkpoint.errors import FolderInUseError
 from zerojax.checkpoint.files import to_disk
+from zerojax.checkpoint.folders import unwritable
 from zerojax.checkpoint.saving import is_first_process
+from zerojax.folder_lock import FolderTakenError, Hold, hold
 from zerojax.planned import Planned
 from zerojax.private_files import not_for_everybody
 from zerojax.saved_state import save_state
@@ -44,6 +48,29 @@ def check_tag(tag: str) -> None:
 
 
 @not_for_everybody()
+@not_for_everybody()
+def hold_tags(folder: Path) -> Hold | None:
+    """Takes the folder that holds the tags, for all processes of this run.
+
+    Returns:
+      To be released at the end of the run; None in all processes but the first.
+
+    Raises:
+      CheckpointError: another process saves there, or it cannot be written.
+    """
+    held: Hold | None = None
+    error: CheckpointError | None = None
+    if is_first_process():
+        try:
+            held = hold(folder, twice="share")
+        except FolderTakenError as taken:
+            error = FolderInUseError(str(taken))
+        except OSError as failure:
+            error = unwritable(failure)
+    agreement.raise_together(error)
+    return held
+
+
 def save_tagged(
     folder: Path,
     tag: str,

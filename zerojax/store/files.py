@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 from pathlib import Path
 
 import numpy as np
 
+from zerojax.folder_lock import FolderTakenError, Hold, hold
 from zerojax.store.errors import StoreError
 
 BLOCK = 4096  # bytes; a multiple of the logical block of the disks that are sold
-LOCK_NAME = "lock"
 _MIB = 2**20
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -174,28 +173,17 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def lock_folder(folder: Path) -> int:
-    """Takes `folder` for this process, until the descriptor is closed or the process has ended.
+def lock_folder(folder: Path) -> Hold:
+    """Takes `folder` for this process, until it is released or the process has ended.
 
     The system keeps the lock until the last write in flight of a killed process is over, so
     whoever opens the folder next finds nothing moving.
 
-    Returns:
-      A descriptor to be closed.
-
     Raises:
       StoreError: another store, of this or another process, holds it.
+      OSError: what the system says.
     """
-    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
-        who = "this process has" if holder == str(os.getpid()) else f"process {holder} has"
-        raise StoreError(
-            f"{folder}: {who} this store open; end it or close its store, or choose another folder"
-        ) from error
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-    return descriptor
+        return hold(folder, twice="refuse")
+    except FolderTakenError as error:
+        raise StoreError(str(error)) from None

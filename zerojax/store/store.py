@@ -18,6 +18,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import DTypeLike
 
+from zerojax.folder_lock import FolderTakenError, Hold
 from zerojax.store import files
 from zerojax.store.errors import StoreError
 from zerojax.store.layout import check_files, make_files, slot_path, tell_mixed
@@ -51,7 +52,7 @@ class BucketStore:
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, lock: int, *, num_threads: int, num_buffers: int
+        self, folder: Path, manifest: Manifest, lock: Hold, *, num_threads: int, num_buffers: int
     ):
         """Use `create` or `open`."""
         self.folder = folder
@@ -59,7 +60,7 @@ class BucketStore:
         self._sweeping = False
         self._refusal: str | None = None  # why no further sweep may begin
         self._descriptors: list[int] = []
-        self._lock = lock
+        self._lock: Hold | None = lock
         self._pool = TransferPool(num_threads=num_threads, piece_bytes=manifest.piece_bytes)
         largest = files.pad_to_block(manifest.bucket_bytes)
         self._ring = [files.aligned_buffer(largest) for _ in range(num_buffers)]
@@ -110,7 +111,7 @@ class BucketStore:
             save_manifest(path, manifest)
             return cls(path, manifest, lock, num_threads=num_threads, num_buffers=num_buffers)
         except BaseException:
-            os.close(lock)
+            lock.release()
             raise
 
     @classmethod
@@ -142,7 +143,7 @@ class BucketStore:
             check_files(path, manifest)
             return cls(path, manifest, lock, num_threads=num_threads, num_buffers=num_buffers)
         except BaseException:
-            os.close(lock)
+            lock.release()
             raise
 
     @property
@@ -215,12 +216,13 @@ class BucketStore:
 
     def close(self) -> None:
         """Waits for what is under way and gives up files, threads and lock. May be called twice."""
-        if self._lock < 0:
+        if self._lock is None:
             return
         self._pool.close()
-        for descriptor in [*self._descriptors, self._lock]:
+        for descriptor in self._descriptors:
             os.close(descriptor)
-        self._descriptors, self._lock, self._ring = [], -1, []
+        self._lock.release()
+        self._descriptors, self._lock, self._ring = [], None, []
         self._refusal = f"{self.folder}: this store is closed; open it again"
 
     def __enter__(self) -> Self:
@@ -332,10 +334,20 @@ class BucketStore:
         """Says on disk that a scratch store is being written over, before it is."""
         if self.is_durable:
             return
+        self._keep_lock()
         begun = dataclasses.replace(self._manifest, begun=self.generation + 1)
         self._refusal = _tell_unsure(self.folder, begun)
         save_manifest(self.folder, begun)
         self._refusal = tell_mixed(self.folder, begun)
+
+    def _keep_lock(self) -> None:
+        """Sees that nobody has taken the folder over from a process that was stopped for long."""
+        assert self._lock is not None
+        try:
+            self._lock.keep()
+        except FolderTakenError as error:
+            self._refusal = str(error)
+            raise StoreError(self._refusal) from None
 
     def _commit(self, written: dict[int, int]) -> None:
         """Makes what was written count. Until the manifest is replaced, the old one holds."""
@@ -352,6 +364,7 @@ class BucketStore:
         )
         # Between here and the end it is unknown which of two manifests is on disk.
         self._refusal = self._refusal or _tell_unsure(self.folder, new)
+        self._keep_lock()
         if self.is_durable:
             # A scratch store needs no order on disk: checksums tell what a power cut took.
             for slot in {slots[index] for index in written}:
