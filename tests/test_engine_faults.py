@@ -192,3 +192,38 @@ def test_an_error_of_the_loop_is_what_is_told(tmp_path):
     (note,) = told.value.__notes__
     assert note.startswith("Also: loss ")
     engine.close()
+
+
+# --- a script that ends without a word to its engine ----------------------------------------------
+
+NEVER_CLOSED = """
+import sys, warnings
+from tests.engine_process import CONFIG, Regression, batch
+warnings.simplefilter("ignore")
+import zerojax
+config = CONFIG | {"steps_per_print": 1, "gradient_accumulation_steps": 1}
+engine = zerojax.initialize(model=Regression, config=config, run_dir=sys.argv[1])
+for step in range(3):
+    engine.train_batch(batch(step, 0, 16))
+if sys.argv[2] == "failing":
+    raise KeyError("of the script")
+"""
+
+
+@pytest.mark.parametrize("how", ["over", pytest.param("failing", marks=pytest.mark.slow)])
+def test_a_script_that_does_not_close_its_engine_loses_no_line_and_ends_in_silence(how, tmp_path):
+    """Python clears modules before it closes generators: what had stayed open failed there."""
+    ended = subprocess.run(
+        [sys.executable, "-c", NEVER_CLOSED, str(tmp_path / "log"), how],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+    )
+    assert [row["step"] for row in read_metrics(tmp_path / "log").train] == [1, 2, 3]
+    if how == "over":
+        assert (ended.returncode, ended.stderr) == (0, "")
+    else:
+        assert ended.returncode == 1
+        assert ended.stderr.splitlines()[-1] == "KeyError: 'of the script'"

@@ -24,6 +24,7 @@ from zerojax.data import abstract_global, shard_batch
 from zerojax.distributed import join_processes
 from zerojax.engine.absent import Absent
 from zerojax.engine.batches import as_array, as_batch
+from zerojax.engine.closing import close_at_exit
 from zerojax.engine.guard import Guard
 from zerojax.engine.journal import Journal
 from zerojax.engine.progress import Progress
@@ -137,6 +138,7 @@ class Engine(Progress, Absent):
         self._called: set[str] = set()
         self._step: Any = None
         self._evaluate: Any = None
+        close_at_exit(self)
 
     # --- stepping ---------------------------------------------------------------------------------
 
@@ -270,6 +272,11 @@ class Engine(Progress, Absent):
         return explaining_memory(
             lambda: (plan, self.state, self.global_steps, self._step), self._run_dir
         )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something to `close`, which the end of the script does otherwise."""
+        return self._guard.is_open
 
     def close(self) -> None:
         """Reports the last steps, and closes files. May be called twice.

@@ -34,6 +34,7 @@ class Guard:
     Attributes:
       is_broken: whether devices or numbers have failed since the last step that went well, so that
         nothing more should be read from them.
+      is_open: whether the watch has begun and not ended.
     """
 
     def __init__(self, watch: WatchConfig | None, folder: Path | None) -> None:
@@ -47,22 +48,22 @@ class Guard:
             resume_hint=_RESUME,
             sign=self._under_way.sign,
         )
-        self._open, self._is_open = contextlib.ExitStack(), False
+        self._open, self.is_open = contextlib.ExitStack(), False
         # Many a loop never closes its engine: the threads end with it.
         weakref.finalize(self, _end, self._watchdog, self._under_way)
 
     def open(self) -> None:
         """Starts to watch; does nothing where that has been done."""
-        if self._is_open:
+        if self.is_open:
             return
-        self._is_open = True
+        self.is_open = True
         self._open.enter_context(self._watchdog)
         self._open.enter_context(self._watchdog.during("in a step"))
 
     def close(self) -> None:
         """Ends the watch. May be called twice; the next call of the loop starts it again."""
         self._open.close()
-        self._is_open = False
+        self.is_open = False
 
     @contextlib.contextmanager
     def during(self, what: str, *, is_long: bool = False, is_apart: bool = False) -> Iterator[None]:
