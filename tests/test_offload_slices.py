@@ -114,7 +114,7 @@ class Updates:
         build = build_offload_update(plan) if sliced else build_update(plan)
 
         def update(grads, state, scale, norm, skip):
-            now = ThisStep(scale, norm, skip, jax.random.key(7))
+            now = ThisStep(scale, norm, skip, jax.random.key(7), jnp.float32(0))
             if sliced:
                 return {**state, **build(grads, state, now)}
             params, opt_state = build(grads, state, now)

@@ -27,7 +27,7 @@ from zerojax.arrays import (
     to_canonical,
 )
 from zerojax.checkpoint import Checkpointer
-from zerojax.optim import depends_on_sizes
+from zerojax.optim import OnTrueShapes
 from zerojax.state import run_key_data
 from zerojax.updates import ThisStep, build_update
 
@@ -225,16 +225,6 @@ def chain():
     )
 
 
-def adafactor():
-    """Without the parts that take means over whole arrays, in which padding would count."""
-    return optax.adafactor(
-        1e-2,
-        min_dim_size_to_factor=16,
-        clipping_threshold=None,
-        multiply_by_parameter_scale=False,
-    )
-
-
 OPTIMIZERS = {
     "adamw": lambda: zerojax.adamw(1e-2),
     "lion": lambda: zerojax.lion(1e-2),
@@ -242,7 +232,7 @@ OPTIMIZERS = {
     "sgd": lambda: zerojax.sgd(1e-2, momentum=0.9),
     "adam8bit": lambda: zerojax.adam8bit(1e-2),
     "optax chain": chain,
-    "adafactor": adafactor,
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16),
     "muon": lambda: optax.contrib.muon(1e-2),
 }
 ODD = {
@@ -261,10 +251,6 @@ ANOTHER = {"stage": 4, "partition": (2, 1, 1, 1), "data": 2, "zero": 3}
 def plans(optimizer):
     """Without a pipeline, on an odd one, and on another."""
     tx = OPTIMIZERS[optimizer]()
-    if optimizer == "muon":  # which takes biases for a matrix, and asks how many rows it has
-        even = ODD | {"partition": "uniform"}, ANOTHER | {"partition": "uniform"}
-        factory = functools.partial(Layers, num_layers=4, width=72)
-        return [plan_of(factory, optimizer=tx, **settings) for settings in ({}, *even)]
     return [plan_of(WIDE, optimizer=tx, **settings) for settings in ({}, ODD, ANOTHER)]
 
 
@@ -282,7 +268,8 @@ def updated(plan, steps=3):
     update = build_update(plan)
 
     def step(state):
-        now = ThisStep(jnp.float32(0.5), jnp.float32(2.0), jnp.bool_(False), jax.random.key(0))
+        scale, norm, loss = map(jnp.float32, (0.5, 2.0, 3.0))
+        now = ThisStep(scale, norm, jnp.bool_(False), jax.random.key(0), loss)
         params, opt_state = update(grads, state, now)
         return {**state, "params": params, "opt_state": opt_state}
 
@@ -310,8 +297,7 @@ def test_an_update_of_rows_is_that_of_layers_and_is_saved_bit_for_bit(optimizer,
         checkpointer.wait()
         again = from_canonical(plan, checkpointer.restore(plan.abstract_canonical).state)
         assert_same_bits(to_canonical(plan, again), saved)
-        if optimizer != "adafactor":  # whose second moments of padding are 1e-30
-            assert_same_bits(again, state)
+        assert_same_bits(again, state)
         restored = checkpointer.restore(there.abstract_canonical).state
         assert_same_bits(restored, saved)
         if optimizer != "adam8bit":  # whose blocks are cut within shards
@@ -352,32 +338,55 @@ def _coded(state):
     return next(part for part in parts if is_part(part))
 
 
-def test_an_optimizer_that_mixes_layers_is_refused():
-    turned = optax.GradientTransformation(
-        lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape[::-1]), params),
-        lambda updates, state, params=None: (updates, state),
+def _turned():
+    """Keeps an array in which layers are the last dimension, and adds it up over them."""
+
+    def update(updates, state, params=None):
+        state = jax.tree.map(lambda s, g: s + jnp.cumsum(g.T, -1), state, updates)
+        return jax.tree.map(lambda s: -0.01 * s.T, state), state
+
+    init = lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape[::-1]), params)  # noqa: E731
+    return optax.GradientTransformation(init, update)
+
+
+MIXING = {
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "noise": lambda: optax.noisy_sgd(1e-2, key=3),
+    "turned": _turned,
+}
+"""Updates that ask for sizes, shapes or the order of layers."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        ("adafactor", ODD),
+        pytest.param("muon", ODD, marks=pytest.mark.slow),
+        pytest.param("noise", ODD, marks=pytest.mark.slow),
+        ("turned", LAYOUTS["folded"]),
+        pytest.param("turned", ODD, marks=pytest.mark.slow),
+    ],
+)
+def test_an_optimizer_to_which_layers_are_not_rows_gets_them_in_order(optimizer, settings):
+    """Muon takes biases for a matrix and scales by its shape; adafactor takes means over a stack;
+    layers turned round are in another order without any padding."""
+    factory = functools.partial(Layers, num_layers=5 if settings is ODD else 8, width=20)
+    plain, plan = (
+        plan_of(factory, optimizer=MIXING[optimizer](), **each) for each in ({}, settings)
     )
-    with pytest.raises(ValueError, match="in which the layers are not dimension 0.*use another"):
-        plan_of(WIDE, optimizer=turned, **ODD)
+    assert isinstance(plan.tx, OnTrueShapes)
+    assert any("exchanged between pipeline stages in every step" in line for line in plan.reasons)
+    state = updated(plan)
+    saved, expected = to_canonical(plan, state), to_canonical(plain, updated(plain))
+    _check_update(optimizer, saved, expected)
+    rows = np.array(plan.placement.leaves["blocks/kernel"].layer_rows)
+    assert not np.asarray(state["params"]["blocks/kernel"])[rows < 0].any()
+    assert_same_bits(to_canonical(plan, from_canonical(plan, saved)), saved)
 
 
-@pytest.mark.parametrize("make", [optax.contrib.muon, optax.adafactor])
-def test_an_optimizer_that_asks_for_sizes_needs_stages_with_equal_layers(make):
-    """Muon takes biases for a matrix and scales by its shape; adafactor takes means."""
-    with pytest.raises(ValueError, match="asks how large arrays are .* divide the layers evenly"):
-        plan_of(WIDE, optimizer=make(1e-2), **ODD)
-    even = ODD | {"partition": "uniform"}
-    assert plan_of(functools.partial(WIDE, num_layers=4), optimizer=make(1e-2), **even).pipeline
-
-
-def test_sizes_matter_to_an_optimizer_that_writes_them_into_its_update():
-    shapes = [{"a": (4, 8), "b": (6,)}, {"a": (5, 8), "b": (6,)}]
-    one, other = (
-        {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in each.items()}
-        for each in shapes
-    )
-    mean = optax.stateless(lambda g, _: jax.tree.map(lambda x: x - jnp.mean(x), g))
-    assert depends_on_sizes(optax.chain(optax.scale_by_adam(), mean), one, other)
-    norms = optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3), optax.ema(0.9))
-    assert not depends_on_sizes(norms, one, other)
-    assert not depends_on_sizes(mean, one, one)
+def test_an_optimizer_that_takes_sums_alone_leaves_layers_in_their_rows():
+    """Zeros add nothing to norms, and no layer is exchanged for them."""
+    plan = plan_of(WIDE, optimizer=chain(), **ODD)
+    assert not isinstance(plan.tx, OnTrueShapes)
+    assert not any("true shapes" in line for line in plan.reasons)

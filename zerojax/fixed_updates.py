@@ -24,7 +24,7 @@ from zerojax.mesh import DATA, DATA_AXES
 from zerojax.optim import Optimizer, UpdateContext
 from zerojax.planned import Planned
 from zerojax.sealing import run_sealed, seal_on, zero_at_run_time
-from zerojax.updates import GradientNorm, describe_squares, map_update, specs_of_leaves
+from zerojax.updates import GradientNorm, describe_squares, map_update, specs_of_leaves, true_shapes
 
 Arrays = dict[str, jax.Array]
 
@@ -114,8 +114,9 @@ def build_chunked_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
     assert isinstance(tx, Optimizer)
     assert tx.begin is not None
     begin, pieces = tx.begin, Pieces(plan)
+    shapes = true_shapes(plan)
     whole_shapes = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        name: jax.ShapeDtypeStruct(shapes[name], leaf.dtype)
         for name, leaf in plan.abstract_state["params"].items()
     }
     choice = plan.update_choices["update"]
@@ -133,7 +134,7 @@ def build_chunked_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
             skip=skip,
             key=jax.random.wrap_key_data(key_data),
             axes=dict.fromkeys(shards, ()),  # the piece's number tells random bits apart
-            shapes={name: leaf.shape for name, leaf in whole_shapes.items()},
+            shapes=shapes,
             choice=choice,
         )
         begun = begin(state, whole_shapes, context)

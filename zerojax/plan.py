@@ -48,6 +48,7 @@ from zerojax.plan_checks import (
     naming_the_call,
 )
 from zerojax.plan_offload import plan_offload
+from zerojax.plan_padding import fit_padding
 from zerojax.plan_pipeline import choose_microbatches, plan_pipeline
 from zerojax.plan_placement import place_model
 from zerojax.plan_reasons import (
@@ -326,12 +327,13 @@ def make_plan(
         ),
         batch,
     )
+    stacks = find_stacks(trace.jaxpr, sorted(params))
+    tx, padding_lines = fit_padding(tx, params, placement, precision, mesh, stacks=stacks)
     build = functools.partial(abstract_state, params, extras, placement, tx, precision, mesh)
     check_durable(settings.offload, precision, jax.process_count())
     offload = plan_offload(settings.offload, placement, precision, tx, mesh, stacked=stacked)
     check_update_in_backward(offload, num_microbatches, precision, tx)
     stored, canonical = build(canonical=False), build(canonical=True)
-    stacks = find_stacks(trace.jaxpr, sorted(params))
     return Plan(
         mesh=mesh,
         model=internal,
@@ -363,6 +365,7 @@ def make_plan(
             *describe_offload(settings, offload),
             *describe_layer_inputs(settings, trace.jaxpr, len(params)),
             *describe_update(update_choices, tx, stacks & stored["params"].keys()),
+            *padding_lines,
             *optim.describe_muon(stored["opt_state"], stacks),
             *describe_options(compiler_options, dropped_options),
         ),

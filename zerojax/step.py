@@ -68,7 +68,7 @@ def build_step(plan: Planned) -> Any:
         read = read_norm(grads, scale, sums.get("squares"))
         grad_norm = read.norm
         finite = jnp.isfinite(loss) & (read.read_finite if in_backward else jnp.isfinite(grad_norm))
-        now = ThisStep(scale, grad_norm, ~finite, key)
+        now = ThisStep(scale, grad_norm, ~finite, key, loss)
         updated = update(grads, state, now)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         skipped = 1 - finite.astype(jnp.int32)

@@ -20,7 +20,7 @@ from pallas_kernels.choice import Choice, choose
 from pallas_kernels.gradients import GRADIENT_STATS, StatsScalars
 from pallas_kernels.update import update as update_leaf
 from zerojax.layer_loop import find_stacks
-from zerojax.optim import Optimizer, UpdateContext
+from zerojax.optim import Optimizer, UpdateContext, told
 from zerojax.placement import axes_of_spec
 from zerojax.planned import Planned
 from zerojax.precision import Precision
@@ -56,12 +56,14 @@ class ThisStep(NamedTuple):
         says so.
       skip: bool []; True changes nothing.
       key: the step's typed PRNG key.
+      loss: float32 []; the mean loss of the global batch.
     """
 
     scale: jax.Array
     norm: jax.Array
     skip: jax.Array
     key: jax.Array
+    loss: jax.Array
 
 
 def fit_optimizer(
@@ -184,9 +186,8 @@ def build_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
             name: lax.with_sharding_constraint(grad * now.scale, shardings[name])
             for name, grad in grads.items()
         }
-        updates, opt_state = tx.update(
-            grads, state["opt_state"], state["params"], grad_norm=now.norm, layers=layers
-        )
+        extra = told(grads, now.norm, now.loss, layers)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"], **extra)
         params = optax.apply_updates(state["params"], updates)
         # where, not cond: a cond costs 4 to 14 bytes per parameter of traffic and a copy of the
         # state.
@@ -202,7 +203,7 @@ def build_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
 def _build_in_place(plan: Planned, tx: Optimizer) -> Callable[..., tuple[Arrays, Any]]:
     """Every device updates its own shards: one read and one write of each array."""
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
-    shapes = {name: leaf.shape for name, leaf in plan.abstract_state["params"].items()}
+    shapes = true_shapes(plan)
     choice, layers = plan.update_choices["update"], stacks_of(plan) if tx.per_layer else {}
 
     def local(
@@ -264,6 +265,11 @@ def axes_of_leaves(
 ) -> dict[str, tuple[str, ...]]:
     """{name: mesh axes of more than one device that a leaf is split over}."""
     return {name: _axes_of(mesh, leaf.sharding.spec) for name, leaf in leaves.items()}
+
+
+def true_shapes(plan: Planned) -> dict[str, tuple[int, ...]]:
+    """{name: the shape that a trained parameter has for its user}, which masks may ask for."""
+    return {name: plan.placement.leaves[name].shape for name in plan.abstract_state["params"]}
 
 
 def stacks_of(plan: Planned) -> dict[str, tuple[str, ...]]:

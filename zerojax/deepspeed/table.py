@@ -312,7 +312,7 @@ TABLE: Table = {
         "bool", False, "honoured", "off", (False,), "gradients are dense; set it to false"
     ),
     "zero_allow_untested_optimizer": Key(
-        "bool", False, "honoured", "the plan refuses an optimizer that shards would change"
+        "bool", False, "honoured", "every optimizer is given what makes shards equal to one device"
     ),
     "zero_force_ds_cpu_optimizer": Key("bool", True, "compiler", "the update runs on the device"),
     "zero_optimization": ZERO,

@@ -23,7 +23,7 @@ from zerojax.offload_layout import SlicedLeaf
 from zerojax.optim import BegunUpdate, Optimizer, UpdateContext
 from zerojax.planned import Planned
 from zerojax.state import TrainState
-from zerojax.updates import ThisStep, axes_of_leaves, clipped_scale
+from zerojax.updates import ThisStep, axes_of_leaves, clipped_scale, true_shapes
 
 Arrays = dict[str, Any]
 
@@ -98,7 +98,7 @@ def context_of(
         skip=skip,
         key=jax.random.wrap_key_data(key_data),
         axes=axes_of_leaves(plan.mesh, params),
-        shapes={name: leaf.shape for name, leaf in params.items()},
+        shapes=true_shapes(plan),
         choice=plan.update_choices["update"],
     )
 
@@ -108,8 +108,8 @@ def begin(plan: Planned, opt_state: Any, context: UpdateContext) -> BegunUpdate:
     assert isinstance(plan.tx, Optimizer)
     assert plan.tx.begin is not None
     whole = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        for name, leaf in plan.abstract_stored["params"].items()
+        name: jax.ShapeDtypeStruct(shape, plan.abstract_stored["params"][name].dtype)
+        for name, shape in true_shapes(plan).items()
     }
     return plan.tx.begin(opt_state, whole, context)
 

@@ -17,14 +17,20 @@ from zerojax.optim.layers import map_layers
 from zerojax.optim.methods import adamw, lamb, lion, sgd
 from zerojax.optim.muon import describe_muon, muon_dimensions
 from zerojax.optim.optimizer import BegunUpdate, Optimizer, UpdateContext, coding_of
+from zerojax.optim.padding import trace_update, why_padding_shows
+from zerojax.optim.raw_keys import with_raw_keys
 from zerojax.optim.schedules import Schedule, build_schedule
-from zerojax.optim.sizes import depends_on_sizes
+from zerojax.optim.state_leaves import map_state
+from zerojax.optim.telling import KEYWORDS, told
+from zerojax.optim.true_shapes import OnTrueShapes
 
 __all__ = [
     "DEEPSPEED_SCHEDULES",
+    "KEYWORDS",
     "BegunUpdate",
     "BuiltOptimizer",
     "DeepSpeedSchedule",
+    "OnTrueShapes",
     "Optimizer",
     "Schedule",
     "StateCoding",
@@ -37,12 +43,16 @@ __all__ = [
     "clip_by_global_norm",
     "coding_of",
     "decay_mask",
-    "depends_on_sizes",
     "describe_muon",
     "is_matrix",
     "lamb",
     "lion",
     "map_layers",
+    "map_state",
     "muon_dimensions",
     "sgd",
+    "told",
+    "trace_update",
+    "why_padding_shows",
+    "with_raw_keys",
 ]

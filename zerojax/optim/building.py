@@ -49,6 +49,12 @@ def build_optimizer(
     if isinstance(optimizer, optax.GradientTransformation):
         known = isinstance(optimizer, Optimizer)
         return BuiltOptimizer(optimizer, optimizer.learning_rate if known else None)
+    if isinstance(optimizer, optax.MultiSteps):
+        raise TypeError(
+            "optimizer is an optax.MultiSteps, which is no transformation; give its "
+            "optimizer.gradient_transformation(), or leave it out and use num_microbatches, which "
+            "adds up gradients within a step"
+        )
     if optimizer is not None and not isinstance(optimizer, OptimizerConfig):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}; give an optax.GradientTransformation such "

@@ -89,6 +89,11 @@ class LeafPlacement:
         return self.stored_shape != self.shape
 
     @property
+    def has_rows(self) -> bool:
+        """Whether layers are stored in another order than theirs, or with rows between them."""
+        return self.layer_rows is not None and self.layer_rows != tuple(range(self.shape[0]))
+
+    @property
     def model_spec(self) -> P:
         """Tensor parallelism alone: how the gathered parameter lies."""
         return P(*self.axes)

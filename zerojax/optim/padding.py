@@ -1,0 +1,459 @@
+"""Proof, from its traced program, that an optimizer computes the same on padded arrays.
+
+Knows traced updates and which dimensions are padded; never a mesh or why arrays are padded.
+
+An array is padded with zeros at the end of a dimension, or stored with its rows in another order.
+An update that goes element by element does not see either, nor does one that takes a sum of what is
+zero where there is padding. A mean divides by the number of elements, noise follows the shape, a
+matrix of another shape is another matrix: such an update has to be given arrays of the true shape
+(`zerojax.true_shapes`). The update is traced twice, on true and on stored shapes. Both programs
+have to have the same operations and numbers, and the second is walked: of each value it is known
+which of its dimensions are padded ones of which parameter, and what stands in the padding, where
+that is a constant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from zerojax.optim.state_leaves import map_state
+from zerojax.optim.telling import told
+
+Structs = Mapping[str, jax.ShapeDtypeStruct]
+Tree = Any
+
+UNIFORM = "uniform"
+"""Of a dimension along which all elements of an array are the same."""
+PLAIN = "plain"
+"""Of a dimension that is not padded."""
+
+
+class NotProven(Exception):
+    """An update may see padding; the message says by what."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """What is known of one array of a program.
+
+    Attributes:
+      dims: for each dimension `UNIFORM`, `PLAIN`, or (name, dimension) of a padded one.
+      padding: what stands wherever a padded dimension has padding, or everywhere in an array that
+        is uniform; None where that is not known.
+    """
+
+    dims: tuple[Any, ...]
+    padding: Any = None
+
+    @property
+    def padded(self) -> frozenset[Any]:
+        return frozenset(dim for dim in self.dims if dim not in (UNIFORM, PLAIN))
+
+    @property
+    def is_uniform(self) -> bool:
+        return all(dim == UNIFORM for dim in self.dims)
+
+    @property
+    def is_zero(self) -> bool:
+        return self.padding is not None and bool(self.padding == 0)
+
+
+def why_padding_shows(
+    tx: optax.GradientTransformation,
+    true: Structs,
+    stored: Structs,
+    dims: Mapping[str, Collection[int]],
+    layers: frozenset[str],
+    *,
+    stays_zero: bool = False,
+) -> str | None:
+    """None where an update of padded arrays is proven to be that of arrays of their true shapes.
+
+    Args:
+      tx: the optimizer.
+      true, stored: {name: struct}: the trained parameters, as they are and as they are stored.
+      dims: {name: the dimensions in which the two differ, in size or in the order of their rows}.
+      layers: see `zerojax.optim.told`.
+      stays_zero: whether parameters have to stay zero in their padding.
+
+    Returns:
+      What could not be proven, as a short phrase such as "reduce_max of padded arrays".
+    """
+    try:
+        _Proof(tx, (true, stored), dims, layers).run(stays_zero=stays_zero)
+    except NotProven as reason:
+        return str(reason)
+    return None
+
+
+class _Proof:
+    """Init and update of one optimizer, each traced on both kinds of shapes."""
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformation,
+        shapes: tuple[Structs, Structs],
+        dims: Mapping[str, Collection[int]],
+        layers: frozenset[str],
+    ) -> None:
+        self._dims, stored = dims, shapes[1]
+        states = [jax.eval_shape(tx.init, dict(params)) for params in shapes]
+        self._inits = [jax.make_jaxpr(tx.init)(dict(params)) for params in shapes]
+        self._updates = [trace_update(tx, params, layers) for params in shapes]
+        self._params = [self._of_param(name, x) for name, x in sorted(stored.items())]
+        owners = map_state(tx, lambda _, name: name, states[1], {name: name for name in stored})
+        self._state = []
+        leaves = [jax.tree.leaves(tree) for tree in (*states, owners)]
+        for before, after, owner in zip(*leaves, strict=True):
+            if owner and after.shape == stored[owner].shape:
+                self._state.append(self._of_param(owner, after))
+            elif before.shape == after.shape:
+                self._state.append(_plain(after))
+            else:
+                raise NotProven(f"state of shape {list(before.shape)} for true shapes")
+
+    def _of_param(self, name: str, leaf: Any) -> _Value:
+        padded = self._dims.get(name, ())
+        dims = tuple((name, at) if at in padded else PLAIN for at in range(len(leaf.shape)))
+        return _Value(dims, _ZERO if padded else None)
+
+    def run(self, *, stays_zero: bool) -> None:
+        """Assumes zeros in all padding and drops what does not stay zero, until the rest holds."""
+        num_params, expected = len(self._params), [*self._params, *self._state]
+        zero = [True] * len(expected)
+        born = _walk(self._inits, self._params)
+        for number, (value, wanted) in enumerate(zip(born, self._state, strict=True), num_params):
+            _check_follows(value, wanted)
+            zero[number] = value.is_zero or not wanted.padded
+        scalars = [_Value(()), _Value(())]
+        while True:
+            now = [x if z else _Value(x.dims) for x, z in zip(expected, zero, strict=True)]
+            params, state = now[:num_params], now[num_params:]
+            found = _walk(self._updates, [*self._params, *state, *params, *scalars])
+            for value, wanted in zip(found, expected, strict=True):
+                _check_follows(value, wanted)
+            after = [
+                z and (value.is_zero or not wanted.padded)
+                for z, value, wanted in zip(zero, found, expected, strict=True)
+            ]
+            if after == zero:
+                break
+            zero = after
+        if stays_zero and not all(zero[:num_params]):
+            raise NotProven("padding that does not stay zero")
+
+
+def trace_update(
+    tx: optax.GradientTransformation, params: Structs, layers: frozenset[str]
+) -> ClosedJaxpr:
+    """`(gradients, state, parameters, norm, loss) -> (updates, state)`, traced."""
+    params = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
+    update = optax.with_extra_args_support(tx).update
+
+    def run(grads: Any, state: Any, params: Any, norm: jax.Array, loss: jax.Array) -> Any:
+        return update(grads, state, params, **told(grads, norm, loss, layers))
+
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    state = jax.eval_shape(tx.init, params)
+    return jax.make_jaxpr(run)(params, state, params, scalar, scalar)
+
+
+_ZERO = np.float32(0)
+
+
+def _plain(leaf: Any) -> _Value:
+    return _Value((PLAIN,) * len(leaf.shape))
+
+
+def _check_follows(value: _Value, wanted: _Value) -> None:
+    for dim, other in zip(value.dims, wanted.dims, strict=True):
+        if dim not in (other, UNIFORM):
+            raise NotProven("a result that does not follow the padded dimensions")
+
+
+# Walking both programs
+
+
+def _walk(programs: Sequence[Any], inputs: Sequence[_Value]) -> list[_Value]:
+    """What is known of the results of a program.
+
+    Args:
+      programs: the one that was traced on true shapes, and the one on stored shapes.
+      inputs: of the second.
+    """
+    true, stored = programs
+    if len(true.consts) != len(stored.consts):
+        raise NotProven("other constants for other shapes")
+    consts = [_of_const(*pair) for pair in zip(true.consts, stored.consts, strict=True)]
+    return _walk_jaxpr(true.jaxpr, stored.jaxpr, consts, inputs)
+
+
+def _of_const(one: Any, other: Any) -> _Value:
+    shapes = jnp.shape(one), jnp.shape(other)
+    if shapes[0] != shapes[1]:
+        raise NotProven("other constants for other shapes")
+    if one is not other and not _same_bits(one, other):
+        raise NotProven("other constants for other shapes")
+    if shapes[0] or jnp.issubdtype(jnp.result_type(other), jax.dtypes.prng_key):
+        return _Value((PLAIN,) * len(shapes[0]))
+    return _Value((), np.asarray(other))
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    try:
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        return np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    except (AttributeError, TypeError):
+        return False
+
+
+def _walk_jaxpr(
+    true: Any, stored: Any, consts: Sequence[_Value], inputs: Sequence[_Value]
+) -> list[_Value]:
+    values: dict[Any, _Value] = {}
+    twins: dict[Any, Any] = {}
+
+    def define(one: Sequence[Any], other: Sequence[Any], found: Sequence[_Value]) -> None:
+        for twin, variable, value in zip(one, other, found, strict=True):
+            twins[twin] = variable
+            values[variable] = value
+
+    def read(one: Any, other: Any) -> _Value:
+        if isinstance(other, Literal) and isinstance(one, Literal):
+            return _of_const(np.asarray(one.val), np.asarray(other.val))
+        if isinstance(other, Literal) or isinstance(one, Literal) or twins[one] is not other:
+            raise NotProven("another program for other shapes")
+        return values[other]
+
+    define(true.constvars, stored.constvars, consts)
+    define(true.invars, stored.invars, inputs)
+    if len(true.eqns) != len(stored.eqns):
+        raise NotProven("another program for other shapes")
+    for one, other in zip(true.eqns, stored.eqns, strict=True):
+        if one.primitive is not other.primitive or len(one.invars) != len(other.invars):
+            raise NotProven("another program for other shapes")
+        operands = [read(*pair) for pair in zip(one.invars, other.invars, strict=True)]
+        define(one.outvars, other.outvars, _of_equation(one, other, operands))
+    return [read(*pair) for pair in zip(true.outvars, stored.outvars, strict=True)]
+
+
+def _of_equation(one: Any, other: Any, operands: list[_Value]) -> list[_Value]:
+    name = other.primitive.name
+    if name in _ELEMENTWISE:
+        if _settings(one) != _settings(other):
+            raise NotProven("another program for other shapes")
+        return [_of_elements(other, operands)]
+    if name in _PASSED_ON:
+        return operands
+    if name in _REDUCTIONS:
+        return [_of_reduction(one, other, operands[0])]
+    if name in _SHAPES:
+        return [_SHAPES[name](one, other, operands)]
+    if name == "cond":
+        return _of_cond(one, other, operands)
+    inner = [_inner(equation) for equation in (one, other)]
+    if None not in inner:
+        return _walk((inner[0], inner[1]), operands)
+    if any(operand.padded for operand in operands):
+        raise NotProven(f"{name} of padded arrays")
+    shapes = [[x.aval.shape for x in (*e.invars, *e.outvars)] for e in (one, other)]
+    if shapes[0] != shapes[1]:
+        raise NotProven(f"{name} in another shape")
+    return [_Value((PLAIN,) * x.aval.ndim) for x in other.outvars]
+
+
+def _settings(equation: Any) -> dict[str, str]:
+    return {key: str(value) for key, value in equation.params.items() if key != "sharding"}
+
+
+def _same(one: Any, other: Any, setting: str) -> Any:
+    if one.params[setting] != other.params[setting]:
+        raise NotProven("another program for other shapes")
+    return other.params[setting]
+
+
+def _inner(equation: Any) -> Any:
+    """The program that an equation calls with just its own operands, closed; None if it does not.
+
+    A loop's program is given parts of the operands, or is run again on its results.
+    """
+    if equation.primitive.name in ("scan", "while"):
+        return None
+    for value in equation.params.values():
+        program = getattr(value, "jaxpr", value)
+        if hasattr(program, "eqns") and len(program.invars) == len(equation.invars):
+            return value if hasattr(value, "consts") else ClosedJaxpr(program, ())
+    return None
+
+
+def _of_cond(one: Any, other: Any, operands: list[_Value]) -> list[_Value]:
+    pairs = zip(one.params["branches"], other.params["branches"], strict=True)
+    results = [_walk(pair, operands[1:]) for pair in pairs]
+    if operands[0].padded:
+        raise NotProven("cond of padded arrays")
+    return [_choose(list(each)) for each in zip(*results, strict=True)]
+
+
+def _choose(values: list[_Value]) -> _Value:
+    """One of several values, which of them is not known."""
+    dims = _join([value.dims for value in values])
+    known = [value.padding for value in values]
+    same = all(x is not None and x == known[0] for x in known)
+    return _Value(dims, known[0] if same else None)
+
+
+def _join(dims: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The dimensions of arrays that are combined element by element; scalars go with any."""
+    longest = max(map(len, dims), default=0)
+    result = []
+    for each in zip(*(d for d in dims if len(d) == longest), strict=True):
+        kinds = set(each) - {UNIFORM}
+        if len(kinds) > 1:
+            raise NotProven("padded arrays combined with others")
+        result.append(kinds.pop() if kinds else UNIFORM)
+    return tuple(result)
+
+
+def _of_elements(equation: Any, operands: list[_Value]) -> _Value:
+    name = equation.primitive.name
+    dims = _join([operand.dims for operand in operands])
+    known = [operand.padding for operand in operands]
+    if all(x is not None for x in known):
+        return _Value(dims, _evaluate(equation, known))
+    first, last = operands[0], operands[-1]
+    # What is not padded and makes these infinite or NaN does so in all elements.
+    if name == "mul" and any(x.is_zero and not y.padded for x, y in ((first, last), (last, first))):
+        return _Value(dims, _zero_of(equation))
+    if name == "div" and first.is_zero and not last.padded:
+        return _Value(dims, _zero_of(equation))
+    if name == "select_n" and not first.padded:
+        return _Value(dims, _choose([_Value((), x.padding) for x in operands[1:]]).padding)
+    return _Value(dims)
+
+
+def _zero_of(equation: Any) -> Any:
+    return np.zeros((), equation.outvars[0].aval.dtype)
+
+
+def _evaluate(equation: Any, known: list[Any]) -> Any:
+    """One element of an operation on known numbers; None where it is not known here."""
+    name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
+    if name == "integer_pow":
+        known = [*known, equation.params["y"]]
+    function = _NUMPY.get("pow" if name == "integer_pow" else name)
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    if function is None or (whole and name in ("div", "pow", "integer_pow", "not", "or", "and")):
+        return None
+    with np.errstate(all="ignore"):
+        return np.asarray(function(*(np.asarray(x) for x in known))).astype(dtype)
+
+
+def _of_reduction(one: Any, equation: Any, operand: _Value) -> _Value:
+    name, axes = equation.primitive.name, _same(one, equation, "axes")
+    kept = tuple(dim for at, dim in enumerate(operand.dims) if at not in axes)
+    taken = [dim for at, dim in enumerate(operand.dims) if at in axes]
+    over_padding = any(dim not in (UNIFORM, PLAIN) for dim in taken)
+    if over_padding and not (name in _NOTHING and _is(operand.padding, _NOTHING[name])):
+        raise NotProven(f"{name} of padded arrays")
+    sizes = [[e.invars[0].aval.shape[at] for at in axes] for e in (one, equation)]
+    if UNIFORM in taken and sizes[0] != sizes[1]:  # as many terms as the array is large
+        raise NotProven(f"{name} of a constant in another shape")
+    unchanged = name in _NOTHING and _is(operand.padding, _NOTHING[name])
+    return _Value(kept, operand.padding if unchanged and _Value(kept).padded else None)
+
+
+def _is(value: Any, constant: float) -> bool:
+    return value is not None and bool(value == constant)
+
+
+def _broadcast(one: Any, other: Any, operands: list[_Value]) -> _Value:
+    operand, places = operands[0], _same(one, other, "broadcast_dimensions")
+    before, shape = other.invars[0].aval.shape, other.outvars[0].aval.shape
+    dims: list[Any] = [UNIFORM] * len(shape)
+    for at, place in enumerate(places):
+        if before[at] == shape[place]:
+            dims[place] = operand.dims[at]
+    return _Value(tuple(dims), operand.padding)
+
+
+def _squeeze(one: Any, other: Any, operands: list[_Value]) -> _Value:
+    gone = _same(one, other, "dimensions")
+    kept = tuple(dim for at, dim in enumerate(operands[0].dims) if at not in gone)
+    return _Value(kept, operands[0].padding)
+
+
+def _transpose(one: Any, other: Any, operands: list[_Value]) -> _Value:
+    order = _same(one, other, "permutation")
+    return _Value(tuple(operands[0].dims[at] for at in order), operands[0].padding)
+
+
+def _reshape(one: Any, other: Any, operands: list[_Value]) -> _Value:
+    operand = operands[0]
+    before, after = other.invars[0].aval.shape, other.outvars[0].aval.shape
+    if operand.is_uniform:
+        return _Value((UNIFORM,) * len(after), operand.padding)
+    if not operand.padded and one.outvars[0].aval.shape == after:
+        return _Value((PLAIN,) * len(after), operand.padding)
+    kept = [dim for dim, size in zip(operand.dims, before, strict=True) if size != 1]
+    if [size for size in before if size != 1] != [size for size in after if size != 1]:
+        raise NotProven("reshape of padded arrays")
+    left = iter(kept)
+    return _Value(tuple(UNIFORM if size == 1 else next(left) for size in after), operand.padding)
+
+
+_SHAPES: dict[str, Callable[..., _Value]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+}
+_NOTHING = {"reduce_sum": 0, "reduce_or": 0, "reduce_and": 1, "reduce_prod": 1}
+"""By which padding changes no result of a reduction."""
+_NUMPY: dict[str, Callable[..., Any]] = {
+    "abs": np.abs,
+    "add": np.add,
+    "convert_element_type": lambda x: x,
+    "copy": lambda x: x,
+    "div": np.divide,
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "is_finite": np.isfinite,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "name": lambda x: x,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": np.logical_not,
+    "or": np.logical_or,
+    "and": np.logical_and,
+    "pow": np.power,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "select_n": lambda which, *cases: cases[int(which)],
+    "sign": np.sign,
+    "sqrt": np.sqrt,
+    "square": np.square,
+    "sub": np.subtract,
+}
+"""What is computed of known numbers."""
+_REDUCTIONS = {*_NOTHING, "reduce_max", "reduce_min"}
+_PASSED_ON = {"optimization_barrier"}
+_ELEMENTWISE = {*_NUMPY} | {
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "sin", "sinh"),
+    *("tan", "tanh", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "logistic", "integer_pow"),
+    *("erf", "erf_inv", "erfc", "ceil", "floor", "round", "rem", "clamp", "nextafter", "xor"),
+    *("complex", "conj", "imag", "real", "copy_p", "reduce_precision"),
+}
+"""Names of JAX's operations that compute each element from those at the same place."""
