@@ -121,7 +121,7 @@ OPTAX: dict[str, tuple[str, Make]] = {
     "scale_by_adan": (PADDED, optax.scale_by_adan),
     "scale_by_amsgrad": (PADDED, optax.scale_by_amsgrad),
     "scale_by_belief": (PADDED, optax.scale_by_belief),
-    "scale_by_distance_over_gradients": (PADDED, optax.scale_by_distance_over_gradients),
+    "scale_by_distance_over_gradients": (TRUE, optax.scale_by_distance_over_gradients),
     "scale_by_factored_rms": (
         TRUE,
         lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=4),
