@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,12 @@ import optax
 import pytest
 from flax import nnx
 
+import zerojax
+from tests import small_models
 from tests.small_models import regression_loss
 from tests.trajectories import plan_for, regression_batch
 from zerojax.arrays import init_state, to_canonical
+from zerojax.config.offload import OffloadConfig
 from zerojax.optim import sgd
 from zerojax.step import build_evaluation, build_step
 
@@ -45,9 +50,9 @@ class Counted:
         return regression_loss(model, batch)
 
 
-def make(zero, **options):
+def make(zero, model=Model, **options):
     return plan_for(
-        Model,
+        model,
         zero=zero,
         **{
             "loss": regression_loss,
@@ -106,6 +111,47 @@ def test_the_state_is_donated():
     build_step(plan)(state, batch_of(plan))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state["params"]))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state["opt_state"]))
+
+
+ONCE = r"was given to a step before.*write `state, metrics = step\(state, batch\)`"
+KINDS = {
+    "plain": {"zero": 0},
+    "sharded": {"zero": 3},
+    "pipeline": {"mesh": {"stage": 2, "data": 4}},
+    "host": {"offload": OffloadConfig(opt_state="host", min_elements=16)},
+    "nvme": {"offload": OffloadConfig(opt_state="nvme", min_elements=16)},
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in ("sharded", "host") else [])
+        for kind in KINDS
+    ],
+)
+def test_a_state_that_was_given_away_is_refused(kind, tmp_path):
+    """XLA's CPU devices would read freed memory and end the process."""
+    options = {"optimizer": zerojax.adamw(1e-3), "freeze": (), **KINDS[kind]}
+    if kind == "nvme":
+        options["offload"] = dataclasses.replace(options["offload"], folder=str(tmp_path))
+    plan = make(options.pop("zero", 1), model=small_models.Layers, **options)
+    state, step, evaluate = init_state(plan), build_step(plan), build_evaluation(plan)
+    batch = batch_of(plan)
+    new, _ = step(state, batch)
+    with pytest.raises(ValueError, match=ONCE):
+        step(state, batch)
+    with pytest.raises(ValueError, match=ONCE):
+        evaluate(state, batch)
+    for part in ("params", "opt_state", "rng"):
+        with pytest.raises(ValueError, match=rf"^state\['{part}'\] {ONCE}"):
+            step({**new, part: state[part]}, batch)
+    assert (plan.offload is not None) == (kind in ("host", "nvme"))
+    new, metrics = step(new, batch)
+    assert np.isfinite(float(metrics["loss"]))
+    assert np.isfinite(float(evaluate(new, batch)["loss"]))
+    if kind == "nvme":
+        new["disk"].store.close()
 
 
 @pytest.mark.parametrize("zero", [0, 3])

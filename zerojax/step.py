@@ -37,7 +37,8 @@ def build_step(plan: Planned) -> Any:
 
     Returns:
       `step(state, batch) -> (state, metrics)`. `state` is donated: use only what comes back.
-      `batch` comes from `shard_batch`. Metrics are replicated scalars on the devices: "loss"
+      A state that was given to a step before is refused with a ValueError. `batch` comes from
+      `shard_batch`. Metrics are replicated scalars on the devices: "loss"
       (float32, the global sum divided by the global weight), "weight" (float32), "grad_norm"
       (float32, before clipping), "bad_leaf" (int32, number of the first parameter whose gradient
       is not finite, -1 where all are), "largest_leaf" (int32, number of the parameter with the
@@ -110,9 +111,47 @@ def build_step(plan: Planned) -> Any:
         out_shardings=(plan.state_shardings, replicated, *pending),
         compiler_options=dict(plan.compiler_options) or None,
     )
-    if not on_disk:
-        return jitted
-    return DiskStep(plan, jitted, functools.partial(write_rest, plan))
+    if on_disk:
+        jitted = DiskStep(plan, jitted, functools.partial(write_rest, plan))
+    return OfLivingState(jitted)
+
+
+class OfLivingState:
+    """A compiled function of a state and a batch that refuses a state that was donated before.
+
+    XLA's CPU devices read freed memory when they are given one. One array of each part of the state
+    is looked at, which takes microseconds.
+
+    Attributes:
+      trace, lower: of the compiled function.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self.trace, self.lower = compiled.trace, compiled.lower
+
+    def __call__(self, state: TrainState, batch: Any) -> Any:
+        for name, part in state.items():
+            array = _first_array(part)
+            if array is not None and array.is_deleted():
+                raise ValueError(
+                    f"state[{name!r}] was given to a step before, which took its memory; a step "
+                    "donates its state: write `state, metrics = step(state, batch)` and go on "
+                    "with what it returns (jax.device_get(state) before the step keeps a copy)"
+                )
+        return self._compiled(state, batch)
+
+
+def _first_array(tree: Any) -> jax.Array | None:
+    """One array of a tree, without flattening all of it; None where there is none."""
+    if isinstance(tree, dict | tuple | list):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            found = _first_array(child)
+            if found is not None:
+                return found
+        return None
+    is_array = isinstance(tree, jax.Array) and not isinstance(tree, jax.core.Tracer)
+    return tree if is_array else None
 
 
 def _expected_weight(plan: Planned) -> float:
@@ -139,7 +178,8 @@ def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:
 
     Returns:
       `evaluate(state, batch) -> {"loss": sum, "weight": sum}`, float32 scalars over the global
-      batch. The model runs in evaluation mode; the state is not donated and does not change.
+      batch. The model runs in evaluation mode; the state is not donated and does not change. One
+      that was given to a step is refused with a ValueError.
     """
     config = pass_config(plan)
     fixed = config.virtual_shards is not None
@@ -150,7 +190,8 @@ def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:
         return forward(state["params"], state["frozen"], state["extras"], state["rng"], batch)
 
     options = dict(plan.compiler_options) if fixed else None
-    return jax.jit(evaluate, out_shardings=NamedSharding(plan.mesh, P()), compiler_options=options)
+    replicated = NamedSharding(plan.mesh, P())
+    return OfLivingState(jax.jit(evaluate, out_shardings=replicated, compiler_options=options))
 
 
 def _updates_in_backward(plan: Planned) -> bool:
