@@ -90,6 +90,7 @@ TAKEN = {
     "a schedule": scheduled(total_num_steps=12),
     "a schedule of auto": scheduled(total_num_steps=12, warmup_max_lr="auto"),
     "offload": zero(2, offload_optimizer={"device": "cpu"}),
+    "offload that stage 0 ignores": zero(0, offload_optimizer={"device": "cpu"}),
     "elastic": elastic(48),
     "tensor parallel": parallel(r"up\.weight"),
 }
@@ -105,7 +106,6 @@ REFUSED = {
         3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}
     ),
     "an unknown key": {"train_batchsize": 48},
-    "stage 0 with offload": zero(0, offload_optimizer={"device": "cpu"}),
 }
 
 
