@@ -5,6 +5,7 @@ The configuration is one of DeepSpeed's; what each key becomes is tests/test_dee
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ import zerojax
 from tests.hugging_face_folders import write_folder
 from tests.process_groups import ROOT, run_group
 from zerojax.checkpoint import CheckpointError
-from zerojax.engine.absent import ABSENT
+from zerojax.engine.absent import ABSENT, sentence_for
 from zerojax.engine.tags import client_state_of, find_tag
 from zerojax.optim import adamw
 
@@ -47,6 +48,8 @@ CONFIG = {
     "steps_per_print": 3,
 }
 NUM_STEPS = 6
+NAMES = ROOT / "tests" / "data" / "deepspeed_engine_names.json"
+"""Public methods and attributes of DeepSpeed 0.19.8's `DeepSpeedEngine`."""
 TOLERANCE = 4e-6
 """Of losses near 0.3 in float32, whose sums are taken in another order."""
 
@@ -311,6 +314,103 @@ def test_refused(trained, call, error, message):
 def test_absent_names_are_absent(trained):
     engine, *_ = trained
     assert [name for name in ABSENT if hasattr(engine, name)] == []
+
+
+INTERNAL = {
+    "dont_change_device",
+    "enable_backward_allreduce",
+    "first_dataloader_check",
+    "gas_boundary_ctr",
+    "has_step",
+    "inside_no_sync_ctxt",
+    "module_forward_post_hook",
+    "module_forward_pre_hook",
+    "save_non_zero_checkpoint",
+    "save_zero_checkpoint",
+    "scale_wrt_gas",
+    "use_ds_comm",
+    "warn_unscaled_loss",
+    "dist_backend",
+}
+"""Attributes of DeepSpeed's engine that only its own methods read."""
+
+
+def test_every_name_of_deepspeeds_engine_is_there_or_says_what_to_write(trained):
+    engine, *_ = trained
+    names = set(json.loads(NAMES.read_text())) - INTERNAL
+    assert len(names) > 200
+    silent = [name for name in names if not hasattr(engine, name) and sentence_for(name) is None]
+    assert silent == []
+    for name in ("local_rank", "device", "zero_overlap_comm", "tput_timer", "state_dict"):
+        with pytest.raises(AttributeError, match=f"the engine has no '{name}': .{{20,}}"):
+            getattr(engine, name)
+
+
+def test_a_loop_reads_the_configuration_from_the_engine(trained):
+    engine, *_ = trained
+    assert engine.optimizer_name() == "adamw"
+    assert engine.optimizer_params() == CONFIG["optimizer"]["params"]
+    assert engine.scheduler_name() == "WarmupDecayLR"
+    assert engine.scheduler_params()["total_num_steps"] == 12
+    assert engine.config["gradient_clipping"] == 0.5
+    assert (engine.zero_optimization(), engine.elasticity_enabled()) == (True, False)
+    assert (engine.dp_world_size, engine.mp_world_size) == (8, 1)
+
+
+@pytest.mark.parametrize("way", ["args", "config_params", "text"])
+def test_a_configuration_comes_as_deepspeeds_introductions_give_it(way, tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(CONFIG))
+    args = argparse.Namespace(local_rank=0, deepspeed=True, deepspeed_config=str(path))
+    given = {"args": {"args": args}, "config_params": {"config_params": CONFIG}}
+    engine = zerojax.initialize(
+        model=make_model(),
+        dist_init_required=True,
+        **given.get(way, {"config": json.dumps(CONFIG)}),
+    )
+    assert engine.train_batch_size() == 32
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: zerojax.initialize(make_model()), "no configuration was given; pass one"),
+        (lambda: initialize(config_params=CONFIG), "both config and config_params were given"),
+        (lambda: initialize(model_parameters=[]), "'model_parameters'; all parameters .* freeze="),
+        (lambda: initialize(training_data=[]), "'training_data'; hand each batch"),
+        (lambda: initialize(collate_fn=len), "'collate_fn'; hand each batch"),
+        (lambda: initialize(lr_scheduler=None), "'lr_scheduler'; a schedule is a part of"),
+        (lambda: initialize(mpu=None), "'mpu'; axes are in the configuration"),
+        (lambda: initialize(optimiser=None), "did you mean 'optimizer'"),
+        (
+            lambda: zerojax.initialize(argparse.Namespace(deepspeed_config="x"), make_model()),
+            "the first argument of initialize is the model",
+        ),
+        (lambda: initialize()[0], "returns the engine alone"),
+    ],
+)
+def test_what_deepspeeds_initialize_takes_and_this_does_not(call, words):
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+def test_the_four_results_of_deepspeed_are_one():
+    with pytest.raises(TypeError, match=r"write engine = zerojax.initialize\(\.\.\.\) in place of"):
+        _engine, _optimizer, _loader, _scheduler = initialize()
+
+
+def test_the_engine_changes_its_mesh_between_steps(trained):
+    _, losses, *_ = trained
+    engine = initialize()
+    with pytest.raises(ValueError, match="no state before the first batch"):
+        engine.reshard({"zero": 3})
+    found = [float(engine.train_batch(batch(step))) for step in range(2)]
+    assert engine.reshard({"zero": 3, "data": 4, "model": 2, "persistence_threshold": 0}) is engine
+    assert (engine.zero_optimization_stage(), engine.dp_world_size) == (3, 4)
+    assert engine.get_batch_info() == (32, 4, 2)
+    found += [float(engine.train_batch(batch(step))) for step in range(2, NUM_STEPS)]
+    np.testing.assert_allclose(found, losses, atol=TOLERANCE)
+    assert engine.global_steps == NUM_STEPS
 
 
 @pytest.mark.multihost

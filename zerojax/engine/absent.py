@@ -1,10 +1,12 @@
 """Names of DeepSpeed's engine that are not here, and what to write in their place.
 
-Knows words only.
+Knows words only. The names are those of DeepSpeed 0.19.8's `DeepSpeedEngine`
+(`tests/data/deepspeed_engine_names.json`) and of the `torch.nn.Module` that it is.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -13,8 +15,30 @@ ONE_CALL = (
     "in place of loss = engine(batch), engine.backward(loss) and engine.step(), with the rows of "
     "all gradient_accumulation_steps() micro-batches in one batch"
 )
+_ONE_RESULT = (
+    "zerojax.initialize returns the engine alone, which holds optimizer, schedule and step: write "
+    "engine = zerojax.initialize(...) in place of engine, optimizer, loader, scheduler = ..."
+)
 _INSIDE = "gradients exist inside train_batch only; leave this out"
 _FIXED = "batch sizes are part of the compiled step; initialize another engine, and load into it"
+_COMPILED = "the whole step is compiled already; leave this out"
+_ON_DEVICE = (
+    "nothing is moved or cast by hand: train_batch takes numpy arrays and puts each row on its "
+    "device, and the configuration says the precision; leave this out"
+)
+_WEIGHTS = "engine.to_model() is the trained model, and engine.state['params'] its arrays"
+_AXES = (
+    "a process may have many devices, so that no process has one place in a group: engine.mesh has "
+    "the axes, and engine.local_rows() the rows of each batch that this process passes"
+)
+_CONFIGURED = "it repeats the configuration: read engine.config, or engine.translation"
+_DATA = "hand each batch to train_batch, or a loader's micro-batches: train_batch(data_iter=...)"
+_TIMES = "reports have the times of a step (run_dir=...), and `zerojax profile` where they go"
+_NO_EXPERTS = "experts are not spread over devices; leave this out"
+_WHOLE = (
+    "load_checkpoint reads parameters, optimizer state and counters together; to begin anew with "
+    "trained weights, initialize an engine with the model that to_model() gave"
+)
 ABSENT: Mapping[str, str] = {
     "backward": ONE_CALL,
     "step": ONE_CALL,
@@ -26,17 +50,85 @@ ABSENT: Mapping[str, str] = {
     "set_gradient_accumulation_boundary": _INSIDE,
     "set_train_batch_size": _FIXED,
     "set_train_micro_batch_size": _FIXED,
-    "module": "engine.to_model() is the trained model, and engine.state['params'] its arrays",
+    "module": _WEIGHTS,
     "module_state_dict": "engine.to_model() is the trained model",
     "save_16bit_model": "zerojax.to_hugging_face(engine, folder); or save engine.to_model()",
     "optimizer": "the optimizer is a part of the compiled step; its state is in engine.state",
     "lr_scheduler": "the schedule is a part of the compiled step; engine.get_lr() is its value",
     "get_mom": "betas are a part of the compiled step; they are what the configuration says",
-    "training_dataloader": "hand each batch to train_batch",
-    "deepspeed_io": "hand each batch to train_batch",
+    "training_dataloader": _DATA,
+    "training_data": _DATA,
+    "deepspeed_io": _DATA,
+    "collate_fn": _DATA,
+    "set_data_post_process_func": _DATA,
     "world_size": "a process may have many devices: jax.process_count() and jax.device_count()",
+    "local_rank": (
+        "one process drives all devices of its host that it sees; engine.global_rank is its number "
+        "over all hosts, and 0 prints"
+    ),
+    "device": _ON_DEVICE,
+    "save_fp16_model": "zerojax.to_hugging_face(engine, folder); or save engine.to_model()",
+    "load_module_state_dict": _WHOLE,
+    "client_optimizer": "the optimizer is a part of the compiled step",
+    "basic_optimizer": "the optimizer is a part of the compiled step",
+    "client_lr_scheduler": "the schedule is a part of the compiled step; engine.get_lr()",
+    "empty_partition_cache": "gathered weights live inside the step only; leave this out",
+    "offload_states": "where the state lies is in the configuration: offload_optimizer",
+    "reload_states": "where the state lies is in the configuration: offload_optimizer",
+    "monitor": "reports go where the configuration's monitors say, or to run_dir=...",
+    "summary_events": "reports go where the configuration's monitors say, or to run_dir=...",
+    "losses": "train_batch returns the loss; engine.metrics has the numbers of the last step",
+    "loss_scale": "engine.metrics['loss_scale'] is that of the last step, in float16",
+    "scale": "train_batch scales the loss in float16 itself; leave this out",
+    "clip_fp32_gradients": "train_batch clips as gradient_clipping says; leave this out",
+    "checkpoint_engine": "checkpoints are saved by save_checkpoint alone",
+    "param_names": "engine.plan.placement.leaves has the names of the parameters",
+    "flops": "engine.plan counts products; `zerojax profile` measures them",
+    "get_type": "the optimizer's name is engine.optimizer_name()",
+    "get_pld_theta": "layers are not dropped; leave this out",
+    "parameters": _WEIGHTS,
+    "named_parameters": _WEIGHTS,
+    "state_dict": f"save_checkpoint saves all of it; {_WEIGHTS}",
+    "load_state_dict": _WHOLE,
+    "modules": _WEIGHTS,
+    "children": _WEIGHTS,
+    "buffers": _WEIGHTS,
+    "apply": _WEIGHTS,
+    "requires_grad_": "name the parameters that stay as they are: initialize(..., freeze='regex')",
+    "to": _ON_DEVICE,
+    "cuda": _ON_DEVICE,
+    "cpu": _ON_DEVICE,
+    "half": _ON_DEVICE,
+    "bfloat16": _ON_DEVICE,
+    "float": _ON_DEVICE,
 }
 """{name: what to write instead}."""
+_FAMILIES = (
+    (r".*(allreduce|all_gather|sparse_tensor)|(un)?flatten$|gradient_average$", _INSIDE),
+    (r"register_compile|(is_|get_)?.*(compile|autosp|autotp_backend)", _COMPILED),
+    (r".*(timers?(_cache)?|duration|breakdown)$|tput_", _TIMES),
+    (r".*(expert|moe|gate_modules|all_to_all)", _NO_EXPERTS),
+    (r".*(_group|_rank|_world_size|_device|mpu)$|is_first_weights", _AXES),
+    (
+        r"(zero|zeropp|flops_profiler|autotuning|curriculum|pld|eigenvalue|random_ltd|amp|fp16|bf16"
+        r"|torch_autocast|data|checkpoint|scheduler|optimizer|dynamic_loss|initial_dynamic|aio"
+        r"|zenflow|swap_tensor|tensor_parallel|sparse_gradients|communication|gradient_predivide"
+        r"|postscale|managed_gradient|load_universal|use_node_local|mics|super_offload|cpuadam"
+        r"|quantize|dataloader|dump_state|log_level|graph_harvesting|autotp|get_data_types"
+        r"|is_sanity|sequence_parallel|is_elastic|set_custom|uses_parallelization|optimized_linear"
+        r"|progressive|pipeline_parallelism|quantizer|compression|block_eigenvalue)(_|$)",
+        _CONFIGURED,
+    ),
+)
+"""(pattern of names, what to write instead) of what comes in families."""
+
+
+def sentence_for(name: str) -> str | None:
+    """What to write in place of a name of DeepSpeed's engine; None: it is none that is known."""
+    if name in ABSENT:
+        return ABSENT[name]
+    found = (text for pattern, text in _FAMILIES if re.match(pattern, name))
+    return next(found, None) if not name.startswith("_") else None
 
 
 class Absent:
@@ -46,11 +138,12 @@ class Absent:
         raise TypeError(f"engine(batch): {ONE_CALL}")
 
     def __iter__(self) -> NoReturn:
-        raise TypeError(
-            "zerojax.initialize returns the engine alone, which holds optimizer and schedule: "
-            "write engine = zerojax.initialize(...)"
-        )
+        raise TypeError(_ONE_RESULT)
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        raise TypeError(_ONE_RESULT)
 
     def __getattr__(self, name: str) -> NoReturn:
-        reason = f": {ABSENT[name]}" if name in ABSENT else ""
+        sentence = sentence_for(name)
+        reason = "" if sentence is None else f": {sentence}"
         raise AttributeError(f"the engine has no {name!r}{reason}")

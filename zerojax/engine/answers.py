@@ -5,6 +5,9 @@ Knows a translated configuration and a mesh; never a plan, arrays or steps.
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -67,6 +70,49 @@ class Answers:
     def zero_optimization_stage(self) -> int:
         """ZeRO stage, 0 to 3."""
         return self.translation.zero_stage
+
+    def zero_optimization(self) -> bool:
+        """Whether any of the state is sharded: stage 1, 2 or 3."""
+        return self.zero_optimization_stage() > 0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration with every "auto" filled, under DeepSpeed's names."""
+        return copy.deepcopy(dict(self.translation.resolved))
+
+    def optimizer_name(self) -> str | None:
+        """The configuration's optimizer, in lower case as DeepSpeed has it; None: it has none."""
+        name = self._in_section("optimizer", "type")
+        return None if name is None else name.lower()
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Numbers of the configuration's optimizer; None: it has none."""
+        return self._in_section("optimizer", "params")
+
+    def scheduler_name(self) -> str | None:
+        """The configuration's schedule; None: it has none."""
+        return self._in_section("scheduler", "type")
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Numbers of the configuration's schedule; None: it has none."""
+        return self._in_section("scheduler", "params")
+
+    def _in_section(self, section: str, key: str) -> Any:
+        return (self.config.get(section) or {}).get(key)
+
+    def elasticity_enabled(self) -> bool:
+        """Whether elasticity decides the batch."""
+        return self.translation.elasticity.enabled
+
+    @property
+    def dp_world_size(self) -> int:
+        """Into how many parts a batch goes: data shards, over all devices."""
+        return meshes.num_data_shards(self.mesh)
+
+    @property
+    def mp_world_size(self) -> int:
+        """Devices that split each matrix."""
+        return self.mesh.shape[meshes.MODEL]
 
     def steps_per_print(self) -> int | None:
         """Steps between printed lines; None: none is printed."""

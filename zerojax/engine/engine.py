@@ -6,6 +6,7 @@ Knows the order of calls; never how a key is read, nor what a step computes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +17,9 @@ import jax
 from zerojax import deepspeed
 from zerojax import mesh as meshes
 from zerojax import model as models
-from zerojax.arrays import init_state
+from zerojax.arrays import init_state, reshard_state
 from zerojax.checkpoint import Checkpointer
-from zerojax.config import WatchConfig
+from zerojax.config import MeshConfig, WatchConfig
 from zerojax.config.keywords import names_keywords
 from zerojax.data import abstract_global, shard_batch
 from zerojax.distributed import join_processes
@@ -39,12 +40,48 @@ from zerojax.saved_state import end_state, model_of, restore_state
 from zerojax.state import TrainState
 from zerojax.step import build_evaluation, build_step
 
+_AXES = "axes are in the configuration: tensor_parallel.autotp_size and pipeline.stages"
+_DATA = (
+    "hand each batch to engine.train_batch(batch), or micro-batches of a loader: "
+    "engine.train_batch(data_iter=iter(loader))"
+)
+_OF_DEEPSPEED = {
+    "model_parameters": "all parameters of the model are trained: leave it out; freeze='regex' "
+    "names those that stay as they are",
+    "training_data": _DATA,
+    "collate_fn": _DATA,
+    "lr_scheduler": "a schedule is a part of the optimizer, optimizer=zerojax.adamw(schedule), or "
+    "of the configuration, scheduler",
+    "mpu": _AXES,
+    "mesh_param": _AXES,
+    "distributed_port": "processes find each other as their launcher says; leave it out",
+}
+"""Keywords of DeepSpeed's `initialize` without a meaning here: {name: what to write instead}."""
+_WHOLE = (
+    "a checkpoint is read whole; to begin anew with trained weights, initialize an engine with the "
+    "model that to_model() gave"
+)
+_NO_STATE = "there is no state before the first batch"
+_OF_LOADING = dict.fromkeys(
+    (
+        "load_module_strict",
+        "load_optimizer_states",
+        "load_lr_scheduler_states",
+        "load_module_only",
+        "custom_load_fn",
+    ),
+    _WHOLE,
+)
 
-@names_keywords()
+
+@names_keywords(elsewhere=_OF_DEEPSPEED)
 def initialize(
     model: models.ModelLike,
-    config: str | Path | Mapping[str, Any],
+    config: str | Path | Mapping[str, Any] | None = None,
     *,
+    args: Any = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
+    dist_init_required: bool | None = None,
     loss: models.Loss | None = None,
     optimizer: Any = None,
     steps: int | None = None,
@@ -63,6 +100,10 @@ def initialize(
       model: as `zerojax.train` takes it.
       config: the path of a ds_config.json, its text, or its content as a dict; see `zerojax
         deepspeed explain`.
+      args: in place of config: an object with an attribute `deepspeed_config`, as `argparse` gives
+        it; its `local_rank` is not needed.
+      config_params: an older name of config.
+      dist_init_required: changes nothing, since processes are joined where they have not been.
       loss: `loss(model, batch) -> scalar | (sum, weight)`; None: the model's method `loss(batch)`.
       optimizer: an optax transformation or an `OptimizerConfig`, where the file has none. A
         schedule is a part of it.
@@ -78,11 +119,16 @@ def initialize(
       ConfigError: a key of the file, with value, limit and remedy.
       ValueError, TypeError: bad input, before device memory is taken.
     """
+    if hasattr(model, "deepspeed_config"):
+        raise TypeError(
+            "the first argument of initialize is the model; pass what argparse gave as args=args"
+        )
+    source = _configuration(config, args, config_params)
     join_processes()
     internal = models.as_model(model)
     width = models.width_of(internal)
     given = deepspeed.Given(optimizer=optimizer, steps=steps, hidden_size=width)
-    ported = deepspeed.Ported(config, jax.device_count(), given)
+    ported = deepspeed.Ported(source, jax.device_count(), given)
     translation = ported.translate()
     deepspeed.warn_of(translation, stacklevel=3)
     engine = Engine(
@@ -99,6 +145,20 @@ def initialize(
     if example_batch is not None:
         engine.prepare(example_batch)
     return engine
+
+
+def _configuration(config: Any, args: Any, config_params: Any) -> Any:
+    """The one that was given of three ways of DeepSpeed to give a configuration."""
+    ways = {
+        "config": config,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "config_params": config_params,
+    }
+    given = {name: value for name, value in ways.items() if value is not None}
+    if len(given) != 1:
+        found = f"both {' and '.join(given)} were given" if given else "no configuration was given"
+        raise TypeError(f"{found}; pass one: zerojax.initialize(model, config='ds_config.json')")
+    return next(iter(given.values()))
 
 
 class Engine(Progress, Absent):
@@ -142,6 +202,7 @@ class Engine(Progress, Absent):
 
     # --- stepping ---------------------------------------------------------------------------------
 
+    @names_keywords()
     def train_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> Any:
         """Trains on one global batch: all micro-batches, forward, backward and update.
 
@@ -170,6 +231,7 @@ class Engine(Progress, Absent):
             self._journal.follow(plan, step, self.metrics)
         return self.metrics["loss"]
 
+    @names_keywords()
     def eval_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> Any:
         """The mean loss over one global batch in evaluation mode; arguments as `train_batch`."""
         batch = self._take(batch, data_iter)
@@ -193,12 +255,43 @@ class Engine(Progress, Absent):
         self._check_rows(example)
         if self.plan is None:
             with self._guard.during("planning, and making the state", is_long=True):
-                plan = self._make_plan(example)
+                plan = self._make_plan(self._settings, abstract_global(example, self.mesh))
                 check_offload(plan)
                 self._step, self._evaluate = build_step(plan), build_evaluation(plan)
                 self._make_state(plan)
                 self.plan = plan
         return self.plan
+
+    def reshard(self, mesh_config: MeshConfig | Mapping[str, Any]) -> Self:
+        """Changes ZeRO stage or mesh between two steps; batch, optimizer and counters stay.
+
+        Args:
+          mesh_config: a `MeshConfig` or its fields as a dict, such as {"zero": 3}. What it leaves
+            out has the defaults of `MeshConfig`, not what the configuration says.
+
+        Raises:
+          ValueError: there is no state yet, or it lies in durable files.
+        """
+        if self.plan is None or self.state is None:
+            raise ValueError(f"{_NO_STATE}; before that, change the configuration")
+        if (disk := self.state.get("disk")) and disk.store.is_durable:
+            raise ValueError(
+                "the state is in durable files, which belong to one mesh; save_checkpoint, "
+                "initialize another engine with the other mesh, and load_checkpoint"
+            )
+        with self._guard.during("changing the mesh", is_long=True), self._explaining(self.plan):
+            self._journal.wait(self.plan)
+            settings = with_disk_folder(mesh_config, self._run_dir)
+            plan = self._make_plan(settings, self.plan.abstract_batch)
+            check_offload(plan)
+            self.state = reshard_state(self.plan, plan, self.state)
+            self.plan, self.mesh = plan, meshes.make_mesh(plan.settings)
+            self._settings = plan.settings
+            self.translation = dataclasses.replace(self.translation, mesh=plan.settings)
+            self._step, self._evaluate = build_step(plan), build_evaluation(plan)
+            self._called.clear()
+            self._guard.plan_changed()
+        return self
 
     def _calling(self, what: str, step: int) -> contextlib.AbstractContextManager[None]:
         """Around a step or an evaluation; the first of each compiles."""
@@ -233,12 +326,13 @@ class Engine(Progress, Absent):
             f"shards); pass {high - low} rows from each process"
         )
 
-    def _make_plan(self, example: Any) -> Plan:
+    def _make_plan(self, settings: Any, batch: Any) -> Plan:
+        """Of global batches of these shapes."""
         found = self.translation
         plan = make_plan(
             self._model,
-            self._settings,
-            example_batch=abstract_global(example, self.mesh),
+            settings,
+            example_batch=batch,
             loss=self._loss,
             optimizer=found.optimizer,
             precision=found.precision,
@@ -323,6 +417,7 @@ class Engine(Progress, Absent):
 
     # --- checkpoints ------------------------------------------------------------------------------
 
+    @names_keywords(elsewhere={"exclude_frozen_parameters": "a checkpoint holds all parameters"})
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -353,8 +448,7 @@ class Engine(Progress, Absent):
         check_tag(tag)
         if self.plan is None or self.state is None:
             raise ValueError(
-                "there is no state before the first batch; call save_checkpoint after it, or give "
-                "initialize an example_batch"
+                f"{_NO_STATE}; call save_checkpoint after it, or give initialize an example_batch"
             )
         what = f"saving step {self.global_steps}"
         with self._journal.pace.during(SAVE), self._guard.during(what, is_long=True):
@@ -373,6 +467,7 @@ class Engine(Progress, Absent):
         self._guard.saved(self.global_steps)
         return True
 
+    @names_keywords(elsewhere=_OF_LOADING)
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None
     ) -> tuple[str | None, dict[str, Any]]:
@@ -409,5 +504,5 @@ class Engine(Progress, Absent):
         Every process gets whole arrays, so the model has to fit on one device.
         """
         if self.plan is None or self.state is None:
-            raise ValueError("there is no state before the first batch")
+            raise ValueError(_NO_STATE)
         return model_of(self.plan, self.state)

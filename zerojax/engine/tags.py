@@ -170,7 +170,7 @@ def find_tag(folder: Path, tag: str | None) -> Path | None:
                 f"nothing is loaded: there is no file {folder / LATEST}; the run starts anew "
                 "unless load_checkpoint gets a tag",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
             return None
     found = folder / tag
