@@ -130,7 +130,18 @@ _HOME_OF_NAME = {
     "to_peft": "publishing",
     "train": "api",
 }
-_PUBLIC_MODULES = ("config", "losses", "models")
+_PUBLIC_MODULES = (
+    "chunked_loss",
+    "config",
+    "data",
+    "losses",
+    "models",
+    "optim",
+    "precision",
+    "schedules",
+    "store",
+)
+"""Modules that are attributes after `import zerojax`: those that pages and messages name."""
 
 
 def __getattr__(name: str) -> Any:

@@ -250,7 +250,7 @@ def make_plan(
     """Plans a run without making an array.
 
     Args:
-      model: see `zerojax.model.as_model`.
+      model: as `zerojax.train` takes it.
       mesh: from `make_mesh`; or a `MeshConfig` (or its fields as a dict), from which the mesh is
         made.
       example_batch: a global batch, as arrays or `ShapeDtypeStruct`s; dimension 0 is the batch.

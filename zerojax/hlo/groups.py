@@ -43,7 +43,7 @@ def read_groups(text: str, num_devices: int) -> list[Group]:
     if text.startswith("{{"):
         return [_integers(group) for group in re.findall(r"\{([\d,\s]*)\}", text)]
     raise ValueError(
-        f"replica_groups={text!r} is a spelling that zerojax.hlo does not know; "
+        f"replica_groups={text!r} is a spelling that zerojax does not know; "
         "add it to zerojax/hlo/groups.py"
     )
 

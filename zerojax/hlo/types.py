@@ -62,7 +62,7 @@ def _array(dtype: str, dims: str, layout: str | None) -> Array:
     bits = _BITS.get(dtype, 8 if _FLOAT8.fullmatch(dtype) else None)
     if bits is None:
         raise ValueError(
-            f"dtype {dtype!r} in the type {dtype}[{dims}] is none that zerojax.hlo knows "
+            f"dtype {dtype!r} in the type {dtype}[{dims}] is none that zerojax knows "
             f"({', '.join(sorted(_BITS))}, f8e*); add its size to zerojax/hlo/types.py"
         )
     shape = tuple(int(dim.strip().removeprefix("<=")) for dim in dims.split(",") if dim.strip())

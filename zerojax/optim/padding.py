@@ -6,10 +6,10 @@ An array is padded with zeros at the end of a dimension, or stored with its rows
 An update that goes element by element does not see either, nor does one that takes a sum of what is
 zero where there is padding. A mean divides by the number of elements, noise follows the shape, a
 matrix of another shape is another matrix: such an update has to be given arrays of the true shape
-(`zerojax.true_shapes`). The update is traced twice, on true and on stored shapes. Both programs
-have to have the same operations and numbers, and the second is walked: of each value it is known
-which of its dimensions are padded ones of which parameter, and what stands in the padding, where
-that is a constant.
+(`zerojax.optim.true_shapes`). The update is traced twice, on true and on stored shapes. Both
+programs have to have the same operations and numbers, and the second is walked: of each value it is
+known which of its dimensions are padded ones of which parameter, and what stands in the padding,
+where that is a constant.
 """
 
 from __future__ import annotations
