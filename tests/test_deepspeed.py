@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+import zerojax
 from zerojax import deepspeed
 from zerojax.config import ConfigError, LogConfig, LossScale, MeshConfig, OptimizerConfig
 from zerojax.deepspeed import Given
@@ -197,6 +198,13 @@ def test_a_dict_is_a_deepspeed_configuration_or_a_mesh_by_its_keys():
     assert not deepspeed.is_deepspeed({"zeroo": 3})
     with pytest.raises(ConfigError, match=r"zero belongs to a MeshConfig, and train_batch_size to"):
         deepspeed.is_deepspeed({"zero": 3, "train_batch_size": 8})
+
+
+def test_make_plan_says_who_takes_a_deepspeed_configuration():
+    with pytest.raises(TypeError, match=r"initialize\(model, config, example_batch=batch\)"):
+        zerojax.make_plan(
+            lambda: None, {"zero_optimization": {"stage": 3}}, example_batch=jnp.zeros(8)
+        )
 
 
 def test_several_refusals_come_at_once():

@@ -26,6 +26,7 @@ from zerojax.abstract_model import abstract, abstract_model, as_read, slice_batc
 from zerojax.abstract_state import abstract_state
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.keywords import names_keywords
+from zerojax.deepspeed import is_deepspeed
 from zerojax.distributed import check_joined
 from zerojax.forecast import Forecast, make_forecast
 from zerojax.gpus import Gpu, find_gpu
@@ -391,6 +392,11 @@ def _resolve_mesh(
             mesh = meshes.normalise_mesh(mesh)
         settings = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in meshes.AXES}, **options)
     else:
+        if isinstance(mesh, Mapping) and is_deepspeed(mesh):
+            raise TypeError(
+                "mesh is a DeepSpeed configuration, which zerojax.train and zerojax.initialize "
+                "take; its plan is zerojax.initialize(model, config, example_batch=batch).plan"
+            )
         settings = dataclasses.replace(as_mesh_config(mesh), **options)
         mesh = meshes.make_mesh(settings)
     settings = dataclasses.replace(settings, data=mesh.shape[DATA])
