@@ -10,7 +10,6 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -41,23 +40,22 @@ def run(original: Path, tmp_path: Path) -> Path:
 def make_newer(step: Path) -> None:
     """As a later version would write it."""
     body = json.loads((step / metadata.FILE_NAME).read_text())
-    body = {n: x for n, x in body.items() if n not in ("format", "sections", "checksum")}
-    body = {"format": metadata.FORMAT + 1, **body}
+    body = {"format": metadata.FORMAT + 1} | {n: x for n, x in body.items() if n != "format"}
     (step / metadata.FILE_NAME).write_text(seals.seal(body))
 
 
 @contextlib.contextmanager
 def refused(path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Reads of a file are answered with an error, as those of a file server may be."""
-    read = metadata.read_bytes
+    read = Path.read_bytes
 
-    def read_bytes(where: Path, **options: Any) -> bytes:
-        if where == path:
+    def read_bytes(self: Path) -> bytes:
+        if self == path:
             raise OSError(code, os.strerror(code), str(path))
-        return read(where, **options)
+        return read(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(metadata, "read_bytes", read_bytes)
+        patch.setattr(Path, "read_bytes", read_bytes)
         yield
 
 

@@ -36,13 +36,16 @@ if TYPE_CHECKING:
     from zerojax.state import TrainState
     from zerojax.step import build_evaluation, build_step
     from zerojax.trainer import Trainer
+    from zerojax.training.equality import CheckResult, DisagreementError, check
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckResult",
     "CheckpointError",
     "Checkpointer",
     "ConfigError",
+    "DisagreementError",
     "Engine",
     "LoadedRun",
     "LoraConfig",
@@ -63,6 +66,7 @@ __all__ = [
     "add_lora",
     "build_evaluation",
     "build_step",
+    "check",
     "from_canonical",
     "from_hugging_face",
     "init_state",
@@ -87,9 +91,11 @@ __all__ = [
 
 # Name -> module: what the block above says to type checkers (tests/test_public_api.py).
 _HOME_OF_NAME = {
+    "CheckResult": "training.equality",
     "CheckpointError": "checkpoint",
     "Checkpointer": "checkpoint",
     "ConfigError": "config",
+    "DisagreementError": "training.equality",
     "Engine": "engine",
     "LoadedRun": "loading",
     "LoraConfig": "config",
@@ -109,6 +115,7 @@ _HOME_OF_NAME = {
     "add_lora": "models",
     "build_evaluation": "step",
     "build_step": "step",
+    "check": "training.equality",
     "from_canonical": "arrays",
     "from_hugging_face": "hugging_face",
     "init_state": "arrays",

@@ -7,6 +7,8 @@ OK = 0
 FAILED = 1
 BAD_INPUT = 2
 """The same command fails again; starting it again is of no use."""
+DIFFERS = 4
+"""`zerojax check`: runs of a model differ, or it is refused."""
 SAVED_AND_STOPPED = 75
 """A signal asked for the end and everything is saved: the same command goes on. It is the number of
 sysexits.h for a failure that passes, which schedulers are often told to requeue."""

@@ -9,6 +9,7 @@ import argparse
 
 import zerojax
 from zerojax.cli import (
+    parser_check,
     parser_checkpoint,
     parser_convert,
     parser_deepspeed,
@@ -116,6 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_train(commands)
     parser_launch.add(commands)
     _add_plan(commands)
+    parser_check.add(commands)
     _add_schedule(commands)
     parser_elastic.add(commands)
     parser_deepspeed.add(commands)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerojax import bounded_json
 from zerojax.losses import NATS_PER_TOKEN
 from zerojax.metrics.charts import Chart, Points, Series, draw, smooth, thin
 from zerojax.metrics.console import GIB, format_loss, format_number, format_seconds
@@ -377,4 +376,4 @@ def _text(path: Path) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return bounded_json.loads(_text(path) or "{}", finite=False)
+    return json.loads(_text(path) or "{}")

@@ -1,0 +1,236 @@
+"""`zerojax.check` tells models that train the same on any devices from others, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from tests import checked_models as cases
+from tests.checked_models import Counting, Normalised, batch
+from zerojax.training.equality import checking, make_request
+from zerojax.training.equality.checking import check_here
+from zerojax.training.equality.experiments import Experiments
+from zerojax.training.equality.runs import Configuration, Given, PlainRun, plan_of
+
+DEVICES = 4
+STEEP = optax.adamw(1e-2, eps=1e-4)
+
+
+def experiments(model, loss) -> Experiments:
+    given = Given(zerojax.model.as_model(model), loss, STEEP, [batch(0)], freeze=(), seed=0)
+    return Experiments(PlainRun(given, plan_of(given, Configuration(1))), DEVICES)
+
+
+def found_here(model, loss, monkeypatch=None, *, only=None, **options):
+    """The result of a check in this process; `only`: of these runs."""
+    if only is not None:
+        monkeypatch.setattr(checking, "configurations", lambda devices, thorough: only)
+    options = {"optimizer": STEEP, "devices": DEVICES, **options}
+    return check_here(make_request(model, batch, loss=loss, **options))
+
+
+LAST = Configuration(DEVICES, 3, 2)
+
+
+# --- what the forward pass tells ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", cases.RIGHT, ids=lambda loss: loss.__name__)
+def test_a_mean_over_rows_has_no_fault(loss):
+    assert experiments(cases.PAIR, loss).forward(train=True).reason is None
+
+
+@pytest.mark.parametrize("loss", cases.WRONG, ids=lambda loss: loss.__name__)
+def test_a_loss_that_is_no_mean_over_rows_is_told_with_its_line(loss):
+    kind, line = cases.WRONG[loss]
+    reason = experiments(cases.PAIR, loss).forward(train=True).reason
+    assert reason is not None
+    assert reason.kind == kind
+    assert "checked_models.py" in reason.where
+    assert line in reason.where
+    assert reason.remedy
+
+
+def test_a_row_inside_of_a_scan_is_found_inside_of_it():
+    def loss(model, batch):
+        def layer(x, _):
+            return jnp.tanh(x - x.mean(0, keepdims=True)), None
+
+        y, _ = jax.lax.scan(layer, model(batch["x"]), None, length=2)
+        return jnp.mean((y - batch["y"]) ** 2)
+
+    reason = experiments(cases.PAIR, loss).forward(train=True).reason
+    assert reason.kind == "coupled_rows"
+    assert "jnp.tanh(x - x.mean(0" in reason.where
+
+
+def test_a_backward_pass_that_clips_is_not_linear():
+    found = experiments(cases.PAIR, cases.clipping)
+    assert found.forward(train=True).reason is None
+    reason = found.backward(train=True)
+    assert reason.kind == "nonlinear_backward"
+    assert "clipped(model" in reason.where
+    assert experiments(cases.PAIR, cases.mean).backward(train=True) is None
+
+
+# --- whole checks ---------------------------------------------------------------------------------
+
+
+def test_a_model_that_trains_the_same_agrees(monkeypatch):
+    result = found_here(cases.PAIR, cases.pair, monkeypatch, only=[LAST])
+    assert result.agrees, result.table()
+    assert not result.reasons
+    assert "AGREES" in result.table()
+    assert repr(result) == "<check: agrees, 1 runs>"
+    json.dumps(result.as_dict())
+    result.require()
+
+
+def test_a_model_that_does_not_is_reported(monkeypatch):
+    result = found_here(cases.PAIR, cases.centred, monkeypatch, only=[LAST])
+    assert not result.agrees
+    assert [reason.kind for reason in result.reasons] == ["coupled_rows"]
+    assert "y = y - y.mean(0" in result.table()
+    assert json.loads(json.dumps(result.as_dict()))["reasons"][0]["kind"] == "coupled_rows"
+    with pytest.raises(zerojax.DisagreementError, match="DIFFERS: 1 of 1 runs differ"):
+        result.require()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", cases.RIGHT, ids=lambda loss: loss.__name__)
+def test_right_losses_agree_in_all_runs(loss):
+    result = found_here(cases.PAIR, loss, thorough=True)
+    assert result.agrees, result.table()
+    assert len(result.runs) == 10
+
+
+ALL_WRONG = {
+    **{loss: {kind} for loss, (kind, _) in cases.WRONG.items()},
+    cases.clipping: {"nonlinear_backward"},
+    cases.weight_of_parameters: {"weight_gradient", "refused"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ALL_WRONG, ids=lambda loss: loss.__name__)
+def test_wrong_losses_differ_or_are_refused(loss):
+    """One that a plan refuses by now is reported as refused."""
+    result = found_here(cases.PAIR, loss)
+    assert not result.agrees
+    assert {reason.kind for reason in result.reasons} <= ALL_WRONG[loss] | {"refused"}
+    assert result.reasons
+
+
+@pytest.mark.parametrize("kind", ["integers", pytest.param("counter", marks=pytest.mark.slow)])
+def test_state_that_counts_rows_is_found(kind, monkeypatch):
+    """Or summed or refused by the plan, which then is the finding; calls may be counted."""
+    model = functools.partial(Counting, kind)
+
+    def loss(model, batch):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    result = found_here(lambda rngs: model(rngs=rngs), loss, monkeypatch, only=[LAST])
+    if not result.agrees:
+        assert {reason.kind for reason in result.reasons} <= {kind, "refused"}
+        assert "seen" in result.reasons[0].sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rate", "kind"), [(0.0, "batch_statistics"), (0.5, "dropout")])
+def test_what_differs_by_design_is_told_and_the_rest_is_proven(rate, kind):
+    model = lambda rngs: Normalised(rate, rngs)  # noqa: E731
+    result = found_here(model, cases.mean)
+    assert result.agrees, result.table()
+    assert [reason.kind for reason in result.reasons] == [kind]
+    assert {"evaluation", "training"} == {run.mode for run in result.runs}
+    assert all(run.agrees for run in result.runs if run.mode == "evaluation")
+    assert "by design" in result.table()
+    assert not found_here(model, cases.mean, strict=True).agrees
+
+
+@pytest.mark.slow
+def test_a_fault_beside_dropout_is_found():
+    result = found_here(lambda rngs: Normalised(0.5, rngs), cases.plain_sum)
+    assert not result.agrees
+    assert {reason.kind for reason in result.reasons} == {"dropout", "sum"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "optimizer", [optax.adafactor(1e-2, min_dim_size_to_factor=2), optax.contrib.muon(1e-2)]
+)
+def test_an_optimizer_that_sees_padding_is_found(optimizer):
+    """Or refused, or right: an optimizer that gives the update of one device agrees."""
+    result = found_here(cases.PAIR, cases.mean, optimizer=optimizer)
+    if not result.agrees:
+        assert {reason.kind for reason in result.reasons} <= {"optimizer", "refused"}
+
+
+def test_an_optimizer_that_depends_on_the_split_is_told_from_a_wrong_gradient(monkeypatch):
+    """No known optimizer does any more, so one run's update is changed by hand."""
+    take = checking.run_zerojax
+
+    def changed(given, configuration, **options):
+        run = take(given, configuration, **options)
+        if not configuration.optimizer:
+            return run
+        after = {**run.after, "last": 1.01 * run.after["last"] - 0.01 * given.before["last"]}
+        return dataclasses.replace(run, after=after)
+
+    monkeypatch.setattr(checking, "run_zerojax", changed)
+    result = found_here(cases.PAIR, cases.mean, monkeypatch, only=[LAST])
+    (reason,) = result.reasons
+    assert reason.kind == "optimizer"
+    assert "update of last differs by 1.0e-02" in reason.sentence
+
+
+def test_a_refused_plan_is_shown_with_its_sentence(monkeypatch):
+    def vector(model, batch):
+        return cases.errors(model, batch)
+
+    result = found_here(cases.PAIR, vector, monkeypatch, only=[LAST])
+    assert not result.agrees
+    (reason,) = result.reasons
+    assert reason.kind == "refused"
+    assert "has to return a scalar" in reason.sentence
+
+
+def test_a_loss_that_is_not_finite_is_told(monkeypatch):
+    def broken(model, batch):
+        return jnp.mean(jnp.log(model(batch["x"]) - 1e6))
+
+    result = found_here(cases.PAIR, broken, monkeypatch, only=[LAST])
+    assert [reason.kind for reason in result.reasons] == ["not_finite"]
+
+
+# --- what is given --------------------------------------------------------------------------------
+
+
+def test_rows_that_do_not_divide_are_left_out_with_a_note():
+    request = make_request(cases.PAIR, {"x": np.zeros((21, 5))}, devices=4)
+    assert {len(one["x"]) for one in request.batches} == {16}
+    assert "16 of 21 rows" in request.notes[0]
+    fewer = make_request(cases.PAIR, {"x": np.zeros((7, 5))}, devices=4)
+    assert (fewer.devices, len(fewer.batches[0]["x"])) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ({"x": np.zeros((3, 5))}, {}, "the batch has 3 rows; a check needs at least 4"),
+        ({"x": np.zeros((8, 5)), "y": np.zeros(4)}, {}, "every leaf needs the same number"),
+        ({"x": np.zeros((8, 5))}, {"devices": 1}, "devices"),
+        ({"x": np.zeros((8, 5))}, {"steps": 0}, "steps"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(given, options, message):
+    with pytest.raises(ValueError, match=message):
+        zerojax.check(cases.PAIR, given, **options)

@@ -1,0 +1,165 @@
+"""`zerojax check`: what it takes, what it finds in a script, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli_complaints import fails
+from zerojax.cli import checking
+from zerojax.exit_codes import DIFFERS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SCRIPT = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import zerojax
+
+
+def init(key):
+    return {"w": jax.random.normal(key, (4, 3))}
+
+
+def apply(params, x):
+    return jnp.tanh(x @ params["w"])
+
+
+def loss(model, batch):
+    return jnp.SUM_OR_MEAN((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def batch(step):
+    random = np.random.default_rng(step)
+    return {"x": random.normal(size=(8, 4)), "y": random.normal(size=(8, 3))}
+
+
+def parts():
+    return {"model": (init, apply), "batch": batch, "loss": loss}
+
+
+if __name__ == "__main__":
+    print("the script speaks")
+    CALL
+    raise AssertionError("it went on after what is to be checked")
+"""
+
+CALLS = {
+    "train": 'zerojax.train((init, apply), {"zero": 2}, batch, loss=loss, steps=100, seed=3)',
+    "make_plan": "zerojax.make_plan((init, apply), None, example_batch=batch(0), loss=loss)",
+    "initialize": (
+        "zerojax.initialize((init, apply), {'train_batch_size': 8, 'optimizer': {'type': 'Adam', "
+        "'params': {'lr': 0.1}}}, loss=loss).train_batch(batch(0))"
+    ),
+}
+
+
+def write(folder: Path, call: str, operation: str = "mean") -> Path:
+    path = folder / "script.py"
+    path.write_text(SCRIPT.replace("SUM_OR_MEAN", operation).replace("CALL", call))
+    return path
+
+
+def run_cli(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zerojax", "check", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_script_is_run_up_to_its_first_call(name, tmp_path):
+    parts = checking.parts_of_script(str(write(tmp_path, CALLS[name])), steps=2)
+    _, apply = parts["model"]
+    batch = parts["batch"](0) if callable(parts["batch"]) else parts["batch"]
+    assert apply({"w": np.ones((4, 3))}, batch["x"]).shape == (8, 3)
+    assert parts["loss"].__name__ == "loss"
+    assert parts.get("seed", 0) == (3 if name == "train" else 0)
+    if name == "initialize":
+        assert parts["optimizer"].learning_rate(0) == 0.1
+
+
+def test_a_script_without_a_call_is_refused(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("x = 1")
+    with pytest.raises(ValueError, match=r"calls none of zerojax\.train.*zerojax check .*NAME"):
+        checking.parts_of_script(str(path), steps=1)
+    path.write_text("raise SystemExit(3)")
+    with pytest.raises(ValueError, match=r"ended \(3\) before it gave zerojax a model"):
+        checking.parts_of_script(str(path), steps=1)
+
+
+def test_a_function_of_a_script_gives_the_parts(tmp_path):
+    path = write(tmp_path, CALLS["train"])
+    parts = checking.parts_by_name(str(path), "parts")
+    assert set(parts) == {"model", "batch", "loss"}
+    with pytest.raises(ValueError, match="has no 'other'"):
+        checking.parts_by_name(str(path), "other")
+    with pytest.raises(ValueError, match="has to give a dict with model and batch"):
+        checking.parts_by_name(str(path), "np")
+
+
+def test_a_run_file_gives_its_model_and_text():
+    words = ["model.num_layers=1", "data.seq_len=16", "model.max_seq_len=16"]
+    parts = checking.parts_of_run_file(str(ROOT / "configs/tiny_shakespeare.yaml"), words, 1)
+    batch = parts["batch"](0)
+    assert batch["tokens"].shape == (16, 16)
+    assert parts["model"].source is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.py"], "nowhere.py: No such file"),
+        (["model"], "give a script"),
+        ([__file__, "zero=3"], "KEY=VALUE changes a run file"),
+        ([__file__, "--devices", "1"], "at least 2 are needed"),
+        ([__file__, "--steps", "0"], "at least 1 is needed"),
+    ],
+)
+def test_mistakes_are_answered_at_once(words, message, capsys):
+    assert message in fails(capsys, "check", *words)
+
+
+@pytest.mark.slow
+def test_the_command_checks_a_script_and_tells_by_its_exit_code(tmp_path):
+    write(tmp_path, CALLS["train"])
+    right = run_cli("script.py", cwd=tmp_path)
+    assert right.returncode == 0, right.stdout + right.stderr
+    assert "AGREES" in right.stdout
+    assert "the script speaks" not in right.stdout
+    write(tmp_path, CALLS["train"], "sum")
+    wrong = run_cli("script.py", "--json", cwd=tmp_path)
+    assert wrong.returncode == DIFFERS, wrong.stdout + wrong.stderr
+    found = json.loads(wrong.stdout)
+    assert not found["agrees"]
+    assert found["reasons"][0]["kind"] == "sum"
+    assert found["reasons"][0]["where"].startswith("script.py:")
+
+
+@pytest.mark.slow
+@pytest.mark.examples
+@pytest.mark.parametrize(
+    "script",
+    [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name[:2] != "13"],
+    ids=lambda path: path.stem,
+)
+def test_every_example_agrees(script, tmp_path):
+    """13 needs weights that are not here everywhere."""
+    found = run_cli(str(script), "--devices", "4", "--json", cwd=tmp_path)
+    assert found.returncode == 0, found.stdout + found.stderr
+    kinds = {reason["kind"] for reason in json.loads(found.stdout)["reasons"]}
+    assert kinds == ({"batch_statistics"} if script.stem == "05_linen" else set())

@@ -1,0 +1,265 @@
+"""`zerojax check` once JAX runs on CPU devices: what is to be checked, the check, what is printed.
+
+Reads a run file, a function of a module, or what a script gives to zerojax first. Knows where
+models come from; the check itself is `zerojax.training.equality`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import json
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+import zerojax
+from zerojax import api, deepspeed, engine
+from zerojax import plan as plans
+from zerojax.cli.devices import run_one_program_at_a_time
+from zerojax.cli.progress import Progress
+from zerojax.config import MeshConfig, RunConfig, load
+from zerojax.data import as_feed, as_source
+from zerojax.exit_codes import DIFFERS, OK
+from zerojax.losses import next_token
+from zerojax.model import as_model, bound_attribute, default_loss
+from zerojax.runs import plan_from_config, tokenizer_spec
+from zerojax.training.equality import check_here, make_request
+
+ROWS = 16
+"""Of a text batch that a target leaves open, and the most that is taken of a run file's."""
+MOST_ROWS = 32
+"""The most that is taken of a script's batches, which are made for accelerators."""
+
+Parts = dict[str, Any]
+"""Keyword arguments of `zerojax.training.equality.make_request`."""
+
+
+def run(args: argparse.Namespace, target: str, name: str) -> int:
+    """Checks and prints.
+
+    Returns:
+      0 all agree, 4 they do not.
+    """
+    run_one_program_at_a_time()
+    with contextlib.redirect_stdout(sys.stderr):  # what a script prints is not the result
+        if target.endswith((".yaml", ".yml")):
+            parts = parts_of_run_file(target, args.overrides, args.steps)
+        elif name:
+            parts = parts_by_name(target, name)
+        else:
+            parts = parts_of_script(target, args.steps)
+            parts["batch"] = _fewer_rows(parts["batch"])
+    devices = min(args.devices, len(jax.devices("cpu")))
+    options = {"steps": args.steps, "thorough": args.thorough, "strict": args.strict}
+    request = make_request(**parts, devices=devices, **options)
+    with Progress(quiet=args.json) as progress:
+        result = check_here(request, progress)
+    print(json.dumps(result.as_dict(), indent=2) if args.json else result.table())
+    return OK if result.agrees else DIFFERS
+
+
+def _fewer_rows(batch: Any) -> Any:
+    def cut(batch: Any) -> Any:
+        return jax.tree.map(lambda x: np.asarray(x)[:MOST_ROWS], batch)
+
+    return (lambda step: cut(batch(step))) if callable(batch) else cut(batch)
+
+
+def parts_of_run_file(path: str, overrides: list[str], steps: int) -> Parts:
+    """Model, text and optimizer of a run file, in batches of a few rows."""
+    config = load(RunConfig, path, overrides)
+    config = dataclasses.replace(config, mesh=MeshConfig(), num_microbatches=1)
+    plan = plan_from_config(config, 1)
+    source, _, _ = as_source(
+        config.data.path,
+        tokenizer=tokenizer_spec(config),
+        seq_len=config.data.seq_len,
+        global_batch_size=min(config.global_batch_size, ROWS),
+        seed=config.seed,
+        validation_fraction=config.data.validation_fraction,
+        vocab_size=config.model.vocab_size,
+    )
+    return {
+        "model": plan.model,
+        "batch": source.batch,
+        "optimizer": config.optimizer,
+        "freeze": (*config.freeze, *config.model.lora.freeze),
+        "seed": config.seed,
+    }
+
+
+def parts_by_name(target: str, name: str) -> Parts:
+    """What a function or a mapping of a script or module gives.
+
+    Raises:
+      ValueError: no such name, or it gives something else.
+    """
+    if target.endswith(".py"):
+        with _run_as_script(target):
+            found = runpy.run_path(target, run_name=Path(target).stem)
+    else:
+        sys.path.insert(0, str(Path.cwd()))
+        found = vars(importlib.import_module(target))
+    if name not in found:
+        raise ValueError(f"{target} has no {name!r}")
+    parts = found[name]() if callable(found[name]) else found[name]
+    allowed = {*inspect.signature(make_request).parameters} - {"devices", "thorough", "strict"}
+    allowed -= {"steps"}
+    if not isinstance(parts, Mapping) or not {"model", "batch"} <= set(parts) <= allowed:
+        keys = sorted(parts) if isinstance(parts, Mapping) else type(parts).__name__
+        raise ValueError(
+            f"{target}:{name} gives {keys}; it has to give a dict with model and batch, and may "
+            f"have {', '.join(sorted(allowed - {'model', 'batch'}))}"
+        )
+    return dict(parts)
+
+
+class _Captured(BaseException):
+    """Ends a script at its first call of zerojax; no `except Exception` in it may catch this."""
+
+    def __init__(self, parts: Parts):
+        self.parts = parts
+
+
+def parts_of_script(path: str, steps: int) -> Parts:
+    """What a script gives to its first `train`, `make_plan` or engine step, where it is stopped.
+
+    Args:
+      path: of the script, which runs as `python SCRIPT` would run it.
+      steps: so many batches are taken.
+
+    Raises:
+      ValueError: the script ended without such a call.
+    """
+
+    def captured(function: Callable[..., Any], read: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        def stand_in(*args: Any, **options: Any) -> Any:
+            bound = signature.bind(*args, **options)
+            bound.apply_defaults()
+            return read(bound.arguments, steps)
+
+        return stand_in
+
+    readers = {
+        "train": (api, captured(api.train, _of_train)),
+        "make_plan": (plans, captured(plans.make_plan, _of_plan)),
+        "initialize": (engine, captured(engine.initialize, _of_engine)),
+    }
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_run_as_script(path))
+            for name, (module, stand_in) in readers.items():
+                stack.enter_context(mock.patch.object(module, name, stand_in))
+                stack.enter_context(mock.patch.object(zerojax, name, stand_in))
+            runpy.run_path(path, run_name="__main__")
+    except _Captured as captured_call:
+        return captured_call.parts
+    except SystemExit as ended:
+        raise ValueError(f"{path} ended ({ended.code}) before it gave zerojax a model") from None
+    raise ValueError(
+        f"{path} calls none of {', '.join(f'zerojax.{name}' for name in readers)}; name a function "
+        f"of it that gives what is to be checked: zerojax check {path}:NAME"
+    )
+
+
+@contextlib.contextmanager
+def _run_as_script(path: str) -> Iterator[None]:
+    """`sys.argv` and `sys.path` as Python sets them for a script."""
+    folder = str(Path(path).resolve().parent)
+    with mock.patch.object(sys, "argv", [path]), mock.patch.object(sys, "path", [*sys.path]):
+        sys.path.insert(0, folder)
+        yield
+
+
+def _of_train(given: Mapping[str, Any], steps: int) -> Any:
+    model, batches, loss = as_model(given["model"]), given["batches"], given["loss"]
+    optimizer = given["optimizer"]
+    mesh = given["mesh_config"]
+    if isinstance(mesh, str | Path) or (isinstance(mesh, Mapping) and deepspeed.is_deepspeed(mesh)):
+        optimizer = _optimizer_of(mesh, optimizer, given["steps"])
+    if batches is None:
+        config = bound_attribute(model, "config")
+        source, _, _ = as_source(
+            given["data"],
+            seq_len=given["seq_len"] or getattr(config, "max_seq_len", None) or 128,
+            global_batch_size=ROWS,
+            seed=given["seed"],
+            vocab_size=getattr(config, "vocab_size", None),
+        )
+        batches, loss = source, loss or _loss_of_text(model)
+    made = list(_first(batches, steps))
+    raise _Captured(
+        {
+            "model": given["model"],
+            "batch": lambda step: made[step % len(made)],
+            "loss": loss,
+            "optimizer": optimizer,
+            "freeze": given["freeze"],
+            "seed": given["seed"],
+        }
+    )
+
+
+def _first(batches: Any, steps: int) -> Iterator[Any]:
+    feed = as_feed(batches)
+    for _ in range(steps):
+        try:
+            yield next(feed)
+        except StopIteration:
+            return
+
+
+def _loss_of_text(model: Any) -> Any:
+    try:
+        return default_loss(model)
+    except ValueError:
+        return lambda bound, batch: next_token(bound(batch["tokens"]), batch["targets"])
+
+
+def _of_plan(given: Mapping[str, Any], steps: int) -> Any:
+    batch = given["example_batch"]
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
+        raise ValueError(
+            "the script plans with shapes, and a check needs real rows; name a function that gives "
+            "them: zerojax check FILE.py:NAME"
+        )
+    names = ("model", "loss", "optimizer", "freeze")
+    raise _Captured({"batch": batch, **{name: given[name] for name in names}})
+
+
+def _of_engine(given: Mapping[str, Any], steps: int) -> Any:
+    names = ("model", "loss", "freeze", "seed")
+    parts = {name: given[name] for name in names}
+    parts["optimizer"] = _optimizer_of(given["config"], given["optimizer"], given["steps"])
+    return _Engine(parts)
+
+
+class _Engine:
+    """Stands for an engine until its first step, which brings a batch."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+
+    def train_batch(self, batch: Any = None, *, data_iter: Any = None) -> Any:
+        raise _Captured({**self._parts, "batch": next(data_iter) if batch is None else batch})
+
+    def prepare(self, example_batch: Any) -> Any:
+        raise _Captured({**self._parts, "batch": example_batch})
+
+
+def _optimizer_of(config: Any, optimizer: Any, steps: int | None) -> Any:
+    """The optimizer of a DeepSpeed configuration, or the one that was given."""
+    given = deepspeed.Given(optimizer=optimizer, steps=steps)
+    return deepspeed.Ported(config, jax.device_count(), given).translate().optimizer

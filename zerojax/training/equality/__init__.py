@@ -1,0 +1,258 @@
+"""`check`: whether a user's own model trains the same on one device and on several.
+
+Brings a request into a process of its own with CPU devices, and its result back. The check itself
+is `checking`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax import trees
+from zerojax.config.checks import check_kind, check_whole_number
+from zerojax.training.equality.checking import MICROBATCHES, Request, check_here
+from zerojax.training.equality.result import CheckResult as CheckResult
+from zerojax.training.equality.result import ComparedRun as ComparedRun
+from zerojax.training.equality.result import DisagreementError as DisagreementError
+from zerojax.training.equality.result import Reason as Reason
+from zerojax.training.equality.sending import NotSendableError, dumps
+
+_JAX_SETTINGS = (
+    "jax_numpy_rank_promotion",
+    "jax_numpy_dtype_promotion",
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
+    "jax_default_matmul_precision",
+)
+"""Settings of JAX that change what a model computes, passed on to the child."""
+
+
+def check(
+    model: Any,
+    batch: Any,
+    *,
+    loss: Any = None,
+    optimizer: Any = None,
+    freeze: str | Sequence[str] = (),
+    devices: int = 4,
+    steps: int = 3,
+    seed: int = 0,
+    thorough: bool = False,
+    strict: bool = False,
+    timeout: float = 600.0,
+) -> CheckResult:
+    """Proves that a model, its loss and its optimizer train the same on any number of devices.
+
+    Takes a few steps in float32 in plain JAX (`jax.value_and_grad` and optax) and with zerojax: on
+    one device, and on `devices` virtual ones at ZeRO stages 0 to 3 with one and two microbatches,
+    every parameter split and padded. Compares losses, gradient norms, parameters and the model's
+    own state. Where they differ, experiments on the plain loss tell the reason and the line.
+
+    It runs in a child process with CPU devices, whatever devices this process uses. Functions and
+    classes of a script or a notebook go there by value. What cannot be sent (something that holds a
+    lock or an open file) is checked in this process, on its own CPU devices, and a note says so.
+    Use a small version of a large model: the same layers, fewer and narrower.
+
+    Args:
+      model: as `zerojax.train` takes it.
+      batch: a global batch (tree of arrays, dimension 0 the rows) of real data, or a function
+        `step -> batch`. Rows beyond a multiple of devices x 2 are left out.
+      loss: `loss(model, batch)` as `zerojax.train` takes it; None: the model's method.
+      optimizer: an optax transformation, an `OptimizerConfig`, or None for AdamW.
+      freeze: regular expressions on names of parameters that stay as they are.
+      devices: number of virtual devices, at least 2; fewer where there are not enough rows.
+      steps: steps of each run.
+      seed: of new parameters.
+      thorough: all stages with each number of microbatches, instead of a choice in which every two
+        settings occur together.
+      strict: dropout and batch statistics, which differ between devices by design, count as
+        disagreement.
+      timeout: seconds for the child.
+
+    Returns:
+      What was found; `print(result.table())`, `result.agrees`, `result.require()`.
+
+    Raises:
+      ValueError, TypeError: a batch or a number that cannot be.
+      RuntimeError: the child failed, took longer than `timeout`, or could not be given the model
+        while this process has less than two CPU devices.
+    """
+    request = make_request(
+        model,
+        batch,
+        loss=loss,
+        optimizer=optimizer,
+        freeze=freeze,
+        devices=devices,
+        steps=steps,
+        seed=seed,
+        thorough=thorough,
+        strict=strict,
+    )
+    return run_request(request, timeout=timeout)
+
+
+def make_request(
+    model: Any,
+    batch: Any,
+    *,
+    loss: Any = None,
+    optimizer: Any = None,
+    freeze: str | Sequence[str] = (),
+    devices: int = 4,
+    steps: int = 3,
+    seed: int = 0,
+    thorough: bool = False,
+    strict: bool = False,
+) -> Request:
+    """What `check` takes, checked, with a batch for each step.
+
+    Raises:
+      ValueError, TypeError: a batch or a number that cannot be.
+    """
+    for name, number, least in (("devices", devices, 2), ("steps", steps, 1)):
+        check_whole_number(name, number, least)
+    check_kind("loss", loss, Callable, "a function loss(model, batch)")
+    batches, devices, notes = _batches(batch, devices, steps)
+    return Request(
+        model=model,
+        loss=loss,
+        optimizer=optimizer,
+        batches=batches,
+        freeze=(freeze,) if isinstance(freeze, str) else tuple(freeze),
+        devices=devices,
+        seed=seed,
+        thorough=thorough,
+        strict=strict,
+        notes=notes,
+    )
+
+
+def run_request(request: Request, *, timeout: float) -> CheckResult:
+    """Checks in a child process, or here where the request cannot be sent."""
+    try:
+        data = dumps(request)
+    except NotSendableError as error:
+        return _checked_here(request, str(error))
+    with tempfile.TemporaryDirectory(prefix="zerojax-check-") as folder:
+        given, answer = Path(folder) / "request", Path(folder) / "answer"
+        given.write_bytes(pickle.dumps((_settings(), sys.path, data)))
+        command = [sys.executable, "-m", "zerojax.training.equality.child", str(given), str(answer)]
+        try:
+            ended = subprocess.run(
+                command,
+                env=_environment(request.devices),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout,
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(
+                f"the check took longer than timeout={timeout:g} seconds; check a smaller version "
+                "of the model, with fewer and narrower layers, or give more seconds"
+            ) from None
+        if not answer.exists():
+            tail = "\n".join(ended.stderr.strip().splitlines()[-12:])
+            raise RuntimeError(
+                f"the process of the check ended with code {ended.returncode} without a result:\n"
+                f"{tail}"
+            )
+        kind, value = pickle.loads(answer.read_bytes())
+    if kind == "unreadable":
+        return _checked_here(request, value)
+    if kind == "error":
+        raise value
+    return value
+
+
+def _checked_here(request: Request, why: str) -> CheckResult:
+    """The check in this process, which has to have CPU devices enough."""
+    count = len(jax.devices("cpu"))
+    if count < 2:
+        raise RuntimeError(
+            "the model cannot be given to a process of its own, and this one has a single CPU "
+            f"device; define model, loss and optimizer in a module or a script and call `zerojax "
+            f"check FILE.py` ({why})"
+        )
+    note = f"checked in this process, since the model could not be sent to another one ({why})"
+    devices = min(request.devices, count)
+    batches = [_cut(batch, devices) for batch in request.batches]
+    notes = *request.notes, note
+    return check_here(dataclasses.replace(request, devices=devices, batches=batches, notes=notes))
+
+
+def _settings() -> dict[str, Any]:
+    return {name: getattr(jax.config, name) for name in _JAX_SETTINGS if hasattr(jax.config, name)}
+
+
+def _environment(devices: int) -> dict[str, str]:
+    """Of the child: CPU devices alone, and none of the processes of a run that this one is in."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    kept = [flag for flag in flags if "xla_force_host_platform_device_count" not in flag]
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        # A few steps of programs that are compiled for them alone: compiling is most of the time.
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": " ".join(kept),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "ZEROJAX_NUM_PROCESSES": "1",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+
+
+def _batches(batch: Any, devices: int, steps: int) -> tuple[list[Any], int, tuple[str, ...]]:
+    """(a batch for each step, devices, notes): batches of rows that divide.
+
+    Raises:
+      ValueError: no rows, or leaves of different numbers of rows.
+    """
+    made = [batch(step) if callable(batch) else batch for step in range(steps)]
+    batches = [jax.tree.map(np.asarray, one) for one in made]
+    rows = _rows(batches[0])
+    if rows < 2 * MICROBATCHES:
+        raise ValueError(
+            f"the batch has {rows} rows; a check needs at least {2 * MICROBATCHES}, for 2 devices "
+            f"with {MICROBATCHES} microbatches each, and better 16 or more"
+        )
+    notes = []
+    fitting = max(n for n in range(2, devices + 1) if n * MICROBATCHES <= rows)
+    if fitting < devices:
+        notes.append(f"{fitting} devices instead of {devices}: the batch has {rows} rows")
+    batches = [_cut(one, fitting) for one in batches]
+    if (kept := _rows(batches[0])) < rows:
+        notes.append(
+            f"{kept} of {rows} rows were used, a multiple of {fitting} devices x "
+            f"{MICROBATCHES} microbatches"
+        )
+    return batches, fitting, tuple(notes)
+
+
+def _rows(batch: Any) -> int:
+    leaves: Mapping[str, Any] = trees.flatten_names(batch)
+    sizes = {name: leaf.shape[0] if leaf.shape else None for name, leaf in leaves.items()}
+    if not sizes or len({*sizes.values()}) > 1 or None in sizes.values():
+        raise ValueError(
+            f"the leaves of the batch have {sizes} rows; every leaf needs the same number in "
+            "dimension 0"
+        )
+    return next(iter(sizes.values()))  # type: ignore[return-value]
+
+
+def _cut(batch: Any, devices: int) -> Any:
+    unit = devices * MICROBATCHES
+    return jax.tree.map(lambda x: x[: len(x) // unit * unit], batch)

@@ -1,0 +1,55 @@
+"""The child process of a check: reads a request, checks, writes the result.
+
+`python -m zerojax.training.equality.child REQUEST ANSWER`. Starts JAX with CPU devices alone.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zerojax.host_memory import keep_freed_memory
+from zerojax.training.equality.checking import check_here
+from zerojax.training.equality.sending import loads
+
+
+def main(given: str, answer: str) -> None:
+    """Checks the request in file `given`; writes (kind, value) to file `answer`.
+
+    Kinds: "result", "error" (an exception to be raised), "unreadable" (why the request cannot be
+    read here).
+    """
+    settings, path, data = pickle.loads(Path(given).read_bytes())
+    sys.path[:] = path
+    keep_freed_memory()
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    # Two programs with collectives at once can wait for each other's threads.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    Path(answer).write_bytes(_dumped(*_answer(data)))
+
+
+def _answer(data: bytes) -> tuple[str, Any]:
+    try:
+        request = loads(data)
+    except Exception as error:
+        return "unreadable", f"{type(error).__name__}: {error}"
+    try:
+        return "result", check_here(request)
+    except (ValueError, TypeError) as error:
+        return "error", type(error)(str(error))
+
+
+def _dumped(kind: str, value: Any) -> bytes:
+    try:
+        return pickle.dumps((kind, value))
+    except Exception:
+        return pickle.dumps((kind, RuntimeError(str(value))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,334 @@
+"""Controlled experiments that tell why runs of one model differ.
+
+Each experiment changes one thing of the plain loss on one device: the rows it sees, its random key,
+its mode, the size of its cotangent. Knows relations of traced values and the runs; never prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.training.equality.result import Reason
+from zerojax.training.equality.runs import PlainRun, cut_rows
+from zerojax.training.equality.tracing import (
+    Break,
+    Comparison,
+    Relation,
+    compare_pieces,
+    compare_scaled,
+)
+
+RETURN_A_MEAN = (
+    "return a mean over rows (jnp.mean), or (sum, weight) with the number of rows or tokens as "
+    "weight, as zerojax.losses does"
+)
+RETURN_A_PAIR = (
+    "return the pair (sum, weight), here the two sides of that division: it is divided once, over "
+    "all devices and microbatches"
+)
+PER_ROW = (
+    "compute each row from that row alone: take the statistic from the model's state or from the "
+    "batch's own columns, computed where the batch is made"
+)
+_STATISTICS = ("mul", "dot_general", "integer_pow", "square", "pow")
+"""What makes a product of two means, each of which is right by itself."""
+_ONE_ROW = ("slice", "dynamic_slice", "gather", "squeeze")
+_EXTREMES = ("reduce_max", "reduce_min", "argmax", "argmin", "sort", "cumsum", "reduce_prod")
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """What the forward pass does with the rows of a batch.
+
+    Attributes:
+      reason: why the loss of the pieces is not that of the batch; None where it is.
+      state: {name: relation} of the model's other arrays: how their change follows from the pieces.
+      places: {name: line that computes it}.
+    """
+
+    reason: Reason | None
+    state: dict[str, Relation]
+    places: dict[str, str | None]
+
+
+class Experiments:
+    """The experiments on one model.
+
+    Args of the constructor: `plain`, the training in plain JAX; `pieces`, in how many pieces the
+    batch is cut, as many as there are devices.
+    """
+
+    def __init__(self, plain: PlainRun, pieces: int):
+        self.plain = plain
+        self.batch = plain.given.batches[0]
+        self.pieces = cut_rows(self.batch, pieces)
+
+    def losses(self, *, train: bool, number: int) -> float:
+        """The loss of the first batch with the `number`-th random key."""
+        (loss, weight), _ = self._call(
+            self.batch, jax.random.fold_in(self.plain.key(0), number), train
+        )
+        return float(loss if weight is None else loss / weight)
+
+    def _call(self, batch: Any, key: Any, train: bool) -> Any:
+        if not hasattr(self, "_jitted"):
+            self._jitted = jax.jit(
+                lambda batch, key, train: self.plain.loss(
+                    self.plain.params, self.plain.extras, key, batch, train=train
+                ),
+                static_argnums=2,
+            )
+        return self._jitted(batch, key, train)
+
+    def is_random(self, *, train: bool) -> bool:
+        """Whether the loss depends on the random key."""
+        return self.losses(train=train, number=0) != self.losses(train=train, number=1)
+
+    def forward(self, *, train: bool) -> Forward:
+        """Compares the batch with its pieces, equation by equation."""
+        plain, key = self.plain, self.plain.key(0)
+        has_weight = []
+
+        def outputs(batch: Any) -> list[Any]:
+            (loss, weight), after = plain.loss(plain.params, plain.extras, key, batch, train=train)
+            has_weight.append(weight is not None)
+            changes = [_change(plain.extras[name], after[name]) for name in sorted(after)]
+            return [loss, *([] if weight is None else [weight]), *changes]
+
+        found = compare_pieces(outputs, self.batch, self.pieces)
+        count = 1 + has_weight[0]
+        names = sorted(plain.extras)
+        return Forward(
+            reason=self._reason(found, weighted=has_weight[0], train=train),
+            state=dict(zip(names, found.outputs[count:], strict=True)),
+            places=dict(zip(names, found.origins[count:], strict=True)),
+        )
+
+    def _reason(self, found: Comparison, *, weighted: bool, train: bool) -> Reason | None:
+        key = self.plain.key(0)
+        whole = _pair(self._call(self.batch, key, train)[0])
+        parts = [_pair(self._call(piece, key, train)[0]) for piece in self.pieces]
+        expected = whole[0] / whole[1]
+        cut = sum(loss for loss, _ in parts) / sum(weight for _, weight in parts)
+        if abs(cut - expected) <= 2e-6 * max(1.0, abs(expected)):
+            return None
+        numbers = (
+            f"the loss is {expected:.6g} of the whole batch and {cut:.6g} of {len(parts)} pieces "
+            "of it"
+        )
+        loss = found.outputs[0]
+        if weighted:
+            return _of_pair(found, numbers)
+        if loss is Relation.SUM:
+            return Reason(
+                "sum",
+                f"the loss is a sum over rows, so it depends on how many devices and microbatches "
+                f"there are: {numbers}",
+                RETURN_A_MEAN,
+                found.origins[0],
+            )
+        return _of_break(found.breaks[0], numbers)
+
+    def backward(self, *, train: bool) -> Reason | None:
+        """Whether an eighth of the cotangent gives an eighth of the gradients."""
+        plain, key = self.plain, self.plain.key(0)
+
+        def gradients(cotangent: Any) -> list[Any]:
+            def mean(params: Any) -> Any:
+                (loss, weight), _ = plain.loss(params, plain.extras, key, self.batch, train=train)
+                return loss if weight is None else loss / weight
+
+            _, pull = jax.vjp(mean, plain.params)
+            return jax.tree.leaves(pull(cotangent))
+
+        found = compare_scaled(gradients)
+        bad = [i for i, relation in enumerate(found.outputs) if relation is Relation.OTHER]
+        if not bad:
+            return None
+        breaks = [found.breaks[i] for i in bad]
+        where = next((x.where for x in breaks if x is not None), None)
+        names = sorted(plain.params)
+        return Reason(
+            "nonlinear_backward",
+            "the backward pass is not linear: an eighth of the loss does not give an eighth of the "
+            f"gradient of {names[bad[0]]}. A device computes with the gradient of its own rows, "
+            "which is larger than that of the mean over all rows",
+            "let the custom backward pass be linear in the gradient that it is given, and clip or "
+            "rescale in the optimizer (optax.clip, optax.clip_by_global_norm)",
+            where,
+        )
+
+    def weight_gradient(self, *, train: bool) -> Reason | None:
+        """Whether the weight of the loss depends on trained parameters."""
+        plain, key = self.plain, self.plain.key(0)
+
+        def weight(params: Any) -> Any:
+            (_, weight), _ = plain.loss(params, plain.extras, key, self.batch, train=train)
+            return jnp.float32(1) if weight is None else weight
+
+        gradient = jax.tree.leaves(jax.jit(jax.grad(weight))(plain.params))
+        if not any(np.any(np.asarray(leaf)) for leaf in gradient):
+            return None
+        return Reason(
+            "weight_gradient",
+            "the weight of the loss, the second of the pair, depends on trained parameters, and "
+            "zerojax treats it as a constant: the gradient through it is left out",
+            "return a weight that counts rows or tokens; to weight the loss by a computed number, "
+            "multiply the sum by it, or put jax.lax.stop_gradient around the weight",
+        )
+
+
+def _pair(parts: tuple[Any, Any]) -> tuple[float, float]:
+    loss, weight = parts
+    return float(loss), 1.0 if weight is None else float(weight)
+
+
+def _change(before: Any, after: Any) -> Any:
+    if jnp.issubdtype(jnp.asarray(after).dtype, jnp.bool_):
+        return jnp.asarray(after)
+    return after - before
+
+
+def _of_pair(found: Comparison, numbers: str) -> Reason:
+    """The reason why (sum, weight) of the pieces is not that of the batch."""
+    loss, weight = found.outputs[:2]
+    if weight is Relation.OTHER:
+        reason = _of_break(found.breaks[1], numbers)
+        return dataclasses.replace(reason, sentence=f"of the weight: {reason.sentence}")
+    if loss is Relation.SUM:
+        return Reason(
+            "sum",
+            "the first of the pair is a sum over rows and the second does not count them, so the "
+            f"loss depends on how many devices and microbatches there are: {numbers}",
+            RETURN_A_MEAN,
+            found.origins[0],
+        )
+    if loss in (Relation.MEAN, Relation.SAME):
+        return Reason(
+            "sum",
+            "the first of the pair is a mean already and the second counts rows, so the loss is "
+            f"divided twice: {numbers}",
+            "return the mean alone, or the sum as the first of the pair",
+            found.origins[0],
+        )
+    return _of_break(found.breaks[0], numbers)
+
+
+def _of_break(found: Break | None, numbers: str) -> Reason:
+    """The reason that the first equation gives at which rows are mixed."""
+    if found is None:
+        return Reason(
+            "coupled_rows",
+            f"the loss of a row depends on other rows: {numbers}; the line could not be found",
+            PER_ROW,
+        )
+    given = set(found.inputs) - {Relation.UNKNOWN}
+    statistics = [x for x in found.inputs if x in (Relation.MEAN, Relation.SUM)]
+    kind, remedy = "coupled_rows", PER_ROW
+    if found.primitive in ("add", "sub", "add_any") and given <= {
+        Relation.SUM,
+        Relation.MEAN,
+        Relation.SAME,
+    }:
+        kind, remedy = (
+            "sum",
+            (
+                "add what does not depend on rows to a mean, or multiply it by the weight of a "
+                "pair (sum, weight)"
+            ),
+        )
+        sentence = "a sum over rows and a term that is no such sum are added"
+    elif found.has_rows:
+        sentence = "what is computed for a row depends on other rows of the batch"
+    elif found.primitive == "div" and len(statistics) == 2:
+        kind, remedy = "uneven_mean", RETURN_A_PAIR
+        sentence = (
+            "a mean is divided by a number that differs between devices (as by a mask), so the "
+            "mean of the devices' means is another number"
+        )
+    elif found.primitive in _ONE_ROW and Relation.ROWS in given:
+        sentence = "a single row of the batch decides for all; each device has another one"
+    elif found.primitive in _EXTREMES:
+        sentence = f"`{found.primitive}` goes over the rows of the batch; each device has its own"
+    elif found.primitive in _STATISTICS and statistics:
+        kind = "auxiliary_loss"
+        remedy = (
+            "let the term be a mean over rows, or accept that it is taken over each device's rows "
+            "and microbatch (as mixtures of experts usually do), and check without it"
+        )
+        sentence = (
+            "a term of the loss is a product of means over the batch (such as a mixture's "
+            "balancing loss), which is another number for each device's rows"
+        )
+    else:
+        remedy = (
+            f"take `{found.primitive}` of each row, or minimise the mean itself and log what is "
+            "made of it"
+        )
+        sentence = f"`{found.primitive}` is taken of a statistic of the whole batch"
+    return Reason(kind, f"{sentence}: {numbers}", remedy, found.where)
+
+
+def reason_of_state(name: str, relation: Relation, value: Any, place: str | None) -> Reason | None:
+    """What a difference in a model's own array means, by how its change follows from the pieces.
+
+    Args:
+      name: of the array; value: it.
+      relation: of its change; place: the line that computes it.
+    """
+    if relation is Relation.SAME:
+        return None  # counts calls, of which each microbatch is one
+    if not jnp.issubdtype(jnp.asarray(value).dtype, jnp.floating):
+        return Reason(
+            "integers",
+            f"the integers {name} in the model's state depend on the data: each device counts its "
+            "own rows, and their values are not those of one device",
+            "return such a count as an own metric of the loss, or keep it in float32 as a mean",
+            place,
+        )
+    if relation is Relation.SUM:
+        return Reason(
+            "counter",
+            f"{name} in the model's state is a sum over rows; zerojax takes the mean of the "
+            "devices' changes, which is smaller by the number of devices",
+            "keep a mean over rows in the state, or return the count as an own metric of the loss",
+            place,
+        )
+    return Reason(
+        "batch_statistics",
+        f"{name} in the model's state is a statistic of the rows that it is computed from; each "
+        "device has its own rows, and the state becomes the mean of theirs",
+        "nothing, where each device may normalise by its own rows, as usual in data-parallel "
+        "training; otherwise use a norm over features (LayerNorm, GroupNorm)",
+        place,
+    )
+
+
+def dropout_reason(random: bool) -> Reason:
+    """Noise that each device draws by itself."""
+    assert random
+    return Reason(
+        "dropout",
+        "the loss is random (dropout or noise): each device and microbatch draws its own, so that "
+        "losses differ from those of one device by chance",
+        "nothing: this is right. The rest was checked in evaluation mode, and the stages against "
+        "each other on the same devices",
+    )
+
+
+def optimizer_reason(names: Sequence[str], worst: float, origin: str) -> Reason:
+    """An optimizer that computes something else where parameters are split or padded."""
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return Reason(
+        "optimizer",
+        f"gradients agree, but the optimizer's update of {shown} differs by {worst:.1e} of itself "
+        f"where parameters are split over devices and padded to a multiple of them ({origin})",
+        "use an optimizer that works element by element or by sums (zerojax.adamw, lion, lamb, "
+        "sgd), raise persistence_threshold above the size of these parameters, or use zero=0",
+    )

@@ -1,0 +1,69 @@
+"""Lines of the user's code behind errors and equations of a traced program.
+
+Knows tracebacks and folders of packages; never what a line computes.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import numpy as np
+import optax
+
+_OURS = Path(__file__).resolve().parents[2]
+_LIBRARIES = tuple(
+    str(Path(module.__file__ or "").resolve().parent) + os.sep for module in (jax, flax, np, optax)
+)
+_STANDARD = str(Path(os.__file__).resolve().parent) + os.sep
+_WRITTEN_BY_USERS_TOO = (str(_OURS / "models") + os.sep, str(_OURS / "losses.py"))
+"""Parts of zerojax that stand for a user's code where there is none further in."""
+
+
+def line_of_error(error: BaseException) -> str | None:
+    """ "file:line: source" of the innermost line of the user in a traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _innermost((frame.filename, frame.lineno or 0) for frame in reversed(frames))
+
+
+def line_of_equation(equation: Any) -> str | None:
+    """ "file:line: source" of the innermost line of the user that an equation comes from."""
+    trace = getattr(getattr(equation, "source_info", None), "traceback", None)
+    if trace is None:
+        return None
+    return _innermost((frame.file_name, frame.line_num) for frame in trace.frames)
+
+
+def is_of_users(filename: str) -> bool:
+    """Whether a file is neither of a library nor of zerojax nor of Python."""
+    path = os.path.abspath(filename)
+    if filename.startswith("<"):
+        return bool(linecache.getlines(filename))
+    if path.startswith((*_LIBRARIES, str(_OURS) + os.sep)) or "site-packages" in path:
+        return False
+    return not path.startswith(_STANDARD) and not path.startswith(sys.base_prefix + "/lib")
+
+
+def _innermost(frames: Iterable[tuple[str, int]]) -> str | None:
+    """Of frames from the innermost outwards: the first of the user, else of our models."""
+    found = list(frames)
+    for belongs in (is_of_users, lambda name: name.startswith(_WRITTEN_BY_USERS_TOO)):
+        for filename, number in found:
+            if belongs(filename):
+                source = linecache.getline(filename, number).strip()
+                return f"{_short(filename)}:{number}: {source}".rstrip(": ")
+    return None
+
+
+def _short(filename: str) -> str:
+    try:
+        return str(Path(filename).relative_to(Path.cwd()))
+    except ValueError:
+        return filename

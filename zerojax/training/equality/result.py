@@ -1,0 +1,178 @@
+"""Result of an equality check: runs, reasons, a table for people and a dict for programs.
+
+Knows numbers and text; imports no JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+BY_DESIGN = frozenset(["dropout", "batch_statistics"])
+"""Kinds of reasons that are part of data-parallel training: each device draws its own dropout mask
+and normalises by its own rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """One cause of a difference.
+
+    Attributes:
+      kind: "refused", "failed", "not_finite", "sum", "uneven_mean", "coupled_rows",
+        "auxiliary_loss", "weight_gradient", "nonlinear_backward", "integers", "counter",
+        "optimizer", "batch_statistics", "dropout" or "unknown".
+      sentence: the cause, with its numbers.
+      remedy: what to change.
+      where: "file:line: source" of the user's code, where it is known.
+    """
+
+    kind: str
+    sentence: str
+    remedy: str
+    where: str | None = None
+
+    @property
+    def by_design(self) -> bool:
+        """Whether this difference is expected of data-parallel training."""
+        return self.kind in BY_DESIGN
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedRun:
+    """One run, compared with the reference.
+
+    Attributes:
+      name: "4 devices, zero=3, 2 microbatches".
+      against: name of the run that it is compared with.
+      agrees: whether every difference is within its tolerance.
+      loss, norm: largest differences of the loss and of the gradient norm over the steps, divided
+        by the size of the value (by 1 for losses below 1).
+      params: largest difference of a parameter's change, divided by that change (L2 norms).
+      worst: name of that parameter.
+      state: names of other arrays of the model that differ.
+      refusal: the sentence with which the run was refused or ended; all numbers are then None.
+      mode: "training", or "evaluation" for a control run without dropout and batch statistics.
+    """
+
+    name: str
+    against: str
+    agrees: bool
+    loss: float | None = None
+    norm: float | None = None
+    params: float | None = None
+    worst: str | None = None
+    state: tuple[str, ...] = ()
+    refusal: str | None = None
+    mode: str = "training"
+
+
+class DisagreementError(RuntimeError):
+    """Raised by `CheckResult.require`: the runs of a check do not agree."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CheckResult:
+    """What `zerojax.check` found.
+
+    Attributes:
+      agrees: whether all runs agree. Differences that data-parallel training has by design
+        (dropout, batch statistics) do not count, unless `strict` was given; each is a reason.
+      reasons: the causes of all differences.
+      runs: every run that was compared.
+      notes: what was left out or changed for the check.
+      tolerances: {"loss", "norm", "params"}: the limits of `ComparedRun`'s numbers before rounding
+        noise is added.
+      seconds: time that the check took.
+    """
+
+    agrees: bool
+    reasons: tuple[Reason, ...]
+    runs: tuple[ComparedRun, ...]
+    notes: tuple[str, ...]
+    tolerances: Mapping[str, float]
+    seconds: float
+
+    def __repr__(self) -> str:
+        word = "agrees" if self.agrees else "differs"
+        kinds = ", ".join(dict.fromkeys(reason.kind for reason in self.reasons))
+        return f"<check: {word}, {len(self.runs)} runs{': ' + kinds if kinds else ''}>"
+
+    def require(self) -> None:
+        """Raises where the runs do not agree.
+
+        Raises:
+          DisagreementError: with the table and the reasons.
+        """
+        if not self.agrees:
+            raise DisagreementError(self.table())
+
+    def table(self) -> str:
+        """The result for people."""
+        rows = [("run", "loss", "gradient norm", "parameters", "")]
+        for run in self.runs:
+            name = run.name if run.mode == "training" else f"{run.name}, in evaluation mode"
+            if run.refusal is not None:
+                rows.append((name, "-", "-", "-", "refused"))
+                continue
+            verdict = "agrees" if run.agrees else "differs"
+            numbers = (_number(run.loss), _number(run.norm), _number(run.params))
+            rows.append((name, *numbers, verdict))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            "  ".join(
+                [row[0].ljust(widths[0])]
+                + [row[column].rjust(widths[column]) for column in (1, 2, 3)]
+                + [row[4]]
+            ).rstrip()
+            for row in rows
+        ]
+        lines += ["", self._verdict()]
+        for reason in self.reasons:
+            label = f"{reason.kind} (by design)" if reason.by_design else reason.kind
+            lines += ["", *_wrapped(f"{label}: {reason.sentence}")]
+            if reason.where:
+                lines += [f"  at {reason.where}"]
+            lines += _wrapped(f"remedy: {reason.remedy}", indent="  ")
+        if self.notes:
+            lines += ["", *(line for note in self.notes for line in _wrapped(f"note: {note}"))]
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        limits = ", ".join(f"{name} {limit:.0e}" for name, limit in self.tolerances.items())
+        differing = sum(not run.agrees for run in self.runs)
+        if not self.agrees:
+            what = f"{differing} of {len(self.runs)} runs differ" if differing else "not proven"
+            return f"DIFFERS: {what} (tolerances: {limits}; {self.seconds:.0f} s)"
+        but = " but for what differs by design" if any(r.by_design for r in self.reasons) else ""
+        return f"AGREES: all runs{but} (tolerances: {limits}; {self.seconds:.0f} s)"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result for programs, as JSON takes it."""
+        return {
+            "agrees": self.agrees,
+            "reasons": [
+                {**dataclasses.asdict(reason), "by_design": reason.by_design}
+                for reason in self.reasons
+            ],
+            "runs": [dataclasses.asdict(run) for run in self.runs],
+            "notes": list(self.notes),
+            "tolerances": dict(self.tolerances),
+            "seconds": round(self.seconds, 2),
+        }
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        width=98,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,357 @@
+"""Short runs of one model, in plain JAX and with zerojax, and how far they differ.
+
+Knows plans, steps and arrays; never why two runs differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zerojax.arrays import init_state, to_canonical
+from zerojax.config import MeshConfig
+from zerojax.mesh import make_mesh
+from zerojax.model import Loss, Model
+from zerojax.plan import Plan, make_plan
+from zerojax.state import step_key
+from zerojax.step import build_step
+from zerojax.training.equality.result import ComparedRun
+
+Arrays = dict[str, Any]
+
+TOLERANCES = {"loss": 4e-6, "norm": 2e-5, "params": 2e-4}
+"""Of float32, relative; the rounding noise of the model itself is added, see `compare`.
+
+loss: that of summing a batch's rows in another order over 20 steps. norm: a sum of squares of all
+gradients. params: of a parameter's whole change, by its L2 norm."""
+NOISE = 8.0
+"""How many times the measured noise of one other order of rows a difference may be larger."""
+CHAOTIC = 0.02
+"""A parameter whose change differs by more than this when rows change places is not compared."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """How a run is computed.
+
+    Attributes:
+      devices: on the axis `data`; 0: plain JAX on one device.
+      zero, num_microbatches: as `make_plan` takes them.
+      train: False runs the model in evaluation mode also while it is trained.
+      optimizer: False takes plain descent at rate 1 instead of the user's, so that parameters
+        change by their gradients.
+      whole: True splits no parameter, so that none is padded.
+    """
+
+    devices: int
+    zero: int = 0
+    num_microbatches: int = 1
+    train: bool = True
+    optimizer: bool = True
+    whole: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.devices == 0:
+            return "plain JAX, 1 device"
+        count = f"{self.devices} device" + "s" * (self.devices > 1)
+        pieces = f", {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
+        return f"{count}, zero={self.zero}{pieces}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What is checked: a model in its internal form, batches as NumPy arrays, and the rest."""
+
+    model: Model
+    loss: Loss
+    tx: optax.GradientTransformation
+    batches: Sequence[Any]
+    freeze: tuple[str, ...]
+    seed: int
+    before: Arrays = dataclasses.field(default_factory=dict)
+    """{name: parameter} that every run starts from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run left.
+
+    Attributes:
+      losses, norms: float64, per step.
+      after: {name: trained parameter}, of true shape.
+      state: {name: [the value of other arrays of the model on each device]}.
+    """
+
+    losses: np.ndarray
+    norms: np.ndarray
+    after: Arrays
+    state: dict[str, list[np.ndarray]]
+
+
+def holding(model: Model, params: Arrays, extras: Arrays) -> Model:
+    """The same model, which holds these arrays already: no run has to make them anew."""
+    changed: Any = copy.copy(model)
+    changed.initial_arrays = lambda: (params, extras)
+    return changed
+
+
+def evaluation_mode(model: Model) -> Model:
+    """The same model, which runs in evaluation mode whatever it is asked."""
+    changed: Any = copy.copy(model)
+    changed.run = lambda *args, train=True, **options: model.run(*args, train=False, **options)
+    return changed
+
+
+def plan_of(given: Given, configuration: Configuration) -> Plan:
+    """The plan of a run.
+
+    Raises:
+      ValueError, TypeError: what a plan refuses.
+    """
+    devices = jax.devices("cpu")[: configuration.devices]
+    model = given.model if configuration.train else evaluation_mode(given.model)
+    return make_plan(
+        model,
+        make_mesh(MeshConfig(data=len(devices)), devices=devices),
+        example_batch=given.batches[0],
+        loss=given.loss,
+        optimizer=given.tx if configuration.optimizer else optax.sgd(1.0),
+        zero=configuration.zero,
+        precision="fp32",
+        num_microbatches=configuration.num_microbatches,
+        freeze=given.freeze,
+        persistence_threshold=2**62 if configuration.whole else 0,
+    )
+
+
+def run_zerojax(
+    given: Given,
+    configuration: Configuration,
+    *,
+    plan: Plan | None = None,
+    steps: int | None = None,
+) -> Run:
+    """Takes a step for each batch as zerojax does."""
+    plan = plan or plan_of(given, configuration)
+    state, step = init_state(plan, given.seed), build_step(plan)
+    losses, norms = [], []
+    for batch in given.batches[:steps]:
+        state, metrics = step(state, jax.device_put(batch, plan.batch_sharding))
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+    extras = {
+        name: [np.asarray(shard.data) for shard in value.addressable_shards]
+        for name, value in state["extras"].items()
+    }
+    after = _on_host(to_canonical(plan, state)["params"])
+    return Run(np.array(losses), np.array(norms), after, extras)
+
+
+class PlainRun:
+    """The same training in plain JAX: `jax.value_and_grad` of the loss, then optax.
+
+    Attributes:
+      params, frozen, extras: what the run starts from, on one device.
+    """
+
+    def __init__(self, given: Given, plan: Plan, *, train: bool = True):
+        """Takes names and first values from a plan over one device."""
+        self.given, self.model = given, given.model
+        state = init_state(plan, given.seed)
+        canonical = to_canonical(plan, state)
+        self.params = _on_host(canonical["params"])
+        self.frozen = _on_host(canonical["frozen"])
+        self.extras = _on_host(canonical["extras"])
+        self._rng = np.asarray(canonical["rng"])
+        self._train = train
+        self._step = jax.jit(self._advance)
+
+    def key(self, step: int) -> jax.Array:
+        """The key that the first device has in a step."""
+        return jax.random.fold_in(step_key(jnp.asarray(self._rng), jnp.int32(step)), 0)
+
+    def loss(
+        self, params: Arrays, extras: Arrays, key: jax.Array, batch: Any, *, train: bool
+    ) -> tuple[tuple[jax.Array, jax.Array | None], Arrays]:
+        """((loss or sum, weight or None), extras afterwards), traceable."""
+        result, after = self.model.run(
+            {name: jnp.asarray(value) for name, value in {**params, **self.frozen}.items()},
+            {name: jnp.asarray(value) for name, value in extras.items()},
+            key,
+            lambda bound: self.given.loss(bound, batch),
+            train=train,
+        )
+        return split_loss(result), after
+
+    def _advance(self, params: Arrays, opt_state: Any, extras: Arrays, key: Any, batch: Any) -> Any:
+        def mean(params: Arrays) -> tuple[jax.Array, Arrays]:
+            (loss, weight), after = self.loss(params, extras, key, batch, train=self._train)
+            return loss if weight is None else loss / weight, after
+
+        (loss, after), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        tx = optax.with_extra_args_support(self.given.tx)
+        # What `tx` does not ask for is left out by that.
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        moved: Any = optax.apply_updates(params, updates)
+        return (
+            moved,
+            opt_state,
+            after,
+            loss,
+            jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads))),
+        )
+
+    def run(self, reorder: Callable[[Any], Any] = lambda batch: batch) -> Run:
+        """Takes a step for each batch, whose rows `reorder` may put in another order."""
+        params, extras = self.params, self.extras
+        opt_state = self.given.tx.init(jax.tree.map(jnp.asarray, params))
+        losses, norms = [], []
+        for number, batch in enumerate(self.given.batches):
+            params, opt_state, extras, loss, norm = self._step(
+                params, opt_state, extras, self.key(number), reorder(batch)
+            )
+            losses.append(float(loss))
+            norms.append(float(norm))
+        state = {name: [np.asarray(value)] for name, value in extras.items()}
+        after = _on_host(params)
+        return Run(np.array(losses), np.array(norms), after, state)
+
+
+def split_loss(result: Any) -> tuple[jax.Array, jax.Array | None]:
+    """(float32 loss or sum, float32 weight or None) of what a loss returned."""
+    parts = result if isinstance(result, tuple) else (result,)
+    if isinstance(parts[-1], Mapping):  # own metrics
+        parts = parts[:-1]
+    loss = jnp.asarray(parts[0], jnp.float32)
+    return loss, jnp.asarray(parts[1], jnp.float32) if len(parts) > 1 else None
+
+
+def reversed_rows(batch: Any) -> Any:
+    """A batch with its rows in the opposite order."""
+    return jax.tree.map(lambda x: x[::-1].copy(), batch)
+
+
+def cut_rows(batch: Any, number: int) -> list[Any]:
+    """A batch in pieces of equal size, in order."""
+    pieces = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
+    return [jax.tree.map(lambda x, i=i: x[i], pieces) for i in range(number)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """How much a run changes by rounding alone, measured with rows in the opposite order.
+
+    Attributes:
+      loss, norm: relative; params: {name: relative difference of its change}.
+    """
+
+    loss: float
+    norm: float
+    params: Mapping[str, float]
+
+    @property
+    def chaotic(self) -> list[str]:
+        """Parameters whose change is rounding noise."""
+        return [name for name, value in self.params.items() if value > CHAOTIC]
+
+
+NO_NOISE = Noise(0.0, 0.0, {})
+
+
+def measure_noise(run: Run, reordered: Run, before: Arrays) -> Noise | None:
+    """The noise between two runs that differ in the order of rows; None where that is no rounding:
+    the model looks at the order of rows."""
+    loss, norm = _differences(run, reordered)
+    if not loss < 50 * TOLERANCES["loss"]:
+        return None
+    return Noise(loss, norm, relative_changes(run, reordered, before))
+
+
+def compare(
+    run: Run,
+    reference: Run,
+    before: Arrays,
+    *,
+    name: str = "",
+    against: str = "",
+    noise: Noise,
+    mode: str = "training",
+) -> ComparedRun:
+    """How far a run is from the reference; its arrays beside parameters are not judged here.
+
+    Args:
+      run, reference: what is compared; before: {name: parameter} that both started from.
+      name, against, mode: of the result.
+      noise: of rounding.
+    """
+    loss, norm = _differences(run, reference)
+    changes = relative_changes(run, reference, before)
+    limits = {
+        name: TOLERANCES["params"] + NOISE * noise.params.get(name, 0.0)
+        for name in changes
+        if noise.params.get(name, 0.0) <= CHAOTIC
+    }
+    worst = max(limits, key=lambda name: changes[name] / limits[name], default=None)
+    params = changes[worst] if worst is not None else 0.0
+    agrees = (
+        loss <= TOLERANCES["loss"] + NOISE * noise.loss
+        and norm <= TOLERANCES["norm"] + NOISE * noise.norm
+        and (worst is None or params <= limits[worst])
+    )
+    return ComparedRun(
+        name=name,
+        against=against,
+        agrees=bool(agrees),
+        loss=loss,
+        norm=norm,
+        params=params,
+        worst=worst,
+        mode=mode,
+    )
+
+
+def differing_state(run: Run, reference: Run) -> tuple[str, ...]:
+    """Names of a model's own arrays that are not the reference's on every device."""
+    found = []
+    for name, copies in run.state.items():
+        (expected, *_) = reference.state[name]
+        if jnp.issubdtype(expected.dtype, jnp.floating):
+            limit = 1e-4 * max(float(np.abs(expected).max(initial=0.0)), 1e-6)
+            same = all(np.allclose(x, expected, rtol=0, atol=limit) for x in copies)
+        else:
+            same = all(np.array_equal(x, expected) for x in copies)
+        if not same:
+            found.append(name)
+    return tuple(found)
+
+
+def _differences(run: Run, reference: Run) -> tuple[float, float]:
+    scale = np.maximum(1.0, np.abs(reference.losses))
+    loss = float(np.max(np.abs(run.losses - reference.losses) / scale))
+    scale = np.maximum(np.abs(reference.norms), 1e-30)
+    return loss, float(np.max(np.abs(run.norms - reference.norms) / scale))
+
+
+def relative_changes(run: Run, reference: Run, before: Arrays) -> dict[str, float]:
+    """{name: |difference| / |change|} in L2 norms, without what rounding to float32 explains."""
+    found = {}
+    for name, expected in reference.after.items():
+        start = before[name].astype(np.float64)
+        expected, value = expected.astype(np.float64), run.after[name].astype(np.float64)
+        change = float(np.linalg.norm(expected - start))
+        rounding = 2 * len(run.losses) * 6e-8 * float(np.linalg.norm(expected))
+        difference = max(0.0, float(np.linalg.norm(value - expected)) - rounding)
+        found[name] = difference / change if change else (1.0 if difference else 0.0)
+    return found
+
+
+def _on_host(arrays: Mapping[str, Any]) -> Arrays:
+    return {name: np.asarray(value) for name, value in arrays.items()}

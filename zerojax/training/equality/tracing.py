@@ -1,0 +1,377 @@
+"""Two executions of one traced program, equation by equation: where a relation between them breaks.
+
+`compare_pieces` runs a program on a whole batch and on pieces of it. A value is the same in all, or
+has a dimension of rows and is what the pieces give one after the other, or is the mean or the sum
+of the pieces' values. The first equation whose inputs are so and whose output is not mixes rows.
+`compare_scaled` runs a backward pass on a cotangent and on an eighth of it: the first equation with
+proportional inputs and another output is not linear. Knows jaxprs; never models or losses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+from zerojax.programs import inner_programs
+from zerojax.training.equality.lines import is_of_users, line_of_equation
+
+_RELATIVE = 1e-4
+"""Difference, relative to the largest element, up to which a relation holds: rounding is 1e-6."""
+_SCALE = 0.125
+
+
+class Relation(enum.Enum):
+    """How the whole batch's value follows from those of its pieces."""
+
+    SAME = "same"
+    ROWS = "rows"
+    MEAN = "mean"
+    SUM = "sum"
+    SCALED = "scaled"
+    OTHER = "other"
+    UNKNOWN = "unknown"
+    """Integers that may be numbers of rows, keys, and what the pieces have no counterpart of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Break:
+    """The first equation at which a relation breaks.
+
+    Attributes:
+      primitive: its name.
+      inputs: relations of its inputs.
+      has_rows: whether its output has a dimension of rows.
+      where: "file:line: source" of the user's code.
+    """
+
+    primitive: str
+    inputs: tuple[Relation, ...]
+    has_rows: bool
+    where: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What comparing two executions told.
+
+    Attributes:
+      outputs: the relation of each output.
+      breaks: for each output, the first break on the way to it, if it could be located.
+      origins: for each output, the line of the equation that gave it its relation.
+    """
+
+    outputs: tuple[Relation, ...]
+    breaks: tuple[Break | None, ...]
+    origins: tuple[str | None, ...]
+
+
+def compare_pieces(
+    function: Callable[..., Sequence[Any]], whole: Any, pieces: Sequence[Any]
+) -> Comparison:
+    """Compares `function(whole)` with `function(piece)` of each piece.
+
+    Args:
+      function: gives a flat list of arrays; traceable.
+      whole: a tree of arrays with rows in dimension 0; pieces: its pieces, of equal size, in order.
+    """
+    programs = [jax.make_jaxpr(function)(batch) for batch in (whole, pieces[0])]
+    inputs = [jax.tree.leaves(batch) for batch in (whole, *pieces)]
+    return _compare(programs[0], programs[1], inputs, _relation_of_pieces)
+
+
+def compare_scaled(function: Callable[[Any], Sequence[Any]]) -> Comparison:
+    """Compares `function(1.0)` with `function(0.125)`, which is to be linear."""
+    program = jax.make_jaxpr(function)(jnp.float32(1))
+    inputs = [[jnp.float32(1)], [jnp.float32(_SCALE)]]
+    return _compare(program, program, inputs, _relation_of_scaled)
+
+
+Relate = Callable[[Any, Sequence[Any]], Relation]
+
+
+def _compare(
+    first: ClosedJaxpr, other: ClosedJaxpr, inputs: Sequence[Sequence[Any]], relate: Relate
+) -> Comparison:
+    """Runs `first` on inputs[0] and `other` on each of the rest, and relates what they compute."""
+    same_form = _form(first.jaxpr) == _form(other.jaxpr)
+    if not same_form:
+        results = [jaxpr_as_fun(first)(*inputs[0])]
+        results += [jaxpr_as_fun(other)(*given) for given in inputs[1:]]
+        outputs = tuple(relate(values[0], values[1:]) for values in zip(*results, strict=True))
+        nothing = (None,) * len(outputs)
+        return Comparison(outputs, nothing, nothing)
+    walk = _Walk(first, other, inputs, relate)
+    count = range(len(first.jaxpr.outvars))
+    return Comparison(
+        outputs=tuple(walk.relation(first.jaxpr.outvars[index]) for index in count),
+        breaks=tuple(walk.first_break(index) for index in count),
+        origins=tuple(walk.origin(index) for index in count),
+    )
+
+
+def _form(program: Jaxpr) -> list[str]:
+    return [equation.primitive.name for equation in program.eqns]
+
+
+class _Walk:
+    """All values of two programs of one form, and how they are related."""
+
+    def __init__(
+        self,
+        first: ClosedJaxpr,
+        other: ClosedJaxpr,
+        inputs: Sequence[Sequence[Any]],
+        relate: Relate,
+    ):
+        self.first, self.other, self.relate = first, other, relate
+        runs = [_all_values(first, inputs[:1]), _all_values(other, inputs[1:])]
+        self.values: list[list[Any]] = [*runs[0], *runs[1]]
+        self.number = {var: i for i, var in enumerate(_variables(first))}
+        self.maker = {var: eqn for eqn in first.jaxpr.eqns for var in eqn.outvars}
+        self._relations: dict[Any, Relation] = {}
+
+    def relation(self, atom: Any) -> Relation:
+        if isinstance(atom, Literal):
+            return Relation.SAME
+        if atom not in self._relations:
+            number = self.number[atom]
+            whole, *pieces = [run[number] for run in self.values]
+            self._relations[atom] = self.relate(whole, pieces)
+        return self._relations[atom]
+
+    def _needed(self, output: int) -> set[Any]:
+        """The variables on the way to an output."""
+        needed = {self.first.jaxpr.outvars[output]}
+        for equation in reversed(self.first.jaxpr.eqns):
+            if not needed.isdisjoint(equation.outvars):
+                needed.update(x for x in equation.invars if not isinstance(x, Literal))
+        return needed
+
+    def first_break(self, output: int) -> Break | None:
+        """The first equation on the way to an output at which the relation breaks."""
+        target = self.first.jaxpr.outvars[output]
+        if isinstance(target, Literal) or self.relation(target) is not Relation.OTHER:
+            return None
+        needed = self._needed(output)
+        for number, equation in enumerate(self.first.jaxpr.eqns):
+            made = [var for var in equation.outvars if var in needed]
+            if Relation.OTHER not in [self.relation(var) for var in made]:
+                continue
+            given = tuple(self.relation(atom) for atom in equation.invars)
+            if Relation.OTHER not in given:
+                return self._inside(number, equation) or self._break_at(equation, given, made)
+        return None
+
+    def _break_at(self, equation: Any, given: tuple[Relation, ...], made: list[Any]) -> Break:
+        index = next(self.number[var] for var in made if self.relation(var) is Relation.OTHER)
+        shapes = [jnp.shape(run[index]) for run in self.values[:2]]
+        return Break(
+            primitive=equation.primitive.name,
+            inputs=given,
+            has_rows=shapes[0] != shapes[1],
+            where=line_of_equation(equation),
+        )
+
+    def _inside(self, number: int, equation: Any) -> Break | None:
+        """The break inside of an equation that holds a program, where it can be told."""
+        twin = self.other.jaxpr.eqns[number]
+        kind = equation.primitive.name
+        if kind not in _INSIDES or not _written_by_user(equation):
+            return None
+        given = [[self._value(run, atom) for atom in equation.invars] for run in (0,)]
+        given += [
+            [
+                self._value(run, atom, twin.invars[place])
+                for place, atom in enumerate(equation.invars)
+            ]
+            for run in range(1, len(self.values))
+        ]
+        inner = [_INSIDES[kind](eqn, given[index]) for index, eqn in enumerate((equation, twin))]
+        if (
+            inner[0] is None
+            or inner[1] is None
+            or _form(inner[0][0].jaxpr) != _form(inner[1][0].jaxpr)
+        ):
+            return None
+        arguments = [inner[0][1]]
+        for values in given[1:]:
+            found = _INSIDES[kind](twin, values)
+            if found is None:
+                return None
+            arguments.append(found[1])
+        walk = _Walk(inner[0][0], inner[1][0], arguments, self.relate)
+        breaks = (walk.first_break(i) for i in range(len(inner[0][0].jaxpr.outvars)))
+        return next((found for found in breaks if found is not None), None)
+
+    def _value(self, run: int, atom: Any, twin: Any = None) -> Any:
+        if isinstance(atom, Literal):
+            own = twin if isinstance(twin, Literal) else atom
+            return own.val
+        return self.values[run][self.number[atom]]
+
+    def origin(self, output: int) -> str | None:
+        """The line of the equation that first had the relation of an output, going backwards."""
+        atom = self.first.jaxpr.outvars[output]
+        relation, where = self.relation(atom), None
+        while not isinstance(atom, Literal) and atom in self.maker:
+            equation = self.maker[atom]
+            where = line_of_equation(equation) or where
+            before = [x for x in equation.invars if self.relation(x) is relation]
+            before = [x for x in before if not isinstance(x, Literal) and x in self.maker]
+            if relation in (Relation.SAME, Relation.OTHER) or not before:
+                break
+            atom = before[0]
+        return where
+
+
+def _variables(closed: ClosedJaxpr) -> list[Any]:
+    program = closed.jaxpr
+    made = [var for equation in program.eqns for var in equation.outvars]
+    return [*program.constvars, *program.invars, *made]
+
+
+def _all_values(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Every value of a program, for each set of inputs, on the host; keys as None."""
+    program = closed.jaxpr
+    kept, seen = [], set()
+    for equation in program.eqns:
+        for var in equation.outvars:
+            if type(var).__name__ != "DropVar" and _is_plain(var.aval) and var not in seen:
+                seen.add(var)
+                kept.append(var)
+    everything = program.replace(outvars=kept)
+    run = jax.jit(jaxpr_as_fun(ClosedJaxpr(everything, closed.consts)))
+    result = []
+    for given in inputs:
+        values = dict(zip(program.constvars, closed.consts, strict=True))
+        values |= dict(zip(program.invars, given, strict=True))
+        values |= dict(zip(kept, run(*given), strict=True))
+        result.append([values.get(var) for var in _variables(closed)])
+    return result
+
+
+def _is_plain(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def _relation_of_pieces(whole: Any, pieces: Sequence[Any]) -> Relation:
+    if whole is None or any(piece is None for piece in pieces) or not _is_plain(whole):
+        return Relation.UNKNOWN
+    full, parts = np.asarray(whole), [np.asarray(piece) for piece in pieces]
+    exact = not jnp.issubdtype(full.dtype, jnp.floating)
+    failed = Relation.UNKNOWN if exact else Relation.OTHER
+    full, parts = full.astype(np.float64), [part.astype(np.float64) for part in parts]
+    if full.shape == parts[0].shape:
+        limit = 0.0 if exact else _RELATIVE * max(_largest(full), *map(_largest, parts))
+        if all(_close(part, full, limit) for part in parts):
+            return Relation.SAME
+        total = np.sum(parts, axis=0)
+        if _close(total / len(parts), full, limit):
+            return Relation.MEAN
+        return Relation.SUM if _close(total, full, limit) else failed
+    differing = [
+        axis
+        for axis, sizes in enumerate(zip(full.shape, parts[0].shape, strict=False))
+        if sizes[0] != sizes[1]
+    ]
+    if full.ndim != parts[0].ndim or len(differing) != 1:
+        return failed
+    joined = np.concatenate(parts, axis=differing[0])
+    limit = 0.0 if exact else _RELATIVE * _largest(full)
+    if joined.shape != full.shape:
+        return failed
+    if _close(joined, full, limit) or _close(np.sort(joined, None), np.sort(full, None), limit):
+        return Relation.ROWS
+    return failed
+
+
+def _relation_of_scaled(whole: Any, pieces: Sequence[Any]) -> Relation:
+    (part,) = pieces
+    if whole is None or part is None or not _is_plain(whole):
+        return Relation.UNKNOWN
+    full, part = np.asarray(whole), np.asarray(part)
+    if not jnp.issubdtype(full.dtype, jnp.floating):
+        return Relation.UNKNOWN
+    full, part = full.astype(np.float64), part.astype(np.float64)
+    limit = _RELATIVE * _largest(full)
+    if _close(part, full, limit):
+        return Relation.SAME
+    return Relation.SCALED if _close(part, full * _SCALE, limit * _SCALE) else Relation.OTHER
+
+
+def _largest(array: np.ndarray) -> float:
+    finite = np.abs(array[np.isfinite(array)])
+    return float(finite.max(initial=0.0))
+
+
+def _close(first: np.ndarray, second: np.ndarray, limit: float) -> bool:
+    with np.errstate(invalid="ignore"):
+        differences = np.where(first == second, 0.0, np.abs(first - second))
+    return bool(np.all((differences <= limit) | (np.isnan(first) & np.isnan(second))))
+
+
+def _written_by_user(equation: Any) -> bool:
+    """Whether lines inside tell more: what is inside a jitted function of a library was traced
+    where that was first called, which may be another line."""
+    if equation.primitive.name not in ("jit", "pjit"):
+        return True
+    for program in inner_programs(equation.params):
+        source = getattr(getattr(program, "debug_info", None), "func_src_info", None) or ""
+        filename = source.rpartition(" at ")[2].rpartition(":")[0]
+        return bool(filename) and is_of_users(filename)
+    return False
+
+
+def _closed(program: Any) -> ClosedJaxpr:
+    return program if hasattr(program, "consts") else ClosedJaxpr(program, ())
+
+
+def _called(equation: Any, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]] | None:
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if name in equation.params:
+            program = _closed(equation.params[name])
+            if len(program.jaxpr.invars) == len(given):
+                return program, list(given)
+    return None
+
+
+def _branch(equation: Any, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]] | None:
+    branches = equation.params["branches"]
+    index = int(np.clip(int(given[0]), 0, len(branches) - 1))
+    return _closed(branches[index]), list(given[1:])
+
+
+def _iteration(equation: Any, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]] | None:
+    """The first turn of a scan."""
+    body = _closed(equation.params["jaxpr"])
+    arguments = []
+    for value, var in zip(given, body.jaxpr.invars, strict=True):
+        sliced = jnp.ndim(value) != len(var.aval.shape)
+        last = -1 if equation.params.get("reverse") else 0
+        arguments.append(value[last] if sliced else value)
+    return body, arguments
+
+
+_INSIDES = {
+    "jit": _called,
+    "pjit": _called,
+    "closed_call": _called,
+    "core_call": _called,
+    "checkpoint": _called,
+    "remat": _called,
+    "remat2": _called,
+    "custom_jvp_call": _called,
+    "custom_vjp_call": _called,
+    "custom_vjp_call_jaxpr": _called,
+    "cond": _branch,
+    "scan": _iteration,
+}
+"""Equations that hold a program: (equation, its inputs) -> (program, inputs of it)."""
