@@ -242,7 +242,9 @@ def _of_plan(given: Mapping[str, Any], steps: int) -> Any:
 def _of_engine(given: Mapping[str, Any], steps: int) -> Any:
     names = ("model", "loss", "freeze", "seed")
     parts = {name: given[name] for name in names}
-    parts["optimizer"] = _optimizer_of(given["config"], given["optimizer"], given["steps"])
+    args = getattr(given["args"], "deepspeed_config", None)
+    config = next(x for x in (given["config"], given["config_params"], args) if x is not None)
+    parts["optimizer"] = _optimizer_of(config, given["optimizer"], given["steps"])
     return _Engine(parts)
 
 
