@@ -54,7 +54,11 @@ def abstract(tree: Any) -> Any:
 
 
 def cut(program: Program, arguments: Sequence[Any], **options: bool) -> LossPieces:
-    return cut_loss(program, *abstract(tuple(arguments)), **options)
+    def with_sums(*given: Any) -> Any:
+        (loss, weight), after = program(*given)
+        return {"loss": loss, "weight": weight}, after
+
+    return cut_loss(with_sums, *abstract(tuple(arguments)), **options)
 
 
 def composed(pieces: LossPieces, chunks: Sequence[Sequence[int]]) -> Program:
@@ -74,8 +78,8 @@ def composed(pieces: LossPieces, chunks: Sequence[Sequence[int]]) -> Program:
             for name, new in written.items():
                 place = jnp.where(rows < 0, pieces.num_layers, rows)
                 after[name] = after[name].at[place].set(new, mode="drop")
-        result, written = pieces.head(outer, *rest, activations)
-        return result, after | written
+        sums, written = pieces.head(outer, *rest, activations)
+        return (sums["loss"], sums["weight"]), after | written
 
     return run
 

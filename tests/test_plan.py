@@ -233,11 +233,13 @@ def batch_of(rows, targets=None):
         (
             {"loss": lambda model, batch: model(batch["x"])},
             "the loss returned float32[4, 5]; it has to return a scalar, or a pair of scalars "
-            "(sum, weight)",
+            "(sum, weight); numbers to be logged follow as a mapping, as in "
+            'return loss, {"accuracy": accuracy}',
         ),
         (
             {"loss": lambda model, batch: None},
-            "the loss returned None; it has to return a scalar, or a pair of scalars (sum, weight)",
+            "the loss returned None; it has to return a scalar, or a pair of scalars (sum, weight)"
+            '; numbers to be logged follow as a mapping, as in return loss, {"accuracy": accuracy}',
         ),
         (
             {"loss": lambda model, batch: jnp.sum(model(batch["x"]) > 0)},

@@ -127,8 +127,13 @@ def train(
       batches: an iterable of batches (trees of arrays, dimension 0 the global batch), a function
         `step -> batch`, or a `TokenSource`. None: the text in `data`.
       data: instead of `batches`: a text file, a folder of text files, or token files.
-      loss: `loss(model, batch) -> scalar | (sum, weight)`. None: the model's method `loss(batch)`;
-        for text, next-token cross-entropy of `model(tokens)`.
+      loss: `loss(model, batch) -> scalar | (sum, weight)`, called for each piece of a batch: the
+        rows of one microbatch on one device. A scalar has to be the mean over these rows; of pairs
+        the sums are added up and divided once by all weights, which no parameter may change. What
+        is neither, as a plain `jnp.sum`, or couples rows, depends on the number of pieces. A
+        mapping `{name: metric}` may follow either, of means or pairs `(sum, weight)`: they are
+        averaged likewise and logged. None: the model's method `loss(batch)`; for text, next-token
+        cross-entropy of `model(tokens)`.
       optimizer: any optax transformation, or an `OptimizerConfig`. None: AdamW.
       precision: "bf16", "fp32" or a `Precision`. None: bf16, on CPU fp32.
       reduce_dtype, accumulate_dtype: "bf16" or "fp32", see `zerojax.precision.as_precision`.

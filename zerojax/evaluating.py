@@ -5,6 +5,7 @@ Knows batches and the compiled evaluation; never changes a state.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from zerojax.data import TokenSource, local_rows, shard_batch
@@ -14,7 +15,9 @@ from zerojax.plan import Plan
 def mean_loss(
     evaluate: Any, plan: Plan, state: Any, batches: Any, num_batches: int | None, default: int
 ) -> dict[str, float]:
-    """`{"loss": mean, "weight": sum}` over batches, each weighted by its own weight.
+    """`{"loss": mean, "weight": sum}` and own metrics over batches, weighted by their own weights.
+
+    A metric whose weights are all 0 is NaN.
 
     Args:
       evaluate: of `build_evaluation`.
@@ -33,13 +36,17 @@ def mean_loss(
         batches = (source.batch(index, *rows) for index in range(count))
     elif batches is None:
         raise ValueError("no validation data: pass batches to evaluate, or validation= to train")
-    loss = weight = 0.0
+    totals: dict[str, list[float]] = {}
     for index, batch in enumerate(batches):
         if num_batches is not None and index >= num_batches:
             break
         sums = evaluate(state, shard_batch(plan, batch, vocab_size=plan.vocab_size))
-        loss += float(sums["loss"])
-        weight += float(sums["weight"])
+        own = {name: (x["sum"], x["weight"]) for name, x in sums.get("metrics", {}).items()}
+        for name, pair in {"loss": (sums["loss"], sums["weight"]), **own}.items():
+            total = totals.setdefault(name, [0.0, 0.0])
+            total[:] = total[0] + float(pair[0]), total[1] + float(pair[1])
+    weight = totals.get("loss", [0.0, 0.0])[1]
     if weight == 0:
         raise ValueError("nothing to evaluate: the batches are empty, or all their weights are 0")
-    return {"loss": loss / weight, "weight": weight}
+    means = {name: x / y if y else math.nan for name, (x, y) in totals.items()}
+    return {"loss": means.pop("loss"), "weight": weight, **means}

@@ -6,8 +6,8 @@ Knows arrays; never knows how many devices or microbatches a batch is cut into.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,104 @@ class LossWithUnit:
 def loss_unit(loss: Any) -> str | None:
     """The unit that a loss function states; None where it states none."""
     return loss.unit if isinstance(loss, LossWithUnit) else None
+
+
+BUILT_IN_METRICS = frozenset(
+    [
+        "at_floor",
+        "bad_leaf",
+        "compile_seconds",
+        "event",
+        "first_interval_seconds",
+        "grad_norm",
+        "kind",
+        "largest_leaf",
+        "largest_share",
+        "learning_rate",
+        "loss",
+        "loss_scale",
+        "mfu",
+        "num_skipped",
+        "seconds",
+        "skipped",
+        "step",
+        "step_seconds",
+        "text",
+        "tflops_per_device",
+        "time",
+        "tokens_per_second_per_device",
+        "weight",
+    ]
+)
+"""Names that steps, reports and logs have of their own; a loss's own metrics have others."""
+
+BUILT_IN_PREFIXES = ("memory_", "spent_")
+"""How further names of their own begin."""
+
+
+class LossParts(NamedTuple):
+    """What a loss returned, by meaning.
+
+    loss: the sum, or a mean where there is no weight; weight: None where there is none; metrics:
+    {name: a mean, or a pair (sum, weight)}, {} where there are none.
+    """
+
+    loss: Any
+    weight: Any
+    metrics: Mapping[str, Any]
+
+
+def split_result(result: Any) -> LossParts:
+    """The parts of `loss`, `(sum, weight)`, `(loss, {...})` or `(sum, weight, {...})`."""
+    parts = result if isinstance(result, tuple) else (result,)
+    metrics: Mapping[str, Any] = {}
+    if len(parts) > 1 and isinstance(parts[-1], Mapping):
+        *parts, metrics = parts
+    return LossParts(parts[0], parts[1] if len(parts) > 1 else None, metrics)
+
+
+def as_sums(result: Any) -> dict[str, Any]:
+    """What a loss returned for one piece of a batch, as float32 sums that may be added up.
+
+    A loss without a weight counts as the mean of one of equally many pieces: its weight is 1. A
+    metric without a weight of its own is a mean over what the loss is a mean over: it counts with
+    the loss's weight, and not at all where that is 0.
+
+    Returns:
+      {"loss": sum, "weight": sum}, with own metrics also "metrics": {name: {"sum", "weight"}}.
+    """
+    parts = split_result(result)
+    weight = _float32(1.0 if parts.weight is None else parts.weight)
+    sums: dict[str, Any] = {"loss": _float32(parts.loss), "weight": weight}
+    if parts.metrics:
+        sums["metrics"] = {name: _metric(value, weight) for name, value in parts.metrics.items()}
+    return sums
+
+
+def no_sums(metrics: Sequence[str]) -> dict[str, Any]:
+    """The `as_sums` of nothing, for a loss with own metrics of these names."""
+    sums: dict[str, Any] = {"loss": jnp.float32(0), "weight": jnp.float32(0)}
+    if metrics:
+        zero = {"sum": jnp.float32(0), "weight": jnp.float32(0)}
+        sums["metrics"] = {name: dict(zero) for name in metrics}
+    return sums
+
+
+def own_means(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """{name: mean} of the own metrics in sums over all pieces; NaN where the weight is 0."""
+    return {name: x["sum"] / x["weight"] for name, x in sums.get("metrics", {}).items()}
+
+
+def _metric(value: Any, weight: jax.Array) -> dict[str, jax.Array]:
+    if isinstance(value, tuple):
+        total, own = value
+        return {"sum": _float32(total), "weight": _float32(own)}
+    # The mean of no values is NaN, and 0 times NaN would be, too.
+    return {"sum": jnp.where(weight == 0, 0, _float32(value) * weight), "weight": weight}
+
+
+def _float32(value: Any) -> jax.Array:
+    return jnp.asarray(value, jnp.float32)
 
 
 def next_token(

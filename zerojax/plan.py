@@ -32,6 +32,7 @@ from zerojax.forecast import Forecast, make_forecast
 from zerojax.gpus import Gpu, find_gpu
 from zerojax.layer_inputs import describe_layer_inputs
 from zerojax.layer_loop import find_stacks
+from zerojax.losses import split_result
 from zerojax.mesh import DATA, DATA_AXES, STAGE
 from zerojax.offload.abstract import abstract_offloaded, canonical_on_host
 from zerojax.offload.disk_checks import check_durable
@@ -43,11 +44,11 @@ from zerojax.plan_checks import (
     check_batch,
     check_deterministic,
     check_elementwise,
-    check_loss,
     check_reads,
     check_trained,
     naming_the_call,
 )
+from zerojax.plan_losses import check_loss, check_weight
 from zerojax.plan_offload import plan_offload
 from zerojax.plan_padding import fit_padding
 from zerojax.plan_pipeline import choose_microbatches, plan_pipeline
@@ -114,6 +115,8 @@ class Plan:
       regather: whether the backward pass gathers parameters again (zero=3, see `zero`).
       index_limits: what integers of a batch must keep to, since they look up rows of a parameter.
       forward: the traced forward pass of one microbatch on one data shard (a jaxpr), for counting.
+      has_weight: whether the loss returns a weight beside its sum.
+      metric_names: names of the own metrics that the loss returns, sorted.
       reasons: one line per default or exception that a reader should know.
       remake: makes the same plan for another mesh.
     """
@@ -139,6 +142,8 @@ class Plan:
     regather: bool
     index_limits: Mapping[str, tuple[models.IndexLimit, ...]]
     forward: Any
+    has_weight: bool
+    metric_names: tuple[str, ...]
     reasons: tuple[str, ...]
     remake: Callable[[Mesh | AbstractMesh], Plan] = dataclasses.field(repr=False, compare=False)
 
@@ -255,8 +260,12 @@ def make_plan(
       mesh: from `make_mesh`; or a `MeshConfig` (or its fields as a dict), from which the mesh is
         made.
       example_batch: a global batch, as arrays or `ShapeDtypeStruct`s; dimension 0 is the batch.
-      loss: `loss(model, batch) -> scalar | (sum, weight)`; None takes the model's method
-        `loss(batch)`.
+      loss: `loss(model, batch) -> scalar | (sum, weight)`, called for each piece of a batch: the
+        rows of one microbatch on one device. A scalar has to be the mean over these rows; of pairs
+        the sums are added up and divided once by all weights, which no parameter may change. What
+        is neither, as a plain `jnp.sum`, or couples rows, depends on the number of pieces. A
+        mapping `{name: metric}` may follow either, of means or pairs `(sum, weight)`. None takes
+        the model's method `loss(batch)`.
       optimizer: an optax transformation, an `OptimizerConfig`, or None for AdamW.
       zero: ZeRO stage 0..3; None takes the mesh config's, or 1.
       precision: "bf16", "fp32" or a `Precision`.
@@ -302,6 +311,7 @@ def make_plan(
         params, extras = abstract_model(internal, batch, loss)
         trace = models.trace_model(internal, as_read(params, precision), extras, microbatch, loss)
     check_loss(trace.result)
+    parts = split_result(trace.result)
     check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
     layout, arrays = None, (as_read(params, precision), extras, microbatch)
     stacked = find_stacked(settings, internal, loss, arrays)
@@ -312,6 +322,7 @@ def make_plan(
         internal, params, trace, settings, mesh, freeze=freeze, stacked=stacked, layout=layout
     )
     check_trained(placement)
+    check_weight(trace, placement)
     regather = settings.zero == 3 and internal.reads_lazily
     compiler_options, dropped_options = choose_options(
         mesh,
@@ -357,6 +368,8 @@ def make_plan(
         regather=regather,
         index_limits=trace.index_limits,
         forward=trace.jaxpr,
+        has_weight=parts.weight is not None,
+        metric_names=tuple(sorted(parts.metrics)),
         reasons=(
             *describe_choices(settings, mesh, precision, placement),
             *describe_deterministic(settings, num_microbatches),

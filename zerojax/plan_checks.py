@@ -1,4 +1,4 @@
-"""What a plan refuses before it is made: batches that cannot be cut, losses that are none.
+"""What a plan refuses before it is made: batches that cannot be cut, models without parameters.
 
 Knows shapes; formats the value, the limit and the remedy.
 """
@@ -158,26 +158,6 @@ def check_reads(names: Collection[str], read: Collection[str]) -> None:
             f"the loss reads none of the model's {len(names)} parameters (such as "
             f"{next(iter(names))}): loss(model, batch) has to call the model that it is given, not "
             "one from outside"
-        )
-
-
-def check_loss(result: Any) -> None:
-    """Refuses a loss that is neither a floating-point scalar nor a pair of scalars.
-
-    Raises:
-      ValueError: with what it returned instead.
-    """
-    parts = result if isinstance(result, tuple) else (result,)
-    shapes = [getattr(part, "shape", None) for part in parts]
-    if len(parts) not in (1, 2) or any(shape != () for shape in shapes):
-        found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", result)
-        raise ValueError(
-            f"the loss returned {found}; it has to return a scalar, or a pair of scalars "
-            "(sum, weight)"
-        )
-    if not jnp.issubdtype(parts[0].dtype, jnp.floating):
-        raise ValueError(
-            f"the loss is {parts[0].dtype.name}, which has no gradient; it has to be floating-point"
         )
 
 

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax import trees
 from zerojax.config import MeshConfig
 from zerojax.layer_loop import LayerLoop, cut_loss, find_layer_loop
+from zerojax.losses import as_sums
 from zerojax.mesh import DATA, MODEL, STAGE, num_data_shards
 from zerojax.model import Loss, Model, ModelTrace
 from zerojax.partition import partition_layers
@@ -25,7 +26,6 @@ from zerojax.pipeline_layout import PipelineLayout
 from zerojax.profile import count_program_flops
 from zerojax.programs import holds_collectives
 from zerojax.schedules import lower, make_schedule
-from zerojax.zero import as_sum_and_weight
 
 Arrays = Mapping[str, Any]
 
@@ -79,7 +79,7 @@ def plan_pipeline(
 
     def run(values: Any, extras: Any, key: Any, batch: Any) -> Any:
         result, after = model.run(values, extras, key, lambda bound: loss(bound, batch))
-        return as_sum_and_weight(result), after
+        return as_sums(result), after
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     arguments = run, dict(params), dict(extras), key, batch

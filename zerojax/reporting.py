@@ -32,7 +32,7 @@ _SPIKE_HINT = (
 )
 
 SHOWN = ("loss", "grad_norm", "learning_rate", "loss_scale")
-"""Metrics of a step that the log has, where there are such."""
+"""Metrics of a step that the log has, where there are such, beside the loss's own ones."""
 
 
 class Reports:
@@ -186,7 +186,8 @@ class Reports:
             updates = step - 1 - (self._skipped - int(values["skipped"]))
             values["learning_rate"] = float(plan.learning_rate(updates))
         if log is not None:
-            numbers = {name: values[name] for name in SHOWN if name in values}
+            shown = (*SHOWN, *plan.metric_names)
+            numbers = {name: values[name] for name in shown if name in values}
             spent, times = self._pace.take()
             log.write(step, {**numbers, "skipped": self._skipped}, spent)
             if jax.process_count() > 1:

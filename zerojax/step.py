@@ -18,6 +18,7 @@ from zerojax import loss_scale, pipeline, zero
 from zerojax import mesh as meshes
 from zerojax.config.keywords import names_keywords
 from zerojax.fixed_updates import build_chunked_update, build_fixed_norm
+from zerojax.losses import own_means
 from zerojax.model import Loss
 from zerojax.offload import streaming
 from zerojax.offload.disk_durable import write_rest
@@ -44,7 +45,8 @@ def build_step(plan: Planned) -> Any:
       is not finite, -1 where all are), "largest_leaf" (int32, number of the parameter with the
       largest gradient) and "largest_share" (float32, its part of the sum of squares), "skipped"
       (int32, 1 when loss or gradients were not finite and nothing but the counters changed) and
-      "num_skipped" (int32, of the run so far). With a
+      "num_skipped" (int32, of the run so far), and the loss's own metrics under their names
+      (float32, the mean over the global batch; NaN where its weight is 0). With a
       loss scale also "loss_scale" (float32, that of this step) and "at_floor" (bool, it overflowed
       although the scale could not be lower). With `update_in_backward` "skipped" is 1 when the loss
       was not finite, and nothing changed, or when a gradient was not: layers after it were updated.
@@ -95,6 +97,7 @@ def build_step(plan: Planned) -> Any:
             "skipped": skipped,
             "num_skipped": new_state["skipped"],
         }
+        metrics |= own_means(sums)
         if scaling is not None:
             new_state["loss_scale"], at_floor = loss_scale.update(
                 scaling, state["loss_scale"], finite
@@ -161,7 +164,7 @@ def _expected_weight(plan: Planned) -> float:
     larger by the weight, which is known only after the forward passes.
     """
     leaves = jax.tree.leaves(plan.abstract_batch)
-    if len(plan.forward.jaxpr.outvars) == 1:
+    if not plan.has_weight:
         count = plan.num_microbatches * meshes.num_data_shards(plan.mesh)
     else:  # a language model's integers are [rows, seq], a classifier's [rows]
         integers = [x.size for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)]
@@ -178,7 +181,8 @@ def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:
 
     Returns:
       `evaluate(state, batch) -> {"loss": sum, "weight": sum}`, float32 scalars over the global
-      batch. The model runs in evaluation mode; the state is not donated and does not change. One
+      batch; with own metrics also `"metrics": {name: {"sum": ..., "weight": ...}}`. The model runs
+      in evaluation mode; the state is not donated and does not change. One
       that was given to a step is refused with a ValueError.
     """
     config = pass_config(plan)
@@ -254,4 +258,5 @@ def pass_config(plan: Planned) -> zero.PassConfig:
         pipeline=plan.pipeline,
         offload=plan.offload,
         virtual_shards=plan.settings.virtual_shards if plan.settings.deterministic else None,
+        metrics=plan.metric_names,
     )

@@ -302,6 +302,8 @@ class Trainer:
     def evaluate(self, batches: Any = None, num_batches: int | None = None) -> Metrics:
         """Mean loss over batches in evaluation mode, weighted by each batch's weight.
 
+        The result has "loss", "weight" (the sum of weights) and the loss's own metrics.
+
         Args:
           batches: an iterable of host batches, or a `TokenSource`; None takes the run's validation
             data.
@@ -319,7 +321,8 @@ class Trainer:
             evaluate = self._evaluate_one
             result = mean_loss(evaluate, self.plan, self.state, batches, num_batches, default)
         if self._log is not None:
-            self._log.write_eval(self.num_steps, {"loss": result["loss"]})
+            shown = {name: value for name, value in result.items() if name != "weight"}
+            self._log.write_eval(self.num_steps, shown)
         return result
 
     def _evaluate_one(self, state: Any, batch: Any) -> Any:

@@ -104,7 +104,8 @@ def initialize(
         it; its `local_rank` is not needed.
       config_params: an older name of config.
       dist_init_required: changes nothing, since processes are joined where they have not been.
-      loss: `loss(model, batch) -> scalar | (sum, weight)`; None: the model's method `loss(batch)`.
+      loss: as `zerojax.train` takes it, own metrics (`engine.metrics`) included; None: the model's
+        method `loss(batch)`.
       optimizer: an optax transformation or an `OptimizerConfig`, where the file has none. A
         schedule is a part of it.
       steps: length of the run, for what the file leaves to "auto".

@@ -5,7 +5,7 @@ Knows metrics, the log and how often; never batches or checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -91,7 +91,7 @@ class Journal:
         if values is None or self._log is not None or self._translation.steps_per_print is None:
             return
         if jax.process_index() == 0:
-            print(_line(values), flush=True)
+            print(_line(values, plan.metric_names), flush=True)
 
     def wait(self, plan: Plan) -> None:
         """Waits for all steps that `follow` was told of."""
@@ -117,9 +117,10 @@ class Journal:
                 log.close()
 
 
-def _line(values: Metrics) -> str:
+def _line(values: Metrics, own: Sequence[str]) -> str:
     rate = f", lr=[{values['learning_rate']:.6g}]" if "learning_rate" in values else ""
     return (
         f"step={int(values['step'])}, skipped={int(values['num_skipped'])}{rate}, "
         f"loss={values['loss']:.6g}, grad_norm={values['grad_norm']:.6g}"
+        + "".join(f", {name}={values[name]:.6g}" for name in own)
     )

@@ -23,11 +23,11 @@ from zerojax.layer_loop.writers import check_readers, sort_extras
 
 Arrays = dict[str, Any]
 Activations = tuple[jax.Array, ...]
-LossAndWeight = tuple[jax.Array, jax.Array]
+Sums = dict[str, Any]
 
 
 def cut_loss(
-    function: Callable[..., tuple[LossAndWeight, Arrays]],
+    function: Callable[..., tuple[Sums, Arrays]],
     values: Arrays,
     extras: Arrays,
     key: Any,
@@ -39,8 +39,9 @@ def cut_loss(
     """The pieces of a loss.
 
     Args:
-      function: `(values, extras, key, batch) -> ((loss, weight), extras afterwards)`, the loss of
-        one microbatch. It may close over arrays, traced ones too.
+      function: `(values, extras, key, batch) -> (sums, extras afterwards)`, of one microbatch;
+        sums {"loss", "weight", ...} as `zerojax.losses.as_sums` has them. It may close over
+        arrays, traced ones too.
       values: {name: pytree of `ShapeDtypeStruct`}, parameters as the model gets them, stacked ones
         with the rows of all layers.
       extras, key, batch: pytrees of `ShapeDtypeStruct`.
@@ -62,17 +63,15 @@ def cut_loss(
         for place in jax.tree.leaves(places):
             names[place] = name
     loop = find_layer_loop(closed, names)
-    (loss, weight), written = jax.tree.unflatten(
-        jax.tree.structure(result), loop.program.jaxpr.outvars
-    )
+    sums, written = jax.tree.unflatten(jax.tree.structure(result), loop.program.jaxpr.outvars)
     inputs = loop.program.jaxpr.invars
     unchanged = [n for n, atom in written.items() if atom is inputs[positions[1][n]]]
     written = {name: atom for name, atom in written.items() if name not in unchanged}
     writers = sort_extras(loop, written, positions[1])
-    _check_weight(loop, weight)
+    _check_rest(loop, sums)
     before = loop.embed_piece.closed.jaxpr.outvars
     around = cut_piece(loop.program, [*loop.consts, *loop.others])
-    head = loop.cut_after([loss, weight, *writers.head.values()])
+    head = loop.cut_after([*jax.tree.leaves(sums), *writers.head.values()])
     check_readers(writers, positions[1], embed=loop.embed_piece, around=around, head=head)
     return LossPieces(
         loop=loop,
@@ -82,6 +81,7 @@ def cut_loss(
         _embed=cut_piece(loop.program, [*before, *writers.embed.values()]),
         _around=around,
         _head=head,
+        _sums=jax.tree.structure(sums),
         _count=cut_piece(loop.program, list(writers.counters.values())),
         _embed_extras=tuple(writers.embed),
         _layer_extras=writers.layers,
@@ -113,6 +113,7 @@ class LossPieces:
     _embed: Piece
     _around: Piece
     _head: Piece
+    _sums: Any
     _count: Piece
     _embed_extras: tuple[str, ...]
     _layer_extras: dict[str, int]
@@ -233,11 +234,13 @@ class LossPieces:
 
     def head(
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any, activations: Activations
-    ) -> tuple[LossAndWeight, Arrays]:
-        """((loss, weight), {name: new value} of the extras that are written here)."""
+    ) -> tuple[Sums, Arrays]:
+        """(sums, {name: new value} of the extras that are written here)."""
         inputs = self._inputs(outer, extras, key, batch)
-        loss, weight, *written = self._head(self._as_carried(activations), inputs)
-        return (loss, weight), dict(zip(self._head_extras, written, strict=True))
+        outputs = self._head(self._as_carried(activations), inputs)
+        number = self._sums.num_leaves
+        sums = jax.tree.unflatten(self._sums, outputs[:number])
+        return sums, dict(zip(self._head_extras, outputs[number:], strict=True))
 
     def count(self, extras: Arrays) -> Arrays:
         """{name: new value} of the extras that count microbatches, whatever these hold.
@@ -329,13 +332,20 @@ class LossPieces:
         ]
 
 
-def _check_weight(loop: LayerLoop, weight: Any) -> None:
-    if "rows" in loop.dependence()(weight):
-        raise ValueError(
-            f"the weight of the loss uses what the loop of {loop.num_layers} layers returns for "
-            "each layer, but only carried values go from one pipeline stage to the next: add it up "
-            "in the carried value instead"
-        )
+def _check_rest(loop: LayerLoop, sums: Sums) -> None:
+    """Refuses a weight or a metric that no stage could compute; the loss was looked at before."""
+    depends = loop.dependence()
+    for what, parts in [("weight of the loss", sums["weight"]), *_metrics(sums)]:
+        if any("rows" in depends(atom) for atom in jax.tree.leaves(parts)):
+            raise ValueError(
+                f"the {what} uses what the loop of {loop.num_layers} layers returns for each "
+                "layer, but only carried values go from one pipeline stage to the next: add it up "
+                "in the carried value instead"
+            )
+
+
+def _metrics(sums: Sums) -> list[tuple[str, Any]]:
+    return [(f"loss's metric {name!r}", value) for name, value in sums.get("metrics", {}).items()]
 
 
 def _pair(positions: Any, values: Any) -> dict[int, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerojax.losses import NATS_PER_TOKEN
+from zerojax.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, NATS_PER_TOKEN
 from zerojax.metrics.charts import Chart, Points, Series, draw, smooth, thin
 from zerojax.metrics.console import GIB, format_loss, format_number, format_seconds
 from zerojax.metrics.happenings import breakdown, breakdown_table, ending, events_table
@@ -146,7 +146,30 @@ def make_charts(metrics: Metrics) -> list[Chart]:
             from_zero=True,
         ),
     ]
+    charts[1:1] = _own_charts(train, evals)
     return [chart for chart in charts if any(_finite(s.points) for s in chart.series)]
+
+
+def _own_charts(
+    train: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
+) -> list[Chart]:
+    """One for each metric that the user's loss returns, training and validation together."""
+    records = {"training": (train, "first"), "validation": (evals, "second")}
+    names = {name for rows, _ in records.values() for row in rows for name in row}
+    return [
+        Chart(
+            title=name,
+            unit="",
+            series=[
+                series
+                for label, (rows, style) in records.items()
+                for series in _series(label, rows, name, style=style)
+            ],
+            text=_plain,
+        )
+        for name in sorted(names)
+        if name not in BUILT_IN_METRICS and not name.startswith(BUILT_IN_PREFIXES)
+    ]
 
 
 def _loss(train: Sequence[Mapping[str, Any]]) -> list[Series]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from zerojax.model.index_limits import IndexLimit, find_index_limits
 from zerojax.model.protocol import Arrays, Loss, Model
@@ -30,7 +31,9 @@ class ModelTrace:
       mapped_dims: name -> how many leading dimensions `jax.vmap` maps at a read.
       barriers: name -> why the parameter cannot be gathered where the model reads it.
       result: the abstract value of the loss.
-      jaxpr: the traced forward pass, for counting.
+      jaxpr: the traced forward pass, for counting. Its inputs are parameters, extras and batch, in
+        the order of sorted names; its outputs the leaves of `result`.
+      program: the same equations with the extras afterwards as further outputs, by sorted names.
       index_limits: {leaf of the batch: what its integers must keep to}, see `index_limits`.
     """
 
@@ -40,6 +43,7 @@ class ModelTrace:
     result: Any
     jaxpr: Any
     index_limits: Mapping[str, tuple[IndexLimit, ...]]
+    program: Any
 
 
 def trace_model(
@@ -61,11 +65,11 @@ def trace_model(
     def traced(params: Arrays, extras: Arrays, batch: Any) -> Any:
         function, key = lambda bound: loss(bound, batch), jax.random.key(0)
         on_read = {name: MarkRead(name, handed) for name in params if name not in plain}
-        return model.run(params, extras, key, function, train=train, on_read=on_read)[0]
+        return model.run(params, extras, key, function, train=train, on_read=on_read)
 
     while True:
         try:
-            jaxpr, result = jax.make_jaxpr(traced, return_shape=True)(params, extras, batch)
+            program, (result, _) = jax.make_jaxpr(traced, return_shape=True)(params, extras, batch)
             break
         except NameError as error:
             raise _about_an_axis(error) from error
@@ -75,6 +79,8 @@ def trace_model(
             if handed <= plain:
                 raise
             plain |= handed
+    outputs = program.jaxpr.outvars[: len(jax.tree.leaves(result))]
+    jaxpr = ClosedJaxpr(program.jaxpr.replace(outvars=outputs), program.consts)
     # The leaves of a dict are in the order of its sorted keys.
     rest = len(jax.tree.leaves((extras, batch)))
     reads = find_reads(jaxpr.jaxpr, [*sorted(params), *[None] * rest])
@@ -91,6 +97,7 @@ def trace_model(
         result=result,
         jaxpr=jaxpr,
         index_limits=find_index_limits(jaxpr.jaxpr, [*before, *of_batch]),
+        program=program,
     )
 
 

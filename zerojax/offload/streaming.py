@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import model_state, replicated
+from zerojax.losses import no_sums
 from zerojax.model import Loss
 from zerojax.offload.streaming_pass import StreamedPass
 from zerojax.offload.streaming_totals import GradientTotals
@@ -99,7 +100,7 @@ def _all_microbatches(
 
     dtype = weights.config.precision.accumulate_dtype
     zeros = {name: jnp.zeros(x.shape, dtype) for name, x in weights.outer.items()}
-    start = {"loss": jnp.float32(0), "weight": jnp.float32(0)}, zeros, totals, extras
+    start = no_sums(weights.config.metrics), zeros, totals, extras
     return lax.scan(one, start, (jnp.arange(number), microbatches))[0]
 
 
@@ -111,8 +112,7 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
         evaluation = for_evaluation(config, {**params, **frozen}, extras, batch)
         one = one_of(split_batch(batch, 1))
         weights = StreamedPass(evaluation, params, frozen, extras, key_data, one, train=False)
-        loss, weight = weights.evaluate(extras, shard_key(key_data), batch)
-        return replicated.sum_replicated({"loss": loss, "weight": weight})
+        return replicated.sum_replicated(weights.evaluate(extras, shard_key(key_data), batch))
 
     return map_forward(config, local)
 

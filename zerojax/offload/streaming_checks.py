@@ -14,10 +14,10 @@ import optax
 from zerojax.config import MeshConfig
 from zerojax.config.offload import DEVICE, HOST
 from zerojax.layer_loop import cut_loss
+from zerojax.losses import as_sums
 from zerojax.model import Loss, Model
 from zerojax.offload_layout import OffloadLayout
 from zerojax.precision import Precision
-from zerojax.zero import as_sum_and_weight
 
 Arrays = Mapping[str, Any]
 
@@ -53,7 +53,7 @@ def find_stacked(
 
     def run(values: Any, extras: Any, key: Any, batch: Any) -> Any:
         result, after = model.run(values, extras, key, lambda bound: loss(bound, batch))
-        return as_sum_and_weight(result), after
+        return as_sums(result), after
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:

@@ -140,8 +140,8 @@ class StreamedPass:
 
     # --- a microbatch -----------------------------------------------------------------------------
 
-    def evaluate(self, extras: Arrays, key: Any, batch: Arrays) -> tuple[jax.Array, jax.Array]:
-        """(loss sum, weight)."""
+    def evaluate(self, extras: Arrays, key: Any, batch: Arrays) -> Arrays:
+        """The sums of a batch, see `zerojax.losses.as_sums`."""
         context, bound = (extras, key, batch), self.bind(self.outer)
         activations, _ = self.embed(bound, *context)
         around = self.surround(bound, *context)
@@ -187,9 +187,9 @@ class StreamedPass:
 
         def head(chosen: Arrays, floats: list) -> Any:
             joined = tuple(join(floats, outputs))
-            (loss, weight), changes = self.head(bind(chosen), *context, joined)
-            scaled = loss if loss_factor is None else loss * loss_factor
-            return scaled, ({"loss": loss, "weight": weight}, changes)
+            sums, changes = self.head(bind(chosen), *context, joined)
+            scaled = sums["loss"] if loss_factor is None else sums["loss"] * loss_factor
+            return scaled, (sums, changes)
 
         scaled, pull_head, (sums, head_changes) = jax.vjp(
             head, given["head"], floating(outputs), has_aux=True

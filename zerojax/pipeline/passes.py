@@ -221,9 +221,9 @@ class _Weights:
         def head(outer: Arrays, extras: Arrays, index: jax.Array, activations: list):
             values = self.bind(outer, fixed)
             given = *context(extras, index), tuple(activations)
-            (loss, weight), changes = run_head(values, *given)
-            scaled = loss if loss_factor is None else loss * loss_factor
-            return scaled, ({"loss": loss, "weight": weight}, changes)
+            sums, changes = run_head(values, *given)
+            scaled = sums["loss"] if loss_factor is None else sums["loss"] * loss_factor
+            return scaled, (sums, changes)
 
         assert not (self.layout.skips_padding and self.layout.stacked & self.on_read.keys())
         trained = self.of_all(self.inputs).keys()

@@ -9,7 +9,6 @@ from zerojax.zero.evaluation import build_forward, for_evaluation
 from zerojax.zero.gradients import build_gradients
 from zerojax.zero.microbatch import (
     PassConfig,
-    as_sum_and_weight,
     run_microbatch,
     shard_key,
     split_batch,
@@ -26,7 +25,6 @@ from zerojax.zero.virtual import build_virtual_forward, build_virtual_gradients
 
 __all__ = [
     "PassConfig",
-    "as_sum_and_weight",
     "build_forward",
     "build_gradients",
     "build_reads",

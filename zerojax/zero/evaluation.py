@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from zerojax import replicated
+from zerojax.losses import split_result
 from zerojax.model import Loss, trace_model
 from zerojax.placement import Access, LeafPlacement
 from zerojax.zero.microbatch import Arrays, PassConfig, run_microbatch, shard_key
@@ -26,25 +27,24 @@ from zerojax.zero.regions import map_forward
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """`(params, frozen, extras, key_data, batch) -> {"loss": sum, "weight": sum}`, to be traced.
+    """`(params, frozen, extras, key_data, batch) -> sums`, to be traced.
 
-    Runs `function(model, batch)` in evaluation mode; nothing is differentiated and extras do not
-    change.
+    Sums are those of `zerojax.losses.as_sums`, over the global batch. Runs `function(model, batch)`
+    in evaluation mode; nothing is differentiated and extras do not change.
     """
     config = dataclasses.replace(config, loss=function)
 
     def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
-        evaluate = build_evaluating(config, params, frozen, extras, batch)
-        loss, weight = evaluate(extras, shard_key(key_data), batch)
-        return replicated.sum_replicated({"loss": loss, "weight": weight})
+        evaluate, _ = build_evaluating(config, params, frozen, extras, batch)
+        return replicated.sum_replicated(evaluate(extras, shard_key(key_data), batch))
 
     return map_forward(config, local)
 
 
 def build_evaluating(
     config: PassConfig, params: Arrays, frozen: Arrays, extras: Arrays, batch: Arrays
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`(extras, key, batch) -> (loss sum, weight)` of one device; batches of any size."""
+) -> tuple[Callable[..., Arrays], tuple[str, ...]]:
+    """(`(extras, key, batch) -> sums` of one device, batches of any size; names of own metrics)."""
     evaluation = for_evaluation(config, {**params, **frozen}, extras, batch)
     inputs, constants = prepare_parameters(evaluation, params, frozen)
     values = values_to_read(evaluation, inputs, constants, frozen)
@@ -54,7 +54,8 @@ def build_evaluating(
         return run_microbatch(evaluation, values, extras, key, batch, on_read, train=False)[0]
 
     loss_of = build_rewriting(evaluation, frozen)(loss_of) if on_read else loss_of
-    return lambda extras, key, batch: loss_of(values, extras, key, batch)
+    evaluate = lambda extras, key, batch: loss_of(values, extras, key, batch)  # noqa: E731
+    return evaluate, evaluation.metrics
 
 
 def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Arrays) -> PassConfig:
@@ -79,4 +80,5 @@ def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Ar
     placement = dataclasses.replace(
         config.placement, leaves={name: place(leaf) for name, leaf in leaves.items()}
     )
-    return dataclasses.replace(config, placement=placement, regather=False)
+    names = tuple(sorted(split_result(trace.result).metrics))
+    return dataclasses.replace(config, placement=placement, regather=False, metrics=names)

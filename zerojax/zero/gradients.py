@@ -14,6 +14,7 @@ from jax import lax
 
 from zerojax import model_state, replicated
 from zerojax.layer_inputs import keep_inputs_on_host
+from zerojax.losses import no_sums
 from zerojax.zero.microbatch import Arrays, PassConfig, run_microbatch, shard_key, split_batch
 from zerojax.zero.parameters import (
     build_reads,
@@ -34,9 +35,9 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
       is multiplied by before it is differentiated, or None.
 
     Returns:
-      A function giving `({"loss": sum, "weight": sum}, grads, extras)`: sums over the global batch,
-      float32; grads {name: float32, stored shape and spec}, summed, not yet divided by the weight
-      nor by the factor.
+      A function giving `(sums, grads, extras)`: sums (see `zerojax.losses.as_sums`) over the global
+      batch, float32; grads {name: float32, stored shape and spec}, summed, not yet divided by the
+      weight nor by the factor.
     """
 
     def local(
@@ -75,17 +76,17 @@ def build_differentiation(
 
     def loss_of(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
         values = values_to_read(config, inputs, constants, frozen)
-        result, after = run_microbatch(config, values, extras, key, batch, on_read, train=True)
-        return result[0], (result[1], after)
+        sums, after = run_microbatch(config, values, extras, key, batch, on_read, train=True)
+        return sums["loss"], (sums, after)
 
     if config.offload is not None and config.offload.activations:
         loss_of = keep_inputs_on_host(loss_of, list(constants.values()))
     loss_of = build_rewriting(config, frozen)(loss_of) if on_read else loss_of
 
     def differentiated(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
-        loss, (weight, after) = loss_of(inputs, extras, key, batch)
+        loss, (sums, after) = loss_of(inputs, extras, key, batch)
         scaled = loss if loss_factor is None else loss * loss_factor
-        return scaled, ({"loss": loss, "weight": weight}, after)
+        return scaled, (sums, after)
 
     return model_state.value_and_grad(differentiated, config.model.overwritten)
 
@@ -118,7 +119,7 @@ def _accumulate(
 
     dtype = config.precision.accumulate_dtype
     zeros = {name: jnp.zeros(value.shape, dtype) for name, value in inputs.items()}
-    start = {"loss": jnp.float32(0), "weight": jnp.float32(0)}, zeros
+    start = no_sums(config.metrics), zeros
     start = *start, model_state.before_microbatches(extras, overwritten)
     items = jnp.arange(config.num_microbatches), split_batch(batch, config.num_microbatches)
     (sums, grads, extras), _ = lax.scan(one, start, items)

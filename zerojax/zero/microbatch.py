@@ -15,6 +15,7 @@ from jax import lax
 
 from zerojax.activations import activation_rules
 from zerojax.fixed_tree import TreeOrder
+from zerojax.losses import as_sums
 from zerojax.mesh import DATA, MODEL, REPLICA
 from zerojax.model import Loss, Model
 from zerojax.offload_layout import OffloadLayout
@@ -41,6 +42,7 @@ class PassConfig:
       offload: what lies outside device memory; None where nothing does.
       virtual_shards: in how many pieces the batch is cut on any number of devices, so that all give
         the same bits; None cuts it as it comes.
+      metrics: names of the own metrics that the loss returns, sorted.
     """
 
     model: Model
@@ -56,6 +58,7 @@ class PassConfig:
     pipeline: PipelineLayout | None = None
     offload: OffloadLayout | None = None
     virtual_shards: int | None = None
+    metrics: tuple[str, ...] = ()
 
     @property
     def tree(self) -> TreeOrder | None:
@@ -68,12 +71,6 @@ class PassConfig:
             return None
         early = self.placement.zero >= 2
         return TreeOrder.HIGHEST_FIRST if early else TreeOrder.LOWEST_FIRST
-
-
-def as_sum_and_weight(result: Any) -> tuple[jax.Array, jax.Array]:
-    """A loss as float32 `(sum, weight)`; a scalar counts as the mean of one equally sized piece."""
-    loss, weight = result if isinstance(result, tuple) else (result, 1.0)
-    return jnp.asarray(loss, jnp.float32), jnp.asarray(weight, jnp.float32)
 
 
 def cast_batch(batch: Arrays, dtype: Any) -> Arrays:
@@ -103,8 +100,8 @@ def run_microbatch(
     on_read: Mapping[str, Any],
     *,
     train: bool,
-) -> tuple[tuple[jax.Array, jax.Array], Arrays]:
-    """((loss sum, weight), extras afterwards) of one microbatch, from what parameters read as."""
+) -> tuple[Arrays, Arrays]:
+    """(`losses.as_sums`, extras afterwards) of one microbatch, from what parameters read as."""
     rules = {"sequence": MODEL} if config.sequence_sharding else None
     batch = cast_batch(batch, config.precision.compute_dtype)
     with activation_rules(rules):
@@ -116,4 +113,4 @@ def run_microbatch(
             train=train,
             on_read=on_read,
         )
-    return as_sum_and_weight(result), after
+    return as_sums(result), after

@@ -23,6 +23,7 @@ from jax import lax
 from zerojax import collectives, model_state, replicated
 from zerojax.exchange import sum_in_tree
 from zerojax.fixed_tree import TreeOrder, tree_sum, tree_total
+from zerojax.losses import no_sums
 from zerojax.mesh import DATA, DATA_AXES
 from zerojax.model import Loss
 from zerojax.placement import Access
@@ -39,7 +40,7 @@ _EARLY = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
 
 def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
     """As `zerojax.zero.gradients.build_gradients`, with the same bits on any number of devices."""
-    count, order = config.num_microbatches, config.tree
+    count, order, zeros = config.num_microbatches, config.tree, no_sums(config.metrics)
     assert order is not None
 
     def local(
@@ -67,7 +68,7 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
             if order is TreeOrder.HIGHEST_FIRST:
                 grads, changes = _reduce(config, grads), _sum_changes(config, changes)
             noted, earlier = carried
-            row = jnp.stack([sums["loss"], sums["weight"]])
+            row = jnp.stack(jax.tree.leaves(sums))
             noted = lax.dynamic_update_index_in_dim(noted, row, number, 0)
             rest = model_state.after_microbatch(earlier, rest, overwritten)
             return (grads, changes), (noted, rest)
@@ -81,16 +82,16 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
             count,
             order,
             like=(_floats({name: shapes[name] for name in inputs}), _floats(averaged)),
-            carried=(jnp.zeros((count, 2), jnp.float32), start),
+            carried=(jnp.zeros((count, len(jax.tree.leaves(zeros))), jnp.float32), start),
         )
         if order is TreeOrder.LOWEST_FIRST:
             grads, changes = _reduce(config, grads), _sum_changes(config, changes)
-        loss, weight = sum_of_pieces(noted)
+        sums = jax.tree.unflatten(jax.tree.structure(zeros), sum_of_pieces(noted))
         assert config.virtual_shards is not None
         agreed = model_state.add_changes(averaged, changes, config.virtual_shards)
         largest = model_state.pick(rest, overwritten)
         largest = replicated.max_replicated(largest) if largest else {}
-        return {"loss": loss, "weight": weight}, grads, {**rest, **agreed, **largest}
+        return sums, grads, {**rest, **agreed, **largest}
 
     return map_gradients(config, local)
 
@@ -101,18 +102,19 @@ def build_virtual_forward(config: PassConfig, function: Loss) -> Callable[..., A
     count = config.num_microbatches
 
     def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
-        evaluate = build_evaluating(config, params, frozen, extras, batch)
+        evaluate, metrics = build_evaluating(config, params, frozen, extras, batch)
         _check_rows(batch, count)
         pieces = split_batch(batch, count)
 
         def one(number: jax.Array, noted: jax.Array) -> jax.Array:
             given = extras, virtual_key(key_data, number, count), _piece(pieces, number)
-            result = run_sealed(seal_on(config.mesh), key_data, evaluate, *given)
-            return lax.dynamic_update_index_in_dim(noted, jnp.stack(result), number, 0)
+            sums = run_sealed(seal_on(config.mesh), key_data, evaluate, *given)
+            row = jnp.stack(jax.tree.leaves(sums))
+            return lax.dynamic_update_index_in_dim(noted, row, number, 0)
 
-        noted = lax.fori_loop(0, count, one, jnp.zeros((count, 2), jnp.float32))
-        loss, weight = sum_of_pieces(noted)
-        return {"loss": loss, "weight": weight}
+        tree = jax.tree.structure(no_sums(metrics))
+        noted = lax.fori_loop(0, count, one, jnp.zeros((count, tree.num_leaves), jnp.float32))
+        return jax.tree.unflatten(tree, sum_of_pieces(noted))
 
     return map_forward(config, local)
 
