@@ -7,6 +7,10 @@ gradient: their new value comes out of the backward pass, as the largest magnitu
 of 8-bit products follow from. Several new values become one by Flax's own rule for them
 (`flax.linen.fp8_ops`), the largest of each element. So the largest magnitudes of a step are those
 of all its microbatches and shards, and all of a step is computed with the same scales.
+
+Some are **counted**: what a pass adds to them is a sum over the rows of the batch, as far as the
+trace of the model shows it (`zerojax.plan_pieces`). What each shard adds is added up, so they are
+those of one device with the whole batch.
 """
 
 from __future__ import annotations
@@ -65,22 +69,23 @@ def after_microbatch(earlier: Arrays, later: Arrays, overwritten: Set[str]) -> A
     return {**later, **{name: jnp.maximum(earlier[name], x) for name, x in chosen.items()}}
 
 
-def agree(before: Arrays, after: Arrays, overwritten: Set[str]) -> Arrays:
+def agree(before: Arrays, after: Arrays, overwritten: Set[str], counted: Set[str]) -> Arrays:
     """Extras made the same on every data shard.
 
-    What is overwritten becomes the largest of all shards; other floating-point values change by
-    their mean change.
+    What is overwritten becomes the largest of all shards; what is counted changes by the sum of
+    their changes; other floating-point values change by their mean change.
     """
     chosen = pick(after, overwritten)
     largest = replicated.max_replicated(chosen) if chosen else {}
     count = lax.axis_size(DATA) * lax.axis_size(REPLICA)
     changed = changes(before, after, overwritten)
+    changed |= added(before, after, counted)
     summed = replicated.sum_replicated(changed) if changed else {}
-    return {**after, **add_changes(before, summed, count), **largest}
+    return {**after, **add_changes(before, summed, count, counted), **largest}
 
 
 def is_averaged(name: str, value: Any, overwritten: Set[str]) -> bool:
-    """Whether an extra becomes the mean of what shards of the batch make of it."""
+    """Whether an extra becomes the mean of what shards of the batch make of it, or their sum."""
     return name not in overwritten and jnp.issubdtype(value.dtype, jnp.floating)
 
 
@@ -95,6 +100,18 @@ def changes(before: Arrays, after: Arrays, overwritten: Set[str]) -> Arrays:
     return found
 
 
-def add_changes(before: Arrays, summed: Arrays, count: int) -> Arrays:
-    """{name: the extra with the mean of `count` changes, of which `summed` is the sum}."""
-    return {n: before[n] + (x / count).astype(before[n].dtype) for n, x in summed.items()}
+def added(before: Arrays, after: Arrays, counted: Set[str]) -> Arrays:
+    """{name: by how much it changed, in its own dtype}, of integers that are counted."""
+    chosen = pick(after, counted).items()
+    return {n: x - before[n] for n, x in chosen if not jnp.issubdtype(x.dtype, jnp.floating)}
+
+
+def add_changes(before: Arrays, summed: Arrays, count: int, counted: Set[str]) -> Arrays:
+    """{name: the extra with the mean of `count` changes, of which `summed` is the sum}.
+
+    To what is counted the sum itself is added.
+    """
+    return {
+        name: before[name] + (x if name in counted else x / count).astype(before[name].dtype)
+        for name, x in summed.items()
+    }

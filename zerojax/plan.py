@@ -51,6 +51,7 @@ from zerojax.plan_checks import (
 from zerojax.plan_losses import check_loss, check_weight
 from zerojax.plan_offload import plan_offload
 from zerojax.plan_padding import fit_padding
+from zerojax.plan_pieces import check_pieces, describe_pieces, look_at_pieces
 from zerojax.plan_pipeline import choose_microbatches, plan_pipeline
 from zerojax.plan_placement import place_model
 from zerojax.plan_reasons import (
@@ -117,6 +118,7 @@ class Plan:
       forward: the traced forward pass of one microbatch on one data shard (a jaxpr), for counting.
       has_weight: whether the loss returns a weight beside its sum.
       metric_names: names of the own metrics that the loss returns, sorted.
+      counted_state: names of the model's state to which a step adds sums over the batch.
       reasons: one line per default or exception that a reader should know.
       remake: makes the same plan for another mesh.
     """
@@ -144,6 +146,7 @@ class Plan:
     forward: Any
     has_weight: bool
     metric_names: tuple[str, ...]
+    counted_state: frozenset[str]
     reasons: tuple[str, ...]
     remake: Callable[[Mesh | AbstractMesh], Plan] = dataclasses.field(repr=False, compare=False)
 
@@ -323,6 +326,8 @@ def make_plan(
     )
     check_trained(placement)
     check_weight(trace, placement)
+    pieces = look_at_pieces(trace, params, extras, microbatch, internal.overwritten)
+    check_pieces(pieces, meshes.num_data_shards(mesh), num_microbatches)
     regather = settings.zero == 3 and internal.reads_lazily
     compiler_options, dropped_options = choose_options(
         mesh,
@@ -370,12 +375,16 @@ def make_plan(
         forward=trace.jaxpr,
         has_weight=parts.weight is not None,
         metric_names=tuple(sorted(parts.metrics)),
+        counted_state=pieces.counted,
         reasons=(
             *describe_choices(settings, mesh, precision, placement),
             *describe_deterministic(settings, num_microbatches),
             *reasons,
             *optimizer_built.reasons,
-            *describe_model(internal, trace, placement, extras, precision, regather),
+            *describe_model(
+                internal, trace, placement, extras, pieces.counted, precision, regather
+            ),
+            *describe_pieces(pieces),
             *describe_offload(settings, offload),
             *describe_layer_inputs(settings, trace.jaxpr, len(params)),
             *describe_update(update_choices, tx, stacks & stored["params"].keys()),

@@ -80,6 +80,7 @@ def describe_model(
     trace: ModelTrace,
     placement: Placement,
     extras: Mapping[str, Any],
+    counted: Collection[str],
     precision: Precision,
     regather: bool,
 ) -> list[str]:
@@ -88,7 +89,7 @@ def describe_model(
     Args:
       model: the model; trace: what its forward pass does.
       placement: the table.
-      extras: {name: its state besides parameters}.
+      extras: {name: its state besides parameters}; counted: those to which sums are added.
       precision: the dtypes.
       regather: whether the step gathers parameters again in the backward pass.
     """
@@ -103,12 +104,19 @@ def describe_model(
     averaged = [
         name
         for name, leaf in extras.items()
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and name not in model.overwritten
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        and name not in model.overwritten
+        and name not in counted
     ]
     if averaged:
         lines.append(
             f"{_some(averaged, 'arrays')} carried besides parameters: each shard of the batch "
             "updates them from its own rows, then the updates are averaged"
+        )
+    if counted:
+        lines.append(
+            f"{_some(sorted(counted), 'arrays')} carried besides parameters as counts: what the "
+            "shards of the batch add to them is added up"
         )
     if model.overwritten:
         lines.append(

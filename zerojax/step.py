@@ -259,4 +259,5 @@ def pass_config(plan: Planned) -> zero.PassConfig:
         offload=plan.offload,
         virtual_shards=plan.settings.virtual_shards if plan.settings.deterministic else None,
         metrics=plan.metric_names,
+        counted=plan.counted_state,
     )

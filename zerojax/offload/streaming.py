@@ -65,7 +65,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         grads = {**resident, **totals["host"]}
         sums = replicated.sum_replicated(sums)
         sums["squares"] = weights.rows.sum_squares(totals["squares"])
-        agreed = model_state.agree(extras, after, config.model.overwritten)
+        agreed = model_state.agree(extras, after, config.model.overwritten, config.counted)
         return sums, {name: grads[name] for name in params}, agreed
 
     return map_gradients(config, local)

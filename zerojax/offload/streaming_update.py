@@ -80,7 +80,7 @@ def build_updating_gradients(
         grads = reduce_gradients(config, {**outer, **totals["device"]})
         sums = replicated.sum_replicated(sums)
         sums["squares"] = totals["squares"]
-        agreed = model_state.agree(extras, after, config.model.overwritten)
+        agreed = model_state.agree(extras, after, config.model.overwritten, config.counted)
         grads = {name: grads[name] for name in params if name in grads}
         return sums, grads, agreed, totals["weights"], totals["slices"]
 

@@ -80,7 +80,11 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         grads = reduce_gradients(config, {name: grads[name] for name in params})
         after = {**_agree_on_extras(layout, extras, found), **counted}
         sums = replicated.sum_replicated(found.sums, over=MANUAL_AXES)
-        return sums, grads, model_state.agree(extras, after, config.model.overwritten)
+        return (
+            sums,
+            grads,
+            model_state.agree(extras, after, config.model.overwritten, config.counted),
+        )
 
     return map_gradients(config, local, spec_of=_manual_spec, axes=MANUAL_AXES)
 

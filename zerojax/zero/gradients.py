@@ -53,7 +53,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         differentiate = build_differentiation(config, constants, frozen, loss_factor)
         sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
         grads = reduce_gradients(config, grads)
-        agreed = model_state.agree(extras, after, config.model.overwritten)
+        agreed = model_state.agree(extras, after, config.model.overwritten, config.counted)
         return replicated.sum_replicated(sums), grads, agreed
 
     return map_gradients(config, local)

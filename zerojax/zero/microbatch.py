@@ -43,6 +43,7 @@ class PassConfig:
       virtual_shards: in how many pieces the batch is cut on any number of devices, so that all give
         the same bits; None cuts it as it comes.
       metrics: names of the own metrics that the loss returns, sorted.
+      counted: names of the extras to which passes add sums over the batch, see `model_state`.
     """
 
     model: Model
@@ -59,6 +60,7 @@ class PassConfig:
     offload: OffloadLayout | None = None
     virtual_shards: int | None = None
     metrics: tuple[str, ...] = ()
+    counted: frozenset[str] = frozenset()
 
     @property
     def tree(self) -> TreeOrder | None:

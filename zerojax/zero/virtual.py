@@ -70,6 +70,9 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
             noted, earlier = carried
             row = jnp.stack(jax.tree.leaves(sums))
             noted = lax.dynamic_update_index_in_dim(noted, row, number, 0)
+            # Each piece begins with the extras of the step, so what it adds to a count is added.
+            more = model_state.added(extras, rest, config.counted)
+            rest |= {name: earlier[name] + x for name, x in more.items()}
             rest = model_state.after_microbatch(earlier, rest, overwritten)
             return (grads, changes), (noted, rest)
 
@@ -88,7 +91,10 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
             grads, changes = _reduce(config, grads), _sum_changes(config, changes)
         sums = jax.tree.unflatten(jax.tree.structure(zeros), sum_of_pieces(noted))
         assert config.virtual_shards is not None
-        agreed = model_state.add_changes(averaged, changes, config.virtual_shards)
+        agreed = model_state.add_changes(averaged, changes, config.virtual_shards, config.counted)
+        more = model_state.added(extras, rest, config.counted)
+        more = replicated.sum_replicated(more) if more else {}
+        agreed |= {name: extras[name] + x for name, x in more.items()}
         largest = model_state.pick(rest, overwritten)
         largest = replicated.max_replicated(largest) if largest else {}
         return sums, grads, {**rest, **agreed, **largest}

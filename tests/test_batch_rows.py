@@ -1,0 +1,210 @@
+"""How results depend on the rows of a batch, against what the functions say."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+from zerojax.batch_rows import (
+    Count,
+    Fixed,
+    Other,
+    Rows,
+    Total,
+    follow_rows,
+    number_of_output,
+)
+
+R = 4
+X, KERNEL = jnp.ones((R, 6)), jnp.ones((6, 5))
+LABELS, TOKENS = jnp.zeros((R,), jnp.int32), jnp.zeros((R, 7), jnp.int32)
+TABLE = jnp.ones((11, 6))
+COUNT, FLOAT = jnp.int32(0), jnp.float32(0)
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def follow(function, batch, fixed):
+    """What the one result of `function(batch, fixed)` is; both are single arrays."""
+    program = jax.make_jaxpr(function)(batch, fixed)
+    (found,) = follow_rows(program, [Rows(0), Fixed(1)], R)
+    return found
+
+
+def attention(tokens, table):
+    x = table[tokens]
+    scores = jax.nn.softmax(jnp.einsum("bsd,btd->bst", x, x))
+    return jnp.sum(jnp.einsum("bst,btd->bsd", scores, x))
+
+
+def layers(x, kernels):
+    def layer(x, kernel):
+        return x + jnp.tanh(x @ kernel), x.mean(-1)
+
+    x, means = lax.scan(jax.checkpoint(layer), x, kernels)
+    return jnp.sum(x) + jnp.sum(means[1])
+
+
+SUMS = {
+    "sum": (lambda x, w: jnp.sum(jnp.tanh(x @ w)), X, KERNEL),
+    "negative": (lambda x, w: -jnp.sum(x), X, KERNEL),
+    "sum of means": (lambda x, w: jnp.sum(jnp.mean(x, 1)), X, KERNEL),
+    "in steps": (lambda x, w: jnp.sum(jnp.sum((x @ w) ** 2, 0)), X, KERNEL),
+    "of examples": (lambda x, w: jax.vmap(lambda row: jnp.sum((row @ w) ** 2))(x).sum(), X, KERNEL),
+    "labels": (lambda n, x: cross_entropy(x, n).sum(), LABELS, jnp.ones((R, 5))),
+    "tokens": (lambda t, w: cross_entropy(w[t], t % 6).sum(), TOKENS, TABLE),
+    "flat tokens": (
+        lambda t, w: cross_entropy(w[t].reshape(-1, 6), t.reshape(-1) % 6).sum(),
+        TOKENS,
+        TABLE,
+    ),
+    "last token": (lambda t, w: jnp.sum(w[t][:, -1]), TOKENS, TABLE),
+    "one hot": (lambda t, w: jnp.sum(w[t] @ w.T * jax.nn.one_hot(t, 11)), TOKENS, TABLE),
+    "attention": (attention, TOKENS, TABLE),
+    "scaled": (lambda x, w: 0.3 * jnp.sum(x), X, KERNEL),
+    "convolution": (
+        lambda x, w: jnp.sum(
+            lax.conv_general_dilated(x.reshape(R, 6, 1), w[None, :1], (1,), "SAME", None, None,
+                                     ("NWC", "WIO", "NWC"))
+        ),
+        X,
+        KERNEL,
+    ),
+    "relu and branch": (
+        lambda x, w: jnp.sum(lax.cond(w[0, 0] > 0, lambda: jax.nn.relu(x), lambda: x)),
+        X,
+        KERNEL,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "batch", "fixed"), SUMS.values(), ids=SUMS)
+def test_sums_over_rows(function, batch, fixed):
+    found = follow(function, batch, fixed)
+    assert isinstance(found, Total)
+    assert found.is_sum(R)
+
+
+def test_sums_of_sums_have_no_scale():
+    found = follow(layers, X, jnp.ones((3, 6, 6)))
+    assert found == Total()
+    found = follow(lambda x, w: jnp.sum(x) + 2.0 * jnp.sum(x**2), X, KERNEL)
+    assert found == Total(None, is_scaled=True)
+    assert not found.is_sum(R)
+
+
+MEANS = {
+    "mean": (lambda x, w: jnp.mean(jnp.tanh(x @ w)), X, KERNEL),
+    "bfloat16": (lambda x, w: jnp.mean((x @ w).astype(jnp.bfloat16)), X, KERNEL),
+    "of sums": (lambda x, w: jnp.mean(jnp.sum(x, 1)), X, KERNEL),
+    "in steps": (lambda x, w: jnp.sum(jnp.mean(x, 0)), X, KERNEL),
+    "by hand": (lambda x, w: jnp.sum(x) / x.shape[0], X, KERNEL),
+    "half": (lambda x, w: 0.5 * jnp.mean(x**2), X, KERNEL),
+    "tokens": (lambda t, w: cross_entropy(w[t], t % 6).mean(), TOKENS, TABLE),
+}
+
+
+@pytest.mark.parametrize(("function", "batch", "fixed"), MEANS.values(), ids=MEANS)
+def test_means_over_rows_are_no_sums(function, batch, fixed):
+    found = follow(function, batch, fixed)
+    assert isinstance(found, Total)
+    assert not found.is_sum(R)
+
+
+UNKNOWN = {
+    "coupled": (lambda x, w: jnp.sum((x - x.mean(0, keepdims=True)) ** 2), X, KERNEL),
+    "norm": (lambda x, w: jnp.linalg.norm(x), X, KERNEL),
+    "largest": (lambda x, w: jnp.max(x), X, KERNEL),
+    "first row": (lambda x, w: jnp.sum(x[0]), X, KERNEL),
+    "contrast": (lambda x, w: jnp.sum(x @ x.T), X, KERNEL),
+    "branch": (lambda x, w: lax.cond(x[0, 0] > 0, lambda: 1.0, lambda: 2.0), X, KERNEL),
+    "loop over rows": (lambda x, w: lax.scan(lambda s, r: (s + r[0], None), 0.0, x)[0], X, KERNEL),
+    "sorted rows": (lambda x, w: jnp.sum(jnp.sort(x, 0)[:2]), X, KERNEL),
+    "cumulated": (lambda x, w: jnp.sum(jnp.cumsum(x, 0)), X, KERNEL),
+    "reversed": (lambda x, w: jnp.sum(x * x[::-1]), X, KERNEL),
+    "transposed": (lambda x, w: jnp.sum(x[:, :R] * x[:, :R].T), X, KERNEL),
+    "weights by row": (lambda x, w: jnp.ones((3, R)) @ x, X, KERNEL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "batch", "fixed"), UNKNOWN.values(), ids=UNKNOWN)
+def test_what_couples_rows_is_not_taken_for_a_sum(function, batch, fixed):
+    assert isinstance(follow(function, batch, fixed), Other)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: jnp.sum(x * x[:, :1]) / jnp.sum(x[:, 0]),
+        lambda x, w: jnp.sum(x) / jnp.maximum(jnp.sum(x[:, 0]), 1.0),
+        lambda x, w: jnp.average(x[:, 1], weights=x[:, 0]),
+    ],
+)
+def test_quotients_of_sums(function):
+    assert follow(function, X, KERNEL) == Other(is_ratio=True)
+
+
+COUNTS = {
+    "integer": (lambda x, c: c + jnp.sum(x[:, 0] > 0).astype(jnp.int32), X, COUNT),
+    "other side": (lambda x, c: jnp.sum(x > 0) + c, X, COUNT),
+    "minus": (lambda x, c: c - jnp.sum(x > 0), X, COUNT),
+    "twice": (lambda x, c: c + jnp.sum(x > 0) + 3 * jnp.sum(x > 1), X, COUNT),
+    "histogram": (lambda t, c: c + jax.nn.one_hot(t, 11, dtype=jnp.int32).sum((0, 1)), TOKENS,
+                  jnp.zeros(11, jnp.int32)),
+    "float": (lambda x, c: c + jnp.sum(x > 0).astype(jnp.float32), X, FLOAT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "batch", "fixed"), COUNTS.values(), ids=COUNTS)
+def test_counts(function, batch, fixed):
+    found = follow(function, batch, fixed)
+    assert isinstance(found, Count)
+    assert found.input == 1
+
+
+NO_COUNTS = {
+    "largest": (lambda x, c: jnp.maximum(c, jnp.max(x).astype(jnp.int32)), X, COUNT),
+    "any": (lambda x, c: c + jnp.any(x > 0), X, COUNT),
+    "rounded": (lambda x, c: c + jnp.sum(x).astype(jnp.int32), X, COUNT),
+    "halved": (lambda x, c: c + lax.div(jnp.sum(x > 0), 2), X, COUNT),
+    "decayed": (lambda x, c: 0.9 * c + jnp.sum(x), X, FLOAT),
+    "doubled": (lambda x, c: 2 * c + jnp.sum(x > 0), X, COUNT),
+    "taken from": (lambda x, c: jnp.sum(x > 0) - c, X, COUNT),
+    "until": (lambda x, c: jnp.where(c > 5, c, c + jnp.sum(x > 0)), X, COUNT),
+}
+
+
+@pytest.mark.parametrize(("function", "batch", "fixed"), NO_COUNTS.values(), ids=NO_COUNTS)
+def test_what_is_no_count(function, batch, fixed):
+    assert not isinstance(follow(function, batch, fixed), Count | Fixed)
+
+
+def test_what_is_independent_of_the_batch():
+    assert follow(lambda x, c: c + 1, X, COUNT) == Fixed()
+    assert follow(lambda x, c: c, X, COUNT) == Fixed(1)
+    assert follow(lambda x, c: c + x.shape[0], X, COUNT) == Fixed()
+    assert follow(lambda x, c: lax.fori_loop(0, 3, lambda _, c: c * 2, c), X, COUNT) == Fixed()
+
+
+def test_one_row():
+    """A mean over one row divides by 1, a sum by nothing."""
+
+    def one(function):
+        program = jax.make_jaxpr(function)(X[:1])
+        (found,) = follow_rows(program, [Rows(0)], 1)
+        return found.is_sum(1)
+
+    assert one(jnp.sum)
+    assert one(lambda x: -jnp.sum(x))
+    assert not one(jnp.mean)
+    assert not one(lambda x: jnp.sum(x) / x.shape[0])
+
+
+def test_numbers_of_outputs():
+    assert not Total().is_sum(1, weight=1.0)  # the rows counted, as well as a constant
+    assert Total().is_sum(4, weight=1.0)
+    assert not Total().is_sum(4, weight=8.0)
+    program = jax.make_jaxpr(lambda x: (jnp.sum(x), 1.0, jnp.float32(3), x.shape[0]))(X)
+    assert [number_of_output(program, place) for place in range(4)] == [None, 1.0, 3.0, 4.0]

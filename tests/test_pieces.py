@@ -1,0 +1,282 @@
+"""What depends on the number of pieces that a batch is cut into: refused, or made independent."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import zerojax
+from tests.trajectories import plan_for
+from zerojax.arrays import init_state
+from zerojax.saved_state import model_of
+from zerojax.step import build_step
+
+ROWS = 32
+
+
+def init(key):
+    return {"kernel": jax.random.normal(key, (12, 5))}
+
+
+def apply(params, x):
+    return jnp.tanh(x @ params["kernel"])
+
+
+def batch_of(index):
+    random = np.random.default_rng(index)
+    return {
+        "x": random.normal(size=(ROWS, 12)).astype(np.float32),
+        "y": random.normal(size=(ROWS, 5)).astype(np.float32),
+        "mask": (random.random(ROWS) < 0.5).astype(np.float32),
+    }
+
+
+def plan_of(loss, **options):
+    return plan_for((init, apply), loss=loss, batch=batch_of, **options)
+
+
+def squares(model, batch):
+    return (model(batch["x"]) - batch["y"]) ** 2
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+SUMS = {
+    "sum": lambda model, batch: jnp.sum(squares(model, batch)),
+    "weight of 1": lambda model, batch: (jnp.sum(squares(model, batch)), 1.0),
+    "scaled": lambda model, batch: 0.3 * jnp.sum(squares(model, batch)),
+}
+
+
+@pytest.mark.parametrize("loss", SUMS.values(), ids=SUMS)
+@pytest.mark.parametrize(
+    ("options", "cut"),
+    [
+        ({"devices": 8}, "8 pieces of 4 rows"),
+        ({"devices": 1, "num_microbatches": 2}, "2 pieces of 16 rows"),
+    ],
+)
+def test_a_sum_over_rows_is_refused_where_there_are_several_pieces(loss, options, cut):
+    with pytest.raises(ValueError, match=f"{cut}.*return jnp.sum.losses., losses.size"):
+        plan_of(loss, **options)
+
+
+def test_a_sum_over_one_row_is_told_from_its_mean():
+    with pytest.raises(ValueError, match="32 pieces of 1 rows"):
+        plan_of(SUMS["sum"], num_microbatches=4)
+
+
+@pytest.mark.parametrize("loss", SUMS.values(), ids=SUMS)
+def test_on_one_piece_it_is_said(loss):
+    plan = plan_of(loss, devices=1)
+    assert any("the loss is a sum over the rows" in reason for reason in plan.reasons)
+
+
+RIGHT = {
+    "mean": lambda model, batch: jnp.mean(squares(model, batch)),
+    "pair": lambda model, batch: (jnp.sum(squares(model, batch)), squares(model, batch).size),
+    "rows as weight": lambda model, batch: (
+        jnp.sum(squares(model, batch)),
+        jnp.float32(len(batch["x"])),
+    ),
+    "masked pair": lambda model, batch: (
+        jnp.sum(squares(model, batch).mean(-1) * batch["mask"]),
+        jnp.sum(batch["mask"]),
+    ),
+    "not understood": lambda model, batch: jnp.linalg.norm(squares(model, batch)),
+}
+
+
+@pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
+def test_other_losses_are_planned(loss):
+    plan = plan_of(loss, num_microbatches=4)
+    assert not any("sum over the rows" in reason for reason in plan.reasons)
+
+
+def test_a_masked_mean_is_warned_of():
+    def loss(model, batch):
+        return jnp.sum(squares(model, batch).mean(-1) * batch["mask"]) / jnp.sum(batch["mask"])
+
+    with pytest.warns(RuntimeWarning, match="return loss_sum, weight"):
+        plan_of(loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_of(loss, devices=1)
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+class State(nnx.Variable):
+    """State that is neither parameters nor batch statistics."""
+
+
+class Counting(nnx.Module):
+    """Counts in integers and floating point, calls, a histogram by layers' loop, a running mean."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(12, 8, rngs=rngs)
+        self.blocks = nnx.Param(jax.random.normal(rngs.params(), (4, 8, 8)) / 3)
+        self.last = nnx.Linear(8, 5, rngs=rngs)
+        self.positive = State(jnp.int32(5))
+        self.total = State(jnp.float32(2))
+        self.largest = State(jnp.zeros(5, jnp.int32))
+        self.calls = State(jnp.int32(0))
+        self.mean = State(jnp.float32(0))
+
+    def __call__(self, x):
+        self.positive[...] += jnp.sum(x[:, 0] > 0)
+        self.total[...] = self.total[...] + jnp.sum(x[:, 0] > 0).astype(jnp.float32)
+        self.calls[...] += 1
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * jnp.mean(x)
+
+        def layer(x, kernel):
+            return x + jnp.tanh(x @ kernel), None
+
+        y = self.last(jax.lax.scan(layer, self.first(x), self.blocks[...])[0])
+        chosen = jax.nn.one_hot(jnp.argmax(y, -1), 5, dtype=jnp.int32)
+        self.largest[...] += jnp.sum(chosen, 0)
+        return y
+
+
+def pair(model, batch):
+    losses = squares(model, batch)
+    return jnp.sum(losses), losses.size
+
+
+def state_after(model, steps=3, loss=pair, **options):
+    """{name: its value on each device} of a model's state."""
+    options = {"optimizer": zerojax.sgd(0.1), "persistence_threshold": 0, **options}
+    plan = plan_for(model, loss=loss, batch=batch_of, **options)
+    state, step = init_state(plan, 0), build_step(plan)
+    for index in range(steps):
+        state, _ = step(state, jax.device_put(batch_of(index), plan.batch_sharding))
+    copies = {
+        name: [np.asarray(shard.data) for shard in value.addressable_shards]
+        for name, value in state["extras"].items()
+    }
+    for name, values in copies.items():
+        for value in values:
+            np.testing.assert_array_equal(value, values[0], err_msg=name)
+    return plan, {name: values[0] for name, values in copies.items()}
+
+
+FIXED = {"deterministic": "mesh", "virtual_shards": 16}
+HOST = {"params": "host", "opt_state": "host", "min_elements": 1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"zero": 0}, marks=pytest.mark.slow, id="zero0"),
+        pytest.param({"zero": 1, "num_microbatches": 2}, id="zero1"),
+        pytest.param({"zero": 3, "mesh": {"replica": 2}}, id="zero3"),
+        pytest.param(
+            {"zero": 1, "mesh": {"stage": 2}, "num_microbatches": 4}, id="pipeline"
+        ),
+        pytest.param({"zero": 2, **FIXED}, id="deterministic"),
+        pytest.param(
+            {"zero": 1, "offload": HOST, "num_microbatches": 2}, marks=pytest.mark.slow, id="host"
+        ),
+    ],
+)  # fmt: skip
+def test_counts_are_those_of_one_device(options):
+    plan, found = state_after(lambda rngs: Counting(rngs), **options)
+    assert plan.counted_state == {"positive", "total", "largest"}
+    positive = sum(int((batch_of(index)["x"][:, 0] > 0).sum()) for index in range(3))
+    assert found["positive"] == 5 + positive
+    assert found["total"] == 2 + positive
+    assert found["largest"].sum() == 3 * ROWS
+    assert found["calls"] > 0
+    assert any("3 arrays (such as largest) are carried" in reason for reason in plan.reasons)
+    one = _of_one_device()
+    if "num_microbatches" not in options:
+        np.testing.assert_allclose(found["mean"], one["mean"], rtol=1e-5)
+    # Which output is the largest changes with rounding for no row of these batches.
+    np.testing.assert_array_equal(found["largest"], one["largest"])
+
+
+@functools.cache
+def _of_one_device():
+    return state_after(lambda rngs: Counting(rngs), devices=1)[1]
+
+
+class Tracking(nnx.Module):
+    """Integer state that is no count."""
+
+    def __init__(self, change, rngs):
+        self.change, self.linear = change, nnx.Linear(12, 5, rngs=rngs)
+        self.state = State(jnp.int32(1))
+
+    def __call__(self, x):
+        self.state[...] = self.change(self.state[...], x).astype(jnp.int32)
+        return self.linear(x)
+
+
+CHANGES = {
+    "largest": lambda old, x: jnp.maximum(old, (x.max() * 100).astype(jnp.int32)),
+    "any": lambda old, x: old + jnp.any(x > 2),
+    "replaced": lambda old, x: jnp.sum(x > 0),
+    "rounded": lambda old, x: old + jnp.sum(x).astype(jnp.int32),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_integer_state_that_is_no_count_is_refused_on_several_shards(change):
+    message = (
+        r"the model's state state \(int32\) depends on the rows .* each of 8 shards .*"
+        r"state \+ jnp.sum.*return loss, \{'state': value\}"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_for(lambda rngs: Tracking(change, rngs), loss=pair, batch=batch_of)
+    plan = plan_for(lambda rngs: Tracking(change, rngs), loss=pair, batch=batch_of, devices=1)
+    assert any("state depends on the rows" in reason for reason in plan.reasons)
+
+
+def test_state_that_does_not_depend_on_the_batch_is_kept():
+    change = lambda old, x: old * 3 + x.shape[1]  # noqa: E731
+    _, found = state_after(lambda rngs: Tracking(change, rngs), steps=2, zero=1)
+    assert found["state"] == 3 * (3 + 12) + 12
+
+
+class LinenCounting(linen.Module):
+    """A count and batch statistics in collections of linen."""
+
+    @linen.compact
+    def __call__(self, x):
+        seen = self.variable("counts", "seen", lambda: jnp.int32(0))
+        if not self.is_initializing():
+            seen.value = seen.value + jnp.sum(x[:, 0] > 0)
+        return linen.BatchNorm(use_running_average=False)(linen.Dense(5)(x))
+
+
+def test_linen_counts_and_batch_statistics():
+    plan, found = state_after(LinenCounting(), zero=2)
+    assert plan.counted_state == {"counts/seen"}
+    true = sum(int((batch_of(index)["x"][:, 0] > 0).sum()) for index in range(3))
+    assert found["counts/seen"] == true
+    assert any("then the updates are averaged" in reason for reason in plan.reasons)
+
+
+def test_a_run_with_checkpoints_saves_counts(tmp_path):
+    """The copies of a count differed before, and the save blamed a device for it."""
+    trainer = zerojax.train(
+        lambda rngs: Counting(rngs),
+        {"zero": 1},
+        batch_of,
+        loss=pair,
+        optimizer=optax.adam(1e-3),
+        steps=2,
+        checkpoint=tmp_path / "run",
+    )
+    trainer.close()
+    true = 5 + sum(int((batch_of(index)["x"][:, 0] > 0).sum()) for index in range(2))
+    assert int(trainer.to_model().positive[...]) == true
+    assert int(model_of(trainer.plan, trainer.state).positive[...]) == true
