@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 _FLOAT16_LIMIT = 2.0**15
@@ -124,7 +125,8 @@ def _loss_sum(
     cut: _Cut, hidden: jax.Array, head: jax.Array, targets: jax.Array, counted: jax.Array
 ) -> jax.Array:
     """The weighted sum over [tokens]; without differentiation (evaluation) no gradient is made."""
-    return _sums_of_chunks(cut, _Wanted(), hidden, head, targets, counted)["loss"]
+    loss = _sums_of_chunks(cut, _Wanted(), hidden, head, targets, counted)["loss"]
+    return checkpoint_name(loss, "zerojax.linear_rule")  # see `zerojax.programs.LINEAR_RULE`
 
 
 def _forward(cut: _Cut, hidden: Any, head: Any, targets: Any, counted: Any) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ from zerojax import mesh as meshes
 from zerojax import model as models
 from zerojax.abstract_model import abstract, abstract_model, as_read, slice_batch
 from zerojax.abstract_state import abstract_state
+from zerojax.batch_weight import BatchWeight
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.keywords import names_keywords
 from zerojax.deepspeed import is_deepspeed
@@ -48,7 +49,7 @@ from zerojax.plan_checks import (
     check_trained,
     naming_the_call,
 )
-from zerojax.plan_losses import check_loss, check_weight
+from zerojax.plan_losses import check_loss, check_weight, choose_batch_weight
 from zerojax.plan_offload import plan_offload
 from zerojax.plan_padding import fit_padding
 from zerojax.plan_pieces import check_pieces, describe_pieces, look_at_pieces
@@ -119,6 +120,9 @@ class Plan:
       has_weight: whether the loss returns a weight beside its sum.
       metric_names: names of the own metrics that the loss returns, sorted.
       counted_state: names of the model's state to which a step adds sums over the batch.
+      batch_weight: the weight of a batch, by which its loss is divided before the backward pass,
+        for a model with derivatives of its own; None: gradients are divided after it, which is the
+        same where the backward pass is linear.
       reasons: one line per default or exception that a reader should know.
       remake: makes the same plan for another mesh.
     """
@@ -147,6 +151,7 @@ class Plan:
     has_weight: bool
     metric_names: tuple[str, ...]
     counted_state: frozenset[str]
+    batch_weight: BatchWeight | None
     reasons: tuple[str, ...]
     remake: Callable[[Mesh | AbstractMesh], Plan] = dataclasses.field(repr=False, compare=False)
 
@@ -350,6 +355,7 @@ def make_plan(
     check_durable(settings.offload, precision, jax.process_count())
     offload = plan_offload(settings.offload, placement, precision, tx, mesh, stacked=stacked)
     check_update_in_backward(offload, num_microbatches, precision, tx)
+    batch_weight, rules = choose_batch_weight(trace, len(params) + len(extras), settings, internal)
     stored, canonical = build(canonical=False), build(canonical=True)
     return Plan(
         mesh=mesh,
@@ -376,6 +382,7 @@ def make_plan(
         has_weight=parts.weight is not None,
         metric_names=tuple(sorted(parts.metrics)),
         counted_state=pieces.counted,
+        batch_weight=batch_weight,
         reasons=(
             *describe_choices(settings, mesh, precision, placement),
             *describe_deterministic(settings, num_microbatches),
@@ -385,6 +392,7 @@ def make_plan(
                 internal, trace, placement, extras, pieces.counted, precision, regather
             ),
             *describe_pieces(pieces),
+            *rules,
             *describe_offload(settings, offload),
             *describe_layer_inputs(settings, trace.jaxpr, len(params)),
             *describe_update(update_choices, tx, stacks & stored["params"].keys()),

@@ -12,10 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.batch_weight import BatchWeight, find_batch_weight
+from zerojax.config import MeshConfig
 from zerojax.dependence import STOP_GRADIENT, marks_of_outputs
 from zerojax.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, split_result
-from zerojax.model import ModelTrace
+from zerojax.model import Model, ModelTrace
 from zerojax.placement import Placement
+from zerojax.programs import has_own_rules
 
 _FORMS = (
     "a scalar, or a pair of scalars (sum, weight); numbers to be logged follow as a mapping, as in "
@@ -105,3 +108,34 @@ def check_weight(trace: ModelTrace, placement: Placement) -> None:
         "the quotient return one scalar: return loss_sum / weight. For a weight that counts as a "
         "constant: return loss_sum, jax.lax.stop_gradient(weight)"
     )
+
+
+def choose_batch_weight(
+    trace: ModelTrace, num_before: int, settings: MeshConfig, model: Model
+) -> tuple[BatchWeight | None, list[str]]:
+    """(how the weight of a batch is known before its backward pass, what to say of it).
+
+    Args:
+      trace: of the loss; num_before: how many inputs of its program are no leaves of the batch.
+      settings: the mesh options; model: what is trained.
+
+    Returns:
+      (None, []) where the model has no derivatives of its own.
+    """
+    # The scales of 8-bit products follow whatever size gradients have.
+    if not has_own_rules(trace.jaxpr.jaxpr) or model.overwritten:
+        return None, []
+    found, why = find_batch_weight(trace, num_before), ""
+    if found is None:
+        why = "the weight is drawn at random or needs the model"
+    elif settings.offload.update_in_backward:
+        why = "offload.update_in_backward updates layers meanwhile"
+    elif settings.deterministic is not None and found.needs_batch:
+        why = "deterministic='mesh' adds weights up in an order of its own"
+    what = "derivatives of the model's own (jax.custom_vjp) are given gradients of"
+    if why:
+        return None, [
+            f"{what} the summed loss, not of the mean: {why}. A rule that is not linear, as one "
+            "that clips, sees larger values than on one device with a mean"
+        ]
+    return found, [f"{what} the mean over the whole batch"]

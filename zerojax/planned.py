@@ -13,6 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from pallas_kernels.choice import Choice
+from zerojax.batch_weight import BatchWeight
 from zerojax.config import MeshConfig
 from zerojax.model import Loss, Model
 from zerojax.offload_layout import OffloadLayout
@@ -72,6 +73,8 @@ class Planned(Protocol):
     def metric_names(self) -> tuple[str, ...]: ...
     @property
     def counted_state(self) -> frozenset[str]: ...
+    @property
+    def batch_weight(self) -> BatchWeight | None: ...
     @property
     def reasons(self) -> tuple[str, ...]: ...
     @property

@@ -76,6 +76,27 @@ def marked_reads(program: Jaxpr) -> list[MarkedRead]:
     return found
 
 
+LINEAR_RULE = "zerojax.linear_rule"
+"""Names a value inside a function with a derivative of its own (`jax.custom_vjp`) that is linear in
+what it is given: for all others its scale may matter."""
+
+
+def has_own_rules(program: Jaxpr) -> bool:
+    """Whether a traced program has derivatives of its own that may not be linear, at any depth."""
+    for equation in program.eqns:
+        inner = list(inner_programs(equation.params))
+        if equation.primitive.name.startswith("custom_vjp") and not any(map(_is_linear, inner)):
+            return True
+        if any(map(has_own_rules, inner)):
+            return True
+    return False
+
+
+def _is_linear(rule: Jaxpr) -> bool:
+    names = (e.params["name"] for e in rule.eqns if e.primitive.name == "name")
+    return LINEAR_RULE in names
+
+
 def inner_programs(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
     """The programs among the parameters of an equation."""
     return _programs(params.values())
@@ -115,6 +136,61 @@ def free_variables(equations: Sequence[Any]) -> list[Any]:
                 taken[atom] = None
         made.update(equation.outvars)
     return list(taken)
+
+
+def variables(atoms: Sequence[Any]) -> Iterator[Any]:
+    """Those that are no literals."""
+    return (atom for atom in atoms if not isinstance(atom, Literal))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a program without dead code.
+
+    Attributes:
+      closed: takes the values it was cut at, then the inputs of the program that it needs.
+      inputs: positions of the latter among all inputs of the program.
+    """
+
+    closed: ClosedJaxpr
+    inputs: tuple[int, ...]
+
+    def __call__(self, given: Sequence[Any], inputs: Mapping[int, Any]) -> list[Any]:
+        """The values of the piece, from those it was cut at and {position: input}."""
+        return jaxpr_as_fun(self.closed)(*given, *(inputs[place] for place in self.inputs))
+
+
+def cut_piece(closed: ClosedJaxpr, outputs: Sequence[Any], given: Sequence[Any] = ()) -> Piece:
+    """What a program computes of `outputs` when the variables `given` are known.
+
+    Args:
+      closed: the whole program.
+      outputs: variables or literals of it.
+      given: variables of it at which the search for what is needed ends.
+    """
+    program, known = closed.jaxpr, set(given)
+    wanted = set(variables(outputs))
+    kept = []
+    for equation in reversed(program.eqns):
+        made = set(equation.outvars)
+        if made & wanted and not made & known:
+            kept.append(equation)
+            wanted.update(variables(equation.invars))
+    consts = {
+        variable: value
+        for variable, value in zip(program.constvars, closed.consts, strict=True)
+        if variable in wanted
+    }
+    # An input that is also `given` arrives as such.
+    inputs = [i for i, v in enumerate(program.invars) if v in wanted and v not in known]
+    part = program.replace(
+        constvars=list(consts),
+        invars=[*given, *(program.invars[i] for i in inputs)],
+        outvars=list(outputs),
+        eqns=kept[::-1],
+        effects=program.effects,
+    )
+    return Piece(ClosedJaxpr(part, list(consts.values())), tuple(inputs))
 
 
 RunPiece = Callable[[Jaxpr, Sequence[Any], Sequence[Any], Sequence[Any]], Callable[..., Any]]

@@ -60,10 +60,16 @@ def build_step(plan: Planned) -> Any:
     scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
     on_disk = plan.offload is not None and bool(plan.offload.on_disk)
     in_backward = _updates_in_backward(plan)
+    num_pieces = plan.num_microbatches * meshes.num_data_shards(plan.mesh)
 
     def step(state: TrainState, batch: Any) -> tuple[Any, ...]:
         key = step_key(state["rng"], state["step"])
         factor = None if scaling is None else state["loss_scale"]["scale"] / weight
+        if plan.batch_weight is not None:
+            whole = plan.batch_weight(batch, num_pieces)
+            # Nothing is divided by a weight of 0: the loss is not finite, and the step is skipped.
+            whole = jnp.where(whole == 0, 1, whole)
+            factor = (1 if scaling is None else state["loss_scale"]["scale"]) / whole
         sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
         loss = sums["loss"] / sums["weight"]
         # Divided by the scale that the loss was multiplied by, not by the next one.

@@ -18,8 +18,8 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from zerojax.layer_loop.finding import LayerLoop, find_layer_loop
-from zerojax.layer_loop.pieces import Piece, cut_piece
 from zerojax.layer_loop.writers import check_readers, sort_extras
+from zerojax.programs import Piece, cut_piece
 
 Arrays = dict[str, Any]
 Activations = tuple[jax.Array, ...]

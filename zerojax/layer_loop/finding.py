@@ -14,14 +14,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from zerojax.layer_loop.pieces import (
-    Piece,
-    Stains,
-    cut_piece,
-    follow_stains,
-    inline_calls_with_loops,
-)
-from zerojax.programs import inner_programs, is_checkpoint, split_scan
+from zerojax.layer_loop.pieces import Stains, follow_stains, inline_calls_with_loops
+from zerojax.programs import Piece, cut_piece, inner_programs, is_checkpoint, split_scan
 
 _REMEDY = (
     "pipeline stages need a model whose layers run in one jax.lax.scan over stacked parameters: "

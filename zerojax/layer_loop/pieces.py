@@ -1,72 +1,21 @@
-"""Parts of a traced program: what some of its values need, and which values depend on which.
+"""Which values of a traced program depend on which, and loops out of calls.
 
 Knows programs only; never what their inputs are.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from zerojax.programs import inner_programs
+from zerojax.programs import inner_programs, variables
 
 Stains = Callable[[Any], frozenset[Any]]
 _CALLS = ("jit", "pjit")
 _CLEAN: frozenset[Any] = frozenset()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
-    """A part of a program without dead code.
-
-    Attributes:
-      closed: takes the values it was cut at, then the inputs of the program that it needs.
-      inputs: positions of the latter among all inputs of the program.
-    """
-
-    closed: ClosedJaxpr
-    inputs: tuple[int, ...]
-
-    def __call__(self, given: Sequence[Any], inputs: Mapping[int, Any]) -> list[Any]:
-        """The values of the piece, from those it was cut at and {position: input}."""
-        return jaxpr_as_fun(self.closed)(*given, *(inputs[place] for place in self.inputs))
-
-
-def cut_piece(closed: ClosedJaxpr, outputs: Sequence[Any], given: Sequence[Any] = ()) -> Piece:
-    """What a program computes of `outputs` when the variables `given` are known.
-
-    Args:
-      closed: the whole program.
-      outputs: variables or literals of it.
-      given: variables of it at which the search for what is needed ends.
-    """
-    program, known = closed.jaxpr, set(given)
-    wanted = set(_variables(outputs))
-    kept = []
-    for equation in reversed(program.eqns):
-        made = set(equation.outvars)
-        if made & wanted and not made & known:
-            kept.append(equation)
-            wanted.update(_variables(equation.invars))
-    consts = {
-        variable: value
-        for variable, value in zip(program.constvars, closed.consts, strict=True)
-        if variable in wanted
-    }
-    # An input that is also `given` arrives as such.
-    inputs = [i for i, v in enumerate(program.invars) if v in wanted and v not in known]
-    part = program.replace(
-        constvars=list(consts),
-        invars=[*given, *(program.invars[i] for i in inputs)],
-        outvars=list(outputs),
-        eqns=kept[::-1],
-        effects=program.effects,
-    )
-    return Piece(ClosedJaxpr(part, list(consts.values())), tuple(inputs))
 
 
 def follow_stains(program: Any, sources: Mapping[Any, frozenset[Any]]) -> Stains:
@@ -115,15 +64,15 @@ def _evaluate_inlined(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
-    used = set(_variables(program.outvars))
+    used = set(variables(program.outvars))
     for equation in program.eqns:
-        used.update(_variables(equation.invars))
+        used.update(variables(equation.invars))
     for equation in program.eqns:
         if _hides_loop(equation):
             outputs = _evaluate_inlined(equation.params["jaxpr"], [*map(read, equation.invars)])
             values |= dict(zip(equation.outvars, outputs, strict=True))
             continue
-        taken = list(dict.fromkeys(_variables(equation.invars)))
+        taken = list(dict.fromkeys(variables(equation.invars)))
         made = [variable for variable in equation.outvars if variable in used]
         alone = program.replace(
             constvars=[], invars=taken, outvars=made, eqns=[equation], effects=program.effects
@@ -136,7 +85,3 @@ def _evaluate_inlined(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
 def _abstract(aval: Any) -> jax.ShapeDtypeStruct:
     weak = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
-
-
-def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
-    return (atom for atom in atoms if not isinstance(atom, Literal))

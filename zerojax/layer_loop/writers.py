@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from zerojax.layer_loop.finding import LayerLoop
-from zerojax.layer_loop.pieces import Piece, cut_piece
+from zerojax.programs import Piece, cut_piece
 
 
 class Writers(NamedTuple):
