@@ -282,7 +282,7 @@ DEPENDENT = {
 def test_a_weight_that_training_changes_is_refused(weight):
     message = (
         r"the second value .* computed from trained parameters \((embed|head).*has_aux=True .*"
-        r'return loss, \{"accuracy": accuracy\}.* return loss_sum / weight.*'
+        r'return loss, \{"accuracy": accuracy\}.*'
         r"return loss_sum, jax.lax.stop_gradient\(weight\)"
     )
     with pytest.raises(ValueError, match=message):
@@ -294,15 +294,10 @@ def test_each_remedy_of_that_works(weight):
     stopped = weighed(lambda *given: jax.lax.stop_gradient(weight(*given)))
     assert plan_for((init, apply), loss=stopped, batch=batch_of).has_weight
 
-    def quotient(model, batch):
-        total, divisor = weighed(weight)(model, batch)
-        return total / divisor
-
     def named(model, batch):
         total, value = weighed(weight)(model, batch)
-        return total / ROWS, {"value": value}
+        return total / len(batch["x"]), {"value": value}
 
-    assert not plan_for((init, apply), loss=quotient, batch=batch_of).has_weight
     assert plan_for((init, apply), loss=named, batch=batch_of).metric_names == ("value",)
 
 

@@ -104,9 +104,8 @@ def check_weight(trace: ModelTrace, placement: Placement) -> None:
         f"the second value that the loss returns is computed from trained parameters "
         f"({touched[0]}{more}), and a pair is (sum, weight): the sum over the batch is divided by "
         "the weight, through which no gradient goes. For numbers to be logged, as has_aux=True "
-        'returns them, give them names: return loss, {"accuracy": accuracy}. For the gradient of '
-        "the quotient return one scalar: return loss_sum / weight. For a weight that counts as a "
-        "constant: return loss_sum, jax.lax.stop_gradient(weight)"
+        'returns them, give them names: return loss, {"accuracy": accuracy}. For a weight that '
+        "counts as a constant: return loss_sum, jax.lax.stop_gradient(weight)"
     )
 
 
