@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.checkpoint.drafts import new_folder
+from zerojax.display import printable
 from zerojax.hugging_face import ARCHITECTURES, Architecture, UnsupportedError
 from zerojax.llama_cpp.settings import gguf_name, read_sizes
 from zerojax.llama_cpp.tokenizer import tokenizer_config, tokenizer_json
+from zerojax.llama_cpp.walking import Damage, check_table
 from zerojax.models import LlamaConfig
 from zerojax.safetensors_files import Tensor, write_files
 
@@ -59,7 +61,10 @@ def convert_gguf(path: str | Path, out: str | Path, *, dtype: str = "float32") -
       FileExistsError: something is at `out`.
     """
     reader = _open(Path(path))
-    fields = {name: field.contents() for name, field in reader.fields.items()}
+    try:
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, TypeError) as error:
+        raise ValueError(f"{path} is a damaged GGUF file ({error}); fetch it again") from None
     found = {tensor.name: tensor for tensor in reader.tensors}
     shapes = {name: tuple(int(n) for n in t.shape[::-1]) for name, t in found.items()}
     config = read_sizes(fields, shapes)
@@ -99,11 +104,13 @@ def _open(path: Path) -> Any:
             f"reading {path.name} needs the package gguf: pip install 'zerojax[gguf]'"
         ) from error
     try:
+        check_table(path)
         return gguf.GGUFReader(path)
-    except (ValueError, IndexError) as error:
+    # Of the package: kinds that it does not know, and arrays behind the end of the file.
+    except (Damage, ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(
-            f"{path} is no GGUF file, or is cut short ({error}); fetch it again"
-        ) from error
+            f"{path} is no GGUF file, or is cut short ({printable(error)}); fetch it again"
+        ) from None
 
 
 def _tensors(

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.display import quoted
+
 _TOKENS = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds of tokens that are found in a text before it is cut."""
@@ -31,11 +33,17 @@ def tokenizer_json(fields: Mapping[str, Any]) -> dict[str, Any] | str:
     """
     model, cut = fields.get(f"{_TOKENS}model"), fields.get(f"{_TOKENS}pre", "gpt-2")
     if model != "gpt2":
-        return f"its tokenizer is of the kind {model!r}; only byte-level pairs (gpt2) are converted"
-    if cut not in _CUTS:
+        kind = quoted(model)
+        return f"its tokenizer is of the kind {kind}; only byte-level pairs (gpt2) are converted"
+    if not isinstance(cut, str) or cut not in _CUTS:
         known = ", ".join(_CUTS)
-        return f"it cuts text as {cut!r}, which is not among those that are known: {known}"
-    tokens, kinds = fields[f"{_TOKENS}tokens"], fields[f"{_TOKENS}token_type"]
+        return f"it cuts text as {quoted(cut)}, which is not among those that are known: {known}"
+    tokens, kinds = _list(fields, "tokens", str), _list(fields, "token_type", int)
+    pairs = [tuple(pair.split(" ", 1)) for pair in _list(fields, "merges", str)]
+    if len(tokens) != len(kinds) or any(len(pair) != 2 for pair in pairs):
+        return f"its {len(tokens)} tokens, {len(kinds)} kinds and the merges do not fit together"
+    if len(set(tokens)) != len(tokens):
+        return "it has a token twice"
     added = [
         {
             "id": index,
@@ -68,19 +76,26 @@ def tokenizer_json(fields: Mapping[str, Any]) -> dict[str, Any] | str:
             "byte_fallback": False,
             "ignore_merges": False,
             "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [pair.split(" ", 1) for pair in fields[f"{_TOKENS}merges"]],
+            "merges": [list(pair) for pair in pairs],
         },
     }
 
 
 def tokenizer_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     """What becomes tokenizer_config.json: special tokens by their use, and the chat template."""
-    tokens = fields[f"{_TOKENS}tokens"]
+    tokens = _list(fields, "tokens", str)
     written: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for theirs, ours in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
         index = fields.get(f"{_TOKENS}{theirs}_token_id")
-        if index is not None:
+        if isinstance(index, int) and 0 <= index < len(tokens):
             written[f"{ours}_token"] = tokens[index]
-    if template := fields.get("tokenizer.chat_template"):
+    if isinstance(template := fields.get("tokenizer.chat_template"), str) and template:
         written["chat_template"] = template
     return written
+
+
+def _list(fields: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+    """A list of the table; empty where there is none, or one of something else."""
+    found = fields.get(f"{_TOKENS}{name}")
+    is_one = isinstance(found, list) and all(isinstance(item, kind) for item in found)
+    return found if is_one else []
