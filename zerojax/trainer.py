@@ -77,6 +77,7 @@ class Trainer:
         self._feed: tuple[Any, Feed] | None = None
         self._saved_step: int | None = None
         self._pace = Pace()
+        self._stop: StopRequest | None = None
         self._watchdog = watchdog or Watchdog()
         self._reports = self._new_reports()
         self._build()
@@ -143,12 +144,13 @@ class Trainer:
         feed = self._as_feed(batches)
         with self._watchdog, self._logging(steps), self._failing_well():
             self._say_if_done(steps)
-            with StopRequest() as stop:
+            with self._stopping() as stop:
                 with self._watchdog.during("in a step"):
                     while self._fit_plan(feed, steps, stop):
                         pass
                     self._report()
                     self._reports.settle(self.plan, self._log)
+                stop.step_over()
                 self._compare_peak()
                 if self._validation is not None and self.num_steps and not stop.is_due:
                     self.evaluate()
@@ -157,6 +159,33 @@ class Trainer:
                 if stop.is_due:
                     raise self._interrupted(stop)
         return self
+
+    @contextlib.contextmanager
+    def _stopping(self) -> Iterator[StopRequest]:
+        """In which a signal asks for the end of the run."""
+        limit, describe = self._watchdog.stop_limit, self._what_a_signal_costs
+        with StopRequest(limit=limit, describe=describe) as stop:
+            self._stop = stop
+            try:
+                yield stop
+            finally:
+                self._stop = None
+
+    def _what_a_signal_costs(self) -> str:
+        """For the last words of a process whose step did not end in time."""
+        doing = f"it was {self._watchdog.doing()}"
+        if self._checkpointer is None:
+            return f"{doing}, and the run has no checkpoints"
+        saved = self._checkpointer.steps()
+        if not saved:
+            return f"{doing}, and no checkpoint was written before"
+        where = self._checkpointer.path
+        hint = self.habits.resume_hint
+        return f"{doing}; the last checkpoint is step {saved[-1]} in {where}: {hint}"
+
+    def _unhurried(self) -> contextlib.AbstractContextManager[None]:
+        """In which a signal ends nothing: what is written becomes whole."""
+        return contextlib.nullcontext() if self._stop is None else self._stop.unhurried()
 
     @contextlib.contextmanager
     def _logging(self, steps: int | None) -> Iterator[None]:
@@ -342,7 +371,8 @@ class Trainer:
         about = {"data_state": self._data_state or {}, "config": self._config}
         about["plan"] = self.plan.as_dict()
         what = f"saving step {saving}"
-        with self._pace.during(SAVE), self._watchdog.during(what, is_long=True):
+        watched = self._watchdog.during(what, is_long=True)
+        with self._pace.during(SAVE), watched, self._unhurried():
             save_state(self._checkpointer, self.plan, self.state, step=saving, about=about)
         self._saved_step = saving
 
@@ -418,7 +448,8 @@ class Trainer:
         if not self.habits.save_on_exit:
             text = "not saved, since checkpoint.save_on_exit is off"
             return stop.interrupted(self.num_steps, text)
-        with self._watchdog.during(f"saving step {self.num_steps}", is_long=True):
+        saving = self._watchdog.during(f"saving step {self.num_steps}", is_long=True)
+        with saving, self._unhurried():
             self._checkpointer.wait()
         text = f"saved in {self._checkpointer.path}; {self.habits.resume_hint}"
         return stop.interrupted(self.num_steps, text, saved=True)

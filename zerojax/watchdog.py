@@ -87,7 +87,8 @@ class Watchdog:
         end: Callable[[int], object] = os._exit,
     ) -> None:
         config = config or WatchConfig(step_timeout=0)
-        is_watched_by_somebody = config.step_timeout is None and hasattr(sys, "ps1")
+        self._is_interactive = hasattr(sys, "ps1")
+        is_watched_by_somebody = config.step_timeout is None and self._is_interactive
         self._config, self._is_off = config, config.is_off or is_watched_by_somebody
         self._folder, self._resume_hint = folder, resume_hint
         self._process, self._processes = process, processes
@@ -169,6 +170,16 @@ class Watchdog:
     def plan_changed(self) -> None:
         """The next step compiles, and how long steps take is not known any more."""
         self._longest = self._step_ended = None
+
+    def stop_limit(self) -> float | None:
+        """Seconds that what is under way may still take after a signal; None: any number."""
+        if self._config.stop_timeout is None and self._is_interactive:
+            return None
+        return self._config.stop_limit(self._longest)
+
+    def doing(self) -> str:
+        """What the process is at, such as "compiling, or in step 1"."""
+        return self._phase.what
 
     # --- the watch --------------------------------------------------------------------------------
 

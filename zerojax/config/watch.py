@@ -12,6 +12,10 @@ from zerojax.config_loader import coerce_fields
 MIN_STEP_SECONDS = 600.0
 """What PyTorch gives an NCCL collective."""
 LONGEST_STEPS = 3.0
+MIN_STOP_SECONDS, MAX_STOP_SECONDS = 60.0, 600.0
+STOP_STEPS = 3.0
+"""When a signal comes one step may be on the devices and the next one be given to them; several
+processes may agree on the one after that."""
 
 
 @names_keywords()
@@ -26,10 +30,15 @@ class WatchConfig:
     long_timeout: float = 3600.0
     """Seconds for what is rare and may be long: compiling, with the first step, a callback, saving
     and reading a checkpoint. None of these counts for `step_timeout`, nor for the longest step."""
+    stop_timeout: float | None = None
+    """Seconds after the first Ctrl-C or SIGTERM in which the step, or whatever else is under way,
+    has to come to its end; then the process ends without it, with code 128 + the signal's number.
+    Saving is waited for. 0: never ended. None: 60, or three times the longest step so far where
+    that is more, but no more than 600; in an interactive interpreter 0."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        check_at_least(self, 0, "step_timeout")
+        check_at_least(self, 0, "step_timeout", "stop_timeout")
         check_positive(self, "long_timeout")
 
     @property
@@ -48,3 +57,13 @@ class WatchConfig:
         if longest_step is None:
             return self.long_timeout
         return max(MIN_STEP_SECONDS, LONGEST_STEPS * longest_step)
+
+    def stop_limit(self, longest_step: float | None) -> float | None:
+        """Seconds that what is under way may still take after a signal; None: any number.
+
+        Args:
+          longest_step: as in `step_limit`.
+        """
+        if self.stop_timeout is not None:
+            return self.stop_timeout or None
+        return min(max(MIN_STOP_SECONDS, STOP_STEPS * (longest_step or 0.0)), MAX_STOP_SECONDS)
