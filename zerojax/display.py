@@ -7,9 +7,10 @@ clear its screen or set its title, and characters that reverse the order in whic
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 MAX_VALUE = 80
 """Characters of a value that is quoted in a sentence."""
@@ -45,6 +46,17 @@ def printable(text: object, *, is_page: bool = False) -> str:
 
 def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def show(*values: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+    """As `print`, with control characters as escapes: what a command of ours prints."""
+    text = " ".join(map(str, values))
+    print(printable(text, is_page=True), end=end, file=file, flush=flush)
+
+
+def as_html(text: object) -> str:
+    """The text in a page of HTML: no tags, no control characters."""
+    return html.escape(printable(text, is_page=True))
 
 
 def cut(text: str, limit: int) -> str:

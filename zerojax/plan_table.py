@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax import trees
+from zerojax.display import printable
 from zerojax.mesh import MODEL, describe_mesh
 from zerojax.offload_page import offload_dict, offload_lines, offload_words, tier_lines
 from zerojax.pipeline_page import pipeline_dict, pipeline_line, pipeline_lines
@@ -52,8 +53,12 @@ def plan_table(plan: Planned) -> str:
     lines += ["", *_leaf_lines(plan.placement)]
     exceptions = plan.placement.exceptions()
     if exceptions:
-        lines += ["", "exceptions", *(f"  {name}: {reason}" for name, reason in exceptions)]
-    lines += ["", "why", *(f"  {reason}" for reason in plan.reasons)]
+        lines += [
+            "",
+            "exceptions",
+            *(f"  {printable(name)}: {printable(reason)}" for name, reason in exceptions),
+        ]
+    lines += ["", "why", *(f"  {printable(reason)}" for reason in plan.reasons)]
     return "\n".join(lines)
 
 
@@ -73,7 +78,9 @@ def _leaf_lines(placement: Placement) -> list[str]:
         spec = ", ".join(map(_axis_words, leaf.stored_spec)) or "whole"
         size = trees.format_bytes(placement.shard_elements(leaf) * 4)
         access = "frozen, " * leaf.frozen + leaf.access.value
-        rows.append((leaf.name, "x".join(map(str, leaf.shape)) or "scalar", spec, size, access))
+        rows.append(
+            (printable(leaf.name), "x".join(map(str, leaf.shape)) or "scalar", spec, size, access)
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from zerojax.cli.complaints import explain
 from zerojax.cli.parser import build_parser
+from zerojax.display import show
 from zerojax.exit_codes import BAD_INPUT, FAILED
 from zerojax.leaving import AGREED, exit_code_of, in_group, leave
 
@@ -47,7 +48,7 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         return importlib.import_module(args.module).run(args)
     except KeyboardInterrupt as error:
-        print("\nzerojax: interrupted", file=sys.stderr)
+        show("\nzerojax: interrupted", file=sys.stderr)
         return exit_code_of(error)
     except BrokenPipeError:  # the reader, such as `head`, has left
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -60,8 +61,8 @@ def _complain(error: Exception) -> int:
     """One sentence for what a user can mend; the traceback for a defect, or when asked for."""
     sentence, is_bad_input = explain(error)
     if sentence is None or os.environ.get("ZEROJAX_DEBUG", "0") not in ("", "0"):
-        traceback.print_exception(error)
+        show("".join(traceback.format_exception(error)), file=sys.stderr, end="")
     if sentence is None:
         sentence = f"{type(error).__name__}: this is a defect of zerojax, not of your input"
-    print(f"zerojax: error: {sentence}", file=sys.stderr)
+    show(f"zerojax: error: {sentence}", file=sys.stderr)
     return BAD_INPUT if is_bad_input else FAILED

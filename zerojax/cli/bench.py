@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from zerojax.display import show
 from zerojax.machine_rates import MeasuredDisk, disk_name, keep
 from zerojax.store.rates import Rates, measure_rates
 
@@ -39,25 +40,25 @@ def run(args: argparse.Namespace) -> int:
     disk = MeasuredDisk(disk=disk_name(folder), write=best.write, read=best.read, both=best.both)
     kept = keep(disk) if best.is_direct else None
     if args.json:
-        print(json.dumps(_as_dict(folder, found, best, disk.disk, kept), indent=2))
+        show(json.dumps(_as_dict(folder, found, best, disk.disk, kept), indent=2))
         return 0
     if not best.is_direct:
-        print(
+        show(
             "this file system refuses O_DIRECT: these are rates of the page cache as much as of a "
             "disk; another disk would tell more"
         )
     plural = "" if best.num_threads == 1 else "s"
-    print(f"best: {best.both / _GB:.2f} GB/s read + write, with {best.num_threads} thread{plural}")
+    show(f"best: {best.both / _GB:.2f} GB/s read + write, with {best.num_threads} thread{plural}")
     if kept is not None:
-        print(f"kept for plans: {disk.disk}, in {kept}")
+        show(f"kept for plans: {disk.disk}, in {kept}")
     return 0
 
 
 def _print_row(rates: Rates, folder: Path, size: int, *, is_first: bool) -> None:
     if is_first:
-        print(f"{folder}: GB/s (10^9 bytes), best of three passes over {size} MiB")
-        print(f"{'threads':>7}  {'write':>7}  {'read':>7}  {'read + write':>12}")
-    print(
+        show(f"{folder}: GB/s (10^9 bytes), best of three passes over {size} MiB")
+        show(f"{'threads':>7}  {'write':>7}  {'read':>7}  {'read + write':>12}")
+    show(
         f"{rates.num_threads:>7}  {rates.write / _GB:>7.2f}  {rates.read / _GB:>7.2f}  "
         f"{rates.both / _GB:>12.2f}",
         flush=True,

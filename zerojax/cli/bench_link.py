@@ -11,6 +11,7 @@ import json
 
 import jax
 
+from zerojax.display import show
 from zerojax.link_rates import SIZES, LinkRates, measure_link, shares_host_memory
 from zerojax.machine_rates import MeasuredLink, keep
 
@@ -48,20 +49,20 @@ def run(args: argparse.Namespace) -> int:
             "best": dataclasses.asdict(best),
             "kept": None if kept is None else str(kept),
         }
-        print(json.dumps(values, indent=2))
+        show(json.dumps(values, indent=2))
         return 0
     if is_one_memory:
-        print(REMARK)
+        show(REMARK)
     if kept is not None:
-        print(f"kept for plans: {device.device_kind}, in {kept}")
+        show(f"kept for plans: {device.device_kind}, in {kept}")
     return 0
 
 
 def _print_row(rates: LinkRates, device_kind: str, *, is_first: bool) -> None:
     if is_first:
-        print(f"{device_kind} and pinned host memory: GB/s (10^9 bytes), best of five passes")
-        print(f"{'MiB':>7}  {'to device':>9}  {'to host':>9}  {'both at once':>12}")
-    print(
+        show(f"{device_kind} and pinned host memory: GB/s (10^9 bytes), best of five passes")
+        show(f"{'MiB':>7}  {'to device':>9}  {'to host':>9}  {'both at once':>12}")
+    show(
         f"{rates.num_bytes / _MIB:>7.0f}  {rates.to_device / _GB:>9.2f}  "
         f"{rates.to_host / _GB:>9.2f}  {rates.both / _GB:>12.2f}",
         flush=True,

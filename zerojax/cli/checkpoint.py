@@ -21,6 +21,7 @@ from zerojax.checkpoint.differences import Difference, compare
 from zerojax.checkpoint.export import export
 from zerojax.checkpoint.inspection import SavedStep, find_checkpoints, leftovers, saved_steps
 from zerojax.checkpoint.pruning import Removal, alone_in, removals, remove
+from zerojax.display import show
 from zerojax.exit_codes import FAILED, OK
 from zerojax.publishing import export_adapters, export_step, run_folders
 from zerojax.trees import format_bytes
@@ -50,13 +51,13 @@ def _list(args: argparse.Namespace) -> int:
                 for x in rest
             ],
         }
-        print(json.dumps(body, indent=1))
+        show(json.dumps(body, indent=1))
         return OK
     rows = [("step", "saved (UTC)", "size", "devices", "processes", "zerojax", "jax", "")]
     rows += [_row(one) for one in steps]
-    print(_table(rows))
+    show(_table(rows))
     for one in rest:
-        print(f"{one.folder.name} ({format_bytes(one.num_bytes)}): {one.why}")
+        show(f"{one.folder.name} ({format_bytes(one.num_bytes)}): {one.why}")
     total = sum(one.num_bytes for one in (*steps, *rest))
     damaged = sum(one.is_damaged for one in steps)
     unread = sum(one.error is not None for one in steps) - damaged
@@ -64,7 +65,7 @@ def _list(args: argparse.Namespace) -> int:
     bad = [f"{count} {what}" for what, count in counts.items() if count]
     state = ", ".join(bad) or "all files have their sizes"
     plural = "" if len(steps) == 1 else "s"
-    print(f"{len(steps)} step{plural}, {format_bytes(total)} in {path}; {state}")
+    show(f"{len(steps)} step{plural}, {format_bytes(total)} in {path}; {state}")
     return OK
 
 
@@ -127,7 +128,7 @@ def _verify(args: argparse.Namespace) -> int:
             if not args.json:
                 _tell(verification)
     if args.json:
-        print(json.dumps([_verified(one) for one in found], indent=1))
+        show(json.dumps([_verified(one) for one in found], indent=1))
     if not found:
         raise CheckpointError(f"{path} has no complete step to verify")
     return OK if all(one.is_good for one in found) else FAILED
@@ -138,13 +139,13 @@ def _tell(found: Verification) -> None:
     if found.has_fingerprints:
         checked += f" and {found.num_leaves} arrays"
     if found.is_good and not found.num_files:
-        print(f"step {found.step}: sizes are right; saved without checksums, so no more is known")
+        show(f"step {found.step}: sizes are right; saved without checksums, so no more is known")
     elif found.is_good:
-        print(f"step {found.step}: good; {checked} are what was saved")
+        show(f"step {found.step}: good; {checked} are what was saved")
     else:
-        print(f"step {found.step}: damaged; of {checked} {len(found.damages)} are not as saved")
+        show(f"step {found.step}: damaged; of {checked} {len(found.damages)} are not as saved")
     for damage in found.damages:
-        print(f"  {damage}")
+        show(f"  {damage}")
 
 
 def _verified(found: Verification) -> dict[str, Any]:
@@ -165,9 +166,9 @@ def _diff(args: argparse.Namespace) -> int:
     first, second = _two_steps(args.run, args.others)
     found = compare(first, second)
     if args.json:
-        print(json.dumps(dataclasses.asdict(found), indent=1, default=str))
+        show(json.dumps(dataclasses.asdict(found), indent=1, default=str))
     else:
-        print(_describe(found, first, second, args.limit))
+        show(_describe(found, first, second, args.limit))
     return OK if found.is_empty else FAILED
 
 
@@ -252,7 +253,7 @@ def _export(args: argparse.Namespace) -> int:
     if args.format == "peft":
         folder = export_adapters(saved, runs, Path(out).expanduser().absolute())
         size = format_bytes(sum(path.stat().st_size for path in folder.iterdir()))
-        print(f"step {saved.step}: adapters ({size}) for peft in {folder}")
+        show(f"step {saved.step}: adapters ({size}) for peft in {folder}")
         return OK
     tokenizer = next((x / _TOKENIZER for x in runs if (x / _TOKENIZER).is_file()), None)
     done = export(
@@ -264,12 +265,12 @@ def _export(args: argparse.Namespace) -> int:
     )
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0]
     with_ = "" if tokenizer is None else f" and {_TOKENIZER}"
-    print(
+    show(
         f"step {saved.step}: {done.num_arrays} arrays ({format_bytes(done.num_bytes)}) in {files}, "
         f"config.json{with_} are in {done.folder}"
     )
     if tokenizer is None:
-        print("no tokenizer was found beside the checkpoints, so none is in it")
+        show("no tokenizer was found beside the checkpoints, so none is in it")
     return OK
 
 
@@ -284,7 +285,7 @@ def _export_for_hugging_face(
         shard_bytes=int(args.shard_gb * 1e9),
     )
     there = sorted(path.name for path in done.folder.iterdir())
-    print(
+    show(
         f"step {saved.step}: {done.num_arrays} tensors ({format_bytes(done.num_bytes)}) for "
         f"transformers in {done.folder}: {', '.join(there)}"
     )
@@ -310,16 +311,16 @@ def _prune_alone(path: Path, args: argparse.Namespace) -> int:
                 remove(path, one)
         except OSError as error:
             failed += 1
-            print(f"zerojax: {one.folder} cannot be deleted: {error.strerror}", file=sys.stderr)
+            show(f"zerojax: {one.folder} cannot be deleted: {error.strerror}", file=sys.stderr)
             continue
-        print(f"{word} {_name_of(one)} ({format_bytes(one.num_bytes)}): {one.why}")
+        show(f"{word} {_name_of(one)} ({format_bytes(one.num_bytes)}): {one.why}")
     total = format_bytes(sum(one.num_bytes for one in found))
     left = [str(one.step) for one in saved_steps(path)]
     if args.dry_run:
         gone = {str(one.step) for one in found}
         left = [step for step in left if step not in gone]
     stay = ", ".join(left) or "none"
-    print(f"{word} {len(found) - failed} of {len(found)} ({total}); steps that stay: {stay}")
+    show(f"{word} {len(found) - failed} of {len(found)} ({total}); steps that stay: {stay}")
     return FAILED if failed else OK
 
 

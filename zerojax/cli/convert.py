@@ -9,6 +9,7 @@ import argparse
 
 import jax
 
+from zerojax.display import show
 from zerojax.exit_codes import OK
 from zerojax.llama_cpp import convert_gguf
 from zerojax.trees import format_bytes
@@ -21,10 +22,10 @@ def run(args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # takes no accelerator from a run
     made = convert_gguf(args.source, args.target, dtype=_DTYPES[args.dtype])
     kinds = ", ".join(f"{count} {kind}" for kind, count in made.kinds.items())
-    print(
+    show(
         f"{made.num_tensors} tensors ({kinds}) as {args.dtype}, {format_bytes(made.num_bytes)}, "
         f"in {made.folder}"
     )
     if made.no_tokenizer is not None:
-        print(f"no tokenizer.json: {made.no_tokenizer}; take the model's own")
+        show(f"no tokenizer.json: {made.no_tokenizer}; take the model's own")
     return OK

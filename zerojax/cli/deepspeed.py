@@ -11,6 +11,7 @@ import json
 
 from zerojax.config import ConfigError, to_dict
 from zerojax.deepspeed import Given, Translation, explain, explanation
+from zerojax.display import show
 from zerojax.exit_codes import BAD_INPUT
 
 
@@ -22,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
     given = Given(steps=args.steps, hidden_size=args.hidden_size)
     translation = explain(args.file, num_devices=args.devices, given=given)
-    print(json.dumps(_as_dict(translation)) if args.json else explanation(translation))
+    show(json.dumps(_as_dict(translation)) if args.json else explanation(translation))
     return BAD_INPUT if any(line.verdict == "refused" for line in translation.lines) else 0
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 
 from zerojax.deepspeed import keys_markdown, keys_page
+from zerojax.display import show
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the list."""
-    print(keys_markdown() if args.markdown else keys_page(args.word), end="")
+    show(keys_markdown() if args.markdown else keys_page(args.word), end="")
     if not args.markdown:
-        print()
+        show()
     return 0

@@ -10,6 +10,7 @@ import json
 
 from zerojax.cli.train import split_words
 from zerojax.config import ElasticBatch, RunConfig, load
+from zerojax.display import show
 
 
 def describe(batch: ElasticBatch, counts: list[int]) -> str:
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     counts = list(batch.device_counts) if args.devices is None else [args.devices]
     if args.json:
         rows = {str(count): batch.num_microbatches(count) for count in counts}
-        print(json.dumps({"global_batch_size": batch.global_batch_size, "num_microbatches": rows}))
+        show(json.dumps({"global_batch_size": batch.global_batch_size, "num_microbatches": rows}))
     else:
-        print(describe(batch, counts))
+        show(describe(batch, counts))
     return 0

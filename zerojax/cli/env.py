@@ -19,6 +19,7 @@ import jax
 
 import zerojax
 from zerojax import compiler
+from zerojax.display import show
 from zerojax.link_rates import has_pinned_host
 from zerojax.redaction import redact
 from zerojax.system_memory import PINNED_LIMIT, least_room
@@ -166,5 +167,5 @@ def _format_device(device: dict[str, Any]) -> str:
 def run(args: argparse.Namespace) -> int:
     """Prints the table, or the facts as JSON."""
     facts = redact(collect())
-    print(json.dumps(facts, indent=2) if args.json else format_table(facts))
+    show(json.dumps(facts, indent=2) if args.json else format_table(facts))
     return 0

@@ -9,6 +9,7 @@ import argparse
 import math
 
 from zerojax.cli.reading import open_run
+from zerojax.display import show
 
 
 def run(args: argparse.Namespace) -> int:
@@ -18,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     loaded = open_run(args.run, args.overrides)
     found = loaded.evaluate(num_batches=args.batches)
     loss = found["loss"]
-    print(
+    show(
         f"step {loaded.step}: loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.2f}, "
         f"{loss / math.log(2):.3f} bits per token, over {int(found['weight']):,} validation tokens"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from zerojax.cli.reading import open_run
+from zerojax.display import show
 
 
 def run(args: argparse.Namespace) -> int:
@@ -20,5 +21,5 @@ def run(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         seed=args.seed,
     )
-    print(text)
+    show(text)
     return 0

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterator
 
 from zerojax import config as settings
+from zerojax.display import show
 
 WIDTH = 96
 
@@ -60,6 +61,6 @@ def run(args: argparse.Namespace) -> int:
     if not found:
         raise ValueError(f"no setting mentions {args.word!r}; `zerojax keys` lists all of them")
     for key, default, text in found:
-        print(f"{key}={format_value(default)}")
-        print(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    "))
+        show(f"{key}={format_value(default)}")
+        show(textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    "))
     return 0

@@ -10,6 +10,8 @@ import difflib
 import sys
 from typing import NoReturn
 
+from zerojax.display import show
+
 
 class Parser(argparse.ArgumentParser):
     """Complains in one line, naming the nearest word, and says where the help is."""
@@ -34,7 +36,7 @@ class Parser(argparse.ArgumentParser):
                     else f"known: {', '.join(action.choices)}"
                 )
                 message = f"no command {typed!r}; {nearest}"
-        print(f"zerojax: error: {message} (help: {self.prog} --help)", file=sys.stderr)
+        show(f"zerojax: error: {message} (help: {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
 

@@ -16,6 +16,7 @@ from zerojax.cli.invocation import command_name
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig
 from zerojax.config.offload import HOST
+from zerojax.display import show
 from zerojax.forecast.page import forecast_dict, forecast_page
 from zerojax.gpus import Gpu
 from zerojax.runs import plan_from_config
@@ -70,7 +71,7 @@ def plan(
             why_formula=NO_COMPILE if no_compile else None,
             progress=progress,
         )
-    print(json.dumps(forecast_dict(forecast), indent=2) if as_json else forecast_page(forecast))
+    show(json.dumps(forecast_dict(forecast), indent=2) if as_json else forecast_page(forecast))
     fits = forecast.verdict.fits
     return {True: EXIT_FITS, False: EXIT_DOES_NOT_FIT, None: EXIT_NOT_DECIDED}[fits]
 
@@ -121,14 +122,14 @@ def _search(
         settings = () if found.chosen is None else (OFFLOADED,)
         result = dataclasses.replace(better, sentence=sentence, settings=settings)
     if as_json:
-        print(json.dumps(search_dict(result), indent=2))
+        show(json.dumps(search_dict(result), indent=2))
     else:
-        print(search_page(result))
+        show(search_page(result))
         if result.chosen is not None:
             where = ["--gpu", gpu.name, "--devices", str(devices)]
             chosen = [*words, *result.settings, *result.chosen.candidate.words()]
-            print(f"\nits page: {command_name()} {shlex.join(['plan', *chosen, *where])}")
-            print(f"its run:  {command_name()} {shlex.join(['train', *chosen])}")
+            show(f"\nits page: {command_name()} {shlex.join(['plan', *chosen, *where])}")
+            show(f"its run:  {command_name()} {shlex.join(['train', *chosen])}")
     return EXIT_DOES_NOT_FIT if result.chosen is None else EXIT_FITS
 
 

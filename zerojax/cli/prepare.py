@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from zerojax.data.prepare import prepare
+from zerojax.display import show
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,14 +22,14 @@ def run(args: argparse.Namespace) -> int:
     num_tokens = made.num_train_tokens + made.num_validation_tokens
     plural = "" if made.num_documents == 1 else "s"
     ratio = made.num_text_bytes / max(num_tokens, 1)
-    print(
+    show(
         f"{made.num_train_tokens:,} tokens to train on and {made.num_validation_tokens:,} to "
         f"validate with, from {made.num_documents:,} document{plural} of "
         f"{made.num_text_bytes:,} bytes ({ratio:.2f} bytes a token)"
     )
     if made.left_out:
         kinds = ", ".join(sorted(set(made.left_out) - {""})) or "without an ending"
-        print(f"files of other kinds that were left out: {len(made.left_out):,} ({kinds})")
-    print(f"vocabulary of {made.vocab_size:,} tokens, written to {made.folder}")
-    print(f"next: zerojax train CONFIG.yaml data.path={made.folder}")
+        show(f"files of other kinds that were left out: {len(made.left_out):,} ({kinds})")
+    show(f"vocabulary of {made.vocab_size:,} tokens, written to {made.folder}")
+    show(f"next: zerojax train CONFIG.yaml data.path={made.folder}")
     return 0

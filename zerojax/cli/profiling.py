@@ -16,6 +16,7 @@ import jax
 from zerojax import profile as counting
 from zerojax.cli.devices import run_one_program_at_a_time
 from zerojax.config import RunConfig
+from zerojax.display import show
 from zerojax.distributed import join_processes
 from zerojax.hlo.program import read_program
 from zerojax.metrics import read_metrics
@@ -38,7 +39,7 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
     if config.cpu_devices is not None:
         run_one_program_at_a_time()
     join_processes()
-    print(f"running {config.steps} steps, the last {steps} of them traced ...", file=sys.stderr)
+    show(f"running {config.steps} steps, the last {steps} of them traced ...", file=sys.stderr)
     trainer = run_from_config(config)
     trainer.close()
     folder = Path(config.run_dir)
@@ -51,7 +52,7 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
     # What was written was written to be timed.
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     (folder / "profile.json").write_text(json.dumps(profile_dict(page), indent=2) + "\n")
-    print(json.dumps(profile_dict(page), indent=2) if as_json else draw(page))
+    show(json.dumps(profile_dict(page), indent=2) if as_json else draw(page))
     return 0
 
 

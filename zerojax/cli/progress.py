@@ -11,6 +11,8 @@ import time
 from types import TracebackType
 from typing import TextIO
 
+from zerojax.display import printable, show
+
 INTERVAL = 0.5
 WIDTH = 100
 
@@ -36,7 +38,7 @@ class Progress:
         if self._live:
             self._draw()
         elif first and not self._quiet:
-            print(f"{text} ...", file=self._stream, flush=True)
+            show(f"{text} ...", file=self._stream, flush=True)
 
     def __enter__(self) -> Progress:
         if self._live:
@@ -63,5 +65,5 @@ class Progress:
     def _draw(self) -> None:
         if self._text:
             line = f"{time.monotonic() - self._began:4.0f} s  {self._text}"
-            self._stream.write(f"\r\x1b[K{line[:WIDTH]}")
+            self._stream.write(f"\r\x1b[K{printable(line[:WIDTH])}")
             self._stream.flush()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 
+from zerojax.display import show
 from zerojax.metrics.report import write_report
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page and prints its path."""
-    print(write_report(args.run))
+    show(write_report(args.run))
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from zerojax.display import show
 from zerojax.schedules.catalog import SCHEDULES, make_schedule
 from zerojax.schedules.files import write_csv
 from zerojax.schedules.picture import describe, draw
@@ -40,7 +41,7 @@ def list_names() -> str:
 def run(args: argparse.Namespace) -> int:
     """Prints the names, or one picture; writes the files that were asked for."""
     if args.name is None:
-        print(list_names())
+        show(list_names())
         return 0
     costs = parse_costs(args.costs)
     schedule = make_schedule(
@@ -60,5 +61,5 @@ def run(args: argparse.Namespace) -> int:
         lines.append(f"written    {args.svg}")
     if args.csv:
         lines.append(f"written    {write_csv(schedule, args.csv)}")
-    print("\n".join(lines))
+    show("\n".join(lines))
     return 0

@@ -16,6 +16,7 @@ import yaml
 from zerojax.cli.devices import allow_pinned_memory, use_cpu_devices
 from zerojax.cli.invocation import command_name
 from zerojax.config import RunConfig, load, to_dict
+from zerojax.display import show
 from zerojax.host_memory import keep_freed_memory
 
 
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, overrides)
     if args.print_config:
-        print(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
+        show(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
         return 0
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)

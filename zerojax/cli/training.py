@@ -18,6 +18,7 @@ from zerojax.cli.devices import run_one_program_at_a_time
 from zerojax.cli.invocation import command_name
 from zerojax.config import RunConfig
 from zerojax.data.tokenizer import load_tokenizer
+from zerojax.display import show
 from zerojax.distributed import join_processes
 from zerojax.interruption import sigterm_raised
 from zerojax.runs import run_from_config
@@ -44,17 +45,17 @@ def train(config: RunConfig, command: str) -> int:
         with sigterm_raised():
             trainer = run_from_config(config)
     except KeyboardInterrupt as error:
-        print(f"\nzerojax: {error or 'stopped'}", file=sys.stderr)
+        show(f"\nzerojax: {error or 'stopped'}", file=sys.stderr)
         if jax.process_index() == 0:
-            print(f"to go on: {command}", file=sys.stderr)
+            show(f"to go on: {command}", file=sys.stderr)
         return getattr(error, "exit_code", exit_codes.INTERRUPTED)
     sample = draw_sample(trainer, config)
     if jax.process_index() != 0:
         return 0
     if sample is not None:
-        print(f"\nWhat the model writes after {trainer.num_steps} steps:\n")
-        print("\n".join(f"    {line}" for line in sample.splitlines()))
-    print(next_commands(config))
+        show(f"\nWhat the model writes after {trainer.num_steps} steps:\n")
+        show("\n".join(f"    {line}" for line in sample.splitlines()))
+    show(next_commands(config))
     return 0
 
 

@@ -4,10 +4,11 @@ Knows pixels, ticks and curves; never which metric it draws. Curves are drawn in
 that the page stretches, and labels are HTML beside it, so that a chart fits any width.
 """
 
-import html
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from zerojax.display import as_html
 
 BOX = 1000
 MAX_POINTS = 800
@@ -114,8 +115,7 @@ def draw(chart: Chart, steps: tuple[float, float]) -> str:
     columns = nice_ticks(first, last, 6)
     grid = "".join(f'<path d="M0 {y(t):.1f}H{BOX}"/>' for t in rows)
     left = "".join(
-        f'<span style="top:{100 * y(t) / BOX:.2f}%">{html.escape(chart.text(t))}</span>'
-        for t in rows
+        f'<span style="top:{100 * y(t) / BOX:.2f}%">{as_html(chart.text(t))}</span>' for t in rows
     )
     columns_shown = [
         f'<span style="left:{100 * x(t) / BOX:.2f}%"{_label_class(x(t), index, len(columns))}>'
@@ -133,11 +133,11 @@ def draw(chart: Chart, steps: tuple[float, float]) -> str:
     notes = [chart.unit, "log scale" if log else "", "red: not finite" if lost else ""]
     unit = ", ".join(filter(None, notes))
     return f"""<figure class="chart{size}">
-<figcaption><b>{html.escape(chart.title)}</b> <i>{html.escape(unit)}</i>
+<figcaption><b>{as_html(chart.title)}</b> <i>{as_html(unit)}</i>
 <span class="legend">{legend}</span></figcaption>
 <div class="frame"><div class="left">{left}</div>
 <div class="plot"><svg viewBox="0 0 {BOX} {BOX}" preserveAspectRatio="none" role="img"
- aria-label="{html.escape(chart.title)} over steps"><g class="grid">{grid}</g>{curves}
+ aria-label="{as_html(chart.title)} over steps"><g class="grid">{grid}</g>{curves}
 <path class="lost" d="{lost}"/></svg>
 <div class="cursor"></div></div><div class="below">{"".join(columns_shown)}</div></div>
 </figure>
@@ -196,8 +196,8 @@ def _dots(points: Points, x: Callable[[float], float], y: Callable[[float], floa
 
 def _legend_entry(chart: Chart, series: Series) -> str:
     last = next(value for _, value in reversed(series.points) if value is not None)
-    label = html.escape(series.label)
+    label = as_html(series.label)
     return (
         f'<span class="entry {series.style}"><span class="swatch"></span>{label} '
-        f'<output data-series="{label}">{html.escape(chart.text(last))}</output></span>'
+        f'<output data-series="{label}">{as_html(chart.text(last))}</output></span>'
     )

@@ -15,6 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from zerojax.display import printable, show
+
 GIB = 2**30
 SPARKS = "▁▂▃▄▅▆▇█"
 OWN_WORDS = {
@@ -195,7 +197,7 @@ class LineDisplay:
         self.message(format_line(step, values, total_steps=self._total_steps, eta=eta))
 
     def message(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        show(text, file=self._stream, flush=True)
 
     def waiting(self, text: str) -> None:
         self.message(text)
@@ -234,7 +236,7 @@ class LiveDisplay:
         self._live.refresh()
 
     def message(self, text: str) -> None:
-        self._console.print(Text(text))
+        self._console.print(Text(printable(text, is_page=True)))
 
     def waiting(self, text: str) -> None:
         pass  # the display shows how long it has been compiling

@@ -5,10 +5,10 @@ Knows records of metrics.jsonl; draws nothing but tables.
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zerojax.display import as_html
 from zerojax.metrics.console import format_seconds
 from zerojax.metrics.jsonl import Metrics
 from zerojax.metrics.stopwatch import ACTIVITIES
@@ -116,6 +116,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+        return f"<tr>{''.join(f'<{tag}>{as_html(cell)}</{tag}>' for cell in cells)}</tr>"
 
     return "".join([line(head, "th"), *(line(row, "td") for row in rows)])

@@ -4,7 +4,6 @@ Knows the files of a run folder; never the run itself. The page holds everything
 without a network, years later, and prints.
 """
 
-import html
 import json
 import math
 import statistics
@@ -13,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerojax.display import as_html
 from zerojax.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, NATS_PER_TOKEN
 from zerojax.metrics.charts import Chart, Points, Series, draw, smooth, thin
 from zerojax.metrics.console import GIB, format_loss, format_number, format_seconds
@@ -53,7 +53,7 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
     charts = make_charts(metrics)
     last = metrics.train[-1]["step"]
     ends = (metrics.train[0]["step"], max([last, *(e["step"] for e in metrics.evals)]))
-    name = html.escape(run_dir.resolve().name)
+    name = as_html(run_dir.resolve().name)
     here = Path(__file__)
     return f"""<!doctype html>
 <html lang="en">
@@ -67,7 +67,7 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
 <body>
 <main>
 <header><div class="title"><h1>{name}</h1>{_status(metrics)}</div>
-<p>{html.escape(plan_line)}</p>{_ending(metrics)}</header>
+<p>{as_html(plan_line)}</p>{_ending(metrics)}</header>
 <dl class="tiles">
 {_tiles(metrics)}</dl>
 <section class="charts">
@@ -77,7 +77,7 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
 {_panel("Plan", _schedule(_json(run_dir / "plan.json")) + _plan_text(plan_rest))}
 {_panel("Configuration", _settings(redact(_json(run_dir / "config.json"))))}
 <footer>Written by zerojax on {time.strftime("%Y-%m-%d at %H:%M")} from metrics.jsonl, plan.txt,
-plan.json and config.json in {html.escape(str(run_dir))}.{_unreadable(metrics)}</footer>
+plan.json and config.json in {as_html(str(run_dir))}.{_unreadable(metrics)}</footer>
 </main>
 <script type="application/json" id="data">{_embedded(charts, ends)}</script>
 <script>
@@ -243,14 +243,14 @@ def _status(metrics: Metrics) -> str:
 def _ending(metrics: Metrics) -> str:
     """The message with which a run failed or was interrupted."""
     ended = ending(metrics)
-    return "" if ended is None else f'<p class="ending">{html.escape(redact(ended[1]))}</p>'
+    return "" if ended is None else f'<p class="ending">{as_html(redact(ended[1]))}</p>'
 
 
 def _tiles(metrics: Metrics) -> str:
     tiles = [*_learning_tiles(metrics), *_machine_tiles(metrics)]
     return "".join(
-        f"<div class='tile'><dt>{html.escape(label)}</dt><dd>{html.escape(value)}"
-        f"<small>{html.escape(note) or '&nbsp;'}</small></dd></div>\n"
+        f"<div class='tile'><dt>{as_html(label)}</dt><dd>{as_html(value)}"
+        f"<small>{as_html(note) or '&nbsp;'}</small></dd></div>\n"
         for label, value, note in tiles
     )
 
@@ -338,10 +338,10 @@ def _settings(config: Mapping[str, Any]) -> str:
     blocks = []
     for title, values in sections.items():
         rows = "".join(
-            f"<tr><td>{html.escape(key)}</td><td>{html.escape(_setting(value))}</td></tr>"
+            f"<tr><td>{as_html(key)}</td><td>{as_html(_setting(value))}</td></tr>"
             for key, value in values.items()
         )
-        blocks.append(f"<div><h3>{html.escape(title)}</h3><table>{rows}</table></div>")
+        blocks.append(f"<div><h3>{as_html(title)}</h3><table>{rows}</table></div>")
     return f'<div class="settings">{"".join(blocks)}</div>' if blocks else ""
 
 
@@ -354,7 +354,7 @@ def _setting(value: Any) -> str:
 
 
 def _plan_text(text: str) -> str:
-    return f"<pre>{html.escape(text.strip())}</pre>" if text.strip() else ""
+    return f"<pre>{as_html(text.strip())}</pre>" if text.strip() else ""
 
 
 def _schedule(plan: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from zerojax.config import ConfigError, LogConfig
+from zerojax.display import printable
 from zerojax.metrics import console
 from zerojax.metrics.events import EventWriter
 from zerojax.metrics.jsonl import FILE_NAME, MetricsFile, read_metrics
@@ -123,7 +124,8 @@ class RunLog:
             return
         plan_line, plan_table = redact(plan_line), redact(plan_table)
         reasons, plan_dict, config_dict = redact([*reasons]), redact(plan_dict), redact(config_dict)
-        summary = "\n".join([plan_line, "", *(f"- {reason}" for reason in reasons), "", plan_table])
+        shown = (f"- {printable(reason)}" for reason in reasons)
+        summary = printable("\n".join([plan_line, "", *shown, "", plan_table]), is_page=True)
         self._make_folder()
         (self.run_dir / "plan.txt").write_text(summary + "\n", encoding="utf-8")
         for name, value in (("plan.json", plan_dict), ("config.json", config_dict)):

@@ -5,8 +5,7 @@ Knows tables, costs and shapes; the picture for a terminal is in `picture`.
 
 from __future__ import annotations
 
-from html import escape
-
+from zerojax.display import as_html
 from zerojax.schedules.picture import label
 from zerojax.schedules.simulation import Costs, Simulation, simulate, tick_starts, used_slots
 from zerojax.schedules.table import Operation, Schedule
@@ -46,7 +45,7 @@ def draw_svg(schedule: Schedule, costs: Costs | None = None) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
         f'viewBox="0 0 {width:.0f} {height}" font-family="sans-serif" font-size="12">',
-        f"<title>{escape(_title(schedule))}</title>",
+        f"<title>{as_html(_title(schedule))}</title>",
         f'<rect width="{width:.0f}" height="{height}" fill="#ffffff"/>',
         *_heading(schedule, simulation),
         *_lanes(schedule, starts[-1] * scale),
@@ -72,7 +71,7 @@ def _title(schedule: Schedule) -> str:
 
 
 def _text(x: float, y: float, text: str, extra: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{as_html(text)}</text>'
 
 
 def _heading(schedule: Schedule, simulation: Simulation) -> list[str]:
