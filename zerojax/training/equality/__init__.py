@@ -21,6 +21,7 @@ import numpy as np
 
 from zerojax import trees
 from zerojax.config.checks import check_kind, check_whole_number
+from zerojax.config.keywords import names_keywords
 from zerojax.training.equality.checking import MICROBATCHES, Request, check_here
 from zerojax.training.equality.result import CheckResult as CheckResult
 from zerojax.training.equality.result import ComparedRun as ComparedRun
@@ -38,6 +39,7 @@ _JAX_SETTINGS = (
 """Settings of JAX that change what a model computes, passed on to the child."""
 
 
+@names_keywords()
 def check(
     model: Any,
     batch: Any,
