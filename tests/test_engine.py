@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import UserDict
 
 import jax
 import jax.numpy as jnp
@@ -230,6 +231,12 @@ def test_micro_batches_may_come_from_an_iterator(trained):
 
 
 @pytest.mark.slow
+def test_a_batch_of_a_tokenizer_of_hugging_face_is_a_dict(trained):
+    engine, *_ = trained
+    loss = engine.eval_batch(batch(7))
+    np.testing.assert_array_equal(engine.eval_batch(UserDict(batch(7))), loss)
+
+
 def test_micro_batches_may_be_torchs(trained):
     torch = pytest.importorskip("torch", reason="torch is an extra of the tests")
     check_micro_batches(trained[0], torch.from_numpy)
@@ -299,6 +306,9 @@ def test_weights_of_hugging_face_go_in_and_come_out(tmp_path):
         (lambda e: e.stepp, AttributeError, "the engine has no 'stepp'$"),
         (lambda e: [*e], TypeError, "returns the engine alone"),
         (lambda e: e.train_batch(), TypeError, "one of them"),
+        (lambda e: e.train_batch(iter([batch(0)])), TypeError, "pass data_iter=it"),
+        (lambda e: e.train_batch(data_iter=[batch(0)]), TypeError, "list, which is no iterator"),
+        (lambda e: e.eval_batch(data_itr=iter([])), TypeError, "did you mean 'data_iter'"),
         (lambda e: e.train_batch(batch(0, 16)), ValueError, "16 rows .* train_batch_size is 32"),
         (lambda e: e.train_batch({"x": batch(0)["x"]}), ValueError, "missing"),
         (lambda e: initialize(CONFIG | {"optimiser": {}}), zerojax.ConfigError, "optimizer"),

@@ -25,7 +25,7 @@ def with_keywords():
     for module in (zerojax, config):
         for name in module.__all__:
             value = getattr(module, name)
-            is_error = isinstance(value, type) and issubclass(value, Exception)
+            is_error = isinstance(value, type) and issubclass(value, BaseException)
             if not callable(value) or is_error or name in RESULTS | OTHER_WORDS:
                 continue
             parameters = inspect.signature(value).parameters.values()

@@ -5,7 +5,8 @@ Knows trees of arrays; never a mesh or a plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,14 +21,38 @@ def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int)
       data_iter: in its place: an iterator of which `num_microbatches` are taken and joined.
 
     Raises:
-      TypeError: both, or neither. StopIteration: of `data_iter`.
+      TypeError: both, or neither, or what gives batches. StopIteration: of `data_iter`.
     """
     if (batch is None) == (data_iter is None):
         raise TypeError("pass a batch or data_iter=, one of them")
     if data_iter is None:
-        return jax.tree.map(as_array, batch)
-    parts = [jax.tree.map(as_array, next(data_iter)) for _ in range(num_microbatches)]
+        _check_is_batch(batch)
+        return as_arrays(batch)
+    if not isinstance(data_iter, Iterator):
+        raise TypeError(
+            f"data_iter is a {type(data_iter).__name__}, which is no iterator; make one before the "
+            "loop, it = iter(loader), and pass data_iter=it"
+        )
+    parts = [as_arrays(next(data_iter)) for _ in range(num_microbatches)]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def _check_is_batch(batch: Any) -> None:
+    """Refuses a loader, a dataset or a generator in the place of one batch."""
+    is_tree = isinstance(batch, Mapping | Sequence) or hasattr(batch, "shape")
+    gives = isinstance(batch, Iterator) or hasattr(batch, "__getitem__")
+    if not is_tree and (gives or isinstance(batch, Iterable)):
+        raise TypeError(
+            f"the batch is a {type(batch).__name__}, which gives batches; make an iterator before "
+            "the loop, it = iter(loader), and pass data_iter=it"
+        )
+
+
+def as_arrays(batch: Any) -> Any:
+    """A batch with arrays of numpy or JAX in the place of others, such as torch's tensors."""
+    if isinstance(batch, UserDict):  # what tokenizers of Hugging Face return
+        batch = dict(batch)
+    return jax.tree.map(as_array, batch)
 
 
 def as_array(leaf: Any) -> Any:

@@ -24,7 +24,7 @@ from zerojax.config.keywords import names_keywords
 from zerojax.data import abstract_global, shard_batch
 from zerojax.distributed import join_processes
 from zerojax.engine.absent import Absent
-from zerojax.engine.batches import as_array, as_batch
+from zerojax.engine.batches import as_arrays, as_batch
 from zerojax.engine.closing import close_at_exit
 from zerojax.engine.guard import Guard
 from zerojax.engine.journal import Journal
@@ -250,7 +250,7 @@ class Engine(Progress, Absent):
 
         `train_batch` and `eval_batch` do this with their first batch.
         """
-        example = jax.tree.map(as_array, example_batch)
+        example = as_arrays(example_batch)
         if self.plan is None:
             self._settle_rows(example)
         self._check_rows(example)
