@@ -329,14 +329,21 @@ def test_only_what_is_read_is_compared(run: Path) -> None:
             assert checkpointer.restore(abstract_on(2), unread=["a/kernel"]).step == 2
 
 
-def test_copies_that_differ_are_not_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("x", "one of them has computed something wrong"), ("extras/seen", "what the model writes")],
+)
+def test_copies_that_differ_are_not_saved(tmp_path: Path, name: str, cause: str) -> None:
+    """A model's own state may differ without a fault of a device."""
     sharding = NamedSharding(make_mesh(2), P())
     parts = [jax.device_put(np.float32([1, i]), d) for i, d in enumerate(jax.devices()[:2])]
     x = jax.make_array_from_single_device_arrays((2,), sharding, parts)
     checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, {"x": jax.device_put(np.float32([1, 0]), sharding)}, **ABOUT)
-    checkpointer.save(2, {"x": x}, **ABOUT)
-    text = "step 2 was not saved .* devices 0 and 1 hold different copies of 'x'.* intact: 1$"
+    good = jax.device_put(np.float32([1, 0]), sharding)
+    for step, value in ((1, good), (2, x)):
+        tree = {"extras": {"seen": value}} if name.startswith("extras") else {name: value}
+        checkpointer.save(step, tree, **ABOUT)
+    text = f"2 was not saved .* 0 and 1 hold different copies of '{name}', so {cause}.* intact: 1$"
     with pytest.raises(CheckpointError, match=text):
         checkpointer.wait()
     checkpointer.close()

@@ -46,9 +46,9 @@ def build_step(plan: Planned) -> Any:
       largest gradient) and "largest_share" (float32, its part of the sum of squares), "skipped"
       (int32, 1 when loss or gradients were not finite and nothing but the counters changed) and
       "num_skipped" (int32, of the run so far), and the loss's own metrics under their names
-      (float32, the mean over the global batch; NaN where its weight is 0). With a
-      loss scale also "loss_scale" (float32, that of this step) and "at_floor" (bool, it overflowed
-      although the scale could not be lower). With `update_in_backward` "skipped" is 1 when the loss
+      (float32, the mean over the global batch; NaN where its weight is 0). With a loss scale also
+      "loss_scale" (float32, that of this step) and "at_floor" (bool, it overflowed although the
+      scale could not be lower). With `update_in_backward` "skipped" is 1 when the loss
       was not finite, and nothing changed, or when a gradient was not: layers after it were updated.
       `step.lower(...)` gives the program. A loop that never waits queues steps without end: wait
       for a metric at least every 64 steps (`Trainer` does).
@@ -188,8 +188,8 @@ def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:
     Returns:
       `evaluate(state, batch) -> {"loss": sum, "weight": sum}`, float32 scalars over the global
       batch; with own metrics also `"metrics": {name: {"sum": ..., "weight": ...}}`. The model runs
-      in evaluation mode; the state is not donated and does not change. One
-      that was given to a step is refused with a ValueError.
+      in evaluation mode; the state is not donated and does not change. One that was given to a step
+      is refused with a ValueError.
     """
     config = pass_config(plan)
     fixed = config.virtual_shards is not None

@@ -201,6 +201,20 @@ def _await(save: Save, writing: arrays.Write) -> None:
     done.result()
 
 
+def _cause(name: str) -> str:
+    """Why copies of an array differ, and what to do."""
+    if name.startswith("extras/"):
+        return (
+            "what the model writes there is another value on each device, as from jax.pure_callback"
+            " or the time, or one of them has computed something wrong; make it the same"
+            " everywhere, or go on from an earlier step"
+        )
+    return (
+        "one of them has computed something wrong; go on from an earlier step, without that device"
+        " if it happens again"
+    )
+
+
 def _fingerprints(save: Save, parts: list[Part]) -> dict[str, str]:
     """Name -> fingerprint, from what all processes have found.
 
@@ -215,8 +229,7 @@ def _fingerprints(save: Save, parts: list[Part]) -> dict[str, str]:
         if differing is not None:
             raise DivergedError(
                 f"devices {differing[0]} and {differing[1]} hold different copies of {name!r}, so"
-                " one of them has computed something wrong; go on from an earlier step, without"
-                " that device if it happens again"
+                f" {_cause(name)}"
             )
         found[name] = as_text(whole(leaf, sums))
     if save.write_pieces is not None:
