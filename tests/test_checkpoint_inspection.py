@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -40,22 +41,23 @@ def run(original: Path, tmp_path: Path) -> Path:
 def make_newer(step: Path) -> None:
     """As a later version would write it."""
     body = json.loads((step / metadata.FILE_NAME).read_text())
-    body = {"format": metadata.FORMAT + 1} | {n: x for n, x in body.items() if n != "format"}
+    body = {n: x for n, x in body.items() if n not in ("format", "sections", "checksum")}
+    body = {"format": metadata.FORMAT + 1, **body}
     (step / metadata.FILE_NAME).write_text(seals.seal(body))
 
 
 @contextlib.contextmanager
 def refused(path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Reads of a file are answered with an error, as those of a file server may be."""
-    read = Path.read_bytes
+    read = metadata.read_bytes
 
-    def read_bytes(self: Path) -> bytes:
-        if self == path:
+    def read_bytes(where: Path, **options: Any) -> bytes:
+        if where == path:
             raise OSError(code, os.strerror(code), str(path))
-        return read(self)
+        return read(where, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", read_bytes)
+        patch.setattr(metadata, "read_bytes", read_bytes)
         yield
 
 

@@ -81,7 +81,6 @@ def test_it_plans_what_train_would_run(words, monkeypatch):
     config = settings(*words)
     seen = []
     monkeypatch.setattr(runs, "start_run", lambda run, plan, *rest: seen.append(plan))
-    monkeypatch.setattr(runs, "save_tokenizer", lambda *_: None)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     runs.run_from_config(config)
     planned = plan_from_config(config, 8)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -169,3 +170,20 @@ def test_one_refusal(name, monkeypatch, tmp_path):
     assert isinstance(ours, ValueError), ours
     assert type(ours) is type(theirs)
     assert str(ours) == str(theirs)
+
+
+def test_one_wording_of_warnings_at_the_line_of_the_call(tmp_path, monkeypatch):
+    config = {"zero_optimization": {"stage": 2}, "_comment": "mine", "optimizer": ADAMW}
+    told = []
+    for way in ("train", "initialize"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert isinstance(planned(way, Regression, config, monkeypatch, tmp_path), zerojax.Plan)
+        told.append([(each.category, str(each.message), each.filename) for each in caught])
+    assert told[0] == told[1]
+    path = tmp_path / "ds_config.json"
+    assert {file for _, _, file in told[0]} == {__file__}
+    assert (
+        UserWarning,
+        f"{path}: _comment: unknown key, which has no effect, as in DeepSpeed",
+    ) in [each[:2] for each in told[0]]

@@ -22,11 +22,10 @@ import json
 import math
 import os
 import re
-import reprlib
 import stat
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from zerojax.display import quoted
 
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
@@ -88,8 +87,12 @@ def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
 
 def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "of an unknown kind")
-        raise JsonError(f"is {kind}, not a regular file", path)
+        raise JsonError(f"is {kind_of(status)}, not a regular file", path)
+
+
+def kind_of(status: os.stat_result) -> str:
+    """What a file is that is no regular one: "a named pipe"."""
+    return _KINDS.get(stat.S_IFMT(status.st_mode), "of an unknown kind")
 
 
 def read_bytes(
@@ -209,35 +212,13 @@ def inside(name: Any) -> bool:
     return all(part not in ("", ".", "..") for part in name.split("/"))
 
 
-def check_inside(folder: Path, name: str) -> None:
-    """Refuses a name whose way below a folder goes through a symbolic link.
-
-    Raises:
-      JsonError: a part of it is a link.
-      OSError: what the system says.
-    """
-    way: Sequence[str] = name.split("/")
-    for count in range(1, len(way)):
-        between = folder.joinpath(*way[:count])
-        if stat.S_ISLNK(os.lstat(between).st_mode):
-            raise JsonError("is a symbolic link, not a folder", between)
-
-
-def shortened(value: Any, most: int = 60) -> str:
-    """What a value looks like in an error text: one line, no control characters, bounded."""
-    brief = reprlib.Repr()
-    brief.maxstring = brief.maxother = brief.maxlong = most
-    text = brief.repr(value)
-    return text if len(text) <= most + 2 else f"{text[:most]}..."
-
-
 def _without_equal_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise JsonError(f"has the key {shortened(key)} twice in one object")
+                raise JsonError(f"has the key {quoted(key)} twice in one object")
             seen.add(key)
     return found
 
@@ -251,7 +232,7 @@ def _float(max_digits: int, finite: bool, text: str) -> float:
     _check_digits(max_digits, text)
     value = float(text)
     if finite and math.isinf(value):
-        raise JsonError(f"has the number {shortened(text)}, which is beyond the range of a float")
+        raise JsonError(f"has the number {quoted(text)}, which is beyond the range of a float")
     return value
 
 
@@ -277,4 +258,4 @@ def _check_text(value: Any) -> None:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise JsonError(f"has a text with half a character: {shortened(value)}") from None
+            raise JsonError(f"has a text with half a character: {quoted(value)}") from None

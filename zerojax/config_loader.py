@@ -143,7 +143,7 @@ def load_dataclass(
         return build(overrides, where)
     except ConfigError as error:
         known = [where[key] for key in _prefixes(error.key) if key in where]
-        place = next(filter(None, [*known, error.where, str(path or "")]), "")
+        place = next((x for x in (*known, error.where, str(path or "")) if x), "")
         if place != _COMMAND_LINE and (culprit := _culprit(build, overrides)) is not None:
             place = f"{_COMMAND_LINE}: {cut(culprit, _MAX_NAME)}"
         raise ConfigError(error.message, error.key, place) from None

@@ -32,6 +32,8 @@ import warnings
 from pathlib import Path
 from typing import Literal
 
+from zerojax.display import cut, printable
+
 NAME = "writer.lock"
 BEAT = 5.0
 """Seconds between renewals."""
@@ -66,7 +68,8 @@ class _Holder:
         self.token = fields.get("token", "")
 
     def __str__(self) -> str:
-        process, host, since = map(_printable, (self.process, self.host, self.since))
+        texts = (self.process, self.host, self.since)
+        process, host, since = (printable(cut(text, 80)) or "unknown" for text in texts)
         return f"process {process} on {host}, since {since}"
 
     @property
@@ -459,7 +462,3 @@ def _fields_of(process: str) -> list[str]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return []
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:80]) or "unknown"

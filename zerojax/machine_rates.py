@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax.bounded_json import load
 from zerojax.system_memory import nearest_folder
 from zerojax.user_cache import replace_text, user_cache
 
@@ -130,7 +131,7 @@ def _path() -> Path | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = load(path)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zerojax.abstract_state import LayerRows
@@ -58,7 +59,8 @@ def fit_padding(
     dtypes = {name: _dtype(params[name].dtype, precision) for name in leaves}
     true = {name: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) for name, leaf in leaves.items()}
     layers = frozenset(name for name in stacks if name in leaves)
-    tx = with_raw_keys(_fit_keywords(tx, true, layers), true)
+    fitted, traced = _fit_keywords(tx, true, layers)
+    tx = with_raw_keys(fitted, true)
     dims = {name: _padded_dims(leaf) for name, leaf in leaves.items()}
     if not any(dims.values()):
         return tx, []
@@ -66,7 +68,15 @@ def fit_padding(
         name: jax.ShapeDtypeStruct(leaf.stored_shape, dtypes[name]) for name, leaf in leaves.items()
     }
     has_empty_rows = any(-1 in (leaf.layer_rows or ()) for leaf in leaves.values())
-    why = why_padding_shows(tx, true, stored, dims, layers, stays_zero=has_empty_rows)
+    why = why_padding_shows(
+        tx,
+        true,
+        stored,
+        dims,
+        layers,
+        stays_zero=has_empty_rows,
+        traced=traced if tx is fitted else None,
+    )
     if why is None:
         return tx, []
     changed = {name: leaf for name, leaf in leaves.items() if dims[name]}
@@ -143,8 +153,8 @@ class _Forms:
 
 def _fit_keywords(
     tx: optax.GradientTransformation, true: Structs, layers: frozenset[str]
-) -> optax.GradientTransformation:
-    """The transformation, without the keywords of `zerojax.optim.told` that it does not take.
+) -> tuple[optax.GradientTransformation, ClosedJaxpr]:
+    """The transformation without the keywords that it does not take, and its update, traced.
 
     Raises:
       ValueError: it needs a keyword that a step does not have, fails on these parameters, or
@@ -176,7 +186,7 @@ def _fit_keywords(
             f"is given ({what}); transformations of gradients of single examples have no place "
             "here, and others return updates like the parameters and a state like that of init"
         )
-    return fitted
+    return fitted, found
 
 
 def _without_keywords(

@@ -4,6 +4,9 @@ Knows files and bytes; never arrays, steps, or what is done about damage.
 
 A file belongs to the process whose number is in its name, as in `process_3`, all others to the
 first: that process has written it, so it also sums it up and sees that it reaches the disk.
+
+A step's folder may be reached through links. What is in it has to be folders and regular files:
+anything else, links included, is damage, and is neither followed nor opened.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ import concurrent.futures
 import itertools
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from zerojax.bounded_json import JsonError, kind_of, open_regular
 from zerojax.checkpoint.errors import Damage, is_damage, reason
 
 SMALL = 1 << 20
@@ -39,7 +44,7 @@ def sizes_of(folder: Path) -> dict[str, int]:
 
     Files that have gone since they were listed, as beside a run that is saving, are left out.
     """
-    found = {name: _if_there(os.stat, folder / name) for name in names_below(folder)}
+    found = {name: _if_there(os.lstat, folder / name) for name in names_below(folder)}
     return {name: status.st_size for name, status in found.items() if status is not None}
 
 
@@ -69,11 +74,12 @@ def checksum(path: Path) -> str:
     """CRC-32 of a file, 8 hexadecimal digits; read in blocks.
 
     Raises:
+      JsonError: it is no regular file.
       OSError: what the system says.
     """
     total, block = 0, bytearray(_BLOCK)
     view = memoryview(block)
-    with path.open("rb", buffering=0) as file:
+    with open(open_regular(path, follow=False), "rb", buffering=0) as file:
         while count := file.readinto(block):
             total = zlib.crc32(view[:count], total)
     return f"{total:08x}"
@@ -108,15 +114,45 @@ def to_disk(path: str | os.PathLike[str]) -> None:
 
 
 def wrong_sizes(folder: Path, sizes: Mapping[str, int]) -> Iterator[Damage]:
-    """The files, in name order, that are missing or have other sizes."""
+    """What is below a folder and no file, then the files that are missing or have other sizes.
+
+    Args:
+      folder: of a step.
+      sizes: name -> bytes; every name that of a file below the folder.
+
+    Raises:
+      OSError: what the system says, for a reason that is no damage.
+    """
+    there: dict[str, int] = {}
+    for name, status in _entries(folder, ""):
+        if stat.S_ISREG(status.st_mode):
+            there[name] = status.st_size
+        else:
+            yield Damage(file=name, what=f"is {kind_of(status)}, not a regular file")
     for name, size in sorted(sizes.items()):
-        try:
-            found = (folder / name).stat().st_size
-        except FileNotFoundError:
+        found = there.get(name)
+        if found is None:
             yield Damage(file=name, what="is missing")
-            continue
-        if found != size:
+        elif found != size:
             yield Damage(file=name, what=f"has {found} bytes instead of {size}")
+
+
+def _entries(folder: Path, before: str) -> Iterator[tuple[str, os.stat_result]]:
+    """(name, status) of all that is below a folder and no folder, sorted; follows no link."""
+    try:
+        with os.scandir(folder) as scanned:
+            entries = sorted(scanned, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return  # as beside a run that is deleting it
+    for entry in entries:
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISDIR(status.st_mode):
+            yield from _entries(folder / entry.name, f"{before}{entry.name}/")
+        else:
+            yield f"{before}{entry.name}", status
 
 
 def wrong_checksums(folder: Path, checksums: Mapping[str, str]) -> Iterator[Damage]:
@@ -139,6 +175,8 @@ def _checked(path: Path, expected: str) -> str | None:
         return None if checksum(path) == expected else "does not match its checksum"
     except FileNotFoundError:
         return "is missing"
+    except JsonError as error:
+        return error.what
     except OSError as error:
         if not is_damage(error):
             raise

@@ -6,13 +6,13 @@ Knows metadata, file sizes and names of folders; reads only, so a running traini
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax.bounded_json import load
 from zerojax.checkpoint import files, folders
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, reason
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_metadata
@@ -126,7 +126,7 @@ def _named_by_run(path: Path) -> list[Path]:
 def run_settings(path: Path) -> dict[str, Any]:
     """The settings in a run's folder; {} where there are none to be read."""
     try:
-        settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        settings = load(path / "config.json")
     except (OSError, ValueError):
         return {}
     return settings if isinstance(settings, dict) else {}

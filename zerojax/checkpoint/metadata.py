@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import math
 import platform
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.bounded_json import MAX_BYTES, MAX_DEPTH, MAX_DIGITS, JsonError, loads, read_bytes
 from zerojax.checkpoint import seals
 from zerojax.checkpoint.errors import (
     CheckpointError,
@@ -31,6 +31,8 @@ from zerojax.checkpoint.errors import (
     is_damage,
     reason,
 )
+from zerojax.checkpoint.metadata_fields import problem_with
+from zerojax.display import quoted
 
 FORMAT = 2
 FILE_NAME = "metadata.json"
@@ -125,9 +127,18 @@ def make_metadata(
 
 
 def write_metadata(folder: Path, metadata: Metadata) -> None:
-    """Writes `metadata.json` into `folder`."""
-    body = {"format": FORMAT} | dataclasses.asdict(metadata)
-    (folder / FILE_NAME).write_text(seals.seal(body), encoding="utf-8")
+    """Writes `metadata.json` into `folder`.
+
+    Raises:
+      CheckpointError: it would be larger than what is read.
+    """
+    content = seals.seal({"format": FORMAT} | dataclasses.asdict(metadata)).encode("utf-8")
+    if len(content) > MAX_BYTES:
+        raise CheckpointError(
+            f"step {metadata.step} was not saved: its {FILE_NAME} would have {len(content)} bytes,"
+            f" and {MAX_BYTES} are read; keep less in data_state, config and plan"
+        )
+    (folder / FILE_NAME).write_bytes(content)
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -137,20 +148,18 @@ def read_metadata(folder: Path) -> Metadata:
       DamagedError: no such file, not ours, or changed after it was written.
       MachineError: not readable now. CheckpointError: of a newer format.
     """
-    path = folder / FILE_NAME
     try:
-        content = path.read_bytes()
+        content = read_bytes(folder / FILE_NAME, follow=False)
+        body = loads(content)
     except FileNotFoundError:
         raise _damaged(folder, "is missing") from None
+    except JsonError as error:
+        raise _damaged(folder, error.what) from None
     except OSError as error:
         if not is_damage(error):
             raise MachineError(
                 f"checkpoint {folder} cannot be read now: {reason(error)}"
             ) from error
-        raise _damaged(folder, f"cannot be read ({reason(error)})") from error
-    try:
-        body = json.loads(content)
-    except ValueError as error:
         raise _damaged(folder, f"cannot be read ({reason(error)})") from error
     if not isinstance(body, dict):
         raise _damaged(folder, "has no format number, so zerojax did not write it")
@@ -158,12 +167,14 @@ def read_metadata(folder: Path) -> Metadata:
         names = ", ".join(seals.changed_values(body)) or "no value, but its text"
         raise _damaged(folder, f"was changed after it was written: {names}")
     number = body.get("format")
-    if not isinstance(number, int):
+    if type(number) is not int:
         raise _damaged(folder, "has no format number, so zerojax did not write it")
     if number > FORMAT:
-        writer = body.get("versions", {}).get("zerojax", "unknown")
+        versions = body.get("versions")
+        writer = versions.get("zerojax", "unknown") if isinstance(versions, dict) else "unknown"
         raise CheckpointError(
-            f"{folder} has checkpoint format {number}, written by zerojax {writer}; this version"
+            f"{folder} has checkpoint format {number}, written by zerojax"
+            f" {quoted(writer).strip(chr(39))}; this version"
             f" reads formats up to {FORMAT}; update zerojax"
         )
     known = dataclasses.fields(Metadata)
@@ -171,6 +182,9 @@ def read_metadata(folder: Path) -> Metadata:
     missing = [name for name in needed if name not in body]
     if missing:
         raise _damaged(folder, f"lacks {missing[0]!r}: it was changed by hand")
+    problem = problem_with(body)
+    if problem is not None:
+        raise _damaged(folder, f"was changed by hand: {problem}")
     return Metadata(**{field.name: body[field.name] for field in known if field.name in body})
 
 
@@ -224,8 +238,18 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _check_json(value: Any, where: str) -> None:
-    """Refuses what JSON would lose or change: integer keys, arrays, non-finite numbers."""
+def _check_json(value: Any, where: str, depth: int = 2) -> None:
+    """Refuses what JSON would lose or change, and what would not be read again.
+
+    These are integer keys, arrays, non-finite numbers; text that is not Unicode, numbers of too
+    many digits, and what is nested too deeply.
+    """
+    if isinstance(value, dict | list | tuple) and depth > MAX_DEPTH:
+        raise TypeError(f"{where[:80]}... is nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, str):
+        _check_text(value, where)
+    elif type(value) is int and abs(value) >= 10 ** (MAX_DIGITS - 1):
+        raise TypeError(f"{where} has {MAX_DIGITS} digits or more; store it as a string")
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -233,10 +257,11 @@ def _check_json(value: Any, where: str) -> None:
                     f"{where} has the key {key!r} of type {type(key).__name__}; a checkpoint stores"
                     f" only string keys; use {str(key)!r}"
                 )
-            _check_json(item, f"{where}[{key!r}]")
+            _check_text(key, where)
+            _check_json(item, f"{where}[{key!r}]", depth + 1)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            _check_json(item, f"{where}[{index}]")
+            _check_json(item, f"{where}[{index}]", depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
         raise TypeError(f"{where} is {value}, which JSON does not have; use None or a string")
     elif value is not None and type(value) not in (bool, int, float, str):
@@ -244,3 +269,10 @@ def _check_json(value: Any, where: str) -> None:
             f"{where} is a {type(value).__name__}; a checkpoint stores None, bool, int, float, str,"
             " lists and dicts of these"
         )
+
+
+def _check_text(text: str, where: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise TypeError(f"{where} has {quoted(text)}, which is not Unicode text") from None

@@ -28,6 +28,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.bounded_json import load
+from zerojax.display import quoted
 from zerojax.store.boxes import Box, Shape, box_of, parts_of_run, slices_of
 
 FILE_NAME = "packs.json"
@@ -49,6 +51,8 @@ _PLAIN = frozenset(
     ("float32", "int32", "uint32", "bfloat16", "float16", "int16", "uint16", "int8", "uint8")
 )
 _FORMAT = 1
+_MOST_BYTES = 256 << 20
+"""Of the table: 40 for each device that has a part of an array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,17 +105,18 @@ class Table:
           ValueError: the table does not have all of it.
         """
         place = self._places[name]
-        result, found = np.empty(box[1], pack.dtype), 0
+        result, is_there = np.empty(box[1], pack.dtype), np.zeros(box[1], bool)
         for run in place.runs:
             parts = parts_of_run((run.start, run.shape), (run.first, run.count), None, box)
             for before, size, inside, common in parts:
                 at = run.offset + before
                 whole = pack[at : at + int(np.prod(size, dtype=np.int64))].reshape(size)
-                target = result[(*slices_of(common, box[0]), ...)]
-                target[...] = whole[inside]
-                found += target.size
-        if found != result.size:
-            raise ValueError(f"{name}: {found} of {result.size} elements are in {place.pack}")
+                at_box = (*slices_of(common, box[0]), ...)
+                result[at_box], is_there[at_box] = whole[inside], True
+        if not is_there.all():
+            raise ValueError(
+                f"{quoted(name)}: {np.sum(is_there)} of {result.size} elements are in {place.pack}"
+            )
         return result
 
     def save(self, folder: Path) -> None:
@@ -135,20 +140,41 @@ def load_table(folder: Path) -> Table:
       OSError: what the system says.
     """
     try:
-        text = (folder / FILE_NAME).read_text(encoding="utf-8")
+        body = load(folder / FILE_NAME, max_bytes=_MOST_BYTES, follow=False)
     except FileNotFoundError:
         return Table({})
-    body = json.loads(text)
-    if body["format"] != _FORMAT:
-        raise ValueError(f"{FILE_NAME} is of format {body['format']}, this version reads {_FORMAT}")
-    places = {}
-    for name, entry in body["arrays"].items():
-        runs = [
-            _Run(tuple(start), tuple(shape), first, count, offset)
-            for start, shape, first, count, offset in entry.pop("runs")
-        ]
-        places[name] = _Place(runs=runs, **entry)
-    return Table(places)
+    if not isinstance(body, dict) or not isinstance(body.get("arrays"), dict):
+        raise ValueError(f"{FILE_NAME} has no table of arrays")
+    if body.get("format") != _FORMAT:
+        raise ValueError(
+            f"{FILE_NAME} is of format {quoted(body.get('format'))}, this version reads {_FORMAT}"
+        )
+    return Table({name: _as_place(name, entry) for name, entry in body["arrays"].items()})
+
+
+def _as_place(name: str, entry: Any) -> _Place:
+    """The entry of an array in the table.
+
+    Raises:
+      ValueError: it is none, or tells of elements that cannot be.
+    """
+    try:
+        pack, elements, dtype = entry["pack"], entry["elements"], entry["dtype"]
+        runs = [_Run(tuple(a), tuple(b), *rest) for a, b, *rest in entry["runs"]]
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"{FILE_NAME} has no place for {quoted(name)}") from None
+    numbers = [elements]
+    for run in runs:
+        numbers += [*run.start, *run.shape, run.first, run.count, run.offset]
+    if not (isinstance(pack, str) and pack.startswith(PREFIX) and dtype in _PLAIN):
+        raise ValueError(f"{FILE_NAME} has {quoted(pack)} of {quoted(dtype)} for {quoted(name)}")
+    if not all(type(number) is int and 0 <= number <= 2**31 for number in numbers):
+        raise ValueError(f"{FILE_NAME} has places for {quoted(name)} that are no places")
+    for run in runs:
+        fits = run.first + run.count <= math.prod(run.shape) and run.offset + run.count <= elements
+        if len(run.start) != len(run.shape) or not fits:
+            raise ValueError(f"{FILE_NAME} has places for {quoted(name)} that overlap an end")
+    return _Place(pack, elements, dtype, runs)
 
 
 def stack(arrays: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Table]:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zerojax.bounded_json import loads, read_bytes
 from zerojax.checkpoint.errors import (
     GivenUpError,
     MachineError,
@@ -147,13 +148,13 @@ def _read(folder: Path, name: str) -> Part:
     match = _NOTE.fullmatch(name)
     assert match is not None
     if match[2] is None:
-        return _parsed((folder / name).read_text(encoding="utf-8"))
+        return _parsed(read_bytes(folder / name, follow=False))
     error = OSError(int(match[2]), os.strerror(int(match[2])))
     return Part(error=reason(error), disk_full=is_disk_full(error))
 
 
-def _parsed(text: str) -> Part:
-    body = json.loads(text)
+def _parsed(text: bytes) -> Part:
+    body = loads(text)
     sums = {
         name: {int(device): (first, second) for device, (first, second) in of_devices.items()}
         for name, of_devices in body["sums"].items()

@@ -29,6 +29,7 @@ from zerojax.cli.devices import run_one_program_at_a_time
 from zerojax.cli.progress import Progress
 from zerojax.config import MeshConfig, RunConfig, load
 from zerojax.data import as_feed, as_source
+from zerojax.display import show
 from zerojax.exit_codes import DIFFERS, OK
 from zerojax.losses import next_token
 from zerojax.model import as_model, bound_attribute, default_loss
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace, target: str, name: str) -> int:
     request = make_request(**parts, devices=devices, **options)
     with Progress(quiet=args.json) as progress:
         result = check_here(request, progress)
-    print(json.dumps(result.as_dict(), indent=2) if args.json else result.table())
+    show(json.dumps(result.as_dict(), indent=2) if args.json else result.table())
     return OK if result.agrees else DIFFERS
 
 

@@ -187,7 +187,7 @@ def _json_lines(file: Path) -> Iterator[str]:
                 continue
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file}:{number}: not JSON ({error}); fix the line") from error
             if not isinstance(value, dict) or not isinstance(value.get("text"), str):
                 raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from zerojax.bounded_json import JsonError, load
 from zerojax.data.subwords import (
     NUM_BYTES,
     BpeTokenizer,
@@ -204,9 +205,9 @@ def _stated_end(settings: Path) -> str | None:
 
 def _read_object(file: Path, what: str) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(file)!r} is not {what}: not JSON ({error})") from error
+        value = load(file)
+    except JsonError as error:
+        raise ValueError(f"{str(file)!r} is not {what}: it {error.what}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{str(file)!r} is not {what}: a JSON {type(value).__name__}")
     return value

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.bounded_json import JsonError, load
 from zerojax.data.corpus import TOKEN_SUFFIXES, find_files
 
 FORMAT = "zerojax-tokens"
@@ -247,11 +247,9 @@ def read_sidecar(file: Path) -> dict[str, Any]:
             "header, or make it again with `zerojax data prepare`"
         )
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{str(path)!r} is not JSON ({error}); write for example {minimal}"
-        ) from error
+        value = load(path)
+    except JsonError as error:
+        raise ValueError(f"{str(path)!r} {error.what}; write for example {minimal}") from error
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
         "dtype": (lambda x: x in DTYPES or file.suffix == ".npy", f"one of {', '.join(DTYPES)}"),
         "count": (lambda x: x is None or (type(x) is int and x >= 0), "a number of tokens"),

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax import bounded_json
 from zerojax.user_cache import VARIABLE, replace_text, user_cache
 
 FORMAT = 1
@@ -61,7 +62,7 @@ def load(key: str) -> dict[str, Any] | None:
         return None
     path = _path(folder, key)
     try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
+        entry = bounded_json.load(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerojax.bounded_json import loads
+
 FILE_NAME = "metrics.jsonl"
 OVERTAKEN = ("train", "eval")
 KINDS = ("start", "train", "eval", "event", "processes", "end")
@@ -75,7 +77,7 @@ def read_metrics(run_dir: str | Path) -> Metrics:
     unreadable = 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            record = json.loads(line)
+            record = loads(line, finite=False)
             kind, step = record["kind"], record["step"]
             lines = kept[kind]
         except (ValueError, KeyError, TypeError):

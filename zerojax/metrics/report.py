@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerojax import bounded_json
 from zerojax.display import as_html
 from zerojax.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, NATS_PER_TOKEN
 from zerojax.metrics.charts import Chart, Points, Series, draw, smooth, thin
@@ -399,4 +400,4 @@ def _text(path: Path) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(_text(path) or "{}")
+    return bounded_json.loads(_text(path) or "{}", finite=False)

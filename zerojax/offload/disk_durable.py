@@ -12,6 +12,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zerojax.bounded_json import loads, open_regular
 from zerojax.host_parts import array_of_parts
 from zerojax.offload.disk import DiskState, disk_leaves, store_folder
 from zerojax.offload.disk_weights import build_weights
@@ -32,6 +35,7 @@ from zerojax.trees import flatten_names, unflatten_like
 
 _FROZEN, _OF_GENERATION = "frozen.npz", re.compile(r"state-(\d+)\.npz")
 _ABOUT = "about"
+_OF_ARCHIVES = (zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 
 def write_rest(plan: Planned, disk: DiskState, state: TrainState) -> None:
@@ -83,7 +87,12 @@ def resume_step(plan: Planned) -> int | None:
     path = folder / f"state-{manifest.generation}.npz"
     if not manifest.durable or not path.exists():
         return None
-    return int(_unpacked(path)[0]["step"])
+    step = _unpacked(path)[0].get("step")
+    if step is None or step.ndim or step.dtype.kind not in "iu":
+        raise StoreError(
+            f"{path}: has no step; delete its folder to go on from the last checkpoint"
+        )
+    return int(step)
 
 
 def resume(plan: Planned) -> tuple[TrainState, dict[str, Any] | None]:
@@ -96,7 +105,7 @@ def resume(plan: Planned) -> tuple[TrainState, dict[str, Any] | None]:
     store = BucketStore.open(folder)
     try:
         arrays, about = _unpacked(folder / f"state-{store.generation}.npz")
-        if about["signature"] != _signature(plan):
+        if about.get("signature") != _signature(plan):
             raise StoreError(
                 f"{folder}: the optimizer's state there is of another model, optimizer, mesh, "
                 "order of layers or slicing than this run's; go on with what it was made with and "
@@ -113,7 +122,7 @@ def resume(plan: Planned) -> tuple[TrainState, dict[str, Any] | None]:
         raise
     state["params"] = {name: state["params"][name] for name in plan.abstract_state["params"]}
     state["disk"] = disk
-    return state, about["data_state"]
+    return state, about.get("data_state")
 
 
 def _may_be_there(plan: Planned) -> bool:
@@ -168,12 +177,24 @@ def _packed(arrays: dict[str, Any], about: dict[str, Any]) -> bytes:
 
 
 def _unpacked(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    with np.load(path) as file:
-        about = json.loads(file[_ABOUT].tobytes())
-        arrays = {
-            name: file[name].view(np.dtype(dtype)).reshape(shape)
-            for name, (dtype, shape) in about.pop("kinds").items()
-        }
+    """(arrays, what is said of them).
+
+    Raises:
+      StoreError: the file is not one that this version wrote.
+      OSError: what the system says.
+    """
+    try:
+        with open(open_regular(path, follow=False), "rb") as opened, np.load(opened) as file:
+            about = loads(file[_ABOUT].tobytes())
+            arrays = {
+                name: file[name].view(np.dtype(dtype)).reshape(shape)
+                for name, (dtype, shape) in about.pop("kinds").items()
+            }
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, *_OF_ARCHIVES) as error:
+        raise StoreError(
+            f"{path}: damaged ({type(error).__name__}); delete its folder to go on from the last "
+            "checkpoint"
+        ) from error
     return arrays, about
 
 

@@ -74,6 +74,7 @@ def why_padding_shows(
     layers: frozenset[str],
     *,
     stays_zero: bool = False,
+    traced: ClosedJaxpr | None = None,
 ) -> str | None:
     """None where an update of padded arrays is proven to be that of arrays of their true shapes.
 
@@ -83,12 +84,13 @@ def why_padding_shows(
       dims: {name: the dimensions in which the two differ, in size or in the order of their rows}.
       layers: see `zerojax.optim.told`.
       stays_zero: whether parameters have to stay zero in their padding.
+      traced: `trace_update` on the true shapes, where it is there already.
 
     Returns:
       What could not be proven, as a short phrase such as "reduce_max of padded arrays".
     """
     try:
-        _Proof(tx, (true, stored), dims, layers).run(stays_zero=stays_zero)
+        _Proof(tx, (true, stored), dims, layers, traced).run(stays_zero=stays_zero)
     except NotProven as reason:
         return str(reason)
     return None
@@ -103,11 +105,10 @@ class _Proof:
         shapes: tuple[Structs, Structs],
         dims: Mapping[str, Collection[int]],
         layers: frozenset[str],
+        traced: ClosedJaxpr | None,
     ) -> None:
         self._dims, stored = dims, shapes[1]
         states = [jax.eval_shape(tx.init, dict(params)) for params in shapes]
-        self._inits = [jax.make_jaxpr(tx.init)(dict(params)) for params in shapes]
-        self._updates = [trace_update(tx, params, layers) for params in shapes]
         self._params = [self._of_param(name, x) for name, x in sorted(stored.items())]
         owners = map_state(tx, lambda _, name: name, states[1], {name: name for name in stored})
         self._state = []
@@ -119,6 +120,9 @@ class _Proof:
                 self._state.append(_plain(after))
             else:
                 raise NotProven(f"state of shape {list(before.shape)} for true shapes")
+        self._inits = [jax.make_jaxpr(tx.init)(dict(params)) for params in shapes]
+        self._updates = [traced or trace_update(tx, shapes[0], layers)]
+        self._updates.append(trace_update(tx, stored, layers))
 
     def _of_param(self, name: str, leaf: Any) -> _Value:
         padded = self._dims.get(name, ())

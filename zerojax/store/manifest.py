@@ -13,7 +13,10 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from zerojax.bounded_json import JsonError, loads, read_bytes
+from zerojax.display import quoted
 from zerojax.store.errors import StoreError
 from zerojax.store.files import pad_to_block, replace_file
 
@@ -133,7 +136,9 @@ def load_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, follow=False)
+    except JsonError as error:
+        raise StoreError(f"{error}; delete the folder and fill the store again") from None
     except FileNotFoundError as error:
         raise StoreError(
             f"{folder}: no store is here ({NAME} is missing, as when its creation was stopped); "
@@ -145,12 +150,42 @@ def load_manifest(folder: Path) -> Manifest:
             f"{path}: its checksum does not agree with its text, so it was changed or the disk is "
             "at fault; delete the folder and fill the store again, from a checkpoint"
         )
-    fields = json.loads(text)
-    if (found := fields.pop("format")) != _FORMAT:
-        raise StoreError(
-            f"{path}: written as format {found}, this version reads {_FORMAT}; delete the folder "
-            "and fill the store again, from a checkpoint"
-        )
-    for name in ("sizes", "slots", "checksums"):
-        fields[name] = tuple(fields[name])
-    return Manifest(**fields)
+    try:
+        fields = loads(text)
+        found = fields.pop("format")
+        if found != _FORMAT:
+            raise StoreError(
+                f"{path}: written as format {quoted(found)}, this version reads {_FORMAT}; delete "
+                "the folder and fill the store again, from a checkpoint"
+            )
+        for name in ("sizes", "slots", "checksums"):
+            fields[name] = tuple(fields[name])
+        manifest = Manifest(**fields)
+        if _is_possible(manifest):
+            return manifest
+    except (JsonError, TypeError, KeyError, AttributeError):
+        pass
+    raise StoreError(
+        f"{path}: its values are none that a store has, so it was changed on purpose; delete the "
+        "folder and fill the store again, from a checkpoint"
+    )
+
+
+def _is_possible(manifest: Manifest) -> bool:
+    """Whether every field has its kind and range."""
+
+    def number(value: Any, least: int, most: int = 2**62) -> bool:
+        return type(value) is int and least <= value <= most
+
+    count, generation = len(manifest.sizes), manifest.generation
+    return (
+        count > 0
+        and len(manifest.slots) == len(manifest.checksums) == count
+        and all(number(size, 1) for size in manifest.sizes)
+        and number(manifest.piece_bytes, 1)
+        and type(manifest.durable) is bool
+        and number(generation, 0)
+        and number(manifest.begun, generation, generation + 1)
+        and all(number(slot, 0, manifest.num_slots - 1) for slot in manifest.slots)
+        and all(x is None or number(x, 0, 2**32 - 1) for x in manifest.checksums)
+    )

@@ -16,12 +16,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
 import numpy as np
 
 from zerojax import fingerprints
+from zerojax.bounded_json import JsonError, load, open_regular
+from zerojax.display import quoted
 from zerojax.fingerprints import Sums
 from zerojax.store.boxes import Box, Shape, overlap, parts_of_run, slices_of
 from zerojax.store.errors import StoreError
@@ -29,6 +31,7 @@ from zerojax.store.files import read_into
 from zerojax.store.stream import StreamFile
 
 _FORMAT = 1
+_MOST_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,24 +150,8 @@ class PieceReader:
         if not tables:
             raise StoreError(f"{folder}: no table of arrays is here")
         for path in tables:
-            table = json.loads(path.read_text(encoding="utf-8"))
-            if table["format"] != _FORMAT:
-                raise StoreError(
-                    f"{path}: written as format {table['format']}, this version reads {_FORMAT}"
-                )
-            data = path.with_suffix(".bin")
-            if data.stat().st_size != table["bytes"]:
-                raise StoreError(
-                    f"{data}: {data.stat().st_size} bytes, the table says {table['bytes']}"
-                )
-            for entry in table["blocks"]:
-                dtype, runs = np.dtype(entry.pop("dtype")), entry.pop("pieces")
-                sums = entry.pop("sums", None)
-                rows = None if entry["rows"] is None else tuple(entry["rows"])
-                start, shape = tuple(entry["start"]), tuple(entry["shape"])
-                block = Block(name=entry["name"], start=start, shape=shape, rows=rows)
-                found = _Pieces(data, block, dtype, runs, sums)
-                self._pieces.setdefault(block.name, []).append(found)
+            for found in _read_table(path):
+                self._pieces.setdefault(found.block.name, []).append(found)
 
     @property
     def names(self) -> frozenset[str]:
@@ -209,6 +196,58 @@ class PieceReader:
                 "never written"
             )
         return result
+
+
+def _read_table(path: Path) -> list[_Pieces]:
+    """The blocks of one process.
+
+    Raises:
+      StoreError: the table is not one that this version wrote, or does not fit to its file.
+      OSError: what the system says.
+    """
+    try:
+        table = load(path, max_bytes=_MOST_BYTES, follow=False)
+        if not isinstance(table, dict) or table.get("format") != _FORMAT:
+            found = table.get("format") if isinstance(table, dict) else table
+            raise StoreError(
+                f"{path}: written as format {quoted(found)}, this version reads {_FORMAT}"
+            )
+        data = path.with_suffix(".bin")
+        with open(open_regular(data, follow=False), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != table["bytes"]:
+            raise StoreError(f"{data}: {size} bytes, the table says {quoted(table['bytes'])}")
+        return [_as_pieces(data, entry, size) for entry in table["blocks"]]
+    except JsonError as error:
+        raise StoreError(str(error)) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"{path}: no table of arrays ({type(error).__name__}: {error})") from None
+
+
+def _as_pieces(data: Path, entry: dict[str, Any], size: int) -> _Pieces:
+    """The entry of a block.
+
+    Raises:
+      KeyError, TypeError, ValueError: it is none, or its pieces are not in the file.
+    """
+    dtype, runs, sums = np.dtype(entry["dtype"]), entry["pieces"], entry.get("sums")
+    start, shape = tuple(entry["start"]), tuple(entry["shape"])
+    rows = None if entry["rows"] is None else tuple(entry["rows"])
+    numbers = [*start, *shape, *(row + 1 for row in rows or ())]
+    for first, count, offset in runs:
+        numbers += [first, count, offset]
+        if offset + count * dtype.itemsize > size or first + count > math.prod(shape):
+            raise ValueError(f"a piece of {quoted(entry['name'])} is not in the file")
+    for pair in sums or ():
+        numbers += pair
+    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
+        raise ValueError(f"{quoted(entry['name'])} has numbers that are no places")
+    is_even = len(start) == len(shape) and (rows is None or len(rows) >= start[0] + shape[0])
+    has_sums = sums is None or (len(sums) == len(runs) and all(len(pair) == 2 for pair in sums))
+    if not (isinstance(entry["name"], str) and is_even and has_sums) or dtype.hasobject:
+        raise ValueError(f"{quoted(entry['name'])} has no block")
+    block = Block(name=entry["name"], start=start, shape=shape, rows=rows)
+    return _Pieces(data, block, dtype, runs, sums)
 
 
 def _read_run(pieces: _Pieces, run: tuple[int, int, int], wanted: Box, result: np.ndarray) -> int:
