@@ -182,7 +182,6 @@ class _Check:
         )
         noise = measure_noise(self.reference, self.plain.run(reversed_rows), before)
         self.noise = noise or NO_NOISE
-        self.depends_on_order = noise is None
         if self.noise.chaotic:
             names = ", ".join(self.noise.chaotic[:3])
             self.notes.append(
@@ -267,6 +266,8 @@ class _Check:
         self._explain_state(own_state, analysed.places)
         statistics = any(reason.kind == "batch_statistics" for reason in self.reasons[before:])
         if not differing:
+            if before and analysed.reason is not None:
+                self.reasons.append(analysed.reason)  # with the line of what a plan refused
             return
         if random or (statistics and analysed.reason is not None):
             self._control(experiments, possible=quiet or not random)
@@ -363,30 +364,29 @@ class _Check:
 
     def _stages_agree(self) -> None:
         """Compares each stage with stage 0 on the same devices, with as many microbatches."""
+        noises: dict[Configuration, Noise | None] = {}
         for configuration, run in self.runs.items():
             base = dataclasses.replace(configuration, zero=0)
             if configuration.zero == 0 or base not in self.runs:
                 continue
+            if base not in noises:
+                # The same pieces in the opposite order, so that statistics of pieces stay.
+                turned = [reversed_rows(batch) for batch in self.given.batches]
+                again = run_zerojax(dataclasses.replace(self.given, batches=turned), base)
+                noises[base] = measure_noise(self.runs[base], again, self.given.before)
+            noise = noises[base]
+            if noise is None:
+                # Random: gradients that are truly 0 show as changes that are rounding alone.
+                changes = relative_changes(run, self.runs[base], self.given.before)
+                noise = Noise(0.0, 0.0, {n: 1.0 for n, x in changes.items() if x > CHAOTIC})
             found = compare(
                 run,
                 self.runs[base],
                 self.given.before,
                 name=f"{configuration.name}, against zero=0",
                 against=base.name,
-                noise=self.noise,
+                noise=noise,
             )
-            if not found.agrees and self.depends_on_order:
-                # Gradients that are truly 0 cannot be told from others without a measure of noise.
-                changes = relative_changes(run, self.runs[base], self.given.before)
-                noise = Noise(0.0, 0.0, {n: 1.0 for n, x in changes.items() if x > CHAOTIC})
-                found = compare(
-                    run,
-                    self.runs[base],
-                    self.given.before,
-                    name=found.name,
-                    against=found.against,
-                    noise=noise,
-                )
             self.compared.append(found)
             if not found.agrees:
                 self.reasons.append(self._unknown())

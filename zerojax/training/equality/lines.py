@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 _OURS = Path(__file__).resolve().parents[2]
+_CHECK = str(Path(__file__).resolve().parent) + os.sep
 _LIBRARIES = tuple(
     str(Path(module.__file__ or "").resolve().parent) + os.sep for module in (jax, flax, np, optax)
 )
@@ -28,13 +29,15 @@ _WRITTEN_BY_USERS_TOO = (str(_OURS / "models") + os.sep, str(_OURS / "losses.py"
 
 
 def line_of_error(error: BaseException) -> str | None:
-    """ "file:line: source" of the innermost line of the user in a traceback."""
+    """The innermost line of the user that the check called, as "file:line: source"."""
     frames = traceback.extract_tb(error.__traceback__)
-    return _innermost((frame.filename, frame.lineno or 0) for frame in reversed(frames))
+    ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(_CHECK)]
+    called = frames[ours[-1] + 1 :] if ours else frames  # before that: who asked for the check
+    return _innermost((frame.filename, frame.lineno or 0) for frame in reversed(called))
 
 
 def line_of_equation(equation: Any) -> str | None:
-    """ "file:line: source" of the innermost line of the user that an equation comes from."""
+    """The innermost line of the user that an equation comes from, as "file:line: source"."""
     trace = getattr(getattr(equation, "source_info", None), "traceback", None)
     if trace is None:
         return None
