@@ -461,8 +461,9 @@ def test_the_default_loss_is_the_models_own():
     with pytest.raises(ValueError) as caught:
         default_loss(as_model(Plain))
     assert str(caught.value) == (
-        "no loss: the nnx factory Plain has no method loss(batch). Pass loss=lambda model, batch: "
-        "..., which returns a scalar or (sum, weight); zerojax.losses.next_token fits token models"
+        "no loss: the nnx factory Plain has no method loss(batch). Pass one, which returns a "
+        "scalar or (sum, weight), such as loss=lambda model, batch: "
+        "zerojax.losses.next_token(model(batch['tokens']), batch['targets'])"
     )
     plan = plan_for(LinenNorm(), batch=regression_batch, devices=1)
     assert set(plan.placement.leaves) >= {"Dense_0/kernel", "BatchNorm_0/scale"}

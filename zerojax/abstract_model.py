@@ -14,12 +14,18 @@ import numpy as np
 
 from zerojax import model as models
 from zerojax.precision import Precision
+from zerojax.trees import check_arrays
 
 Tree = Any
 
 
 def abstract(tree: Tree) -> Tree:
-    """`ShapeDtypeStruct`s of arrays, numbers or structs, with the dtypes JAX would give them."""
+    """`ShapeDtypeStruct`s of arrays, numbers or structs, with the dtypes JAX would give them.
+
+    Raises:
+      TypeError: leaves that are no arrays of numbers.
+    """
+    check_arrays(tree)
 
     def one(leaf: Any) -> jax.ShapeDtypeStruct:
         if not hasattr(leaf, "shape"):

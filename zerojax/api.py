@@ -5,6 +5,7 @@ Normalises and explains defaults; decides nothing about places, programs or loop
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -263,9 +264,10 @@ def train(
         )
 
     say_at_start(folder, log, "planning: tracing the model and its loss ...")
-    plan = replan(
-        mesh_config if not isinstance(mesh_config, Mapping) else as_mesh_config(mesh_config)
-    )
+    with _saying_where_batches_come_from(is_given=text_data is None or data is not None):
+        plan = replan(
+            mesh_config if not isinstance(mesh_config, Mapping) else as_mesh_config(mesh_config)
+        )
     if ported is not None:
         deepspeed.check_rules(plan.settings, plan.placement.leaves)
     run = RunFiles(
@@ -355,6 +357,30 @@ class _TextDefaults:
         if self.data is None or isinstance(self.data, str | Path):
             known = TextData(path=absolute(self.data), seq_len=seq_len)
         return train_source, validation, tokenizer, known, reason
+
+
+@contextlib.contextmanager
+def _saying_where_batches_come_from(*, is_given: bool) -> Iterator[None]:
+    """Around planning: a model that fails on the text inside the package may want other batches.
+
+    Raises:
+      ValueError: no batches were given, and the model cannot be traced with that text.
+    """
+    try:
+        yield
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        where = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+        if is_given or where.partition(".")[0] == "zerojax":  # which has its own sentence
+            raise
+        first = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            "no batches were given, so that this model got the text inside the package (tokens and "
+            f"targets, int32 [rows, seq]), with which it fails ({type(error).__name__}: {first}); "
+            "give its own: zerojax.train(model, mesh_config, batches, loss=...)"
+        ) from error
 
 
 def _loss(

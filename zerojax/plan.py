@@ -305,7 +305,7 @@ def make_plan(
     if isinstance(mesh, Mesh):
         check_joined()
     internal = models.as_model(model)
-    loss = loss or models.default_loss(internal)
+    loss = loss or models.default_loss(internal, example_batch)
     precision = as_precision(
         precision, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype
     )

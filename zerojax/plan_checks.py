@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import os
+import re
 import traceback
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -176,8 +177,18 @@ def naming_the_call() -> Iterator[None]:
         raise TypeError(
             f"the model cannot be planned without values: {frame.filename}:{frame.lineno}, "
             f"`{line}`, needs the value of an array of which only the shape is known "
-            f"({type(error).__name__}); use jnp.where, jax.lax.cond or a static argument there"
+            f"({type(error).__name__}); {_instead(line)}"
         ) from error
+
+
+def _instead(line: str) -> str:
+    """What to write in place of a line that asks for a value."""
+    asked = re.search(r"\b(float|int|bool)\(|\.(item|tolist)\(|\bnp\.|\bnumpy\.", line)
+    if asked is not None and not re.match(r"(if|elif|while|assert)\b", line):
+        word = asked[1] or asked[2]
+        what = f"{word}()" if word else "numpy's functions"
+        return f"leave the array as it is, without {what}, or use jax.numpy"
+    return "use jnp.where, jax.lax.cond or a static argument there"
 
 
 def _frame_of_user(error: BaseException) -> traceback.FrameSummary:

@@ -114,3 +114,48 @@ def format_count(count: float) -> str:
         if abs(count) >= limit:
             return f"{count / limit:.2f}{unit}"
     return f"{count:.0f}"
+
+
+def check_arrays(batch: PyTree) -> None:
+    """Refuses a batch whose leaves are no arrays of numbers.
+
+    Raises:
+      TypeError: text, objects, or rows as Python lists, with how an array is made.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        kind = getattr(getattr(leaf, "dtype", None), "kind", None)
+        where = _typed(path)
+        if isinstance(leaf, str | bytes) or kind in ("U", "S", "O", "M", "m"):
+            found = f"text ({leaf!r:.40})" if isinstance(leaf, str | bytes) else f"{leaf.dtype}"
+            raise TypeError(
+                f"{where} holds {found}, and a batch holds arrays of numbers [rows, ...]; leave it "
+                "out, or make numbers of it before the batches are given"
+            )
+        if (
+            isinstance(leaf, bool | int | float)
+            and (inside := _path_of_list(batch, path)) is not None
+        ):
+            raise TypeError(
+                f"{_typed(inside)} is a Python list of numbers, which is read as a tree of single "
+                f"values; give an array: numpy.asarray({_typed(inside)})"
+            )
+
+
+def _path_of_list(tree: Any, path: Sequence[Any]) -> Sequence[Any] | None:
+    """Where the outermost list around a leaf is; None: there is none."""
+    for depth, part in enumerate(path):
+        if isinstance(tree, list):
+            return path[:depth]
+        index: Any = getattr(part, "key", getattr(part, "idx", None))
+        if index is None or not hasattr(tree, "__getitem__"):
+            return None
+        tree = tree[index]
+    return None
+
+
+def _typed(path: Sequence[Any]) -> str:
+    """How a part of a batch is written in Python."""
+    keys = (getattr(part, "key", getattr(part, "idx", None)) for part in path)
+    names = (getattr(part, "name", None) for part in path)
+    pairs = zip(keys, names, strict=True)
+    return "batch" + "".join(f"[{key!r}]" if name is None else f".{name}" for key, name in pairs)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax.config.keywords import names_keywords
 from zerojax.mesh import DATA_AXES, num_data_shards
 from zerojax.model import IndexLimit
-from zerojax.trees import flatten_names, unflatten_like
+from zerojax.trees import check_arrays, flatten_names, unflatten_like
 
 # The names of a language-model batch that hold token ids (others, such as labels, are not bounded
 # by the vocabulary).
@@ -113,6 +113,7 @@ def abstract_global(batch: Any, mesh: Mesh | AbstractMesh) -> Any:
     Returns:
       The tree of `jax.ShapeDtypeStruct`s that `make_plan` takes as an example.
     """
+    check_arrays(batch)
     shards = num_data_shards(mesh)
     low, high = local_rows_of_mesh(mesh, shards)
 

@@ -5,11 +5,12 @@ The one door: the rest of zerojax never asks again.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax import linen, nnx
 
-from zerojax.losses import LossWithUnit
 from zerojax.model.functions import FunctionModel
 from zerojax.model.linen_module import LinenModel
 from zerojax.model.nnx_module import NnxModel
@@ -39,7 +40,9 @@ def as_model(model: ModelLike) -> Model:
         raise TypeError(
             f"{model.__name__} is a class of linen modules; give an instance: {model.__name__}(...)"
         )
+    _check_not_torch(model)
     if callable(model):
+        _check_factory(model)
         return NnxModel(model)
     raise TypeError(
         f"cannot train a {type(model).__name__}: give a flax nnx.Module, a callable "
@@ -47,20 +50,76 @@ def as_model(model: ModelLike) -> Model:
     )
 
 
-def default_loss(model: Model) -> Loss:
+def _check_not_torch(model: Any) -> None:
+    """Refuses a module of PyTorch, which is a callable as well."""
+    classes = model.__mro__ if isinstance(model, type) else type(model).__mro__
+    if any(each.__module__.partition(".")[0] == "torch" for each in classes):
+        raise TypeError(
+            f"{_name_of(model)} is a module of PyTorch, which JAX cannot differentiate; write it "
+            "in Flax, or save it with save_pretrained(FOLDER) and give "
+            "zerojax.from_hugging_face(FOLDER), which knows GPT-2, Llama and BERT"
+        )
+
+
+def _check_factory(model: Any) -> None:
+    """Refuses a callable that cannot be called as a factory is, with one argument.
+
+    Raises:
+      TypeError: with how a factory is written.
+    """
+    name, remedy = _name_of(model), "lambda rngs: MyModel(..., rngs=rngs)"
+    function, given = model, [None]
+    if isinstance(model, type):  # calling a class of nnx goes through its metaclass
+        function, given = model.__init__, [None, None]
+        remedy = f"lambda rngs: {name}(..., rngs=rngs), or an instance: {name}(...)"
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # one written in C tells none
+        return
+    try:
+        bound = signature.bind(*given)
+        problem = ""
+    except TypeError as error:
+        bound, problem = None, str(error)
+    if bound is not None and "rngs" in signature.parameters and "rngs" not in bound.arguments:
+        problem = f"its first argument is {list(bound.arguments)[-1]!r}"
+    if problem:
+        raise TypeError(
+            "a model that is called makes an nnx.Module from random streams, rngs -> nnx.Module, "
+            f"and {name} cannot be called with one argument ({problem}); give {remedy}"
+        )
+
+
+def default_loss(model: Model, batch: Any = None) -> Loss:
     """The loss that the model itself brings: its method `loss(batch)`.
+
+    Args:
+      batch: an example, for the names in the remedy.
 
     Raises:
       ValueError: the model has no such method.
     """
     target = getattr(model, "template", None) or model.source
     if callable(getattr(target, "loss", None)):
-        unit = getattr(target, "loss_unit", None)
-        return LossWithUnit(lambda bound, batch: bound.loss(batch), unit)
+        return lambda bound, batch: bound.loss(batch)
     raise ValueError(
-        f"no loss: the {model.kind} {_name_of(model.source)} has no method loss(batch). Pass "
-        "loss=lambda model, batch: ..., which returns a scalar or (sum, weight); "
-        "zerojax.losses.next_token fits token models"
+        f"no loss: the {model.kind} {_name_of(model.source)} has no method loss(batch). Pass one, "
+        f"which returns a scalar or (sum, weight), such as {_example(batch)}"
+    )
+
+
+def _example(batch: Any) -> str:
+    """A loss for batches like this one, as it is typed."""
+    names = list(batch) if isinstance(batch, Mapping) else []
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        names = list(range(len(batch)))
+    if {"tokens", "targets"} <= set(names) or len(names) < 2:
+        function, inputs, targets = "next_token", "tokens", "targets"
+    else:
+        function, (inputs, targets) = "mean_squared_error", names[:2]
+    return (
+        f"loss=lambda model, batch: zerojax.losses.{function}(model(batch[{inputs!r}]), "
+        f"batch[{targets!r}])"
     )
 
 

@@ -94,7 +94,7 @@ def _outputs(equation: Any, given: list[Any], found: dict[str, list[IndexLimit]]
     if (name := read_name(equation)) is not None:
         return [_Table(name)]
     if kind == "gather":
-        _note(equation, *given[:2], found)
+        _note(equation, given[0], given[1], found)
         return nothing
     inner = list(inner_programs(equation.params))
     if kind not in ("scan", "while", "cond") and len(inner) == 1:
@@ -103,8 +103,10 @@ def _outputs(equation: Any, given: list[Any], found: dict[str, list[IndexLimit]]
         return nothing
     if kind in _SAME_VALUES:
         return given[: len(equation.outvars)]
+    if kind == "select_n" and len(given) == 3:
+        return [_wrapped(given[1], given[2])]
     first = given[0] if given else None
-    if not isinstance(first, _Index) and kind != "select_n":
+    if not isinstance(first, _Index):
         return nothing
     if kind in _OTHER_SHAPE:
         return [dataclasses.replace(first, is_whole=False)]
@@ -112,8 +114,6 @@ def _outputs(equation: Any, given: list[Any], found: dict[str, list[IndexLimit]]
         return [_cut(first, equation.params)]
     if kind == "add" and isinstance(equation.invars[1], Literal):
         return [dataclasses.replace(first, added=first.added + int(equation.invars[1].val))]
-    if kind == "select_n" and len(given) == 3:
-        return [_wrapped(given[1], given[2])]
     return nothing
 
 
