@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zerojax.api import train
     from zerojax.arrays import from_canonical, init_state, reshard_state, to_canonical
+    from zerojax.callbacks import EarlyStopping, KeepBest
     from zerojax.checkpoint import Checkpointer, CheckpointError
+    from zerojax.checkpoint.errors import DamagedError, FolderInUseError, MachineError
+    from zerojax.compiler import CompileError, CompilerMissing
     from zerojax.config import (
         ConfigError,
         LoraConfig,
@@ -24,11 +27,13 @@ if TYPE_CHECKING:
     from zerojax.data import TokenSource, shard_batch
     from zerojax.distributed import join_processes
     from zerojax.engine import Engine, initialize
-    from zerojax.hugging_face import Pretrained, from_hugging_face
+    from zerojax.hugging_face import Pretrained, UnsupportedError, from_hugging_face
+    from zerojax.interruption import Interrupted
     from zerojax.loading import LoadedRun, load_run
     from zerojax.mesh import make_abstract_mesh, make_mesh
     from zerojax.models import Stages, add_lora, merge_lora
     from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
+    from zerojax.peers import PeerLostError
     from zerojax.plan import Plan, make_plan
     from zerojax.precision import Precision
     from zerojax.publishing import to_hugging_face, to_peft
@@ -44,14 +49,23 @@ __all__ = [
     "CheckResult",
     "CheckpointError",
     "Checkpointer",
+    "CompileError",
+    "CompilerMissing",
     "ConfigError",
+    "DamagedError",
     "DisagreementError",
+    "EarlyStopping",
     "Engine",
+    "FolderInUseError",
+    "Interrupted",
+    "KeepBest",
     "LoadedRun",
     "LoraConfig",
     "LossScale",
+    "MachineError",
     "MeshConfig",
     "OptimizerConfig",
+    "PeerLostError",
     "Plan",
     "Precision",
     "Pretrained",
@@ -60,6 +74,7 @@ __all__ = [
     "TokenSource",
     "TrainState",
     "Trainer",
+    "UnsupportedError",
     "__version__",
     "adam8bit",
     "adamw",
@@ -94,14 +109,23 @@ _HOME_OF_NAME = {
     "CheckResult": "training.equality",
     "CheckpointError": "checkpoint",
     "Checkpointer": "checkpoint",
+    "CompileError": "compiler",
+    "CompilerMissing": "compiler",
     "ConfigError": "config",
+    "DamagedError": "checkpoint.errors",
     "DisagreementError": "training.equality",
+    "EarlyStopping": "callbacks",
     "Engine": "engine",
+    "FolderInUseError": "checkpoint.errors",
+    "Interrupted": "interruption",
+    "KeepBest": "callbacks",
     "LoadedRun": "loading",
     "LoraConfig": "config",
     "LossScale": "config",
+    "MachineError": "checkpoint.errors",
     "MeshConfig": "config",
     "OptimizerConfig": "config",
+    "PeerLostError": "peers",
     "Plan": "plan",
     "Precision": "precision",
     "Pretrained": "hugging_face",
@@ -110,6 +134,7 @@ _HOME_OF_NAME = {
     "TokenSource": "data",
     "TrainState": "state",
     "Trainer": "trainer",
+    "UnsupportedError": "hugging_face",
     "adam8bit": "optim",
     "adamw": "optim",
     "add_lora": "models",

@@ -20,7 +20,7 @@ from zerojax import bounded_json, optim, text_generation
 from zerojax import mesh as meshes
 from zerojax import model as models
 from zerojax.arrays import from_model_parts, model_parts
-from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
 from zerojax.config.keywords import names_keywords
 from zerojax.data import TokenSource, abstract_global, as_source, load_tokenizer
@@ -208,7 +208,7 @@ class LoadedRun:
 @names_keywords()
 def load_run(
     run_dir: str | Path,
-    step: int | None = None,
+    step: int | str | None = None,
     *,
     model: models.ModelLike | None = None,
     loss: models.Loss | None = None,
@@ -223,7 +223,7 @@ def load_run(
 
     Args:
       run_dir: folder of the run.
-      step: a saved step; None takes the newest.
+      step: a saved step, or the name of a kept one, such as "best"; None takes the newest.
       model: as `zerojax.train` takes it; its values are replaced by those of the checkpoint. None:
         as the folder describes it.
       loss: as `zerojax.train` takes it; needed to evaluate where the run had a function.
@@ -289,6 +289,8 @@ def load_run(
     names = "params", "frozen", "extras", "rng"
     abstract: dict[str, Any] = {**plan.abstract_canonical}
     with Checkpointer(checkpoints) as checkpointer:
+        if isinstance(step, str):
+            step = named_step(checkpointer.kept_steps(), step)
         restored = checkpointer.restore({n: abstract[n] for n in names}, step, subset=True)
     return LoadedRun(
         plan,

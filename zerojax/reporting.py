@@ -19,7 +19,8 @@ from zerojax.pace import Pace
 from zerojax.plan import Plan
 from zerojax.tracing import Trace
 
-Metrics = dict[str, float]
+Metrics = dict[str, Any]
+"""Numbers, but for names of parameters: "bad_leaf" and "largest_leaf"."""
 
 MAX_STEPS_UNDER_WAY = 16
 """Steps that may be started before the first of them is finished. Enough to hide the host's work;
@@ -219,6 +220,13 @@ class Reports:
 
 def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
     return {"step": step} | {name: float(x) for name, x in metrics.items()}
+
+
+def with_names(plan: Plan, values: Metrics) -> Metrics:
+    """Metrics with the names of the parameters that a step numbers; without those of none."""
+    named = {name: _leaf(plan, values, name) for name in ("bad_leaf", "largest_leaf")}
+    rest = {name: value for name, value in values.items() if name not in named}
+    return rest | {name: leaf for name, leaf in named.items() if leaf is not None}
 
 
 def _scale_is_dynamic(plan: Plan) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import jax
 
 from zerojax.arrays import reshard_state
-from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.data import Feed, TokenSource, as_feed, local_rows, one_pass, prefetch, shard_batch
 from zerojax.evaluating import mean_loss
 from zerojax.habits import Habits
@@ -27,13 +27,15 @@ from zerojax.pace import Pace
 from zerojax.peers import PeerLostError, is_peer_loss
 from zerojax.plan import Plan
 from zerojax.profile import device_memory
-from zerojax.reporting import Metrics, Reports, compare_peak
+from zerojax.reporting import Metrics, Reports, compare_peak, with_names
 from zerojax.saved_state import end_state, first_state, model_of, restore_state, save_state
 from zerojax.step import build_evaluation, build_step
 from zerojax.store import StoreError
 from zerojax.watchdog import Watchdog
 
 Callback = Callable[["Trainer", Metrics], Any]
+CALLBACKS = "callbacks"
+"""Where the configuration in a checkpoint has what callbacks want to remember."""
 
 
 class Trainer:
@@ -45,6 +47,8 @@ class Trainer:
       num_steps: batches consumed.
       metrics: the last report, on the host.
       history: every report, oldest first.
+      evaluations: every evaluation on the run's validation data, oldest first, each with its
+        "step".
       jitted_step: of the current plan.
     """
 
@@ -67,6 +71,7 @@ class Trainer:
         self.num_steps = 0
         self.metrics: Metrics = {}
         self.history: list[Metrics] = []
+        self.evaluations: list[Metrics] = []
         self._replan = replan
         self._open_log = open_log
         self._log: RunLog | None = None
@@ -95,6 +100,12 @@ class Trainer:
         self.jitted_step, self._step_was_called = build_step(self.plan), False
         self._evaluate, self._evaluate_was_called = build_evaluation(self.plan), False
         self._watchdog.plan_changed()
+
+    def __repr__(self) -> str:
+        loss = self.metrics.get("loss")
+        parts = [f"{self.num_steps} steps", *([] if loss is None else [f"loss {loss:.4g}"])]
+        saved = "no checkpoints" if self._checkpointer is None else self._checkpointer.path
+        return f"Trainer({', '.join(parts)}, {self.plan.describe()}, {saved})"
 
     # --- stepping ---------------------------------------------------------------------------------
 
@@ -144,6 +155,8 @@ class Trainer:
         feed = self._as_feed(batches)
         with self._watchdog, self._logging(steps), self._failing_well():
             self._say_if_done(steps)
+            for start in self._methods("on_start"):
+                start(self)
             with self._stopping() as stop:
                 with self._watchdog.during("in a step"):
                     while self._fit_plan(feed, steps, stop):
@@ -153,7 +166,7 @@ class Trainer:
                 stop.step_over()
                 self._compare_peak()
                 if self._validation is not None and self.num_steps and not stop.is_due:
-                    self.evaluate()
+                    self._evaluate_validation()
                 if self.habits.save_on_exit:
                     self.save()
                 if stop.is_due:
@@ -284,7 +297,7 @@ class Trainer:
                 last = self.num_steps == steps
                 if self.num_steps % self.habits.log_every == 0 or self.num_steps == 1 or last:
                     self._reports.hold(self.num_steps, metrics)
-                self._evaluate_and_save_if_due(last)
+                done = self._evaluate_and_save_if_due(last) or done
                 if done:
                     return False
                 if self.plan is not plan:
@@ -299,18 +312,32 @@ class Trainer:
         if line is not None:
             self._log.message(line)
 
-    def _evaluate_and_save_if_due(self, last: bool) -> None:
-        habits = self.habits
+    def _evaluate_and_save_if_due(self, last: bool) -> bool:
+        """True when a callback ends the run for an evaluation."""
+        habits, done = self.habits, False
         if last:
-            return
+            return False
         every = habits.eval_every if self._validation is not None else None
         if every is not None and self.num_steps % every == 0:
-            self._report()
+            done = self._report()
             with self._untimed():
-                self.evaluate()
+                done = self._evaluate_validation() or done
         if self._checkpointer is not None and self.num_steps % habits.save_every == 0:
             with self._untimed():
                 self.save()
+        return done
+
+    def _evaluate_validation(self) -> bool:
+        """An evaluation of the run itself; True when a callback ends the run for it."""
+        values = {"step": float(self.num_steps)} | self.evaluate()
+        self.evaluations.append(values)
+        with self._watchdog.during("in a callback", is_long=True):
+            return True in [see(self, values) for see in self._methods("on_evaluation")]
+
+    def _methods(self, name: str) -> list[Any]:
+        """Of the callbacks that have such a method, the method."""
+        found = (getattr(callback, name, None) for callback in self.habits.callbacks)
+        return [method for method in found if callable(method)]
 
     def _untimed(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._log is None else self._log.untimed()
@@ -320,6 +347,7 @@ class Trainer:
         values = self._reports.read(self.plan, self._log)
         if values is None:
             return False
+        values = with_names(self.plan, values)
         self.metrics = values
         self.history.append(values)
         with self._watchdog.during("in a callback", is_long=True):
@@ -370,14 +398,71 @@ class Trainer:
         saving, self._saved_step = self.num_steps, None
         about = {"data_state": self._data_state or {}, "config": self._config}
         about["plan"] = self.plan.as_dict()
+        if states := {name: callback.state() for name, callback in self._stateful().items()}:
+            about["config"] = {**self._config, CALLBACKS: states}
         what = f"saving step {saving}"
         watched = self._watchdog.during(what, is_long=True)
         with self._pace.during(SAVE), watched, self._unhurried():
             save_state(self._checkpointer, self.plan, self.state, step=saving, about=about)
         self._saved_step = saving
 
-    def restore(self, step: int | None = None) -> Self:
+    @property
+    def has_validation(self) -> bool:
+        """Whether the run evaluates."""
+        return self._validation is not None
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether the run saves."""
+        return self._checkpointer is not None
+
+    def kept_steps(self) -> dict[str, dict[str, Any]]:
+        """{name: {"step": number, ...}} of saved steps that stay beside the newest ones."""
+        return {} if self._checkpointer is None else self._checkpointer.kept_steps()
+
+    def keep(self, name: str, about: Mapping[str, Any] | None = None) -> int:
+        """Saves the state, if it is not saved yet, and keeps it under a name.
+
+        The step that had the name is an ordinary one again, and goes when it is too old. Waits
+        until the step is on disk.
+
+        Args:
+          name: such as "best"; `restore` and `zerojax.load_run` take it in place of a step.
+          about: JSON-able; what `kept_steps` is to say of it.
+
+        Returns:
+          The step.
+
+        Raises:
+          ValueError: the run has no checkpoints. CheckpointError: it cannot be saved.
+        """
+        if self._checkpointer is None:
+            raise ValueError("this run has no checkpoints; pass checkpoint='runs/name' to train")
+        self.save()
+        with self._watchdog.during(f"saving step {self.num_steps}", is_long=True):
+            self._checkpointer.keep_step(name, self.num_steps, about)
+        return self.num_steps
+
+    def say(self, text: str) -> None:
+        """A line in the run's log, while the loop runs; else nothing."""
+        if self._log is not None:
+            self._log.message(text)
+
+    def _stateful(self) -> dict[str, Any]:
+        """{name in a checkpoint: callback} of those that have a state."""
+        found: dict[str, Any] = {}
+        for callback in self.habits.callbacks:
+            if callable(getattr(callback, "state", None)) and hasattr(callback, "load_state"):
+                kind = type(callback).__name__
+                number = sum(name.partition(" ")[0] == kind for name in found)
+                found[f"{kind} {number}"] = callback
+        return found
+
+    def restore(self, step: int | str | None = None) -> Self:
         """Goes back to a checkpoint, which may come from any stage, mesh and number of devices.
+
+        Args:
+          step: a saved step, or the name of a kept one, such as "best"; None: the newest.
 
         Raises:
           ValueError: the run has no checkpoints.
@@ -385,6 +470,8 @@ class Trainer:
         """
         if self._checkpointer is None:
             raise ValueError("this run has no checkpoints; pass checkpoint='runs/name' to train")
+        if isinstance(step, str):
+            step = named_step(self._checkpointer.kept_steps(), step)
         self._checkpointer.wait()  # the save in flight may still read the files of this state
         self._checkpointer.check_step(step)  # refuses before the current state is dropped
         at_start = self.state is None
@@ -399,6 +486,10 @@ class Trainer:
         self._saved_step = restored.step if is_saved else None
         self._data_state = restored.data_state or None
         self._reports = self._new_reports()
+        states = restored.config.get(CALLBACKS, {})
+        for name, callback in self._stateful().items():
+            if name in states:
+                callback.load_state(states[name])
         return self
 
     def reshard(self, mesh_config: Any) -> Self:

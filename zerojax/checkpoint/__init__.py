@@ -5,6 +5,7 @@ Knows trees of arrays and JSON; never touches models, plans or how a state is pa
 
 from zerojax.checkpoint.checkpointer import Checkpointer, Restored
 from zerojax.checkpoint.errors import CheckpointError, Damage, DamagedError
+from zerojax.checkpoint.kept import named_step
 from zerojax.checkpoint.metadata import Metadata
 from zerojax.checkpoint.retention import Retention
 from zerojax.checkpoint.verification import Verification
@@ -18,4 +19,5 @@ __all__ = [
     "Restored",
     "Retention",
     "Verification",
+    "named_step",
 ]

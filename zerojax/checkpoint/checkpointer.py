@@ -14,7 +14,7 @@ import os
 import threading
 import types
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +29,7 @@ from zerojax.checkpoint.errors import (
     MachineError,
     reason,
 )
+from zerojax.checkpoint.kept import keep_step, kept_steps
 from zerojax.checkpoint.metadata import Metadata, make_metadata, read_metadata
 from zerojax.checkpoint.restoring import read_step
 from zerojax.checkpoint.retention import Retention, as_retention
@@ -382,6 +383,38 @@ class Checkpointer:
         """
         self.wait()
         return self._candidates.usable()
+
+    def kept_steps(self) -> dict[str, dict[str, Any]]:
+        """{name: {"step": number, ...}} of the steps that are kept beside the newest.
+
+        Raises:
+          MachineError: the file that says so cannot be read.
+        """
+        return kept_steps(self.path)
+
+    def keep_step(self, name: str, step: int, about: Mapping[str, Any] | None = None) -> None:
+        """Keeps a saved step under a name, in place of the one that had it, until another gets it.
+
+        Collective over all processes.
+
+        Args:
+          name: such as "best".
+          step: saved, or under way; it is waited for.
+          about: JSON-able; what `kept_steps` is to say of it.
+
+        Raises:
+          CheckpointError: there is no such step, or it cannot be noted.
+        """
+        self.wait()
+        error = None
+        if is_first_process():
+            try:
+                if step not in self.steps():
+                    raise CheckpointError(f"{self.path} has no step {step} to keep as {name!r}")
+                keep_step(self.path, name, step, about or {})
+            except CheckpointError as failure:
+                error = failure
+        agreement.raise_together(error)
 
     def check_step(self, step: int | None = None) -> None:
         """Refuses at once what `restore` would refuse for its metadata or its small files.

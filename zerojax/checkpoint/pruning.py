@@ -17,6 +17,7 @@ from pathlib import Path
 from zerojax.checkpoint import folders
 from zerojax.checkpoint.errors import CheckpointError, FolderInUseError, MachineError, reason
 from zerojax.checkpoint.inspection import leftovers, saved_steps
+from zerojax.checkpoint.kept import kept_steps
 from zerojax.checkpoint.retention import Retention
 from zerojax.folder_lock import FolderTakenError, hold
 
@@ -53,7 +54,8 @@ def removals(
 
     Args:
       path: the folder.
-      keep: the newest so many whole steps stay, and those that `every` keeps.
+      keep: the newest so many whole steps stay, those that `every` keeps, and those that the run
+        keeps by name, such as the best.
       every: steps divisible by it stay; without `keep` the newest one also does.
       damaged: also what no run resumes from: damaged steps, and what stopped saves have left; not
         what cannot be read now, or only by a newer version.
@@ -78,7 +80,9 @@ def removals(
     whole = [one.step for one in saved if one.error is None]
     expired: tuple[int, ...] = ()
     if keep is not None or every is not None:
-        expired = Retention(last=1 if keep is None else keep, every=every).expired(whole)
+        kept = {about["step"] for about in kept_steps(path).values()}
+        found = Retention(last=1 if keep is None else keep, every=every).expired(whole)
+        expired = tuple(step for step in found if step not in kept)
     result = []
     for one in saved:
         if one.step in expired:

@@ -27,6 +27,7 @@ from zerojax.checkpoint.errors import (
     reason,
 )
 from zerojax.checkpoint.fingerprints import Computation, differing_copies, whole
+from zerojax.checkpoint.kept import kept_steps
 from zerojax.checkpoint.metadata import Metadata, write_metadata
 from zerojax.checkpoint.packs import FILE_NAME as TABLE
 from zerojax.checkpoint.parts import Part, collect, leave, leave_failure, raise_failures
@@ -254,7 +255,11 @@ def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str])
     save.hold_folder()  # it may be another's by now, and so may what is visible in it
     folders.commit(save.partial, step)
     texts = []
-    for old in save.keep.expired(folders.list_steps(path)):
+    expired = save.keep.expired(folders.list_steps(path))
+    if expired:
+        kept = {about["step"] for about in kept_steps(path).values()}
+        expired = tuple(old for old in expired if old not in kept)
+    for old in expired:
         try:
             folders.remove(path, old)
         except OSError as error:
