@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +18,8 @@ from zerojax.checkpoint import CheckpointError
 from zerojax.checkpoint.pruning import removals
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.losses import mean_squared_error
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Line(nnx.Module):
@@ -47,11 +53,10 @@ def train(folder=None, *, callbacks, steps=12, data=None, checkpoint=None, **opt
         loss=squared,
         optimizer=zerojax.sgd(0.05),
         steps=steps,
-        run_dir=folder,
         checkpoint=checkpoint,
         callbacks=callbacks,
         log=LogConfig(every=1, tensorboard=False),
-        **{"validation": [towards], "eval_every": 1, **options},
+        **{"validation": [towards], "eval_every": 1, "run_dir": folder, **options},
     )
 
 
@@ -174,3 +179,59 @@ def test_a_trainer_says_what_it_is(tmp_path):
     assert "\n" not in text
     assert "bad_leaf" not in trainer.metrics, "every gradient was finite"
     assert trainer.metrics["largest_leaf"] in ("out/kernel", "out/bias")
+
+
+def test_a_run_without_checkpoints_says_so_once(tmp_path, capsys):
+    trainer = train(callbacks=[], steps=1, run_dir=tmp_path)
+    said = "no weights were saved: pass checkpoint='runs/NAME' to train"
+    assert capsys.readouterr().out.count(said) == 1
+    trainer.fit([batch(0)], 2)
+    assert said not in capsys.readouterr().out
+    train(tmp_path / "saved", callbacks=[], steps=1)
+    assert said not in capsys.readouterr().out
+
+
+def test_a_run_that_is_complete_says_so_in_one_line(tmp_path, capsys):
+    train(tmp_path, callbacks=[], steps=4).close()
+    capsys.readouterr()
+    assert train(tmp_path, callbacks=[], steps=2).num_steps == 4
+    out = capsys.readouterr().out
+    assert out.count("nothing to train: the run is at step 4 of 2; raise steps= to go on") == 1
+    assert "resuming" not in out
+    assert "4/2" not in out
+
+
+SCRIPT = """
+import signal
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import numpy as np
+import zerojax
+from flax import nnx
+
+def interrupt(trainer, metrics):
+    if metrics["step"] == 2:
+        signal.raise_signal(signal.SIGINT)
+
+zerojax.train(
+    lambda rngs: nnx.Linear(4, 1, rngs=rngs), None, [{"x": np.ones((8, 4), np.float32)}],
+    loss=lambda model, batch: (model(batch["x"]) ** 2).mean(), steps=50, checkpoint="run",
+    callbacks=[interrupt], log=zerojax.config.LogConfig(every=1, tensorboard=False),
+)
+"""
+
+
+def test_ctrl_c_in_a_script_is_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert done.returncode == 1
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("zerojax: SIGINT after step 3: saved in ")
+    assert lines[0].count("resume") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,34 @@ def test_no_part_of_the_package_starts_devices_when_imported():
     subprocess.run(
         [sys.executable, "-c", program], check=True, cwd=Path(zerojax.__file__).parents[1]
     )
+
+
+def exceptions_of_zerojax() -> set[str]:
+    """Classes whose name says that they are raised, in any module."""
+    found = set()
+    for path in Path(zerojax.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            bases = (
+                [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+            )
+            if any(re.search(r"(Error|Exception|Interrupt)$", base) for base in bases):
+                found.add(node.name)
+    return {name for name in found if not name.startswith("_")}
+
+
+def documented() -> str:
+    """What people read: the pages, and the docstrings of public functions, classes and methods."""
+    root = Path(zerojax.__file__).parent.parent
+    texts = [path.read_text() for path in [root / "README.md", *(root / "docs").glob("*.md")]]
+    for name in NAMES:
+        value = getattr(zerojax, name)
+        members = vars(value).values() if inspect.isclass(value) else ()
+        public = [m for m in members if not getattr(m, "__name__", "_").startswith("_")]
+        texts += [inspect.getdoc(each) or "" for each in (value, *public)]
+    return "\n".join(texts)
+
+
+def test_every_exception_that_is_documented_is_public():
+    named = set(re.findall(r"\b[A-Z]\w+\b", documented()))
+    missing = sorted((exceptions_of_zerojax() & named) - set(NAMES))
+    assert not missing, f"documented, and not to be caught as zerojax.NAME: {missing}"

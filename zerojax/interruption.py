@@ -127,6 +127,7 @@ class StopRequest:
           text: what became of the state of that step.
           saved: whether it is on disk.
         """
+        _say_in_one_line()
         name = self.signal_name or "SIGTERM"
         where = "" if self.signal_name else ", sent to one of the run's processes,"
         return Interrupted(f"{name}{where} after step {step}: {text}", name, saved=saved)
@@ -179,6 +180,32 @@ class StopRequest:
             self._watcher.note(signal.SIGTERM)
         else:
             self._watcher.end_now(signal.SIGTERM)
+
+
+class _OneLine:
+    """`sys.excepthook`: of an `Interrupted` its sentence, of anything else what was said before.
+
+    Somebody who pressed Ctrl-C wants to know what was saved, not where in the loop it was.
+    """
+
+    previous = staticmethod(sys.__excepthook__)
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Interrupted) and error.__context__ is None:
+            print(f"\nzerojax: {error}", file=sys.stderr, flush=True)
+        else:
+            self.previous(kind, error, trace)
+
+
+_one_line = _OneLine()
+
+
+def _say_in_one_line() -> None:
+    """From now on, where nobody else has a hook for uncaught errors."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _one_line
 
 
 @contextlib.contextmanager

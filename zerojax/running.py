@@ -182,10 +182,11 @@ def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = Non
       steps: of the whole run; None takes what the run began with.
     """
     assert run.folder is not None
+    total = steps or run.steps or 0
     log = RunLog(
         run.folder,
         run.log,
-        total_steps=steps or run.steps or 0,
+        total_steps=max(total, start_step) if total else 0,
         tokens_per_step=run.tokens_per_step,
         loss_unit=loss_unit(plan.loss),
         flops_per_step=model_flops(plan),

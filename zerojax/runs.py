@@ -43,8 +43,14 @@ from zerojax.trainer import Trainer
 
 @names_keywords()
 @not_for_everybody()
-def run_from_config(config: RunConfig) -> Trainer:
+def run_from_config(
+    config: RunConfig, *, resume_hint: str = "run the same command again to resume"
+) -> Trainer:
     """Trains as a run file says, and leaves everything in `config.run_dir`.
+
+    Args:
+      config: the settings.
+      resume_hint: what to tell a user whose run was interrupted.
 
     Raises:
       ValueError, TypeError: bad input. CheckpointError: a checkpoint of another model is in the
@@ -113,7 +119,7 @@ def run_from_config(config: RunConfig) -> Trainer:
         eval_batches=config.eval_batches,
         save_every=checkpoint.every,
         save_on_exit=checkpoint.save_on_exit,
-        resume_hint="run the same command again to resume",
+        resume_hint=resume_hint,
     )
     feed = as_feed(train_source, rows=rows_of_process(train_source, plan.mesh))
     if jax.process_index() == 0:

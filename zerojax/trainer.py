@@ -81,6 +81,7 @@ class Trainer:
         self._data_state: dict[str, Any] | None = None
         self._feed: tuple[Any, Feed] | None = None
         self._saved_step: int | None = None
+        self._said_unsaved = False
         self._pace = Pace()
         self._stop: StopRequest | None = None
         self._watchdog = watchdog or Watchdog()
@@ -171,6 +172,7 @@ class Trainer:
                     self.save()
                 if stop.is_due:
                     raise self._interrupted(stop)
+                self._say_if_nothing_is_saved()
         return self
 
     @contextlib.contextmanager
@@ -251,8 +253,16 @@ class Trainer:
     def _say_if_done(self, steps: int | None) -> None:
         if steps is not None and self.num_steps >= steps and self._log is not None:
             self._log.message(
-                f"this run has had its {steps} steps already; raise steps= to go on, or choose "
-                "another folder to start anew"
+                f"nothing to train: the run is at step {self.num_steps} of {steps}; raise steps= "
+                "to go on, or choose another folder to start anew"
+            )
+
+    def _say_if_nothing_is_saved(self) -> None:
+        if self._checkpointer is None and self._log is not None and not self._said_unsaved:
+            self._said_unsaved = True
+            self._log.message(
+                "no weights were saved: pass checkpoint='runs/NAME' to train, or take them from "
+                "trainer.to_model() now"
             )
 
     def _say_if_short(self, steps: int | None) -> None:

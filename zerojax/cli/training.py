@@ -41,13 +41,15 @@ def train(config: RunConfig, command: str) -> int:
     if config.cpu_devices is not None:
         run_one_program_at_a_time()
     join_processes()
+    to_go_on = f"to go on: {command}"
     try:
         with sigterm_raised():
-            trainer = run_from_config(config)
+            trainer = run_from_config(config, resume_hint=to_go_on)
     except KeyboardInterrupt as error:
-        show(f"\nzerojax: {error or 'stopped'}", file=sys.stderr)
-        if jax.process_index() == 0:
-            show(f"to go on: {command}", file=sys.stderr)
+        sentence = str(error) or "stopped"
+        show(f"\nzerojax: {sentence}", file=sys.stderr)
+        if jax.process_index() == 0 and to_go_on not in sentence:
+            show(to_go_on, file=sys.stderr)
         return getattr(error, "exit_code", exit_codes.INTERRUPTED)
     sample = draw_sample(trainer, config)
     if jax.process_index() != 0:

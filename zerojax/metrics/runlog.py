@@ -338,7 +338,7 @@ class RunLog:
         if len(reasons) > MAX_REASONS:
             rest = len(reasons) - MAX_REASONS
             say(f"  - and {rest} more: {self.run_dir / 'plan.txt'}")
-        if start_step:
+        if start_step and not 0 < self._total_steps <= start_step:
             say(f"resuming after step {start_step} of {self._total_steps}")
         say(f"run folder {self.run_dir}")
 
