@@ -76,6 +76,7 @@ def test_early_stopping(tmp_path, capsys):
     assert (stopping.best_step, trainer.num_steps) == (4, 6)
     losses = [values["loss"] for values in trainer.evaluations]
     assert stopping.best == min(losses)
+    assert len(losses) == 6, "the step that ended the run is evaluated once"
     said = "stopped early: validation/loss has not improved 2 times in a row; the best was"
     assert capsys.readouterr().out.count(said) == 1
 

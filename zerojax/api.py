@@ -155,7 +155,8 @@ def train(
       validation: batches or a `TokenSource` to evaluate on; text brings its own.
       eval_every: steps between evaluations; None: at the end.
       eval_batches: batches per evaluation.
-      callbacks: called with `(trainer, metrics)` at every report.
+      callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the
+        run, and its trainer is returned. `EarlyStopping` and `KeepBest` are ready ones.
       seed: of parameters, dropout and the order of text.
 
     Raises:

@@ -166,7 +166,7 @@ class Trainer:
                     self._reports.settle(self.plan, self._log)
                 stop.step_over()
                 self._compare_peak()
-                if self._validation is not None and self.num_steps and not stop.is_due:
+                if self._validation is not None and not (self._is_evaluated() or stop.is_due):
                     self._evaluate_validation()
                 if self.habits.save_on_exit:
                     self.save()
@@ -343,6 +343,11 @@ class Trainer:
         self.evaluations.append(values)
         with self._watchdog.during("in a callback", is_long=True):
             return True in [see(self, values) for see in self._methods("on_evaluation")]
+
+    def _is_evaluated(self) -> bool:
+        """Whether the state of this step was evaluated already, or is that of no step."""
+        last = self.evaluations[-1]["step"] if self.evaluations else 0
+        return self.num_steps == last
 
     def _methods(self, name: str) -> list[Any]:
         """Of the callbacks that have such a method, the method."""
