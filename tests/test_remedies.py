@@ -168,3 +168,19 @@ def test_numbers_of_another_kind_are_trained_on(tmp_path):
     batch = {name: value.astype(np.float64) for name, value in rows().items()}
     train(Line, [batch])
     train(Line, [{name: jax.numpy.asarray(value) for name, value in rows().items()}])
+
+
+def test_a_loss_for_each_row():
+    def of_rows(model, batch):
+        return ((model(batch["x"]) - batch["y"]) ** 2)[:, 0]
+
+    sentence = sentence_of(train, Line, loss=of_rows)
+    assert "float32[16] of the 16 rows of a batch ([2] where it is cut" in sentence
+    assert "with .mean(), or the pair (values.sum(), values.size)" in sentence
+    mean = train(Line, loss=lambda model, batch: of_rows(model, batch).mean())
+
+    def pair(model, batch):
+        values = of_rows(model, batch)
+        return eval(re.search(r"the pair (\(.*\))$", sentence)[1], {"values": values})
+
+    np.testing.assert_allclose(train(Line, loss=pair).metrics["loss"], mean.metrics["loss"])

@@ -45,6 +45,7 @@ from zerojax.plan_checks import (
     check_batch,
     check_deterministic,
     check_elementwise,
+    check_not_per_example,
     check_reads,
     check_trained,
     naming_the_call,
@@ -318,6 +319,7 @@ def make_plan(
     with naming_the_call():
         params, extras = abstract_model(internal, batch, loss)
         trace = models.trace_model(internal, as_read(params, precision), extras, microbatch, loss)
+        check_not_per_example(trace.result, batch, microbatch)
     check_loss(trace.result)
     parts = split_result(trace.result)
     check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())

@@ -162,6 +162,30 @@ def check_reads(names: Collection[str], read: Collection[str]) -> None:
         )
 
 
+def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
+    """Refuses a loss with a value for each row.
+
+    Args:
+      result: what the loss returned.
+      batch: the global batch.
+      piece: the rows of it that the loss was traced with.
+
+    Raises:
+      ValueError: with the shapes that the user has, not only those of a piece.
+    """
+    first = result[0] if isinstance(result, tuple) and result else result
+    shape = getattr(first, "shape", ())
+    rows, all_rows = (jax.tree.leaves(each)[0].shape[0] for each in (piece, batch))
+    if len(shape) not in (1, 2) or shape[0] != rows or shape[1:] not in ((), (1,)):
+        return
+    whole = [all_rows, *shape[1:]]
+    raise ValueError(
+        f"the loss returned a value for each row, {first.dtype.name}{whole} of the {all_rows} rows "
+        f"of a batch ({list(shape)} where it is cut over devices and microbatches); return their "
+        "mean, with .mean(), or the pair (values.sum(), values.size)"
+    )
+
+
 @contextlib.contextmanager
 def naming_the_call() -> Iterator[None]:
     """Around the tracing of a model: says which of its lines asked for a value.
