@@ -174,7 +174,7 @@ def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
       ValueError: with the shapes that the user has, not only those of a piece.
     """
     first = result[0] if isinstance(result, tuple) and result else result
-    shape = getattr(first, "shape", ())
+    shape: tuple[int, ...] = getattr(first, "shape", ())
     rows, all_rows = (jax.tree.leaves(each)[0].shape[0] for each in (piece, batch))
     if len(shape) not in (1, 2) or shape[0] != rows or shape[1:] not in ((), (1,)):
         return
