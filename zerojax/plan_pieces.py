@@ -103,7 +103,8 @@ def check_pieces(pieces: Pieces, num_shards: int, num_microbatches: int) -> None
             f"the loss is a sum over the rows that it is given, not their mean, and it is called "
             f"for each of {cut}: their mean is a {number}th of the sum over the batch, so loss and "
             "gradients would depend on the number of devices. Return the mean over the rows, or "
-            "the sum and what to divide it by: return jnp.sum(losses), losses.size"
+            "the sum and what to divide it by: return jnp.sum(losses), losses.size. "
+            "zerojax.check names the line"
         )
     if pieces.is_ratio and number > 1:
         warnings.warn(
