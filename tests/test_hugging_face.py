@@ -277,6 +277,21 @@ def test_new_parameters_come_from_the_seed(folders, tmp_path):
     np.testing.assert_array_equal(one["final_norm/scale"], two["final_norm/scale"])
 
 
+@pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_another_class_of_theirs_is_named(name, tmp_path):
+    """Not the tensor alone that a class without this head does not have."""
+    tensors = {n: x for n, x in tensors_of("llama").items() if n != "lm_head.weight"}
+    if name == "LlamaModel":
+        tensors = {n.removeprefix("model."): x for n, x in tensors.items()}
+    else:
+        tensors["score.weight"] = np.ones((2, 16), np.float32)
+    folder = write_folder(tmp_path / name, "llama", tensors=tensors, architectures=[name])
+    with pytest.raises(UnsupportedError, match=rf"\['{name}'\].*reads a llama as LlamaForCausalLM"):
+        from_hugging_face(folder)
+    if name == "LlamaModel":
+        assert "1 new" in from_hugging_face(folder, new=("lm_head",)).describe()
+
+
 def test_names_without_their_prefix_are_the_same_model(folders, tmp_path):
     """As the first GPT-2 was published, causal masks included."""
     tensors = {n.removeprefix("transformer."): x for n, x in tensors_of("gpt2").items()}

@@ -164,7 +164,7 @@ def test_small_parameters_are_gathered_once_at_stage_3():
     assert leaves["large"].access is Access.GATHER_ON_USE
     assert leaves["small"].access is Access.GATHER_ONCE
     assert leaves["small"].reasons == (
-        "72 elements < persistence_threshold 80: gathered once per step",
+        "fewer elements than persistence_threshold 80: gathered once per step",
     )
     assert place({"w": (8, 9)}, zero=2, persistence_threshold=80)["w"].reasons == ()
 

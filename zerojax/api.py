@@ -238,8 +238,6 @@ def train(
         reduce_dtype = accumulate_dtype = None
         log = says.log
         reasons += [*says.warnings, *says.reasons]
-    precision, reason = _default_precision(precision, mesh)
-    reasons += [reason] if reason else []
     if steps is None and default_steps is not None:
         steps = default_steps
         reasons.append(f"steps={steps}: {why_steps}")
@@ -414,14 +412,6 @@ def check_validation(validation: Any) -> None:
             f"validation is a {type(validation).__name__}, which can be read only once, but every "
             "evaluation reads it anew; give a list of batches or a TokenSource"
         )
-
-
-def _default_precision(precision: Any, mesh: Mesh) -> tuple[Any, str | None]:
-    if precision is not None:
-        return precision, None
-    if mesh.devices.flat[0].platform == "cpu":
-        return "fp32", "precision='fp32': CPUs have no fast bf16"
-    return "bf16", "precision='bf16': the default on accelerators"
 
 
 def _first_batch(feed: Feed, mesh: Mesh) -> Any:

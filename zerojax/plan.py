@@ -65,7 +65,7 @@ from zerojax.plan_reasons import (
     describe_update,
 )
 from zerojax.plan_table import plan_dict, plan_line, plan_table
-from zerojax.precision import Precision, as_precision
+from zerojax.precision import Precision, as_precision, default_precision
 from zerojax.state import TrainState
 from zerojax.step_options import choose_options
 from zerojax.updates import choose_update, fit_optimizer
@@ -92,7 +92,7 @@ _ELSEWHERE = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """Everything that is decided before the first array exists.
 
@@ -185,6 +185,9 @@ class Plan:
         rows = [[name, list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()]
         return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()[:16]
 
+    def __repr__(self) -> str:
+        return f"Plan({plan_line(self)}; plan.table() has every parameter and reason)"
+
     def table(self) -> str:
         """The plan for people: bytes per device by role, each parameter, every exception."""
         return plan_table(self)
@@ -254,7 +257,7 @@ def make_plan(
     loss: models.Loss | None = None,
     optimizer: Any = None,
     zero: int | None = None,
-    precision: Precision | str = "bf16",
+    precision: Precision | str | None = None,
     reduce_dtype: str | None = None,
     accumulate_dtype: str | None = None,
     num_microbatches: int | None = None,
@@ -277,7 +280,7 @@ def make_plan(
         the model's method `loss(batch)`.
       optimizer: an optax transformation, an `OptimizerConfig`, or None for AdamW.
       zero: ZeRO stage 0..3; None takes the mesh config's, or 1.
-      precision: "bf16", "fp32" or a `Precision`.
+      precision: "bf16", "fp32" or a `Precision`. None: bf16, on CPU devices fp32.
       reduce_dtype, accumulate_dtype: "fp32" or "bf16"; None: see `as_precision`.
       num_microbatches: pieces each device's rows are cut into; gradients are accumulated. None: 1,
         or with pipeline stages as many as the rows allow, up to 4 for each stage.
@@ -307,6 +310,11 @@ def make_plan(
         check_joined()
     internal = models.as_model(model)
     loss = loss or models.default_loss(internal, example_batch)
+    why_precision = []
+    if precision is None:
+        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+        precision, why = default_precision(platform)
+        why_precision.append(why)
     precision = as_precision(
         precision, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype
     )
@@ -387,17 +395,18 @@ def make_plan(
         batch_weight=batch_weight,
         reasons=(
             *describe_choices(settings, mesh, precision, placement),
+            *why_precision,
             *describe_deterministic(settings, num_microbatches),
             *reasons,
             *optimizer_built.reasons,
             *describe_model(
-                internal, trace, placement, extras, pieces.counted, precision, regather
+                internal, params, trace, placement, extras, pieces.counted, precision, regather
             ),
             *describe_pieces(pieces),
             *rules,
             *describe_offload(settings, offload),
             *describe_layer_inputs(settings, trace.jaxpr, len(params)),
-            *describe_update(update_choices, tx, stacks & stored["params"].keys()),
+            *describe_update(update_choices, tx, stacks & stored["params"].keys(), mesh),
             *padding_lines,
             *optim.describe_muon(stored["opt_state"], stacks),
             *describe_options(compiler_options, dropped_options),

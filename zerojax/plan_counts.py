@@ -16,7 +16,7 @@ from zerojax import profile, programs, trees
 from zerojax.config.offload import DEVICE, HOST, HOST_KIND, NVME
 from zerojax.mesh import DATA, MODEL, REPLICA, STAGE
 from zerojax.pipeline_costs import total_buffer_bytes
-from zerojax.placement import Access, LeafPlacement, Placement
+from zerojax.placement import Access, LeafPlacement, Placement, straight_pieces
 from zerojax.planned import Planned
 
 MASTERS, OPTIMIZER, STORED = "master weights", "optimizer state", "weights"
@@ -189,7 +189,9 @@ def _formula_tiers(plan: Planned) -> tuple[Tiers, Tiers]:
 
     A pipeline always adds up; what one microbatch adds is that of one chunk. Of layers whose
     weights wait on the host (`offload.streamed`) a device has two, gathered, and the gradients of
-    one; all gradients are on the host, or with an update in the backward pass nowhere.
+    one; all gradients are on the host, or with an update in the backward pass nowhere. Of what is
+    gathered where it is read, all that one straight piece of the loss reads lives together: a layer
+    of a loop, or all layers that a Python loop calls (`zerojax.placement.straight_pieces`).
     """
     placement: Placement = plan.placement
     layout = plan.offload
@@ -214,8 +216,7 @@ def _formula_tiers(plan: Planned) -> tuple[Tiers, Tiers]:
                 far_gradients += shard * (summed or reduce)
             continue
         if leaf.access is Access.GATHER_ON_USE:
-            group = leaf.name.split(trees.SEPARATOR)[0] if leaf.stack_dims else leaf.name
-            on_use[group] = on_use.get(group, 0) + whole // layers * compute
+            on_use[leaf.name] = whole // layers * compute
             weights += 0 if leaf.name in copied else shard * reduce
         elif not (leaf.name in copied and leaf.access is Access.WHOLE):
             weights += whole * compute
@@ -228,7 +229,9 @@ def _formula_tiers(plan: Planned) -> tuple[Tiers, Tiers]:
                 gradients += shard * (summed or reduce)
             else:
                 gradients += whole * summed + whole // chunks * compute
-    held: Tiers = {DEVICE: weights + max(on_use.values(), default=0)}
+    together = [piece.names for piece in straight_pieces(plan.forward.jaxpr)]
+    living = [sum(on_use.get(name, 0) for name in names) for names in together]
+    held: Tiers = {DEVICE: weights + max((*living, *on_use.values()), default=0)}
     left: Tiers = {DEVICE: gradients}
     _add(left, HOST, far_gradients)
     return held, left

@@ -19,7 +19,7 @@ from zerojax.mesh import DATA, MODEL, STAGE
 from zerojax.model import Model, ModelTrace, bound_attribute
 from zerojax.offload_layout import OffloadLayout
 from zerojax.optim import Optimizer
-from zerojax.placement import Placement
+from zerojax.placement import Access, Placement, straight_pieces, unrolled
 from zerojax.precision import Precision
 
 
@@ -77,6 +77,7 @@ def describe_deterministic(settings: MeshConfig, num_microbatches: int) -> list[
 
 def describe_model(
     model: Model,
+    params: Mapping[str, Any],
     trace: ModelTrace,
     placement: Placement,
     extras: Mapping[str, Any],
@@ -87,7 +88,8 @@ def describe_model(
     """What the model does that a reader should know, one sentence each.
 
     Args:
-      model: the model; trace: what its forward pass does.
+      model: the model; params: {name: parameter as the model has it}.
+      trace: what its forward pass does.
       placement: the table.
       extras: {name: its state besides parameters}; counted: those to which sums are added.
       precision: the dtypes.
@@ -95,7 +97,8 @@ def describe_model(
     """
     lines = []
     if regather:
-        lines.append("parameters are gathered again in the backward pass: none is kept for it")
+        lines += _describe_gathers(placement, trace)
+    lines += _describe_raised(params, precision)
     unread = [
         n for n in placement.leaves if n not in (trace.read_shapes.keys() | trace.barriers.keys())
     ]
@@ -131,20 +134,66 @@ def describe_model(
     return lines
 
 
+def _describe_gathers(placement: Placement, trace: ModelTrace) -> list[str]:
+    """What is gathered how often at stage 3, and what lives together of it."""
+    leaves = placement.leaves.values()
+    on_use = [leaf.name for leaf in leaves if leaf.access is Access.GATHER_ON_USE]
+    once = sum(leaf.access is Access.GATHER_ONCE for leaf in leaves)
+    rest = f"; {once} {'are' if once > 1 else 'is'} gathered once per step and kept" if once else ""
+    if not on_use:
+        return [f"no parameter is gathered where it is read{rest}"] if once else []
+    lines = [
+        f"{len(on_use)} of {len(placement.leaves)} parameters are gathered where they are read and "
+        f"again in the backward pass, which keeps none of them{rest}"
+    ]
+    together = unrolled(placement, straight_pieces(trace.jaxpr.jaxpr))
+    if together:
+        lines.append(
+            f"{len(together)} of these are read outside of loops, so that the compiler may gather "
+            "all of them at once, and the table counts them so: layers that run in a jax.lax.scan "
+            "(zerojax.Stages, flax.linen.scan, nnx.scan) are gathered one at a time"
+        )
+    return lines
+
+
+def _describe_raised(params: Mapping[str, Any], precision: Precision) -> list[str]:
+    """Which parameters are kept in more bits than the model's own."""
+    kept = jnp.dtype(precision.param_dtype)
+    lower = [
+        name
+        for name, leaf in params.items()
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < kept.itemsize
+    ]
+    if not lower:
+        return []
+    own = ", ".join(sorted({params[name].dtype.name for name in lower}))
+    computed = jnp.dtype(precision.compute_dtype).name
+    return [
+        f"{_some(lower, 'parameters')} {own} in the model, kept here in {kept.name} and computed "
+        f"with in {computed}"
+    ]
+
+
 def _some(names: list[str], things: str) -> str:
     """How many, with an example: "3 parameters (such as a/kernel) are"."""
     verb = "are" if len(names) > 1 else "is"
     return f"{len(names)} {things if len(names) > 1 else things[:-1]} (such as {names[0]}) {verb}"
 
 
-def describe_update(choices: Mapping[str, Choice], tx: Any, stacks: Collection[str]) -> list[str]:
+def describe_update(
+    choices: Mapping[str, Choice], tx: Any, stacks: Collection[str], mesh: Mesh | AbstractMesh
+) -> list[str]:
     """Which implementation updates parameters, and why; what is done to each layer by itself.
 
     Args:
       stacks: names of the trained parameters in which layers are stacked.
     """
     chosen = choices["update"]
-    lines = [f"optimizer update by {chosen.implementation}: {chosen.reason}"]
+    on_gpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
+    lines = []
+    # That no kernel runs says something where one could.
+    if on_gpu or chosen.implementation != "xla":
+        lines.append(f"optimizer update by {chosen.implementation}: {chosen.reason}")
     if isinstance(tx, Optimizer) and tx.kernel == "lamb" and stacks:
         each = "each layer" if tx.per_layer else "all layers together (per_layer=False)"
         lines.append(

@@ -14,9 +14,12 @@ from zerojax.display import printable
 from zerojax.mesh import MODEL, describe_mesh
 from zerojax.offload_page import offload_dict, offload_lines, offload_words, tier_lines
 from zerojax.pipeline_page import pipeline_dict, pipeline_line, pipeline_lines
-from zerojax.placement import Placement
+from zerojax.placement import Placement, straight_pieces, unrolled
 from zerojax.plan_counts import role_bytes, role_tiers, state_bytes
 from zerojax.planned import Planned
+
+_NAMES = 3
+"""Of a reason that several parameters share, so many are named."""
 
 
 def plan_line(plan: Planned) -> str:
@@ -50,14 +53,10 @@ def plan_table(plan: Planned) -> str:
         lines += [*tier_lines(role_tiers(plan)), "", *offload_lines(plan)]
     if plan.pipeline is not None:
         lines += ["", *pipeline_lines(plan.pipeline, plan.placement)]
-    lines += ["", *_leaf_lines(plan.placement)]
-    exceptions = plan.placement.exceptions()
+    lines += ["", *_leaf_lines(plan)]
+    exceptions = _exception_lines(plan.placement)
     if exceptions:
-        lines += [
-            "",
-            "exceptions",
-            *(f"  {printable(name)}: {printable(reason)}" for name, reason in exceptions),
-        ]
+        lines += ["", "exceptions", *exceptions]
     lines += ["", "why", *(f"  {printable(reason)}" for reason in plan.reasons)]
     return "\n".join(lines)
 
@@ -72,12 +71,29 @@ def _role_lines(plan: Planned) -> list[str]:
     return [*lines, f"  {'sum':<18} {total:>11}  + activations"]
 
 
-def _leaf_lines(placement: Placement) -> list[str]:
+def _exception_lines(placement: Placement) -> list[str]:
+    """One line per reason, with how many parameters it is of and the names of some."""
+    names: dict[str, list[str]] = {}
+    for name, reason in placement.exceptions():
+        names.setdefault(reason, []).append(name)
+    lines = []
+    for reason, found in names.items():
+        some = ", ".join(found[:_NAMES])
+        if len(found) > _NAMES:
+            some = f"{len(found)} parameters ({some}, ...)"
+        lines.append(f"  {printable(some)}: {printable(reason)}")
+    return lines
+
+
+def _leaf_lines(plan: Planned) -> list[str]:
+    placement: Placement = plan.placement
+    together = unrolled(placement, straight_pieces(plan.forward.jaxpr))
     rows = [("parameter", "shape", "stored as", "per device", "read")]
     for leaf in placement.leaves.values():
         spec = ", ".join(map(_axis_words, leaf.stored_spec)) or "whole"
         size = trees.format_bytes(placement.shard_elements(leaf) * 4)
         access = "frozen, " * leaf.frozen + leaf.access.value
+        access += ", all at once" * (leaf.name in together)
         rows.append(
             (printable(leaf.name), "x".join(map(str, leaf.shape)) or "scalar", spec, size, access)
         )

@@ -99,6 +99,17 @@ _DTYPE_FIELDS = (
 )
 
 
+def default_precision(platform: str | None) -> tuple[str, str]:
+    """(the precision of a run that asks for none, the reason for a plan's reader).
+
+    Args:
+      platform: of the devices, as JAX names it; None where they are not here.
+    """
+    if platform == "cpu":
+        return "fp32", "precision='fp32': CPUs have no fast bf16"
+    return "bf16", "precision='bf16': the default on accelerators"
+
+
 def as_precision(
     precision: Precision | str,
     *,

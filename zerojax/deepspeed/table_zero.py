@@ -105,8 +105,8 @@ ZERO: Table = {
         "int",
         1_000_000_000,
         "compiler",
-        "layers of one scan are gathered one at a time, other layers where the compiler puts their "
-        "gathers; the plan says the bytes",
+        "layers of one scan are gathered one at a time; layers of a Python loop live together, as "
+        "the plan counts them",
     ),
     "stage3_max_reuse_distance": Key(
         "int", 1_000_000_000, "compiler", "weights are gathered at each use"

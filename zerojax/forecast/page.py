@@ -262,14 +262,14 @@ def _time(forecast: ForecastNumbers) -> list[str]:
 
 
 def _repeated(forecast: ForecastNumbers) -> str:
-    """By how much more is computed than the model asks for, if it is."""
+    """Which part of what is computed the model does not ask for, if any."""
     estimate = forecast.estimate
-    again = estimate.flops / estimate.model_flops - 1 if estimate.model_flops else 0.0
-    if again <= 0.005:
+    again = 1 - estimate.model_flops / estimate.flops if estimate.flops else 0.0
+    if not estimate.model_flops or again <= 0.005:
         return ""
     if forecast.plan["pipeline"] is None:
         return f", {again:.0%} of it computed again"
-    return f", {again:.0%} above the model's own, idle slots included"
+    return f", {again:.0%} of it not the model's own, idle slots included"
 
 
 def _step_rows(estimate: Estimate, scale: float, digits: int) -> Rows:

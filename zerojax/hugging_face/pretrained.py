@@ -195,7 +195,17 @@ def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes:
     if unknown:
         raise ValueError(unknown_keyword(row.config_class.__name__, unknown[0], sorted(fields)))
     config = row.config_class(**{**row.read_config(opened.config), **changes})
-    return Pretrained(opened, row, config, new=new)
+    try:
+        return Pretrained(opened, row, config, new=new)
+    except UnsupportedError as error:
+        theirs = opened.config.get("architectures")
+        if not isinstance(theirs, list) or not theirs or row.class_name in theirs:
+            raise
+        raise UnsupportedError(
+            f"{opened.path}: config.json names architectures={theirs}, and zerojax reads a "
+            f"{row.model_type} as {row.class_name}; save it as that class with transformers. What "
+            f"differs: {error}"
+        ) from None
 
 
 def _find_arrays(

@@ -152,7 +152,7 @@ def _access(
     elements = trees.num_elements(shape)
     if elements < rules.persistence_threshold:
         return Access.GATHER_ONCE, (
-            f"{elements} elements < persistence_threshold {rules.persistence_threshold}: "
+            f"fewer elements than persistence_threshold {rules.persistence_threshold}: "
             "gathered once per step"
         )
     reason = (
