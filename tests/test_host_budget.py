@@ -56,6 +56,7 @@ def small_plan(opt_state: str, zero: int = 0, **settings: bool | str) -> Plan:
     return make_plan(
         (init, apply),
         MeshConfig(zero=zero, offload=offload),
+        precision="bf16",
         example_batch=jnp.zeros((8, WIDTH)),
         loss=lambda model, batch: model(batch),
     )
