@@ -306,6 +306,12 @@ def test_weights_of_hugging_face_go_in_and_come_out(tmp_path):
         (lambda e: e.stepp, AttributeError, "the engine has no 'stepp'$"),
         (lambda e: [*e], TypeError, "returns the engine alone"),
         (lambda e: e.train_batch(), TypeError, "one of them"),
+        (
+            lambda e: e.train_batch({key: rows.tolist() for key, rows in batch(0).items()}),
+            TypeError,
+            r"Python list of numbers, .* numpy.asarray\(batch\['x'\]\)",
+        ),
+        (lambda e: e.train_batch(batch(0) | {"text": ["a"] * 32}), TypeError, "holds text"),
         (lambda e: e.train_batch(iter([batch(0)])), TypeError, "pass data_iter=it"),
         (lambda e: e.train_batch(data_iter=[batch(0)]), TypeError, "list, which is no iterator"),
         (lambda e: e.eval_batch(data_itr=iter([])), TypeError, "did you mean 'data_iter'"),

@@ -15,6 +15,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from zerojax.config.keywords import names_keywords
+
 VALIDATION = "validation/"
 """Begins the name of a metric of evaluations; others are of training reports."""
 
@@ -89,6 +91,7 @@ class _Watching:
             self.best, self.best_step = state.get("best"), state.get("best_step")
 
 
+@names_keywords()
 class EarlyStopping(_Watching):
     """Ends a run whose metric has not improved for some time.
 
@@ -160,6 +163,7 @@ class EarlyStopping(_Watching):
             self._waited = int(state.get("waited", 0))
 
 
+@names_keywords()
 class KeepBest(_Watching):
     """Saves the step with the best metric, and keeps it whatever the run saves later.
 

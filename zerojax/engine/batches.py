@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from zerojax.trees import check_arrays
+
 
 def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int) -> Any:
     """The rows of this process for one step, as arrays of numpy or JAX, whoever made them.
@@ -49,9 +51,14 @@ def _check_is_batch(batch: Any) -> None:
 
 
 def as_arrays(batch: Any) -> Any:
-    """A batch with arrays of numpy or JAX in the place of others, such as torch's tensors."""
+    """A batch with arrays of numpy or JAX in the place of others, such as torch's tensors.
+
+    Raises:
+      TypeError: it holds text, or rows as Python lists.
+    """
     if isinstance(batch, UserDict):  # what tokenizers of Hugging Face return
         batch = dict(batch)
+    check_arrays(batch)
     return jax.tree.map(as_array, batch)
 
 
