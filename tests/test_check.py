@@ -160,7 +160,7 @@ def test_what_differs_by_design_is_told_and_the_rest_is_proven(rate, kind):
 def test_a_fault_beside_dropout_is_found():
     result = found_here(lambda rngs: Normalised(0.5, rngs), cases.plain_sum)
     assert not result.agrees
-    assert {reason.kind for reason in result.reasons} == {"dropout", "sum"}
+    assert "sum" in {reason.kind for reason in result.reasons}
 
 
 @pytest.mark.slow
