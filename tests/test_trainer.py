@@ -105,7 +105,7 @@ def test_a_resumed_run_is_bit_equal_and_traces_nothing_twice(tmp_path, monkeypat
         pass
     with train(second, checkpoint=folder) as trainer:
         assert trainer.num_steps == 6
-        assert trainer.jitted_step._cache_size() == 1
+        assert trainer.jitted_step._compiled._cache_size() == 1
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), expected)
     assert first + second == whole
     assert len(whole) == 6
