@@ -293,10 +293,12 @@ def test_a_wrong_option_is_refused(options, message):
 
 
 def test_options_may_come_from_a_file():
-    config = from_dict(LossScale, {"initial": 1024, "window": 500, "minimum": "1e-3"})
+    config = from_dict(LossScale, {"initial": 1024, "window": 500, "minimum": 1e-3})
     assert (config.initial, type(config.initial), config.minimum) == (1024.0, float, 1e-3)
     with pytest.raises(ConfigError, match="did you mean 'window'"):
         from_dict(LossScale, {"windo": 500})
+    with pytest.raises(ConfigError, match="minimum: '1e-3' is a string; use 0.001"):
+        from_dict(LossScale, {"minimum": "1e-3"})
 
 
 DESCRIPTIONS = [

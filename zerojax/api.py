@@ -49,11 +49,12 @@ from zerojax.precision import Precision
 from zerojax.run_record import LossKind, Notes, TextData
 from zerojax.running import (
     CHECKPOINT_FOLDER,
+    PLANNING,
     RunFiles,
     absolute,
     apart,
     rows_of_process,
-    say_at_start,
+    saying_if_slow,
     start_run,
     with_disk_folder,
 )
@@ -262,8 +263,8 @@ def train(
             **exact,
         )
 
-    say_at_start(folder, log, "planning: tracing the model and its loss ...")
-    with _saying_where_batches_come_from(is_given=text_data is None or data is not None):
+    is_given = text_data is None or data is not None
+    with _saying_where_batches_come_from(is_given=is_given), saying_if_slow(folder, log, PLANNING):
         plan = replan(
             mesh_config if not isinstance(mesh_config, Mapping) else as_mesh_config(mesh_config)
         )

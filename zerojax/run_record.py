@@ -28,6 +28,7 @@ from zerojax.models.lora import LowRank
 from zerojax.models.rope import RopeScaling
 from zerojax.plan import Plan
 from zerojax.precision import Precision
+from zerojax.redaction import redact
 from zerojax.trees import path_name
 
 RECORD_FILE = "run.json"
@@ -158,8 +159,8 @@ def record_of(plan: Plan, notes: Notes) -> RunRecord:
 
 
 def write_record(folder: Path, record: RunRecord) -> None:
-    """Puts run.json into a run's folder."""
-    text = json.dumps(to_dict(record), indent=1)
+    """Puts run.json into a run's folder, without passwords and keys."""
+    text = json.dumps(redact(to_dict(record)), indent=1)
     (folder / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
 
 

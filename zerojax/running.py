@@ -5,11 +5,13 @@ Knows files and order; decides nothing about the model or the plan.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,9 @@ CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json"
 OFFLOAD_FOLDER = "offload"
 DESCRIPTION_FILE = "hugging_face.json"
 """What is needed besides arrays to write the model for Hugging Face, where it has a form there."""
+PLANNING = "planning: tracing the model and its loss ..."
+SLOW_SECONDS = 5.0
+"""After which a run says what it has been doing since."""
 ALONE_SECONDS = 20.0
 """For a save in flight when a process fails while others live. Its own part takes no longer than
 that; of a process that is gone, nothing comes however long one waits."""
@@ -77,7 +82,6 @@ def start_run(
     """Checks offload, opens checkpoints, resumes if there is something to resume, and trains."""
     check_offload(plan)
     checkpointer, trainer = _open_checkpoints(run, plan), None
-    say_at_start(run.folder, run.log, "preparing the initial state ...")
     watchdog = Watchdog(
         run.watch,
         folder=run.folder,
@@ -88,17 +92,18 @@ def start_run(
     with watchdog:
         try:
             with explaining_memory(lambda: _under_way(plan, trainer), run.folder):
-                trainer = Trainer(
-                    plan,
-                    replan=replan,
-                    seed=seed,
-                    habits=habits,
-                    open_log=None if run.folder is None else functools.partial(open_log, run),
-                    checkpointer=checkpointer,
-                    config=redact(run.config),
-                    validation=validation,
-                    watchdog=watchdog,
-                )
+                with saying_if_slow(run.folder, run.log, "preparing the initial state ..."):
+                    trainer = Trainer(
+                        plan,
+                        replan=replan,
+                        seed=seed,
+                        habits=habits,
+                        open_log=None if run.folder is None else functools.partial(open_log, run),
+                        checkpointer=checkpointer,
+                        config=redact(run.config),
+                        validation=validation,
+                        watchdog=watchdog,
+                    )
                 trainer.fit(feed, run.steps)
                 if checkpointer is not None:
                     with watchdog.during("waiting for the last checkpoint", is_long=True):
@@ -112,16 +117,26 @@ def start_run(
     return trainer
 
 
-def say_at_start(folder: Path | None, log: LogConfig | None, text: str) -> None:
-    """Prints a line before the log of a run is open, where the log would print it.
+@contextlib.contextmanager
+def saying_if_slow(folder: Path | None, log: LogConfig | None, text: str) -> Iterator[None]:
+    """Prints a line when the block takes long, where the log of the run, not yet open, would.
 
     Args:
       folder: of the run; None: it has no log.
       log: None: the defaults.
+      text: such as "planning ...".
     """
     is_quiet = log is not None and log.console == "quiet"
-    if folder is not None and not is_quiet and jax.process_index() == 0:
-        print(text, flush=True)
+    if folder is None or is_quiet or jax.process_index() != 0:
+        yield
+        return
+    timer = threading.Timer(SLOW_SECONDS, lambda: print(text, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _under_way(plan: Plan, trainer: Trainer | None) -> tuple[Plan, Any, int, Any]:

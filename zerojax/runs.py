@@ -29,12 +29,13 @@ from zerojax.private_files import not_for_everybody
 from zerojax.run_record import Notes, TextData
 from zerojax.running import (
     CHECKPOINT_FOLDER,
+    PLANNING,
     TOKENIZER_FILE,
     RunFiles,
     absolute,
     apart,
     rows_of_process,
-    say_at_start,
+    saying_if_slow,
     start_run,
     with_disk_folder,
 )
@@ -81,8 +82,8 @@ def run_from_config(
         mesh_config = with_disk_folder(mesh_config, folder)
         return _make_plan(config, mesh_config, train_source.batch(0), vocab_size)
 
-    say_at_start(folder, config.log, "planning: tracing the model and its loss ...")
-    plan = replan(config.mesh)
+    with saying_if_slow(folder, config.log, PLANNING):
+        plan = replan(config.mesh)
     model_config = dataclasses.replace(config.model, vocab_size=vocab_size)
     resolved = dataclasses.replace(config, mesh=plan.settings, model=model_config)
     checkpoint = config.checkpoint
