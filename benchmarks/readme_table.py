@@ -1,23 +1,37 @@
-"""The comparison as README.md shows it: `python -m benchmarks.readme_table` writes it there anew.
+"""The comparison tables of README.md and docs/comparison.md.
 
-Reads results/compare.json; measures nothing and knows no figure.
+`python -m benchmarks.readme_table` writes both from results/compare.json; it measures nothing.
+README.md has the rows of `SHORT`, the page all rows.
 """
 
 from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "compare.json"
 README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "comparison.md"
 BEGIN, END = "<!-- comparison: begin -->\n", "<!-- comparison: end -->\n"
 
 LEFT_OUT = ("optax + nnx.jit", "torch.compile", "optax + nnx, data parallel")
-"""Ways that stand in the result only, so that the README stays short."""
+"""Ways that stand in the result only."""
+
+SHORT = (
+    "optax + nnx, jax.jit",
+    "zerojax",
+    "torch eager",
+    "zerojax ZeRO 1",
+    "DeepSpeed ZeRO 1",
+    "zerojax ZeRO 3",
+    "DeepSpeed ZeRO 3",
+    "torch FSDP2",
+)
+"""Ways that README.md shows."""
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("processes", "processes", "{:d}"),
@@ -31,10 +45,15 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 """(key of a row, heading, format)."""
 
 
-def comparison(record: Mapping[str, Any]) -> str:
-    """Machine, one line per way, and what it comes to in words, as Markdown.
+def comparison(record: Mapping[str, Any], ways: Sequence[str] = ()) -> str:
+    """Machine, one line per way, and the ratios in words, as Markdown.
 
-    "" for a run that only shows that it runs.
+    Args:
+      record: the result of `benchmarks.compare`.
+      ways: the rows and no words; empty for all rows but `LEFT_OUT`, with words.
+
+    Returns:
+      "" for a smoke run, whose figures mean nothing.
     """
     if record["smoke"]:
         return ""
@@ -46,31 +65,32 @@ def comparison(record: Mapping[str, Any]) -> str:
     headings = "".join(f" {heading} |" for _, heading, _ in COLUMNS)
     lines = [f"| |{headings}", "|---|" + "---|" * len(COLUMNS)]
     for row in record["rows"]:
-        if row["way"] in LEFT_OUT:
+        if row["way"] in LEFT_OUT or (ways and row["way"] not in ways):
             continue
         cells = ["" if row.get(key) is None else form.format(row[key]) for key, _, form in COLUMNS]
         lines.append(f"| {row['way']} | " + " | ".join(cells) + " |")
     said = ". ".join(note for note in record["notes"] if note.startswith("zerojax takes"))
-    words = "\n" + textwrap.fill(f"In words: {said}.", 118) + "\n" if said else ""
+    words = "\n" + textwrap.fill(f"{said}.", 118) + "\n" if said and not ways else ""
     return head + "\n".join(lines) + "\n" + words
 
 
-def with_comparison(readme: str, part: str) -> str:
-    """The README with `part` between its two marks.
+def with_comparison(page: str, part: str) -> str:
+    """The page with `part` between its two marks.
 
     Raises:
       ValueError: a mark is missing.
     """
-    before, begin, rest = readme.partition(BEGIN)
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"README.md has no lines {BEGIN.strip()!r} and {END.strip()!r}")
+        raise ValueError(f"the page has no lines {BEGIN.strip()!r} and {END.strip()!r}")
     return f"{before}{BEGIN}{part}{END}{after}"
 
 
 def main() -> None:
-    part = comparison(json.loads(RESULT.read_text()))
-    README.write_text(with_comparison(README.read_text(), part))
+    record = json.loads(RESULT.read_text())
+    for path, ways in ((README, SHORT), (PAGE, ())):
+        path.write_text(with_comparison(path.read_text(), comparison(record, ways)))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ PAGES = {
     for path in [ROOT / "README.md", *DOCS]
     if path.name not in TESTED_ELSEWHERE
 }
-README = PAGES["README.md"]
 
 
 def blocks(language: str, page: str) -> list[str]:
@@ -129,22 +128,28 @@ def test_every_line_of_a_table_of_promises_names_a_test(page):
     """Such a table has a last column of tests: "shown by" or "tried in"."""
     tables = re.findall(r"(?:^\|.*\|\n)+", PAGES[page], flags=re.MULTILINE)
     promises = [table for table in tables if re.match(r".*\| (shown by|tried in) \|\n", table)]
-    assert promises or page not in ("README.md", "docs/offload.md")
+    assert promises or page not in ("docs/claims.md", "docs/troubleshooting.md", "docs/offload.md")
     rows = [row for table in promises for row in table.splitlines()[2:]]
     assert [row for row in rows if not re.search(r"`tests/\w+\.py::\w+` \|$", row)] == []
-    assert page != "README.md" or len(rows) > 50
+    least = {"docs/claims.md": 30, "docs/troubleshooting.md": 20}
+    assert len(rows) >= least.get(page, 0)
 
 
 def test_the_readme_shows_parts_of_a_page_of_a_plan():
     (excerpt,) = blocks("text", "README.md")
     (page,) = blocks("text", "docs/plan.md")
     shown = [line for line in excerpt.splitlines() if line != "..."]
-    assert len(shown) > 10
+    assert len(shown) >= 9
     assert [line for line in shown if line not in page.splitlines()] == []
 
 
 def test_the_readme_stays_readable():
-    assert len(README.splitlines()) < 300
+    assert len(PAGES["README.md"].splitlines()) <= 180
+
+
+def test_the_index_of_pages_has_each():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert [path.name for path in DOCS if f"]({path.name})" not in index] == ["README.md"]
 
 
 def test_links_between_pages_lead_somewhere():
@@ -159,11 +164,14 @@ def test_pages_that_are_tested_elsewhere_are():
             assert path.name in (ROOT / "tests" / TESTED_ELSEWHERE[path.name]).read_text()
 
 
-def test_the_comparison_is_that_of_the_committed_result():
-    part = ""
-    if readme_table.RESULT.exists():
-        part = readme_table.comparison(json.loads(readme_table.RESULT.read_text()))
-    assert readme_table.with_comparison(README, part) == README
+@pytest.mark.parametrize(
+    ("page", "ways"), [("README.md", readme_table.SHORT), ("docs/comparison.md", ())]
+)
+def test_the_comparison_is_that_of_the_committed_result(page, ways):
+    record = json.loads(readme_table.RESULT.read_text())
+    part = readme_table.comparison(record, ways)
+    assert [way for way in ways if f"| {way} |" not in part] == []
+    assert readme_table.with_comparison(PAGES[page], part) == PAGES[page]
 
 
 def test_a_comparison_has_one_line_per_way():
@@ -183,6 +191,6 @@ def test_a_comparison_has_one_line_per_way():
     }
     record["notes"] = notes
     *_, ours, theirs, _, words = readme_table.comparison(record).splitlines()
-    assert words == "In words: zerojax takes 1.57 times the wall time of torch eager."
+    assert words == "zerojax takes 1.57 times the wall time of torch eager."
     assert ours == "| zerojax ZeRO 1 | 2 | 1.23 |  |  |  |  | 9 |"
     assert theirs == "| DeepSpeed ZeRO 1 | 2 |  |  |  |  |  | 12 |"

@@ -1,4 +1,4 @@
-"""Rows of README.md's troubleshooting table that no other test has: symptom, then setting."""
+"""Rows of docs/troubleshooting.md that no other test has: symptom, then setting."""
 
 from __future__ import annotations
 
