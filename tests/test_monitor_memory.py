@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,10 +14,15 @@ import pytest
 
 import zerojax
 from tests.small_models import reference_model
+from zerojax import saved_state
 from zerojax.cli.complaints import explain as complain
+from zerojax.evaluating import mean_loss
 from zerojax.out_of_memory import explaining_memory, what_was_asked
-from zerojax.out_of_memory.explaining import cheapest
+from zerojax.out_of_memory.explaining import cheapest, what_was_done
 from zerojax.out_of_memory.living import largest_arrays
+from zerojax.reporting import Reports
+from zerojax.system_memory import TRAINING_STEP, allocating_for, purpose_of
+from zerojax.trainer import Trainer
 
 TESTS = Path(__file__).parent
 MIB, GIB = 2**20, 2**30
@@ -178,6 +184,60 @@ def test_what_lives_has_the_names_of_the_state():
     assert names["int8[1048576]"].size == held.size
     sizes = [one.size for one in found]
     assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("purpose", "failing"),
+    [
+        ("the training step", lambda: Trainer._step_on_devices(None, None)),
+        ("the training step", lambda: Reports(1).follow(None, 1, {})),
+        ("the training step", lambda: failing_reports().wait(None)),
+        ("the training step", lambda: failing_reports().settle(None)),
+        ("the training step", lambda: failing_reports().read(None, None)),
+        ("an evaluation", lambda: mean_loss(None, None, None, None, None, 1)),
+        ("placing a batch on the devices", lambda: zerojax.shard_batch(None, {})),
+        # The innermost block counts.
+        ("placing a batch on the devices", lambda: mean_loss(None, make_plan(), 0, [{}], None, 1)),
+        ("restoring a checkpoint", lambda: saved_state.restore_state(None, None)),
+        (
+            "saving a checkpoint",
+            lambda: saved_state.save_state(None, make_plan(), None, step=1, about={}),
+        ),
+        ("handing over the model", lambda: saved_state.model_of(make_plan(), {})),
+        ("making the first state", lambda: saved_state.first_state(None, 0, None)),
+        ("making the first state", lambda: zerojax.init_state(None)),
+        ("moving the state to another plan", lambda: zerojax.reshard_state(None, None, {})),
+    ],
+)
+def test_an_error_says_what_the_memory_was_for(purpose, failing):
+    with pytest.raises((AttributeError, KeyError, ValueError, RuntimeError)) as raised:
+        failing()
+    assert purpose_of(raised.value) == purpose
+
+
+def failing_reports():
+    """Reports that wait for a step whose metrics are no arrays."""
+    reports = Reports(1)
+    reports._under_way.append((1, {"loss": None}))
+    reports.hold(2, {"loss": None})
+    return reports
+
+
+@pytest.mark.parametrize(("filtering", "activity"), [("off", "compiling the"), ("auto", "the")])
+def test_a_step_that_could_not_be_compiled_is_told_from_one_that_ran(filtering, activity):
+    """By the frames of JAX's compiler, which JAX leaves out unless told otherwise."""
+    step = jax.jit(lambda x: x, compiler_options={"xla_no_such_option": True})
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", filtering)
+    try:
+        with pytest.raises(jax.errors.JaxRuntimeError) as raised, allocating_for(TRAINING_STEP):
+            step(1.0)
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+    asked = what_was_asked(MemoryError("0 bytes"))
+    assert what_was_done(raised.value, asked) == f"{activity} training step"
+    compiled = dataclasses.replace(asked, by_compiler=True)
+    assert what_was_done(raised.value, compiled) == "compiling the training step"
 
 
 # --- a run that has too little --------------------------------------------------------------------

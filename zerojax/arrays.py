@@ -29,12 +29,14 @@ from zerojax.offload.state import cut_new_param, cut_new_state, cut_state, join_
 from zerojax.optim import StateCoding, coding_of
 from zerojax.planned import Planned
 from zerojax.state import TrainState, run_key_data, zero_counter
+from zerojax.system_memory import allocating_for
 
 Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
 """A tree's leaves and its structure: hashable, as keys of a cache are."""
 
 
 @names_keywords()
+@allocating_for("making the first state")
 def init_state(plan: Planned, seed: int = 0) -> TrainState:
     """A new state, born in its shards: no device ever holds more than its part.
 
@@ -390,6 +392,7 @@ def _recoder(coding: StateCoding, decode: bool, coded: Flat, decoded: Flat) -> A
 
 
 @names_keywords()
+@allocating_for("moving the state to another plan")
 def reshard_state(
     old: Planned, new: Planned, state: TrainState, *, data_state: dict[str, Any] | None = None
 ) -> TrainState:

@@ -10,8 +10,10 @@ from typing import Any
 
 from zerojax.data import TokenSource, local_rows, shard_batch
 from zerojax.plan import Plan
+from zerojax.system_memory import allocating_for
 
 
+@allocating_for("an evaluation")
 def mean_loss(
     evaluate: Any, plan: Plan, state: Any, batches: Any, num_batches: int | None, default: int
 ) -> dict[str, float]:

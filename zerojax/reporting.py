@@ -17,6 +17,7 @@ from zerojax.metrics import RunLog
 from zerojax.metrics.stopwatch import STEP
 from zerojax.pace import Pace
 from zerojax.plan import Plan
+from zerojax.system_memory import TRAINING_STEP, allocating_for
 from zerojax.tracing import Trace
 
 Metrics = dict[str, Any]
@@ -66,6 +67,7 @@ class Reports:
         self._under_way: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._unseen: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
 
+    @allocating_for(TRAINING_STEP)  # whoever waits for a step meets its error
     def follow(
         self, plan: Plan, step: int, metrics: Mapping[str, Any], log: RunLog | None = None
     ) -> None:
@@ -90,6 +92,7 @@ class Reports:
         if len(self._under_way) > MAX_STEPS_UNDER_WAY:
             self._settle(plan)
 
+    @allocating_for(TRAINING_STEP)
     def settle(self, plan: Plan, log: RunLog | None = None) -> None:
         """Waits for all steps that `follow` was told of, and for what processes told each other.
 
@@ -103,6 +106,7 @@ class Reports:
             self._look(plan, log)
         self._write_processes(self._pace.last_exchange(), log)
 
+    @allocating_for(TRAINING_STEP)
     def wait(self, plan: Plan) -> None:
         """Waits for all steps that `follow` was told of, one by one.
 
@@ -166,6 +170,7 @@ class Reports:
         """Keeps the metrics of a step, still on the devices."""
         self._held = step, metrics
 
+    @allocating_for(TRAINING_STEP)
     def read(self, plan: Plan, log: RunLog | None) -> Metrics | None:
         """The held metrics on the host, written to the log; None when none are held.
 

@@ -21,8 +21,10 @@ from zerojax.offload.disk_durable import resume, resume_step
 from zerojax.offload.disk_saving import saved_names, write_pieces
 from zerojax.planned import Planned
 from zerojax.state import TrainState
+from zerojax.system_memory import allocating_for
 
 
+@allocating_for("saving a checkpoint")
 def save_state(
     checkpointer: Any, plan: Planned, state: TrainState, *, step: int, about: Mapping[str, Any]
 ) -> None:
@@ -52,6 +54,7 @@ def save_state(
     )
 
 
+@allocating_for("restoring a checkpoint")
 def restore_state(
     checkpointer: Any, plan: Planned, step: int | None = None, *, at_start: bool = False
 ) -> tuple[Any, Any]:
@@ -77,6 +80,7 @@ def restore_state(
     return restored, from_canonical(plan, restored.state, data_state=data_state)
 
 
+@allocating_for("making the first state")
 def first_state(
     plan: Planned, seed: int, latest_step: int | None
 ) -> tuple[TrainState, dict[str, Any] | None] | None:
@@ -95,6 +99,7 @@ def first_state(
     return init_state(plan, seed), None
 
 
+@allocating_for("handing over the model")
 def model_of(plan: Planned, state: TrainState) -> Any:
     """The model as the user's kind of object: `nnx.Module`, linen variables or tree of arrays.
 

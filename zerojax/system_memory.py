@@ -1,10 +1,11 @@
-"""How much memory this process may still take, and who says so.
+"""How much memory this process may still take, who says so, and what it is taken for.
 
-Knows the kernel's files and limits; imports no JAX, and never knows what the memory is for.
+Knows the kernel's files and limits; imports no JAX.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import resource
@@ -21,6 +22,33 @@ GIB = 2**30
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 2**60  # cgroup v1 says "no limit" with a number near 2^63
+TRAINING_STEP = "the training step"
+"""The purpose of memory that the step takes; see `allocating_for`."""
+_PURPOSE = "_zerojax_allocating_for"
+"""Attribute of an exception."""
+
+
+@contextlib.contextmanager
+def allocating_for(purpose: str) -> Iterator[None]:
+    """An error that leaves this block, or a function decorated with it, carries a purpose.
+
+    The innermost block counts. `purpose_of` reads it, so that a report about a lack of memory names
+    what the memory was for, wherever the code of that lies.
+
+    Args:
+      purpose: a noun phrase, such as "an evaluation".
+    """
+    try:
+        yield
+    except Exception as error:
+        if purpose_of(error) is None:
+            setattr(error, _PURPOSE, purpose)
+        raise
+
+
+def purpose_of(error: BaseException) -> str | None:
+    """The purpose that `allocating_for` gave an error; None where it left no such block."""
+    return getattr(error, _PURPOSE, None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ from zerojax.reporting import Metrics, Reports, compare_peak, with_names
 from zerojax.saved_state import end_state, first_state, model_of, restore_state, save_state
 from zerojax.step import build_evaluation, build_step
 from zerojax.store import StoreError
+from zerojax.system_memory import TRAINING_STEP, allocating_for
 from zerojax.watchdog import Watchdog
 
 Callback = Callable[["Trainer", Metrics], Any]
@@ -122,6 +123,7 @@ class Trainer:
         limit, finished = self.habits.max_skipped, self._watchdog.finished
         return Reports(limit, skipped=skipped, pace=self._pace, finished=finished)
 
+    @allocating_for(TRAINING_STEP)
     def _step_on_devices(self, batch: Any, data_state: Any = None) -> dict[str, jax.Array]:
         if disk := self.state.get("disk"):
             disk.data_state = data_state

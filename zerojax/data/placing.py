@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax.config.keywords import names_keywords
 from zerojax.mesh import DATA_AXES, num_data_shards
 from zerojax.model import IndexLimit
+from zerojax.system_memory import allocating_for
 from zerojax.trees import check_arrays, flatten_names, unflatten_like
 
 # The names of a language-model batch that hold token ids (others, such as labels, are not bounded
@@ -40,6 +41,7 @@ class BatchPlan(Protocol):
 
 
 @names_keywords()
+@allocating_for("placing a batch on the devices")
 def shard_batch(
     plan: BatchPlan, batch: Any, *, vocab_size: int | None = None, check_values: bool = True
 ) -> Any:

@@ -39,6 +39,7 @@ from zerojax.running import with_disk_folder
 from zerojax.saved_state import end_state, model_of, restore_state
 from zerojax.state import TrainState
 from zerojax.step import build_evaluation, build_step
+from zerojax.system_memory import TRAINING_STEP, allocating_for
 
 _AXES = "axes are in the configuration: tensor_parallel.autotp_size and pipeline.stages"
 _DATA = (
@@ -223,7 +224,8 @@ class Engine(Progress, Absent):
         """
         batch = self._take(batch, data_iter)
         plan, step = self.prepare(batch), self.global_steps + 1
-        with self._calling("in step", step), self._explaining(plan):
+        in_step = allocating_for(TRAINING_STEP)
+        with self._calling("in step", step), self._explaining(plan), in_step:
             placed = shard_batch(plan, batch, vocab_size=plan.vocab_size)
             with self._journal.pace.stepping():
                 self.state, self.metrics = self._step(self.state, placed)
@@ -237,8 +239,9 @@ class Engine(Progress, Absent):
         """The mean loss over one global batch in evaluation mode; arguments as `train_batch`."""
         batch = self._take(batch, data_iter)
         plan, step = self.prepare(batch), self.global_steps
-        timed = self._journal.pace.during(EVAL)
-        with timed, self._calling("evaluating after step", step), self._explaining(plan):
+        timed, evaluating = self._journal.pace.during(EVAL), allocating_for("an evaluation")
+        what = "evaluating after step"
+        with timed, self._calling(what, step), self._explaining(plan), evaluating:
             placed = shard_batch(plan, batch, vocab_size=plan.vocab_size)
             sums = self._evaluate(self.state, placed)
             loss = sums["loss"] / sums["weight"]

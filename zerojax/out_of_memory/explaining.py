@@ -20,23 +20,13 @@ from zerojax.out_of_memory.page import Page, draw
 from zerojax.plan_counts import ACTIVATIONS, GATHERED, GRADIENTS, role_bytes
 from zerojax.planned import Planned
 from zerojax.profile import device_kind
+from zerojax.system_memory import TRAINING_STEP, purpose_of
 
 NUM_REMEDIES = 3
-COMPILING, STEPPING = "compiling the training step", "the training step"
-_ACTIVITIES = (
-    # (end of a file's path, function or None for any, what is being done there), the first one
-    # that a traceback has, from its end.
-    ("jax/_src/compiler.py", None, COMPILING),
-    ("zerojax/evaluating.py", None, "an evaluation"),
-    ("zerojax/trainer.py", "_step_on_devices", STEPPING),
-    ("zerojax/reporting.py", None, STEPPING),  # whoever waits for a step meets its error
-    ("zerojax/data/placing.py", None, "placing a batch on the devices"),
-    ("zerojax/saved_state.py", "restore_state", "restoring a checkpoint"),
-    ("zerojax/saved_state.py", "save_state", "saving a checkpoint"),
-    ("zerojax/saved_state.py", "model_of", "handing over the model"),
-    ("zerojax/saved_state.py", None, "making the first state"),
-    ("zerojax/arrays.py", None, "making the first state"),
-)
+COMPILING = f"compiling {TRAINING_STEP}"
+_JAX_COMPILER = "jax._src.compiler"
+"""The module of JAX whose frames a traceback has, unless JAX leaves its own out, when compiling
+failed (tests/test_monitor_memory.py compiles one that does)."""
 
 RunNow = Callable[[], tuple[Planned, Any, int, Any]]
 """() -> (the plan, the state or None, steps done, the jitted step or None)."""
@@ -65,12 +55,12 @@ def explaining_memory(now: RunNow, folder: Path | None) -> Iterator[None]:
 def explain(error: BaseException, asked: Asked, now: RunNow, folder: Path | None) -> Page:
     """Everything that the page shows."""
     plan, state, num_steps, step = now()
-    activity = what_was_done(error)
+    activity = what_was_done(error, asked)
     sizes, source = sizes_by_role(plan, asked, None if activity == COMPILING else step, activity)
     device = device_now()
     excess = _excess(asked, device.free)
-    if activity == STEPPING:
-        activity = f"the training step (number {max(num_steps, 1)} at the latest)"
+    if activity == TRAINING_STEP:
+        activity = f"{TRAINING_STEP} (number {max(num_steps, 1)} at the latest)"
     return Page(
         asked=asked,
         activity=activity,
@@ -84,13 +74,17 @@ def explain(error: BaseException, asked: Asked, now: RunNow, folder: Path | None
     )
 
 
-def what_was_done(error: BaseException) -> str:
-    """What a run was doing, told from the files that the error went through."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        for file, function, activity in _ACTIVITIES:
-            if frame.filename.endswith(file) and function in (None, frame.name):
-                return activity
-    return "the run"
+def what_was_done(error: BaseException, asked: Asked) -> str:
+    """What a run was doing: the block of `allocating_for` that the error left."""
+    purpose = purpose_of(error)
+    if purpose in (TRAINING_STEP, None) and (asked.by_compiler or _left_the_compiler(error)):
+        return COMPILING
+    return purpose or "the run"
+
+
+def _left_the_compiler(error: BaseException) -> bool:
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == _JAX_COMPILER for frame in frames)
 
 
 def sizes_by_role(
@@ -103,7 +97,7 @@ def sizes_by_role(
     """
     sizes = {role: size for role, size in role_bytes(plan).items() if size}
     passing = sizes.get(GATHERED, 0) + sizes.get(GRADIENTS, 0)
-    if activity not in (STEPPING, COMPILING):
+    if activity not in (TRAINING_STEP, COMPILING):
         return sizes, "by formula, without activations"
     temporary = _compiled_temporary(plan, step)
     if temporary is not None:
