@@ -1,4 +1,4 @@
-"""Fused arithmetic for training: each kernel beside the plain reference it is compared with.
+"""Pallas kernels for training, each beside the plain reference it is tested against.
 
-Knows arrays and the accelerator's programming model; never imports zerojax.
+The package does not import zerojax.
 """

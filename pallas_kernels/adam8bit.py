@@ -1,9 +1,9 @@
-"""AdamW whose moments take one byte each: how they are coded, and the plain reference.
+"""AdamW with one-byte moments: block-wise codes and the plain reference.
 
-Knows blocks of one leaf; never devices or layouts. A leaf is cut, flat, into blocks of at most 512
-elements that share two float32 scales (block-wise as in arXiv:2110.02861). A code is a root of the
-value, so that small values keep digits; zero is no code of the second moment (arXiv:2309.01507);
-and values are rounded stochastically, so that an average that moves by less than one code moves.
+A leaf is cut, flat, into blocks of at most 512 elements that share two float32 scales (block-wise
+as in arXiv:2110.02861). A code is a root of the value, so that small values keep digits; zero is no
+code of the second moment (arXiv:2309.01507); and values are rounded stochastically, so that an
+average that moves by less than one code moves.
 """
 
 from __future__ import annotations

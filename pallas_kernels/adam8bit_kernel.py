@@ -1,7 +1,4 @@
-"""How AdamW with one-byte moments runs: the reference, or one Mosaic GPU kernel in place.
-
-Knows tiles and Refs; never how moments are coded.
-"""
+"""AdamW with one-byte moments as one in-place Mosaic GPU kernel, or the reference."""
 
 from __future__ import annotations
 

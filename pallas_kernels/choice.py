@@ -1,7 +1,4 @@
-"""Which implementation runs: XLA's own fusion of the reference, or a Pallas kernel, and why.
-
-Knows versions of JAX and devices; never what is computed.
-"""
+"""Choice of the implementation, XLA or Pallas, with its reason."""
 
 from __future__ import annotations
 

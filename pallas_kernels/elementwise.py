@@ -1,7 +1,4 @@
-"""What an in-place elementwise update is, and its plain reference, which is also the oracle.
-
-Knows rules as functions of blocks; never which optimizer a rule is, and never how a GPU runs it.
-"""
+"""In-place elementwise updates, and their plain reference."""
 
 from __future__ import annotations
 

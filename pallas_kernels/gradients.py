@@ -1,7 +1,4 @@
-"""What is read from gradients before a step: the sum of squares and the count of non-finite values.
-
-Knows arithmetic; never what is done about the numbers.
-"""
+"""Statistics of gradients before an update: sum of squares and count of non-finite values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Many leaves in one kernel: each leaf has its own Refs, and a program finds its leaf by a branch.
-
-Knows lists of leaves, programs and branches; never an optimizer, and never what a tile computes.
-"""
+"""One kernel for many leaves: each leaf has its own Refs, selected by a branch."""
 
 from __future__ import annotations
 

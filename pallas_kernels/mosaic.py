@@ -1,6 +1,6 @@
-"""How an elementwise rule becomes one Mosaic GPU kernel over a leaf of any size.
+"""Elementwise rule as one Mosaic GPU kernel over a leaf of any size.
 
-Knows tiles, Refs and layouts; never which optimizer a rule is. Needs jax >= 0.11.
+Needs jax >= 0.11.
 """
 
 from __future__ import annotations

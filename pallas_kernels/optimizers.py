@@ -1,8 +1,8 @@
-"""The arithmetic of AdamW, Lion, SGD with momentum and LAMB, once for kernel and reference.
+"""Formulas of AdamW, Lion, SGD with momentum and LAMB, shared by kernel and reference.
 
-Knows formulas, in optax's order of operations; never arrays' sizes, devices or layouts. A rule
-multiplies the gradient by `gradient_scale` (clipping and loss scale in one), and where `skip` is 1
-and not 0 every array keeps what it holds, whatever the gradient contains.
+They follow optax's order of operations. A rule multiplies the gradient by `gradient_scale`
+(clipping and loss scale in one). Where `skip` is not 0, every array keeps its value, whatever the
+gradient contains.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How float32 becomes bfloat16 without bias: random bits from a counter, and rounding by them.
+"""Stochastic rounding of float32 to bfloat16, with random bits from a counter.
 
-Knows numbers; never what they stand for. Every function works on whole arrays and on a block inside
-a kernel alike, so constants are written as whole blocks.
+Every function works on whole arrays and on a block inside a kernel alike, so constants are written
+as whole blocks.
 """
 
 from __future__ import annotations

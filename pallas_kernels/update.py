@@ -1,7 +1,4 @@
-"""One leaf, or all leaves of trees, updated by the implementation that was chosen.
-
-Knows rules and choices; never an optimizer's state beyond its arrays.
-"""
+"""Update of one leaf, or of all leaves of trees, by the chosen implementation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The public face: every name a user needs, imported when it is first asked for.
+"""Public names of zerojax, imported on first use.
 
-Knows where each public name lives; imports nothing at once, so that `import zerojax` and
-`zerojax --help` do not wait for JAX.
+`import zerojax` and `zerojax --help` therefore load no JAX.
 """
 
 from __future__ import annotations

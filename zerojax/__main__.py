@@ -1,7 +1,4 @@
-"""What `python -m zerojax` runs.
-
-Knows the command line's entry point and nothing else.
-"""
+"""Entry point of `python -m zerojax`."""
 
 from zerojax.cli import main
 

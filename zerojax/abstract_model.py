@@ -1,7 +1,4 @@
-"""A model and its batches before arrays exist: shapes and dtypes alone.
-
-Knows the one door for models and dtypes; never where anything lies.
-"""
+"""Abstract model and batch: shapes and dtypes without arrays."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The training state before arrays exist: every leaf's shape, dtype and sharding.
-
-Knows the placement table, dtypes and the optimizer's `init`; never a model or a batch.
-"""
+"""Abstract training state: shape, dtype and sharding of every array, without arrays."""
 
 from __future__ import annotations
 

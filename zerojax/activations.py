@@ -1,4 +1,4 @@
-"""Which mesh axis a dimension of an activation is split over while a model is traced.
+"""Sharding constraints of activations by named dimension ("batch", "sequence", "embed").
 
 Models name dimensions ("batch", "sequence", "embed"); they never know a mesh. Without rules in
 force `constrain` is the identity, so that a model runs alone as well as inside a training step.

@@ -1,7 +1,4 @@
-"""What people bring, made into what the rooms below expect: `train`, and runs described by a file.
-
-Normalises and explains defaults; decides nothing about places, programs or loops.
-"""
+"""`zerojax.train`: normalises its arguments, plans, opens the run and trains."""
 
 from __future__ import annotations
 

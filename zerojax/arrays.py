@@ -1,7 +1,4 @@
-"""How a state is born in its shards, and how it moves from one plan to another.
-
-Knows plans and arrays; never knows what a step computes or what a checkpoint looks like.
-"""
+"""Initialisation of a state in shards, and resharding from one plan to another."""
 
 from __future__ import annotations
 

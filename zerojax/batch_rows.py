@@ -1,6 +1,4 @@
-"""How each result of a traced program depends on the rows of a batch, as far as that can be told.
-
-Knows programs (jaxprs) and the size of a batch; never models, devices or what a result means.
+"""Dependence of each result of a traced program on the rows of a batch.
 
 A result is one of: independent of the batch; **rows**, where each row of it depends on one row of
 the batch; a **total**, the sum over all rows of something computed row by row; a **count**, an

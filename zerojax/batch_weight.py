@@ -1,6 +1,4 @@
-"""The weight of a whole batch, known before its forward pass, where the weight needs no model.
-
-Knows the traced loss; never devices, or what is done with the weight.
+"""Weight of a whole batch, computed before its forward pass where it does not need the model.
 
 A backward pass is linear, so it does not matter whether the gradient of the summed loss is divided
 by the weight before or after it. Derivatives that a model brings along (`jax.custom_vjp`) may not

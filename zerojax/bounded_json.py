@@ -1,4 +1,4 @@
-"""JSON from files and connections, within limits of size, depth and digits.
+"""JSON reader for untrusted files and connections, with limits of size, depth and digits.
 
 No input, however it was made, takes more than these limits allow or ends in another error than
 `JsonError`, or `OSError` where the system refuses a file:

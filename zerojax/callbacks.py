@@ -1,4 +1,4 @@
-"""Ready callbacks: stop a run that no longer improves, keep the checkpoint of its best step.
+"""Ready callbacks: early stopping, and the checkpoint of the best step.
 
 A callback is a function `(trainer, metrics)`, called at every report; one that returns True ends
 the run, and `train` returns its trainer. An object may have further methods:

@@ -1,6 +1,4 @@
-"""How the loss of a language model's head is computed without holding all of its logits.
-
-Knows arrays; never knows a model, a mesh, or how many devices a batch is cut into.
+"""Loss of a language model's head in chunks of tokens, without holding all logits.
 
 Logits are made for one chunk of tokens at a time. While a chunk's logits are there, so is all that
 its gradients need: those of the hidden states and of the head are made at once, for a loss whose

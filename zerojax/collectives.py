@@ -1,7 +1,6 @@
-"""How sharded parameters are gathered and gradients reduced: one collective per bucket.
+"""All-gather of sharded parameters and reduce-scatter of gradients, one collective per bucket.
 
-Knows arrays inside a region that is manual over the data axes (under a pipeline also over `stage`);
-knows nothing of models or optimizers.
+The arrays are inside a region that is manual over the data axes (in a pipeline also over `stage`).
 
 Every collective sits in a nested `shard_map` over the axes that are still with the compiler. XLA
 does not partition a manual collective over automatic axes: it would gather tensor-parallel shards

@@ -1,7 +1,6 @@
-"""Compiling a program for GPUs that are not here, with the compile-only client of the CUDA plugin.
+"""Compile-only client for GPUs that the machine does not have.
 
-Knows devices, options and what the compiler answers; never a model, a plan or a stage. Measured on
-jaxlib 0.10.2 to 0.12.0: it needs neither a GPU nor a driver, cuDNN, NCCL or cuBLAS.
+Measured on jaxlib 0.10.2 to 0.12.0: it needs neither a GPU nor a driver, cuDNN, NCCL or cuBLAS.
 
 Devices that are not here have no host memory: a sharding on a mesh of them silently loses its
 memory kind. So a program that keeps arrays on the host is traced over an `AbstractMesh`, lowered

@@ -1,7 +1,4 @@
-"""How text becomes a configuration, and the sentence for each mistake in it.
-
-Knows dataclasses, YAML and KEY=VALUE; never which fields exist nor what they mean.
-"""
+"""Loader of configurations from YAML and KEY=VALUE text, with file and line in each error."""
 
 import dataclasses
 import difflib

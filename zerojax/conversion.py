@@ -1,7 +1,4 @@
-"""How leaves of a state change shape, the order of their rows and where they lie.
-
-Knows arrays and shardings; never a plan, or what a leaf is.
-"""
+"""Conversion of state arrays between shapes, row orders and shardings."""
 
 from __future__ import annotations
 

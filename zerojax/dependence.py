@@ -1,6 +1,4 @@
-"""Which inputs of a traced program each of its outputs depends on, through any control flow.
-
-Knows programs (jaxprs) only; never what their inputs are, or what depending on one means.
+"""Dependence of each output of a traced program on its inputs, through any control flow.
 
 Marks are integers, of which bit i stands for input i (or for a group of inputs): a union is one
 operation, also for a model with thousands of parameters.

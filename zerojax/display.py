@@ -1,8 +1,8 @@
-"""Text and values of others as they may be shown: no control characters, bounded length.
+"""Display of untrusted text and values: no control characters, bounded length.
 
-Knows characters and Python's plain values; never knows where a text comes from or goes to. A name
-in a model, a path or a value of a configuration may hold the bytes that move a terminal's cursor,
-clear its screen or set its title, and characters that reverse the order in which text is shown.
+A name in a model, a path or a value of a configuration may hold the bytes that move a terminal's
+cursor, clear its screen or set its title, and characters that reverse the order in which text is
+shown.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""How several processes become one run: the coordinator is checked, reached and told of GPUs.
-
-Knows `jax.distributed` and sockets; who belongs to a run is `zerojax.process_group`'s to say, and
-nothing here knows of meshes or training.
-"""
+"""Start of `jax.distributed`: the coordinator is checked, and this process's GPUs are declared."""
 
 from __future__ import annotations
 

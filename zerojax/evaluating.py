@@ -1,7 +1,4 @@
-"""The mean loss over batches that a model is not trained on.
-
-Knows batches and the compiled evaluation; never changes a state.
-"""
+"""Evaluation: the mean loss over validation batches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Sums of gradients by exchanging pieces, in place of a reduce-scatter.
-
-Knows whole arrays and how they are cut; never parameters, buckets or models.
-"""
+"""Sums of gradients by collective permutes, in place of a reduce-scatter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the exit code of a run tells whoever started it.
-
-Numbers only.
-"""
+"""Exit statuses of a run."""
 
 OK = 0
 FAILED = 1

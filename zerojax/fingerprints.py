@@ -1,6 +1,4 @@
-"""Two 32-bit sums over an array by which a change of its bits is found, however it is cut.
-
-Knows bits and positions; never names, files, meshes, or what a difference means.
+"""Fingerprint of an array: two 32-bit sums that detect changed bits under any sharding.
 
 Element i with bits b counts as m = mix(b xor key(i)), where `mix` maps 32 bits one to one; 64-bit
 elements count as two words. The sums are those of m, and of m times an odd weight of i, modulo

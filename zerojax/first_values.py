@@ -1,6 +1,4 @@
-"""How a parameter's first values get into its shards, from an array or straight from files.
-
-Knows arrays, shapes and shardings; never a model, or what files look like.
+"""Initial parameter values, transferred to their shards from arrays or files.
 
 What lies in files is read one layer at a time, only what this process's devices hold, each part
 once. On accelerators a layer goes into its place in the shard on the device, so the host never

@@ -1,6 +1,4 @@
-"""Sums whose order does not depend on how many devices there are: one binary tree over an index.
-
-Knows arrays and the bits of an index; never devices, parameters or models.
+"""Reproducible sums: one binary tree over an index, the same on any number of devices.
 
 Floating-point sums depend on their association, not on the order of two operands. A sum over `2^k`
 numbered values is therefore fixed by saying which bit of the number is combined first. Devices hold

@@ -1,7 +1,4 @@
-"""Norm and update in pieces that are the same on any number of devices.
-
-Knows shards, how many pieces each has, and an optimizer that updates element by element; never how
-gradients were made.
+"""Reproducible gradient norm and optimizer update, in pieces independent of the device count.
 
 A parameter's stored dimension has `virtual_shards` pieces, of which each device has some. Sums of
 squares are taken of each piece by the same sealed computation and added up in the tree of

@@ -1,4 +1,4 @@
-"""One writer for a folder, over processes and hosts: a file that names its holder.
+"""Writer lock of a folder, across processes and hosts.
 
 The file says host, process and time, and its holder renews it every `BEAT` seconds. A holder on
 this machine is never waited for: the kernel ends its flock(2) with the process, however that ends.

@@ -1,7 +1,4 @@
-"""What a run does besides stepping, and how often.
-
-Knows numbers and words; never touches arrays, files or the loop.
-"""
+"""Frequencies of logging, evaluation and checkpoints in a run."""
 
 from __future__ import annotations
 

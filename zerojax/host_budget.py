@@ -1,7 +1,4 @@
-"""Whether what a plan puts into host memory and files fits there, found out before a run.
-
-Knows plans, this process's devices, limits of memory and free disk; never makes an array or a file.
-"""
+"""Host memory and disk space of a plan, compared with what is free before a run."""
 
 from __future__ import annotations
 

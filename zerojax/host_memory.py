@@ -1,7 +1,4 @@
-"""Whether this process gives freed memory back to the system, or keeps it for the next step.
-
-Knows the C library; imports no JAX and nothing of zerojax.
-"""
+"""Malloc settings: freed memory is kept for the next step."""
 
 from __future__ import annotations
 

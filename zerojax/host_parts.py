@@ -1,6 +1,4 @@
-"""Arrays made of what the host has of each device's part, no two devices of the same memory.
-
-Knows shardings and NumPy arrays; never where the parts came from.
+"""Global arrays from per-device host arrays, without two devices sharing memory.
 
 A CPU device takes aligned NumPy memory as it is, without a copy (JAX 0.10 and 0.12). Devices with
 copies of one shard would then have one memory, and a step that is given these arrays to write over

@@ -1,7 +1,4 @@
-"""What a signal does to a training loop: it asks for a stop between two steps, on all processes.
-
-Knows signals, and how processes agree on a moment; nothing of training.
-"""
+"""Preemption: a signal requests a stop between two steps, agreed by all processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What is said of a process of several that ends without a word of its own.
-
-Knows pipes and one sentence; never knows why a process ends.
+"""Watcher process that reports the end of a process that could not report it itself.
 
 A process that is killed, for lack of memory for example, says nothing, and one that JAX aborts
 since the coordinator is gone says it in fifteen lines of C++. A second, tiny process (Python

@@ -1,6 +1,4 @@
-"""What each layer is given, found in a traced loss, and kept in host memory for the backward pass.
-
-Knows traced programs and which of their inputs are parameters; never a model, a plan or a mesh.
+"""Activation offload: the input of each layer, kept in host memory until the backward pass.
 
 The layers of a model are the loops (`jax.lax.scan`) that slice stacked parameters. Of each layer
 the floating-point arrays that the loop carries into it leave the device for pinned host memory in

@@ -1,6 +1,6 @@
-"""How a process of several leaves them: at once with its own exit code, or together with them.
+"""Exit of one process of a group: at once with its own status, or together with the others.
 
-Knows `jax.distributed` where the process has imported JAX already; imports no JAX.
+This module imports no JAX.
 """
 
 from __future__ import annotations

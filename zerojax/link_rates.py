@@ -1,7 +1,4 @@
-"""How fast an accelerator's memory and pinned host memory exchange bytes, measured.
-
-Knows devices, memory kinds and seconds; never knows what the numbers are for.
-"""
+"""Measured bandwidth between an accelerator's memory and pinned host memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Runs read back from their folders, in shards, to evaluate, to generate text, or to export.
-
-Knows records, plans and checkpoints; never trains.
-"""
+"""`zerojax.load_run`: runs read back in shards, for evaluation, generation and export."""
 
 from __future__ import annotations
 

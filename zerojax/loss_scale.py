@@ -1,6 +1,4 @@
-"""How much a float16 loss is multiplied before it is differentiated, and how that number follows.
-
-Knows numbers and whether a step was finite; never gradients, a model or a mesh.
+"""Dynamic loss scale for float16.
 
 Gradients below 6e-8 are zero in float16, and those above 65504 are infinite. The loss, and with it
 every gradient, is therefore multiplied by a scale, and gradients are divided by that same scale in

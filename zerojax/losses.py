@@ -1,7 +1,4 @@
-"""What is minimised: losses as a sum and a weight, so that they can be divided once, globally.
-
-Knows arrays; never knows how many devices or microbatches a batch is cut into.
-"""
+"""Losses as a sum and a weight, divided once over all devices and microbatches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What was measured of this machine's links and disks, kept for the plans that come after.
+"""Measured bandwidths of this machine, stored in the user's cache.
 
-Knows names and numbers in one small file of the user's cache; never measures. A file that cannot be
-read or written costs a measurement, nothing else.
+A file that cannot be read or written costs a measurement, nothing else.
 """
 
 from __future__ import annotations

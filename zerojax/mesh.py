@@ -1,4 +1,4 @@
-"""Which axes the devices are arranged in, and how many along each.
+"""Device meshes: axes and their sizes.
 
 The only room besides `distributed` that asks JAX for devices. Knows nothing of parameters.
 """

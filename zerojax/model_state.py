@@ -1,6 +1,4 @@
-"""The model's own state in a pass: what becomes of it over microbatches and shards of the batch.
-
-Knows the names and arrays of a model's extras; never the model, parameters, or what they mean.
+"""The model's own state over microbatches and shards of the batch.
 
 Most extras are written by the forward pass (batch statistics). Some are **overwritten** with their
 gradient: their new value comes out of the backward pass, as the largest magnitudes that the scales

@@ -1,7 +1,4 @@
-"""What offload moves in a step, and how many tokens a step needs to hide it.
-
-Knows a plan by its attributes, cards and measured rates; never a compiled program, nor how
-anything is shown.
+"""Transfers of offload per step, and the tokens per step that hide them.
 
 The update of sliced parameters follows the backward pass, so its bytes are hidden by nothing: what
 is said of it is with how many tokens the rest of the step lasts as long. Weights, gradients and

@@ -1,6 +1,4 @@
-"""How the state of each parameter is cut into slices, and in which tier each slice lies.
-
-Knows names, counts and tiers; never knows arrays, meshes, optimizers or how a slice is moved.
+"""Offload layout: slices of each parameter's state, and the tier of each slice.
 
 A shard of a parameter, as a device holds it, is read as one long vector and cut into `num_slices`
 slices of `slice_elements`: parts of a layer, or several whole layers. Masters and moments are

@@ -1,7 +1,4 @@
-"""How the offload of a plan is shown: a section of its page, and a dictionary. Decides nothing.
-
-Knows what is counted of a plan and of its offload; never a program.
-"""
+"""Offload section of a plan's page, and its dictionary."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How long each process takes for what, and how all of them learn of it without waiting.
-
-Knows clocks, rows of bytes and devices; never what the numbers mean, nor who is told.
-"""
+"""Step times of each process, exchanged without waiting."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which layers of a model go to which part of a pipeline.
-
-Knows counts and costs; never knows models, schedules or devices.
-"""
+"""Partition of a model's layers over pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How it shows that another process of the run has ended.
-
-Knows what other libraries say then; never talks to a process.
-"""
+"""Recognition of errors that follow from the end of another process."""
 
 from __future__ import annotations
 

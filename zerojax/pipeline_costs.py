@@ -1,4 +1,4 @@
-"""What a pipeline costs by its table and its layers: idle time, balance, buffers, messages.
+"""Costs of a pipeline: idle time, balance, buffers and messages.
 
 Counts what the executor does in each run of the table, masked slots included; never knows a model's
 parameters, a program or a device.

@@ -1,7 +1,4 @@
-"""How a model lies on pipeline stages: which layers where, what travels, which schedule runs it.
-
-Holds what a plan has decided; never parameters, meshes or how anything is computed.
-"""
+"""Pipeline layout: layers of each stage, transferred values and schedule."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How the pipeline of a plan is shown: a section of its page, and a dictionary. Decides nothing.
-
-Knows a layout, what it costs, and the table of parameters; never a plan or a program.
-"""
+"""Pipeline section of a plan's page, and its dictionary."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Every array's shape, dtype and place, and the reason of every choice, before a run. No arrays.
-
-Puts model, mesh, placement, precision and optimizer together by tracing alone; an `AbstractMesh` of
-devices that are not here does as well. Never runs a step.
-"""
+"""The plan: shape, dtype, sharding and reason of every array, before any array exists."""
 
 from __future__ import annotations
 

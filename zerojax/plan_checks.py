@@ -1,7 +1,4 @@
-"""What a plan refuses before it is made: batches that cannot be cut, models without parameters.
-
-Knows shapes; formats the value, the limit and the remedy.
-"""
+"""Refusals of a plan: batches that cannot be divided, models without parameters."""
 
 from __future__ import annotations
 

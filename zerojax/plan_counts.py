@@ -1,7 +1,4 @@
-"""What is counted of a plan: bytes by role and tier, floating-point operations, tokens.
-
-Knows a plan by its attributes; never a compiled program, a card, nor how anything is shown.
-"""
+"""Counts of a plan: bytes by role and tier, floating-point operations, tokens."""
 
 from __future__ import annotations
 

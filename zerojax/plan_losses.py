@@ -1,8 +1,4 @@
-"""What a plan refuses of a loss: values that are no loss, and weights that training would change.
-
-Knows what a loss returned and the traced program of it; formats the value, the limit and the
-remedy.
-"""
+"""Refusals of losses: invalid values, and weights that depend on trained parameters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What of a plan leaves the device: which parameters, in how many slices, and in which tier each.
-
-Knows the placement table, shares and optimizers' names; never arrays, nor how a slice is moved.
-"""
+"""Offload decisions of a plan: parameters, number of slices, and tier of each."""
 
 from __future__ import annotations
 

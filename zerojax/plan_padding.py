@@ -1,7 +1,4 @@
-"""Whether an optimizer is given padded arrays or arrays of the true shapes, and what it cannot be.
-
-Knows the placement table and traced updates; never arrays.
-"""
+"""Choice between padded arrays and true shapes for an optimizer, and refusals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What of a loss would depend on the number of pieces that a batch is cut into, and is refused.
+"""Refusals of losses that depend on the number of pieces of a batch.
 
-Knows the traced loss and model, and the rows of a piece; formats the value, the limit and the
-remedy. A piece is what the loss is called with: the rows of one microbatch on one data shard.
+A piece is what the loss is called with: the rows of one microbatch on one data shard.
 """
 
 from __future__ import annotations

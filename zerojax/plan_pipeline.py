@@ -1,7 +1,4 @@
-"""How a plan lays a model on pipeline stages: which layers where, and what that will hold.
-
-Knows the traced loss, schedules and costs; makes no placement and no program that runs.
-"""
+"""Pipeline decisions of a plan: layers of each stage and their memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From a traced model to the table of where its parameters lie: what is read how, what is frozen.
-
-Knows the trace, options and the rules of the table; never arrays or reasons.
-"""
+"""Placement table of a traced model: gather mode of each parameter, and frozen parameters."""
 
 from __future__ import annotations
 

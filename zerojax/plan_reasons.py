@@ -1,7 +1,4 @@
-"""Why a plan is what it is, in sentences for its reader. Formats; decides nothing.
-
-Knows what was chosen and what the model was seen to do; never makes a plan.
-"""
+"""Reasons of a plan's decisions, in sentences."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How a plan is shown: one line, one page, or JSON. Formats; decides nothing.
-
-Takes a plan by its attributes (see `zerojax.plan.Plan`), and never makes one.
-"""
+"""Text, table and JSON of a plan."""
 
 from __future__ import annotations
 

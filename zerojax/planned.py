@@ -1,4 +1,4 @@
-"""What the rooms below `plan` know of a plan: its attributes. Holds no values and makes no plan.
+"""Protocol of a plan for the packages below it.
 
 `zerojax.plan.Plan` is the one class that has them; it stands above these rooms because it can
 compile its own step.

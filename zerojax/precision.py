@@ -1,7 +1,4 @@
-"""Which dtype is used for what: stored, computed with, sent, and summed.
-
-Knows dtypes; never touches arrays of a run.
-"""
+"""Precision: the dtypes of storage, computation, communication and sums."""
 
 from __future__ import annotations
 

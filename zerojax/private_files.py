@@ -1,7 +1,4 @@
-"""Who may write what a run writes: never everybody.
-
-Knows the process's umask and modes of folders; nothing of what lies in them.
-"""
+"""Permissions of a run's files (umask): nothing is writable by everybody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much arithmetic a function asks for, and how much memory the devices hold now.
+"""FLOPs of a function from its jaxpr, and memory in use on the devices.
 
 Counts from the jaxpr, before anything compiles; never runs the function nor knows its purpose.
 """

@@ -1,6 +1,6 @@
-"""How traced programs (jaxprs) are walked, and how reads of parameters are found in them.
+"""Walks over traced programs (jaxprs), and reads of parameters in them.
 
-Knows the form of programs in every version of JAX that is supported; never what they compute.
+The module supports each JAX version that zerojax supports.
 """
 
 from __future__ import annotations

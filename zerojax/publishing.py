@@ -1,7 +1,4 @@
-"""A trained model, or its adapters, as files of Hugging Face, from a trainer or from a saved step.
-
-Knows states, checkpoints and files; which tensor holds what is `hugging_face`'s.
-"""
+"""Export of a trained model or its adapters as Hugging Face files."""
 
 from __future__ import annotations
 

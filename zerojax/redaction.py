@@ -1,6 +1,6 @@
-"""What must not be read in a log or a report: passwords, keys and tokens, wherever they stand.
+"""Redaction of passwords, keys and tokens in logs and reports.
 
-Knows texts and the names of settings; never what they are for. What it leaves out is `HIDDEN`.
+What it leaves out is `HIDDEN`.
 """
 
 from __future__ import annotations

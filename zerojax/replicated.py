@@ -1,6 +1,6 @@
-"""Sums and maxima, over the data axes mostly, of values that are whole on every device.
+"""Sums and maxima over mesh axes of values that every device holds whole.
 
-Knows arrays inside a region that is manual over these axes; never parameters or buckets.
+The arrays are inside a region that is manual over these axes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""When numbers are read back from the devices, and when they say that a run has gone wrong.
-
-Knows metrics and the log; never the batches, the loop or the checkpoints.
-"""
+"""Reports of a run: metrics read from the devices one step late, and their warnings."""
 
 from __future__ import annotations
 

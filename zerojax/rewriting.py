@@ -1,6 +1,4 @@
-"""What the traced program of a loss is made into: one collective per layer, and gathers done twice.
-
-Knows programs, and how parameters are read in them; never models, placements or collectives.
+"""Rewritten loss program: one collective per layer, and gathers repeated in the backward pass.
 
 **Buckets.** The reads of one loop body, which is one layer, are done together, so that gathering
 them, and scattering their gradients, is one collective instead of one per parameter.

@@ -1,4 +1,4 @@
-"""The record of a run: what its folder holds, besides arrays, so that the run can be read back.
+"""run.json: the record from which a run can be read back.
 
 Written as run.json when training starts. Values only: it names no class to import and no code.
 """

@@ -1,7 +1,4 @@
-"""How a planned run is started: its folder, log and checkpoints opened, resumed, trained, closed.
-
-Knows files and order; decides nothing about the model or the plan.
-"""
+"""A run from start to end: folder, log, checkpoints, resume, training."""
 
 from __future__ import annotations
 

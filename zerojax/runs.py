@@ -1,7 +1,4 @@
-"""Runs described by a file, trained from a `RunConfig`.
-
-Knows run files and reference models; the loop is the trainer's.
-"""
+"""`run_from_config`: runs described by a file."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Files in the safetensors format: their tables, parts of arrays read from them, arrays written.
+"""safetensors files: validated tables, partial reads, writes of one array at a time.
 
-Knows the format and dtypes (github.com/huggingface/safetensors, "Format": 8 bytes with the length
-of a table, the table as JSON, plain bytes); never what an array is for. The package of that name
-takes a whole dict from memory, and maps files into memory to read from them: what has been read
-then counts as the process's until the system takes it back, with whole pages of what lies beside.
-Here one array at a time is written, and of one any block is read, its own bytes and no others.
+The package of that name takes a whole dict from memory, and maps files into memory to read from
+them: what has been read then counts as the process's until the system takes it back, with whole
+pages of what lies beside. Here one array at a time is written, and of one any block is read, its
+own bytes and no others.
 """
 
 from __future__ import annotations

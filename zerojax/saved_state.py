@@ -1,7 +1,4 @@
-"""How a state goes into a checkpoint and comes out, also where it is larger than memory.
-
-Knows plans, states and what a checkpointer takes; never when to save or which step to keep.
-"""
+"""Training state in a checkpoint, also where it is larger than memory."""
 
 from __future__ import annotations
 

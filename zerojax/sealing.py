@@ -1,6 +1,4 @@
-"""Parts of a program that compile to the same code whatever stands around them.
-
-Knows functions of arrays and how XLA fuses; never what they compute, or why it matters.
+"""Fusion barriers: parts of a program that compile to the same code in any context.
 
 What a compiler fuses with its neighbours may change last bits: one product more is contracted with
 an addition, one sum is taken in another order. A sealed part is a computation of its own: nothing

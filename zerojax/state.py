@@ -1,6 +1,4 @@
-"""What a training state is: a plain dict of arrays, so that the loop pays nothing for its shape.
-
-Knows names and roles; never knows a mesh or where anything lies.
+"""`TrainState`: the training state as a plain dict of arrays.
 
 "step" is the number of batches the optimizer loop has consumed, so that the data position follows
 from it. Updates applied are `step - skipped`; optax's own counts follow those.

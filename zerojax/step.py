@@ -1,7 +1,4 @@
-"""The one jitted training step: forward, backward, reduction, update, all in one donated program.
-
-Knows plans and traces everything; never runs a loop and never reads a value back.
-"""
+"""The training step: forward, backward, reduction and update in one donated program."""
 
 from __future__ import annotations
 

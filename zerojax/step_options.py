@@ -1,7 +1,4 @@
-"""Which compiler options help a step, found by compiling for GPUs (`tests/test_gpu_programs.py`).
-
-Knows devices and what the step does with weights and host memory; never the step itself.
-"""
+"""Compiler options of a step, chosen by compiling for GPUs (`tests/test_gpu_programs.py`)."""
 
 from __future__ import annotations
 

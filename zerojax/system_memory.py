@@ -1,6 +1,6 @@
-"""How much memory this process may still take, who says so, and what it is taken for.
+"""Memory limits of this process: kernel, cgroup and resource limits.
 
-Knows the kernel's files and limits; imports no JAX.
+This module imports no JAX.
 """
 
 from __future__ import annotations

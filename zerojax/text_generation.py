@@ -1,7 +1,4 @@
-"""Generation of text: a prompt as text in, its continuation as text out.
-
-Knows text and tokens; drawing tokens is `zerojax.models.generate`.
-"""
+"""Text generation: a prompt as text in, its continuation as text out."""
 
 from __future__ import annotations
 

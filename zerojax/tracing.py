@@ -1,7 +1,4 @@
-"""A trace of some steps of a run, for Perfetto and XProf.
-
-Knows step numbers and the profiler; never what a step does.
-"""
+"""Profiler traces of some steps of a run, for Perfetto and XProf."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The loop: owns the state, the batches in flight, the log and the checkpoints of one run.
+"""`Trainer`: the training loop with its state, batches, log and checkpoints.
 
-Knows when things happen; every what is in a lower room. Written with the five public calls a user
-has as well: `make_mesh` and `make_plan` (behind `replan`), `init_state`, `build_step`,
-`shard_batch`.
+Written with the five public calls a user has as well: `make_mesh` and `make_plan` (behind
+`replan`), `init_state`, `build_step`, `shard_batch`.
 """
 
 from __future__ import annotations

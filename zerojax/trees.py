@@ -1,7 +1,4 @@
-"""How a parameter is named, one name everywhere, and how trees of arrays are measured.
-
-Knows path names and shapes; never touches devices, shardings or Flax.
-"""
+"""Names and sizes of arrays in trees: one name per parameter everywhere."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How gradients become new parameters: read once for their norm, then one update per parameter.
-
-Knows shards and the optimizer; never how gradients were made.
-"""
+"""Optimizer update: the gradient norm, then one in-place update per parameter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where files lie that outlive a process and may be lost at any time.
-
-Knows folders and how a file is put there whole; never knows what the files hold.
-"""
+"""Cache files of the user: outlive a process and may be deleted at any time."""
 
 from __future__ import annotations
 

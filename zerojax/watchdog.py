@@ -1,7 +1,4 @@
-"""What ends a process that gets no further, and what it leaves behind to find out why.
-
-Knows clocks, threads and stacks; never knows what a step does.
-"""
+"""Watchdog: ends a process without progress and writes its stacks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a run resumes from: one folder of complete, atomic checkpoints, written in the background.
+"""Checkpoints: complete, atomic, verified steps in one folder, written in the background.
 
-Knows trees of arrays and JSON; never touches models, plans or how a state is padded.
+The package handles named arrays and JSON; it knows no model and no plan.
 """
 
 from zerojax.checkpoint.checkpointer import Checkpointer, Restored

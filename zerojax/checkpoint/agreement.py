@@ -1,8 +1,8 @@
-"""How several processes fail together, so that none waits for ever for another that has given up.
+"""Collective agreement on failures, so that no process waits for one that has given up.
 
-Knows texts and small integers; never touches checkpoint files. With one process nothing is sent.
-All functions here are collective: every process calls them, from its main thread or while its main
-thread waits, so that collectives are enqueued in the same order everywhere.
+With one process nothing is sent. All functions here are collective: every process calls them, from
+its main thread or while its main thread waits, so that collectives are enqueued in the same order
+everywhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How named arrays become files and come back with other shardings: the only code that knows Orbax.
+"""Storage of named arrays with Orbax, restored with any sharding.
 
-Never touches steps, retention or metadata. Arrays are stored as one flat `{name: array}`, so that a
-checkpoint does not depend on container types and any part of it can be read alone.
+No other module imports Orbax. Arrays are stored as one flat `{name: array}`, so that a checkpoint
+does not depend on container types and any part of it can be read alone.
 """
 
 from __future__ import annotations

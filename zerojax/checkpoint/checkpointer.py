@@ -1,7 +1,4 @@
-"""When a state is saved, when its failure is told, which steps stay, and what a run resumes from.
-
-Knows steps, threads and processes; never touches meshes, plans, padding or how arrays are encoded.
-"""
+"""The checkpointer: background saves, retention, and the choice of the step to resume from."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which saved step comes next when the newest is damaged, and what is said of those passed over.
-
-Knows steps and sentences; never arrays or what damage is.
-"""
+"""Choice of the next step to restore when the newest one is damaged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What tells two saved steps apart: settings, plan, versions, and the values of every array.
+"""Differences of two saved steps: settings, plan, versions, and the values of each array.
 
-Knows two folders and their metadata; needs no model, no mesh and only one process.
+One process suffices; no model and no mesh is needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A folder that gets its name when everything is in it, and on the disk.
-
-Knows files and names; never what is in them.
-"""
+"""Folders that receive their name once their contents are complete and durable."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a failed read or write says: one sentence with the true reason, dug out of its causes.
-
-Knows exception chains and errno texts; never touches checkpoint files or arrays.
-"""
+"""Errors of reads and writes: one sentence with the original cause."""
 
 from __future__ import annotations
 

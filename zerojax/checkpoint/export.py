@@ -1,7 +1,4 @@
-"""The parameters of a saved step as safetensors files, read and written one array at a time.
-
-Knows a step's arrays and their names in the files; never a model, or the files' format.
-"""
+"""Export of a step's parameters to safetensors files, one array at a time."""
 
 from __future__ import annotations
 

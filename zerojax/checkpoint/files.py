@@ -1,6 +1,4 @@
-"""Whether the files of a checkpoint are those that were written: sizes and checksums.
-
-Knows files and bytes; never arrays, steps, or what is done about damage.
+"""Sizes and checksums of the files of a checkpoint.
 
 A file belongs to the process whose number is in its name, as in `process_3`, all others to the
 first: that process has written it, so it also sums it up and sees that it reaches the disk.

@@ -1,6 +1,4 @@
-"""Fingerprints of a state's arrays, computed where they lie and put together on the host.
-
-Knows shardings and devices; never files, steps or what is done about a difference.
+"""Fingerprints of a state's arrays, computed on the devices that hold them.
 
 Every device sums up its own shard in a program without any communication, so that it may run
 beside a training step, wherever that waits; the host adds up what they found.

@@ -1,12 +1,10 @@
-"""How a folder becomes a visible checkpoint and how it goes away. Each by one rename.
+"""Folders of steps: each becomes visible, and disappears, by one rename.
 
-Knows files and names; never touches arrays or what the files mean.
-
-    path/20            a complete checkpoint: the name is nothing but the step
-    path/30.partial-1  (some number) being written or given up: invisible, removed by the next save
-    path/10.expired    being deleted: invisible, removed by the next save
-    path/40.damaged    was not what had been saved: invisible, kept for people to look at
-    path/writer.lock   says which process writes here, as long as it does (`zerojax.folder_lock`)
+path/20            a complete checkpoint: the name is nothing but the step
+path/30.partial-1  (some number) being written or given up: invisible, removed by the next save
+path/10.expired    being deleted: invisible, removed by the next save
+path/40.damaged    was not what had been saved: invisible, kept for people to look at
+path/writer.lock   says which process writes here, as long as it does (`zerojax.folder_lock`)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What lies in a folder of checkpoints, without reading an array: complete steps, and the rest.
+"""Read-only listing of a checkpoint folder: complete steps and everything else.
 
-Knows metadata, file sizes and names of folders; reads only, so a running training is not disturbed.
+No array is read, so a running training is not disturbed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps that are kept beside the newest ones, such as the best so far, and what is known of each.
+"""Steps that retention and pruning never delete, such as the best one.
 
 One small file in the folder of checkpoints, so that every save, of this process or a later one, and
 every deletion by hand, leaves these steps alone.

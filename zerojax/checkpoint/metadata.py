@@ -1,6 +1,4 @@
-"""What is written beside the arrays, and whether a saved state is the one that is asked for.
-
-Knows names, shapes, dtypes and JSON; never touches array values, devices or Orbax.
+"""Metadata of a saved step, and its comparison with the state that is to be restored.
 
 The file is one readable JSON object, sealed (see `seals`). Keys that a reader does not know are
 ignored, so later versions may add some; `format` is raised only when an older reader would misread

@@ -1,7 +1,7 @@
-"""What each field of a checkpoint's metadata may be: kind, range, and names that stay inside.
+"""Valid values of each field of a checkpoint's metadata.
 
-Knows values that were read from JSON; never files. A seal says that nobody changed the file by
-accident; this holds for files that somebody wrote on purpose, too.
+A seal says that nobody changed the file by accident; this holds for files that somebody wrote on
+purpose, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What each process adds to a save, and how the first one knows that all have written theirs.
+"""Contributions of each process to a save, collected by the first process over the shared folder.
 
-Knows a folder that all processes see; never arrays, and no communication between devices, which
-belongs to training while a save is written in the background.
+Nothing is sent between devices: a save runs in the background of training.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which arrays of a checkpoint lie alone, in packs or in pieces, and how parts are read.
-
-Knows names, boxes and folders; never touches steps, retention, or who asks for a part.
-"""
+"""Storage of each array in a checkpoint: alone, in a pack, or in pieces; and reads of parts."""
 
 from __future__ import annotations
 

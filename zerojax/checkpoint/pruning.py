@@ -1,7 +1,7 @@
-"""Which checkpoints a person wants gone, and their deletion.
+"""Deletion of checkpoints on request.
 
-Knows what lies in a folder; never touches arrays, and never deletes the newest step that is whole,
-nor, where none is whole, what somebody may still save of the others.
+The newest complete step is never deleted, nor, if none is complete, anything that could be
+recovered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One saved step, read back and compared with what was saved; all processes agree on the outcome.
-
-Knows one folder; never which step is tried, or what happens when one is damaged.
-"""
+"""Restore of one step, compared with what was saved; all processes agree on the result."""
 
 from __future__ import annotations
 

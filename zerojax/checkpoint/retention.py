@@ -1,7 +1,4 @@
-"""Which of the saved steps are kept.
-
-Knows step numbers only; never touches files.
-"""
+"""Retention: the saved steps that are kept, as a function of step numbers."""
 
 from __future__ import annotations
 

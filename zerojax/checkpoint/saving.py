@@ -1,7 +1,4 @@
-"""One save, from arrays to a visible folder, in an order that a kill at any moment cannot harm.
-
-Knows one save and its folder; remembers nothing between saves.
-"""
+"""One save, from arrays to a visible folder, safe against a kill at any moment."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How a file of JSON shows that it was changed after it was written, and which value was.
-
-Knows texts and checksums; never what the values mean.
+"""Checksums inside JSON files that show an edit and name the edited value.
 
 The last line is a checksum of all bytes before it; every later format of ours ends in the same
 line. Within it are checksums of the values, so that an edited one can be named.

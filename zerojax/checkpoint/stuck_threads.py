@@ -1,4 +1,4 @@
-"""Threads of Orbax that wait for ever after a save of one process has failed, and their end.
+"""Termination of Orbax threads that wait forever after a failed save of one process.
 
 Its threads wait for a signal that the folder is there before they write. Where making the folder is
 what failed, the signal never comes, and Python waits for them when it ends: the process hung there

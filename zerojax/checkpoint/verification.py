@@ -1,6 +1,6 @@
-"""Everything of one saved step read and compared: file by file, and array by array.
+"""Complete verification of a saved step, file by file and array by array.
 
-Knows one folder; needs no model, no mesh and only one process. Never stops at the first damage.
+All damage is reported, not only the first. One process suffices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the `zerojax` command does with its words, and with what goes wrong.
+"""The `zerojax` command: dispatch of its subcommands, and errors as one line.
 
-Knows commands and exit codes; never knows training. Only the command that is run imports JAX.
+Only the subcommand that runs imports JAX.
 """
 
 from __future__ import annotations

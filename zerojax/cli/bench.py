@@ -1,7 +1,4 @@
-"""`zerojax bench io PATH`: how fast the disk of PATH reads and writes buckets.
-
-Knows the words of the command and its table; measuring is `zerojax.store.rates`.
-"""
+"""`zerojax bench io PATH`: read and write bandwidth of a disk."""
 
 from __future__ import annotations
 

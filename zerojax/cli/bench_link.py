@@ -1,7 +1,4 @@
-"""`zerojax bench link`: how fast this machine's accelerator and its host exchange bytes.
-
-Knows the words of the command and its table; measuring is `zerojax.link_rates`.
-"""
+"""`zerojax bench link`: bandwidth between this machine's accelerator and its host."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`zerojax check`: the words of the command, before JAX starts on CPU devices alone.
+"""`zerojax check`: arguments, validated before JAX starts.
 
-Imports no JAX, so that a mistake is answered at once. The check is `zerojax.cli.checking`.
+The check is `zerojax.cli.checking`.
 """
 
 from __future__ import annotations

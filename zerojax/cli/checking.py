@@ -1,7 +1,6 @@
-"""`zerojax check` once JAX runs on CPU devices: what is to be checked, the check, what is printed.
+"""`zerojax check` after JAX has started: the model to check, the check, and its report.
 
-Reads a run file, a function of a module, or what a script gives to zerojax first. Knows where
-models come from; the check itself is `zerojax.training.equality`.
+The model comes from a run file, a function of a module, or the first call of zerojax in a script.
 """
 
 from __future__ import annotations

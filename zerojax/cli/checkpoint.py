@@ -1,7 +1,4 @@
-"""`zerojax checkpoint`: what is saved, whether it is whole, what differs; exported, deleted.
-
-Knows text and exit codes; how any of it is found out is `zerojax.checkpoint`'s.
-"""
+"""`zerojax checkpoint`: list, verify, compare, export and delete saved steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which errors are a user's to mend, and the sentence for each.
-
-Knows exceptions and where they were raised; never what the program was doing.
-"""
+"""Errors that a user can correct, each as one line."""
 
 from __future__ import annotations
 

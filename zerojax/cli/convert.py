@@ -1,7 +1,4 @@
-"""`zerojax convert`: weights in other files, as a folder of Hugging Face.
-
-Knows the words of the command; reading and writing is `zerojax.llama_cpp`.
-"""
+"""`zerojax convert`: weights of other formats as a Hugging Face folder."""
 
 from __future__ import annotations
 

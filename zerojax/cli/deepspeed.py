@@ -1,7 +1,4 @@
-"""`zerojax deepspeed explain`: what becomes of every key of a ds_config.json.
-
-Knows words and exit codes; the room `deepspeed` knows the keys.
-"""
+"""`zerojax deepspeed explain`: the meaning of every key of a ds_config.json."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`zerojax deepspeed keys`: every key that a ds_config may have.
-
-Knows words only; the room `deepspeed` knows the keys.
-"""
+"""`zerojax deepspeed keys`: all keys of a ds_config.json."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which devices JAX will start with, decided before it starts.
+"""Devices that JAX will start with, chosen before it starts.
 
-Knows environment variables; imports no JAX.
+This module imports no JAX.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`zerojax elastic`: the batch of an elastic run, and how each number of devices cuts it.
+"""`zerojax elastic`: the batch of an elastic run for each number of devices.
 
-Knows settings and text; imports no JAX.
+This module imports no JAX.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`zerojax env`: what this machine offers, what is missing, and how to get it.
+"""`zerojax env`: versions, devices and missing packages of this machine.
 
-Knows packages and devices by name; never fails because something is missing.
+Nothing that is missing makes it fail.
 """
 
 from __future__ import annotations

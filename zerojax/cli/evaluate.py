@@ -1,7 +1,4 @@
-"""`zerojax eval`: the loss of a trained model on text it was not trained on.
-
-Knows a loaded run; never trains.
-"""
+"""`zerojax eval`: the validation loss of a trained model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`zerojax generate`: a prompt as text in, its continuation as text out.
-
-Knows the words of the command; the text is made by `zerojax.text_generation`.
-"""
+"""`zerojax generate`: text that continues a prompt."""
 
 from __future__ import annotations
 

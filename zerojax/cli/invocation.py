@@ -1,7 +1,4 @@
-"""How this very installation is called again from a shell.
-
-Knows executables and PATH; nothing of what the commands do.
-"""
+"""The shell command that calls this installation again."""
 
 from __future__ import annotations
 

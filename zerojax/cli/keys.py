@@ -1,6 +1,6 @@
-"""How the settings of a run are listed: `zerojax keys`.
+"""`zerojax keys`: the settings of a run with types, defaults and reasons.
 
-Knows the dataclasses of `zerojax.config` and the texts under their fields; imports no JAX.
+This module imports no JAX.
 """
 
 from __future__ import annotations

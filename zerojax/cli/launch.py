@@ -1,6 +1,6 @@
-"""`zerojax launch`: the words of the command as a job of the launcher.
+"""`zerojax launch`: arguments of the launcher.
 
-Knows options; imports no JAX. The launching itself is `zerojax.launcher`.
+This module imports no JAX. The launching itself is `zerojax.launcher`.
 """
 
 from __future__ import annotations

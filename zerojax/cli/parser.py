@@ -1,7 +1,4 @@
-"""Which words the `zerojax` command takes, and its help.
-
-Knows names and text; runs nothing and imports nothing of zerojax but its version.
-"""
+"""Argument parser of the `zerojax` command, and its help."""
 
 from __future__ import annotations
 

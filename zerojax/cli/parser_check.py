@@ -1,7 +1,4 @@
-"""The words of `zerojax check`.
-
-Knows names and text; runs nothing.
-"""
+"""Arguments of `zerojax check`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which words `zerojax checkpoint` takes, and its help.
-
-Knows names and text only.
-"""
+"""Arguments of `zerojax checkpoint`."""
 
 from __future__ import annotations
 

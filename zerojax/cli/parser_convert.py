@@ -1,7 +1,4 @@
-"""Which words `zerojax convert` takes, and its help.
-
-Knows names and text only.
-"""
+"""Arguments of `zerojax convert`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which words `zerojax deepspeed` takes, and its help.
-
-Knows names and text only.
-"""
+"""Arguments of `zerojax deepspeed`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which words `zerojax elastic` takes, and its help.
-
-Knows names and text only.
-"""
+"""Arguments of `zerojax elastic`."""
 
 from __future__ import annotations
 

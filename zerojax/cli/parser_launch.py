@@ -1,7 +1,4 @@
-"""The words of `zerojax launch`.
-
-Knows names and text; runs nothing.
-"""
+"""Arguments of `zerojax launch`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How the `zerojax` command complains, and how every command of it is declared.
-
-Knows argparse; nothing of any command.
-"""
+"""Parts of the argument parsers: errors, groups and common options."""
 
 from __future__ import annotations
 

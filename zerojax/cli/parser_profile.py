@@ -1,7 +1,4 @@
-"""The words of `zerojax profile`.
-
-Knows names and text; runs nothing.
-"""
+"""Arguments of `zerojax profile`."""
 
 from __future__ import annotations
 

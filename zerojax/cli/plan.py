@@ -1,7 +1,6 @@
-"""`zerojax plan`: the words of the command as settings, a card and a number of devices.
+"""`zerojax plan`: settings, GPU and number of devices, validated before JAX starts.
 
-Knows settings and cards; imports no JAX, so that a mistake in them is answered at once and JAX then
-starts on the CPU alone. The planning itself is `zerojax.cli.planning`.
+The planning itself is `zerojax.cli.planning`.
 """
 
 from __future__ import annotations

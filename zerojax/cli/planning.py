@@ -1,7 +1,4 @@
-"""`zerojax plan` once its settings are known: one plan forecast, or the search for the cheapest.
-
-Knows what to print and the exit code; plans, forecasts and the search are rooms below.
-"""
+"""`zerojax plan` after its settings are read: one forecast, or the search for the cheapest plan."""
 
 from __future__ import annotations
 

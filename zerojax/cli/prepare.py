@@ -1,7 +1,4 @@
-"""`zerojax data prepare`: text in, token files out.
-
-Knows the words of the command; cutting and writing is `zerojax.data.prepare`.
-"""
+"""`zerojax data prepare`: text files to token files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""`zerojax profile`: the words of the command as the settings of a short run that is measured.
+"""`zerojax profile`: settings of a short measured run, validated before JAX starts.
 
-Knows settings; imports no JAX, so that a mistake in them is answered at once. The run and its page
-are `zerojax.cli.profiling`.
+The run and its page are `zerojax.cli.profiling`.
 """
 
 from __future__ import annotations

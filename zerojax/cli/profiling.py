@@ -1,7 +1,4 @@
-"""`zerojax profile` once its settings are known: a short run, and what its files say of it.
-
-Knows what to print; the run is `zerojax.runs`, the reading `zerojax.profiling`.
-"""
+"""`zerojax profile` after its settings are read: a short run and its report."""
 
 from __future__ import annotations
 

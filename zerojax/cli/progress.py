@@ -1,7 +1,4 @@
-"""What a command that takes a while says meanwhile, on stderr.
-
-Knows a stream and the time; never what is being done.
-"""
+"""Progress of long commands, on stderr."""
 
 from __future__ import annotations
 

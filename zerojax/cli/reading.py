@@ -1,6 +1,6 @@
-"""How `zerojax eval` and `zerojax generate` open a run: on which devices, over which mesh.
+"""Runs opened by `zerojax eval` and `zerojax generate`, on chosen devices and mesh.
 
-Knows settings and the run's record; imports no JAX before the number of CPU devices is set.
+The number of CPU devices is set before JAX is imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`zerojax report`: where the page of a run is written.
-
-Knows the run folder; drawing is `zerojax.metrics.report`.
-"""
+"""`zerojax report`: the HTML report of a run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`zerojax schedule`: the picture of a pipeline schedule, its bubble and its memory.
+"""`zerojax schedule`: drawing, bubble and memory of a pipeline schedule.
 
-Knows the words of the command; schedules are `zerojax.schedules`. Imports no JAX.
+This module imports no JAX.
 """
 
 from __future__ import annotations

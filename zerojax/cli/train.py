@@ -1,7 +1,6 @@
-"""`zerojax train`: the words of the command as the settings of a run.
+"""`zerojax train`: settings of a run, validated before JAX starts.
 
-Knows settings; imports no JAX, so that a mistake in them is answered at once and the number of
-virtual CPU devices is set before JAX starts. The run itself is `zerojax.cli.training`.
+The run itself is `zerojax.cli.training`.
 """
 
 from __future__ import annotations

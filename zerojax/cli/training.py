@@ -1,7 +1,4 @@
-"""`zerojax train` once its settings are known: the run, a sample of its text, what to do next.
-
-Knows what to say around a run; the run itself is `zerojax.runs`.
-"""
+"""`zerojax train` after its settings are read: the run, a text sample, and the next commands."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every option of a run: its name, unit, default, and the reason of the default.
+"""Options of a run: name, unit, default, and the reason of the default.
 
-Frozen and checked when made; knows no JAX, no devices and no files (`config_loader` reads them).
+The dataclasses are frozen and validated when made; they import no JAX and read no files.
 """
 
 import dataclasses

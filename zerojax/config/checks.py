@@ -1,7 +1,4 @@
-"""What the sections of a configuration refuse, always with the value and the limit.
-
-Knows numbers and text; knows no section.
-"""
+"""Validation of option values; each error has the value and the limit."""
 
 import numbers
 import re

@@ -1,6 +1,6 @@
-"""A batch that stays valid when devices come and go, and how each number of them cuts it.
+"""Elastic batches: a batch size that many numbers of devices can divide.
 
-Numbers only; knows no JAX, no mesh and no data.
+Arithmetic only; imports no JAX.
 
 The arithmetic is DeepSpeed's (`deepspeed/elasticity/elasticity.py`, versions 0.1 and, where whole
 nodes come and go, 0.2), so that a run started there goes on here with the same batch: candidates

@@ -1,7 +1,4 @@
-"""What a run writes: checkpoints, and what it reports where.
-
-Frozen and checked when made; opens no file.
-"""
+"""Options of checkpoints, logs and reports."""
 
 from dataclasses import dataclass
 from typing import Literal

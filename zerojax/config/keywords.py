@@ -1,7 +1,4 @@
-"""Misspelt keywords of public functions and classes: the error names the nearest that there is.
-
-Knows signatures; never what a keyword means.
-"""
+"""Errors for misspelt keywords, with the nearest valid name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Low-rank adapters: their size, their strength, and which projections get one.
-
-Frozen and checked when made; knows no JAX and no model.
-"""
+"""Options of low-rank adapters (LoRA): rank, strength and target projections."""
 
 from __future__ import annotations
 

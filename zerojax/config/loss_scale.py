@@ -1,7 +1,4 @@
-"""How the loss scale of a float16 run behaves, and how a plan says it.
-
-Knows numbers and their limits, and no JAX; `zerojax.loss_scale` follows these rules.
-"""
+"""Options of the float16 loss scale, and their text in a plan."""
 
 import dataclasses
 import math

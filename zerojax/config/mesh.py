@@ -1,7 +1,4 @@
-"""How the devices are laid out, what each axis splits, and how a pipeline over them runs.
-
-Knows numbers and names; no devices, no models, and not which schedules there are.
-"""
+"""Options of the device mesh: axes, ZeRO stage and pipeline."""
 
 import dataclasses
 import difflib

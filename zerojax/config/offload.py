@@ -1,7 +1,4 @@
-"""What of a run lies outside device memory: which tier each role has, and how it is moved.
-
-Knows names, shares and their limits; no JAX, no devices and no disks.
-"""
+"""Options of offload: memory tier of each kind of state."""
 
 import difflib
 from collections.abc import Mapping

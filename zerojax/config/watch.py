@@ -1,7 +1,4 @@
-"""How long a run may stand still before it is ended.
-
-Frozen and checked when made; starts no clock.
-"""
+"""Options of the watchdog: time limits of a run without progress."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""Batches: from text or token files to global arrays, in an order that survives any restart.
-
-Knows a plan's batch; never touches parameters, the step or the loop.
-"""
+"""Data pipeline: text or token files to global arrays, in an order that survives restarts."""
 
 from zerojax.data.corpus import read_text
 from zerojax.data.feed import Feed, as_feed, has_no_end, one_pass

@@ -1,7 +1,4 @@
-"""Which files make up a text corpus and in which order their documents are read.
-
-Knows paths and UTF-8; never touches token ids, batches or JAX.
-"""
+"""Files of a text corpus, and the order of their documents."""
 
 from __future__ import annotations
 

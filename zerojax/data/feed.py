@@ -1,7 +1,4 @@
-"""Which batch comes next, and how to come back to the same place after a restart.
-
-Knows sources, iterables and positions; never touches devices, shardings or JAX.
-"""
+"""Batch feeds: the next batch, and the position to resume from."""
 
 from __future__ import annotations
 

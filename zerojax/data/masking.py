@@ -1,7 +1,4 @@
-"""Which tokens of each row are masked, and by what: a pure function of seed and row number.
-
-Knows integers; never touches devices, models or the meaning of a token.
-"""
+"""Masked-token batches: a pure function of seed and row number."""
 
 from __future__ import annotations
 

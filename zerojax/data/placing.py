@@ -1,7 +1,4 @@
-"""How the rows of a host batch become global arrays on the devices of the plan.
-
-Knows batch shapes, dtypes and shardings; never touches files, positions or the model.
-"""
+"""Transfer of a host batch to global arrays with the plan's shardings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""When batches are read and moved to the devices: ahead of the step that uses them.
-
-Knows threads and queues; never touches what is in a batch, or how it is placed.
-"""
+"""Prefetching of batches in a thread, ahead of the step that uses them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How a text corpus of any size becomes token files on disk.
-
-Knows text, tokenizers and token files; never touches batches or JAX.
-"""
+"""Tokenisation of a corpus of any size into token files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The order in which the windows of an epoch are read: a permutation computed, never stored.
-
-Knows integers only; never touches tokens, files or batches.
-"""
+"""Shuffle of an epoch: a permutation that is computed and never stored."""
 
 from __future__ import annotations
 

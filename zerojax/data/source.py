@@ -1,7 +1,4 @@
-"""Which tokens each row of each batch holds: a pure function of one integer.
-
-Knows token files and the shuffle; never touches devices, processes or JAX.
-"""
+"""Token source: the rows of each batch as a pure function of one integer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tokenizers of the package `tokenizers`: a BPE trained on the corpus itself, or another's file.
-
-Knows strings and ids; never touches files of tokens, batches or JAX.
-"""
+"""Subword tokenizers of the package `tokenizers`: trained on the corpus, or read from a file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How text becomes token ids and back: bytes, a BPE trained on the corpus, or a model's own file.
-
-Knows strings and ids; never touches files of tokens, batches or JAX.
-"""
+"""Tokenizers: bytes, byte-pair encoding trained on the corpus, or a model's own file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a token file is, and how windows of it are read without reading the rest.
-
-Knows integer arrays and files; never touches the order of reading, batches or JAX.
+"""Token files: format, and memory-mapped reads of windows.
 
 A `.bin` file is nothing but little-endian uint8, uint16 or uint32 ids. Beside it lies a `.json`
 with the same stem: `dtype` is needed; `count`, `vocab_size`, `tokenizer`, `sha256` are optional.

@@ -1,7 +1,4 @@
-"""Reads DeepSpeed's ds_config.json: what each key becomes here, and why.
-
-Knows DeepSpeed's keys and zerojax's settings; never models, arrays or devices.
-"""
+"""Translation of DeepSpeed's ds_config.json into zerojax settings, with the reason of each."""
 
 from zerojax.deepspeed.keys_page import keys_markdown, keys_page
 from zerojax.deepspeed.page import explanation

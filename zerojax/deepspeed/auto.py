@@ -1,6 +1,4 @@
-"""What "auto" becomes, by the rules of Hugging Face's integration, and what contradicts a file.
-
-Knows keys and numbers; never what is made of them.
+"""Values for "auto" keys, by the rules of Hugging Face's integration.
 
 The rules are those of `transformers/integrations/deepspeed.py` (version 5): "auto" takes the
 caller's value or the default of `TrainingArguments`; a value that is neither "auto" nor the

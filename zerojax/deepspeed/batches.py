@@ -1,7 +1,7 @@
-"""How train_batch_size, micro-batch and accumulation fit together, and an elastic batch.
+"""Batch keys: train_batch_size, micro-batch, accumulation, and elastic batches.
 
-Knows numbers; never data. A file says at most what the devices leave to be said: of the three, two
-give the third, and `train_batch_size = micro-batch x accumulation x data shards` has to hold.
+A file says at most what the devices leave to be said: of the three, two give the third, and
+`train_batch_size = micro-batch x accumulation x data shards` has to hold.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Precision of a ds_config, as a `Precision`.
-
-Knows keys and dtypes; never arrays.
-"""
+"""Precision keys, as a `Precision`."""
 
 from __future__ import annotations
 

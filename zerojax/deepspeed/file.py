@@ -1,7 +1,4 @@
-"""A ds_config as flat, typed values with DeepSpeed's defaults behind them, and its notes.
-
-Knows paths of keys; never what becomes of a value.
-"""
+"""A ds_config as flat, typed values with DeepSpeed's defaults, and its warnings."""
 
 from __future__ import annotations
 

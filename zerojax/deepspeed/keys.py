@@ -1,6 +1,4 @@
-"""What a table of keys is made of, and how a file is held against it, key by key.
-
-Knows kinds of values and verdicts; never which keys there are.
+"""Schema of ds_config keys, and validation of a file against it.
 
 DeepSpeed ignores unknown keys at the top of a file and refuses those in its typed sections. So does
 this, with two differences: an unknown key at the top is a warning, and one that looks like a known

@@ -1,7 +1,4 @@
-"""Every key that a ds_config may have, as text: its verdict, DeepSpeed's default, and why.
-
-Knows text only.
-"""
+"""Text page of all ds_config keys: treatment, default and reason."""
 
 from __future__ import annotations
 

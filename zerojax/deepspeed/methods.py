@@ -1,6 +1,6 @@
-"""Updates that DeepSpeed has and zerojax has not, as optax transformations.
+"""Optimizers of DeepSpeed that zerojax does not fuse, as optax transformations.
 
-Knows formulas; never a file. They run as XLA compiles them, without zerojax's fused kernels.
+XLA compiles them without zerojax's fused kernels.
 """
 
 from __future__ import annotations

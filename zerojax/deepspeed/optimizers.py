@@ -1,7 +1,7 @@
-"""The sections `optimizer` and `scheduler`, and clipping, as what `zerojax.train` takes.
+"""Optimizer, scheduler and clipping keys, as arguments of `zerojax.train`.
 
-Knows optimizers' names and numbers; never models. Which class a name means, and its defaults, are
-those of `_configure_basic_optimizer` in `deepspeed/runtime/engine.py` and of the classes.
+Which class a name means, and its defaults, are those of `_configure_basic_optimizer` in
+`deepspeed/runtime/engine.py` and of the classes.
 """
 
 from __future__ import annotations

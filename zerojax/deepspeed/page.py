@@ -1,7 +1,4 @@
-"""A translated ds_config as text: every key, what became of it, and what the run will be.
-
-Knows text only.
-"""
+"""Text page of a translated ds_config: each key and the resulting run."""
 
 from __future__ import annotations
 

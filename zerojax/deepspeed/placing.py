@@ -1,7 +1,4 @@
-"""Axes, ZeRO, pipeline and offload of a ds_config, as a `MeshConfig`.
-
-Knows keys and settings; never devices or models.
-"""
+"""Mesh, ZeRO, pipeline and offload keys, as a `MeshConfig`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A configuration together with what the call beside it says, read again when batches are known.
-
-Knows numbers of rows and devices; never models, arrays or devices themselves.
-"""
+"""A ds_config with the arguments of the call beside it, read again once batches are known."""
 
 from __future__ import annotations
 

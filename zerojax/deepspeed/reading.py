@@ -1,7 +1,4 @@
-"""How a ds_config becomes a dict: JSON, hjson, base64 of either, or a dict already.
-
-Knows text and files; no key, and nothing of what a value means.
-"""
+"""Reader of ds_config sources: JSON, hjson, base64 of either, or a dict."""
 
 from __future__ import annotations
 

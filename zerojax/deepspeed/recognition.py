@@ -1,6 +1,6 @@
-"""Whether a dict is a DeepSpeed configuration or the fields of a `MeshConfig`.
+"""Distinction of a DeepSpeed dict from the fields of a `MeshConfig`.
 
-Knows the names of both; never what a key means. No name is in both (`tests/test_deepspeed.py`).
+No name is in both (`tests/test_deepspeed.py`).
 """
 
 from __future__ import annotations

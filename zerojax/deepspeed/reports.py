@@ -1,7 +1,4 @@
-"""Reports of a ds_config, as a `LogConfig` and a folder.
-
-Knows keys and settings; opens no file.
-"""
+"""Monitoring keys, as a `LogConfig` and a folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a translated ds_config is: zerojax's settings, and a line for every key.
-
-Knows settings and sentences; never a key of DeepSpeed.
-"""
+"""Result of a translation: zerojax settings and one line per key."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Every key of a ds_config, DeepSpeed's default, and what becomes of it.
+"""Table of ds_config keys with DeepSpeed's defaults and their treatment.
 
-Knows names and sentences. Facts are those of DeepSpeed 0.19.6 and 0.19.8: `runtime/config.py`,
-`constants.py` and `precision_config.py`, and the `config.py` of `monitor`, `comm`, `profiling`,
-`elasticity`, `compile`, and in `runtime/` those of `activation_checkpointing`, `tensor_parallel`
-and `model_checkpointing`. What the later one dropped (elasticity, for one) is still read.
+Facts are those of DeepSpeed 0.19.6 and 0.19.8: `runtime/config.py`, `constants.py` and
+`precision_config.py`, and the `config.py` of `monitor`, `comm`, `profiling`, `elasticity`,
+`compile`, and in `runtime/` those of `activation_checkpointing`, `tensor_parallel` and
+`model_checkpointing`. What the later one dropped (elasticity, for one) is still read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The keys of `zero_optimization`, DeepSpeed's defaults, and what becomes of each.
+"""Table of `zero_optimization` keys with DeepSpeed's defaults and their treatment.
 
-Knows names and sentences. Facts are those of DeepSpeed 0.19.6 and 0.19.8:
-`deepspeed/runtime/zero/config.py`, `offload_config.py` and `leaf_module_config.py`. What the later
-one dropped (MiCS) is still read.
+Facts are those of DeepSpeed 0.19.6 and 0.19.8: `deepspeed/runtime/zero/config.py`,
+`offload_config.py` and `leaf_module_config.py`. What the later one dropped (MiCS) is still read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A ds_config into zerojax's settings: every key has a line, and what cannot be is refused.
-
-Puts the parts of this room together; knows the number of devices, none of them.
-"""
+"""Translation of a whole ds_config: every key has a line, unsupported keys are refused."""
 
 from __future__ import annotations
 

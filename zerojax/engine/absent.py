@@ -1,6 +1,6 @@
-"""Names of DeepSpeed's engine that are not here, and what to write in their place.
+"""Names of DeepSpeed's engine that zerojax does not have, with their replacements.
 
-Knows words only. The names are those of DeepSpeed 0.19.8's `DeepSpeedEngine`
+The names are those of DeepSpeed 0.19.8's `DeepSpeedEngine`
 (`tests/data/deepspeed_engine_names.json`) and of the `torch.nn.Module` that it is.
 """
 

@@ -1,7 +1,4 @@
-"""What a loop asks of its configuration: batch sizes, stage, precision, under DeepSpeed's names.
-
-Knows a translated configuration and a mesh; never a plan, arrays or steps.
-"""
+"""Configuration queries of DeepSpeed's engine: batch sizes, stage, precision."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a loop hands over, as arrays with the rows of one step.
-
-Knows trees of arrays; never a mesh or a plan.
-"""
+"""Batches of an engine's loop as arrays with the rows of one step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Closes the engines that a script has left open, before the interpreter takes itself apart.
+"""Closing of open engines before the interpreter shuts down.
 
-Knows that an engine can be closed; nothing else of it. Python clears the globals of modules while
-the generators of an open engine still wait to be closed, which then fail in a way that nobody can
-read; and a log that is never closed lacks its last steps.
+Python clears the globals of modules while the generators of an open engine still wait to be closed,
+which then fail in a way that nobody can read; and a log that is never closed lacks its last steps.
 """
 
 from __future__ import annotations

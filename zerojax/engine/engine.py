@@ -1,7 +1,4 @@
-"""A run that its user steps, by the calls of a DeepSpeed engine.
-
-Knows the order of calls; never how a key is read, nor what a step computes.
-"""
+"""The engine: DeepSpeed's calls on a zerojax step."""
 
 from __future__ import annotations
 

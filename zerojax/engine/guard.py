@@ -1,7 +1,4 @@
-"""What ends an engine's process that gets no further, and what is said where another has ended.
-
-Knows the watchdog, steps under way and the signs of lost processes; never batches, plans or files.
-"""
+"""Watchdog of an engine's loop, and messages about lost processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""When an engine's numbers are read back from the devices, and where they go.
-
-Knows metrics, the log and how often; never batches or checkpoints.
-"""
+"""Metrics of an engine: read back from the devices and logged."""
 
 from __future__ import annotations
 

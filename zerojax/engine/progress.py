@@ -1,7 +1,4 @@
-"""What a loop asks of its run so far: steps, rates and norms, under DeepSpeed's names.
-
-Knows a plan and the numbers of a state; never what makes or changes them.
-"""
+"""Progress queries of DeepSpeed's engine: steps, rates and norms."""
 
 from __future__ import annotations
 

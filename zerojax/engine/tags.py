@@ -1,12 +1,10 @@
-"""Checkpoints by name, as DeepSpeed's loops keep them: a folder per tag, and which is latest.
+"""Checkpoints by tag, in DeepSpeed's layout: a folder per tag and a file `latest`.
 
-Knows names and files; never when to save, nor what a state holds.
-
-    runs/a/latest              the tag of the last save
-    runs/a/global_step20/20    a checkpoint of step 20, as `zerojax.Checkpointer` writes it
-    runs/a/.best.new           being written
-    runs/a/.best.replaced      what a tag was until a moment ago
-    runs/a/writer.lock         says which process saves here, as long as it may
+runs/a/latest              the tag of the last save
+runs/a/global_step20/20    a checkpoint of step 20, as `zerojax.Checkpointer` writes it
+runs/a/.best.new           being written
+runs/a/.best.replaced      what a tag was until a moment ago
+runs/a/writer.lock         says which process saves here, as long as it may
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a step will need on GPUs that are not here: memory, traffic, and time at best.
+"""Forecasts for GPUs that the machine does not have: memory, communication and a bound on time.
 
-Knows plans and compiled programs; never arrays. Nothing is run.
+Nothing is run.
 """
 
 from zerojax.forecast.forecast import Forecast, make_forecast

@@ -1,7 +1,7 @@
-"""Where results of compilations are kept between processes, by what they were made from.
+"""Cache of compilation results between processes.
 
-Knows keys, dictionaries and files; never what is in them. A cache that fails costs time, not work:
-whatever is wrong with it is a warning, and the result is computed again.
+A cache that fails costs time, not work: whatever is wrong with it is a warning, and the result is
+computed again.
 """
 
 from __future__ import annotations

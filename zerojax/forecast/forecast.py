@@ -1,8 +1,4 @@
-"""How a plan's step is compiled for GPUs that are not here, and read.
-
-Knows the step, the compiler and the readers of its text; never arrays, and never how a forecast is
-shown.
-"""
+"""Forecast of a plan: its step compiled for a GPU and read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What formulas say that a plan's step sends: bytes on the wire.
+"""Bytes that a plan's step sends, by formula.
 
-Knows the placement table and a pipeline's; never a compiled program. Sources: ZeRO, Rajbhandari et
-al. 2019 (arXiv:1910.02054), section 7: 2, 2, 2 and 3 units per step at stages 0 to 3, a unit being
-the bytes of all parameters as sent; ring collectives send (N-1)/N of their payload per device.
+Sources: ZeRO, Rajbhandari et al. 2019 (arXiv:1910.02054), section 7: 2, 2, 2 and 3 units per step
+at stages 0 to 3, a unit being the bytes of all parameters as sent; ring collectives send (N-1)/N of
+their payload per device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How offload is shown on the page of a forecast. Formats; decides nothing.
-
-Knows a forecast by its numbers; never a plan, a program or a card's file.
-"""
+"""Offload section of a forecast's page."""
 
 from __future__ import annotations
 

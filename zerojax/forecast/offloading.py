@@ -1,7 +1,4 @@
-"""What offload takes of a forecast: bytes by tier, what moves, and what hides it.
-
-Knows formulas of offload and the copies that were read from a compiled step; never the step.
-"""
+"""Offload in a forecast: bytes per tier, transfers, and what overlaps with them."""
 
 from __future__ import annotations
 

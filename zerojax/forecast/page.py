@@ -1,7 +1,4 @@
-"""How a forecast is shown: one page of text, or a dictionary for JSON. Formats; decides nothing.
-
-Knows a forecast by its numbers; never a plan, a program or a card's file.
-"""
+"""Page of a forecast: text, or a dictionary for JSON."""
 
 from __future__ import annotations
 

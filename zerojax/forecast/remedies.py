@@ -1,6 +1,6 @@
-"""What would make a step fit that does not: each remedy that can help this plan, in order of price.
+"""Remedies for a step that does not fit, in order of cost.
 
-Knows a plan's settings and its bytes by role; never compiles what it proposes.
+None of them is compiled here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is known of a step before it runs: bytes, traffic, an estimate of time, and a verdict.
-
-Knows numbers; never how they were found, nor how they are shown.
-"""
+"""Result of a forecast: bytes, communication, an estimate of time, and a verdict."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the bytes on a device are for at the moment of the peak: weights, activations and so on.
-
-Knows a compiled step as data that flows, and the names of its arguments; never a card.
+"""Roles of the bytes on a device at the moment of the peak: weights, activations and others.
 
 Which value is what follows from where it comes from and where it goes, through fusions and loops:
 

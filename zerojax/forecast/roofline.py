@@ -1,7 +1,4 @@
-"""How long a step takes at best, and whether it fits: published peaks against counted work.
-
-Knows counts and a card's numbers; never a program, nor how anything is shown.
-"""
+"""Roofline estimate: counted work against published peaks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What one device of a plan sends per step: by formula, and as compiled where it was.
-
-Knows formulas and the facts that were read from a compiled step; never the step itself.
-"""
+"""Communication of one device per step: by formula, and as compiled."""
 
 from __future__ import annotations
 

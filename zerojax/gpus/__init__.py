@@ -1,7 +1,4 @@
-"""What is published about each kind of GPU, and how the compiler is told of it.
-
-Knows numbers and their sources; never a model, and never JAX's devices.
-"""
+"""Published specifications of GPUs, and their description for the compiler."""
 
 from zerojax.gpus.card import Gpu, Target
 from zerojax.gpus.catalog import find_gpu, gpu_names, gpu_of_device

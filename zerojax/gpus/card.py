@@ -1,7 +1,4 @@
-"""What a card holds, and the sentence for each mistake in a card's values.
-
-Knows keys, units and types; never where cards lie nor what text they were read from.
-"""
+"""Specification of one GPU, validated."""
 
 from __future__ import annotations
 

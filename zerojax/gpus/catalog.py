@@ -1,7 +1,4 @@
-"""Which card a name, a device or a file means.
-
-Knows where cards lie and how their files are read; never what their numbers are used for.
-"""
+"""Catalogue of GPUs: lookup by name, device or file."""
 
 from __future__ import annotations
 

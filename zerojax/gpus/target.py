@@ -1,7 +1,4 @@
-"""How a card is told to the compiler: the text of OpenXLA's GpuTargetConfigProto.
-
-Knows what a compute capability implies; never which cards exist.
-"""
+"""Compiler target of a GPU: the text of OpenXLA's GpuTargetConfigProto."""
 
 from __future__ import annotations
 

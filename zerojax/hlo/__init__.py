@@ -1,7 +1,4 @@
-"""What an optimized program does, read from its text: traffic, overlap, memory.
-
-Knows the text that XLA prints; never JAX, models or plans.
-"""
+"""Reader of optimized HLO text: communication, overlap and memory."""
 
 from zerojax.hlo.collectives import Collective, find_collectives, find_in_branches
 from zerojax.hlo.host_copies import HostCopy, find_host_copies, link_bytes

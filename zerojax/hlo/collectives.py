@@ -1,7 +1,4 @@
-"""What each collective of a program sends, between whom and how often.
-
-Knows collectives and the ring's arithmetic; never links, schedules or models.
-"""
+"""Collectives of a program: payload, participants and number of executions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which value of a program becomes which other: moved as it is, summed into it, or computed from.
-
-Knows what HLO's operations do to the numbers that go in; never what a value means to a model.
-"""
+"""Dataflow of a program: values that are moved, summed, or computed from others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which devices talk to each other, in every spelling that XLA has for it.
-
-Knows replica groups and pairs; never what is sent.
-"""
+"""Device groups of collectives, in each of XLA's notations."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a program moves between host and device memory: how much, how often, by what, beside what.
-
-Knows memory spaces and the forms that a copy takes; never links, tiers or models.
+"""Copies between host and device memory in a program: bytes, executions, means and overlap.
 
 XLA's GPU compiler copies whole arrays with `copy-start`, and slices inside of loops with a fusion
 that holds nothing but the slice. Where the slice's place is linear in the loop's counter the

@@ -1,7 +1,4 @@
-"""What lies on a device at the moment of the peak, as the compiler planned it before any run.
-
-Reads the accounts of memory that XLA's GPU compiler dumps; never knows what a value means to a
-model, a plan or an optimizer.
+"""Live buffers on a device at the moment of the peak, from the compiler's memory assignment.
 
 The compiler writes them for one program with the options `xla_dump_to` and `xla_dump_hlo_as_text`.
 Arguments, outputs and one block of temporaries ("preallocated-temp") exist for the whole step. What

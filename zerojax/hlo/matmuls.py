@@ -1,7 +1,4 @@
-"""Which instructions multiply matrices, and how many FLOPs that takes.
-
-Knows dots, convolutions and the calls into cuBLAS and cuDNN; never traffic or schedules.
-"""
+"""Matrix products of a program and their FLOPs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the schedule lets run while a collective, or a copy, is under way.
-
-Knows starts, dones and the order of instructions; never how long anything takes.
-"""
+"""Overlap of collectives and copies with other instructions in the schedule."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What an optimized HLO text holds: computations, instructions, and how often each one runs.
-
-Knows the text's grammar; never what an instruction costs.
-"""
+"""Parser of optimized HLO text: computations, instructions and execution counts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How costs of single instructions add up over what a step executes: loops, calls, branches.
-
-Knows control flow; never what is being added.
-"""
+"""Sums of per-instruction costs over the loops, calls and branches of a step."""
 
 from __future__ import annotations
 

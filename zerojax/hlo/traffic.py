@@ -1,7 +1,4 @@
-"""How many bytes of device memory each instruction reads and writes.
-
-Knows what a kernel touches of its operands; never bandwidths.
-"""
+"""Bytes of device memory that each instruction reads and writes."""
 
 from __future__ import annotations
 

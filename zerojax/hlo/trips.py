@@ -1,7 +1,7 @@
-"""How often a loop runs that the compiler has not annotated, from its own condition.
+"""Trip counts of loops without an annotation, from their conditions.
 
-Knows computations by what they hold; never reads text. XLA drops `known_trip_count` from loops that
-it has peeled or pipelined (seen with jaxlib 0.12 and `xla_gpu_pipeline_all_gather`).
+XLA drops `known_trip_count` from loops that it has peeled or pipelined (seen with jaxlib 0.12 and
+`xla_gpu_pipeline_all_gather`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How XLA spells the type of a value, and how many bytes it takes.
-
-Knows dtypes, dimensions and layouts; never instructions.
-"""
+"""XLA types in text form, and their sizes in bytes."""
 
 from __future__ import annotations
 

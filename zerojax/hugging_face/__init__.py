@@ -1,7 +1,4 @@
-"""Weights of Hugging Face's folders in our arrays, and back.
-
-Knows the names, layouts and settings of both sides and the files; never a plan, a mesh or a run.
-"""
+"""Hugging Face checkpoints: weights and settings in both directions."""
 
 from zerojax.hugging_face.architectures import (
     ARCHITECTURES,

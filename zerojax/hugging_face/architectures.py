@@ -1,7 +1,4 @@
-"""The table of architectures that zerojax reads from and writes to Hugging Face's folders.
-
-Knows which rows there are; what a row says is in `table`.
-"""
+"""Table of supported Hugging Face architectures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""BERT as transformers writes it: kernels [out, in], a head for masked tokens, a pooler, or both.
-
-Knows names and settings of both sides; never arrays or files.
-"""
+"""BERT in transformers' format: kernels [out, in], a masked-token head, a pooler, or both."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A folder of Hugging Face: config.json, and tensors in one safetensors file or several.
-
-Knows names and bytes of their files; never our arrays.
-"""
+"""Hugging Face folders: config.json and tensors in one or several safetensors files."""
 
 from __future__ import annotations
 

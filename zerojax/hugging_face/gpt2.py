@@ -1,7 +1,4 @@
-"""GPT-2 as transformers writes it: one projection for query, key and value, kernels [in, out].
-
-Knows names and settings of both sides; never arrays or files.
-"""
+"""GPT-2 in transformers' format: one projection for query, key and value, kernels [in, out]."""
 
 from __future__ import annotations
 

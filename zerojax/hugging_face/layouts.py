@@ -1,6 +1,4 @@
-"""How one of their tensors is one of our arrays: dimensions split, joined and turned.
-
-Knows names and sizes of dimensions, and slices; never files, models or devices.
+"""Layouts that map a tensor of theirs to an array of ours: split, join and transpose.
 
 A layout is written `"(heads head_dim) embed -> embed heads head_dim"`: left the dimensions of their
 tensor, those in parentheses joined into one (the last runs fastest), right ours. A number on the

@@ -1,7 +1,4 @@
-"""Llama as transformers writes it: kernels [out, in], heads joined with their features.
-
-Knows names and settings of both sides; never arrays or files.
-"""
+"""Llama in transformers' format: kernels [out, in], heads joined with their features."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Adapters as the files of PEFT: adapter_model.safetensors and adapter_config.json.
+"""LoRA adapters in PEFT's format: adapter_model.safetensors and adapter_config.json.
 
-Knows names and settings of both sides (huggingface.co/docs/peft, "PEFT checkpoint format"); never a
-run or a mesh.
+Source: huggingface.co/docs/peft, "PEFT checkpoint format".
 
 PEFT has one adapter beside each of the base model's modules. Where such a module holds several of
 our projections (query, key and value in GPT-2's c_attn) their adapters become one whose rank is the

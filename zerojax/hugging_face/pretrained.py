@@ -1,7 +1,4 @@
-"""A model of the table whose parameters lie in Hugging Face's files, read where they are wanted.
-
-Knows a model, its row and an open folder; never a mesh: it is asked for slices.
-"""
+"""Pretrained model whose parameters are read from files, slice by slice."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a row of the table of architectures says: names, layouts, and settings in both directions.
-
-Knows the form of a row; never what any architecture is called or how a file is read.
-"""
+"""Description of one architecture: names, layouts, and settings in both directions."""
 
 from __future__ import annotations
 

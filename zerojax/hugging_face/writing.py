@@ -1,7 +1,4 @@
-"""Our parameters as tensors of Hugging Face, one tensor at a time, and the config.json for them.
-
-Knows the table, names and shapes; never where values come from or how files are written.
-"""
+"""Export of parameters as Hugging Face tensors, one at a time, with their config.json."""
 
 from __future__ import annotations
 

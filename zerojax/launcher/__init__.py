@@ -1,6 +1,6 @@
-"""Runs one command in several processes until all have ended, and again after a failure.
+"""Launcher: one command in several processes, with restarts after failures.
 
-Knows processes, exit codes and other launchers; imports no JAX. Host 0 decides, the others follow.
+Host 0 decides, the others follow. No JAX is imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a script, a module or a program as one process of a group.
+"""Start of a script, a module or a program as one process of a group.
 
     python -m zerojax.launcher.boot script.py ... | -m module ... | --exec program ...
 

@@ -1,7 +1,4 @@
-"""The processes of a job on this host: started, listened to, signalled, killed.
-
-Knows operating system processes; never what they compute, nor what follows from their end.
-"""
+"""Child processes of a job on this host: start, output, signals and end."""
 
 from __future__ import annotations
 

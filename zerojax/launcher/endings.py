@@ -1,7 +1,4 @@
-"""Which process failed first, how that is said, and what follows from it.
-
-Knows exit codes and signals; nothing of processes that run.
-"""
+"""First failure of a job, its description and its consequence."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The first words on a connection between two launchers: each proves that it has the token.
+"""Handshake between two launchers: each proves that it has the token (HMAC-SHA256, RFC 2104).
 
-Knows sockets, lines and proofs (HMAC-SHA256, RFC 2104); never what a launcher is for. The token
-itself never travels. What follows on the connection is not encrypted: who can change what other
-hosts send to each other can still do harm, whoever can only connect cannot.
+The token itself never travels. What follows on the connection is not encrypted: who can change what
+other hosts send to each other can still do harm, whoever can only connect cannot.
 """
 
 from __future__ import annotations

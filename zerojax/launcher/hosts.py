@@ -1,8 +1,8 @@
-"""How the launchers of several hosts talk: lines of JSON over TCP between host 0 and the others.
+"""Connections between the launchers of several hosts: JSON lines over TCP.
 
-Knows sockets and messages; decides nothing about the run. Launchers prove to each other that they
-have the run's token; whoever else connects to host 0 is dropped, and the start goes on. JAX's own
-coordinator, which the processes use later, knows no token: it is for a network that is trusted.
+Launchers prove to each other that they have the run's token; whoever else connects to host 0 is
+dropped, and the start goes on. JAX's own coordinator, which the processes use later, knows no
+token: it is for a network that is trusted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is to be launched, and the words and variables with which each process is started.
-
-Knows command lines and the variables that name a group; starts nothing.
-"""
+"""Job of the launcher: command line and environment of each process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What processes print, line by line behind their number, without what is known to be noise.
-
-Knows text; nothing of processes.
-"""
+"""Output of the processes, line by line with their number, without known noise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The secret that the launchers of one run share, and where it comes from.
+"""Shared secret of the launchers of one run.
 
-Knows variables and files; never shows the token, in no message and in no log.
+No message and no log contains it.
 """
 
 from __future__ import annotations

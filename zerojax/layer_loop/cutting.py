@@ -1,8 +1,7 @@
-"""The traced loss of a microbatch cut in three: before the layers, some of the layers, after them.
+"""Traced loss of a microbatch in three pieces: before, inside and after the layers.
 
-Knows traced programs and which inputs are parameters; never which layers are where, or when a piece
-runs. What the layers compute is kept exactly as the model wrote it: checkpoints, custom
-derivatives, reads.
+What the layers compute is kept exactly as the model wrote it: checkpoints, custom derivatives,
+reads.
 """
 
 from __future__ import annotations

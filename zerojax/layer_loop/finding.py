@@ -1,7 +1,6 @@
-"""Where the layers of a model are in its traced loss: the loop that slices stacked parameters.
+"""Search for the loop that slices stacked parameters in a traced loss.
 
-Knows traced programs and names of parameters; never a model. Refuses a program in which the layers
-cannot be told from the rest, and says what to write instead.
+A program without a clear loop is refused with a remedy.
 """
 
 from __future__ import annotations

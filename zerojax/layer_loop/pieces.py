@@ -1,7 +1,4 @@
-"""Which values of a traced program depend on which, and loops out of calls.
-
-Knows programs only; never what their inputs are.
-"""
+"""Dependences between the values of a traced program, and loops inside calls."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which piece of a loss writes each of the model's extras, and whether the others may read it.
-
-Knows values of a traced program and names; never what an extra means.
-"""
+"""Pieces of a loss that write the model's own state, and reads of it by the others."""
 
 from __future__ import annotations
 

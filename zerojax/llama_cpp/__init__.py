@@ -1,7 +1,4 @@
-"""Files of llama.cpp (GGUF) as folders of Hugging Face.
-
-Knows both sides' names and settings; never a run, a plan or a mesh.
-"""
+"""Conversion of llama.cpp files (GGUF) to Hugging Face folders."""
 
 from zerojax.llama_cpp.conversion import Converted, convert_gguf
 

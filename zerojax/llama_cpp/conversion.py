@@ -1,7 +1,6 @@
-"""A GGUF file as a folder of Hugging Face, one tensor in memory at a time.
+"""Conversion of a GGUF file, one tensor in memory at a time.
 
-Knows blocks of few bits (the package `gguf` turns them into float32) and how llama.cpp orders the
-features of a head; never a run or a mesh.
+The package `gguf` dequantises blocks to float32.
 """
 
 from __future__ import annotations

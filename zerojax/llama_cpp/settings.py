@@ -1,6 +1,6 @@
-"""Sizes of a Llama from a GGUF file's table, and the names of its tensors.
+"""Model sizes and tensor names of a GGUF file's table.
 
-Knows names and numbers (github.com/ggml-org/ggml, docs/gguf.md); never arrays or a tokenizer.
+Format: github.com/ggml-org/ggml, docs/gguf.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The tokenizer inside a GGUF file as `tokenizer.json`.
-
-Knows both forms of a byte-level byte-pair vocabulary; never encodes a text.
-"""
+"""Tokenizer of a GGUF file as `tokenizer.json`."""
 
 from __future__ import annotations
 

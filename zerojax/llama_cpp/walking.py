@@ -1,8 +1,7 @@
-"""Whether the table of a GGUF file can be what it says, before a library believes it.
+"""Validation of a GGUF file's table, before the package `gguf` reads it.
 
-Knows the format (github.com/ggml-org/ggml, docs/gguf.md); never which fields there should be. The
-package gguf walks as many items as a file claims to have, one by one, and takes what lies behind
-the end for empty: a length of 2^40 keeps it busy for weeks.
+The package gguf walks as many items as a file claims to have, one by one, and takes what lies
+behind the end for empty: a length of 2^40 keeps it busy for weeks.
 """
 
 from __future__ import annotations

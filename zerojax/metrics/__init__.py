@@ -1,6 +1,6 @@
-"""What a run reports, in which units, and where: terminal, metrics.jsonl, TensorBoard, HTML page.
+"""Metrics of a run: terminal, metrics.jsonl, TensorBoard and HTML report.
 
-Knows numbers, steps and files; never arrays, devices or the training step. Needs no JAX.
+The package needs no JAX.
 """
 
 from zerojax.metrics.jsonl import read_metrics

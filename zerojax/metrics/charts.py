@@ -1,7 +1,7 @@
-"""Line charts as HTML and SVG text that need no script to be read.
+"""Line charts as HTML and SVG, without scripts.
 
-Knows pixels, ticks and curves; never which metric it draws. Curves are drawn in a 1000 x 1000 box
-that the page stretches, and labels are HTML beside it, so that a chart fits any width.
+Curves are drawn in a 1000 x 1000 box that the page stretches, and labels are HTML beside it, so
+that a chart fits any width.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a live display on a terminal, plain lines elsewhere.
+"""Console output of a run: a live display on terminals, plain lines elsewhere.
 
-Knows how to word and align numbers; never where they come from. Nothing is said by colour alone.
+Nothing is said by colour alone.
 """
 
 import itertools

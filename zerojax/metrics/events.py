@@ -1,6 +1,4 @@
-"""Scalars in the file format that TensorBoard reads.
-
-Knows the bytes of that format and nothing of training; needs neither TensorBoard nor protobuf.
+"""TensorBoard event files of scalars, written without TensorBoard or protobuf.
 
 A file is a sequence of records: length (u64), its checksum, an Event message, its checksum, all
 little-endian (tensorflow/core/lib/io/record_writer.h). The few message fields used here are from

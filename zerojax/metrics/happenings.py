@@ -1,7 +1,4 @@
-"""What a page says of a run's events, of its processes, and of where its time went.
-
-Knows records of metrics.jsonl; draws nothing but tables.
-"""
+"""Tables of the HTML report: events, processes, and time per activity."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""metrics.jsonl: one JSON object per line, appended; which of two lines about a step is true.
-
-Knows records and files; never what the numbers mean.
-"""
+"""metrics.jsonl: append-only records, one JSON object per line; a step's last line counts."""
 
 import json
 import math

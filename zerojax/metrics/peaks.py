@@ -1,6 +1,6 @@
-"""What a device could do at best, as its maker published it; the denominator of MFU.
+"""Published peak FLOP/s of devices, the denominator of MFU.
 
-Knows the names that devices give themselves; unknown devices have no peak, never a guessed one.
+Unknown devices have no peak; none is guessed.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
-"""One HTML page about a run: what was planned, how it learned, how fast, in how much memory.
+"""HTML report of a run: plan, loss, speed and memory on one page.
 
-Knows the files of a run folder; never the run itself. The page holds everything it shows: it opens
-without a network, years later, and prints.
+The page holds everything it shows: it opens without a network, years later, and prints.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""One run's reports: which numbers follow from the clock, and who is told.
-
-Owns the run folder's metrics, events and summary files; never the state, the step or the loop.
-"""
+"""Log of a run: derived rates, and the writers that receive each record."""
 
 import contextlib
 import importlib

@@ -1,7 +1,4 @@
-"""When a loss jumps out of what it has been lately.
-
-Knows a sequence of numbers; never what they belong to.
-"""
+"""Detection of loss spikes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Which of several processes the others wait for, told from how each has spent its time.
-
-Knows seconds of processes; never how they were measured or sent.
+"""Straggler detection: the process that the others wait for.
 
 All processes of a step end it together, so its length says nothing about who was slow. What differs
 is the time that each has spent on its own work (its data, its callbacks) while its devices had

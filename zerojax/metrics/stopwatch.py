@@ -1,7 +1,4 @@
-"""Where the time of a run's loop goes: every second belongs to one activity.
-
-Knows a clock and names; never what is done meanwhile.
-"""
+"""Stopwatch of the training loop: every second belongs to one activity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a user's model is to zerojax: named arrays, and a way to call the model with other arrays.
+"""Any user model as named arrays and a call with other arrays.
+
+Besides the reference models no other package imports Flax. `on_read` is called when a parameter is
+read.
 
 The only room that knows Flax, besides the reference models. Knows nothing of meshes, shardings or
 ZeRO: it lets a caller say what happens when the model reads a parameter (`on_read`).

@@ -1,4 +1,4 @@
-"""Which kind of model the user brought, and the loss it brings along.
+"""Recognition of a user's model, and of the loss that it brings.
 
 The one door: the rest of zerojax never asks again.
 """

@@ -1,6 +1,6 @@
 """A pair of functions `(init, apply)` as a `Model`.
 
-Knows trees of arrays; has no point of use, so every parameter is read as `apply` starts.
+Every parameter is read when `apply` starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Limits of the integers in a batch that look up rows of a parameter, read off the traced model.
+"""Limits of the integers in a batch that index rows of a parameter, from the traced model.
 
 JAX does not refuse an index outside of a table: `jnp.take` and `Embed` give NaN, and `table[ids]`
 gives whatever row is nearest. A limit is found only where an array of the batch reaches the table

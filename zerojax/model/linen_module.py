@@ -1,7 +1,4 @@
-"""A `linen.Module` as a `Model`; collections other than "params" (batch statistics) are extras.
-
-Knows linen's collections and metadata boxes; never knows what reading a parameter does.
-"""
+"""A `linen.Module` as a `Model`; collections other than "params" are its own state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An `nnx.Module`, given as an instance or as a factory, as a `Model`.
-
-Knows nnx's graph and its variables; never knows what reading a parameter does.
-"""
+"""An `nnx.Module`, as an instance or a factory, as a `Model`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the rest of zerojax may ask of a model: arrays, and a call with other arrays.
-
-Knows no Flax; the modules beside it implement this for each kind of model that users bring.
-"""
+"""The `Model` protocol: arrays, and a call with other arrays."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How each parameter of a traced model reaches the computation: through its read, or around it.
-
-Knows traced programs and names; never knows Flax, or what a read does.
+"""Reads of each parameter in a traced model, and values that bypass them.
 
 A parameter may be gathered where it is read only when every device gets there, and only when
 nothing looks at the stored value by another way: `nnx.state(model)` hands out what is stored, which

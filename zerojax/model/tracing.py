@@ -1,7 +1,4 @@
-"""What a model does with its parameters, found by tracing it once without computing.
-
-Knows abstract arrays; never touches devices.
-"""
+"""Trace of a model's forward pass with abstract arrays."""
 
 from __future__ import annotations
 

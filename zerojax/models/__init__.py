@@ -1,8 +1,4 @@
-"""The reference models, GPT-2, Llama and BERT, in plain Flax NNX, and models from parts.
-
-Knows how a model is built, from its configuration or from its parts; never knows a mesh, a batch or
-an optimizer.
-"""
+"""Reference models (GPT-2, Llama, BERT) in plain Flax NNX, and models from parts."""
 
 from __future__ import annotations
 

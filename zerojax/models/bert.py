@@ -1,7 +1,4 @@
-"""BERT: an encoder that sees both sides, norms after each sub-layer, a head for masked tokens.
-
-Knows the model's sizes and parts; never knows a mesh, a data set, or which tokens are masked.
-"""
+"""BERT: bidirectional encoder, post-layer norms, masked-token head."""
 
 from __future__ import annotations
 

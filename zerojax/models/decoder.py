@@ -1,7 +1,4 @@
-"""How a decoder is put together: embed, stacked blocks, head; its loss and its cache.
-
-Knows layers and their order; never knows a mesh, a batch's origin, or the optimizer.
-"""
+"""Decoder: embedding, stacked blocks and head; its loss and its cache."""
 
 from __future__ import annotations
 

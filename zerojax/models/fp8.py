@@ -1,7 +1,4 @@
-"""A matrix product of 8-bit floats: e4m3 forward, e5m2 for gradients, scales from the steps before.
-
-Knows one product and the largest magnitudes that its operands had; never a mesh, a step or which
-layers use it.
+"""Matrix product in 8-bit floats: e4m3 forward, e5m2 for gradients, delayed scaling.
 
 The method is delayed scaling with a history (arXiv:2209.05433; NVIDIA's Transformer Engine), and
 the way its state trains is Flax's (`flax.linen.fp8_ops`): the backward pass returns the new value

@@ -1,7 +1,4 @@
-"""How tokens are drawn from a decoder: one pass over the prompt, then one at a time from a cache.
-
-Knows logits and caches; never knows text, tokenizers or meshes.
-"""
+"""Token generation with a cache: one pass over the prompt, then one token at a time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""GPT-2: learned positions, LayerNorm before each sub-layer, GELU, tied output embedding.
-
-Knows the model's sizes and parts; never knows a mesh or a data set.
-"""
+"""GPT-2: learned positions, LayerNorm before each sub-layer, GELU, tied output embedding."""
 
 from __future__ import annotations
 

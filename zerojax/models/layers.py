@@ -1,6 +1,4 @@
-"""The parts of a decoder: projection, embedding, norms, rotary positions, attention, MLPs.
-
-Knows shapes and arithmetic; never knows a mesh, how layers are stacked, or where parameters are.
+"""Layers of a decoder: projection, embedding, norms, rotary positions, attention, MLPs.
 
 Parameters are created in float32. Every layer reads each of its parameters once per call, through
 `param[...]`, and computes in the dtype that the reading returns: cast the parameters to bfloat16

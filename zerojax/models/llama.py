@@ -1,7 +1,4 @@
-"""Llama: RMSNorm, rotary positions, grouped key/value heads, SwiGLU, no biases.
-
-Knows the model's sizes and parts; never knows a mesh or a data set.
-"""
+"""Llama: RMSNorm, rotary positions, grouped key/value heads, SwiGLU, no biases."""
 
 from __future__ import annotations
 

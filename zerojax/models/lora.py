@@ -1,6 +1,4 @@
-"""Low-rank adapters beside projections (LoRA, arXiv:2106.09685): added, merged, taken away.
-
-Knows modules and the arithmetic of an adapter; never which parameters are trained, or on what mesh.
+"""Low-rank adapters of projections (LoRA, arXiv:2106.09685): added, merged, removed.
 
 An adapter is computed as (x A) B, so neither the forward nor the backward pass ever holds the
 product A B, which has the shape of the kernel. Only merging makes it, one kernel at a time.

@@ -1,7 +1,4 @@
-"""By how much rotary positions turn: wavelengths, and the ways of stretching them to longer texts.
-
-Knows numbers; never a model, a file or an array of activations.
-"""
+"""Rotary position frequencies, and their scaling for longer contexts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Layers of one kind as one module with stacked arrays, and the loop that applies them.
-
-Knows modules and their state; never what a layer computes, or where its parameters are.
-"""
+"""Stacked layers: equal layers as one module, applied by a scan."""
 
 from __future__ import annotations
 

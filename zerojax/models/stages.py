@@ -1,7 +1,4 @@
-"""A model from three parts, embed, equal blocks and head, in the form that a pipeline needs.
-
-Knows the parts as things to call; never what they compute, a mesh, or a loss.
-"""
+"""`Stages`: a model from embedding, equal blocks and head, as a pipeline needs it."""
 
 from __future__ import annotations
 

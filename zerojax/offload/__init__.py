@@ -1,4 +1,1 @@
-"""State outside device memory: how it is cut into slices, moved and updated where it lies.
-
-Knows layouts, shards and memory kinds; never decides what lies where, and never trains a step.
-"""
+"""Offload: state outside device memory, in slices that are moved and updated in place."""

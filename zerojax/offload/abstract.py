@@ -1,7 +1,4 @@
-"""The state of a plan with offload before arrays exist, and its canonical form's place.
-
-Knows layouts and dtypes; never touches arrays.
-"""
+"""Abstract state of a plan with offload, and the memory kind of its canonical form."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The slices that lie in files: which bucket each is, and how they are filled and read.
-
-Knows layouts, this process's devices and a store; never an optimizer, a step or a checkpoint.
+"""Slices in files: their buckets, filled and read.
 
 A bucket is one slice of one parameter: of each array that belongs to it ("master", then moments)
 the rows [shards of this process, elements]. Every process has a store in a folder of its own.

@@ -1,7 +1,4 @@
-"""What slices in files cannot do, refused when a run is planned.
-
-Knows options and counts; never arrays or files.
-"""
+"""Refusals at plan time of options that slices in files do not support."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a durable store needs beside its buckets, so that a run that was killed goes on from it.
-
-Knows generations and small arrays; never how buckets become whole, and no checkpoint.
+"""Durable store: the state beside the buckets, so that a killed run resumes from its files.
 
 Each generation has a file with everything of the state that lies in no bucket: counters, random
 key, position of the data, parameters too small for slices. It is written before the generation

@@ -1,7 +1,4 @@
-"""How slices in files get their first values: from new parameters, or from a whole state.
-
-Knows plans, arrays and the layout of buckets; never an optimizer's arithmetic or a checkpoint.
-"""
+"""Initial values of slices in files: from new parameters, or from a whole state."""
 
 from __future__ import annotations
 

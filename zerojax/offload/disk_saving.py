@@ -1,6 +1,4 @@
-"""Parameters that have left the device, saved and restored slice by slice, whatever their tiers.
-
-Knows layouts, shards and files of pieces; never which checkpoint they belong to.
+"""Checkpoints of offloaded parameters, slice by slice, for any tier.
 
 Such a parameter is never whole in memory. Saved are the slices of its shards as they come from the
 store; restored is any part that a shard of another mesh or tier needs.

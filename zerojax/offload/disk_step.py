@@ -1,6 +1,4 @@
-"""The training step of a plan with slices in files: a jitted part, then a sweep over the store.
-
-Knows slices, buckets and the rule of one slice; never how gradients were made or files are moved.
+"""Training step with slices in files: a jitted part, then a sweep over the store.
 
 While slice i is updated on the devices, i+1 is read and i-1 written; memory is that of three
 buckets, whatever the number of slices. A step whose gradients are not finite reads and writes none.

@@ -1,7 +1,4 @@
-"""The weights that forward and backward read, made again from masters in slices.
-
-Knows slices, buckets and dtypes; never where masters came from.
-"""
+"""Weights for forward and backward, cast from master weights in slices."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How a stored parameter becomes slices in tiers, and slices a stored parameter.
-
-Knows shapes, shards and memory kinds; never an optimizer's arithmetic, and no files.
-"""
+"""Conversion between a stored parameter and its slices in memory tiers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A whole training state in slices: born so, cut from its stored form, joined to it again.
-
-Knows plans and states; never an update, and of files only that something holds them.
-"""
+"""Whole training state in slices: initialised, cut from its stored form, and joined again."""
 
 from __future__ import annotations
 

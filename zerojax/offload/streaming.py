@@ -1,7 +1,4 @@
-"""The pass of a batch whose layers' weights wait in host memory and come one layer at a time.
-
-Joins what `zero` knows of parameters around the layers with rows that are brought, gathered,
-reduced and sent back; never sees the optimizer.
+"""Forward and backward pass with layer weights streamed from host memory.
 
 One `shard_map`, manual over the data axes, as without offload. The traced loss is cut into what is
 before the layers, the layers and what is after them; each is differentiated by itself. Parameters

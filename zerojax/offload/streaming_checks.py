@@ -1,7 +1,4 @@
-"""Whether the layers of a model can come to the device one by one, and which parameters they have.
-
-Knows the traced loss, options and the optimizer's limits; makes no program that runs.
-"""
+"""Check that a model's layers can be streamed, and the parameters that belong to them."""
 
 from __future__ import annotations
 

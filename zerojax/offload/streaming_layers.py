@@ -1,7 +1,4 @@
-"""Layers one after the other, forward and backward, while the next one's weights are on their way.
-
-Knows functions to call and the order of layers; never where weights come from, or where gradients
-go.
+"""Streamed layers, forward and backward, with a prefetch of the next layer's weights.
 
 Both loops are peeled: an iteration computes one layer with weights that are there, and brings those
 of the following one, so the last layer stands behind the loop and no index has to be clamped.

@@ -1,8 +1,4 @@
-"""The parameters of a device inside a pass, and one microbatch through the pieces of the loss.
-
-Knows which parameters are rows of layers and which are around them; never how many microbatches
-there are beyond adding to totals, and never the optimizer.
-"""
+"""One microbatch of the streamed pass: layer rows, and parameters outside the layers."""
 
 from __future__ import annotations
 

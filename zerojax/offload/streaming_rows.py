@@ -1,7 +1,4 @@
-"""Rows of stacked parameters on their way: host to device to a whole layer, gradients the way back.
-
-Knows where parameters lie and how a row is gathered and reduced; never what a layer computes, or
-in which order layers run.
+"""Transfers of stacked parameters, row by row: host to device to a whole layer; gradients back.
 
 What touches host memory sits in a nested `shard_map` over the axes that are still with the
 compiler, as `zerojax.collectives` does it: so the compiler never partitions a transfer, and each

@@ -1,7 +1,4 @@
-"""What becomes of the gradients of each layer: they are added up, on the host and on the device.
-
-Knows rows and dtypes; never what a layer computes, and never the optimizer.
-"""
+"""Accumulation of each layer's gradients, on the host and on the device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Each layer updated as soon as its gradient exists, in the backward pass, so that none is stored.
-
-Joins the streamed pass with the rule of the optimizer; decides nothing about what lies where.
+"""Update of each layer in the backward pass, so that no gradient is stored.
 
 While the backward loop computes a layer, the next one's weights are on their way, and so are the
 masters and moments of this one; they are updated and go back before the loop goes on. What of that

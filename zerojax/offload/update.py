@@ -1,6 +1,4 @@
-"""The update of parameters whose masters and moments lie in slices: one on the device at a time.
-
-Knows slices, memory tiers and elementwise optimizers; never how gradients were made, and no files.
+"""Update of parameters whose optimizer state is in slices, one slice on the device at a time.
 
 Moving the whole state to the device, updating it and moving it back takes twice its size there
 (compiled for an H200: 1,536 MB for 768 MB of state). A loop that loads a slice, updates it and

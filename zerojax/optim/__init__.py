@@ -1,7 +1,4 @@
-"""Which optimizer and which learning rate, and how the step applies it to shards.
-
-Knows parameter names, steps and fused updates; never a mesh's shape or where anything lies.
-"""
+"""Optimizers, learning-rate schedules, and their application to shards."""
 
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.building import BuiltOptimizer, build_optimizer

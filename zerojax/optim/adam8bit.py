@@ -1,8 +1,4 @@
-"""AdamW whose moments take one byte each, as an optimizer of the step and as optax has it.
-
-Knows leaves by name and which of them are coded; never how codes are made
-(`pallas_kernels.adam8bit`), and never a mesh.
-"""
+"""AdamW with one-byte moments, in place on shards and as an optax transformation."""
 
 from __future__ import annotations
 

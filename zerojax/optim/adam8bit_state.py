@@ -1,8 +1,4 @@
-"""The state of AdamW with one-byte moments: how it lies on a mesh, and its two forms.
-
-Knows trees of codes and scales, and of a mesh only into how many shards it splits a parameter;
-never an update.
-"""
+"""State of AdamW with one-byte moments: its layout on a mesh, and its two forms."""
 
 from __future__ import annotations
 

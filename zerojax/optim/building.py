@@ -1,7 +1,6 @@
-"""Which optimizer a configuration means, and why its defaults are what they are.
+"""Optimizer of a configuration, and the reasons of its defaults.
 
-Knows names of optimizers; never where anything lies. Any `optax.GradientTransformation` does as
-well.
+Any `optax.GradientTransformation` does as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The limit of the global gradient norm, for a step that knows the norm already.
-
-Knows gradients; never where they lie.
-"""
+"""Clipping by the global gradient norm, for a step that knows the norm already."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What an optimizer says of a state that training keeps in another form than the one it stores.
-
-Knows that there are two forms; never what is in them.
-"""
+"""Declaration of optimizer states that training stores in another form than checkpoints."""
 
 from __future__ import annotations
 

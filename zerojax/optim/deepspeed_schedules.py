@@ -1,6 +1,4 @@
-"""DeepSpeed's learning-rate schedules: the same numbers at the same update, from the same settings.
-
-Knows counts of updates; never files, parameters or what a file's other sections say.
+"""DeepSpeed's learning-rate schedules, with equal values at each update.
 
 The formulas are those of `deepspeed/runtime/lr_schedules.py` (0.19.8). There a schedule is first
 asked when it is made and then after every update that was applied, so update `count`, from 0, has

@@ -1,7 +1,4 @@
-"""How an optimizer is made of optax's parts for `update` and of a fused rule for `apply`.
-
-Knows optax's states and leaves by name; never which optimizer's arithmetic it runs.
-"""
+"""Optimizers that are an optax transformation and a fused in-place update."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which parameters decay, and which have a learning rate or decay of their own, by name.
-
-Knows names and ranks of parameters; never what an optimizer computes.
-"""
+"""Parameter groups by name: weight decay and learning rate of their own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is done to each array of a tree, or to each layer of one in which layers are stacked.
-
-Knows trees and names; never an optimizer's formula.
-"""
+"""Functions applied to each array, or to each layer of a stacked array."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""AdamW, Lion, LAMB and SGD: each in optax's parts and as the rules that compute the same.
-
-Knows formulas and their defaults; never a mesh, and never how rules run.
-"""
+"""AdamW, Lion, LAMB and SGD: as optax transformations and as equal fused rules."""
 
 from __future__ import annotations
 

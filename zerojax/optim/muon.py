@@ -1,7 +1,4 @@
-"""Which parameters `optax.contrib.muon` takes for matrices where layers are stacked in arrays.
-
-Knows names and shapes of parameters, and optax's state; never an update.
-"""
+"""Matrix dimensions of stacked parameters for `optax.contrib.muon`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What an optimizer of zerojax is beside an optax transformation: an update in place, on shards.
-
-Knows arrays of one device and numbers of one step; never a mesh, a stage or a model.
-"""
+"""The zerojax optimizer: an optax transformation with an in-place update on shards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Proof, from its traced program, that an optimizer computes the same on padded arrays.
 
-Knows traced updates and which dimensions are padded; never a mesh or why arrays are padded.
-
 An array is padded with zeros at the end of a dimension, or stored with its rows in another order.
 An update that goes element by element does not see either, nor does one that takes a sum of what is
 zero where there is padding. A mean divides by the number of elements, noise follows the shape, a

@@ -1,7 +1,4 @@
-"""An optax transformation whose random keys are stored as numbers, as checkpoints take them.
-
-Knows which leaves of a state are typed keys; never what they draw.
-"""
+"""optax transformations with random keys stored as numbers, as checkpoints need them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The learning rate as a function of the number of updates applied: warm-up, then a decay.
-
-Knows steps; never parameters.
-"""
+"""Learning-rate schedules over applied updates: warm-up, then a decay."""
 
 from __future__ import annotations
 

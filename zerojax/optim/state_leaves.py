@@ -1,7 +1,4 @@
-"""Which leaves of an optimizer's state belong to which parameter.
-
-Knows optax's states and names of parameters; never what a leaf is for.
-"""
+"""Leaves of an optimizer's state that belong to each parameter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What an optax transformation is told of a step beside gradients, state and parameters.
-
-Knows the names of keywords that optax's transformations ask for; never who asks.
-"""
+"""Extra arguments of optax transformations, such as the loss of a step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An optax transformation that is given arrays of their true shapes where stored ones are padded.
-
-Knows names and both shapes of parameters; never why or how arrays are padded.
-"""
+"""optax transformations on arrays of their true shapes where stored ones are padded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a run says when memory did not suffice: what was asked, what the plan said, what to set.
+"""Explanation of out-of-memory errors: the request, the plan, and the settings that help.
 
-Knows errors, plans and what lives on the devices; takes no device memory and compiles nothing new.
+It takes no device memory and compiles nothing.
 """
 
 from zerojax.out_of_memory.explaining import explaining_memory

@@ -1,7 +1,4 @@
-"""From an error for lack of memory to the page that says what to set.
-
-Knows a plan, what was being done and what lives on the devices; never how a run goes on.
-"""
+"""Page for an out-of-memory error, from the error and the plan."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What lives in memory when some more was asked for: arrays by name, limits, what is left.
-
-Knows arrays and devices; never why anything failed.
-"""
+"""Live arrays, limits and free memory at the time of an out-of-memory error."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What allocators say when they have no more: whether an error is one of theirs, and the bytes.
-
-Knows texts of XLA, its allocators and NumPy; never the program that failed.
-"""
+"""Parser of allocators' error messages (XLA, NumPy): recognition and sizes."""
 
 from __future__ import annotations
 

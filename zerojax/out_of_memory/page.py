@@ -1,7 +1,4 @@
-"""The page about a lack of memory, as text.
-
-Knows numbers and words; never where they come from.
-"""
+"""Text of the page about an out-of-memory error."""
 
 from __future__ import annotations
 

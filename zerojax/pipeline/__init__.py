@@ -1,7 +1,6 @@
-"""The pass over pipeline stages: schedules run as tables, in one compiled program with ZeRO.
+"""Pipeline pass: any schedule table in one compiled program, with ZeRO.
 
-Knows tables, the pieces of a traced loss, and how `zero` reads parameters; never sees the
-optimizer. Source of the schedules: `zerojax.schedules`.
+Source of the schedules: `zerojax.schedules`.
 """
 
 from zerojax.pipeline.passes import build_forward, build_gradients, split_layers

@@ -1,6 +1,5 @@
-"""Runs any schedule table: one loop over ticks in which every stage does what its column says.
+"""Executor of a schedule table: one loop over ticks inside a region manual over `stage`.
 
-Knows tables, buffers and functions to call; never a model, a placement or what a microbatch is.
 Everything here is traced inside a region that is manual over the mesh axis `stage`.
 
 Nothing is differentiated through the loop over ticks. A backward slot runs the backward pass of one

@@ -1,7 +1,4 @@
-"""Activations with a gradient and activations without one, apart and together.
-
-Knows dtypes: floating-point activations have gradients, a counter that travels along has none.
-"""
+"""Separation of floating-point activations, which have gradients, from others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pass of a batch through pipeline stages, with every ZeRO stage inside them.
+"""Forward and backward pass of a batch over pipeline stages, at each ZeRO stage.
 
 One `shard_map`, manual over the data axes and `stage`; tensor parallelism stays with the compiler.
 Joins what `zero` knows of parameters with what the executor knows of schedules; never sees the

@@ -1,6 +1,4 @@
-"""A forward pass, what it leaves behind, and the backward pass from that, as three separate things.
-
-Knows differentiation; never schedules, stages or models.
+"""Forward pass, residuals and backward pass as three separate functions.
 
 `jax.vjp` gives a backward pass that holds everything it needs. Between the two passes of a pipeline
 stage lie other microbatches, so what is held goes through buffers: but only what depends on the

@@ -1,7 +1,6 @@
-"""What one stage does in one tick: its slots, and the buffers between them.
+"""One tick of one stage: its slots and the buffers between them.
 
-Knows functions to call and slot numbers; never which schedule they come from. Everything here is
-traced inside a region that is manual over the mesh axis `stage`.
+Everything here is traced inside a region that is manual over the mesh axis `stage`.
 """
 
 from __future__ import annotations

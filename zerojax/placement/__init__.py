@@ -1,8 +1,7 @@
-"""Where each parameter lives: a table of partition specs, and the rules that fill it.
+"""Placement: a partition spec for each parameter, and the rules that choose it.
 
-Knows names, shapes, axis sizes and which layers lie in which rows of a stack; never touches arrays,
-devices, schedules or Flax. Sources: ZeRO, Rajbhandari et al. 2019 (arXiv:1910.02054); tensor
-parallelism, Shoeybi et al. 2019 (arXiv:1909.08053).
+Sources: ZeRO, Rajbhandari et al. 2019 (arXiv:1910.02054); tensor parallelism, Shoeybi et al. 2019
+(arXiv:1909.08053).
 """
 
 from zerojax.placement.leaf import Access, LeafPlacement

@@ -1,7 +1,4 @@
-"""Where one parameter lies: which of its dimensions each mesh axis splits, and how it is read.
-
-Knows shapes and axis sizes; never why a rule chose them.
-"""
+"""Placement of one parameter: sharded dimensions and gather mode."""
 
 from __future__ import annotations
 

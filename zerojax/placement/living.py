@@ -1,6 +1,4 @@
-"""Which gathered parameters live at the same time, as far as a traced loss tells.
-
-Knows the table and where a program reads; never bytes, dtypes or a compiled program.
+"""Gathered parameters that are live at the same time, from a traced loss.
 
 A loop frees what one layer has read before the next layer reads. Outside of loops nothing makes a
 compiler do so: layers of a Python list, whose reads are all in one straight piece of the program,

@@ -1,7 +1,4 @@
-"""What a user can say about placement, and which dimensions tensor-parallel rules split.
-
-Knows names, shapes and axis sizes; never ZeRO's own choices.
-"""
+"""Placement options of users, and tensor-parallel rules by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The table of all parameters, and how the rules fill it.
-
-Knows names, shapes and axis sizes; never touches arrays, devices or Flax.
-"""
+"""Table of all parameters' placements, filled by the rules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which processes form one run, read from the variables of whatever has started them.
+"""Process group of a run, from the environment variables of its launcher.
 
-Knows mappings of variables; imports no JAX and asks nothing of the machine but which GPUs it has.
+No JAX is imported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which of the GPUs of a host belong to which of the processes on it.
-
-Knows numbers of GPUs and processes; never touches a GPU but to see whether it may be opened.
-"""
+"""Assignment of a host's GPUs to its processes."""
 
 from __future__ import annotations
 

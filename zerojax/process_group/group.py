@@ -1,7 +1,4 @@
-"""What one process must know of the others of its run, checked.
-
-Knows numbers and addresses; never where they were read.
-"""
+"""Description of a process group: number, index and addresses, validated."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The process group of an indexed Job or a JobSet of Kubernetes.
+"""Process group of a Kubernetes indexed Job or JobSet.
 
-Knows the variables that a manifest sets; never calls the cluster's API, so that a pod needs no
-permission and no client library.
+The cluster's API is never called, so a pod needs no permission and no client library.
 """
 
 from __future__ import annotations

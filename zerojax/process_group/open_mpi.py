@@ -1,6 +1,6 @@
-"""The process group that Open MPI's `mpirun` has started, versions 4 and 5.
+"""Process group of Open MPI's `mpirun`, versions 4 and 5.
 
-Knows the variables of Open MPI, PMIx and PRRTE; never calls MPI.
+MPI itself is never called.
 """
 
 from __future__ import annotations

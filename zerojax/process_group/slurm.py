@@ -1,7 +1,4 @@
-"""The process group that Slurm's `srun` has started.
-
-Knows Slurm's variables and how it writes lists of hosts; never asks Slurm itself.
-"""
+"""Process group of Slurm's `srun`."""
 
 from __future__ import annotations
 

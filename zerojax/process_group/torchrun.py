@@ -1,6 +1,6 @@
-"""The process group that variables in the style of torchrun describe.
+"""Process group of torchrun's variables: RANK, WORLD_SIZE, MASTER_ADDR.
 
-Knows RANK, WORLD_SIZE, MASTER_ADDR and their like; many launchers set them, Ray and Kubeflow too.
+Ray and Kubeflow set them, too.
 """
 
 from __future__ import annotations

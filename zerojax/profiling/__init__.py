@@ -1,7 +1,4 @@
-"""What a training step does with its time and its arithmetic, told from a trace and its program.
-
-Knows traces, programs and numbers of a run that is over; never runs anything.
-"""
+"""Profiles of a training step: time and FLOPs, from a trace and its program."""
 
 from zerojax.profiling.page import StepProfile, draw, profile_dict
 from zerojax.profiling.parameter_flops import ParameterFlops, flops_by_parameter

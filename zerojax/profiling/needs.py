@@ -1,7 +1,4 @@
-"""What of a traced program some of its results depend on.
-
-Knows equations and the programs inside of them; never what they compute.
-"""
+"""Equations of a traced program that some of its results depend on."""
 
 from __future__ import annotations
 

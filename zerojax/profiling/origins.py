@@ -1,7 +1,4 @@
-"""Which parameter a value of a traced program is, however it was cut, cast, gathered or laid out.
-
-Knows the operations that move values without computing; never what is computed with them.
-"""
+"""Parameter that a value of a traced program comes from, through casts, slices and gathers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A profile of a training step as text and as JSON.
-
-Knows numbers and words; never where they come from.
-"""
+"""Profile of a training step as text and JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""For which parameter a training step multiplies, forward, backward and once more.
-
-Knows traced programs and the names of their inputs; never a compiled program, nor a device.
+"""FLOPs of a training step by parameter: forward, backward and recomputed.
 
 A product that reads a parameter is that parameter's. What a step's loss depends on is its forward
 pass; among the rest, the same product of the same shapes is a recomputation, and any other the

@@ -1,8 +1,4 @@
-"""Which operations took a device's time, from the trace that jax.profiler writes.
-
-Knows the trace's events (https://ui.perfetto.dev shows the same file) and a program's text; needs
-neither JAX nor TensorFlow.
-"""
+"""Device time by operation, from the trace that jax.profiler writes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Pipeline schedules as tables: built, checked, simulated, drawn, and lowered for the executor.
+"""Pipeline schedules as tables: built, checked, simulated, drawn and lowered.
 
-Knows ticks, stages, microbatches and chunks; never knows models, arrays of JAX or devices.
+The package imports no JAX.
 """
 
 from zerojax.schedules.catalog import SCHEDULES, forward_schedule, make_schedule

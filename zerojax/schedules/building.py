@@ -1,6 +1,4 @@
-"""The known schedules, each a formula or a rule for the tick of every operation.
-
-Knows tick numbers; whether the result can run is for `checks`, how good it is for `simulation`.
+"""Known schedules (1F1B, GPipe, interleaved, zero-bubble) as tables.
 
 The papers let a stage start when its input is there. In one compiled program the stages move in
 step, so here a tick has one F slot and one B slot and stages fill both (see `Schedule`). The price

@@ -1,7 +1,4 @@
-"""Which schedules there are by name, what each needs, and how any kind of source becomes one.
-
-Knows names, limits and remedies; the tick numbers are in `building`, files in `files`.
-"""
+"""Catalogue of schedules: lookup by name, table or file."""
 
 from __future__ import annotations
 

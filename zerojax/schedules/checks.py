@@ -1,7 +1,4 @@
-"""Whether a schedule can run: shape, slots, completeness, dependencies and memory.
-
-Knows the rules of a table and the sentence for each that is broken; never repairs anything.
-"""
+"""Validation of a schedule: shape, slots, completeness, dependencies and memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How a schedule is kept as CSV: one line for each tick, one column for each stage.
-
-Knows lines and columns; what a table must fulfil is in `checks`.
+"""Schedules as CSV files: one line per tick, one column per stage.
 
     # name: mine
     # placement: loop

@@ -1,6 +1,5 @@
-"""What the papers, and the arithmetic of tables, say about the known schedules.
+"""Closed formulas of the known schedules: bubbles and memory.
 
-Knows closed formulas only; tests compare them with `simulation`.
 Below, p is the number of stages, m of microbatches and v of chunks.
 """
 

@@ -1,6 +1,4 @@
-"""What the executor reads: integer columns, buffer slots, runs of ticks and directions of sending.
-
-Knows the order of things inside a tick; never knows shapes, arrays of JAX or devices.
+"""Executor tables of a schedule: integer columns, buffer slots and directions of messages.
 
 A tick is, on every stage: the gradients that neighbours sent in the tick before are received; the F
 slot; the B slot; the W slot; the activations that were sent behind the F slot are received. (They

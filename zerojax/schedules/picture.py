@@ -1,7 +1,4 @@
-"""How a schedule looks in a terminal: plain characters, at most 100 columns.
-
-Knows tables and what was simulated; the drawing for a page is in `svg`.
-"""
+"""Drawing of a schedule for terminals, at most 100 columns wide."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a schedule costs: ticks, time, bubble, activations in flight, messages.
+"""Simulation of a schedule: time, bubble, activations in flight and messages.
 
-Knows the costs of F, B and W that it is told; never measures anything. See `formulas` for papers.
+See `formulas` for papers.
 """
 
 from __future__ import annotations

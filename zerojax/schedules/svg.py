@@ -1,7 +1,4 @@
-"""How a schedule looks on a page: one SVG that needs nothing else.
-
-Knows tables, costs and shapes; the picture for a terminal is in `picture`.
-"""
+"""Drawing of a schedule as SVG."""
 
 from __future__ import annotations
 

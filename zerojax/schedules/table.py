@@ -1,7 +1,4 @@
-"""What a pipeline schedule is: a table of ticks x stages whose cells hold operations.
-
-Knows operations, cells and which virtual stage lives where; never knows costs, arrays or devices.
-"""
+"""Schedule table: operations in ticks x stages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which plan is the cheapest that fits: candidates, the order they are tried in, what was found.
-
-Knows settings, formulas and forecasts; compiles through what it is given, and never runs a plan.
-"""
+"""Search for the cheapest plan that fits."""
 
 from zerojax.search.candidates import Candidate, list_candidates
 from zerojax.search.page import search_dict, search_page

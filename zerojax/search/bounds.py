@@ -1,7 +1,4 @@
-"""What formulas say of a candidate before it is compiled: bytes it needs, a time it cannot beat.
-
-Knows plans and a card; never a compiled program.
-"""
+"""Lower bounds of a candidate's memory and time, by formula."""
 
 from __future__ import annotations
 

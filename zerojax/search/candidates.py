@@ -1,7 +1,4 @@
-"""Which combinations of settings are looked at. Counts devices and rows; makes no plan.
-
-Knows what divides what; never what a combination needs or how fast it is.
-"""
+"""Candidate settings of a search."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a compiled plan tells of its neighbours: what they need at least, and what to expect.
-
-Knows candidates, formulas and forecasts; never compiles, and never chooses.
-"""
+"""Bounds and estimates of candidates from compiled neighbours."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How a search is shown: a table of what was tried, the choice, and the words that set it.
-
-Knows a `SearchResult`; decides nothing.
-"""
+"""Page of a search: candidates, the choice, and its settings."""
 
 from __future__ import annotations
 

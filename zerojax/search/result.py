@@ -1,7 +1,4 @@
-"""What a search has found: one trial per candidate, the choice and its reason.
-
-Knows numbers and words; never how they were found, nor how they are shown.
-"""
+"""Result of a search: one trial per candidate, the choice and its reason."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""In which order candidates are compiled, and which need not be. Deterministic but for the clock.
+"""Order of compilations in a search, and candidates that need none.
 
-Knows formulas and forecasts by their numbers; makes and compiles plans through what it is given.
+Deterministic but for the time limit.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Numbered buckets of bytes on a disk, swept in constant memory: read i+1 | compute i | write i-1.
+"""Bucket store: numbered buckets of bytes in files, swept in constant memory.
 
-Knows files, threads and checksums; never knows what is in a bucket, models, plans or devices.
-
-    with BucketStore.create("runs/mine/offload", num_buckets=24, bucket_bytes=48 << 20) as store:
-        for bucket in store.sweep(dtype=np.float32):
-            update(bucket.array)
-            bucket.write()
+with BucketStore.create("runs/mine/offload", num_buckets=24, bucket_bytes=48 << 20) as store:
+    for bucket in store.sweep(dtype=np.float32):
+        update(bucket.array)
+        bucket.write()
 """
 
 from zerojax.store.errors import StoreError

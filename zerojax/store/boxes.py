@@ -1,7 +1,4 @@
-"""Runs of elements inside an array, as boxes: which part of each dimension they cover.
-
-Knows shapes and counts; never files or values.
-"""
+"""Runs of elements in an array, as boxes of its dimensions."""
 
 from __future__ import annotations
 

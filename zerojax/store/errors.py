@@ -1,7 +1,4 @@
-"""What can be wrong with a store on disk.
-
-Knows one exception; never knows files.
-"""
+"""Errors of a store on disk."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How bytes reach a disk: past the page cache, whole, and in order.
-
-Knows file descriptors, blocks and free space; never knows buckets or generations.
+"""Durable direct I/O: bytes past the page cache, whole and in order.
 
 `O_DIRECT` moves data between the disk and memory of this process without a copy in the page cache;
 in exchange the address, the length and the offset must be multiples of the disk's block (open(2)).

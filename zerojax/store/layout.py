@@ -1,7 +1,4 @@
-"""The files of a store: made with all their blocks, or found to be whole.
-
-Knows names, lengths and free space; never reads or writes a bucket.
-"""
+"""Files of a store, allocated in full or found complete."""
 
 from __future__ import annotations
 

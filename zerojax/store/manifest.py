@@ -1,7 +1,4 @@
-"""Which generation of a store is whole, where each of its buckets lies, and its checksums.
-
-Knows one small file; never reads or writes a bucket.
-"""
+"""Manifest of a store: the complete generation, its buckets and checksums."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Large arrays in files, written piece by piece as they come and read by any part.
-
-Knows names, shapes and files; never what an array is, devices, or who wrote it.
+"""Large arrays in files, written in pieces and read by any part.
 
 Every process writes a file of bytes and a table beside it. A piece is a run of elements of a block,
 a block a part of an array, such as the shard of one device. Who reads asks for a part of an array

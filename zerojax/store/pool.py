@@ -1,6 +1,4 @@
-"""Buckets moved by several threads at once, in pieces, with a checksum of what was moved.
-
-Knows descriptors, offsets and buffers; never knows whose they are.
+"""Thread pool of bucket transfers, in pieces and with checksums.
 
 A disk answers several requests at once faster than one after the other, and checksums, as the
 transfers themselves, let other threads run meanwhile.

@@ -1,7 +1,4 @@
-"""How fast a disk reads and writes buckets: the store's own sweeps, with nothing computed.
-
-Knows folders and seconds; never knows what the numbers are for.
-"""
+"""Measured bandwidth of a disk, by sweeps of the store."""
 
 from __future__ import annotations
 

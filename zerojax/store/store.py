@@ -1,7 +1,4 @@
-"""Buckets in files: which slot is read and written, when a generation begins and when it is whole.
-
-Knows numbers, bytes and checksums of buckets; never knows what is in them.
-"""
+"""The bucket store: slots, generations and checksums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The order of a sweep: while bucket i is computed on, i+1 is read and i-1 is written.
-
-Knows a fixed ring of buffers; never knows files, generations or checksums.
-"""
+"""Sweep over buckets: i+1 is read and i-1 written while i is in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,1 @@
-"""Training around the step: what proves, runs and reports a user's training.
-
-Holds `equality`, behind `zerojax.check`.
-"""
+"""Training around the step: proofs, runs and reports."""

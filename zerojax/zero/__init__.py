@@ -1,4 +1,7 @@
-"""What is gathered when, and what is scattered when, in the pass of every ZeRO stage.
+"""Forward and backward pass at each ZeRO stage: gathers and reductions.
+
+One `shard_map`, manual over the data axes; tensor-parallel axes stay with the compiler. The
+optimizer runs outside on global arrays.
 
 One `shard_map`, manual over the data axes; tensor-parallel axes stay with the compiler. Knows a
 model only as something to run and parameters only by their placement; never sees the optimizer,

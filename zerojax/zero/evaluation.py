@@ -1,7 +1,4 @@
-"""The forward pass alone, in evaluation mode.
-
-Knows what is gathered when; nothing is scattered and nothing changes.
-"""
+"""Forward pass in evaluation mode."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The forward and backward pass of a batch, microbatch after microbatch, at every ZeRO stage.
-
-Knows what is gathered and reduced when; never sees the optimizer.
-"""
+"""Forward and backward pass of a batch over its microbatches, at each ZeRO stage."""
 
 from __future__ import annotations
 

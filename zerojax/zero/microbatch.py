@@ -1,7 +1,4 @@
-"""What a pass depends on, and how one microbatch goes through the model.
-
-Knows a model only as something to run; never gathers or reduces anything.
-"""
+"""One microbatch through the model, and the inputs of a pass."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How parameters are gathered before and while a model reads them, and how gradients are reduced.
-
-Knows parameters by their placement; never runs a model.
-"""
+"""Gathers of parameters, before the pass or at each read, and reductions of their gradients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The one region that a pass runs in: manual over some axes, with parameters as they lie there.
-
-Knows specs and arguments; never what a pass computes.
-"""
+"""The `shard_map` region of a pass: manual axes and specs of its arguments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The pass of a batch that is cut into the same pieces on any number of devices.
-
-Knows which piece is computed where and in which order their gradients are added up; never the
-optimizer.
+"""Reproducible pass: a batch in the same pieces on any number of devices.
 
 The batch has `virtual_shards` pieces of equal rows; each device computes its own ones, consecutive
 in number, one after the other. So each forward and backward pass has the same shapes on every mesh,

@@ -1,4 +1,6 @@
-"""`check`: whether a user's own model trains the same on one device and on several.
+"""`zerojax.check`: comparison of a user's model on one device and on several.
+
+The check runs in a child process with CPU devices.
 
 Brings a request into a process of its own with CPU devices, and its result back. The check itself
 is `checking`.

@@ -1,7 +1,4 @@
-"""The check itself, in a process whose JAX has CPU devices: runs, comparisons, reasons.
-
-Knows the order of runs and experiments; never how it came into this process.
-"""
+"""The check in its child process: runs, comparisons and reasons."""
 
 from __future__ import annotations
 

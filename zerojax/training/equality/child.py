@@ -1,4 +1,4 @@
-"""The child process of a check: reads a request, checks, writes the result.
+"""Child process of a check: reads a request, checks, writes the result.
 
 `python -m zerojax.training.equality.child REQUEST ANSWER`. Starts JAX with CPU devices alone.
 """

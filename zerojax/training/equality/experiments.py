@@ -1,4 +1,4 @@
-"""Controlled experiments that tell why runs of one model differ.
+"""Controlled experiments that find the reason of a difference between runs.
 
 Each experiment changes one thing of the plain loss on one device: the rows it sees, its random key,
 its mode, the size of its cotangent. Knows relations of traced values and the runs; never prints.

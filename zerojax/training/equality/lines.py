@@ -1,7 +1,4 @@
-"""Lines of the user's code behind errors and equations of a traced program.
-
-Knows tracebacks and folders of packages; never what a line computes.
-"""
+"""Lines of the user's code behind errors and equations of a traced program."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Result of an equality check: runs, reasons, a table for people and a dict for programs.
+"""Result of an equality check: runs, reasons, a table and a dict.
 
-Knows numbers and text; imports no JAX.
+This module imports no JAX.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Short runs of one model, in plain JAX and with zerojax, and how far they differ.
-
-Knows plans, steps and arrays; never why two runs differ.
-"""
+"""Short runs of one model, in plain JAX and with zerojax, and their differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two executions of one traced program, equation by equation: where a relation between them breaks.
+"""Comparison of two executions of one traced program, equation by equation.
 
 `compare_pieces` runs a program on a whole batch and on pieces of it. A value is the same in all, or
 has a dimension of rows and is what the pieces give one after the other, or is the mean or the sum
