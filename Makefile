@@ -4,6 +4,9 @@
 VENV ?= .venv
 CONFIG ?= configs/tiny_shakespeare.yaml
 RUN := "$(VENV)/bin/python"
+# Tests on all cores (ARGS="-n 0" for one process). Neighbours share compiled programs and baselines, so each process
+# takes a part of the list as it is, and helps others when it is through.
+PYTEST := $(RUN) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test train test test-slow test-programs test-gpu lint format types bench wheel clean
@@ -21,15 +24,15 @@ setup-test: setup
 train: setup ## train a small model on Shakespeare under ZeRO on 8 virtual CPU devices
 	@$(RUN) -m zerojax train "$(CONFIG)" $(ARGS)
 
-test: setup-test ## the test suite without its slow part
-	@$(RUN) -m pytest $(ARGS)
+test: setup-test ## the test suite without its slow part, on all cores
+	@$(PYTEST) $(ARGS)
 
 test-slow: setup-test ## the slow part
-	@$(RUN) -m pytest -m "slow and not gpu and not gpu_programs" $(ARGS)
+	@$(PYTEST) -m "slow and not gpu and not gpu_programs" $(ARGS)
 
 test-programs: ## what is compiled for GPUs that are not here (installs about 700 MB of compiler)
 	@sh tools/setup.sh "$(VENV)" test,plan
-	@$(RUN) -m pytest -m gpu_programs $(ARGS)
+	@$(PYTEST) -m gpu_programs $(ARGS)
 
 test-gpu: setup-test ## what needs a GPU
 	@$(RUN) -m pytest -m gpu $(ARGS)

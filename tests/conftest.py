@@ -11,16 +11,18 @@ import platform
 import re
 import signal
 import tempfile
-from collections.abc import Iterator
-from typing import Any
+import time
+from pathlib import Path
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
+from tests.kept_programs import KeptPrograms
 from zerojax.host_memory import keep_freed_memory
 
 NUM_CPU_DEVICES = 8
+KILOBYTES_PER_WORKER = 3 << 19
+"""1.5 GiB: a process that has run all quick tests holds about one."""
 XLA_FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
 """LLVM gets a program in one part, not in up to 32 for as many cores: less work in all."""
 OLDER_XLA_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
@@ -35,6 +37,11 @@ def _gpu_was_asked_for(config: pytest.Config) -> bool:
     return re.search(r"(?<!not )\bgpu\b", expression) is not None
 
 
+def _only_starts_others(config: pytest.Config) -> bool:
+    """Whether this is the process of `-n` that runs no test itself."""
+    return bool(getattr(config.option, "numprocesses", 0)) and not hasattr(config, "workerinput")
+
+
 def _keep_kernels(config: pytest.Config) -> None:
     """A kernel for GPUs that this process compiled before is read, not compiled again.
 
@@ -44,6 +51,26 @@ def _keep_kernels(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(prefix="zerojax-kernels-", ignore_cleanup_errors=True)
     config.add_cleanup(folder.cleanup)
     os.environ["XLA_FLAGS"] += f" --xla_gpu_kernel_cache_file={folder.name}/kernels"
+
+
+PROGRAMS = pytest.StashKey[KeptPrograms]()
+
+
+def _keep_programs(config: pytest.Config) -> None:
+    """A program that any test compiled before is read, not compiled again.
+
+    The entries lie in pytest's cache (`.pytest_cache`); without one they go with the process.
+    """
+    if hasattr(config, "cache"):
+        shared = config.cache.mkdir("programs")
+    else:
+        folder = tempfile.TemporaryDirectory(prefix="zerojax-programs-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        shared = Path(folder.name)
+    programs = KeptPrograms(shared)
+    programs.use()
+    config.add_cleanup(programs.close)
+    config.stash[PROGRAMS] = programs
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,6 +89,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = " ".join(flags).strip()
         if "not gpu_programs" not in (config.getoption("markexpr") or ""):
             _keep_kernels(config)
+        elif not _only_starts_others(config):
+            _keep_programs(config)
     keep_freed_memory()
     jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -82,30 +111,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run pytest -m gpu"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """`-n auto`: a worker for each core, and no more than memory is there for.
+
+    On Linux; elsewhere pytest-xdist decides.
+    """
+    memory = Path("/proc/meminfo")
+    if not memory.exists():
+        return None
+    available = re.search(r"MemAvailable:\s+(\d+) kB", memory.read_text(encoding="utf-8"))
+    room = int(available[1]) // KILOBYTES_PER_WORKER if available else 1
+    return max(1, min(len(os.sched_getaffinity(0)), room))
+
+
 def pytest_collection_finish() -> None:
     """What exists now lives as long as the process: Python need not look through it for garbage."""
     gc.collect()
     gc.freeze()
 
 
-@pytest.fixture(scope="module")
-def programs_are_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A program that the tests of a module compile again is read in a fifth of the time.
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that would begin after ZEROJAX_TESTS_UNTIL (seconds of Unix time) is left out.
 
-    For modules that compile the same programs often: keeping one costs a tenth of compiling it.
+    The reason names its file: `.ci/run` prints in its last lines how many of which were.
     """
-    kept = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in kept}
-    _set_compilation_cache(kept)
-    yield
-    _set_compilation_cache(before)
+    until = os.environ.get("ZEROJAX_TESTS_UNTIL")
+    if until and time.time() > float(until):
+        pytest.skip(f"left out for lack of time: {item.nodeid.partition('::')[0]}")
 
 
-def _set_compilation_cache(settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """What this process compiled is there for the others, and what they compiled for this one."""
+    programs = item.config.stash.get(PROGRAMS, None)
+    if programs is not None:
+        programs.exchange_now_and_then()

@@ -17,8 +17,6 @@ from zerojax.offload.update import build_offload_update
 from zerojax.precision import Precision
 from zerojax.updates import ThisStep, build_update
 
-pytestmark = pytest.mark.usefixtures("programs_are_kept")
-
 HOST = {"opt_state": "host", **SMALL}
 SHARES = {"opt_state": {"device": 0.4, "host": 0.6}, **SMALL}
 

@@ -20,8 +20,6 @@ from zerojax.config.offload import OffloadConfig
 from zerojax.optim import sgd
 from zerojax.step import build_evaluation, build_step
 
-pytestmark = pytest.mark.usefixtures("programs_are_kept")
-
 
 class Model(nnx.Module):
     """Everything a state can hold: parameters, frozen ones, integers, one never read, extras."""

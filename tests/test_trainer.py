@@ -19,8 +19,6 @@ from zerojax import trainer as trainer_module
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.interruption import Interrupted
 
-pytestmark = pytest.mark.usefixtures("programs_are_kept")
-
 BATCHES = [text_batch(index) for index in range(4)]
 
 
