@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import zerojax
 from tests.small_models import reference_model
 from tests.trajectories import plan_for
 from zerojax.arrays import init_state
+from zerojax.models import fp8
 from zerojax.programs import has_own_rules
 from zerojax.step import build_step
 
@@ -160,6 +162,54 @@ def test_models_without_rules_of_their_own_are_computed_as_before():
     chunked = plan_for(reference_model("gpt2", loss_chunk=8))
     assert "custom_vjp" in str(chunked.forward)
     assert chunked.batch_weight is None
+
+
+class ScaledAndClipped(nnx.Module):
+    """An 8-bit product whose scales follow its gradients, before a rule that clips."""
+
+    def __init__(self, clips, rngs):
+        self.clips = clips
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (12, 16)) / 4)
+        self.head = nnx.Param(jax.random.normal(rngs.params(), (16, 5)))
+        self.history = fp8.init_history(self.kernel[...])
+
+    def __call__(self, x):
+        x = jnp.tanh(fp8.fp8_dot(x, self.kernel[...], self.history[...], 1))
+        return (clipped(x) if self.clips else x) @ self.head[...]
+
+
+def scaled(clips, **options):
+    options = {"optimizer": zerojax.sgd(1.0), **options}
+    return plan_for(
+        lambda rngs: ScaledAndClipped(clips, rngs), loss=mean, batch=batch_of, **options
+    )
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_rule_that_clips_beside_8_bit_products_sees_gradients_of_the_mean(num_microbatches):
+    found = []
+    for options in ({"devices": 1}, {"zero": 3, "num_microbatches": num_microbatches}):
+        plan = scaled(True, **options)
+        assert any("are given gradients of the mean" in reason for reason in plan.reasons)
+        state, batch = init_state(plan, 0), jax.device_put(batch_of(0), plan.batch_sharding)
+        found.append(float(build_step(plan)(state, batch)[1]["grad_norm"]))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+def test_a_rule_of_parameters_alone_is_told():
+    def clips_a_kernel(params, x):
+        return apply({**params, "head": clipped(params["head"] * 2)}, x)
+
+    wanted = "of parameters alone is given the gradient of one device's rows"
+    for function, told in ((clips_a_kernel, True), (apply, False)):
+        plan = plan_for((init, function), loss=mean, batch=batch_of, zero=3)
+        assert any(wanted in reason for reason in plan.reasons) is told
+
+
+def test_8_bit_products_alone_follow_the_size_of_gradients():
+    plan = scaled(False)
+    assert plan.batch_weight is None
+    assert any("gradients of the summed loss, which their scales follow" in r for r in plan.reasons)
 
 
 def test_a_batch_without_weight_is_skipped():

@@ -11,12 +11,47 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from zerojax.programs import inner_programs, split_scan
+from zerojax.programs import has_own_rules, inner_programs, is_own_rule, split_scan
 
 Marks = int
 
 STOP_GRADIENT = frozenset(["stop_gradient"])
 """Where a derivative ends, whatever the value depends on."""
+
+
+_SAME_NUMBERS = frozenset(
+    (
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "dynamic_slice",
+        "gather",
+        "name",
+        "optimization_barrier",
+        "reshape",
+        "slice",
+        "squeeze",
+        "transpose",
+    )
+)
+"""Primitives whose result holds numbers of their input and no others, up to the dtype."""
+
+
+def marks_of_own_rules(
+    program: Jaxpr, inputs: Sequence[Marks], *, as_they_are: bool = False
+) -> list[Marks]:
+    """What each function with a derivative of its own (`jax.custom_vjp`) is given.
+
+    Args:
+      program: traced; rules that are marked as linear do not count.
+      inputs: one for each input.
+      as_they_are: an input counts only where it reaches the function by selection, reshaping or a
+        change of dtype, and not where the function is given a value computed from it.
+    """
+    follow = _Given(as_they_are)
+    follow.outputs(program, inputs)
+    return list(follow.found.values())
 
 
 def marks_of_outputs(
@@ -47,10 +82,13 @@ class _Follow:
 
         for equation in program.eqns:
             given = [of(atom) for atom in equation.invars]
-            if not any(given) or equation.primitive.name in self._ends_at:
+            if self._ends(equation, given):
                 continue
             held.update(zip(equation.outvars, self._equation(equation, given), strict=True))
         return [of(atom) for atom in program.outvars]
+
+    def _ends(self, equation: Any, given: list[Marks]) -> bool:
+        return not any(given) or equation.primitive.name in self._ends_at
 
     def _equation(self, equation: Any, given: list[Marks]) -> Sequence[Marks]:
         kind, params = equation.primitive.name, equation.params
@@ -65,7 +103,11 @@ class _Follow:
         calls = len(inner) == 1 and len(inner[0].invars) == len(given)
         if calls and len(inner[0].outvars) == len(equation.outvars):
             return self.outputs(inner[0], given)
-        return [union(given)] * len(equation.outvars)
+        return [self._leaf(equation, given)] * len(equation.outvars)
+
+    def _leaf(self, equation: Any, given: list[Marks]) -> Marks:
+        """The marks of the results of an equation that is no call."""
+        return union(given)
 
     def _scan(self, equation: Any, given: list[Marks]) -> Sequence[Marks]:
         """A carry may come back with more marks, so it is followed until none is added."""
@@ -93,6 +135,28 @@ class _Follow:
             if joined == carry:
                 return joined
             carry = joined
+
+
+class _Given(_Follow):
+    """Notes what is given to functions with derivatives of their own, in every program."""
+
+    def __init__(self, as_they_are: bool) -> None:
+        super().__init__(frozenset())
+        self._as_they_are = as_they_are
+        self.found: dict[int, Marks] = {}
+
+    def _ends(self, equation: Any, given: list[Marks]) -> bool:
+        if not is_own_rule(equation):
+            return False
+        # A loop's body is followed more than once, with more marks each time.
+        self.found[id(equation)] = self.found.get(id(equation), 0) | union(given)
+        return True
+
+    def _leaf(self, equation: Any, given: list[Marks]) -> Marks:
+        if any(map(has_own_rules, inner_programs(equation.params))):
+            self.found[id(equation)] = union(given)
+        computed = self._as_they_are and equation.primitive.name not in _SAME_NUMBERS
+        return 0 if computed else union(given)
 
 
 def union(marks: Sequence[Marks]) -> Marks:

@@ -361,7 +361,9 @@ def make_plan(
     check_durable(settings.offload, precision, jax.process_count())
     offload = plan_offload(settings.offload, placement, precision, tx, mesh, stacked=stacked)
     check_update_in_backward(offload, num_microbatches, precision, tx)
-    batch_weight, rules = choose_batch_weight(trace, len(params) + len(extras), settings, internal)
+    batch_weight, rules = choose_batch_weight(
+        trace, params.keys(), extras.keys(), settings, internal
+    )
     stored, canonical = build(canonical=False), build(canonical=True)
     return Plan(
         mesh=mesh,

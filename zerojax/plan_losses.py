@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
@@ -10,11 +10,10 @@ import jax.numpy as jnp
 
 from zerojax.batch_weight import BatchWeight, find_batch_weight
 from zerojax.config import MeshConfig
-from zerojax.dependence import STOP_GRADIENT, marks_of_outputs
+from zerojax.dependence import STOP_GRADIENT, marks_of_outputs, marks_of_own_rules
 from zerojax.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, split_result
 from zerojax.model import Model, ModelTrace
 from zerojax.placement import Placement
-from zerojax.programs import has_own_rules
 
 _FORMS = (
     "a scalar, or a pair of scalars (sum, weight); numbers to be logged follow as a mapping, as in "
@@ -106,21 +105,32 @@ def check_weight(trace: ModelTrace, placement: Placement) -> None:
 
 
 def choose_batch_weight(
-    trace: ModelTrace, num_before: int, settings: MeshConfig, model: Model
+    trace: ModelTrace, params: Set[str], extras: Set[str], settings: MeshConfig, model: Model
 ) -> tuple[BatchWeight | None, list[str]]:
     """(how the weight of a batch is known before its backward pass, what to say of it).
 
     Args:
-      trace: of the loss; num_before: how many inputs of its program are no leaves of the batch.
+      trace: of the loss.
+      params, extras: the names of its first inputs; leaves of the batch follow.
       settings: the mesh options; model: what is trained.
 
     Returns:
       (None, []) where the model has no derivatives of its own.
     """
-    # The scales of 8-bit products follow whatever size gradients have.
-    if not has_own_rules(trace.jaxpr.jaxpr) or model.overwritten:
+    program, names = trace.jaxpr.jaxpr, [*sorted(params), *sorted(extras)]
+    num_batch = len(program.invars) - len(names)
+    marks = [*(int(name in model.overwritten) for name in names), *[0] * num_batch]
+    rules = marks_of_own_rules(program, marks, as_they_are=True)
+    if not rules:
         return None, []
-    found, why = find_batch_weight(trace, num_before), ""
+    # Such rules keep scales in the state, which follow whatever size gradients have. While they
+    # are unknown, in the first step, gradients of a mean over many tokens are 0 in 8 bits.
+    if all(rules):
+        return None, [
+            "derivatives of the model's own (jax.custom_vjp) that keep their scales in the "
+            "model's state are given gradients of the summed loss, which their scales follow"
+        ]
+    found, why = find_batch_weight(trace, len(names)), ""
     if found is None:
         why = "the weight is drawn at random or needs the model"
     elif settings.offload.update_in_backward:
@@ -133,4 +143,12 @@ def choose_batch_weight(
             f"{what} the summed loss, not of the mean: {why}. A rule that is not linear, as one "
             "that clips, sees larger values than on one device with a mean"
         ]
-    return found, [f"{what} the mean over the whole batch"]
+    reasons = [f"{what} the mean over the whole batch"]
+    if not all(marks_of_own_rules(program, [*[0] * len(names), *[1] * num_batch])):
+        reasons.append(
+            "a derivative of the model's own (jax.custom_vjp) of parameters alone is given the "
+            "gradient of one device's rows of one microbatch, before it is summed: a rule that is "
+            "not linear, as one that clips, does something else on other numbers of devices. "
+            "Change gradients in the optimizer instead: optimizer=optax.chain(...)"
+        )
+    return found, reasons

@@ -83,13 +83,16 @@ what it is given: for all others its scale may matter."""
 
 def has_own_rules(program: Jaxpr) -> bool:
     """Whether a traced program has derivatives of its own that may not be linear, at any depth."""
-    for equation in program.eqns:
-        inner = list(inner_programs(equation.params))
-        if equation.primitive.name.startswith("custom_vjp") and not any(map(_is_linear, inner)):
-            return True
-        if any(map(has_own_rules, inner)):
-            return True
-    return False
+    return any(
+        is_own_rule(equation) or any(map(has_own_rules, inner_programs(equation.params)))
+        for equation in program.eqns
+    )
+
+
+def is_own_rule(equation: Any) -> bool:
+    """Whether an equation is the call of a function with a derivative that may not be linear."""
+    called = equation.primitive.name.startswith("custom_vjp")
+    return called and not any(map(_is_linear, inner_programs(equation.params)))
 
 
 def _is_linear(rule: Jaxpr) -> bool:
