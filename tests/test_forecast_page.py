@@ -151,6 +151,23 @@ def test_links_and_left_out_options_are_noted():
     assert "option xla_gpu_x left out: No such" in forecast_page(pages()["options"])
 
 
+@pytest.mark.parametrize(
+    ("model_flops", "words"),
+    [
+        (0.79, "30.57 PFLOP on a device, 21% of it computed again"),
+        (0.996, "30.57 PFLOP on a device"),
+        (1.0, "30.57 PFLOP on a device"),
+    ],
+)
+def test_what_is_computed_again_is_a_share_of_all_products(model_flops, words):
+    """Of 100 products 79 are the model's: 21 are computed again, not the 27 % that 21/79 is."""
+    forecast = sample_forecast()
+    flops = 30.57e15
+    changed = dataclasses.replace(forecast.estimate, flops=flops, model_flops=model_flops * flops)
+    page = forecast_page(dataclasses.replace(forecast, estimate=changed))
+    assert f" {words}\n" in page
+
+
 def test_a_pipeline_says_what_it_idles_and_sends():
     page = forecast_page(pages()["pipeline"])
     head = page.split("FITS")[0]

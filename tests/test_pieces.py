@@ -280,3 +280,75 @@ def test_a_run_with_checkpoints_saves_counts(tmp_path):
     true = 5 + sum(int((batch_of(index)["x"][:, 0] > 0).sum()) for index in range(2))
     assert int(trainer.to_model().positive[...]) == true
     assert int(model_of(trainer.plan, trainer.state).positive[...]) == true
+
+
+# --- rows of padding ------------------------------------------------------------------------------
+
+REAL = 18
+"""Rows of a batch that count; the others fill it up, and are all that three of 8 devices have."""
+
+
+def layers(key):
+    first, second = jax.random.split(key)
+    kernels = jax.random.normal(first, (3, 12, 12)) / 4
+    return {"layers": kernels, "head": jax.random.normal(second, (12, 5))}
+
+
+def through_layers(params, x):
+    layer = lambda x, kernel: (x + jnp.tanh(x @ kernel), None)  # noqa: E731
+    return jax.lax.scan(layer, x, params["layers"])[0] @ params["head"]
+
+
+def filled_up(index, filling=0.0):
+    batch = batch_of(index)
+    batch["mask"] = (np.arange(ROWS) < REAL).astype(np.float32)
+    batch["x"][REAL:] = batch["y"][REAL:] = filling
+    return batch
+
+
+def of_real_rows(model, batch):
+    losses = jnp.mean(squares(model, batch), -1) * batch["mask"]
+    return jnp.sum(losses), jnp.sum(batch["mask"])
+
+
+STREAMED = {"params": "host", "opt_state": "host", "min_elements": 1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"offload": {"opt_state": "host", "min_elements": 1}}, id="state-on-host"),
+        pytest.param({"offload": STREAMED, "num_microbatches": 2}, id="layers-from-host"),
+        pytest.param({"offload": {**STREAMED, "update_in_backward": True}}, id="in-backward"),
+        pytest.param({"deterministic": "mesh", "virtual_shards": 16}, id="deterministic"),
+    ],
+)
+def test_rows_of_padding_count_nowhere(options):
+    """Not in the loss, nor in its weight, the gradient's norm or what is learned from it."""
+    plan = plan_for(
+        (layers, through_layers),
+        loss=of_real_rows,
+        batch=filled_up,
+        optimizer=zerojax.sgd(0.1, clip_norm=None),
+        persistence_threshold=0,
+        **{"zero": 1, **options},
+    )
+    found = []
+    for filling in (0.0, 50.0):
+        state, step = init_state(plan, 0), build_step(plan)
+        start = {name: np.asarray(x) for name, x in model_of(plan, state).items()}
+        for index in range(2):
+            batch = jax.device_put(filled_up(index, filling), plan.batch_sharding)
+            state, metrics = step(state, batch)
+            found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    wanted, params = [], start
+    for index in range(2):
+        batch = {name: x[:REAL] for name, x in filled_up(index).items()}
+
+        def mean(params, batch=batch):
+            return jnp.mean((through_layers(params, batch["x"]) - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(mean)(params)
+        wanted.append([float(loss), float(optax.tree.norm(grads))])
+        params = jax.tree.map(lambda x, grad: x - 0.1 * grad, params, grads)
+    np.testing.assert_allclose(found, [*wanted, *wanted], rtol=2e-5)
