@@ -24,6 +24,7 @@ from zerojax.compiler import CompileError
 from zerojax.config import RunConfig, load
 from zerojax.forecast.result import FORMULA
 from zerojax.plan import Plan, make_plan
+from zerojax.precision import as_precision
 from zerojax.runs import plan_from_config, vocab_size_of
 from zerojax.search import Candidate, SearchResult, Trial
 
@@ -78,7 +79,7 @@ def settings(*words: str) -> RunConfig:
     ],
 )
 def test_it_plans_what_train_would_run(words, monkeypatch):
-    config = settings(*words)
+    config = settings("precision=bf16", *words)  # here are CPUs, whose default is another one
     seen = []
     monkeypatch.setattr(runs, "start_run", lambda run, plan, *rest: seen.append(plan))
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
@@ -89,6 +90,17 @@ def test_it_plans_what_train_would_run(words, monkeypatch):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), planned.abstract_batch) == jax.tree.map(
         lambda x: (x.shape, x.dtype), seen[0].abstract_batch
     )
+
+
+def test_a_run_file_without_precision_has_that_of_its_devices_and_says_so(monkeypatch):
+    seen = []
+    monkeypatch.setattr(runs, "start_run", lambda run, plan, *rest: seen.append(plan))
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+    runs.run_from_config(settings())
+    for plan, dtype in ((seen[0], "fp32"), (plan_from_config(settings(), 8), "bf16")):
+        assert plan.precision == as_precision(dtype)
+        assert any(f"precision='{dtype}'" in reason for reason in plan.reasons)
+        assert f"precision='{dtype}'" in plan.table()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from zerojax.hugging_face import Pretrained, from_hugging_face
 from zerojax.models import build_model
 from zerojax.plan import Plan, make_plan, plan_options
 from zerojax.plan_counts import tokens_per_step
-from zerojax.precision import Precision, as_precision
+from zerojax.precision import Precision, as_precision, default_precision
 from zerojax.private_files import not_for_everybody
 from zerojax.run_record import Notes, TextData
 from zerojax.running import (
@@ -77,7 +77,8 @@ def run_from_config(
 
     def replan(mesh_config: Any) -> Plan:
         mesh_config = with_disk_folder(mesh_config, folder)
-        return _make_plan(config, mesh_config, train_source.batch(0), vocab_size)
+        platform = jax.devices()[0].platform
+        return _make_plan(config, mesh_config, train_source.batch(0), vocab_size, platform=platform)
 
     with saying_if_slow(folder, config.log, PLANNING):
         plan = replan(config.mesh)
@@ -181,36 +182,58 @@ def _elastic_reasons(config: RunConfig) -> list[str]:
     ]
 
 
-def _make_plan(config: RunConfig, mesh: Any, batch: Any, vocab_size: int, **options: Any) -> Plan:
-    return make_plan(
+def _make_plan(
+    config: RunConfig,
+    mesh: Any,
+    batch: Any,
+    vocab_size: int,
+    *,
+    platform: str | None,
+    **options: Any,
+) -> Plan:
+    """The plan of a run file.
+
+    Args:
+      platform: of the devices, as JAX names it; None where they are not here.
+    """
+    precision, reasons = _precision(config, platform)
+    plan = make_plan(
         _model_of(config.model, vocab_size),
         mesh,
         example_batch=batch,
         optimizer=config.optimizer,
-        precision=_precision(config),
+        precision=precision,
         num_microbatches=config.num_microbatches,
         freeze=(*config.freeze, *config.model.lora.freeze),
         steps=config.steps,
         **options,
     )
+    return dataclasses.replace(plan, reasons=(*reasons, *plan.reasons))
 
 
-def _precision(config: RunConfig) -> Precision:
-    scaled = "fp16" in (config.precision, config.reduce_dtype)
-    return as_precision(
-        config.precision,
+def _precision(config: RunConfig, platform: str | None) -> tuple[Precision, list[str]]:
+    """(the dtypes of a run, why it has these where its file does not say)."""
+    name, reasons = config.precision, []
+    if name is None:
+        name, why = default_precision(platform)
+        reasons.append(why)
+    scaled = "fp16" in (name, config.reduce_dtype)
+    precision = as_precision(
+        name,
         reduce_dtype=config.reduce_dtype,
         accumulate_dtype=config.accumulate_dtype,
         param_dtype=config.param_dtype,
         moments_dtype=config.moments_dtype,
         loss_scale=config.loss_scale if scaled else None,
     )
+    return precision, reasons
 
 
 def plan_from_config(config: RunConfig, num_devices: int) -> Plan:
     """The plan that `run_from_config` makes on so many devices, none of which has to be here.
 
     Reads no data: a batch is `global_batch_size` rows of `seq_len` tokens and as many targets.
+    Where the file names no precision it is that of accelerators.
 
     Raises:
       ValueError: sizes that do not fit together, or a vocabulary that only the data could tell.
@@ -224,6 +247,7 @@ def plan_from_config(config: RunConfig, num_devices: int) -> Plan:
         mesh,
         {"tokens": tokens, "targets": tokens},
         vocab_size_of(config),
+        platform=None,
         zero=config.mesh.zero,
         **plan_options(config.mesh),
     )

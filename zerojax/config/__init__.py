@@ -238,8 +238,9 @@ class RunConfig:
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
     elasticity: ElasticityConfig = dataclasses.field(default_factory=ElasticityConfig)
-    precision: ComputeDtype = "bf16"
-    """Dtype of forward and backward; norms and losses are float32 either way."""
+    precision: ComputeDtype | None = None
+    """Dtype of forward and backward; norms and losses are float32 either way. None: bf16, on CPU
+    devices fp32."""
     reduce_dtype: ComputeDtype | None = None
     """Dtype of gradients while devices add them up. None: that of `precision`."""
     accumulate_dtype: Dtype | None = None
@@ -289,7 +290,8 @@ class RunConfig:
         scaled = "fp16" in (self.precision, self.reduce_dtype)
         if self.loss_scale != LossScale() and not scaled:
             raise ConfigError(
-                f"only fp16 has a loss scale, and precision is {self.precision}; leave it out or "
+                f"only fp16 has a loss scale, and precision is {self.precision or 'not set'}; "
+                "leave it out or "
                 "set precision=fp16",
                 ("loss_scale",),
             )
