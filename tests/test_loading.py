@@ -92,6 +92,20 @@ def test_a_run_of_train_is_read_back_onto_its_own_mesh_in_shards(run):
     assert repr(loaded) == f"LoadedRun({str(run.folder)!r}, step 2, GPT2 on data 8, zero=3)"
 
 
+def test_parameters_that_waited_on_the_host_are_read_onto_the_devices_and_it_is_said(tmp_path):
+    mesh = {**SHARDED, "offload": {"params": "host", "opt_state": "host", "min_elements": 1}}
+    trained = Trained(tmp_path / "streamed", mesh=mesh)
+    with pytest.warns(
+        UserWarning, match=r"in host memory .* read onto the devices, ([\d.]+) KiB"
+    ) as w:
+        loaded = zerojax.load_run(tmp_path / "streamed")
+    said = float(str(w[0].message).split(" KiB")[0].split()[-1]) * 1024
+    assert said == pytest.approx(max(bytes_per_device(loaded.state["params"]).values()), abs=60)
+    assert w[0].filename == __file__
+    assert all(x.sharding.memory_kind == "device" for x in loaded.state["params"].values())
+    np.testing.assert_allclose(loaded.evaluate()["loss"], trained.loss, rtol=SUMS)
+
+
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"zero": 0}, {"data": 2, "model": 2}])
 def test_and_onto_another_mesh(run, mesh):
     loaded = zerojax.load_run(run.folder, mesh=mesh)

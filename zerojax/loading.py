@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax import bounded_json, optim, text_generation
+from zerojax import bounded_json, optim, text_generation, trees
 from zerojax import mesh as meshes
 from zerojax import model as models
 from zerojax.arrays import from_model_parts, model_parts
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
 from zerojax.config.keywords import names_keywords
+from zerojax.config.offload import HOST
 from zerojax.data import TokenSource, abstract_global, as_source, load_tokenizer
 from zerojax.evaluating import mean_loss
 from zerojax.losses import next_token
@@ -218,6 +221,10 @@ def load_run(
     and BERT of zerojax, also with weights of Hugging Face or with adapters, are described in the
     folder; any other model has to be given.
 
+    Nothing of it is offloaded: masters and moments that waited on the host or in files are not read
+    at all, and parameters that did lie on the devices, with a warning that says how many bytes of
+    each. What streams layers from the host is a training step with its update.
+
     Args:
       run_dir: folder of the run.
       step: a saved step, or the name of a kept one, such as "best"; None takes the newest.
@@ -283,6 +290,8 @@ def load_run(
         )
 
     plan = replan(example)
+    if record.mesh.offload.params == HOST:
+        _warn_of_parameters(folder, plan)
     names = "params", "frozen", "extras", "rng"
     abstract: dict[str, Any] = {**plan.abstract_canonical}
     with Checkpointer(checkpoints) as checkpointer:
@@ -299,6 +308,17 @@ def load_run(
         config=_run_config(folder),
         plan_dict=restored.plan,
         has_loss=has_loss,
+    )
+
+
+def _warn_of_parameters(folder: Path, plan: Plan) -> None:
+    leaves = jax.tree.leaves([plan.abstract_stored[part] for part in ("params", "frozen")])
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    warnings.warn(
+        f"{folder} trained with its parameters in host memory (offload.params: host); they are "
+        f"read onto the devices, {trees.format_bytes(held)} of each, since only a training step "
+        "streams layers. Where that is too much, split them over more devices: mesh={'zero': 3}",
+        stacklevel=4,
     )
 
 
