@@ -30,7 +30,7 @@ test: setup-test ## the test suite without its slow part, on all cores
 test-slow: setup-test ## the slow part
 	@$(PYTEST) -m "slow and not gpu and not gpu_programs" $(ARGS)
 
-test-programs: ## what is compiled for GPUs that are not here (installs about 700 MB of compiler)
+test-programs: ## what is compiled for GPUs that this machine does not have (installs about 700 MB of compiler)
 	@sh tools/setup.sh "$(VENV)" test,plan
 	@$(PYTEST) -m gpu_programs $(ARGS)
 

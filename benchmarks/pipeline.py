@@ -1,6 +1,6 @@
 """A pipeline's memory, traffic and idle time: `python -m benchmarks.pipeline [memory|wire|bubble]`.
 
-The first two are compiled for H100s that are not here (extra `plan`); nothing of them is a
+The first two are compiled for H100s (extra `plan`); nothing of them is a
 measurement of a GPU. The third is timed on this machine.
 """
 

@@ -1,4 +1,4 @@
-"""A GPT on a pipeline, compiled for H100s that are not here, and what its traffic should be.
+"""A GPT on a pipeline, compiled for H100s, and what its traffic should be.
 
 Knows how the step of a plan is compiled and read. The expectations are written out here, not taken
 from zerojax's formulas: p stages, m microbatches, N data shards; 1f1b has m + p - 1 ticks with an F

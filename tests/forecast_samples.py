@@ -51,7 +51,7 @@ def sample_plan(
     rows: int = 64,
     stage: int = 1,
 ) -> Plan:
-    """A Llama of four layers on a mesh that is not here."""
+    """A Llama of four layers on an abstract mesh."""
     config = ModelConfig(
         name="llama", num_layers=4, num_heads=8, embed_dim=256, max_seq_len=128, remat=remat
     )

@@ -1,4 +1,4 @@
-"""A GPT of 1.3 billion parameters compiled for H100s that are not here, and what ZeRO says of it.
+"""A GPT of 1.3 billion parameters compiled for H100s, and what ZeRO says of it.
 
 Knows how the step of a plan is compiled and read; the expectations below are written out from the
 papers, not taken from zerojax's own formulas.

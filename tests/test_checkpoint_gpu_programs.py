@@ -1,4 +1,4 @@
-"""Machine code of the fingerprints, for 8 H200 that are not here: one read, nothing sent.
+"""Machine code of the fingerprints, for 8 H200: one read, nothing sent.
 
 Needs the compile-only client (extra `plan`), no GPU: pytest -m gpu_programs
 """

@@ -144,7 +144,10 @@ def test_values_that_are_not_finite_are_refused(bad: float, dtype: str):
     value = np.ones((ROWS, SEQ_LEN), np.float32)
     value[5, 2] = bad
     value = value.astype(jnp.dtype(dtype))
-    words = rf"'x'. holds 1 values of 32 .* is {bad} at index \(5, 2\); clean .* to shard_batch:"
+    words = (
+        rf"'x'.: 1 of 32 values is not finite; the first is {bad} at index \(5, 2\); "
+        "clean .* to shard_batch:"
+    )
     with pytest.raises(ValueError, match=words):
         shard_batch(plan_of(x=dtype), {"x": value})
     placed = shard_batch(plan_of(x=dtype), {"x": value}, check_values=False)

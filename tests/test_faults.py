@@ -19,7 +19,7 @@ from zerojax import exit_codes
 pytestmark = pytest.mark.multihost
 
 GO_ON = "run the same command again to resume"
-KILLED = "has ended without a word of its own"
+KILLED = "exited without an error message"
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,9 @@ def test_a_process_without_a_word_is_spoken_for(statement):
     assert ended.returncode != 0
     lines = ended.stderr.splitlines()
     assert len(lines) == 1
-    assert lines[0].startswith("zerojax: process 1 of 4 has ended without a word of its own")
-    assert "kill -9" in lines[0]
-    assert "the same command goes on" in lines[0]
+    assert lines[0].startswith("zerojax: process 1 of 4 exited without an error message")
+    assert "SIGKILL" in lines[0]
+    assert "the same command resumes" in lines[0]
 
 
 @pytest.mark.parametrize(

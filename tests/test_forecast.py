@@ -1,4 +1,4 @@
-"""`plan.compile`: what a step needs on GPUs that are not here."""
+"""`plan.compile`: what a step needs on GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu` will run at its full sizes, compiled for an H100 that is not here.
+"""What `benchmarks/gpu` will run at its full sizes, compiled for an H100.
 
 Needs the compile-only client (extra `plan`), no GPU: pytest -m gpu_programs
 """

@@ -1,7 +1,7 @@
 """What programs with layers in host memory move, and that their device memory is flat in depth.
 
 The first tests read what is handed to a compiler for CUDA, on any machine. The others (marker
-`gpu_programs`) read programs compiled for H200s that are not here.
+`gpu_programs`) read programs compiled for H200s.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_what_is_placed_where_is_in_the_program_for_cuda(microbatches):
     assert len(placed) == placed.count("device") + placed.count("pinned_host")
 
 
-# --- compiled for GPUs that are not here ----------------------------------------------------------
+# --- compiled for GPUs ----------------------------------------------------------
 
 MISSING = compiler.missing()
 CASES = [

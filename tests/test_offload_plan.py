@@ -60,7 +60,7 @@ def offload_plan(
     clip_norm: float | None = 1.0,
     **settings: bool | str,
 ) -> Plan:
-    """A Llama on a mesh that is not here, whose smallest arrays stay on the device."""
+    """A Llama on an abstract mesh, whose smallest arrays stay on the device."""
     config = ModelConfig(
         name="llama",
         num_layers=LAYERS,

@@ -1,4 +1,4 @@
-"""Machine code of 8-bit AdamW's update in the step, for 8 H200 that are not here.
+"""Machine code of 8-bit AdamW's update in the step, for 8 H200.
 
 Needs the compile-only client (extra `plan`), no GPU: pytest -m gpu_programs
 """

@@ -155,7 +155,7 @@ def train(
       eval_batches: batches per evaluation.
       callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the
         run, and its trainer is returned. `EarlyStopping` and `KeepBest` are ready ones.
-      seed: of parameters, dropout and the order of text.
+      seed: for initialisation, dropout and shuffling.
 
     Raises:
       ValueError, TypeError: bad input, with value, limit and remedy, before device memory is taken.

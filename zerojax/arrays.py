@@ -50,7 +50,7 @@ def init_state(plan: Planned, seed: int = 0) -> TrainState:
     """
     if not isinstance(plan.mesh, jax.sharding.Mesh):
         raise ValueError(
-            "this plan is over an abstract mesh, for devices that are not here; plan with "
+            "this plan is over an abstract mesh, for absent devices; plan with "
             "zerojax.make_mesh(...) to train"
         )
     key_data = np.asarray(run_key_data(seed))

@@ -2,7 +2,7 @@
 
 Measured on jaxlib 0.10.2 to 0.12.0: it needs neither a GPU nor a driver, cuDNN, NCCL or cuBLAS.
 
-Devices that are not here have no host memory: a sharding on a mesh of them silently loses its
+Absent devices have no host memory: a sharding on a mesh of them silently loses its
 memory kind. So a program that keeps arrays on the host is traced over an `AbstractMesh`, lowered
 for CUDA by name, and given to the client directly.
 """
@@ -47,7 +47,7 @@ the same, so memory and collectives are, to the byte."""
 
 CUBLAS_OPTIONS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 """Every product by cuBLAS. A GPU tries each product both ways and keeps the faster; the client for
-GPUs that are not here cannot, and takes Triton where it may. The peak differs: 43.07 in place of
+absent GPUs cannot, and takes Triton where it may. The peak differs: 43.07 in place of
 47.21 GiB for a Llama of 7 billion parameters on 8 H100."""
 
 
@@ -112,7 +112,7 @@ class MemoryUse:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """A program compiled for devices that are not here. It cannot be run.
+    """A program compiled for absent devices. It cannot be run.
 
     Attributes:
       text: the optimized, scheduled HLO.
@@ -241,7 +241,7 @@ def compile_for_gpus(
     dump: Path | None = None,
     sketch: bool = False,
 ) -> CompiledProgram:
-    """Compiles for GPUs that are not here.
+    """Compiles for absent GPUs.
 
     Args:
       program: what `jax.jit` returned; or, without further arguments, what its `lower` or

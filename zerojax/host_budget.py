@@ -213,7 +213,7 @@ def _join(remedies: Iterator[str]) -> str:
 
 
 def _local_devices(plan: Planned) -> list:
-    """This process's devices of the plan; [] where they are not here."""
+    """This process's devices of the plan; [] where this process has none of them."""
     if not isinstance(plan.mesh, Mesh):
         return []
     return list(plan.mesh.local_devices)

@@ -47,9 +47,9 @@ def prepare(process: int, processes: int) -> None:
     atexit.register(silence)
     _tell(
         _waiting,
-        f"zerojax: process {process} of {processes} has ended without a word of its own: it was "
-        "killed (kill -9, lack of memory), or JAX aborted it since another process ended before; "
-        "what was saved is whole, and the same command goes on from there\n",
+        f"zerojax: process {process} of {processes} exited without an error message "
+        "(SIGKILL, out of memory, or aborted by JAX because another process ended first); "
+        "saved checkpoints are complete, and the same command resumes from them\n",
     )
 
 

@@ -232,7 +232,7 @@ def load_run(
         as the folder describes it.
       loss: as `zerojax.train` takes it; needed to evaluate where the run had a function.
       mesh: a `MeshConfig`, its fields as a dict, or a `Mesh`; one of fewer devices takes the first
-        ones. None: the run's own, or where so many devices are not here, as many on `data` as
+        ones. None: the run's own, or where this machine has fewer devices, as many on `data` as
         divide the batch.
       example_batch: arrays or `ShapeDtypeStruct`s; needed where the run's batch was neither a dict,
         a list nor a tuple.

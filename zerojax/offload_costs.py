@@ -274,7 +274,7 @@ def _seconds(rates: Rates, parts: list[Moved]) -> float:
 
 
 def card_of(plan: Planned) -> Gpu | None:
-    """The card that a plan's devices are; None for others, and for devices that are not here."""
+    """The card that a plan's devices are; None for others, and for absent devices."""
     if not isinstance(plan.mesh, Mesh):
         return None
     return gpu_of_device(plan.mesh.devices.flat[0].device_kind)

@@ -93,7 +93,7 @@ class Plan:
     """Everything that is decided before the first array exists.
 
     Attributes:
-      mesh: `Mesh`, or `AbstractMesh` for devices that are not here.
+      mesh: `Mesh`, or `AbstractMesh` for absent devices.
       model: the internal form of the model; loss: `loss(model, batch)`.
       settings: the mesh options with every size resolved.
       placement: the table, one row per parameter.
@@ -205,7 +205,7 @@ class Plan:
         why_formula: str | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> Forecast:
-        """What the step of this plan will need on GPUs that are not here. Nothing is run.
+        """What the step of this plan will need on absent GPUs. Nothing is run.
 
         Compiles the very step for them where the compile-only client is installed (`zerojax[plan]`)
         and says what the formulas say where it is not. Results are cached by content.
@@ -234,7 +234,7 @@ class Plan:
             mesh = meshes.make_abstract_mesh(settings, count)
         plan, targets = self.remake(mesh), None
         if why is None and plan.settings.offload.on_host:
-            # Devices that are not here know no host memory: traced over the mesh's axes alone.
+            # Absent devices know no host memory: traced over the mesh's axes alone.
             targets = list(mesh.devices.flat)
             decided = ("compiler_options", "dropped_options", "update_choices", "reasons")
             changes = {name: getattr(plan, name) for name in decided}

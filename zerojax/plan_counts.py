@@ -77,7 +77,7 @@ def state_tiers(plan: Planned) -> dict[str, Tiers]:
 def _memory_tiers(tree: Any) -> Tiers:
     """Of a tree with {tier: array} in place of what is sliced.
 
-    Told by names: a sharding over devices that are not here has lost its kind of memory.
+    Told by names: a sharding over absent devices has lost its kind of memory.
     """
     found: Tiers = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

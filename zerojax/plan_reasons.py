@@ -28,9 +28,9 @@ def describe_choices(
 ) -> list[str]:
     """What the settings come down to, one sentence each."""
     shards = mesh.shape[DATA]
-    lines = [
-        f"mesh {meshes.describe_mesh(mesh)}: {meshes.num_data_shards(mesh)} shards of the batch"
-    ]
+    num_shards = meshes.num_data_shards(mesh)
+    split = "the batch is not split" if num_shards == 1 else f"{num_shards} shards of the batch"
+    lines = [f"mesh {meshes.describe_mesh(mesh)}: {split}"]
     if shards == 1 and settings.zero and mesh.shape[STAGE] > 1:
         lines.append(
             f"zero={settings.zero} splits only what all pipeline stages read: the data axis has "

@@ -100,7 +100,7 @@ def default_precision(platform: str | None) -> tuple[str, str]:
     """(the precision of a run that asks for none, the reason for a plan's reader).
 
     Args:
-      platform: of the devices, as JAX names it; None where they are not here.
+      platform: of the devices, as JAX names it; None where this process has none of them.
     """
     if platform == "cpu":
         return "fp32", "precision='fp32': CPUs have no fast bf16"

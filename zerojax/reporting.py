@@ -280,7 +280,7 @@ def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None
     """One line: the device's measured peak beside what the compiled step was predicted to need.
 
     The prediction is the compiler's account of this very step (no second compilation: JAX keeps
-    it), the same that `Plan.compile` gives for GPUs that are not here. The measured peak is that of
+    it), the same that `Plan.compile` gives for absent GPUs. The measured peak is that of
     the whole process: batches read ahead and the evaluation belong to it.
 
     Args:

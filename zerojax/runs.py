@@ -291,7 +291,7 @@ def vocab_size_of(config: RunConfig) -> int:
     elif spec != "bytes" or file is None or file.exists():
         size = as_tokenizer(spec).vocab_size
     if size is None:
-        known = "does not say" if file is not None and file.exists() else "is not here to say"
+        known = "does not say" if file is not None and file.exists() else "does not exist to say"
         raise ValueError(
             f"data.path={path} {known} how many different tokens there are; set model.vocab_size "
             "to that number"

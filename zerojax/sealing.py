@@ -23,7 +23,7 @@ Seal = Literal["branch", "barrier"]
 
 
 def seal_on(mesh: Mesh | AbstractMesh) -> Seal:
-    """What seals on these devices; on devices that are not here it is a barrier."""
+    """What seals on these devices; on devices that this machine does not have it is a barrier."""
     if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "cpu":
         return "barrier"
     return "branch"

@@ -99,7 +99,7 @@ def choose_update(
     if not isinstance(tx, Optimizer):
         return {"update": Choice("xla", "an optax transformation"), "statistics": statistics}
     if tx.impl == "mosaic_gpu" and not here:
-        chosen = Choice("mosaic_gpu", "asked for, on devices that are not here")
+        chosen = Choice("mosaic_gpu", "asked for, on devices that this machine does not have")
     else:
         chosen = choose(tx.impl, kernel=tx.kernel, devices=devices)
     return {"update": chosen, "statistics": statistics}

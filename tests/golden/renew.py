@@ -33,7 +33,7 @@ def file_name(model: str, devices: int) -> str:
 
 
 def plan_text(model: str, devices: int, zero: int) -> str:
-    """`Plan.table()` for devices that are not here, one sequence per device and microbatch."""
+    """`Plan.table()` for devices, one sequence per device and microbatch."""
     config = load(RunConfig, CONFIGS / f"{MODELS[model]}.yaml")
     rows = devices * (config.num_microbatches or 1)
     tokens = jax.ShapeDtypeStruct((rows, config.data.seq_len), np.int32)

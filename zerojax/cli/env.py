@@ -31,7 +31,7 @@ OPTIONAL = {
     "wandb": ("log.wandb=PROJECT", "pip install wandb"),
     "jax-cuda13-plugin": ("NVIDIA GPUs", "pip install 'zerojax[cuda]'"),
     "nvidia-cuda-nvcc": (
-        "compiling for GPUs that are not here (zerojax plan)",
+        "compiling for GPUs that this machine does not have (zerojax plan)",
         "pip install 'zerojax[plan]'",
     ),
 }

@@ -33,7 +33,7 @@ and 143 SIGTERM with nothing saved.
 `zerojax keys` lists every setting."""
 
 _PLAN = """\
-Compiles the very step of `zerojax train CONFIG.yaml KEY=VALUE ...` for GPUs that are not here, and
+Compiles the very step of `zerojax train CONFIG.yaml KEY=VALUE ...` for GPUs you do not have, and
 prints what one device needs: memory by role, traffic, and the time at best. Nothing is run, and no
 GPU is needed: pip install 'zerojax[plan]'. Without that package the formulas are printed.
 
@@ -141,7 +141,11 @@ def _add_train(commands) -> None:
 
 def _add_plan(commands) -> None:
     parser = add_command(
-        commands, "plan", "plan", "tell what a run needs on GPUs that are not here", _PLAN
+        commands,
+        "plan",
+        "plan",
+        "tell what a run needs on GPUs that this machine does not have",
+        _PLAN,
     )
     add_settings(parser)
     parser.add_argument(

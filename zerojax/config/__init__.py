@@ -264,7 +264,7 @@ class RunConfig:
     eval_batches: int = 8
     """Validation batches per evaluation."""
     seed: int = 0
-    """Of initial parameters, dropout and, unless data.shuffle_seed is set, the data order."""
+    """Seed for initialisation, dropout and, unless data.shuffle_seed is set, shuffling."""
     run_dir: str = "runs/default"
     """Folder of everything the run writes. From a file tiny.yaml the default is runs/tiny."""
     freeze: tuple[str, ...] = ()

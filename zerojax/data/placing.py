@@ -164,8 +164,9 @@ def check_finite(name: str, array: np.ndarray) -> None:
             return
     bad = np.argwhere(~np.isfinite(array))
     first = tuple(int(i) for i in bad[0])
+    count = "1 of {} values is" if len(bad) == 1 else f"{len(bad)} of {{}} values are"
     raise ValueError(
-        f"batch[{name!r}] holds {len(bad)} values of {array.size} that are not finite, the first "
+        f"batch[{name!r}]: {count.format(array.size)} not finite; the first "
         f"is {array[first]} at index {first}; clean the data, or, in a loop of your own, "
         "pass check_values=False to shard_batch: the step then skips such batches"
     )
