@@ -66,43 +66,45 @@ class ModelConfig:
     name: Literal["gpt2", "llama"] = "gpt2"
     """Architecture."""
     vocab_size: int | None = None
-    """Rows of the embedding. None: what the tokenizer has."""
+    """Rows of the embedding. null: what the tokenizer has."""
     max_seq_len: int = 256
-    """Tokens. The longest sequence the position embedding (gpt2) or the cache (llama) holds."""
+    """Tokens. The longest sequence that the position embedding (gpt2) or the cache (llama)
+    holds."""
     num_layers: int = 4
-    """Blocks; they are stacked and scanned, so compile time does not grow with this."""
+    """Blocks. They are stacked and scanned, so compile time does not grow with their number."""
     num_heads: int = 4
     """Query heads; 4 x 64 = 256, the usual head width of 64."""
     num_kv_heads: int | None = None
-    """Key and value heads (llama only). None: as many as query heads."""
+    """Key and value heads (llama only). null: as many as query heads."""
     embed_dim: int = 256
     """Width of the residual stream."""
     mlp_dim: int | None = None
-    """Hidden width of the MLP. None: 4 x embed_dim (gpt2), 8/3 x embed_dim rounded up (llama)."""
+    """Hidden width of the MLP. null: 4 x embed_dim (gpt2), 8/3 x embed_dim rounded up (llama)."""
     dropout: float = 0.0
-    """Probability; 0 since most pretraining sees each token about once."""
+    """Dropout probability. 0, since most pretraining sees each token about once."""
     remat: Literal["none", "full", "dots"] = "none"
-    """Activation checkpointing of each block: none keeps all, dots keeps matrix products, full
-    keeps the block's input only."""
+    """Activation checkpointing of each block: none stores all activations, dots stores matrix
+    products, full stores the block's input only."""
     loss_chunk: int | None = 1024
-    """Tokens whose logits the loss holds at once; null holds all. At a vocabulary of 128 thousand,
-    8192 tokens and width 2048 the loss then needs 1.4 GB in place of 6.3 (compiled for an H200),
-    with the same products. Below about 1000, adding up the head's gradient limits the speed."""
+    """Tokens whose logits the loss holds at once; null holds all. With a vocabulary of 128
+    thousand, 8192 tokens and width 2048 the loss then needs 1.4 GB instead of 6.3 (compiled for
+    an H200), with the same products. Below about 1000 the accumulation of the head's gradient
+    limits the speed."""
     matmul_dtype: Literal["fp8"] | None = None
-    """Products of the blocks' weights. None: in the precision's compute dtype. fp8: of 8-bit floats
-    (e4m3, gradients e5m2) with scales from the steps before; attention scores, embedding and head
-    stay as they are. With precision fp32 the rest is float32: no gain, but a clear comparison."""
+    """Dtype of the blocks' matrix products. null: the compute dtype of `precision`. fp8: 8-bit
+    floats (e4m3, gradients e5m2) with delayed scaling; attention scores, embedding and head
+    keep their dtype. With precision fp32 the rest is float32, which is no faster but shows the
+    effect of fp8 alone."""
     tie_embeddings: bool | None = None
-    """Whether the head reuses the embedding. None: true for gpt2, false for llama."""
+    """Whether the head reuses the embedding. null: true for gpt2, false for llama."""
     rope_theta: float = 10_000.0
     """Base of the rotary positions (llama only)."""
     norm_eps: float = 1e-5
     """Added to the variance in norms; the value of GPT-2 and Llama."""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     pretrained: str | None = None
-    """A folder of Hugging Face (config.json, *.safetensors) whose weights the run begins with. Its
-    sizes are the folder's; dropout, remat, loss_chunk, matmul_dtype and lora are those given here.
-    """
+    """Hugging Face folder (config.json, *.safetensors) with the initial weights. The folder
+    sets the sizes; dropout, remat, loss_chunk, matmul_dtype and lora are set here."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -140,18 +142,18 @@ class DataConfig:
     """Where tokens come from."""
 
     path: str | None = None
-    """A text file, a folder of text files, or a token file of `zerojax data prepare`. None: the
-    Shakespeare text inside the package, so that a first run needs no download."""
+    """Text file, folder of text files, or token file of `zerojax data prepare`. null: the
+    Shakespeare text inside the package."""
     tokenizer: str = "bytes"
-    """"bytes" (256 tokens, nothing to train), "bpe:2048" (trained on the corpus), or a tokenizer
-    file: ours, or a model's tokenizer.json, or the folder it is in. With model.pretrained "bytes"
-    means that folder's tokenizer.json, if it has one."""
+    """"bytes" (256 tokens), "bpe:2048" (trained on the corpus), or a tokenizer file: ours, a
+    model's tokenizer.json, or its folder. With model.pretrained "bytes" means that folder's
+    tokenizer.json, if it has one."""
     seq_len: int = 256
     """Tokens of one training example."""
     validation_fraction: float = 0.05
-    """Part of the corpus, from its end, that is never trained on."""
+    """Fraction of the corpus, from its end, that is used for validation only."""
     shuffle_seed: int | None = None
-    """Order of the examples. None: the run's seed."""
+    """Seed of the order of examples. null: `seed`."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -167,7 +169,7 @@ class ParameterGroup:
     learning_rate_factor: float = 1.0
     """Their learning rate is the optimizer's times this."""
     weight_decay: float | None = None
-    """In place of the optimizer's, where its mask lets a parameter decay; None: the optimizer's."""
+    """In place of the optimizer's, where its mask lets a parameter decay; null: the optimizer's."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -180,7 +182,7 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule. The defaults are those of GPT-3."""
 
     name: Literal["adamw", "lion", "sgd", "lamb", "adam8bit"] = "adamw"
-    """Update rule; adam8bit is AdamW with moments of one byte each."""
+    """Optimizer; adam8bit is AdamW with one-byte moments."""
     learning_rate: float = 3e-4
     """Peak of the schedule."""
     beta1: float = 0.9
@@ -190,26 +192,27 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
-    """Per unit of learning rate, on matrices only: never on biases, norms and scales."""
+    """Per unit of learning rate, on matrices only, not on biases, norms and scales."""
     nesterov: bool = False
-    """sgd only: look one step of the momentum ahead."""
+    """Nesterov momentum, for sgd only."""
     groups: tuple[tuple[str, ParameterGroup], ...] = ()
-    """{regex on the parameter's name: {learning_rate_factor: 0.1, weight_decay: 0}}; a parameter
-    belongs to the first that finds it, and what a group leaves out is as for all."""
+    """{regular expression on the parameter's name: {learning_rate_factor: 0.1, weight_decay:
+    0}}. The first match counts; what a group does not set is as for all parameters."""
     impl: Literal["auto", "xla", "mosaic_gpu", "interpret"] = "auto"
-    """What runs the update: auto takes the kernel where a measurement speaks for it, xla and
-    mosaic_gpu are taken or refused, interpret runs the kernel slowly on the CPU, for tests."""
+    """Implementation of the update. auto: the kernel where a measurement favours it; xla or
+    mosaic_gpu: that one, or an error; interpret: the kernel on the CPU, slowly, for tests."""
     clip_norm: float | None = 1.0
-    """Limit of the global gradient norm; None: no clipping."""
+    """Limit of the global gradient norm; null: no clipping."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """After the warm-up: cosine or linear to the end, constant, or wsd: constant, linear tail."""
+    """Learning rate after warm-up: cosine or linear decay to the end, constant, or wsd
+    (constant, then a linear decay)."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up from 0. None: 2 % of the run, at least 10 (second moments need about
-    1 / (1 - beta2) = 20 steps before they mean something)."""
+    """Steps of linear warm-up from 0. null: 2 % of the run, at least 10 (second moments need
+    about 1 / (1 - beta2) = 20 steps)."""
     final_lr_fraction: float = 0.1
-    """Learning rate at the last step, as a part of the peak."""
+    """Learning rate at the last step, as a fraction of the peak."""
     decay_fraction: float = 0.2
-    """wsd only: the part of the run spent in the tail."""
+    """For wsd only: the fraction of the run spent in the decay."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -239,38 +242,40 @@ class RunConfig:
     watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
     elasticity: ElasticityConfig = dataclasses.field(default_factory=ElasticityConfig)
     precision: ComputeDtype | None = None
-    """Dtype of forward and backward; norms and losses are float32 either way. None: bf16, on CPU
+    """Dtype of forward and backward; norms and losses are float32 either way. null: bf16, on CPU
     devices fp32."""
     reduce_dtype: ComputeDtype | None = None
-    """Dtype of gradients while devices add them up. None: that of `precision`."""
+    """Dtype of gradients in reductions over devices. null: that of `precision`."""
     accumulate_dtype: Dtype | None = None
-    """Dtype of the sum over microbatches. None: fp32, since small terms vanish in a bf16 sum."""
+    """Dtype of the sum over microbatches. null: fp32, since small terms vanish in a bf16 sum."""
     param_dtype: Dtype = "fp32"
-    """Dtype in which parameters are stored. bf16: no float32 masters, so 2 bytes in place of 4, and
-    updates are rounded at random."""
+    """Dtype of stored parameters. bf16: no float32 master weights, so 2 bytes instead of 4,
+    with stochastically rounded updates."""
     moments_dtype: Dtype = "fp32"
-    """Dtype in which the optimizer's moments are stored; its arithmetic is float32."""
+    """Dtype of the optimizer's stored moments; its arithmetic is float32."""
     loss_scale: LossScale = dataclasses.field(default_factory=LossScale)
     """How the loss is scaled in fp16; nothing else takes one."""
     global_batch_size: int = 32
     """Examples per optimizer step, over all devices and microbatches."""
     num_microbatches: int | None = None
-    """Parts the batch is cut into so that activations fit; the result does not change. None: 1, or
-    with pipeline stages as many as the batch allows, up to 4 for each stage."""
+    """Parts of the batch that are computed one after the other, so that activations fit; the
+    result does not change. null: 1, or with pipeline stages as many as the batch allows, up to
+    4 per stage."""
     steps: int = 300
     """Batches to train on."""
     eval_every: int | None = 100
-    """Steps between evaluations; None: only after the last step."""
+    """Steps between evaluations; null: only after the last step."""
     eval_batches: int = 8
     """Validation batches per evaluation."""
     seed: int = 0
     """Seed for initialisation, dropout and, unless data.shuffle_seed is set, shuffling."""
     run_dir: str = "runs/default"
-    """Folder of everything the run writes. From a file tiny.yaml the default is runs/tiny."""
+    """Folder of all files of the run. The default for a file tiny.yaml is runs/tiny."""
     freeze: tuple[str, ...] = ()
-    """Regexes on parameter names; what matches gets no gradient and no optimizer state."""
+    """Regular expressions on parameter names; matching parameters get no gradient and no
+    optimizer state."""
     cpu_devices: int | None = None
-    """Virtual CPU devices to make; None: use the devices there are."""
+    """Number of virtual CPU devices to create; null: the devices that exist."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

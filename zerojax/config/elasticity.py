@@ -75,19 +75,19 @@ class ElasticityConfig:
     """
 
     enabled: bool = False
-    """true: global_batch_size and num_microbatches follow from this section."""
+    """true: this section sets global_batch_size and num_microbatches."""
     max_global_batch_size: int = 2000
-    """Rows. The batch is the largest that suits many numbers of devices and is not above this."""
+    """Rows. The batch is the largest below this limit that many numbers of devices can divide."""
     micro_batch_sizes: tuple[int, ...] = (2, 4, 6)
-    """Rows of a data shard that may go through the model at once; what fits into memory."""
+    """Rows of a data shard that fit into memory in one pass."""
     min_devices: int = 1
-    """Fewest devices the run may get."""
+    """Fewest devices of the run."""
     max_devices: int = 10_000
-    """Most devices the run may get."""
+    """Most devices of the run."""
     devices_per_node: int | None = None
-    """Devices come and go in whole nodes of so many. None: one by one."""
+    """Devices join and leave in whole nodes of this size. null: one by one."""
     prefer_larger_batch: bool = True
-    """Of batches that equally many numbers of devices can cut, take the larger."""
+    """Take the larger of two batches that equally many numbers of devices can divide."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

@@ -14,17 +14,18 @@ class CheckpointConfig:
     """When the whole state is saved, and how many are kept."""
 
     path: str | None = None
-    """Folder. None: `checkpoints` in the run folder."""
+    """Folder. null: `checkpoints` in the run folder."""
     every: int = 500
-    """Steps between saves; saving overlaps with training, so the cost is disk."""
+    """Steps between saves. A save overlaps with training."""
     keep: int = 3
-    """Newest checkpoints kept; one is not enough when the newest turns out to be damaged."""
+    """Number of newest checkpoints to keep; one is not enough if the newest turns out to be
+    damaged."""
     save_on_exit: bool = True
     """Also save after the last step and on Ctrl-C."""
     asynchronous: bool = True
     """Write in the background after one copy to the host."""
     fingerprints: bool = True
-    """Sum up every array on its devices, and compare the sums when the state comes back."""
+    """Compute a fingerprint of each array on its devices, and compare it after a restore."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -37,22 +38,23 @@ class LogConfig:
     """What is reported, where and how often. metrics.jsonl is always written."""
 
     every: int = 10
-    """Steps between reports; reading a metric waits for the device, so not every step."""
+    """Steps between reports. Reading metrics waits for the device, so the default is not every
+    step."""
     tensorboard: bool = True
-    """Write TensorBoard event files; they cost microseconds and no dependency."""
+    """Write TensorBoard event files; this takes microseconds and no dependency."""
     wandb: str | None = None
-    """Weights & Biases project; None: not used."""
+    """Weights & Biases project; null: not used."""
     console: Literal["auto", "live", "lines", "quiet"] = "auto"
     """auto: one live line on a terminal, one line per report elsewhere."""
     spike: float | None = 8.0
-    """A loss so many robust standard deviations above the median of the last 100 steps is said to
-    be a spike. None: none is."""
+    """A loss is reported as a spike if it is this many robust standard deviations above the
+    median of the last 100 steps. null: no detection."""
     straggler: float | None = 0.2
-    """A process is named as slow when the others wait for it for more than this part of a step, at
-    three reports in a row. None: none is."""
+    """A process is reported as a straggler if the others wait for it for more than this
+    fraction of a step, at three reports in a row. null: no detection."""
     profile: tuple[int, ...] = ()
-    """[FIRST, LAST] steps of which process 0 writes a trace into the run folder, as in [10, 13];
-    not step 1, which compiles."""
+    """[FIRST, LAST] steps whose trace process 0 writes into the run folder, as in [10, 13]; not
+    step 1, which compiles."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

@@ -18,17 +18,17 @@ class LoraConfig:
     """LoRA (arXiv:2106.09685): y = W x + alpha / rank * B A x, and only A and B are trained."""
 
     rank: int = 0
-    """Width of what A makes of x; 8 is usual. An adapter has rank x (inputs + outputs) parameters.
-    0: no adapters. With adapters a run freezes everything else."""
+    """Rank of the adapters; 8 is usual. An adapter has rank x (inputs + outputs) parameters. 0:
+    no adapters. With adapters all other parameters are frozen."""
     alpha: float = 16.0
-    """alpha / rank is the factor of the adapter's output; fixed, so that a learning rate keeps its
+    """alpha / rank scales the adapter's output. It is fixed, so that a learning rate keeps its
     meaning at another rank."""
     dropout: float = 0.0
-    """Probability, on the input of A only."""
+    """Dropout probability of the input of A."""
     targets: tuple[str, ...] = ("attention/", "mlp/")
-    """Regexes on names of projections, such as blocks/attention/query. The default is every
-    projection of the layers, which matched full fine-tuning where query and value alone did not
-    (arXiv:2305.14314, section 4)."""
+    """Regular expressions on names of projections, such as blocks/attention/query. The default
+    is every projection of the layers, which matched full fine-tuning where query and value
+    alone did not (arXiv:2305.14314, section 4)."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

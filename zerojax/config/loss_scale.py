@@ -24,23 +24,22 @@ class LossScale:
     initial: float = 2.0**16
     """Scale of the first step."""
     window: int = 1000
-    """Steps. When so many were finite since the last overflow, the next finite one raises the
-    scale; each further rise takes as many again."""
+    """Steps. The scale rises after this many finite steps in a row."""
     hysteresis: int = 2
-    """Which overflow lowers the scale: 1 is the first; 2 forgives one, which may be bad luck."""
+    """Number of overflows that lower the scale: 1 is the first; 2 tolerates one."""
     consecutive_hysteresis: bool = False
-    """true: each finite step forgives anew, so only overflows in a row count. false: only a rise of
-    the scale does."""
+    """true: each finite step resets the count of tolerated overflows. false: only a rise of the
+    scale does."""
     minimum: float = 1.0
-    """The scale never falls below it; an overflow that asks for that ends the run."""
+    """Lower limit of the scale; an overflow at this limit ends the run."""
     maximum: float = 2.0**32
-    """The scale never rises above it. At 2^32, DeepSpeed's largest initial scale, float16 holds
-    gradients down to 1e-14 with full precision: more helps nobody. DeepSpeed has no maximum; while
-    all gradients are zero its scale goes to infinity, from which halving does not return."""
+    """Upper limit of the scale. At 2^32, DeepSpeed's largest initial scale, float16 holds
+    gradients down to 1e-14 with full precision. DeepSpeed has no maximum: while all gradients
+    are zero its scale goes to infinity, from which halving does not return."""
     factor: float = 2.0
-    """What the scale is multiplied or divided by."""
+    """Factor by which the scale rises and falls."""
     static: float | None = None
-    """A scale that never changes; steps that are not finite are still skipped. None: dynamic."""
+    """A fixed scale; non-finite steps are still skipped. null: dynamic."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

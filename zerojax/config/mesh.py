@@ -23,57 +23,60 @@ class MeshConfig:
     """How the devices are laid out, and what each axis splits."""
 
     data: int = -1
-    """Devices that split the batch and, with ZeRO, the state; -1 takes all the others leave."""
+    """Devices over which the batch and, with ZeRO, the state are split. -1: all devices that
+    the other axes leave."""
     model: int = 1
-    """Devices that split each matrix (tensor parallelism); 1 = whole, since it pays only when a
-    layer does not fit or the batch cannot be split further."""
+    """Devices over which each matrix is split (tensor parallelism). 1: no split; a split pays
+    only when a layer does not fit or the batch cannot be split further."""
     stage: int = 1
-    """Pipeline stages, each with its own layers; 1 = none, since a pipeline idles while it fills
-    and empties. It pays where links are too slow for what zero=3 or `model` sends."""
+    """Pipeline stages. 1: no pipeline, since stages idle while it fills and empties. A pipeline
+    pays where links are too slow for what zero=3 or `model` sends."""
     pipeline_schedule: str | object = "1f1b"
-    """Which microbatch a pipeline stage works on when: 1f1b, gpipe, interleaved, zb_h1, zb_v, or a
-    CSV file of your own; `zerojax schedule 1f1b --stages 4 --microbatches 8` draws it. With
-    'pipeline_schedule=interleaved(2)' (in quotes) each stage has two chunks, so less time is idle.
-    1f1b = what a stage keeps does not grow with the number of microbatches. From Python also a
-    zerojax.schedules.Schedule. Without stage > 1 it does not matter."""
+    """Pipeline schedule: 1f1b, gpipe, interleaved, zb_h1, zb_v, or a CSV file; `zerojax
+    schedule 1f1b --stages 4 --microbatches 8` draws it. 'pipeline_schedule=interleaved(2)' (in
+    quotes) gives each stage two chunks, which shortens the idle time. With 1f1b the memory of a
+    stage does not grow with the number of microbatches. From Python also a
+    zerojax.schedules.Schedule. Unused without stage > 1."""
     partition: tuple[int, ...] | str = "uniform"
-    """Layers on each pipeline stage: uniform = equally many; flops = so that a step takes least,
-    the head counted; parameters = so that the largest stage is smallest, embedding and head
-    counted; or a list from first to last, one entry per stage and chunk:
-    'partition=[3, 3, 2, 2]'. A stage with fewer layers than others waits; with zero > 1, model > 1
-    or layers without checkpoints it computes padding instead."""
+    """Layers of each pipeline stage. uniform: equally many; flops: for the shortest step,
+    including the head; parameters: for the smallest largest stage, including embedding and
+    head; or a list with one entry per stage and chunk: 'partition=[3, 3, 2, 2]'. A stage with
+    fewer layers waits for the others; with zero > 1, model > 1 or layers without checkpoints it
+    computes padding."""
     stash: Literal["residuals", "input"] = "residuals"
-    """What a pipeline stage keeps of a microbatch from its forward to its backward pass: residuals
-    = what the model's own remat would keep, so that nothing more is computed again; input = only
-    what the stage was sent: the least memory, and one more forward pass."""
+    """What a pipeline stage stores of a microbatch between forward and backward. residuals:
+    what the model's own checkpointing stores, so that nothing more is recomputed; input: only
+    the stage's input, for the least memory and one more forward pass."""
     replica: int = 1
-    """Copies of the ZeRO-sharded state: shard in a node, replicate across. 1 = shard over all."""
+    """Copies of the ZeRO-sharded state: sharded inside a node, replicated across nodes. 1:
+    sharded over all devices of `data`."""
     zero: int = 1
-    """ZeRO 0..3. 0: nothing split; 1: optimizer state; 2: and gradients; 3: and parameters. 1 = the
-    largest saving that adds no communication."""
+    """ZeRO stage. 0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also
+    parameters. 1 is the largest saving without additional communication."""
     persistence_threshold: int = 100_000
-    """Elements. At zero=3 a smaller leaf stays whole: gathering it costs more time than it saves
-    memory (DeepSpeed's default)."""
+    """Elements. At zero=3 smaller parameters are not sharded: gathering them costs more time
+    than it saves memory (DeepSpeed's default)."""
     reduce_bucket_size: int = 50_000_000
-    """Elements of gradient per reduction: one collective for many leaves. DeepSpeed's 500 million
-    costs a 1.3-billion-parameter GPT at zero=2 2.3 GB per device more (compiled for 8 H100)."""
+    """Elements of gradients per collective. DeepSpeed's 500 million costs a GPT of 1.3 billion
+    parameters at zero=2 2.3 GB more per device (compiled for 8 H100)."""
     allgather_bucket_size: int = 50_000_000
-    """Elements of parameters per gather outside the layer loop; the same reason."""
+    """Elements of parameters per all-gather outside the layer loop; for the same reason."""
     sequence_sharding: bool = False
-    """Also split norms and residuals over `model`, along the sequence. Off: no use at model=1."""
+    """Also split norms and residuals over `model`, along the sequence. No effect at model=1."""
     deterministic: Literal["mesh"] | None = None
-    """mesh = the same bits on any number of devices that divides virtual_shards: the batch is cut
-    into that many pieces everywhere, which are computed one by one and added up in one order. None
-    = fastest: bits repeat on the same mesh, and differ in last places on another."""
+    """mesh: the same bits on any number of devices that divides virtual_shards. The batch is
+    cut into that many pieces, which are computed one by one and summed in one order. null:
+    faster; bits repeat on the same mesh and differ in the last digits on another."""
     virtual_shards: int = 8
-    """Pieces of the batch with deterministic=mesh, a power of two: the most devices that can share
-    the work. More are slower on few devices, since each piece is smaller; changing it changes
-    last places."""
+    """Pieces of the batch with deterministic=mesh, a power of two: the largest number of data
+    shards. More pieces are slower on few devices, since each is smaller. Another number changes
+    the last digits."""
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     """What lies outside device memory; null leaves everything on the device."""
     rules: Rules | None = None
-    """Tensor-parallel rules, first match wins: (regex on the parameter's name, mesh axis or null
-    for each trailing dim). None: the model's own `tensor_parallel_rules` if it has some."""
+    """Tensor-parallel rules, first match wins: (regular expression on the parameter's name,
+    mesh axis or null for each trailing dimension). null: the model's own
+    `tensor_parallel_rules`, if any."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

@@ -23,32 +23,32 @@ class OffloadConfig:
     """What of a run lies outside device memory. The default leaves everything on the device."""
 
     opt_state: str | Shares = DEVICE
-    """Where moments and float32 masters live: device, host (pinned memory), nvme (files on a disk,
-    see folder), or shares of them: {device: 0.4, host: 0.6}. The update brings them to the device
-    slice by slice, with the same kernel and the same bits. Not device = the weights that forward
-    and backward read are kept beside the masters, in the compute dtype."""
+    """Memory of moments and float32 master weights: device, host (pinned memory), nvme (files
+    on a disk, see folder), or shares of them: {device: 0.4, host: 0.6}. The update moves them
+    to the device slice by slice and computes the same bits. With any value but device the
+    weights of forward and backward are stored besides, in the compute dtype."""
     params: Literal["device", "host"] = DEVICE
-    """Where the weights of the layers live that forward and backward read: host = they come to the
-    device layer by layer, and gradients leave layer by layer, so that device memory does not grow
-    with depth. For models whose layers run in one scan."""
+    """Memory of the layer weights that forward and backward read. host: weights are moved to
+    the device layer by layer, and gradients back, so that device memory does not grow with
+    depth. For models whose layers run in one scan."""
     activations: Literal["device", "host"] = DEVICE
-    """Where what each layer is given waits for the backward pass: host = one activation per layer
-    leaves the device, and layers are computed again in the backward pass."""
+    """Memory of each layer's input until the backward pass. host: one activation per layer
+    leaves the device, and layers are recomputed in the backward pass."""
     update_in_backward: bool = False
     """Update each layer as soon as its gradient exists, so that gradients are never stored; for
-    the largest models. Needs params: host, one microbatch, no clipping and bf16 or fp32. A gradient
-    that is not finite is found when the layers behind it are updated: only they change."""
+    the largest models. Needs params: host, one microbatch, no clipping, and bf16 or fp32. A
+    non-finite gradient is found after the layers behind it have been updated."""
     folder: str | None = None
-    """Folder of the files of nvme, on the disk to be used. None: next to the run's checkpoints."""
+    """Folder for the files of nvme. null: next to the run's checkpoints."""
     durable: bool = False
-    """Keep two generations on disk, so that a run that is killed goes on from the last whole step;
-    twice the disk. false = the last checkpoint is what remains."""
+    """Keep two generations on disk, so that a killed run resumes from its last complete step,
+    for twice the disk space. false: it resumes from the last checkpoint."""
     slice_elements: int = 2**24
-    """Elements of a parameter's shard that are moved and updated at once. Two slices of each
-    array are on the device at a time: at 16 million 400 MB for Adam."""
+    """Elements of a parameter's shard that are moved and updated at once. The device holds two
+    slices of each array: 400 MB for Adam with 16 million elements."""
     min_elements: int = 2**16
-    """Elements. A parameter whose shard is smaller stays on the device: it costs a transfer each
-    and saves nothing."""
+    """Elements. Parameters with smaller shards stay on the device: each costs a transfer and
+    saves nothing."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "opt_state", _normal_shares(self.opt_state))

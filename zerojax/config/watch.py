@@ -21,17 +21,17 @@ class WatchConfig:
     """A process that gets no further dumps the stacks of its threads and ends, with code 79."""
 
     step_timeout: float | None = None
-    """Seconds from one finished step to the next, for one batch of data, and for one batch of an
-    evaluation. 0: never ended. None: 600, or three times the longest step so far where that is
-    more; in an interactive interpreter 0, since somebody is looking."""
+    """Seconds for one step, for one batch of data, and for one batch of an evaluation. 0: no
+    limit. null: 600, or three times the longest step so far if that is more; no limit in an
+    interactive interpreter."""
     long_timeout: float = 3600.0
-    """Seconds for what is rare and may be long: compiling, with the first step, a callback, saving
-    and reading a checkpoint. None of these counts for `step_timeout`, nor for the longest step."""
+    """Seconds for rare, long work: compilation with the first step, a callback, saving and
+    restoring a checkpoint. None of these counts for `step_timeout` or for the longest step."""
     stop_timeout: float | None = None
-    """Seconds after the first Ctrl-C or SIGTERM in which the step, or whatever else is under way,
-    has to come to its end; then the process ends without it, with code 128 + the signal's number.
-    Saving is waited for. 0: never ended. None: 60, or three times the longest step so far where
-    that is more, but no more than 600; in an interactive interpreter 0."""
+    """Seconds after the first Ctrl-C or SIGTERM for the work in progress to end; then the
+    process exits with status 128 + the signal's number. Saving is waited for. 0: no limit.
+    null: 60, or three times the longest step so far if that is more, at most 600; no limit in
+    an interactive interpreter."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
