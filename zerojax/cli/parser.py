@@ -27,15 +27,16 @@ examples:
 
 The same command continues a run that was stopped: it looks for checkpoints in the run folder.
 
-exit codes: 0 it worked, 1 it failed, 2 the input was wrong, 75 a signal stopped it and everything
-is saved (start it again), 79 the watchdog ended a step that hung (watch.step_timeout), 130 Ctrl-C
-and 143 SIGTERM with nothing saved.
+exit codes: 0 success, 1 failure, 2 invalid input, 75 stopped by a signal with everything saved (the
+same command resumes), 79 a step hung and the watchdog ended it (watch.step_timeout), 130 Ctrl-C and
+143 SIGTERM with nothing saved.
 `zerojax keys` lists every setting."""
 
 _PLAN = """\
-Compiles the very step of `zerojax train CONFIG.yaml KEY=VALUE ...` for GPUs you do not have, and
-prints what one device needs: memory by role, traffic, and the time at best. Nothing is run, and no
-GPU is needed: pip install 'zerojax[plan]'. Without that package the formulas are printed.
+Compiles the training step of `zerojax train CONFIG.yaml KEY=VALUE ...` for GPUs that you do not
+have, and prints the needs of one device: memory by role, communication, and a lower bound on time.
+Nothing is run and no GPU is needed: pip install 'zerojax[plan]'. Without it, estimates by formula
+are printed.
 
 examples:
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 8
@@ -43,12 +44,12 @@ examples:
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 64 --search
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 1 opt_state=host
 
-exit codes: 0 it fits, 1 it does not fit, 2 the input was wrong, 3 only formulas were asked for or
-at hand, and they cannot decide. ZEROJAX_CACHE names the folder of results (or off)."""
+exit codes: 0 it fits, 1 it does not fit, 2 invalid input, 3 only formulas are available and they do
+not decide. ZEROJAX_CACHE is the folder of cached results (or off)."""
 
 _SCHEDULE = """\
-Without NAME it lists the schedules there are. NAME may be a CSV file of your own, one line for each
-tick and one column for each stage, with cells such as F4+B0; --csv writes one to start from.
+Without NAME all schedules are listed. NAME may be a CSV file: one line per tick, one column per
+stage, cells such as F4+B0; --csv writes one to start from.
 
 examples:
   zerojax schedule 1f1b --stages 4 --microbatches 8
@@ -62,14 +63,14 @@ examples:
   zerojax generate runs/tiny_shakespeare "ROMEO:" --tokens 100 --temperature 0.5 --seed 7"""
 
 _EVAL = """\
-The run is read onto devices as many as it was trained on, where they are here, and over its mesh.
+The run is loaded with its own mesh, if this machine has as many devices as it was trained on.
 
 examples:
   zerojax eval runs/tiny_shakespeare
   zerojax eval runs/tiny_shakespeare mesh.zero=3 mesh.data=4 --batches 20"""
 
 _PREPARE = """\
-Cuts text into tokens once, so that training only reads them.
+Tokenises text once, so that training only reads tokens.
 
 examples:
   zerojax data prepare book.txt runs/tokens
@@ -78,10 +79,10 @@ then:
   zerojax train CONFIG data.path=runs/tokens"""
 
 _BENCH_IO = """\
-Writes and reads a file below PATH past the page cache, with 1 to 8 transfers at once, by the same
-code that keeps a training state on disk; then removes it.
+Writes and reads a file below PATH past the page cache, with 1 to 8 transfers at once, with the same
+code that offloads state to a disk; then removes it.
 
-`zerojax plan` takes the best of it for offload to this disk.
+`zerojax plan` uses the best rate for offload to this disk.
 
 examples:
   zerojax bench io runs
@@ -89,14 +90,14 @@ examples:
 
 _BENCH_LINK = """\
 Copies arrays between the first accelerator and pinned host memory: each way, and both at once.
-`zerojax plan` takes the best of it for offload on such a card.
+`zerojax plan` uses the best rate for offload on such a card.
 
 examples:
   zerojax bench link
   zerojax bench link --size 2048 --json"""
 
 _EXIT_CODES = """\
-exit codes: 0 it worked, 1 it failed, 2 the input was wrong, 75 stopped by a signal with everything
+exit codes: 0 success, 1 failure, 2 invalid input, 75 stopped by a signal with everything
 saved, 79 ended by the watchdog, 130 stopped with Ctrl-C.
 ZEROJAX_DEBUG=1 shows the traceback of an error."""
 
@@ -105,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of every command; `args.module` is the module whose `run(args)` carries it out."""
     parser = Parser(
         prog="zerojax",
-        description="Train JAX models under ZeRO: state the model and the mesh.",
+        description="Train JAX models with ZeRO, pipelines, tensor parallelism and offload.",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -144,18 +145,23 @@ def _add_plan(commands) -> None:
         commands,
         "plan",
         "plan",
-        "tell what a run needs on GPUs that this machine does not have",
+        "predict memory, communication and time on GPUs that you do not have",
         _PLAN,
     )
     add_settings(parser)
     parser.add_argument(
-        "--gpu", required=True, metavar="NAME", help="card, such as h200, or a YAML file of one"
+        "--gpu",
+        required=True,
+        metavar="NAME",
+        help="GPU, such as h200, or a YAML file that describes one",
     )
-    parser.add_argument("--devices", required=True, type=int, metavar="N", help="how many GPUs")
+    parser.add_argument("--devices", required=True, type=int, metavar="N", help="number of GPUs")
     parser.add_argument("--json", action="store_true", help="print every number as JSON")
-    parser.add_argument("--no-compile", action="store_true", help="formulas only, in a second")
     parser.add_argument(
-        "--fast", action="store_true", help="compile faster, to the same memory and traffic"
+        "--no-compile", action="store_true", help="estimates by formula only, in a second"
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="compile faster, with the same memory and communication"
     )
     parser.add_argument(
         "--search",
@@ -167,7 +173,7 @@ def _add_plan(commands) -> None:
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="of the search (%(default)g)",
+        help="time limit of the search (%(default)g)",
     )
 
 
@@ -210,13 +216,13 @@ def _add_generate(commands) -> None:
         type=float,
         default=0.8,
         metavar="T",
-        help="0 takes the likeliest token, 1 samples as the model believes (%(default)s)",
+        help="0 takes the likeliest token, 1 samples from the model's distribution (%(default)s)",
     )
     parser.add_argument(
         "--top-k", type=int, metavar="K", help="sample among the K likeliest tokens (all)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the sampling (%(default)s)"
+        "--seed", type=int, default=0, metavar="N", help="seed of the sampling (%(default)s)"
     )
 
 
@@ -230,22 +236,20 @@ def _add_eval(commands) -> None:
 
 
 def _add_report(commands) -> None:
-    parser = add_command(
-        commands, "report", "report", "draw a run as one HTML page that needs no network"
-    )
+    parser = add_command(commands, "report", "report", "write the HTML report of a run")
     add_run(parser)
 
 
 def _add_keys(commands) -> None:
-    parser = add_command(
-        commands, "keys", "keys", "list every setting, its default and what it means"
+    parser = add_command(commands, "keys", "keys", "list all settings with defaults and meaning")
+    parser.add_argument(
+        "word", metavar="WORD", nargs="?", help="only settings that contain this word"
     )
-    parser.add_argument("word", metavar="WORD", nargs="?", help="only settings that mention it")
 
 
 def _add_env(commands) -> None:
     parser = add_command(
-        commands, "env", "env", "show versions, devices, memory and what is missing"
+        commands, "env", "env", "show versions, devices, memory and missing packages"
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
@@ -253,7 +257,7 @@ def _add_env(commands) -> None:
 def _add_data(commands) -> None:
     data = commands.add_parser("data", help="make token files", description="Make token files.")
     inner = data.add_subparsers(metavar="COMMAND", required=True)
-    parser = add_command(inner, "prepare", "prepare", "cut text into token files", _PREPARE)
+    parser = add_command(inner, "prepare", "prepare", "tokenise text into token files", _PREPARE)
     parser.add_argument("source", metavar="IN", help="text file, or folder of text files")
     parser.add_argument("target", metavar="OUT", help="folder to write to")
     parser.add_argument(
@@ -267,7 +271,7 @@ def _add_data(commands) -> None:
         type=float,
         default=0.05,
         metavar="F",
-        help="part, from the end, that is never trained on (%(default)s)",
+        help="fraction, from the end, for validation (%(default)s)",
     )
 
 
@@ -276,16 +280,16 @@ def _add_bench(commands) -> None:
         "bench", help="measure this machine", description="Measure this machine."
     )
     inner = bench.add_subparsers(metavar="COMMAND", required=True)
-    parser = add_command(
-        inner, "io", "bench", "measure how fast a disk reads and writes", _BENCH_IO
-    )
+    parser = add_command(inner, "io", "bench", "measure the bandwidth of a disk", _BENCH_IO)
     parser.add_argument("path", metavar="PATH", help="folder on the disk to be measured")
     parser.add_argument(
         "--size", type=int, default=1024, metavar="MIB", help="bytes to write (%(default)s MiB)"
     )
     parser.add_argument("--json", action="store_true", help="print every number as JSON")
     parser = add_command(
-        inner, "link", "bench_link", "measure how fast host and device exchange bytes", _BENCH_LINK
+        inner, "link", "bench_link", "measure the bandwidth between host and device", _BENCH_LINK
     )
-    parser.add_argument("--size", type=int, metavar="MIB", help="of an array (16, 128 and 1024)")
+    parser.add_argument(
+        "--size", type=int, metavar="MIB", help="size of an array (16, 128 and 1024)"
+    )
     parser.add_argument("--json", action="store_true", help="print every number as JSON")
