@@ -78,6 +78,8 @@ def test_a_backward_pass_that_clips_is_not_linear():
     reason = found.backward(train=True)
     assert reason.kind == "nonlinear_backward"
     assert "clipped(model" in reason.where
+    assert "Its backward rule is" in reason.sentence
+    assert "clipped.defvjp(lambda x" in reason.sentence
     assert experiments(cases.PAIR, cases.mean).backward(train=True) is None
 
 
@@ -105,8 +107,9 @@ def test_a_model_that_does_not_is_reported(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", cases.RIGHT, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [*cases.RIGHT, cases.clipping], ids=lambda loss: loss.__name__)
 def test_right_losses_agree_in_all_runs(loss):
+    """A rule that clips is given gradients of the mean over the whole batch, so it may."""
     result = found_here(cases.PAIR, loss, thorough=True)
     assert result.agrees, result.table()
     assert len(result.runs) == 10
@@ -114,7 +117,7 @@ def test_right_losses_agree_in_all_runs(loss):
 
 ALL_WRONG = {
     **{loss: {kind} for loss, (kind, _) in cases.WRONG.items()},
-    cases.clipping: {"nonlinear_backward"},
+    cases.clipping_under_own_weight: {"nonlinear_backward"},
     cases.weight_of_parameters: {"weight_gradient", "refused"},
 }
 
@@ -141,6 +144,15 @@ def test_state_that_counts_rows_is_found(kind, monkeypatch):
     if not result.agrees:
         assert {reason.kind for reason in result.reasons} <= {kind, "refused"}
         assert "seen" in result.reasons[0].sentence
+
+
+def test_the_line_of_refused_state_is_named(monkeypatch):
+    result = found_here(cases.LastSeen, cases.mean, monkeypatch, only=[LAST])
+    refused, reason = result.reasons
+    assert refused.kind == "refused"
+    assert "zerojax.check names the line" in refused.sentence
+    assert reason.kind == "integers"
+    assert "self.most[...] = jnp.max" in reason.where
 
 
 @pytest.mark.slow

@@ -141,7 +141,8 @@ def choose_batch_weight(
     if why:
         return None, [
             f"{what} the summed loss, not of the mean: {why}. A rule that is not linear, as one "
-            "that clips, sees larger values than on one device with a mean"
+            "that clips, sees larger values than on one device with a mean; zerojax.check tells "
+            "whether one is not, with its line"
         ]
     reasons = [f"{what} the mean over the whole batch"]
     if not all(marks_of_own_rules(program, [*[0] * len(names), *[1] * num_batch])):

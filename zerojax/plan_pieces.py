@@ -121,7 +121,8 @@ def check_pieces(pieces: Pieces, num_shards: int, num_microbatches: int) -> None
             f"count does, which is its old value plus a sum over rows: each of {num_shards} shards "
             "of the batch would have another value. Add to it, as in state + jnp.sum(...), or keep "
             "it in floating point, of which the mean over the shards is taken, or return the "
-            f"number from the loss as a metric: return loss, {{{name.split('/')[-1]!r}: value}}"
+            f"number from the loss as a metric: return loss, {{{name.split('/')[-1]!r}: value}}. "
+            "zerojax.check names the line"
         )
 
 

@@ -205,7 +205,8 @@ def _cause(name: str) -> str:
         return (
             "what the model writes there is another value on each device, as from jax.pure_callback"
             " or the time, or one of them has computed something wrong; make it the same"
-            " everywhere, or go on from an earlier step"
+            " everywhere, or go on from an earlier step. `zerojax check` tries the model on virtual"
+            " devices and tells whether its state differs there, too"
         )
     return (
         "one of them has computed something wrong; go on from an earlier step, without that device"

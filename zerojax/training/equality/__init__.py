@@ -59,7 +59,7 @@ def check(
     """Proves that a model, its loss and its optimizer train the same on any number of devices.
 
     Takes a few steps in float32 in plain JAX (`jax.value_and_grad` and optax) and with zerojax: on
-    one device, and on `devices` virtual ones at ZeRO stages 0 to 3 with one and two microbatches,
+    one device, and on `devices` virtual ones at ZeRO stages 0 to 3, with one or two microbatches,
     every parameter split and padded. Compares losses, gradient norms, parameters and the model's
     own state. Where they differ, experiments on the plain loss tell the reason and the line.
 
@@ -78,8 +78,7 @@ def check(
       devices: number of virtual devices, at least 2; fewer where there are not enough rows.
       steps: steps of each run.
       seed: of new parameters.
-      thorough: all stages with each number of microbatches, instead of a choice in which every two
-        settings occur together.
+      thorough: every stage with each number of microbatches, ten runs instead of five.
       strict: dropout and batch statistics, which differ between devices by design, count as
         disagreement.
       timeout: seconds for the child.

@@ -38,6 +38,7 @@ from zerojax.training.equality.runs import (
     holding,
     measure_noise,
     plan_of,
+    prepare,
     relative_changes,
     reversed_rows,
     run_zerojax,
@@ -87,12 +88,13 @@ def check_here(
 
 
 def configurations(devices: int, thorough: bool) -> list[Configuration]:
-    """Stages and microbatches in which each pair of choices occurs; `thorough`: all of them."""
-    one = Configuration(1)
+    """Every stage, and one and several devices each with one and several microbatches; `thorough`:
+    each of them with each."""
+    one = Configuration(1, 0, MICROBATCHES)
     many = [Configuration(devices, zero, n) for zero in range(4) for n in (1, MICROBATCHES)]
     if thorough:
-        return [one, Configuration(1, 0, MICROBATCHES), *many]
-    chosen = {(0, 1), (0, 2), (1, 2), (2, 1), (3, 2)}
+        return [Configuration(1), one, *many]
+    chosen = {(0, 1), (1, MICROBATCHES), (2, 1), (3, MICROBATCHES)}
     return [one, *(c for c in many if (c.zero, c.num_microbatches) in chosen)]
 
 
@@ -193,9 +195,8 @@ class _Check:
 
     def _run_and_compare(self, configuration: Configuration) -> None:
         self.progress(configuration.name)
-        plan = self.plan if configuration == Configuration(1) else None
         try:
-            run = run_zerojax(self.given, configuration, plan=plan)
+            run = run_zerojax(self.given, configuration)
         except Exception as error:
             self._refuse(configuration, error)
             return
@@ -247,6 +248,16 @@ class _Check:
         names = dict.fromkeys(name for run in self.compared for name in run.state)
         return [name for name in names if name not in self.given.model.overwritten]
 
+    def _refused_state(self) -> list[str]:
+        """Integers of the model that a refusal names."""
+        sentences = [run.refusal for run in self.compared if run.refusal is not None]
+        return [
+            name
+            for name, value in self.plain.extras.items()
+            if not jax.dtypes.issubdtype(value.dtype, np.inexact)
+            and any(name in x for x in sentences)
+        ]
+
     def _explain(self) -> None:
         self.progress("looking for the reason")
         experiments = Experiments(self.plain, self.devices)
@@ -273,7 +284,7 @@ class _Check:
 
     def _explain_state(self, relations: Any, places: Any) -> None:
         found: dict[str, Reason] = {}
-        for name in self._state_differs():
+        for name in dict.fromkeys([*self._state_differs(), *self._refused_state()]):
             relation = relations.get(name)
             if relation is None:
                 continue
@@ -362,23 +373,28 @@ class _Check:
     def _stages_agree(self) -> None:
         """Compares each stage with stage 0 on the same devices, with as many microbatches."""
         noises: dict[Configuration, Noise | None] = {}
+        bases: dict[Configuration, Run] = {}
         for configuration, run in self.runs.items():
             base = dataclasses.replace(configuration, zero=0)
-            if configuration.zero == 0 or base not in self.runs:
+            if configuration.zero == 0:
                 continue
-            if base not in noises:
+            if base not in bases:
+                self.progress(base.name)
+                prepared = prepare(self.given, base)
+                bases[base] = run_zerojax(self.given, base, prepared=prepared)
                 # The same pieces in the opposite order, so that statistics of pieces stay.
                 turned = [reversed_rows(batch) for batch in self.given.batches]
-                again = run_zerojax(dataclasses.replace(self.given, batches=turned), base)
-                noises[base] = measure_noise(self.runs[base], again, self.given.before)
+                turned = dataclasses.replace(self.given, batches=turned)
+                again = run_zerojax(turned, base, prepared=prepared)
+                noises[base] = measure_noise(bases[base], again, self.given.before)
             noise = noises[base]
             if noise is None:
                 # Random: gradients that are truly 0 show as changes that are rounding alone.
-                changes = relative_changes(run, self.runs[base], self.given.before)
+                changes = relative_changes(run, bases[base], self.given.before)
                 noise = Noise(0.0, 0.0, {n: 1.0 for n, x in changes.items() if x > CHAOTIC})
             found = compare(
                 run,
-                self.runs[base],
+                bases[base],
                 self.given.before,
                 name=f"{configuration.name}, against zero=0",
                 against=base.name,

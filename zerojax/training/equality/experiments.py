@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.training.equality.lines import lines_of_rules
 from zerojax.training.equality.result import Reason
-from zerojax.training.equality.runs import PlainRun, cut_rows
+from zerojax.training.equality.runs import PlainRun, cut_rows, quick_options
 from zerojax.training.equality.tracing import (
     Break,
     Comparison,
@@ -83,6 +84,7 @@ class Experiments:
                     self.plain.params, self.plain.extras, key, batch, train=train
                 ),
                 static_argnums=2,
+                compiler_options=quick_options(),
             )
         return self._jitted(batch, key, train)
 
@@ -139,11 +141,11 @@ class Experiments:
         """Whether an eighth of the cotangent gives an eighth of the gradients."""
         plain, key = self.plain, self.plain.key(0)
 
-        def gradients(cotangent: Any) -> list[Any]:
-            def mean(params: Any) -> Any:
-                (loss, weight), _ = plain.loss(params, plain.extras, key, self.batch, train=train)
-                return loss if weight is None else loss / weight
+        def mean(params: Any) -> Any:
+            (loss, weight), _ = plain.loss(params, plain.extras, key, self.batch, train=train)
+            return loss if weight is None else loss / weight
 
+        def gradients(cotangent: Any) -> list[Any]:
             _, pull = jax.vjp(mean, plain.params)
             return jax.tree.leaves(pull(cotangent))
 
@@ -154,13 +156,18 @@ class Experiments:
         breaks = [found.breaks[i] for i in bad]
         where = next((x.where for x in breaks if x is not None), None)
         names = sorted(plain.params)
+        # JAX gives equations of a rule the line of the call.
+        rules = lines_of_rules(jax.make_jaxpr(mean)(plain.params).jaxpr)
+        at = {rule for call, rule in rules if call == where} or {rule for _, rule in rules}
+        rule = f" Its backward rule is {at.pop()}." if len(at) == 1 else ""
         return Reason(
             "nonlinear_backward",
             "the backward pass is not linear: an eighth of the loss does not give an eighth of the "
             f"gradient of {names[bad[0]]}. A device computes with the gradient of its own rows, "
-            "which is larger than that of the mean over all rows",
+            f"which is larger than that of the mean over all rows.{rule}",
             "let the custom backward pass be linear in the gradient that it is given, and clip or "
-            "rescale in the optimizer (optax.clip, optax.clip_by_global_norm)",
+            "rescale in the optimizer (optax.clip, optax.clip_by_global_norm); or compute "
+            "the loss's weight from the batch alone, so that rules are given gradients of the mean",
             where,
         )
 
@@ -172,7 +179,9 @@ class Experiments:
             (_, weight), _ = plain.loss(params, plain.extras, key, self.batch, train=train)
             return jnp.float32(1) if weight is None else weight
 
-        gradient = jax.tree.leaves(jax.jit(jax.grad(weight))(plain.params))
+        gradient = jax.tree.leaves(
+            jax.jit(jax.grad(weight), compiler_options=quick_options())(plain.params)
+        )
         if not any(np.any(np.asarray(leaf)) for leaf in gradient):
             return None
         return Reason(

@@ -14,6 +14,9 @@ import flax
 import jax
 import numpy as np
 import optax
+from jax.extend.core import Jaxpr
+
+from zerojax.programs import inner_programs
 
 _OURS = Path(__file__).resolve().parents[2]
 _CHECK = str(Path(__file__).resolve().parent) + os.sep
@@ -41,6 +44,22 @@ def line_of_equation(equation: Any) -> str | None:
     return _innermost((frame.file_name, frame.line_num) for frame in trace.frames)
 
 
+def lines_of_rules(program: Jaxpr) -> list[tuple[str | None, str]]:
+    """(line of the call, line of its backward rule) of each `jax.custom_vjp` of users in a program
+    and in those inside of it, as "file:line: source"."""
+    found = []
+    for equation in program.eqns:
+        source = getattr(
+            getattr(equation.params.get("bwd"), "debug_info", None), "func_src_info", None
+        )
+        filename, _, number = (source or "").rpartition(" at ")[2].rpartition(":")
+        if number.isdigit() and is_of_users(filename):
+            found.append((line_of_equation(equation), _line(filename, int(number))))
+        for inner in inner_programs(equation.params):
+            found += lines_of_rules(inner)
+    return found
+
+
 def is_of_users(filename: str) -> bool:
     """Whether a file is neither of a library nor of zerojax nor of Python."""
     path = os.path.abspath(filename)
@@ -57,9 +76,13 @@ def _innermost(frames: Iterable[tuple[str, int]]) -> str | None:
     for belongs in (is_of_users, lambda name: name.startswith(_WRITTEN_BY_USERS_TOO)):
         for filename, number in found:
             if belongs(filename):
-                source = linecache.getline(filename, number).strip()
-                return f"{_short(filename)}:{number}: {source}".rstrip(": ")
+                return _line(filename, number)
     return None
+
+
+def _line(filename: str, number: int) -> str:
+    source = linecache.getline(filename, number).strip()
+    return f"{_short(filename)}:{number}: {source}".rstrip(": ")
 
 
 def _short(filename: str) -> str:

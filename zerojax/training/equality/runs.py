@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,15 +15,20 @@ import numpy as np
 import optax
 
 from zerojax.arrays import init_state, to_canonical
+from zerojax.compiler import keep_known_options
 from zerojax.config import MeshConfig
 from zerojax.mesh import make_mesh
 from zerojax.model import Loss, Model
+from zerojax.optim import told
 from zerojax.plan import Plan, make_plan
 from zerojax.state import step_key
 from zerojax.step import build_step
 from zerojax.training.equality.result import ComparedRun
+from zerojax.updates import stacks_of
 
 Arrays = dict[str, Any]
+Prepared = tuple[Plan, Callable[..., Any]]
+"""(plan, its step)."""
 
 TOLERANCES = {"loss": 4e-6, "norm": 2e-5, "params": 2e-4}
 """Of float32, relative; the rounding noise of the model itself is added, see `compare`.
@@ -31,6 +37,15 @@ loss: that of summing a batch's rows in another order over 20 steps. norm: a sum
 gradients. params: of a parameter's whole change, by its L2 norm."""
 NOISE = 8.0
 """How many times the measured noise of one other order of rows a difference may be larger."""
+QUICK_OPTIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+"""What makes compiling cheap for programs that run three times. The step of a Transformer of two
+layers on 4 devices compiles in 2.3 instead of 9.7 s of processor time. Newer versions of XLA know
+some of them only."""
 CHAOTIC = 0.02
 """A parameter whose change differs by more than this when rows change places is not compared."""
 
@@ -106,6 +121,13 @@ def evaluation_mode(model: Model) -> Model:
     return changed
 
 
+@functools.cache
+def quick_options() -> dict[str, Any]:
+    """`QUICK_OPTIONS` without what this compiler does not know."""
+    mesh = make_mesh(MeshConfig(data=1), devices=jax.devices("cpu")[:1])
+    return keep_known_options(mesh, QUICK_OPTIONS)[0]
+
+
 def plan_of(given: Given, configuration: Configuration) -> Plan:
     """The plan of a run.
 
@@ -116,7 +138,7 @@ def plan_of(given: Given, configuration: Configuration) -> Plan:
     model = given.model if configuration.train else evaluation_mode(given.model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a plan only suspects is what the runs decide
-        return make_plan(
+        plan = make_plan(
             model,
             make_mesh(MeshConfig(data=len(devices)), devices=devices),
             example_batch=given.batches[0],
@@ -128,18 +150,34 @@ def plan_of(given: Given, configuration: Configuration) -> Plan:
             freeze=given.freeze,
             persistence_threshold=0,
         )
+    return dataclasses.replace(plan, compiler_options={**plan.compiler_options, **quick_options()})
+
+
+def prepare(given: Given, configuration: Configuration) -> Prepared:
+    """The plan and the step of a run.
+
+    Raises:
+      ValueError, TypeError: what a plan refuses.
+    """
+    plan = plan_of(given, configuration)
+    return plan, build_step(plan)
 
 
 def run_zerojax(
     given: Given,
     configuration: Configuration,
     *,
-    plan: Plan | None = None,
+    prepared: Prepared | None = None,
     steps: int | None = None,
 ) -> Run:
-    """Takes a step for each batch as zerojax does."""
-    plan = plan or plan_of(given, configuration)
-    state, step = init_state(plan, given.seed), build_step(plan)
+    """Takes a step for each batch as zerojax does.
+
+    Args:
+      prepared: what `prepare` gave; a second run with it compiles nothing.
+      steps: of the batches, so many; None: all.
+    """
+    plan, step = prepared or prepare(given, configuration)
+    state = init_state(plan, given.seed)
     losses, norms = [], []
     for batch in given.batches[:steps]:
         state, metrics = step(state, jax.device_put(batch, plan.batch_sharding))
@@ -170,7 +208,11 @@ class PlainRun:
         self.extras = _on_host(canonical["extras"])
         self._rng = np.asarray(canonical["rng"])
         self._train = train
-        self._step = jax.jit(self._advance)
+        # Of one device, where nothing is padded: the user's optimizer without keywords that it
+        # refuses.
+        self._tx = optax.with_extra_args_support(plan.tx)
+        self._layers = frozenset(stacks_of(plan))
+        self._step = jax.jit(self._advance, compiler_options=quick_options())
 
     def key(self, step: int) -> jax.Array:
         """The key that the first device has in a step."""
@@ -195,22 +237,16 @@ class PlainRun:
             return loss if weight is None else loss / weight, after
 
         (loss, after), grads = jax.value_and_grad(mean, has_aux=True)(params)
-        tx = optax.with_extra_args_support(self.given.tx)
-        # What `tx` does not ask for is left out by that.
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
+        extra = told(grads, norm, loss, self._layers)
+        updates, opt_state = self._tx.update(grads, opt_state, params, **extra)
         moved: Any = optax.apply_updates(params, updates)
-        return (
-            moved,
-            opt_state,
-            after,
-            loss,
-            jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads))),
-        )
+        return moved, opt_state, after, loss, norm
 
     def run(self, reorder: Callable[[Any], Any] = lambda batch: batch) -> Run:
         """Takes a step for each batch, whose rows `reorder` may put in another order."""
         params, extras = self.params, self.extras
-        opt_state = self.given.tx.init(jax.tree.map(jnp.asarray, params))
+        opt_state = self._tx.init(jax.tree.map(jnp.asarray, params))
         losses, norms = [], []
         for number, batch in enumerate(self.given.batches):
             params, opt_state, extras, loss, norm = self._step(
