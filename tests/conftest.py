@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests.cpu_times import CpuTimes
 from tests.kept_programs import KeptPrograms
 from zerojax.host_memory import keep_freed_memory
 
@@ -73,6 +74,16 @@ def _keep_programs(config: pytest.Config) -> None:
     config.stash[PROGRAMS] = programs
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-times",
+        type=int,
+        metavar="N",
+        help="print the N dearest test files and tests by processor time, which does not depend "
+        "on what else the machine does; processes that tests start count when they have ended",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Runs before any test module is imported, so before JAX starts its devices."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -91,6 +102,8 @@ def pytest_configure(config: pytest.Config) -> None:
             _keep_kernels(config)
         elif not _only_starts_others(config):
             _keep_programs(config)
+    if config.getoption("cpu_times"):
+        config.pluginmanager.register(CpuTimes(config.getoption("cpu_times")))
     keep_freed_memory()
     jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,10 +1,17 @@
-"""Compiled programs are handed from one process of pytest to the next whole, or not at all."""
+"""Compiled programs are handed from one process of pytest to the next whole, or not at all.
+
+Also the other things that make the suite bearable: the time after which no test begins, and which
+tests take the most processor time.
+"""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 import zlib
+from types import SimpleNamespace
 
 import conftest
 import jax
@@ -13,6 +20,7 @@ import numpy as np
 import pytest
 
 from tests import kept_programs
+from tests.cpu_times import CpuTimes, cpu_seconds
 from tests.kept_programs import SETTINGS, KeptPrograms, use_settings
 
 WHOLE = zlib.compress(os.urandom(5000))
@@ -126,3 +134,16 @@ def test_what_would_begin_too_late_is_left_out(request, monkeypatch, seconds):
     else:
         with pytest.raises(pytest.skip.Exception, match="for lack of time: tests/test_kept_progr"):
             conftest.pytest_runtest_setup(request.node)
+
+
+def test_processor_time_is_that_of_the_test_and_of_its_children():
+    times = CpuTimes(1)
+    before = cpu_seconds()
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    report = SimpleNamespace(nodeid="tests/test_a.py::test_b", cpu_seconds=cpu_seconds() - before)
+    assert report.cpu_seconds > 0.03
+    times.pytest_runtest_logreport(report)
+    times.pytest_runtest_logreport(report)
+    times.pytest_runtest_logreport(SimpleNamespace(nodeid="tests/test_c.py::test_d"))
+    assert times.of_files()["tests/test_a.py"] == 2 * report.cpu_seconds
+    assert times.of_files()["tests/test_c.py"] == 0
