@@ -248,6 +248,10 @@ def test_steps_with_host_memory_are_compiled_with_the_guard():
     mesh = make_mesh({"data": 8}, devices=compiler.gpu_devices(H100, 8))
     assert choose_options(mesh, regather=False) == ({}, {})
     assert choose_options(mesh, regather=False, on_host=True) == (compiler.HOST_OPTIONS, {})
+    chosen, dropped = choose_options(mesh, regather=True, unrolled=True)
+    assert chosen == {}
+    (why,) = (dropped[name] for name in PREFETCH_OPTIONS)
+    assert why == "layers outside of loops would all be gathered for the next microbatch as well"
     chosen, dropped = choose_options(mesh, regather=True, on_host=True)
     assert chosen.keys() | dropped.keys() == {*compiler.HOST_OPTIONS, *PREFETCH_OPTIONS}
 

@@ -12,8 +12,12 @@ import pytest
 from tests import gpu_programs
 from tests.gpu_programs import BF16, LAYERS, SEQ, WIDTH, Case, compile_case
 from tests.program_claims import Claims
-from zerojax import collectives, compiler
+from tests.test_plan import list_plan
+from zerojax import collectives, compiler, gpus
 from zerojax.forecast import formulas
+from zerojax.mesh import make_mesh
+from zerojax.plan_counts import role_bytes
+from zerojax.step import build_step
 
 MISSING = compiler.missing()
 pytestmark = [
@@ -212,3 +216,23 @@ def test_a_model_that_keeps_everything_keeps_no_gathered_weights(regather, units
     """Without `regather` it would be ZeRO-3 in name only, which the same count sees."""
     built = compile_case(Case(8, 3, remat="none", regather=regather))
     assert units_sent(built) == pytest.approx(units, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("zero", "num_microbatches", "precision"),
+    [(2, 1, "fp32"), (2, 4, "bf16"), (3, 1, "bf16"), (3, 4, "bf16")],
+)
+def test_layers_of_a_python_loop_take_what_the_table_says(zero, num_microbatches, precision):
+    """Weights once, and at stage 2 their gradients; not the next microbatch's weights as well."""
+    plan = list_plan(
+        make_mesh({"data": 8}, devices=compiler.gpu_devices(gpus.find_gpu("h100"), 8)),
+        zero=zero,
+        num_microbatches=num_microbatches,
+        precision=precision,
+        width=2048,
+    )
+    lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
+    compiled = compiler.compile_for_gpus(lowered, sketch=True)
+    roles = role_bytes(plan)
+    counted = roles["gathered weights"] + roles["gradients"]
+    assert counted == pytest.approx(compiled.memory.temporary, rel=0.25)

@@ -350,14 +350,16 @@ class InAList(nnx.Module):
         return x
 
 
-def list_plan(**options):
+def list_plan(mesh=None, zero=3, num_microbatches=1, precision="fp32", **options):
     return make_plan(
         lambda rngs: InAList(rngs, **options),
-        None,
-        example_batch={"x": np.ones((8, options.get("width", 128)), np.float32)},
+        mesh,
+        example_batch={"x": np.ones((32, options.get("width", 128)), np.float32)},
         loss=lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
         optimizer=zerojax.adamw(1e-3),
-        zero=3,
+        zero=zero,
+        num_microbatches=num_microbatches,
+        precision=precision,
         persistence_threshold=1000,
     )
 
@@ -373,6 +375,19 @@ def test_layers_of_a_python_loop_are_counted_as_the_program_holds_them():
     # Activations of eight rows are nothing; a float32 shard that is read needs no copy, which the
     # formula counts (1/8 of the weights).
     assert counted == pytest.approx(compiled.memory_analysis().temp_size_in_bytes, rel=0.2)
+
+
+def test_gradients_of_a_python_loop_are_counted_as_the_program_holds_them():
+    """At stage 2, with microbatches, whose loop keeps the weights as well."""
+    plan = list_plan(width=256, zero=2, num_microbatches=4)
+    compiled = build_step(plan).lower(plan.abstract_state, plan.abstract_batch).compile()
+    roles = role_bytes(plan)
+    counted = roles["gathered weights"] + roles["gradients"]
+    assert roles["gradients"] > 6 * 256 * 256 * 4
+    assert counted == pytest.approx(compiled.memory_analysis().temp_size_in_bytes, rel=0.2)
+    rows = [line for line in plan.table().splitlines() if line.startswith("layers/")]
+    assert sum(line.endswith("scatter early, gradients at once") for line in rows) == 12
+    assert "gradients at once" not in list_plan(zero=2, scan=True).table()
 
 
 def test_the_table_says_which_weights_live_together():

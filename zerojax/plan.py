@@ -36,7 +36,7 @@ from zerojax.offload.disk_checks import check_durable
 from zerojax.offload.streaming_checks import check_update_in_backward, find_stacked
 from zerojax.offload_layout import OffloadLayout
 from zerojax.pipeline_layout import PipelineLayout
-from zerojax.placement import Placement
+from zerojax.placement import Placement, straight_pieces, unrolled
 from zerojax.plan_checks import (
     check_batch,
     check_deterministic,
@@ -345,6 +345,8 @@ def make_plan(
         regather,
         settings.offload.on_host,
         deterministic=settings.deterministic is not None,
+        unrolled=num_microbatches > 1
+        and bool(unrolled(placement, straight_pieces(trace.jaxpr.jaxpr))),
     )
     tx = fit_optimizer(optimizer_built.tx, precision)
     check_elementwise(settings, tx)

@@ -11,7 +11,7 @@ from zerojax.display import printable
 from zerojax.mesh import MODEL, describe_mesh
 from zerojax.offload_page import offload_dict, offload_lines, offload_words, tier_lines
 from zerojax.pipeline_page import pipeline_dict, pipeline_line, pipeline_lines
-from zerojax.placement import Placement, straight_pieces, unrolled
+from zerojax.placement import Access, Placement, straight_pieces, unrolled
 from zerojax.plan_counts import role_bytes, role_tiers, state_bytes
 from zerojax.planned import Planned
 
@@ -84,13 +84,16 @@ def _exception_lines(placement: Placement) -> list[str]:
 
 def _leaf_lines(plan: Planned) -> list[str]:
     placement: Placement = plan.placement
-    together = unrolled(placement, straight_pieces(plan.forward.jaxpr))
+    pieces = straight_pieces(plan.forward.jaxpr)
+    together = unrolled(placement, pieces)
+    waiting = unrolled(placement, pieces, Access.GATHER_ONCE_SCATTER_EARLY)
     rows = [("parameter", "shape", "stored as", "per device", "read")]
     for leaf in placement.leaves.values():
         spec = ", ".join(map(_axis_words, leaf.stored_spec)) or "whole"
         size = trees.format_bytes(placement.shard_elements(leaf) * 4)
         access = "frozen, " * leaf.frozen + leaf.access.value
         access += ", all at once" * (leaf.name in together)
+        access += ", gradients at once" * (leaf.name in waiting and not leaf.frozen)
         rows.append(
             (printable(leaf.name), "x".join(map(str, leaf.shape)) or "scalar", spec, size, access)
         )

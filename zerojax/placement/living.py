@@ -65,12 +65,20 @@ def straight_pieces(program: Any) -> list[Piece]:
     return [piece for piece in pieces if piece.names]
 
 
-def unrolled(placement: Placement, pieces: Sequence[Piece]) -> frozenset[str]:
-    """The parameters that are gathered where they are read and live together outside of loops, if
-    these are most of what is gathered so; else none."""
-    on_use = {n for n, leaf in placement.leaves.items() if leaf.access is Access.GATHER_ON_USE}
+def unrolled(
+    placement: Placement, pieces: Sequence[Piece], access: Access = Access.GATHER_ON_USE
+) -> frozenset[str]:
+    """The parameters of one way of reading that live together outside of loops, if these are most
+    of those that are read so; else none.
+
+    Args:
+      placement: the table; pieces: of the traced loss.
+      access: GATHER_ON_USE for weights that live together, GATHER_ONCE_SCATTER_EARLY for gradients
+        that do.
+    """
+    chosen = {n for n, leaf in placement.leaves.items() if leaf.access is access}
     straight: frozenset[str] = frozenset().union(*(p.names for p in pieces if not p.in_loop))
-    found = straight & on_use
-    sizes = {name: trees.num_elements(placement.leaves[name].shape) for name in on_use}
+    found = straight & chosen
+    sizes = {name: trees.num_elements(placement.leaves[name].shape) for name in chosen}
     several = len(found) > 1 and 2 * sum(map(sizes.__getitem__, found)) > sum(sizes.values())
     return frozenset(found) if several else frozenset()
