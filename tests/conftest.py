@@ -5,6 +5,7 @@ Tests marked `gpu` are for a machine that has one and run when they are asked fo
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import platform
@@ -57,18 +58,23 @@ def _keep_kernels(config: pytest.Config) -> None:
 PROGRAMS = pytest.StashKey[KeptPrograms]()
 
 
+def _programs_folder(config: pytest.Config) -> Path:
+    if hasattr(config, "cache"):  # not so with -p no:cacheprovider
+        with contextlib.suppress(OSError):
+            folder = config.cache.mkdir("programs")
+            if os.access(folder, os.W_OK):
+                return folder
+    temporary = tempfile.TemporaryDirectory(prefix="zerojax-programs-", ignore_cleanup_errors=True)
+    config.add_cleanup(temporary.cleanup)
+    return Path(temporary.name)
+
+
 def _keep_programs(config: pytest.Config) -> None:
     """A program that any test compiled before is read, not compiled again.
 
     The entries lie in pytest's cache (`.pytest_cache`); without one they go with the process.
     """
-    if hasattr(config, "cache"):
-        shared = config.cache.mkdir("programs")
-    else:
-        folder = tempfile.TemporaryDirectory(prefix="zerojax-programs-", ignore_cleanup_errors=True)
-        config.add_cleanup(folder.cleanup)
-        shared = Path(folder.name)
-    programs = KeptPrograms(shared)
+    programs = KeptPrograms(_programs_folder(config))
     programs.use()
     config.add_cleanup(programs.close)
     config.stash[PROGRAMS] = programs

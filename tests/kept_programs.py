@@ -53,7 +53,8 @@ class KeptPrograms:
         self.shared.mkdir(parents=True, exist_ok=True)
         _remove_what_dead_processes_left(shared)
         _keep_within(self.shared, MAX_BYTES)
-        self.own.mkdir(exist_ok=True)
+        shutil.rmtree(self.own, ignore_errors=True)  # of a dead process that had this number
+        self.own.mkdir()
         self.known: set[str] = set()
         self.next_exchange = 0.0
         self.exchange()
