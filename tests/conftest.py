@@ -144,8 +144,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return max(1, min(len(os.sched_getaffinity(0)), room))
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """Nearly nothing that modules make when they are imported is garbage: a fifth of the time."""
+    if not _only_starts_others(session.config):
+        gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What exists now lives as long as the process: Python need not look through it for garbage."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
