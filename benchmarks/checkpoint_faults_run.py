@@ -28,7 +28,8 @@ from zerojax.distributed import ProcessGroup, join_processes
 from zerojax.losses import mean_squared_error
 from zerojax.mesh import make_mesh
 from zerojax.optim import adamw
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan
+from zerojax.plan_making import make_plan
 from zerojax.saved_state import restore_state, save_state
 from zerojax.step import build_step
 

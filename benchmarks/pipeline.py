@@ -30,7 +30,7 @@ from benchmarks.pipeline_programs import (
 )
 from benchmarks.recording import Goal, Record, add_arguments, write_record
 from zerojax import compiler, hlo
-from zerojax.forecast.roles import bytes_by_role
+from zerojax.forecasting.roles import bytes_by_role
 from zerojax.pipeline_costs import message_bytes, total_buffer_bytes
 
 FLAT = 1.001

@@ -20,7 +20,8 @@ from zerojax.config import MeshConfig
 from zerojax.hlo.live import LiveAtPeak, read_live
 from zerojax.mesh import make_mesh
 from zerojax.models import GPT2, GPT2Config
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan
+from zerojax.plan_making import make_plan
 from zerojax.step import build_step
 
 BF16 = 2

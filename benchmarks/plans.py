@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import zerojax
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from zerojax import compiler
@@ -60,10 +61,10 @@ def measure(smoke: bool) -> Record:
 def _row(name: str, gpu: str, devices: int) -> dict[str, Any]:
     plan = plan_from_config(load(RunConfig, CONFIGS / f"{name}.yaml", []), devices)
     began = time.process_time()
-    forecast = plan.compile(gpu=gpu, devices=devices, fast=True)
+    forecast = zerojax.forecast(plan, gpu=gpu, devices=devices, fast=True)
     seconds = time.process_time() - began
-    cublas = _with_options(plan, compiler.CUBLAS_OPTIONS).compile(
-        gpu=gpu, devices=devices, fast=True
+    cublas = zerojax.forecast(
+        _with_options(plan, compiler.CUBLAS_OPTIONS), gpu=gpu, devices=devices, fast=True
     )
     memory, traffic, estimate = forecast.memory, forecast.traffic, forecast.estimate
     wire = traffic.data_wire_bytes

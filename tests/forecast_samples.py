@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config import ModelConfig
-from zerojax.forecast.result import (
+from zerojax.forecasting.result import (
     COMPILED,
     ForecastNumbers,
     Memory,
@@ -18,11 +18,12 @@ from zerojax.forecast.result import (
     Traffic,
     TrafficRow,
 )
-from zerojax.forecast.roofline import estimate, verdict
+from zerojax.forecasting.roofline import estimate, verdict
 from zerojax.gpus import Gpu, find_gpu
 from zerojax.mesh import make_abstract_mesh
 from zerojax.models import build_model
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan
+from zerojax.plan_making import make_plan
 
 GIB = 2**30
 
@@ -131,7 +132,7 @@ def sample_forecast(
     rows: tuple[TrafficRow, ...] | None = None,
     **changes: Any,
 ) -> ForecastNumbers:
-    """A forecast as `make_forecast` would put it together."""
+    """A forecast as `zerojax.forecast` would put it together."""
     plan = plan or sample_plan(zero=3, num_microbatches=4)
     gpu = gpu or sample_card()
     memory = memory or sample_memory()

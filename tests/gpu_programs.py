@@ -15,7 +15,8 @@ import numpy as np
 from zerojax import compiler, gpus, hlo
 from zerojax.mesh import make_mesh
 from zerojax.models import GPT2, GPT2Config
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan
+from zerojax.plan_making import make_plan
 from zerojax.step import build_step
 
 LAYERS, WIDTH, HEADS, VOCAB, SEQ = 24, 2048, 16, 50304, 1024

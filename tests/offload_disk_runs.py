@@ -18,7 +18,8 @@ from zerojax.data import shard_batch
 from zerojax.losses import mean_squared_error
 from zerojax.mesh import make_mesh
 from zerojax.optim import adamw
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan
+from zerojax.plan_making import make_plan
 from zerojax.step import build_step
 from zerojax.trees import flatten_names
 

@@ -20,8 +20,8 @@ from zerojax.arrays import (
     to_canonical,
 )
 from zerojax.mesh import make_abstract_mesh
-from zerojax.plan import make_plan
 from zerojax.plan_counts import shard_bytes
+from zerojax.plan_making import make_plan
 from zerojax.state import run_key_data
 
 USER = {

@@ -21,7 +21,7 @@ from zerojax.hugging_face import UnsupportedError, from_hugging_face
 from zerojax.hugging_face.bert import BERT_ROW
 from zerojax.mesh import make_mesh
 from zerojax.models import BertConfig
-from zerojax.plan import make_plan, plan_options
+from zerojax.plan_making import make_plan, plan_options
 from zerojax.publishing import to_hugging_face
 from zerojax.trainer import Trainer
 

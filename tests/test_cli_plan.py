@@ -22,8 +22,8 @@ from zerojax.cli.parser import build_parser
 from zerojax.cli.progress import Progress
 from zerojax.compiler import CompileError
 from zerojax.config import RunConfig, load
-from zerojax.forecast.result import FORMULA
-from zerojax.plan import Plan, make_plan
+from zerojax.forecasting.result import FORMULA
+from zerojax.plan_making import make_plan
 from zerojax.precision import as_precision
 from zerojax.runs import plan_from_config, vocab_size_of
 from zerojax.search import Candidate, SearchResult, Trial
@@ -57,7 +57,7 @@ def forecasts(monkeypatch):
         return sample_forecast(planned, gpu, memory=asked_memory[0])
 
     asked_memory = [sample_memory()]
-    monkeypatch.setattr(Plan, "compile", compile_)
+    monkeypatch.setattr(planning, "compile_forecast", compile_)
     asked.append(asked_memory)
     return asked
 
@@ -336,7 +336,7 @@ def test_a_failure_of_the_compiler_is_its_first_cause_and_exit_code_1(monkeypatc
     def fail(*_, **__):
         raise CompileError("INTERNAL: no PTX compiler (install it)")
 
-    monkeypatch.setattr(Plan, "compile", fail)
+    monkeypatch.setattr(planning, "compile_forecast", fail)
     assert main([*WORDS]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         "zerojax: error: INTERNAL: no PTX compiler (install it)"

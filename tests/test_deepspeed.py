@@ -16,10 +16,11 @@ import pytest
 import zerojax
 from zerojax import deepspeed
 from zerojax.config import ConfigError, LogConfig, LossScale, MeshConfig, OptimizerConfig
+from zerojax.config.recognition import DEEPSPEED_KEYS, MESH_KEYS, is_deepspeed
 from zerojax.deepspeed import Given
+from zerojax.deepspeed.file import OLD_NAMES
 from zerojax.deepspeed.keys import Absent, Key, paths
 from zerojax.deepspeed.optimizers import OPTIMIZERS
-from zerojax.deepspeed.recognition import DEEPSPEED_KEYS, MESH_KEYS
 from zerojax.deepspeed.table import TABLE
 from zerojax.optim import Optimizer
 from zerojax.precision import Precision, as_precision
@@ -190,14 +191,15 @@ def test_a_misspelt_key_at_the_top_is_refused_with_the_nearest(values, meant):
 
 
 def test_a_dict_is_a_deepspeed_configuration_or_a_mesh_by_its_keys():
+    assert {*TABLE, *OLD_NAMES} == DEEPSPEED_KEYS
     assert not DEEPSPEED_KEYS & MESH_KEYS
-    assert deepspeed.is_deepspeed({"train_batch_size": 8, "_comment": ""})
-    assert deepspeed.is_deepspeed({"train_batchsize": 8})
-    assert not deepspeed.is_deepspeed({})
-    assert not deepspeed.is_deepspeed({"zero": 3, "dta": 2})
-    assert not deepspeed.is_deepspeed({"zeroo": 3})
+    assert is_deepspeed({"train_batch_size": 8, "_comment": ""})
+    assert is_deepspeed({"train_batchsize": 8})
+    assert not is_deepspeed({})
+    assert not is_deepspeed({"zero": 3, "dta": 2})
+    assert not is_deepspeed({"zeroo": 3})
     with pytest.raises(ConfigError, match=r"zero belongs to a MeshConfig, and train_batch_size to"):
-        deepspeed.is_deepspeed({"zero": 3, "train_batch_size": 8})
+        is_deepspeed({"zero": 3, "train_batch_size": 8})
 
 
 def test_make_plan_says_who_takes_a_deepspeed_configuration():

@@ -27,7 +27,7 @@ from zerojax.fixed_tree import TreeOrder, tree_sum, tree_total
 from zerojax.mesh import make_mesh
 from zerojax.optim import adamw, lamb
 from zerojax.placement import Access
-from zerojax.plan import make_plan
+from zerojax.plan_making import make_plan
 from zerojax.precision import as_precision
 from zerojax.step import build_step
 

@@ -1,4 +1,4 @@
-"""`plan.compile`: what a step needs on GPUs."""
+"""`zerojax.forecast`: what a step needs on GPUs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import zerojax
 from tests.small_models import reference_model
 from zerojax import compiler, make_mesh, make_plan
-from zerojax.forecast import COMPILED, FORMULA
-from zerojax.forecast.forecast import cache_key
+from zerojax.forecasting import COMPILED, FORMULA
+from zerojax.forecasting.compiled_step import cache_key
 from zerojax.gpus import find_gpu
 from zerojax.mesh import make_abstract_mesh
 
@@ -43,7 +44,7 @@ def cache(tmp_path_factory):
 
 def test_without_the_compiler_formulas_are_given_and_labelled(monkeypatch):
     monkeypatch.setattr(compiler, "_PLUGINS", ("no_such_plugin",))
-    forecast = plan_of().compile(gpu="h100")
+    forecast = zerojax.forecast(plan_of(), gpu="h100")
     assert forecast.source == FORMULA
     assert forecast.memory.peak is None
     assert forecast.verdict.fits is None, "formulas know no activations"
@@ -57,7 +58,7 @@ def test_without_the_compiler_formulas_are_given_and_labelled(monkeypatch):
 def test_another_number_of_devices_is_planned_anew(monkeypatch):
     monkeypatch.setattr(compiler, "_PLUGINS", ("no_such_plugin",))
     plan = plan_of(rows=64)
-    here, there = plan.compile(gpu="h200"), plan.compile(gpu="h200", devices=64)
+    here, there = zerojax.forecast(plan, gpu="h200"), zerojax.forecast(plan, gpu="h200", devices=64)
     assert here.mesh["data"] == 8
     assert there.mesh["data"] == 64
     assert there.memory.state < here.memory.state / 6
@@ -67,14 +68,14 @@ def test_devices_that_the_mesh_cannot_make(monkeypatch):
     monkeypatch.setattr(compiler, "_PLUGINS", ("no_such_plugin",))
     plan = plan_of(mesh=make_abstract_mesh({"data": 4, "model": 2}, 8))
     with pytest.raises(ValueError, match="does not divide the 7 devices"):
-        plan.compile(gpu="h100", devices=7)
+        zerojax.forecast(plan, gpu="h100", devices=7)
     with pytest.raises(ValueError, match="8"):
-        plan_of(rows=8).compile(gpu="h100", devices=16)  # 8 rows on 16 data shards
+        zerojax.forecast(plan_of(rows=8), gpu="h100", devices=16)  # 8 rows on 16 data shards
 
 
 def test_an_unknown_card_is_refused_with_those_that_are_known():
     with pytest.raises(ValueError, match="h100"):
-        plan_of().compile(gpu="h1000")
+        zerojax.forecast(plan_of(), gpu="h1000")
 
 
 @needs_compiler
@@ -82,7 +83,7 @@ def test_an_unknown_card_is_refused_with_those_that_are_known():
 @pytest.mark.parametrize("zero", [1, 3])
 def test_the_step_is_compiled_and_its_numbers_add_up(cache, zero):
     plan = plan_of(zero)
-    forecast = plan.compile(gpu="h100", fast=True)
+    forecast = zerojax.forecast(plan, gpu="h100", fast=True)
     memory, traffic = forecast.memory, forecast.traffic
     assert forecast.source == COMPILED
     assert forecast.verdict.fits
@@ -109,7 +110,7 @@ def test_the_step_of_a_pipeline_is_compiled_and_its_numbers_add_up(cache):
         example_batch={"tokens": shape, "targets": shape},
         num_microbatches=4,
     )
-    forecast = plan.compile(gpu="h100", fast=True)
+    forecast = zerojax.forecast(plan, gpu="h100", fast=True)
     memory, traffic = forecast.memory, forecast.traffic
     assert forecast.source == COMPILED
     assert sum(role.bytes or 0 for role in memory.roles) == memory.peak
@@ -128,12 +129,12 @@ def test_the_step_of_a_pipeline_is_compiled_and_its_numbers_add_up(cache):
 @needs_compiler
 @pytest.mark.gpu_programs
 def test_the_same_step_comes_from_the_cache(cache):
-    first = plan_of(3).compile(gpu="h100", fast=True)
-    again = plan_of(3).compile(gpu="h100", fast=True)
+    first = zerojax.forecast(plan_of(3), gpu="h100", fast=True)
+    again = zerojax.forecast(plan_of(3), gpu="h100", fast=True)
     assert again.seconds == 0
     assert again.memory == first.memory
     assert again.traffic == first.traffic
-    other = plan_of(3).compile(gpu="h200", fast=True)
+    other = zerojax.forecast(plan_of(3), gpu="h200", fast=True)
     assert other.seconds > 0, "another card is another program"
 
 
@@ -143,7 +144,7 @@ def test_the_same_step_comes_from_the_cache(cache):
 def test_the_fast_options_change_neither_memory_nor_traffic_and_the_page_names_them(monkeypatch):
     monkeypatch.setenv("ZEROJAX_CACHE", "off")
     plan = plan_of(3)
-    fast, full = (plan.compile(gpu="h100", fast=given) for given in (True, False))
+    fast, full = (zerojax.forecast(plan, gpu="h100", fast=given) for given in (True, False))
     assert fast.memory == full.memory
     assert fast.traffic.wire_bytes == full.traffic.wire_bytes
     assert fast.compiler == f"{full.compiler}, fast options"
@@ -188,6 +189,6 @@ def test_a_loop_as_long_as_the_data_say_makes_lower_bounds_and_is_named(cache):
         example_batch={"tokens": shape, "targets": shape},
         loss=loss,
     )
-    forecast = plan.compile(gpu="h100", fast=True)
+    forecast = zerojax.forecast(plan, gpu="h100", fast=True)
     assert any("loops run as long as the data say" in remark for remark in forecast.remarks)
     assert "lower bounds" in " ".join(forecast.page().split())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zerojax.forecast import cache
+from zerojax.forecasting import cache
 
 KEY = cache.key_of("a program")
 VALUE = {"peak": 2**40 + 1, "seconds": 0.1 + 0.2, "roles": [["x", None]], "name": "été"}

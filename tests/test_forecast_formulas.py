@@ -12,7 +12,7 @@ from tests.pipelines import layout_of
 from tests.pipelines import plan_of as pipelined
 from tests.small_models import reference_model
 from zerojax import make_plan, plan_counts
-from zerojax.forecast import formulas
+from zerojax.forecasting import formulas
 from zerojax.mesh import make_abstract_mesh
 
 DEVICES = 8

@@ -18,8 +18,8 @@ from forecast_samples import (
 )
 
 from tests.pipelines import layout_of, plan_of
-from zerojax.forecast.page import WIDTH, forecast_dict, forecast_page, round_to_sum
-from zerojax.forecast.result import FORMULA
+from zerojax.forecasting.page import WIDTH, forecast_dict, forecast_page, round_to_sum
+from zerojax.forecasting.result import FORMULA
 
 WHY = "the compile-only CUDA client is not installed: pip install 'zerojax[plan]'"
 

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh
 
 import zerojax
 from zerojax import compiler
-from zerojax.forecast import roles
-from zerojax.forecast.roles import Roles, argument_roles, bytes_by_role
+from zerojax.forecasting import roles
+from zerojax.forecasting.roles import Roles, argument_roles, bytes_by_role
 from zerojax.gpus import find_gpu
 from zerojax.hlo.dataflow import Dataflow, Link
 from zerojax.hlo.live import LiveAtPeak, read_live

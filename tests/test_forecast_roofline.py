@@ -8,9 +8,9 @@ import re
 import pytest
 from forecast_samples import GIB, sample_memory, sample_plan, sample_row
 
-from zerojax.forecast import page
-from zerojax.forecast.remedies import accumulation_bytes
-from zerojax.forecast.roofline import (
+from zerojax.forecasting import page
+from zerojax.forecasting.remedies import accumulation_bytes
+from zerojax.forecasting.roofline import (
     estimate,
     link_bandwidth,
     members_per_node,

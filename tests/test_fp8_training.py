@@ -22,7 +22,7 @@ from zerojax.config import ConfigError, MeshConfig, ModelConfig
 from zerojax.data.corpus import read_text
 from zerojax.mesh import make_mesh
 from zerojax.models import GPT2Config, build_model, fp8, generate
-from zerojax.plan import make_plan
+from zerojax.plan_making import make_plan
 from zerojax.programs import inner_programs
 from zerojax.step import build_evaluation, build_step
 

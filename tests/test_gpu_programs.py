@@ -14,7 +14,7 @@ from tests.gpu_programs import BF16, LAYERS, SEQ, WIDTH, Case, compile_case
 from tests.program_claims import Claims
 from tests.test_plan import list_plan
 from zerojax import collectives, compiler, gpus
-from zerojax.forecast import formulas
+from zerojax.forecasting import formulas
 from zerojax.mesh import make_mesh
 from zerojax.plan_counts import role_bytes
 from zerojax.step import build_step

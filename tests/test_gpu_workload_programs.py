@@ -20,7 +20,7 @@ from pallas_kernels import choice
 from zerojax import compiler, hlo
 from zerojax.gpus import find_gpu
 from zerojax.mesh import make_mesh
-from zerojax.plan import make_plan
+from zerojax.plan_making import make_plan
 from zerojax.step import build_step
 
 MISSING = compiler.missing()

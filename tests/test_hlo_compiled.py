@@ -30,7 +30,7 @@ from zerojax.hlo import (
 )
 from zerojax.mesh import AXES
 from zerojax.models import build_model
-from zerojax.plan import make_plan
+from zerojax.plan_making import make_plan
 from zerojax.step import build_step
 
 ON_GPU = [

@@ -26,7 +26,8 @@ from zerojax.host_budget import (
     disk_bytes,
     host_bytes,
 )
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan
+from zerojax.plan_making import make_plan
 from zerojax.store import StoreError
 from zerojax.system_memory import PINNED_LIMIT, SPARE, Room, least_room, pinned_limit_for, rooms
 

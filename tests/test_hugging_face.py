@@ -18,7 +18,7 @@ from zerojax.config import MeshConfig, OptimizerConfig
 from zerojax.first_values import fill_on_devices
 from zerojax.hugging_face import UnsupportedError, from_hugging_face
 from zerojax.mesh import make_mesh
-from zerojax.plan import make_plan, plan_options
+from zerojax.plan_making import make_plan, plan_options
 from zerojax.saved_state import end_state, model_of
 
 

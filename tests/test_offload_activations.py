@@ -19,7 +19,7 @@ from zerojax import compiler
 from zerojax.config.offload import OffloadConfig
 from zerojax.layer_inputs import find_layer_scans, keep_inputs_on_host
 from zerojax.mesh import make_abstract_mesh
-from zerojax.plan import make_plan
+from zerojax.plan_making import make_plan
 from zerojax.programs import inner_programs, is_checkpoint
 from zerojax.step import build_step
 

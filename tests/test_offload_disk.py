@@ -26,7 +26,7 @@ from zerojax.arrays import init_state, reshard_state
 from zerojax.config import MeshConfig, OffloadConfig
 from zerojax.mesh import make_mesh
 from zerojax.optim import adamw
-from zerojax.plan import make_plan
+from zerojax.plan_making import make_plan
 from zerojax.precision import as_precision
 from zerojax.step import build_step
 from zerojax.store import StoreError

@@ -37,7 +37,7 @@ from zerojax.offload import disk_step
 from zerojax.offload.disk import owners_of
 from zerojax.offload.disk_durable import resume, resume_step
 from zerojax.optim import adamw
-from zerojax.plan import make_plan
+from zerojax.plan_making import make_plan
 from zerojax.saved_state import first_state, restore_state
 from zerojax.store import BucketStore, StoreError
 from zerojax.store.files import aligned_buffer

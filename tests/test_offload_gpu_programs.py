@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import zerojax
 from tests.program_claims import Claims
 from zerojax import compiler, gpus, hlo
 from zerojax.config import MeshConfig
@@ -24,7 +25,8 @@ from zerojax.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.mesh import make_mesh
 from zerojax.models import GPT2, GPT2Config
 from zerojax.optim import adamw
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan
+from zerojax.plan_making import make_plan
 from zerojax.step import build_step
 from zerojax.step_options import choose_options
 
@@ -324,7 +326,7 @@ def test_a_forecast_counts_host_memory_apart(monkeypatch):
         offload=Case(8, 1, opt_state="host").offload,
     )
     monkeypatch.setattr(compiler, "FAST_OPTIONS", compiler.SKETCH_OPTIONS)  # for less work
-    forecast = plan.compile(gpu=H200, devices=8, fast=True)
+    forecast = zerojax.forecast(plan, gpu=H200, devices=8, fast=True)
     state = 3 * FP32 * plan.placement.num_parameters() / 8
     assert forecast.memory.host == pytest.approx(state, rel=0.03)
     assert forecast.memory.arguments < 0.3 * state

@@ -21,7 +21,8 @@ from zerojax.config import OffloadConfig
 from zerojax.mesh import make_abstract_mesh, make_mesh
 from zerojax.models import GPT2, GPT2Config
 from zerojax.offload import streaming
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan
+from zerojax.plan_making import make_plan
 from zerojax.step import build_step, pass_config
 from zerojax.step_options import choose_options
 

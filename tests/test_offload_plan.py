@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import pytest
 from forecast_samples import sample_card
 
+import zerojax
 from zerojax import compiler
 from zerojax.config import ModelConfig, OffloadConfig
 from zerojax.config.offload import DEVICE, HOST, NVME
-from zerojax.forecast import formulas
-from zerojax.forecast.remedies import find_remedies
+from zerojax.forecasting import formulas
+from zerojax.forecasting.remedies import find_remedies
 from zerojax.gpus import find_gpu
 from zerojax.machine_rates import MeasuredDisk, MeasuredLink, disk_name, keep
 from zerojax.mesh import make_abstract_mesh
@@ -31,7 +32,7 @@ from zerojax.offload_costs import (
     slice_bytes,
 )
 from zerojax.optim import adamw
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan
 from zerojax.plan_counts import (
     kept_activation_bytes,
     model_flops,
@@ -41,6 +42,7 @@ from zerojax.plan_counts import (
     state_bytes,
     tokens_per_step,
 )
+from zerojax.plan_making import make_plan
 from zerojax.precision import Precision
 
 WIDTH = 100
@@ -321,7 +323,7 @@ def test_json_has_every_number():
 def test_the_forecast_shows_it_and_counts_its_time(monkeypatch):
     monkeypatch.setenv("ZEROJAX_CACHE", "off")
     plan = offload_plan("host", params="host")
-    forecast = plan.compile(gpu="h200", why_formula="by hand")
+    forecast = zerojax.forecast(plan, gpu="h200", why_formula="by hand")
     offload = forecast.offload
     assert offload is not None
     assert offload.hiding is not None
@@ -346,7 +348,7 @@ def test_the_forecast_shows_it_and_counts_its_time(monkeypatch):
 def test_a_machine_needs_host_memory_for_what_lies_in_files_too(monkeypatch):
     monkeypatch.setenv("ZEROJAX_CACHE", "off")
     plan = offload_plan("nvme")
-    offload = plan.compile(gpu="h200", why_formula="by hand").offload
+    offload = zerojax.forecast(plan, gpu="h200", why_formula="by hand").offload
     assert offload is not None
     assert plan.offload is not None
     slices = {leaf.slice_elements for leaf in plan.offload.on_disk}
@@ -372,7 +374,7 @@ def test_a_slice_has_the_bytes_of_its_own_moments(moments, size):
 
 
 def remedies(plan: Plan) -> dict[str, str]:
-    forecast = plan.compile(gpu=sample_card(), why_formula="by hand")
+    forecast = zerojax.forecast(plan, gpu=sample_card(), why_formula="by hand")
     lines = find_remedies(plan, CARD, forecast.memory, excess=1, fraction=0.95)
     return {line.removeprefix("try ").partition(" (")[0]: line for line in lines}
 
@@ -393,7 +395,7 @@ def test_offload_is_proposed_and_what_it_frees():
 def test_a_remedy_takes_the_rate_that_was_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
     plan, card = offload_plan(zero=3), find_gpu("h200")
-    memory = plan.compile(gpu=card, why_formula="by hand").memory
+    memory = zerojax.forecast(plan, gpu=card, why_formula="by hand").memory
     keep(MeasuredLink(device_kind="NVIDIA H200", to_device=50.0, to_host=50.0, both=50.0))
     lines = find_remedies(plan, card, memory, excess=1, fraction=0.95)
     line = next(line for line in lines if line.startswith("try mesh.offload.opt_state=host"))
@@ -417,7 +419,7 @@ def test_the_compiled_program_moves_what_the_formulas_say(monkeypatch):
     monkeypatch.setenv("ZEROJAX_CACHE", "off")
     monkeypatch.setattr(compiler, "FAST_OPTIONS", compiler.SKETCH_OPTIONS)  # for less work
     plan = offload_plan("host", params="host", activations="host", zero=1, num_microbatches=2)
-    forecast = plan.compile(gpu="h200", fast=True)
+    forecast = zerojax.forecast(plan, gpu="h200", fast=True)
     offload = forecast.offload
     assert offload is not None
     assert offload.compiled_to_device == sum(part.to_device for part in offload.moved)

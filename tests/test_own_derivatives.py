@@ -208,7 +208,7 @@ def test_a_rule_of_parameters_alone_is_told():
 
 def test_8_bit_products_alone_follow_the_size_of_gradients():
     plan = scaled(False)
-    assert plan.batch_weight is None
+    assert plan.traced.batch_weight is None
     assert any("gradients of the summed loss, which their scales follow" in r for r in plan.reasons)
 
 

@@ -19,8 +19,8 @@ from tests.pipeline_toy import (
     store,
 )
 from zerojax.config import MeshConfig
+from zerojax.layer_loop.split import split_passes
 from zerojax.mesh import make_mesh
-from zerojax.pipeline.residuals import split_passes
 from zerojax.schedules import check_schedule, forward_schedule, make_schedule
 
 KEY = jnp.uint32(7)

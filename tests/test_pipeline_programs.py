@@ -11,7 +11,7 @@ import pytest
 from tests.small_models import reference_model
 from zerojax import compiler, hlo, make_mesh, make_plan, plan_counts, profile
 from zerojax import pipeline_costs as costs
-from zerojax.forecast import formulas
+from zerojax.forecasting import formulas
 from zerojax.gpus import find_gpu
 from zerojax.mesh import make_abstract_mesh
 from zerojax.programs import collectives_in_branches

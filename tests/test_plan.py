@@ -18,8 +18,8 @@ from tests.trajectories import plan_for, regression_batch, text_batch
 from zerojax.config import MeshConfig
 from zerojax.mesh import make_abstract_mesh, make_mesh
 from zerojax.placement import Access
-from zerojax.plan import make_plan
 from zerojax.plan_counts import role_bytes
+from zerojax.plan_making import make_plan
 from zerojax.step import build_step
 from zerojax.trees import flatten_names
 

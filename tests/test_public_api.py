@@ -52,6 +52,12 @@ def test_public_functions_take_at_most_three_things_by_position(name):
     assert not any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
+def test_no_module_has_the_name_of_a_public_function():
+    """Importing it would put the module into the function's place."""
+    modules = {path.stem for path in Path(zerojax.__file__).parent.iterdir()}
+    assert not modules & {name for name in NAMES if inspect.isfunction(getattr(zerojax, name))}
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'zerojax' has no attribute 'trian'"):
         zerojax.trian  # noqa: B018

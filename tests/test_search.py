@@ -12,10 +12,11 @@ import re
 import pytest
 from forecast_samples import GIB, sample_card, sample_forecast, sample_plan
 
+import zerojax
 from zerojax import compiler
 from zerojax import pipeline_costs as costs
 from zerojax.compiler import CompileError
-from zerojax.forecast.result import FORMULA, RoleBytes
+from zerojax.forecasting.result import FORMULA, RoleBytes
 from zerojax.plan_counts import role_bytes, shard_bytes
 from zerojax.search import Candidate, list_candidates, search, search_dict, search_page
 from zerojax.search.bounds import Bounds, bounds_of, bounds_on, repeated
@@ -440,7 +441,7 @@ def test_a_small_search_with_the_compiler():
 
     def forecast(plan):
         compiled.append(plan)
-        return plan.compile(gpu="h200", devices=8, fast=True)
+        return zerojax.forecast(plan, gpu="h200", devices=8, fast=True)
 
     candidates = [
         candidate(zero=zero, num_microbatches=number)

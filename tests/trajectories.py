@@ -17,7 +17,8 @@ from tests.small_models import VOCAB
 from zerojax.arrays import init_state
 from zerojax.config import MeshConfig
 from zerojax.mesh import make_mesh
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan
+from zerojax.plan_making import make_plan
 from zerojax.step import build_step
 
 TOLERANCE = 4e-6

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zerojax.data import TokenSource, shard_batch
     from zerojax.distributed import join_processes
     from zerojax.engine import Engine, initialize
+    from zerojax.forecasting import forecast
     from zerojax.hugging_face import Pretrained, UnsupportedError, from_hugging_face
     from zerojax.interruption import Interrupted
     from zerojax.loading import LoadedRun, load_run
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from zerojax.models import Stages, add_lora, merge_lora
     from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
     from zerojax.peers import PeerLostError
-    from zerojax.plan import Plan, make_plan
+    from zerojax.plan import Plan
+    from zerojax.plan_making import make_plan
     from zerojax.precision import Precision
     from zerojax.publishing import to_hugging_face, to_peft
     from zerojax.runs import run_from_config
@@ -81,6 +83,7 @@ __all__ = [
     "build_evaluation",
     "build_step",
     "check",
+    "forecast",
     "from_canonical",
     "from_hugging_face",
     "init_state",
@@ -140,6 +143,7 @@ _HOME_OF_NAME = {
     "build_evaluation": "step",
     "build_step": "step",
     "check": "training.equality",
+    "forecast": "forecasting",
     "from_canonical": "arrays",
     "from_hugging_face": "hugging_face",
     "init_state": "arrays",
@@ -150,7 +154,7 @@ _HOME_OF_NAME = {
     "load_run": "loading",
     "make_abstract_mesh": "mesh",
     "make_mesh": "mesh",
-    "make_plan": "plan",
+    "make_plan": "plan_making",
     "merge_lora": "models",
     "reshard_state": "arrays",
     "run_from_config": "runs",

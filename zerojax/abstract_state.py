@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -174,3 +175,42 @@ def _init_shapes(
     init = tx.init if coding is None else coding.canonical_init
     bare = {n: jax.ShapeDtypeStruct(shapes[n], x.dtype) for n, x in params.items()}
     return jax.eval_shape(init, bare)
+
+
+def fit(
+    x: jax.Array, shape: tuple[int, ...], rows: LayerRows | None, *, to_rows: bool
+) -> jax.Array:
+    """Traced: an array cut, or padded with zeros, to a shape, its rows in their places."""
+    if rows is not None and not to_rows:
+        x = _layers_in_order(x, rows)
+    sizes = shape if rows is None else (x.shape[0], *shape[1:])
+    widths = [(0, new - old, 0) for new, old in zip(sizes, x.shape, strict=True)]
+    x = jax.lax.pad(x, jnp.zeros((), x.dtype), widths)
+    return _layers_in_rows(x, rows) if rows is not None and to_rows else x
+
+
+def _layers_in_rows(x: jax.Array, rows: LayerRows) -> jax.Array:
+    """[layers, ...] -> [rows, ...]; rows without a layer are zeros."""
+    layers = np.asarray(rows.rows)
+    taken = _take(x, np.maximum(layers, 0), rows.sharding)
+    if layers.min() >= 0:
+        return taken
+    held = (layers >= 0).reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(held, taken, jnp.zeros((), x.dtype))
+
+
+def _layers_in_order(x: jax.Array, rows: LayerRows) -> jax.Array:
+    """[rows, ...] -> [layers, ...]; the inverse of `_layers_in_rows`."""
+    layers = np.asarray(rows.rows)
+    return _take(x, np.argsort(layers)[np.sum(layers < 0) :], rows.sharding)
+
+
+def _take(x: jax.Array, indices: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """x[indices], which every device does for its part of all rows.
+
+    Left to itself the compiler gathers each stack whole on every device (XLA of JAX 0.10 and 0.12,
+    on CPU).
+    """
+    x = jax.lax.with_sharding_constraint(x, sharding)
+    taken = x.at[indices].get(mode="promise_in_bounds")
+    return jax.lax.with_sharding_constraint(taken, sharding)

@@ -27,6 +27,7 @@ from zerojax.config import (
 )
 from zerojax.config.checks import check_kind, check_whole_number
 from zerojax.config.keywords import names_keywords
+from zerojax.config.recognition import is_deepspeed
 from zerojax.data import (
     Feed,
     TokenSource,
@@ -40,8 +41,9 @@ from zerojax.data.tokenizer import Tokenizer
 from zerojax.distributed import join_processes
 from zerojax.habits import Habits
 from zerojax.losses import NATS_PER_TOKEN, LossWithUnit, next_token
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan
 from zerojax.plan_counts import tokens_per_step
+from zerojax.plan_making import make_plan
 from zerojax.precision import Precision
 from zerojax.run_record import LossKind, Notes, TextData
 from zerojax.running import (
@@ -298,7 +300,7 @@ def train(
 def _deepspeed_source(mesh_config: Any) -> deepspeed.Source | None:
     """The second argument of `train` where it is a DeepSpeed configuration: a path, or a dict."""
     if isinstance(mesh_config, Mapping):
-        return mesh_config if deepspeed.is_deepspeed(mesh_config) else None
+        return mesh_config if is_deepspeed(mesh_config) else None
     return mesh_config if isinstance(mesh_config, (str, Path)) else None
 
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import loss_scale
-from zerojax.abstract_state import LayerRows, canonical_opt_state, rows_of_state
+from zerojax.abstract_state import LayerRows, canonical_opt_state, fit, rows_of_state
 from zerojax.config.keywords import names_keywords
-from zerojax.conversion import convert, fit
+from zerojax.conversion import convert
 from zerojax.first_values import place
 from zerojax.model import LazyArray
 from zerojax.offload.abstract import canonical_on_host
@@ -24,7 +24,7 @@ from zerojax.offload.disk_saving import restore_pieces
 from zerojax.offload.disk_weights import build_weights
 from zerojax.offload.state import cut_new_param, cut_new_state, cut_state, join_params, join_state
 from zerojax.optim import StateCoding, coding_of
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 from zerojax.state import TrainState, run_key_data, zero_counter
 from zerojax.system_memory import allocating_for
 
@@ -34,7 +34,7 @@ Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
 
 @names_keywords()
 @allocating_for("making the first state")
-def init_state(plan: Planned, seed: int = 0) -> TrainState:
+def init_state(plan: Plan, seed: int = 0) -> TrainState:
     """A new state, born in its shards: no device ever holds more than its part.
 
     An `nnx.Module` instance brings its own values, which are copied (the instance stays usable
@@ -63,7 +63,7 @@ def init_state(plan: Planned, seed: int = 0) -> TrainState:
         raise
 
 
-def _init_around(plan: Planned, key_data: np.ndarray, disk: DiskState | None) -> TrainState:
+def _init_around(plan: Plan, key_data: np.ndarray, disk: DiskState | None) -> TrainState:
     """A new state whose slices in files are there already."""
     # Weights of masters in files are made of these, slice by slice, not all at once.
     made_later = disk.leaves if disk is not None and plan.precision.has_masters else ()
@@ -83,7 +83,7 @@ def _init_around(plan: Planned, key_data: np.ndarray, disk: DiskState | None) ->
     return state
 
 
-def _new_disk(plan: Planned, key_data: np.ndarray) -> DiskState | None:
+def _new_disk(plan: Plan, key_data: np.ndarray) -> DiskState | None:
     """The slices in files of a new state, one parameter in memory at a time."""
     if plan.offload is None or not plan.offload.on_disk:
         return None
@@ -101,7 +101,7 @@ def _new_disk(plan: Planned, key_data: np.ndarray) -> DiskState | None:
     return fill_new_disk(plan, stored)
 
 
-def build_initialiser(plan: Planned, *, without: Collection[str] = ()) -> Any:
+def build_initialiser(plan: Plan, *, without: Collection[str] = ()) -> Any:
     """`key_data -> TrainState`, jitted: every array is computed in its shards.
 
     Args:
@@ -120,7 +120,7 @@ def build_initialiser(plan: Planned, *, without: Collection[str] = ()) -> Any:
     return jax.jit(initialise, out_shardings=leave_out(plan.state_shardings))
 
 
-def _new_params(plan: Planned, key_data: jax.Array) -> tuple[dict[str, jax.Array], Any]:
+def _new_params(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], Any]:
     """Traced: all parameters as they are stored, and the model's own state."""
     # Zeros: linen looks at a batch's shapes only, and this costs no transfer.
     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract_batch)
@@ -135,7 +135,7 @@ def _new_params(plan: Planned, key_data: jax.Array) -> tuple[dict[str, jax.Array
     return stored, extras
 
 
-def _copy_initial(plan: Planned, key_data: np.ndarray) -> TrainState:
+def _copy_initial(plan: Plan, key_data: np.ndarray) -> TrainState:
     """The state from the arrays that the user's module holds."""
     arrays = plan.model.initial_arrays()
     assert arrays is not None
@@ -159,7 +159,7 @@ def _is_unread(value: Any) -> bool:
     return isinstance(value, (LazyArray, jax.ShapeDtypeStruct))
 
 
-def _read_initial(plan: Planned, key_data: np.ndarray, *, without: Collection[str]) -> TrainState:
+def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str]) -> TrainState:
     """The state from arrays that lie in files, or are still to be made, one parameter at a time.
 
     Args:
@@ -204,7 +204,7 @@ def _read_initial(plan: Planned, key_data: np.ndarray, *, without: Collection[st
 
 
 def _make_missing(
-    plan: Planned, params: dict[str, Any], extras: dict[str, Any], key_data: np.ndarray
+    plan: Plan, params: dict[str, Any], extras: dict[str, Any], key_data: np.ndarray
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """({name: parameter as it is stored} of those in no file, all of the model's own state)."""
     names = [name for name, x in params.items() if isinstance(x, jax.ShapeDtypeStruct)]
@@ -227,12 +227,12 @@ def _place(value: Any, stored: jax.ShapeDtypeStruct, rows: LayerRows | None) -> 
     return place(value if isinstance(value, LazyArray) else np.asarray(value), stored, rows)
 
 
-def _offloaded(plan: Planned, stored: TrainState) -> TrainState:
+def _offloaded(plan: Plan, stored: TrainState) -> TrainState:
     """Traced: a new state as it lies in memory."""
     return stored if plan.offload is None else cut_new_state(plan, stored)
 
 
-def _assemble(plan: Planned, params: dict, extras: dict, key_data: jax.Array) -> TrainState:
+def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> TrainState:
     """Traced: the whole state from parameters of stored shape."""
     abstract, scaling = plan.abstract_stored, plan.precision.loss_scale
     trained = {name: params[name] for name in abstract["params"]}
@@ -248,7 +248,7 @@ def _assemble(plan: Planned, params: dict, extras: dict, key_data: jax.Array) ->
     )
 
 
-def _new_opt_state(plan: Planned, trained: dict[str, jax.Array]) -> Any:
+def _new_opt_state(plan: Plan, trained: dict[str, jax.Array]) -> Any:
     coding = coding_of(plan.tx)
     if coding is None:
         return plan.tx.init(trained)
@@ -256,7 +256,7 @@ def _new_opt_state(plan: Planned, trained: dict[str, jax.Array]) -> Any:
 
 
 @names_keywords()
-def to_canonical(plan: Planned, state: TrainState, *, joined: bool = True) -> TrainState:
+def to_canonical(plan: Plan, state: TrainState, *, joined: bool = True) -> TrainState:
     """The state without padding, layers in order, in `plan.abstract_canonical`'s shardings.
 
     Leaves whose two forms are the same are passed on as they are, not copied. Moments that are
@@ -276,7 +276,7 @@ def to_canonical(plan: Planned, state: TrainState, *, joined: bool = True) -> Tr
     return convert(decoded, plan.abstract_canonical, _rows_of_state(plan), to_rows=False)
 
 
-def model_parts(plan: Planned, state: TrainState) -> dict[str, Any]:
+def model_parts(plan: Plan, state: TrainState) -> dict[str, Any]:
     """What a model is made of: "params", "frozen" and "extras" of the canonical form.
 
     Moments are neither joined nor decoded; of a state with offload they are most of its bytes.
@@ -294,7 +294,7 @@ def model_parts(plan: Planned, state: TrainState) -> dict[str, Any]:
     return convert(parts, {name: abstract[name] for name in parts}, rows)
 
 
-def from_model_parts(plan: Planned, parts: dict[str, Any]) -> dict[str, Any]:
+def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `model_parts`: as much of a state as an evaluation reads.
 
     Args:
@@ -311,7 +311,7 @@ def from_model_parts(plan: Planned, parts: dict[str, Any]) -> dict[str, Any]:
 
 @names_keywords()
 def from_canonical(
-    plan: Planned, canonical: TrainState, *, data_state: dict[str, Any] | None = None
+    plan: Plan, canonical: TrainState, *, data_state: dict[str, Any] | None = None
 ) -> TrainState:
     """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says.
 
@@ -338,23 +338,23 @@ def from_canonical(
     return state
 
 
-def _rows_of_state(plan: Planned) -> TrainState | None:
+def _rows_of_state(plan: Plan) -> TrainState | None:
     return rows_of_state(plan.placement, plan.tx, plan.abstract_stored)
 
 
-def _rows_of_params(plan: Planned) -> dict[str, LayerRows | None]:
+def _rows_of_params(plan: Plan) -> dict[str, LayerRows | None]:
     rows = _rows_of_state(plan)
     if rows is None:
         return dict.fromkeys(plan.placement.leaves)
     return {**rows["params"], **rows["frozen"]}
 
 
-def decoded_opt_state(plan: Planned) -> Any:
+def decoded_opt_state(plan: Plan) -> Any:
     """The abstract canonical state of the optimizer over parameters as they are stored."""
     return canonical_opt_state(plan.tx, plan.abstract_stored["params"])
 
 
-def _recoded(plan: Planned, state: TrainState, *, decode: bool) -> TrainState:
+def _recoded(plan: Plan, state: TrainState, *, decode: bool) -> TrainState:
     """The state with its moments decoded or coded, each device's shards on their own."""
     coding = coding_of(plan.tx)
     if coding is None:
@@ -391,7 +391,7 @@ def _recoder(coding: StateCoding, decode: bool, coded: Flat, decoded: Flat) -> A
 @names_keywords()
 @allocating_for("moving the state to another plan")
 def reshard_state(
-    old: Planned, new: Planned, state: TrainState, *, data_state: dict[str, Any] | None = None
+    old: Plan, new: Plan, state: TrainState, *, data_state: dict[str, Any] | None = None
 ) -> TrainState:
     """The same state under another plan: another ZeRO stage, another mesh, or both.
 

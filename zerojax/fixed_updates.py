@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax.fixed_tree import TreeOrder, tree_sum
 from zerojax.mesh import DATA, DATA_AXES
 from zerojax.optim import Optimizer, UpdateContext
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 from zerojax.sealing import run_sealed, seal_on, zero_at_run_time
 from zerojax.updates import GradientNorm, describe_squares, map_update, specs_of_leaves, true_shapes
 
@@ -29,7 +29,7 @@ Arrays = dict[str, jax.Array]
 class Pieces:
     """How the parameters of a plan are cut into pieces of one shape each."""
 
-    def __init__(self, plan: Planned):
+    def __init__(self, plan: Plan):
         self.names = list(plan.abstract_state["params"])
         leaves = plan.placement.leaves
         shapes = {name: leaf.shape for name, leaf in plan.abstract_state["params"].items()}
@@ -64,7 +64,7 @@ class Pieces:
         }
 
 
-def build_fixed_norm(plan: Planned) -> Callable[..., GradientNorm]:
+def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
     """As `zerojax.updates.build_norm`, with the same bits on any number of devices."""
     pieces, specs = Pieces(plan), specs_of_leaves(plan.abstract_state["params"])
     kind, order = seal_on(plan.mesh), list(specs)
@@ -105,7 +105,7 @@ def build_fixed_norm(plan: Planned) -> Callable[..., GradientNorm]:
     return norm
 
 
-def build_chunked_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
+def build_chunked_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
     """As `zerojax.updates.build_update`, with the same bits on any number of devices."""
     tx = plan.tx
     assert isinstance(tx, Optimizer)

@@ -13,12 +13,11 @@ from jax.sharding import Mesh
 from zerojax.config.offload import DEVICE, HOST, NVME
 from zerojax.link_rates import shares_host_memory
 from zerojax.mesh import DATA
-from zerojax.offload.disk import store_folder
 from zerojax.offload_costs import buffer_bytes, file_bytes, slice_bytes
-from zerojax.offload_layout import OffloadLayout
+from zerojax.offload_layout import OffloadLayout, store_folder
+from zerojax.plan import Plan
 from zerojax.plan_counts import GRADIENTS, STORED, role_tiers, state_bytes
 from zerojax.plan_offload import plan_offload
-from zerojax.planned import Planned
 from zerojax.system_memory import PINNED_LIMIT, SPARE, Room, free_disk, least_room
 from zerojax.trees import format_bytes, num_bytes
 
@@ -31,7 +30,7 @@ POOL = 1.05
 """What is asked of the pool over what is put into it: its pieces are not packed without gaps."""
 
 
-def host_bytes(plan: Planned) -> int:
+def host_bytes(plan: Plan) -> int:
     """Bytes that this process keeps in host memory for a plan, while it trains.
 
     Arrays of its devices, buffers through which files are read and written, and, where the devices
@@ -46,13 +45,13 @@ def host_bytes(plan: Planned) -> int:
     return total
 
 
-def disk_bytes(plan: Planned) -> int:
+def disk_bytes(plan: Plan) -> int:
     """Bytes that this process's files take; a durable run keeps two generations of them."""
     one = file_bytes(plan, len(_local_devices(plan)))
     return one * (2 if plan.settings.offload.durable else 1)
 
 
-def check_offload(plan: Planned, *, environ: Mapping[str, str] | None = None) -> None:
+def check_offload(plan: Plan, *, environ: Mapping[str, str] | None = None) -> None:
     """Refuses a run whose host memory or files would not fit, before it takes any memory.
 
     Args:
@@ -69,7 +68,7 @@ def check_offload(plan: Planned, *, environ: Mapping[str, str] | None = None) ->
     check_disk(plan)
 
 
-def check_host_memory(plan: Planned, room: Room | None) -> None:
+def check_host_memory(plan: Plan, room: Room | None) -> None:
     """Refuses what does not fit into the memory that is there.
 
     Each process compares what is its own; several on one machine have it together.
@@ -96,7 +95,7 @@ def check_host_memory(plan: Planned, room: Room | None) -> None:
     )
 
 
-def host_remedies(plan: Planned, needed: int, there: int) -> Iterator[str]:
+def host_remedies(plan: Plan, needed: int, there: int) -> Iterator[str]:
     """What would make it fit, the cheapest first.
 
     Args:
@@ -114,7 +113,7 @@ def host_remedies(plan: Planned, needed: int, there: int) -> Iterator[str]:
     yield "more devices on other machines" if plan.zero else "a machine with more memory"
 
 
-def _shares_that_fit(plan: Planned, needed: int, there: int) -> dict[str, float] | None:
+def _shares_that_fit(plan: Plan, needed: int, there: int) -> dict[str, float] | None:
     """The largest share of the host, in steps of 5 %, with which a plan fits; None if none does."""
     config, layout = plan.settings.offload, plan.offload
     assert layout is not None
@@ -138,14 +137,14 @@ def _shares_that_fit(plan: Planned, needed: int, there: int) -> dict[str, float]
     return None
 
 
-def _of_state(plan: Planned, layout: OffloadLayout) -> int:
+def _of_state(plan: Plan, layout: OffloadLayout) -> int:
     """Bytes of host memory that depend on how slices are shared out."""
     number, sizes = len(_local_devices(plan)), slice_bytes(plan, layout)
     held = sum(leaf.counts[HOST] * sizes[name] for name, leaf in layout.leaves.items())
     return held * number + buffer_bytes(plan, layout, number)
 
 
-def check_pinned_limit(plan: Planned, environ: Mapping[str, str]) -> None:
+def check_pinned_limit(plan: Plan, environ: Mapping[str, str]) -> None:
     """Refuses what XLA's pool of pinned memory would refuse in the middle of a run.
 
     Only for GPUs. The pool is made when JAX starts its devices; the `zerojax` command sets the
@@ -173,7 +172,7 @@ def check_pinned_limit(plan: Planned, environ: Mapping[str, str]) -> None:
     )
 
 
-def check_disk(plan: Planned) -> None:
+def check_disk(plan: Plan) -> None:
     """Refuses files that do not fit on their disk. Files of an earlier run count as free.
 
     Raises:
@@ -182,7 +181,7 @@ def check_disk(plan: Planned) -> None:
     needed, config = disk_bytes(plan), plan.settings.offload
     if not needed:
         return
-    place = store_folder(plan)
+    place = store_folder(config)
     there = free_disk(place) + _taken(place)
     if needed <= there:
         return
@@ -212,7 +211,7 @@ def _join(remedies: Iterator[str]) -> str:
     return "try " + "; or ".join(remedies)
 
 
-def _local_devices(plan: Planned) -> list:
+def _local_devices(plan: Plan) -> list:
     """This process's devices of the plan; [] where this process has none of them."""
     if not isinstance(plan.mesh, Mesh):
         return []

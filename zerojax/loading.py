@@ -27,7 +27,8 @@ from zerojax.data import TokenSource, abstract_global, as_source, load_tokenizer
 from zerojax.evaluating import mean_loss
 from zerojax.losses import next_token
 from zerojax.models.decoder import Decoder
-from zerojax.plan import Plan, make_plan, plan_options
+from zerojax.plan import Plan
+from zerojax.plan_making import make_plan, plan_options
 from zerojax.run_record import RECORD_FILE, RunRecord, abstract_of, read_record
 from zerojax.running import CHECKPOINT_FOLDER, CONFIG_FILE, TOKENIZER_FILE
 from zerojax.saved_state import model_of

@@ -28,7 +28,7 @@ from zerojax.plan_counts import (
     role_tiers,
     tokens_per_step,
 )
-from zerojax.planned import Planned
+from zerojax.plan_decisions import Decisions
 from zerojax.store.sweep import FEWEST_BUFFERS
 from zerojax.system_memory import nearest_folder
 
@@ -97,7 +97,7 @@ class Hiding:
     tokens: float | None
 
 
-def moved_bytes(plan: Planned) -> tuple[Moved, ...]:
+def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
     """What one device moves per step, by purpose, where there is anything; () without offload.
 
     update: each slice of master and moments comes from the host, or through it from files, and
@@ -134,7 +134,7 @@ def moved_bytes(plan: Planned) -> tuple[Moved, ...]:
     return tuple(part for part in parts if part.to_device or part.to_host)
 
 
-def _update(plan: Planned) -> Moved:
+def _update(plan: Decisions) -> Moved:
     layout = plan.offload
     assert layout is not None
     moved: Tiers = {HOST: 0, NVME: 0}
@@ -147,7 +147,7 @@ def _update(plan: Planned) -> Moved:
     return Moved(what=UPDATE, to_device=both, to_host=both, read=disk, written=disk)
 
 
-def file_bytes(plan: Planned, num_devices: int) -> int:
+def file_bytes(plan: Decisions, num_devices: int) -> int:
     """Bytes of one generation of the files of so many devices; copies of a shard share theirs."""
     layout = plan.offload
     if layout is None:
@@ -159,14 +159,14 @@ def file_bytes(plan: Planned, num_devices: int) -> int:
     )
 
 
-def buffer_bytes(plan: Planned, layout: OffloadLayout, num_devices: int) -> int:
+def buffer_bytes(plan: Decisions, layout: OffloadLayout, num_devices: int) -> int:
     """Bytes of host memory through which one process of so many devices reads and writes files."""
     sizes = slice_bytes(plan, layout)
     rows = [sizes[leaf.name] * min(num_devices, leaf.num_shards) for leaf in layout.on_disk]
     return FEWEST_BUFFERS * max(rows, default=0)
 
 
-def slice_bytes(plan: Planned, layout: OffloadLayout) -> dict[str, int]:
+def slice_bytes(plan: Decisions, layout: OffloadLayout) -> dict[str, int]:
     """{sliced parameter: bytes of state in one of its slices}: of master, if any, and moments.
 
     Args:
@@ -225,7 +225,7 @@ def link_seconds(rates: Rates, to_device: float, to_host: float) -> float:
     return max(alone, (to_device + to_host) / rates.both)
 
 
-def hiding(plan: Planned, gpu: Gpu, rates: Rates | None = None) -> Hiding | None:
+def hiding(plan: Decisions, gpu: Gpu, rates: Rates | None = None) -> Hiding | None:
     """How long a plan's offload takes on a card, and the tokens that hide it.
 
     Args:
@@ -273,7 +273,7 @@ def _seconds(rates: Rates, parts: list[Moved]) -> float:
     )
 
 
-def card_of(plan: Planned) -> Gpu | None:
+def card_of(plan: Decisions) -> Gpu | None:
     """The card that a plan's devices are; None for others, and for absent devices."""
     if not isinstance(plan.mesh, Mesh):
         return None

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 
-from zerojax.config.offload import DEVICE, HOST, NVME
+import jax
+
+from zerojax.config.offload import DEVICE, HOST, NVME, OffloadConfig
 
 MASTER = "master"
 """What `OffloadLayout.arrays` calls the float32 weights."""
@@ -81,3 +84,17 @@ class OffloadLayout:
     def on_disk(self) -> tuple[SlicedLeaf, ...]:
         """The leaves that have slices in files."""
         return tuple(leaf for leaf in self.leaves.values() if leaf.counts[NVME])
+
+
+def store_folder(config: OffloadConfig) -> Path:
+    """The folder of the files of this process.
+
+    Raises:
+      ValueError: the settings name no folder.
+    """
+    if config.folder is None:
+        raise ValueError(
+            "offload.opt_state has nvme, and offload.folder is not given: there is no folder of a "
+            "run to put the files into; set offload.folder to one on the disk to be used"
+        )
+    return Path(config.folder).expanduser().absolute() / f"process_{jax.process_index()}"

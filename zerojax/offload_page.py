@@ -12,7 +12,7 @@ from zerojax.config.offload import DEVICE, HOST, NVME, TIERS
 from zerojax.offload_costs import Hiding, Moved, card_of, hiding, moved_bytes
 from zerojax.offload_layout import OffloadLayout
 from zerojax.plan_counts import Tiers, role_tiers, state_bytes, tokens_per_step
-from zerojax.planned import Planned
+from zerojax.plan_decisions import Decisions
 
 WIDTH = 98
 """Of the section; a forecast's page puts two spaces before it."""
@@ -20,7 +20,7 @@ NAMES = {DEVICE: "device", HOST: "host", NVME: "disk"}
 ROLE, CELL = 18, 11
 
 
-def offload_words(plan: Planned) -> str:
+def offload_words(plan: Decisions) -> str:
     """For a plan's line: what of its state lies elsewhere; "" where nothing does."""
     if plan.offload is None:
         return ""
@@ -48,7 +48,7 @@ def _cells(tiers: Tiers, used: Sequence[str]) -> str:
     return "".join(f" {size:>{CELL}}" for size in sizes)
 
 
-def offload_lines(plan: Planned) -> list[str]:
+def offload_lines(plan: Decisions) -> list[str]:
     """The section of a plan's page: what moves, in which pieces, and what hides it, if known."""
     layout, moved = plan.offload, moved_bytes(plan)
     assert layout is not None
@@ -127,7 +127,7 @@ def _slices_sentence(layout: OffloadLayout) -> str:
     return sentence
 
 
-def offload_dict(plan: Planned) -> dict[str, Any] | None:
+def offload_dict(plan: Decisions) -> dict[str, Any] | None:
     """Everything that the page says of offload, as JSON takes it; bytes per device."""
     layout = plan.offload
     if layout is None:

@@ -14,7 +14,7 @@ from zerojax.config.offload import DEVICE, HOST, HOST_KIND, NVME
 from zerojax.mesh import DATA, MODEL, REPLICA, STAGE
 from zerojax.pipeline_costs import total_buffer_bytes
 from zerojax.placement import Access, LeafPlacement, Placement, straight_pieces, unrolled
-from zerojax.planned import Planned
+from zerojax.plan_decisions import Decisions
 
 MASTERS, OPTIMIZER, STORED = "master weights", "optimizer state", "weights"
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered weights", "gradients", "activations"
@@ -37,7 +37,7 @@ def _on_host(leaf: Any) -> bool:
     return leaf.sharding.memory_kind == HOST_KIND
 
 
-def state_tiers(plan: Planned) -> dict[str, Tiers]:
+def state_tiers(plan: Decisions) -> dict[str, Tiers]:
     """{role: {tier: bytes}} of what the state holds between steps; exact.
 
     A role whose parameters are sliced (`zerojax.offload_layout`) has bytes in several tiers; what
@@ -91,7 +91,7 @@ def _add(tiers: Tiers, tier: str, size: int) -> None:
         tiers[tier] = tiers.get(tier, 0) + size
 
 
-def state_bytes(plan: Planned, tier: str = DEVICE) -> int:
+def state_bytes(plan: Decisions, tier: str = DEVICE) -> int:
     """Bytes per device that the whole state holds in a tier between steps, counters included."""
     total = sum(tiers.get(tier, 0) for tiers in state_tiers(plan).values())
     if tier == DEVICE:
@@ -100,7 +100,7 @@ def state_bytes(plan: Planned, tier: str = DEVICE) -> int:
     return total
 
 
-def role_tiers(plan: Planned) -> dict[str, Tiers]:
+def role_tiers(plan: Decisions) -> dict[str, Tiers]:
     """{role: {tier: bytes per device}}. State roles are exact; the others are by formula.
 
     Returns:
@@ -122,13 +122,13 @@ def role_tiers(plan: Planned) -> dict[str, Tiers]:
     return found
 
 
-def role_bytes(plan: Planned) -> dict[str, int]:
+def role_bytes(plan: Decisions) -> dict[str, int]:
     """Bytes of device memory by role, without activations; see `role_tiers`."""
     roles = {role: tiers.get(DEVICE, 0) for role, tiers in role_tiers(plan).items()}
     return {role: size for role, size in roles.items() if role != ACTIVATIONS}
 
 
-def kept_activation_bytes(plan: Planned) -> int | None:
+def kept_activation_bytes(plan: Decisions) -> int | None:
     """What all layers are given of one microbatch, bytes on one device; None without a layer loop.
 
     The loop is the one that reads most bytes layer by layer. Where the weights of layers come one
@@ -174,14 +174,14 @@ def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
     return trees.num_elements(shape) // split
 
 
-def layers_of(plan: Planned, leaf: LeafPlacement) -> int:
+def layers_of(plan: Decisions, leaf: LeafPlacement) -> int:
     """Layers of a stack that one device has; 1 for what is no stack."""
     if plan.pipeline is not None and leaf.layer_rows is not None:
         return plan.pipeline.schedule.num_chunks * plan.pipeline.chunk_rows
     return leaf.num_slices
 
 
-def _formula_tiers(plan: Planned) -> tuple[Tiers, Tiers]:
+def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
     """(weights that forward and backward hold, gradients they leave), bytes per device.
 
     A pipeline always adds up; what one microbatch adds is that of one chunk. Of layers whose
@@ -241,7 +241,7 @@ def _formula_tiers(plan: Planned) -> tuple[Tiers, Tiers]:
     return held, left
 
 
-def model_flops(plan: Planned) -> float:
+def model_flops(plan: Decisions) -> float:
     """Floating-point operations of one step over all devices, without what remat repeats.
 
     Three times the forward pass (`profile.TRAINING_FACTOR`) of every microbatch of every shard.
@@ -251,7 +251,7 @@ def model_flops(plan: Planned) -> float:
     return profile.TRAINING_FACTOR * forward * plan.num_microbatches * shards
 
 
-def tokens_per_step(plan: Planned) -> int | None:
+def tokens_per_step(plan: Decisions) -> int | None:
     """Tokens of a global batch; None where batches hold no "tokens"."""
     batch = plan.abstract_batch
     tokens = batch.get("tokens") if isinstance(batch, Mapping) else None

@@ -13,8 +13,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from zerojax.abstract_state import LayerRows
-from zerojax.conversion import fit
+from zerojax.abstract_state import LayerRows, fit
 from zerojax.optim import (
     KEYWORDS,
     OnTrueShapes,

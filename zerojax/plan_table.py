@@ -13,13 +13,13 @@ from zerojax.offload_page import offload_dict, offload_lines, offload_words, tie
 from zerojax.pipeline_page import pipeline_dict, pipeline_line, pipeline_lines
 from zerojax.placement import Access, Placement, straight_pieces, unrolled
 from zerojax.plan_counts import role_bytes, role_tiers, state_bytes
-from zerojax.planned import Planned
+from zerojax.plan_decisions import Decisions
 
 _NAMES = 3
 """Of a reason that several parameters share, so many are named."""
 
 
-def plan_line(plan: Planned) -> str:
+def plan_line(plan: Decisions) -> str:
     """One line: model size, mesh, ZeRO, precision, batch, pipeline, bytes of state per device."""
     counts = trees.format_count(plan.placement.num_parameters())
     state = trees.format_bytes(state_bytes(plan))
@@ -35,13 +35,13 @@ def plan_line(plan: Planned) -> str:
     )
 
 
-def _deterministic_words(plan: Planned) -> str:
+def _deterministic_words(plan: Decisions) -> str:
     if plan.settings.deterministic is None:
         return ""
     return f", deterministic over meshes: {plan.settings.virtual_shards} virtual shards"
 
 
-def plan_table(plan: Planned) -> str:
+def plan_table(plan: Decisions) -> str:
     """One page: bytes by role, the pipeline, one line per parameter, every exception and reason."""
     lines = [plan_line(plan), ""]
     if plan.offload is None:
@@ -58,7 +58,7 @@ def plan_table(plan: Planned) -> str:
     return "\n".join(lines)
 
 
-def _role_lines(plan: Planned) -> list[str]:
+def _role_lines(plan: Decisions) -> list[str]:
     roles = role_bytes(plan)
     lines = ["bytes per device"]
     for role, count in roles.items():
@@ -82,7 +82,7 @@ def _exception_lines(placement: Placement) -> list[str]:
     return lines
 
 
-def _leaf_lines(plan: Planned) -> list[str]:
+def _leaf_lines(plan: Decisions) -> list[str]:
     placement: Placement = plan.placement
     pieces = straight_pieces(plan.forward.jaxpr)
     together = unrolled(placement, pieces)
@@ -108,7 +108,7 @@ def _axis_words(axes: Any) -> str:
     return "+".join(axes) if isinstance(axes, tuple) else axes or "-"
 
 
-def plan_dict(plan: Planned) -> dict[str, Any]:
+def plan_dict(plan: Decisions) -> dict[str, Any]:
     """The same as JSON takes it."""
     placement: Placement = plan.placement
     return {

@@ -280,8 +280,8 @@ def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None
     """One line: the device's measured peak beside what the compiled step was predicted to need.
 
     The prediction is the compiler's account of this very step (no second compilation: JAX keeps
-    it), the same that `Plan.compile` gives for absent GPUs. The measured peak is that of
-    the whole process: batches read ahead and the evaluation belong to it.
+    it), the same that `zerojax.forecast` gives for absent GPUs. The measured peak is
+    that of the whole process: batches read ahead and the evaluation belong to it.
 
     Args:
       step: from `build_step(plan)`, and called before.

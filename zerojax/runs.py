@@ -19,8 +19,9 @@ from zerojax.distributed import join_processes
 from zerojax.habits import Habits
 from zerojax.hugging_face import Pretrained, from_hugging_face
 from zerojax.models import build_model
-from zerojax.plan import Plan, make_plan, plan_options
+from zerojax.plan import Plan
 from zerojax.plan_counts import tokens_per_step
+from zerojax.plan_making import make_plan, plan_options
 from zerojax.precision import Precision, as_precision, default_precision
 from zerojax.private_files import not_for_everybody
 from zerojax.run_record import Notes, TextData

@@ -16,14 +16,14 @@ from jax.sharding import PartitionSpec as P
 from zerojax.arrays import from_canonical, init_state, model_parts, to_canonical
 from zerojax.offload.disk_durable import resume, resume_step
 from zerojax.offload.disk_saving import saved_names, write_pieces
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 from zerojax.state import TrainState
 from zerojax.system_memory import allocating_for
 
 
 @allocating_for("saving a checkpoint")
 def save_state(
-    checkpointer: Any, plan: Planned, state: TrainState, *, step: int, about: Mapping[str, Any]
+    checkpointer: Any, plan: Plan, state: TrainState, *, step: int, about: Mapping[str, Any]
 ) -> None:
     """Saves a state; parameters with slices on the host or in files are copied slice by slice.
 
@@ -53,7 +53,7 @@ def save_state(
 
 @allocating_for("restoring a checkpoint")
 def restore_state(
-    checkpointer: Any, plan: Planned, step: int | None = None, *, at_start: bool = False
+    checkpointer: Any, plan: Plan, step: int | None = None, *, at_start: bool = False
 ) -> tuple[Any, Any]:
     """(what `Checkpointer.restore` returns, the state as `plan` stores it).
 
@@ -79,7 +79,7 @@ def restore_state(
 
 @allocating_for("making the first state")
 def first_state(
-    plan: Planned, seed: int, latest_step: int | None
+    plan: Plan, seed: int, latest_step: int | None
 ) -> tuple[TrainState, dict[str, Any] | None] | None:
     """(state, position of the data) of a run that starts; None: it goes on from a checkpoint.
 
@@ -97,7 +97,7 @@ def first_state(
 
 
 @allocating_for("handing over the model")
-def model_of(plan: Planned, state: TrainState) -> Any:
+def model_of(plan: Plan, state: TrainState) -> Any:
     """The model as the user's kind of object: `nnx.Module`, linen variables or tree of arrays.
 
     Every process gets whole arrays, so the model has to fit on one device.

@@ -22,7 +22,7 @@ from zerojax.offload.disk_durable import write_rest
 from zerojax.offload.disk_step import DiskStep, pending_of, pending_shardings
 from zerojax.offload.streaming_update import build_updating_gradients
 from zerojax.offload.update import build_offload_update
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 from zerojax.state import TrainState, step_key
 from zerojax.updates import ThisStep, build_norm, build_update
 
@@ -30,7 +30,7 @@ Metrics = dict[str, jax.Array]
 
 
 @names_keywords()
-def build_step(plan: Planned) -> Any:
+def build_step(plan: Plan) -> Any:
     """The training step of a plan, jitted once.
 
     Returns:
@@ -160,7 +160,7 @@ def _first_array(tree: Any) -> jax.Array | None:
     return tree if is_array else None
 
 
-def _expected_weight(plan: Planned) -> float:
+def _expected_weight(plan: Plan) -> float:
     """About the weight that the loss will be divided by, as a power of two, which rounds nothing.
 
     A loss scale is meant for the mean loss, and what is differentiated is the sum: its gradient is
@@ -176,7 +176,7 @@ def _expected_weight(plan: Planned) -> float:
 
 
 @names_keywords()
-def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:
+def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
     """The evaluation of a plan, jitted once.
 
     Args:
@@ -201,11 +201,11 @@ def build_evaluation(plan: Planned, loss: Loss | None = None) -> Any:
     return OfLivingState(jax.jit(evaluate, out_shardings=replicated, compiler_options=options))
 
 
-def _updates_in_backward(plan: Planned) -> bool:
+def _updates_in_backward(plan: Plan) -> bool:
     return plan.offload is not None and plan.offload.update_in_backward
 
 
-def _build_gradients(plan: Planned) -> Any:
+def _build_gradients(plan: Plan) -> Any:
     """`(state, key_data, batch, loss_factor) -> (sums, gradients, extras, state)`, to be traced.
 
     The state is what it was, but for what the backward pass has updated already.
@@ -225,7 +225,7 @@ def _build_gradients(plan: Planned) -> Any:
     return unchanged
 
 
-def _build_update(plan: Planned) -> Any:
+def _build_update(plan: Plan) -> Any:
     """`(gradients, state, ThisStep) -> what the update changes of a state`, to be traced."""
     if plan.offload is not None and plan.offload.leaves:
         return build_offload_update(plan)
@@ -238,14 +238,14 @@ def _build_update(plan: Planned) -> Any:
     return updated
 
 
-def _passes(plan: Planned) -> Any:
+def _passes(plan: Plan) -> Any:
     """The room that goes through the layers: in one piece, one by one, or over stages."""
     if plan.pipeline is not None:
         return pipeline
     return streaming if plan.offload is not None and plan.offload.streamed else zero
 
 
-def pass_config(plan: Planned) -> zero.PassConfig:
+def pass_config(plan: Plan) -> zero.PassConfig:
     """What the forward and backward pass needs of a plan."""
     return zero.PassConfig(
         model=plan.model,

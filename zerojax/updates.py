@@ -13,14 +13,12 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.choice import Choice, choose
 from pallas_kernels.gradients import GRADIENT_STATS, StatsScalars
 from pallas_kernels.update import update as update_leaf
 from zerojax.layer_loop import find_stacks
 from zerojax.optim import Optimizer, UpdateContext, told
 from zerojax.placement import axes_of_spec
-from zerojax.planned import Planned
-from zerojax.precision import Precision
+from zerojax.plan import Plan
 from zerojax.state import TrainState
 
 Arrays = dict[str, jax.Array]
@@ -63,49 +61,7 @@ class ThisStep(NamedTuple):
     loss: jax.Array
 
 
-def fit_optimizer(
-    tx: optax.GradientTransformation, precision: Precision
-) -> optax.GradientTransformation:
-    """The optimizer with moments of the dtype asked for, and able to do without masters.
-
-    What is stored in bfloat16 is rounded stochastically.
-
-    Raises:
-      ValueError: an optax transformation cannot do either.
-    """
-    if precision.has_masters and precision.moments_dtype == jnp.float32:
-        return tx
-    if not isinstance(tx, Optimizer):
-        name = "moments_dtype" if precision.has_masters else "param_dtype"
-        raise ValueError(
-            f"Precision.{name}=bfloat16 needs an update that rounds stochastically, and the "
-            "optimizer is a plain optax transformation, whose small updates would be lost; use "
-            "zerojax.adamw, lion, lamb or sgd (not inside optax.chain), or float32"
-        )
-    return tx.with_dtypes(precision.moments_dtype, True)
-
-
-def choose_update(
-    tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh
-) -> Mapping[str, Choice]:
-    """{what is computed: which implementation runs on these devices, and why}.
-
-    Raises:
-      KernelUnavailable: the optimizer asks for a kernel that cannot run there.
-    """
-    here = isinstance(mesh, Mesh)
-    devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else None
-    statistics = choose("auto", kernel=GRADIENT_STATS.name, devices=devices)
-    if not isinstance(tx, Optimizer):
-        return {"update": Choice("xla", "an optax transformation"), "statistics": statistics}
-    if tx.impl == "mosaic_gpu" and not here:
-        chosen = Choice("mosaic_gpu", "asked for, on devices that this machine does not have")
-    else:
-        chosen = choose(tx.impl, kernel=tx.kernel, devices=devices)
-    return {"update": chosen, "statistics": statistics}
-
-
-def build_norm(plan: Planned) -> Callable[..., GradientNorm]:
+def build_norm(plan: Plan) -> Callable[..., GradientNorm]:
     """`(gradients, scale, squares) -> GradientNorm` of the gradients times `scale`, to be traced.
 
     `squares` {name: float32 []}, if given, are sums of squares of whole gradients that are known
@@ -170,7 +126,7 @@ def describe_squares(each: jax.Array, total: jax.Array, read_finite: jax.Array) 
     return GradientNorm(jnp.sqrt(total), first, read_finite, largest, each[largest] / total)
 
 
-def build_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
+def build_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
     """`(gradients, state, ThisStep) -> (parameters, optimizer state)`, to be traced."""
     if isinstance(plan.tx, Optimizer):
         return _build_in_place(plan, plan.tx)
@@ -197,7 +153,7 @@ def build_update(plan: Planned) -> Callable[..., tuple[Arrays, Any]]:
     return update
 
 
-def _build_in_place(plan: Planned, tx: Optimizer) -> Callable[..., tuple[Arrays, Any]]:
+def _build_in_place(plan: Plan, tx: Optimizer) -> Callable[..., tuple[Arrays, Any]]:
     """Every device updates its own shards: one read and one write of each array."""
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
     shapes = true_shapes(plan)
@@ -226,7 +182,7 @@ def _build_in_place(plan: Planned, tx: Optimizer) -> Callable[..., tuple[Arrays,
 
 
 def map_update(
-    plan: Planned, tx: Optimizer, local: Callable[..., tuple[Arrays, Any]]
+    plan: Plan, tx: Optimizer, local: Callable[..., tuple[Arrays, Any]]
 ) -> Callable[..., tuple[Arrays, Any]]:
     """`(gradients, state, ThisStep) -> (parameters, optimizer state)`, each device on its shards.
 
@@ -264,12 +220,12 @@ def axes_of_leaves(
     return {name: _axes_of(mesh, leaf.sharding.spec) for name, leaf in leaves.items()}
 
 
-def true_shapes(plan: Planned) -> dict[str, tuple[int, ...]]:
+def true_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
     """{name: the shape that a trained parameter has for its user}, which masks may ask for."""
     return {name: plan.placement.leaves[name].shape for name in plan.abstract_state["params"]}
 
 
-def stacks_of(plan: Planned) -> dict[str, tuple[str, ...]]:
+def stacks_of(plan: Plan) -> dict[str, tuple[str, ...]]:
     """{name: mesh axes of more than one device that split its layers} of stacked parameters."""
     stacks = find_stacks(plan.forward, sorted(plan.placement.leaves))
     return {

@@ -177,7 +177,10 @@ def forecast_peaks(workload: Workload, card: str) -> Iterator[tuple[str, int | N
     for count in MICROBATCHES:
         for remat in REMAT:
             case = Case(zero=0, num_microbatches=count, remat=remat)
-            yield case.program, _plan(case, workload).compile(gpu=card, devices=1).memory.peak
+            yield (
+                case.program,
+                zerojax.forecast(_plan(case, workload), gpu=card, devices=1).memory.peak,
+            )
 
 
 class _Forecasting:

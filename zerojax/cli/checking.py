@@ -22,11 +22,11 @@ import jax
 import numpy as np
 
 import zerojax
-from zerojax import api, deepspeed, engine
-from zerojax import plan as plans
+from zerojax import api, deepspeed, engine, plan_making
 from zerojax.cli.devices import run_one_program_at_a_time
 from zerojax.cli.progress import Progress
 from zerojax.config import MeshConfig, RunConfig, load
+from zerojax.config.recognition import is_deepspeed
 from zerojax.data import as_feed, as_source
 from zerojax.display import show
 from zerojax.exit_codes import DIFFERS, OK
@@ -154,7 +154,7 @@ def parts_of_script(path: str, steps: int) -> Parts:
 
     readers = {
         "train": (api, captured(api.train, _of_train)),
-        "make_plan": (plans, captured(plans.make_plan, _of_plan)),
+        "make_plan": (plan_making, captured(plan_making.make_plan, _of_plan)),
         "initialize": (engine, captured(engine.initialize, _of_engine)),
     }
     try:
@@ -187,7 +187,7 @@ def _of_train(given: Mapping[str, Any], steps: int) -> Any:
     model, batches, loss = as_model(given["model"]), given["batches"], given["loss"]
     optimizer = given["optimizer"]
     mesh = given["mesh_config"]
-    if isinstance(mesh, str | Path) or (isinstance(mesh, Mapping) and deepspeed.is_deepspeed(mesh)):
+    if isinstance(mesh, str | Path) or (isinstance(mesh, Mapping) and is_deepspeed(mesh)):
         optimizer = _optimizer_of(mesh, optimizer, given["steps"])
     if batches is None:
         config = bound_attribute(model, "config")

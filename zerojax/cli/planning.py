@@ -14,7 +14,8 @@ from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig
 from zerojax.config.offload import HOST
 from zerojax.display import show
-from zerojax.forecast.page import forecast_dict, forecast_page
+from zerojax.forecasting import forecast as compile_forecast
+from zerojax.forecasting.page import forecast_dict, forecast_page
 from zerojax.gpus import Gpu
 from zerojax.runs import plan_from_config
 from zerojax.search import (
@@ -62,7 +63,8 @@ def plan(
         return _search(config, gpu, devices, as_json=as_json, budget=budget, words=words)
     with Progress(quiet=as_json) as progress:
         progress(f"planning for {devices} x {gpu.title}")
-        forecast = plan_from_config(config, devices).compile(
+        forecast = compile_forecast(
+            plan_from_config(config, devices),
             gpu=gpu,
             fast=fast,
             why_formula=NO_COMPILE if no_compile else None,
@@ -146,7 +148,7 @@ def _find(
             lambda candidate: plan_from_config(with_candidate(config, candidate), devices),
             candidates,
             gpu,
-            forecast_of=lambda planned: planned.compile(gpu=gpu, fast=True, progress=progress),
+            forecast_of=lambda plan: compile_forecast(plan, gpu=gpu, fast=True, progress=progress),
             budget=budget,
             report=progress,
         )

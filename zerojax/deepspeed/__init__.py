@@ -4,7 +4,6 @@ from zerojax.deepspeed.keys_page import keys_markdown, keys_page
 from zerojax.deepspeed.page import explanation
 from zerojax.deepspeed.placing import check_rules
 from zerojax.deepspeed.ported import Ported, warn_of
-from zerojax.deepspeed.recognition import is_deepspeed
 from zerojax.deepspeed.result import Given, Line, Translation
 from zerojax.deepspeed.translating import Source, explain, translate
 
@@ -17,7 +16,6 @@ __all__ = [
     "check_rules",
     "explain",
     "explanation",
-    "is_deepspeed",
     "keys_markdown",
     "keys_page",
     "translate",

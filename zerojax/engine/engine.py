@@ -31,7 +31,8 @@ from zerojax.folder_lock import Hold
 from zerojax.host_budget import check_offload
 from zerojax.metrics.stopwatch import DATA, EVAL, SAVE
 from zerojax.out_of_memory import explaining_memory
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan
+from zerojax.plan_making import make_plan
 from zerojax.running import with_disk_folder
 from zerojax.saved_state import end_state, model_of, restore_state
 from zerojax.state import TrainState

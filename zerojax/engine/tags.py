@@ -22,7 +22,7 @@ from zerojax.checkpoint.files import to_disk
 from zerojax.checkpoint.folders import unwritable
 from zerojax.checkpoint.saving import is_first_process
 from zerojax.folder_lock import FolderTakenError, Hold, hold
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 from zerojax.private_files import not_for_everybody
 from zerojax.saved_state import save_state
 from zerojax.state import TrainState
@@ -72,7 +72,7 @@ def hold_tags(folder: Path) -> Hold | None:
 def save_tagged(
     folder: Path,
     tag: str,
-    plan: Planned,
+    plan: Plan,
     state: TrainState,
     *,
     client_state: Mapping[str, Any],

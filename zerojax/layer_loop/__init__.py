@@ -2,5 +2,15 @@
 
 from zerojax.layer_loop.cutting import LossPieces, cut_loss
 from zerojax.layer_loop.finding import LayerLoop, find_layer_loop, find_stacks
+from zerojax.layer_loop.split import SplitPasses, split_layers, split_passes
 
-__all__ = ["LayerLoop", "LossPieces", "cut_loss", "find_layer_loop", "find_stacks"]
+__all__ = [
+    "LayerLoop",
+    "LossPieces",
+    "SplitPasses",
+    "cut_loss",
+    "find_layer_loop",
+    "find_stacks",
+    "split_layers",
+    "split_passes",
+]

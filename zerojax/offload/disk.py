@@ -10,7 +10,6 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +18,8 @@ from jax.sharding import Mesh
 
 from zerojax.config.offload import DEVICE, NVME
 from zerojax.offload.slices import tier_sharding
-from zerojax.offload_layout import MASTER, SlicedLeaf
-from zerojax.planned import Planned
+from zerojax.offload_layout import MASTER, SlicedLeaf, store_folder
+from zerojax.plan import Plan
 from zerojax.store import BucketStore, StoreError
 
 SIDE_FILES = "*.npz"
@@ -226,13 +225,13 @@ def _text_of(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-def disk_leaves(plan: Planned) -> dict[str, DiskLeaf]:
+def disk_leaves(plan: Plan) -> dict[str, DiskLeaf]:
     """{name: its buckets} of this process, in the order of the plan's layout."""
     assert plan.offload is not None
     return places_of(plan, plan.offload.on_disk)
 
 
-def places_of(plan: Planned, leaves: Sequence[SlicedLeaf]) -> dict[str, DiskLeaf]:
+def places_of(plan: Plan, leaves: Sequence[SlicedLeaf]) -> dict[str, DiskLeaf]:
     """{name: its buckets, of which there may be none} of these parameters."""
     layout, mesh = plan.offload, plan.mesh
     assert layout is not None
@@ -269,7 +268,7 @@ def _shards(leaf: SlicedLeaf, mesh: Mesh) -> dict[jax.Device, int]:
     return {device: index[0].start or 0 for device, index in indices.items()}
 
 
-def create_disk(plan: Planned) -> DiskState:
+def create_disk(plan: Plan) -> DiskState:
     """A new store for the slices of a plan that lie in files; what is there is given up.
 
     Raises:
@@ -277,7 +276,7 @@ def create_disk(plan: Planned) -> DiskState:
       StoreError: another process has it open.
       OSError: the disk has too little space, in bytes and with what helps.
     """
-    folder = store_folder(plan)
+    folder = store_folder(plan.settings.offload)
     leaves = disk_leaves(plan)
     sizes = [place.bucket_bytes for place in leaves.values() for _ in range(place.num_buckets)]
     store = BucketStore.create(
@@ -290,18 +289,3 @@ def create_disk(plan: Planned) -> DiskState:
     for path in folder.glob(SIDE_FILES):
         path.unlink()  # of the store that was there: generations are counted anew
     return DiskState(store, leaves)
-
-
-def store_folder(plan: Planned) -> Path:
-    """Where the files of this process lie.
-
-    Raises:
-      ValueError: the plan does not say.
-    """
-    folder = plan.settings.offload.folder
-    if folder is None:
-        raise ValueError(
-            "offload.opt_state has nvme, and offload.folder is not given: there is no folder of a "
-            "run to put the files into; set offload.folder to one on the disk to be used"
-        )
-    return Path(folder).expanduser().absolute() / f"process_{jax.process_index()}"

@@ -21,9 +21,10 @@ import numpy as np
 
 from zerojax.bounded_json import loads, open_regular
 from zerojax.host_parts import array_of_parts
-from zerojax.offload.disk import DiskState, disk_leaves, store_folder
+from zerojax.offload.disk import DiskState, disk_leaves
 from zerojax.offload.disk_weights import build_weights
-from zerojax.planned import Planned
+from zerojax.offload_layout import store_folder
+from zerojax.plan import Plan
 from zerojax.state import TrainState
 from zerojax.store import BucketStore, StoreError
 from zerojax.store.files import replace_file
@@ -36,7 +37,7 @@ _ABOUT = "about"
 _OF_ARCHIVES = (zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 
-def write_rest(plan: Planned, disk: DiskState, state: TrainState) -> None:
+def write_rest(plan: Plan, disk: DiskState, state: TrainState) -> None:
     """Writes what lies in no bucket, for the generation that is about to count.
 
     Raises:
@@ -54,7 +55,7 @@ def write_rest(plan: Planned, disk: DiskState, state: TrainState) -> None:
 
 
 def rest_writer(
-    plan: Planned, state: TrainState, data_state: dict[str, Any] | None
+    plan: Plan, state: TrainState, data_state: dict[str, Any] | None
 ) -> Callable[[DiskState], None]:
     """What a store that is filled in the middle of a run needs, so that it can be gone on from.
 
@@ -72,7 +73,7 @@ def rest_writer(
     return before_commit
 
 
-def resume_step(plan: Planned) -> int | None:
+def resume_step(plan: Plan) -> int | None:
     """Batches consumed by the last whole generation in a plan's folder; None without any.
 
     Raises:
@@ -80,7 +81,7 @@ def resume_step(plan: Planned) -> int | None:
     """
     if not _may_be_there(plan):
         return None
-    folder = store_folder(plan)
+    folder = store_folder(plan.settings.offload)
     manifest = load_manifest(folder)  # alone: a scratch store may be mixed, and is of no interest
     path = folder / f"state-{manifest.generation}.npz"
     if not manifest.durable or not path.exists():
@@ -93,13 +94,13 @@ def resume_step(plan: Planned) -> int | None:
     return int(step)
 
 
-def resume(plan: Planned) -> tuple[TrainState, dict[str, Any] | None]:
+def resume(plan: Plan) -> tuple[TrainState, dict[str, Any] | None]:
     """(state, position of the data) of the last whole generation; `resume_step` must say there is.
 
     Raises:
       StoreError: it is of another model, optimizer, mesh, order of layers or slicing; or damaged.
     """
-    folder = store_folder(plan)
+    folder = store_folder(plan.settings.offload)
     store = BucketStore.open(folder)
     try:
         arrays, about = _unpacked(folder / f"state-{store.generation}.npz")
@@ -123,13 +124,13 @@ def resume(plan: Planned) -> tuple[TrainState, dict[str, Any] | None]:
     return state, about.get("data_state")
 
 
-def _may_be_there(plan: Planned) -> bool:
+def _may_be_there(plan: Plan) -> bool:
     offload = plan.settings.offload
     on_disk = plan.offload is not None and bool(plan.offload.on_disk)
-    return on_disk and offload.durable and (store_folder(plan) / MANIFEST).exists()
+    return on_disk and offload.durable and (store_folder(plan.settings.offload) / MANIFEST).exists()
 
 
-def _rest(plan: Planned, state: Any) -> dict[str, Any]:
+def _rest(plan: Plan, state: Any) -> dict[str, Any]:
     """{name: leaf} of everything that is neither in a bucket, nor made from one, nor frozen."""
     assert plan.offload is not None
     on_disk = {leaf.name for leaf in plan.offload.on_disk}
@@ -137,7 +138,7 @@ def _rest(plan: Planned, state: Any) -> dict[str, Any]:
     return flatten_names({**state, "params": kept, "frozen": {}, "disk": {}})
 
 
-def _place(plan: Planned, arrays: dict[str, np.ndarray]) -> Any:
+def _place(plan: Plan, arrays: dict[str, np.ndarray]) -> Any:
     """The arrays where they belong; no weights of parameters with slices in files."""
     abstract = plan.abstract_state
     wanted = _rest(plan, abstract) | flatten_names({"frozen": abstract["frozen"]})
@@ -150,7 +151,7 @@ def _place(plan: Planned, arrays: dict[str, np.ndarray]) -> Any:
     return unflatten_like({**abstract, "params": kept, "disk": {}}, placed)
 
 
-def _signature(plan: Planned) -> str:
+def _signature(plan: Plan) -> str:
     """What two plans must have in common to share buckets."""
     assert plan.offload is not None
     slices = []

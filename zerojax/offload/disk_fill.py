@@ -18,11 +18,11 @@ from zerojax.offload.disk import (
 )
 from zerojax.offload.slices import cut_leaf, map_moments
 from zerojax.offload_layout import MASTER, SlicedLeaf
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 from zerojax.state import TrainState
 
 
-def fill_new_disk(plan: Planned, stored: Callable[[str], jax.Array]) -> DiskState:
+def fill_new_disk(plan: Plan, stored: Callable[[str], jax.Array]) -> DiskState:
     """A new store with the masters of new parameters and moments of zeros.
 
     Args:
@@ -38,7 +38,7 @@ def fill_new_disk(plan: Planned, stored: Callable[[str], jax.Array]) -> DiskStat
 
 
 def fill_disk(
-    plan: Planned, stored: TrainState, before_commit: Callable[[DiskState], None]
+    plan: Plan, stored: TrainState, before_commit: Callable[[DiskState], None]
 ) -> DiskState:
     """A new store with the slices of a state in one piece, as `plan.abstract_stored` has it.
 
@@ -55,7 +55,7 @@ def fill_disk(
 
 
 def filled_disk(
-    plan: Planned,
+    plan: Plan,
     source_of: Callable[[DiskLeaf], Source],
     before_commit: Callable[[DiskState], None] = lambda disk: None,
 ) -> DiskState:
@@ -69,7 +69,7 @@ def filled_disk(
     return disk
 
 
-def array_source(plan: Planned, place: DiskLeaf, arrays: Mapping[str, jax.Array]) -> Source:
+def array_source(plan: Plan, place: DiskLeaf, arrays: Mapping[str, jax.Array]) -> Source:
     """The slices in files of a parameter's arrays; zeros of those that are missing."""
     assert isinstance(plan.mesh, Mesh)
     mesh = plan.mesh
@@ -84,7 +84,7 @@ def array_source(plan: Planned, place: DiskLeaf, arrays: Mapping[str, jax.Array]
     return source
 
 
-def arrays_of(plan: Planned, state: Any, leaves: Sequence[SlicedLeaf]) -> dict[str, dict[str, Any]]:
+def arrays_of(plan: Plan, state: Any, leaves: Sequence[SlicedLeaf]) -> dict[str, dict[str, Any]]:
     """{name of each of `leaves`: {array: its leaf}} of any tree with a state's structure."""
     layout = plan.offload
     assert layout is not None

@@ -28,7 +28,7 @@ from zerojax.offload.slices import (
     shards_of,
 )
 from zerojax.offload_layout import MASTER, SlicedLeaf
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 from zerojax.state import TrainState
 from zerojax.store.boxes import Box, Shape, parts_of_run
 from zerojax.store.pieces import Block, PieceWriter
@@ -45,7 +45,7 @@ class Saved(Protocol):
         """What reads parts of it; dropping it frees what it holds."""
 
 
-def saved_names(plan: Planned) -> dict[str, dict[str, str]]:
+def saved_names(plan: Plan) -> dict[str, dict[str, str]]:
     """{parameter with slices off the device: {array: its name in a canonical state}}."""
     assert plan.offload is not None
     names = jax.tree_util.tree_map_with_path(
@@ -55,7 +55,7 @@ def saved_names(plan: Planned) -> dict[str, dict[str, str]]:
 
 
 def write_pieces(
-    plan: Planned, state: TrainState, folder: Path, *, with_fingerprints: bool = True
+    plan: Plan, state: TrainState, folder: Path, *, with_fingerprints: bool = True
 ) -> None:
     """Writes this process's slices of the parameters with slices on the host or in files.
 
@@ -92,7 +92,7 @@ def _slices_in_memory(place: DiskLeaf, tiers: Tiers) -> Iterator[tuple[int, int,
                 yield row, place.leaf.first(tier) + index, values
 
 
-def _block(plan: Planned, place: DiskLeaf, row: int, name: str, with_fingerprint: bool) -> Block:
+def _block(plan: Plan, place: DiskLeaf, row: int, name: str, with_fingerprint: bool) -> Block:
     whole = plan.placement.leaves[place.leaf.name]
     return Block(
         name=name,
@@ -103,7 +103,7 @@ def _block(plan: Planned, place: DiskLeaf, row: int, name: str, with_fingerprint
     )
 
 
-def _start(plan: Planned, place: DiskLeaf, row: int) -> Shape:
+def _start(plan: Plan, place: DiskLeaf, row: int) -> Shape:
     """Where the shard of a row begins in the stored parameter."""
     stored = plan.abstract_stored["params"][place.leaf.name]
     device = next(device for device, own in place.row_of.items() if own == row)
@@ -113,7 +113,7 @@ def _start(plan: Planned, place: DiskLeaf, row: int) -> Shape:
 
 
 def restore_pieces(
-    plan: Planned,
+    plan: Plan,
     canonical: TrainState,
     state: TrainState,
     *,
@@ -163,7 +163,7 @@ def restore_pieces(
 
 
 def _with_slices(
-    plan: Planned, state: TrainState, tiers: Mapping[str, Mapping[str, Tiers]]
+    plan: Plan, state: TrainState, tiers: Mapping[str, Mapping[str, Tiers]]
 ) -> TrainState:
     """A state with the slices of these parameters in memory."""
     result = state.copy()
@@ -174,7 +174,7 @@ def _with_slices(
     return result
 
 
-def put_moments(plan: Planned, opt_state: Any, tiers: Mapping[str, Mapping[str, Tiers]]) -> Any:
+def put_moments(plan: Plan, opt_state: Any, tiers: Mapping[str, Mapping[str, Tiers]]) -> Any:
     """An optimizer's state with these moments in the places of theirs."""
     assert plan.offload is not None
     moments = [name for name in plan.offload.arrays if name != MASTER]
@@ -197,7 +197,7 @@ def _tiers(place: DiskLeaf, array: str, source: Source, mesh: Mesh) -> Tiers:
     return result
 
 
-def _read_slices(plan: Planned, place: DiskLeaf, saved: Mapping[str, Saved]) -> Source:
+def _read_slices(plan: Plan, place: DiskLeaf, saved: Mapping[str, Saved]) -> Source:
     """What a checkpoint has of each slice, one in memory at a time where it can be read so."""
     reader = functools.cache(lambda array: saved[array].open())  # when it is needed, and once
     whole = plan.placement.leaves[place.leaf.name]

@@ -29,7 +29,7 @@ from zerojax.offload.slices import (
 from zerojax.offload.update import begin, context_of, update_slice
 from zerojax.offload_layout import MASTER
 from zerojax.optim import Optimizer
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 from zerojax.state import TrainState
 from zerojax.updates import ThisStep, clipped_scale
 
@@ -44,7 +44,7 @@ class DiskStep:
     """
 
     def __init__(
-        self, plan: Planned, jitted: Any, write_rest: Callable[[Any, TrainState], None]
+        self, plan: Plan, jitted: Any, write_rest: Callable[[Any, TrainState], None]
     ) -> None:
         """Builds the step around its jitted part.
 
@@ -72,7 +72,7 @@ class DiskStep:
 
 
 def pending_of(
-    plan: Planned, grads: Mapping[str, jax.Array], opt_state: Any, now: ThisStep
+    plan: Plan, grads: Mapping[str, jax.Array], opt_state: Any, now: ThisStep
 ) -> dict[str, Any]:
     """Traced: what the jitted part of a step leaves for the update of slices in files.
 
@@ -95,7 +95,7 @@ def pending_of(
     }
 
 
-def pending_shardings(plan: Planned) -> dict[str, Any]:
+def pending_shardings(plan: Plan) -> dict[str, Any]:
     """The shardings of `pending_of`, as `jax.jit` takes them."""
     assert plan.offload is not None
     params, replicated = plan.abstract_state["params"], NamedSharding(plan.mesh, P())
@@ -106,7 +106,7 @@ def pending_shardings(plan: Planned) -> dict[str, Any]:
 class SliceUpdates:
     """Updates slices in files, each by a jitted function of its parameter."""
 
-    def __init__(self, plan: Planned) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._functions: dict[str, Any] = {}
 
@@ -190,7 +190,7 @@ class SliceUpdates:
         )
 
 
-def place_rows(place: DiskLeaf, rows: np.ndarray, plan: Planned) -> jax.Array:
+def place_rows(place: DiskLeaf, rows: np.ndarray, plan: Plan) -> jax.Array:
     """[rows of this process, elements] -> [shards, elements] on the devices.
 
     On a CPU device the array may share `rows`' memory.

@@ -23,11 +23,11 @@ from zerojax.offload.slices import (
     to_host,
 )
 from zerojax.offload_layout import MASTER
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 
 
 def build_weights(
-    plan: Planned,
+    plan: Plan,
     places: Mapping[str, DiskLeaf],
     disk: DiskState | None,
     masters: Mapping[str, Tiers],
@@ -69,7 +69,7 @@ def _slices(
         yield piece.place, piece.number, piece.arrays[MASTER]
 
 
-def _build_put(plan: Planned, place: DiskLeaf) -> Any:
+def _build_put(plan: Plan, place: DiskLeaf) -> Any:
     """A jitted `(weights, master slice of every shard, number) -> weights`, in place."""
     leaf = place.leaf
     sharding = plan.abstract_state["params"][leaf.name].sharding

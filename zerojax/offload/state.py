@@ -22,11 +22,11 @@ from zerojax.offload.slices import (
     to_host,
 )
 from zerojax.offload_layout import SlicedLeaf
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 from zerojax.state import TrainState
 
 
-def cut_new_state(plan: Planned, stored: TrainState) -> TrainState:
+def cut_new_state(plan: Plan, stored: TrainState) -> TrainState:
     """Traced: a new state in slices, from one on the device, whose moments are zeros."""
     layout, abstract = plan.offload, plan.abstract_state
     assert layout is not None
@@ -46,7 +46,7 @@ def cut_new_state(plan: Planned, stored: TrainState) -> TrainState:
     return result
 
 
-def cut_new_param(plan: Planned, name: str, stored: jax.Array) -> tuple[jax.Array, Tiers | None]:
+def cut_new_param(plan: Plan, name: str, stored: jax.Array) -> tuple[jax.Array, Tiers | None]:
     """(what forward and backward read of one new parameter, its masters in slices, if it has some).
 
     Args:
@@ -61,7 +61,7 @@ def cut_new_param(plan: Planned, name: str, stored: jax.Array) -> tuple[jax.Arra
     return jax.jit(lambda stored: _cut_param(plan, name, stored), out_shardings=shardings)(stored)
 
 
-def _cut_param(plan: Planned, name: str, stored: jax.Array) -> tuple[jax.Array, Tiers | None]:
+def _cut_param(plan: Plan, name: str, stored: jax.Array) -> tuple[jax.Array, Tiers | None]:
     """Traced; see `cut_new_param`."""
     layout, abstract = plan.offload, plan.abstract_state
     assert layout is not None
@@ -80,7 +80,7 @@ def _cut_param(plan: Planned, name: str, stored: jax.Array) -> tuple[jax.Array, 
     return param, masters
 
 
-def join_state(plan: Planned, state: TrainState, *, joined: bool = True) -> TrainState:
+def join_state(plan: Plan, state: TrainState, *, joined: bool = True) -> TrainState:
     """The state with every parameter and moment in one piece, as `plan.abstract_stored` has it.
 
     What has left the device is joined on the host, leaf by leaf.
@@ -110,7 +110,7 @@ def join_state(plan: Planned, state: TrainState, *, joined: bool = True) -> Trai
     return result
 
 
-def join_params(plan: Planned, state: TrainState, *, joined: bool = True) -> dict[str, jax.Array]:
+def join_params(plan: Plan, state: TrainState, *, joined: bool = True) -> dict[str, jax.Array]:
     """The parameters alone, as `join_state` has them."""
     layout = plan.offload
     assert layout is not None
@@ -128,13 +128,13 @@ def join_params(plan: Planned, state: TrainState, *, joined: bool = True) -> dic
     return {name: param(name, x) for name, x in state["params"].items()}
 
 
-def _from_files(plan: Planned, state: TrainState, leaf: SlicedLeaf, array: int) -> Any:
+def _from_files(plan: Plan, state: TrainState, leaf: SlicedLeaf, array: int) -> Any:
     """The slices in files of one of a leaf's arrays, if anything lies in files."""
     assert plan.offload is not None
     return state["disk"].read(leaf, plan.offload.arrays[array]) if state["disk"] else None
 
 
-def cut_state(plan: Planned, stored: TrainState) -> TrainState:
+def cut_state(plan: Plan, stored: TrainState) -> TrainState:
     """The inverse of `join_state` for slices in memory; those of files are left out.
 
     What is no array in `stored` stays what it is.

@@ -35,7 +35,7 @@ from zerojax.offload.streaming_rows import LayerRows, apart
 from zerojax.offload.streaming_totals import put_rows
 from zerojax.offload.update import begin, context_of, update_slice
 from zerojax.offload_layout import SlicedLeaf
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 from zerojax.replicated import over_auto_axes
 from zerojax.state import TrainState
 from zerojax.zero import PassConfig, reduce_gradients, shard_key, specs_of, split_batch
@@ -44,7 +44,7 @@ Arrays = dict[str, Any]
 
 
 def build_updating_gradients(
-    plan: Planned, config: PassConfig
+    plan: Plan, config: PassConfig
 ) -> Callable[..., tuple[Arrays, Arrays, Arrays, TrainState]]:
     """A function of `(state, key_data, batch)`, to be traced inside a jitted step.
 
@@ -126,7 +126,7 @@ class LayerUpdates:
       rows: the stacks; bare: the optimizer's state without moments; key_data: of the step.
     """
 
-    plan: Planned
+    plan: Plan
     rows: LayerRows
     bare: Any
     key_data: jax.Array

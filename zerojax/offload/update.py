@@ -19,14 +19,14 @@ from zerojax.config.offload import DEVICE, HOST
 from zerojax.offload.slices import as_slices, put_slice, take_slice, to_device, to_host
 from zerojax.offload_layout import SlicedLeaf
 from zerojax.optim import BegunUpdate, Optimizer, UpdateContext
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 from zerojax.state import TrainState
 from zerojax.updates import ThisStep, axes_of_leaves, clipped_scale, true_shapes
 
 Arrays = dict[str, Any]
 
 
-def build_offload_update(plan: Planned) -> Callable[..., dict[str, Any]]:
+def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
     """`(gradients, state, ThisStep) -> {"params": ..., "opt_state": ..., "masters": ...}`, traced.
 
     Slices in files stay as they are, and so does the part of `params` that is made from them. So
@@ -86,9 +86,7 @@ def build_offload_update(plan: Planned) -> Callable[..., dict[str, Any]]:
     return update
 
 
-def context_of(
-    plan: Planned, scale: jax.Array, skip: jax.Array, key_data: jax.Array
-) -> UpdateContext:
+def context_of(plan: Plan, scale: jax.Array, skip: jax.Array, key_data: jax.Array) -> UpdateContext:
     """What the optimizer is told beside arrays, inside a `shard_map` over the whole mesh."""
     params = plan.abstract_stored["params"]
     return UpdateContext(
@@ -101,7 +99,7 @@ def context_of(
     )
 
 
-def begin(plan: Planned, opt_state: Any, context: UpdateContext) -> BegunUpdate:
+def begin(plan: Plan, opt_state: Any, context: UpdateContext) -> BegunUpdate:
     """The numbers of this step for every parameter, before any array is there."""
     assert isinstance(plan.tx, Optimizer)
     assert plan.tx.begin is not None

@@ -1,7 +1,7 @@
 """Optimizers, learning-rate schedules, and their application to shards."""
 
 from zerojax.optim.adam8bit import adam8bit
-from zerojax.optim.building import BuiltOptimizer, build_optimizer
+from zerojax.optim.building import BuiltOptimizer, build_optimizer, choose_update, fit_optimizer
 from zerojax.optim.clipping import clip_by_global_norm
 from zerojax.optim.coding import StateCoding
 from zerojax.optim.deepspeed_schedules import (
@@ -37,10 +37,12 @@ __all__ = [
     "build_deepspeed_schedule",
     "build_optimizer",
     "build_schedule",
+    "choose_update",
     "clip_by_global_norm",
     "coding_of",
     "decay_mask",
     "describe_muon",
+    "fit_optimizer",
     "is_matrix",
     "lamb",
     "lion",

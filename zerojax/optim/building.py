@@ -1,4 +1,4 @@
-"""Optimizer of a configuration, and the reasons of its defaults.
+"""Optimizer of a configuration: the reasons of its defaults, its dtypes and its kernels.
 
 Any `optax.GradientTransformation` does as well.
 """
@@ -6,14 +6,20 @@ Any `optax.GradientTransformation` does as well.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
+import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
+from pallas_kernels.choice import Choice, choose
+from pallas_kernels.gradients import GRADIENT_STATS
 from zerojax.config import OptimizerConfig
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.methods import adamw, lamb, lion, sgd
 from zerojax.optim.optimizer import Optimizer
 from zerojax.optim.schedules import Schedule, build_schedule
+from zerojax.precision import Precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +71,48 @@ def build_optimizer(
     origin = "default" if optimizer is None else "configured"
     named = f"optimizer {config.name} ({origin}), learning rate {config.learning_rate:g}: {reason}"
     return BuiltOptimizer(tx, schedule, (named,))
+
+
+def fit_optimizer(
+    tx: optax.GradientTransformation, precision: Precision
+) -> optax.GradientTransformation:
+    """The optimizer with moments of the dtype asked for, and able to do without masters.
+
+    What is stored in bfloat16 is rounded stochastically.
+
+    Raises:
+      ValueError: an optax transformation cannot do either.
+    """
+    if precision.has_masters and precision.moments_dtype == jnp.float32:
+        return tx
+    if not isinstance(tx, Optimizer):
+        name = "moments_dtype" if precision.has_masters else "param_dtype"
+        raise ValueError(
+            f"Precision.{name}=bfloat16 needs an update that rounds stochastically, and the "
+            "optimizer is a plain optax transformation, whose small updates would be lost; use "
+            "zerojax.adamw, lion, lamb or sgd (not inside optax.chain), or float32"
+        )
+    return tx.with_dtypes(precision.moments_dtype, True)
+
+
+def choose_update(
+    tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh
+) -> Mapping[str, Choice]:
+    """{what is computed: which implementation runs on these devices, and why}.
+
+    Raises:
+      KernelUnavailable: the optimizer asks for a kernel that cannot run there.
+    """
+    here = isinstance(mesh, Mesh)
+    devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else None
+    statistics = choose("auto", kernel=GRADIENT_STATS.name, devices=devices)
+    if not isinstance(tx, Optimizer):
+        return {"update": Choice("xla", "an optax transformation"), "statistics": statistics}
+    if tx.impl == "mosaic_gpu" and not here:
+        chosen = Choice("mosaic_gpu", "asked for, on devices that this machine does not have")
+    else:
+        chosen = choose(tx.impl, kernel=tx.kernel, devices=devices)
+    return {"update": chosen, "statistics": statistics}
 
 
 def _configured(config: OptimizerConfig, schedule: Schedule) -> Optimizer:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from zerojax import compiler
-from zerojax.forecast.remedies import SMALL, Remedy, all_remedies
+from zerojax.forecasting.remedies import SMALL, Remedy, all_remedies
 from zerojax.gpus import gpu_of_device
 from zerojax.out_of_memory.living import device_now, largest_arrays, save_profile
 from zerojax.out_of_memory.message import Asked, what_was_asked
 from zerojax.out_of_memory.page import Page, draw
+from zerojax.plan import Plan
 from zerojax.plan_counts import ACTIVATIONS, GATHERED, GRADIENTS, role_bytes
-from zerojax.planned import Planned
 from zerojax.profile import device_kind
 from zerojax.system_memory import TRAINING_STEP, purpose_of
 
@@ -25,7 +25,7 @@ _JAX_COMPILER = "jax._src.compiler"
 """The module of JAX whose frames a traceback has, unless JAX leaves its own out, when compiling
 failed (tests/test_monitor_memory.py compiles one that does)."""
 
-RunNow = Callable[[], tuple[Planned, Any, int, Any]]
+RunNow = Callable[[], tuple[Plan, Any, int, Any]]
 """() -> (the plan, the state or None, steps done, the jitted step or None)."""
 
 
@@ -84,9 +84,7 @@ def _left_the_compiler(error: BaseException) -> bool:
     return any(frame.f_globals.get("__name__") == _JAX_COMPILER for frame in frames)
 
 
-def sizes_by_role(
-    plan: Planned, asked: Asked, step: Any, activity: str
-) -> tuple[dict[str, int], str]:
+def sizes_by_role(plan: Plan, asked: Asked, step: Any, activity: str) -> tuple[dict[str, int], str]:
     """({role: bytes per device at the peak}, where activations are known from).
 
     State is exact, weights and gradients are by formula. Activations no formula knows: they are
@@ -106,7 +104,7 @@ def sizes_by_role(
     return (sizes | {ACTIVATIONS: rest}, source) if rest > 0 else (sizes, source)
 
 
-def _compiled_temporary(plan: Planned, step: Any) -> int | None:
+def _compiled_temporary(plan: Plan, step: Any) -> int | None:
     if step is None:
         return None
     try:
@@ -122,7 +120,7 @@ def _excess(asked: Asked, free: int | None) -> int | None:
     return max(asked.size - (free or 0), 0)
 
 
-def cheapest(plan: Planned, sizes: Mapping[str, int], excess: int | None) -> list[Remedy]:
+def cheapest(plan: Plan, sizes: Mapping[str, int], excess: int | None) -> list[Remedy]:
     """The three settings that cost the least time, those that suffice by themselves first."""
     needed = sum(sizes.values())
     found: dict[str, Remedy] = {}

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from zerojax.forecast.remedies import PRICES, Remedy
+from zerojax.forecasting.remedies import PRICES, Remedy
 from zerojax.out_of_memory.living import Device, Living
 from zerojax.out_of_memory.message import Asked
 from zerojax.trees import format_bytes

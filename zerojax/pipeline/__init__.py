@@ -3,6 +3,6 @@
 Source of the schedules: `zerojax.schedules`.
 """
 
-from zerojax.pipeline.passes import build_forward, build_gradients, split_layers
+from zerojax.pipeline.passes import build_forward, build_gradients
 
-__all__ = ["build_forward", "build_gradients", "split_layers"]
+__all__ = ["build_forward", "build_gradients"]

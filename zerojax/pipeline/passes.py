@@ -25,9 +25,7 @@ from zerojax import model_state, replicated
 from zerojax.layer_loop import LossPieces, cut_loss
 from zerojax.mesh import DATA_AXES, MODEL, STAGE
 from zerojax.model import Loss
-from zerojax.pipeline import kinds
 from zerojax.pipeline.executor import Results, execute
-from zerojax.pipeline.residuals import SplitPasses, split_passes
 from zerojax.pipeline.stage import StageWork
 from zerojax.pipeline_layout import PipelineLayout
 from zerojax.placement import LeafPlacement
@@ -298,31 +296,3 @@ def _agree_on_extras(layout: PipelineLayout, before: Arrays, found: Results) -> 
     changed = {name: own(name, found.extras[name]) for name in sorted(wrote)}
     summed = replicated.sum_replicated(changed, over=(STAGE,)) if changed else {}
     return {**before, **summed}
-
-
-def split_layers(
-    pieces: LossPieces, params: Mapping[str, Any], extras: Arrays, key: Any, batch: Any, rows: int
-) -> SplitPasses:
-    """The passes of a chunk of so many layers, of one microbatch, from abstract arrays."""
-    given = {name: x for name, x in params.items() if name in pieces.stacked}
-    chunk = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in given.items()}
-    outer = {name: x for name, x in params.items() if name not in pieces.stacked}
-    activations = pieces.activations
-
-    def run(weights: Any, fixed: Any, inputs: list, context: Any) -> Any:
-        others, extras, key, batch = context
-        given = tuple(kinds.join(inputs, others, activations))
-        state = extras, key, batch, fixed, given
-        outputs, changes = pieces.layers(weights["chunk"], weights["outer"], *state)
-        return kinds.floating(outputs), changes
-
-    return split_passes(
-        run,
-        {
-            "chunk": chunk,
-            "outer": {n: x for n, x in outer.items() if n in pieces.layers_reads_outer},
-        },
-        jax.ShapeDtypeStruct((rows,), jnp.int32),
-        kinds.floating(activations),
-        (kinds.others(activations), extras, key, batch),
-    )

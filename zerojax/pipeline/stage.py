@@ -13,8 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.pipeline import kinds
-from zerojax.pipeline.residuals import SplitPasses, split_passes
+from zerojax.layer_loop.split import (
+    SplitPasses,
+    interleave,
+    split_passes,
+    with_gradient,
+    without_gradient,
+)
 from zerojax.schedules import ExecutorTable, Run
 
 Arrays = dict[str, Any]
@@ -128,7 +133,7 @@ class Stage:
         if not self.backward:
             return state
         slots = table.num_residuals if self.stashes_residuals else table.num_inputs
-        floating = kinds.floating(activations)
+        floating = with_gradient(activations)
         if self.stashes_residuals:
             self.passes = split_passes(self.differentiable(activations), *self.split(given))
             state["residuals"] = buffers(self.passes.stored, slots)
@@ -219,17 +224,17 @@ class Stage:
 
         def layers(weights: Arrays, fixed: Arrays, inputs: Several, context: Any) -> Any:
             others, extras, index = context
-            activations = kinds.join(inputs, others, like)
+            activations = interleave(inputs, others, like)
             outputs, changes = self.work.layers(weights, fixed, activations, (extras, index))
-            return kinds.floating(outputs), (kinds.others(outputs), changes)
+            return with_gradient(outputs), (without_gradient(outputs), changes)
 
         return layers
 
     def split(self, given: Any) -> Any:
         """What `differentiable` takes, from what `work.layers` takes."""
         weights, fixed, activations, (extras, index) = given
-        context = kinds.others(activations), extras, index
-        return weights, fixed, kinds.floating(activations), context
+        context = without_gradient(activations), extras, index
+        return weights, fixed, with_gradient(activations), context
 
     # Extras
 
@@ -275,7 +280,7 @@ class Stage:
             outputs, changes = self.work.layers(*given)
         else:
             floating, (others, changes), stored = self.passes.forward(*self.split(given))
-            outputs = kinds.join(floating, others, inputs)
+            outputs = interleave(floating, others, inputs)
             state["residuals"] = _put(state["residuals"], row["forward_residual"], stored)
         self.write_rows(state, changes, fixed["rows"], active)
         if run.head:
@@ -306,14 +311,14 @@ class Stage:
 
             state["sums"] = _only(last, alone, evaluate, state["sums"])
             return
-        floating, others = kinds.floating(outputs), kinds.others(outputs)
+        floating, others = with_gradient(outputs), without_gradient(outputs)
         read = {name: self.outer[name] for name in sorted(self.work.head_reads)}
 
         def run(before: Any) -> Any:
             sums, totals, _, _ = before
 
             def loss_of(read: Arrays, floating: Several) -> Any:
-                activations = kinds.join(floating, others, outputs)
+                activations = interleave(floating, others, outputs)
                 return self.work.head({**self.outer, **read}, extras, index, activations)
 
             loss, pull, (more, changes) = jax.vjp(loss_of, read, floating, has_aux=True)
@@ -387,7 +392,7 @@ class Stage:
         read = {name: self.outer[name] for name in sorted(self.work.embed_reads)}
 
         def run(totals: Arrays) -> Arrays:
-            embed = lambda read: kinds.floating(  # noqa: E731
+            embed = lambda read: with_gradient(  # noqa: E731
                 self.work.embed({**self.outer, **read}, extras, index)[0]
             )
             _, pull = jax.vjp(embed, read)

@@ -18,7 +18,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from zerojax import profile
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 from zerojax.profiling.needs import Needs, is_call
 from zerojax.profiling.origins import NOTHING, Origin, join, moved
 from zerojax.programs import inner_programs, split_scan
@@ -47,7 +47,7 @@ class ParameterFlops:
         return self.forward + self.backward + self.recomputed
 
 
-def flops_by_parameter(plan: Planned, step: Any) -> list[ParameterFlops]:
+def flops_by_parameter(plan: Plan, step: Any) -> list[ParameterFlops]:
     """One row for each parameter that a product reads, and one for the other products.
 
     They add up to `profile.count_program_flops` of the step.
@@ -65,7 +65,7 @@ def flops_by_parameter(plan: Planned, step: Any) -> list[ParameterFlops]:
     return rows_of(traced.jaxpr, _inputs(plan), loss)
 
 
-def _inputs(plan: Planned) -> list[str | None]:
+def _inputs(plan: Plan) -> list[str | None]:
     """For each input of the step the parameter that it holds."""
     names: list[str | None] = []
     for path, _ in jax.tree_util.tree_leaves_with_path(plan.abstract_state):

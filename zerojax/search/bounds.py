@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 from zerojax import plan_counts, profile
-from zerojax.forecast import formulas
-from zerojax.forecast.roofline import estimate, memory_limit
+from zerojax.forecasting import formulas
+from zerojax.forecasting.roofline import estimate, memory_limit
 from zerojax.gpus import Gpu
 from zerojax.offload_costs import hiding
 from zerojax.pipeline_costs import executed_flops, message_bytes, useful_flops

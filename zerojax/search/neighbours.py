@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from zerojax.forecast.result import ForecastNumbers
+from zerojax.forecasting.result import ForecastNumbers
 from zerojax.search.bounds import Bounds
 from zerojax.search.candidates import REMATS, Candidate
 from zerojax.search.result import FITS, TOO_LARGE, Trial

@@ -6,7 +6,7 @@ import dataclasses
 import textwrap
 from typing import Any
 
-from zerojax.forecast.page import WIDTH, Rows, align_columns, forecast_dict
+from zerojax.forecasting.page import WIDTH, Rows, align_columns, forecast_dict
 from zerojax.search.result import CHOSEN, SearchResult, Trial
 
 GIB = 2**30

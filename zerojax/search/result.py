@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from zerojax.forecast.result import ForecastNumbers
+from zerojax.forecasting.result import ForecastNumbers
 from zerojax.search.candidates import Candidate
 
 CHOSEN = "chosen"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from zerojax.compiler import CompileError
-from zerojax.forecast.result import COMPILED, ForecastNumbers
+from zerojax.forecasting.result import COMPILED, ForecastNumbers
 from zerojax.gpus import Gpu
 from zerojax.plan import Plan
 from zerojax.search.bounds import FindBounds, MakePlan, bounds_on

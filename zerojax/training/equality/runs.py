@@ -20,7 +20,8 @@ from zerojax.config import MeshConfig
 from zerojax.mesh import make_mesh
 from zerojax.model import Loss, Model
 from zerojax.optim import told
-from zerojax.plan import Plan, make_plan
+from zerojax.plan import Plan
+from zerojax.plan_making import make_plan
 from zerojax.state import step_key
 from zerojax.step import build_step
 from zerojax.training.equality.result import ComparedRun

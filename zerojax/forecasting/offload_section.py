@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from zerojax.forecast.result import ForecastNumbers, Offload
+from zerojax.forecasting.result import ForecastNumbers, Offload
 from zerojax.offload_page import CELL, ROLE, WIDTH, hiding_lines, moved_lines, tier_lines
 from zerojax.trees import format_bytes
 

@@ -9,12 +9,14 @@ for every microbatch and is computed again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from zerojax.layer_loop.cutting import LossPieces
 
 Arrays = Any
 """A tree of arrays."""
@@ -135,3 +137,54 @@ def _restricted(
         invars=program.jaxpr.invars[:num_inputs], outvars=list(outputs), eqns=equations[::-1]
     )
     return jaxpr_as_fun(ClosedJaxpr(smaller, program.consts))
+
+
+def split_layers(
+    pieces: LossPieces, params: Mapping[str, Any], extras: Arrays, key: Any, batch: Any, rows: int
+) -> SplitPasses:
+    """The passes of a chunk of so many layers, of one microbatch, from abstract arrays."""
+    given = {name: x for name, x in params.items() if name in pieces.stacked}
+    chunk = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in given.items()}
+    outer = {name: x for name, x in params.items() if name not in pieces.stacked}
+    activations = pieces.activations
+
+    def run(weights: Any, fixed: Any, inputs: list, context: Any) -> Any:
+        others, extras, key, batch = context
+        given = tuple(interleave(inputs, others, activations))
+        state = extras, key, batch, fixed, given
+        outputs, changes = pieces.layers(weights["chunk"], weights["outer"], *state)
+        return with_gradient(outputs), changes
+
+    return split_passes(
+        run,
+        {
+            "chunk": chunk,
+            "outer": {n: x for n, x in outer.items() if n in pieces.layers_reads_outer},
+        },
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+        with_gradient(activations),
+        (without_gradient(activations), extras, key, batch),
+    )
+
+
+def has_gradient(x: Any) -> bool:
+    """Whether an array, or a `ShapeDtypeStruct`, has a gradient."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def with_gradient(activations: Sequence[Any]) -> list[Any]:
+    """The floating-point activations, which have a gradient."""
+    return [x for x in activations if has_gradient(x)]
+
+
+def without_gradient(activations: Sequence[Any]) -> list[Any]:
+    """The others, such as a counter that travels along."""
+    return [x for x in activations if not has_gradient(x)]
+
+
+def interleave(
+    differentiable: Sequence[Any], others: Sequence[Any], like: Sequence[Any]
+) -> list[Any]:
+    """The inverse of `with_gradient` and `without_gradient`, in the order of `like`."""
+    first, second = iter(differentiable), iter(others)
+    return [next(first) if has_gradient(x) else next(second) for x in like]

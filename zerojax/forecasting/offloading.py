@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from zerojax.config.offload import HOST
-from zerojax.forecast.result import Offload
+from zerojax.forecasting.result import Offload
 from zerojax.gpus import Gpu
 from zerojax.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.offload_costs import buffer_bytes, file_bytes, hiding, moved_bytes
+from zerojax.plan import Plan
 from zerojax.plan_counts import role_tiers
-from zerojax.planned import Planned
 
 
-def offload_numbers(plan: Planned, gpu: Gpu, facts: dict[str, Any] | None) -> Offload | None:
+def offload_numbers(plan: Plan, gpu: Gpu, facts: dict[str, Any] | None) -> Offload | None:
     """None without offload.
 
     Args:

@@ -7,20 +7,20 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerojax.forecast import formulas
-from zerojax.forecast.result import Traffic, TrafficRow
-from zerojax.forecast.roofline import link_bandwidth
+from zerojax.forecasting import formulas
+from zerojax.forecasting.result import Traffic, TrafficRow
+from zerojax.forecasting.roofline import link_bandwidth
 from zerojax.gpus import Gpu
 from zerojax.hlo.collectives import PERMUTE
 from zerojax.mesh import DATA_AXES, STAGE
 from zerojax.pipeline_costs import message_bytes
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 
 Facts = dict[str, Any]
 
 
 def find_traffic(
-    plan: Planned, gpu: Gpu, mesh: Mapping[str, int], dtype: str, facts: Facts | None
+    plan: Plan, gpu: Gpu, mesh: Mapping[str, int], dtype: str, facts: Facts | None
 ) -> Traffic:
     """What one device sends per step, and the formulas beside it.
 

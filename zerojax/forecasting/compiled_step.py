@@ -13,21 +13,23 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import compiler, profile
+from zerojax import mesh as meshes
+from zerojax.config.keywords import names_keywords
 from zerojax.config.offload import HOST
-from zerojax.forecast import cache
-from zerojax.forecast.offloading import offload_numbers
-from zerojax.forecast.page import forecast_dict, forecast_page
-from zerojax.forecast.result import (
+from zerojax.forecasting import cache
+from zerojax.forecasting.offloading import offload_numbers
+from zerojax.forecasting.page import forecast_dict, forecast_page
+from zerojax.forecasting.result import (
     COMPILED,
     FORMULA,
     ForecastNumbers,
     Memory,
     RoleBytes,
 )
-from zerojax.forecast.roles import bytes_by_role
-from zerojax.forecast.roofline import estimate, verdict
-from zerojax.forecast.traffic import find_traffic
-from zerojax.gpus import Gpu, target_text
+from zerojax.forecasting.roles import bytes_by_role
+from zerojax.forecasting.roofline import estimate, verdict
+from zerojax.forecasting.traffic import find_traffic
+from zerojax.gpus import Gpu, find_gpu, target_text
 from zerojax.hlo.collectives import Collective, find_collectives
 from zerojax.hlo.host_copies import HostCopy, find_host_copies
 from zerojax.hlo.live import read_live
@@ -35,6 +37,7 @@ from zerojax.hlo.overlap import find_overlap
 from zerojax.hlo.program import read_program
 from zerojax.hlo.traffic import hbm_bytes
 from zerojax.offload_costs import hiding
+from zerojax.plan import Plan
 from zerojax.plan_counts import (
     PIPELINE_BUFFERS,
     model_flops,
@@ -44,7 +47,6 @@ from zerojax.plan_counts import (
     state_bytes,
     tokens_per_step,
 )
-from zerojax.planned import Planned
 from zerojax.step import build_step
 
 FACTS_VERSION = 5
@@ -68,8 +70,57 @@ class Forecast(ForecastNumbers):
         return forecast_dict(self)
 
 
-def make_forecast(
-    plan: Planned,
+@names_keywords()
+def forecast(
+    plan: Plan,
+    *,
+    gpu: Gpu | str,
+    devices: int | None = None,
+    fast: bool = False,
+    why_formula: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Forecast:
+    """The memory, traffic and best time of a plan's step on GPUs that you do not have.
+
+    Compiles the very step for them where the compile-only client is installed (`zerojax[plan]`),
+    and takes formulas where it is not. Nothing is run. Results are cached by content.
+
+    Args:
+      plan: from `make_plan`, on any devices.
+      gpu: a card's name ("h200"), its YAML file, or a `Gpu`.
+      devices: how many; None takes as many as the plan's mesh. `data` takes what the other axes
+        leave; the global batch stays.
+      fast: look for no better kernels; memory and traffic are the same (`compiler.FAST_OPTIONS`).
+      why_formula: a reason to take the formulas although there is a compiler.
+      progress: told what is being done, a few words each time.
+
+    Raises:
+      ValueError: an unknown card, or a number of devices that the mesh cannot make.
+      CompilerMissing: JAX has dropped the installed client; CompileError: the compiler refused the
+        step.
+    """
+    card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    count = plan.mesh.size if devices is None else devices
+    settings = dataclasses.replace(plan.settings, data=-1)
+    why = why_formula or compiler.missing()
+    if why is None:
+        mesh = meshes.make_mesh(settings, compiler.gpu_devices(card, count))
+    else:
+        mesh = meshes.make_abstract_mesh(settings, count)
+    moved, targets = plan.remake(mesh), None
+    if why is None and moved.settings.offload.on_host:
+        # Absent devices know no host memory: traced over the mesh's axes alone.
+        targets = list(mesh.devices.flat)
+        decided = ("compiler_options", "dropped_options", "update_choices", "reasons")
+        changes = {name: getattr(moved, name) for name in decided}
+        moved = dataclasses.replace(plan.remake(mesh.abstract_mesh), **changes)
+    return _make_forecast(
+        moved, card, devices=targets, why_formula=why, fast=fast, progress=progress
+    )
+
+
+def _make_forecast(
+    plan: Plan,
     gpu: Gpu,
     *,
     devices: Sequence[Any] | None = None,
@@ -115,7 +166,7 @@ def make_forecast(
 # --- what the compiled step says ------------------------------------------------------------------
 
 
-def cache_key(plan: Planned, gpu: Gpu, fast: bool, *, program: str) -> str:
+def cache_key(plan: Plan, gpu: Gpu, fast: bool, *, program: str) -> str:
     """Everything that the facts depend on. The program's text names neither options nor nodes."""
     options = {**plan.compiler_options, **(compiler.FAST_OPTIONS if fast else {})}
     mesh = {str(name): size for name, size in plan.mesh.shape.items()}
@@ -127,7 +178,7 @@ def cache_key(plan: Planned, gpu: Gpu, fast: bool, *, program: str) -> str:
     )
 
 
-def _compile(lowered: Any, plan: Planned, devices: Sequence[Any] | None, fast: bool) -> Facts:
+def _compile(lowered: Any, plan: Plan, devices: Sequence[Any] | None, fast: bool) -> Facts:
     own = {} if devices is None else plan.compiler_options  # `jax.jit` has them otherwise
     with tempfile.TemporaryDirectory(prefix="zerojax-plan-") as folder:
         compiled = compiler.compile_for_gpus(
@@ -206,7 +257,7 @@ def _nodes(devices: Mesh | AbstractMesh | Sequence[Any]) -> list[int]:
 
 
 def _assemble(
-    plan: Planned,
+    plan: Plan,
     gpu: Gpu,
     flops: float,
     facts: Facts | None,
@@ -250,7 +301,7 @@ def _assemble(
     )
 
 
-def _unmeasured(plan: Planned, gpu: Gpu) -> tuple[str, ...]:
+def _unmeasured(plan: Plan, gpu: Gpu) -> tuple[str, ...]:
     """What no rate is known of, so that times are lower bounds."""
     found = None if plan.offload is None else hiding(plan, gpu)
     if found is None or found.disk_seconds is not None:
@@ -281,7 +332,7 @@ def _remarks(facts: Facts) -> Iterator[str]:
         )
 
 
-def _memory(plan: Planned, facts: Facts | None) -> Memory:
+def _memory(plan: Plan, facts: Facts | None) -> Memory:
     formula = role_bytes(plan)
     state = state_bytes(plan)
     batch = shard_bytes(plan.abstract_batch)

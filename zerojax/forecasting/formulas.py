@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from zerojax.mesh import REPLICA
 from zerojax.pipeline_costs import ticks_of
 from zerojax.placement import Access, LeafPlacement
+from zerojax.plan import Plan
 from zerojax.plan_counts import layers_of, whole_elements
-from zerojax.planned import Planned
 
 WIRE_UNIT_BYTES = 2
 """Bytes per parameter of the unit in which wire bytes are stated: bfloat16."""
 
 
-def wire_unit(plan: Planned) -> float:
+def wire_unit(plan: Plan) -> float:
     """2 bytes x parameters x (N-1)/N, per device: what one all-gather of bfloat16 weights sends.
 
     N is the number of shards; parameters are those that a device reads: divided by tensor
@@ -34,7 +34,7 @@ def wire_unit(plan: Planned) -> float:
     )
 
 
-def wire_bytes(plan: Planned) -> int:
+def wire_bytes(plan: Plan) -> int:
     """Bytes that one device sends per step for weights and gradients.
 
     What a parameter costs follows from how it is read (`zerojax.placement.Access`):
@@ -54,7 +54,7 @@ def wire_bytes(plan: Planned) -> int:
     return round(sum(_leaf_wire(plan, leaf) for leaf in plan.placement.leaves.values()))
 
 
-def _leaf_wire(plan: Planned, leaf: LeafPlacement) -> float:
+def _leaf_wire(plan: Plan, leaf: LeafPlacement) -> float:
     placement, shards = plan.placement, plan.placement.num_shards(leaf)
     replicas = placement.axis_sizes[REPLICA]
     compute = jnp.dtype(plan.precision.compute_dtype).itemsize
@@ -69,7 +69,7 @@ def _leaf_wire(plan: Planned, leaf: LeafPlacement) -> float:
     return sent + trained * 2 * _ring(replicas) * whole / shards * reduce
 
 
-def _times_used(plan: Planned, leaf: LeafPlacement) -> tuple[float, float]:
+def _times_used(plan: Plan, leaf: LeafPlacement) -> tuple[float, float]:
     """(gathers, scatters) of a parameter in one step; 1 is all that a device reads of it."""
     if plan.offload is not None and leaf.name in plan.offload.streamed:
         return plan.num_microbatches * (2 - 1 / layers_of(plan, leaf)), plan.num_microbatches

@@ -6,11 +6,11 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
-from zerojax.forecast.remedies import find_remedies, largest_role
-from zerojax.forecast.result import MEMORY_FRACTION, Estimate, Memory, TrafficRow, Verdict
+from zerojax.forecasting.remedies import find_remedies, largest_role
+from zerojax.forecasting.result import MEMORY_FRACTION, Estimate, Memory, TrafficRow, Verdict
 from zerojax.gpus import Gpu
 from zerojax.offload_costs import Hiding
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 from zerojax.trees import format_bytes
 
 FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -196,7 +196,7 @@ def memory_limit(gpu: Gpu) -> tuple[int, str]:
     )
 
 
-def verdict(plan: Planned, gpu: Gpu, memory: Memory) -> Verdict:
+def verdict(plan: Plan, gpu: Gpu, memory: Memory) -> Verdict:
     """Whether the step fits, why, and what would help.
 
     The formulas know no activations: they can say that a step does not fit, never that it does.

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from zerojax.forecast.offload_section import offload_section
-from zerojax.forecast.result import COMPILED, Estimate, ForecastNumbers, Memory, Traffic
+from zerojax.forecasting.offload_section import offload_section
+from zerojax.forecasting.result import COMPILED, Estimate, ForecastNumbers, Memory, Traffic
 from zerojax.trees import format_bytes, format_count
 
 WIDTH = 100

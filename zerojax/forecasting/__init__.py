@@ -3,8 +3,8 @@
 Nothing is run.
 """
 
-from zerojax.forecast.forecast import Forecast, make_forecast
-from zerojax.forecast.result import (
+from zerojax.forecasting.compiled_step import Forecast, forecast
+from zerojax.forecasting.result import (
     COMPILED,
     FORMULA,
     Estimate,
@@ -25,5 +25,5 @@ __all__ = [
     "Traffic",
     "TrafficRow",
     "Verdict",
-    "make_forecast",
+    "forecast",
 ]

@@ -23,7 +23,7 @@ import jax
 
 from zerojax.hlo.dataflow import MATMULS, MOVES, Dataflow, Link, Value
 from zerojax.hlo.live import LiveAtPeak
-from zerojax.planned import Planned
+from zerojax.plan import Plan
 
 MASTERS = "master weights"
 OPTIMIZER = "optimizer state"
@@ -64,7 +64,7 @@ _ARGUMENTS = {
 }
 
 
-def bytes_by_role(live: LiveAtPeak, plan: Planned) -> dict[str, int]:
+def bytes_by_role(live: LiveAtPeak, plan: Plan) -> dict[str, int]:
     """Bytes of device memory by role, at the moment when most are in use.
 
     Args:
@@ -90,7 +90,7 @@ def bytes_by_role(live: LiveAtPeak, plan: Planned) -> dict[str, int]:
     return counts
 
 
-def argument_roles(plan: Planned) -> dict[str, str]:
+def argument_roles(plan: Plan) -> dict[str, str]:
     """Name of each argument in the compiled step -> its role.
 
     Names are paths in the call, such as `state['params']['lm_head/kernel']`.

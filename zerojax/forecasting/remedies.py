@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from zerojax import programs
 from zerojax.config.offload import HOST
-from zerojax.forecast.result import Memory
+from zerojax.forecasting.result import Memory
 from zerojax.gpus import Gpu
 from zerojax.mesh import DATA, MODEL, STAGE, num_data_shards
 from zerojax.model import bound_attribute
@@ -22,6 +22,7 @@ from zerojax.offload_costs import link_seconds, rates_of
 from zerojax.optim import Optimizer
 from zerojax.pipeline_costs import activation_bytes, total_buffer_bytes
 from zerojax.placement import Access
+from zerojax.plan import Plan
 from zerojax.plan_counts import (
     ACTIVATIONS,
     GATHERED,
@@ -33,7 +34,6 @@ from zerojax.plan_counts import (
     kept_activation_bytes,
     whole_elements,
 )
-from zerojax.planned import Planned
 from zerojax.schedules import lower, make_schedule
 from zerojax.trees import format_bytes, num_elements
 
@@ -88,7 +88,7 @@ def largest_role(memory: Memory, needed: int) -> str:
 
 
 def find_remedies(
-    plan: Planned, gpu: Gpu, memory: Memory, *, excess: int, fraction: float
+    plan: Plan, gpu: Gpu, memory: Memory, *, excess: int, fraction: float
 ) -> list[str]:
     """One line each, in order: more devices, a higher stage, microbatches, what a pipeline keeps,
     remat, offload, tensor parallelism, more pipeline stages, and a larger share of the card.
@@ -127,7 +127,7 @@ def find_remedies(
     return lines
 
 
-def all_remedies(plan: Planned, gpu: Gpu | None, sizes: dict[str, int]) -> Iterator[Remedy]:
+def all_remedies(plan: Plan, gpu: Gpu | None, sizes: dict[str, int]) -> Iterator[Remedy]:
     """Everything that this plan leaves to be set, the order as in `find_remedies`.
 
     Args:
@@ -145,12 +145,12 @@ def all_remedies(plan: Planned, gpu: Gpu | None, sizes: dict[str, int]) -> Itera
     yield from _more_stages(plan, sizes)
 
 
-def rows_at_once(plan: Planned) -> int:
+def rows_at_once(plan: Plan) -> int:
     """Rows of the batch that one data shard holds activations of."""
     return plan.global_batch_size // (num_data_shards(plan.mesh) * plan.num_microbatches)
 
 
-def remat_of(plan: Planned) -> str | None:
+def remat_of(plan: Plan) -> str | None:
     """ "none", "dots" or "full" of a reference model; for others "none" or None (has some)."""
     own = getattr(bound_attribute(plan.model, "config"), "remat", None)
     if own is not None:
@@ -166,7 +166,7 @@ def _has_checkpoint(program: Any) -> bool:
     )
 
 
-def _more_devices(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
+def _more_devices(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     shards = num_data_shards(plan.mesh)
     split = _sum(sizes, *STATE) if plan.zero >= 1 else 0
     split += _sum(sizes, "gradients") if plan.zero >= 2 else 0
@@ -182,7 +182,7 @@ def _more_devices(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
     yield Remedy(words, f"{why} on each device", (split + activations) / 2, None)
 
 
-def _higher_zero(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
+def _higher_zero(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     shards = plan.placement.axis_sizes[DATA]
     moved = {1: _sum(sizes, *STATE), 2: _sum(sizes, "gradients")}
     moved[3] = _sum(sizes, "gathered weights")
@@ -197,7 +197,7 @@ def _higher_zero(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
         yield Remedy(f"mesh.zero={zero}", why, saving, 2 if zero == 3 else 0)
 
 
-def _microbatches(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
+def _microbatches(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     rows, activations = rows_at_once(plan), _sum(sizes, "activations", PIPELINE_BUFFERS)
     if plan.pipeline is not None and plan.pipeline.schedule.name == "gpipe":
         return  # which keeps them all, however many there are
@@ -213,7 +213,7 @@ def _microbatches(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
         )
 
 
-def accumulation_bytes(plan: Planned) -> int:
+def accumulation_bytes(plan: Plan) -> int:
     """Bytes per device by which the second microbatch adds to the gradients: their sum.
 
     Scattered gradients are added to it as they come; whole ones live beside it.
@@ -233,7 +233,7 @@ def accumulation_bytes(plan: Planned) -> int:
     return total
 
 
-def _pipeline(plan: Planned) -> Iterator[Remedy]:
+def _pipeline(plan: Plan) -> Iterator[Remedy]:
     """What its stages keep less of."""
     layout = plan.pipeline
     if layout is None:
@@ -252,7 +252,7 @@ def _pipeline(plan: Planned) -> Iterator[Remedy]:
         yield Remedy("mesh.stash=input", why, now - total_buffer_bytes(inputs), 4)
 
 
-def _more_stages(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
+def _more_stages(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     """Half of the layers on each device, twice the rows."""
     stages, layers = 2 * plan.mesh.shape[STAGE], num_layers(plan)
     leaves = plan.placement.leaves.values()
@@ -267,7 +267,7 @@ def _more_stages(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
     yield Remedy(f"mesh.data=-1 mesh.stage={stages}", why, saving, 3)
 
 
-def _remat(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
+def _remat(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     now, activations = remat_of(plan), _sum(sizes, "activations")
     if now in (None, "full") or activations < SMALL * sum(sizes.values()):
         return
@@ -281,7 +281,7 @@ def _remat(plan: Planned, sizes: dict[str, int]) -> Iterator[Remedy]:
     yield Remedy(words, why, saving, 4)
 
 
-def _offload(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
+def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
     """What can wait in host memory: the optimizer's state, then what layers are given, then their
     weights."""
     config, in_slices = plan.settings.offload, can_slice(plan)
@@ -318,18 +318,18 @@ def _offload(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]
         yield Remedy("mesh.offload.params=host", why, held * share, 5)
 
 
-def can_slice(plan: Planned) -> bool:
+def can_slice(plan: Plan) -> bool:
     """Whether the optimizer updates any slice of a parameter by itself."""
     return isinstance(plan.tx, Optimizer) and plan.tx.begin is not None
 
 
-def num_layers(plan: Planned) -> int:
+def num_layers(plan: Plan) -> int:
     """Layers that the model scans over; 1 where it has no such loop."""
     leaves = plan.placement.leaves.values()
     return max(leaf.num_slices for leaf in leaves)
 
 
-def _tensor_parallel(plan: Planned, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
+def _tensor_parallel(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
     model = plan.mesh.shape[MODEL]
     rules = plan.settings.rules or bound_attribute(plan.model, "tensor_parallel_rules")
     shards = plan.mesh.shape[DATA]

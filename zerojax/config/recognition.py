@@ -1,0 +1,121 @@
+"""Distinction of a DeepSpeed dict from the fields of a `MeshConfig`.
+
+`tests/test_deepspeed.py` compares the names with the table of the translation; no name is in both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.config.mesh import MeshConfig
+from zerojax.config_loader import ConfigError
+
+DEEPSPEED_KEYS = frozenset(
+    [
+        "activation_checkpointing",
+        "aio",
+        "allgather_size",
+        "amp",
+        "autotuning",
+        "bf16",
+        "bfloat16",
+        "checkpoint",
+        "comet",
+        "comms_logger",
+        "communication_data_type",
+        "compile",
+        "compression_training",
+        "csv_monitor",
+        "curriculum_learning",
+        "data_efficiency",
+        "data_parallel_size",
+        "data_types",
+        "dataloader_drop_last",
+        "datastates_ckpt",
+        "disable_allgather",
+        "disable_python_gc",
+        "dump_state",
+        "eigenvalue",
+        "elasticity",
+        "expert_parallel",
+        "flops_profiler",
+        "fp16",
+        "gradient_accumulation_steps",
+        "gradient_allreduce_op",
+        "gradient_clipping",
+        "gradient_predivide_factor",
+        "graph_harvesting",
+        "hybrid_engine",
+        "keep_in_fp32_modules",
+        "log_level",
+        "managed_gradient_accumulation",
+        "memory_breakdown",
+        "nebula",
+        "optimizer",
+        "pipeline",
+        "prescale_gradients",
+        "progressive_layer_drop",
+        "quantize_training",
+        "scheduler",
+        "seq_parallel_communication_data_type",
+        "sequence_parallel_size",
+        "sparse_attention",
+        "sparse_gradients",
+        "steps_per_print",
+        "tensor_parallel",
+        "tensorboard",
+        "timers",
+        "torch_autocast",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "use_data_before_expert_parallelism",
+        "vocabulary_size",
+        "wall_clock_breakdown",
+        "wandb",
+        "weight_quantization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "zero_optimization",
+    ]
+)
+"""Keys at the top of a ds_config, old names included."""
+MESH_KEYS = frozenset(field.name for field in dataclasses.fields(MeshConfig))
+_MAX_NAME, _MAX_NAMES = 100, 100
+"""How much of a dict without a known key is compared with known names."""
+
+
+def is_deepspeed(values: Mapping[str, Any]) -> bool:
+    """Whether a dict has the keys of a ds_config; by the nearest name where it has none of either.
+
+    Raises:
+      ConfigError: it has keys of both.
+    """
+    of_deepspeed = [key for key in values if key in DEEPSPEED_KEYS]
+    of_mesh = [key for key in values if key in MESH_KEYS]
+    if of_deepspeed and of_mesh:
+        mesh = ", ".join(of_mesh)
+        raise ConfigError(
+            f"{mesh} belongs to a MeshConfig, and {', '.join(of_deepspeed)} to a DeepSpeed "
+            "configuration; a dict is one of the two: "
+            f"take {mesh} out (zero=N is written as zero_optimization: {{stage: N}}), or give the "
+            "rest as keywords"
+        )
+    if of_deepspeed or of_mesh:
+        return bool(of_deepspeed)
+    names = [str(key)[:_MAX_NAME] for key in values][:_MAX_NAMES]
+    return _likeness(names, DEEPSPEED_KEYS) > _likeness(names, MESH_KEYS)
+
+
+def _likeness(names: list[str], known: frozenset[str]) -> float:
+    """How near the nearest of the names is to one that is known; 0: none is."""
+    return max(
+        (
+            difflib.SequenceMatcher(None, name, match[0]).ratio()
+            for name in names
+            if (match := difflib.get_close_matches(name, sorted(known), 1))
+        ),
+        default=0.0,
+    )
