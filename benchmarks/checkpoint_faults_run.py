@@ -21,7 +21,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from zerojax.arrays import init_state
 from zerojax.checkpoint import Checkpointer
 from zerojax.data import local_rows, shard_batch
 from zerojax.distributed import ProcessGroup, join_processes
@@ -31,6 +30,7 @@ from zerojax.optim import adamw
 from zerojax.plan import Plan
 from zerojax.plan_making import make_plan
 from zerojax.saved_state import restore_state, save_state
+from zerojax.state_birth import init_state
 from zerojax.step import build_step
 
 DEVICES = 4

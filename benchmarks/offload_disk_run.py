@@ -19,7 +19,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from zerojax.arrays import init_state
 from zerojax.config import OffloadConfig
 from zerojax.data import shard_batch
 from zerojax.losses import mean_squared_error
@@ -28,6 +27,7 @@ from zerojax.optim import adamw
 from zerojax.plan import Plan
 from zerojax.plan_making import make_plan
 from zerojax.saved_state import end_state
+from zerojax.state_birth import init_state
 from zerojax.step import build_step
 from zerojax.store import BucketStore
 

@@ -16,13 +16,14 @@ import optax
 from flax import nnx
 
 from tests.trajectories import regression_batch
-from zerojax.arrays import init_state, to_canonical
 from zerojax.config import MeshConfig
 from zerojax.losses import mean_squared_error
 from zerojax.mesh import make_mesh
 from zerojax.optim import adamw
 from zerojax.plan import Plan
 from zerojax.plan_making import make_plan
+from zerojax.resharding import to_canonical
+from zerojax.state_birth import init_state
 from zerojax.step import build_step
 
 STEPS = 20

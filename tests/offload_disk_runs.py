@@ -12,7 +12,6 @@ from flax import nnx
 
 from tests.small_models import reference_model
 from tests.trajectories import regression_batch, text_batch
-from zerojax.arrays import init_state, to_canonical
 from zerojax.config import MeshConfig, OffloadConfig
 from zerojax.data import shard_batch
 from zerojax.losses import mean_squared_error
@@ -20,6 +19,8 @@ from zerojax.mesh import make_mesh
 from zerojax.optim import adamw
 from zerojax.plan import Plan
 from zerojax.plan_making import make_plan
+from zerojax.resharding import to_canonical
+from zerojax.state_birth import init_state
 from zerojax.step import build_step
 from zerojax.trees import flatten_names
 

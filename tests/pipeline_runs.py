@@ -16,11 +16,11 @@ from flax import nnx
 
 from tests.small_models import VOCAB, LinenText, linen_loss, regression_loss
 from tests.trajectories import STEPS, TOLERANCE, Trajectory, plan_for, regression_batch, text_batch
-from zerojax.arrays import init_state
 from zerojax.hlo import find_in_branches, read_program
 from zerojax.losses import next_token
 from zerojax.models.layers import Dropout
 from zerojax.plan import Plan
+from zerojax.state_birth import init_state
 from zerojax.step import build_step
 
 THRESHOLD = 50

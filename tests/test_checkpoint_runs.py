@@ -13,10 +13,10 @@ from tests.offload_disk_runs import Regression, canonical, close, differing, off
 from tests.offload_disk_runs import train as train_steps
 from tests.trajectories import regression_batch
 from zerojax.api import train
-from zerojax.arrays import to_canonical
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.optim import adamw
+from zerojax.resharding import to_canonical
 from zerojax.saved_state import restore_state, save_state
 from zerojax.trees import flatten_names
 

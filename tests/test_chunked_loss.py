@@ -17,8 +17,8 @@ from tests.test_zero_program import SIZES, THRESHOLD, count_collectives, lower
 from tests.trajectories import TOLERANCE, plan_for, train_for
 from zerojax import compiler, gpus, hlo
 from zerojax.chunked_loss import head_next_token
+from zerojax.flops import count_flops, count_program_flops
 from zerojax.losses import next_token
-from zerojax.profile import count_flops, count_program_flops
 from zerojax.step import build_evaluation, build_step
 
 BATCH, SEQ, WIDTH, VOCAB = 2, 13, 16, 37

@@ -12,12 +12,13 @@ import pytest
 from tests.mesh_free_runs import STEPS, arrays_of, differences, plan_on
 from tests.process_groups import run_group
 from tests.trajectories import regression_batch
-from zerojax.arrays import init_state, to_canonical
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import LossScale
 from zerojax.plan import Plan
 from zerojax.precision import as_precision
+from zerojax.resharding import to_canonical
 from zerojax.saved_state import restore_state, save_state
+from zerojax.state_birth import init_state
 from zerojax.step import build_step
 
 SCALE = LossScale(initial=2.0**11, window=4, hysteresis=1)

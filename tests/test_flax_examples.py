@@ -35,8 +35,9 @@ from flax.training.train_state import TrainState
 
 from tests.trajectories import TOLERANCE, advance, plan_for, train_for
 from zerojax.api import train
-from zerojax.arrays import init_state, to_canonical
 from zerojax.data.corpus import read_text
+from zerojax.resharding import to_canonical
+from zerojax.state_birth import init_state
 
 CHECKOUT = os.environ.get("FLAX_CHECKOUT")
 

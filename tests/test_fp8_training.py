@@ -17,13 +17,13 @@ from flax import linen
 from tests.small_models import VOCAB, linen_loss, reference_model
 from tests.trajectories import plan_for, text_batch, train_for
 from zerojax import compiler, gpus
-from zerojax.arrays import init_state
 from zerojax.config import ConfigError, MeshConfig, ModelConfig
 from zerojax.data.corpus import read_text
 from zerojax.mesh import make_mesh
 from zerojax.models import GPT2Config, build_model, fp8, generate
 from zerojax.plan_making import make_plan
 from zerojax.programs import inner_programs
+from zerojax.state_birth import init_state
 from zerojax.step import build_evaluation, build_step
 
 HISTORY = "blocks/mlp/up/amax_history"

@@ -13,13 +13,14 @@ from safetensors.numpy import load_file, save_file
 
 from tests.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.trajectories import advance
-from zerojax.arrays import init_state, to_canonical
 from zerojax.config import MeshConfig, OptimizerConfig
 from zerojax.first_values import fill_on_devices
 from zerojax.hugging_face import UnsupportedError, from_hugging_face
 from zerojax.mesh import make_mesh
 from zerojax.plan_making import make_plan, plan_options
+from zerojax.resharding import to_canonical
 from zerojax.saved_state import end_state, model_of
+from zerojax.state_birth import init_state
 
 
 @functools.cache

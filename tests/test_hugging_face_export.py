@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 import zerojax
 from tests.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.test_hugging_face import PLANS, plan_for
-from zerojax.arrays import init_state, model_parts
 from zerojax.cli import main
 from zerojax.config import ConfigError, LoraConfig, RunConfig
 from zerojax.hugging_face import UnsupportedError, describe_model, from_hugging_face
@@ -25,6 +24,7 @@ from zerojax.mesh import make_mesh
 from zerojax.model import as_model
 from zerojax.models.lora import merged_kernel
 from zerojax.publishing import to_hugging_face
+from zerojax.resharding import model_parts
 from zerojax.running import DESCRIPTION_FILE
 from zerojax.runs import (
     plan_from_config,
@@ -33,6 +33,7 @@ from zerojax.runs import (
     vocab_size_of,
 )
 from zerojax.saved_state import end_state, model_of
+from zerojax.state_birth import init_state
 from zerojax.trainer import Trainer
 
 TOKENS = np.random.default_rng(0).integers(0, 20, (8, 8), np.int32)

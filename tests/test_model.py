@@ -15,10 +15,11 @@ from flax import linen, nnx
 
 from tests.small_models import Recurrent, WithStatistics, regression_loss
 from tests.trajectories import plan_for, regression_batch
-from zerojax.arrays import init_state, to_canonical
 from zerojax.losses import mean_squared_error
 from zerojax.model import as_model, default_loss, trace_model
 from zerojax.placement import Access
+from zerojax.resharding import to_canonical
+from zerojax.state_birth import init_state
 from zerojax.step import build_evaluation, build_step
 
 WIDTH = 16

@@ -22,12 +22,13 @@ from tests.offload_disk_runs import (
 )
 from tests.small_models import reference_model
 from tests.trajectories import text_batch
-from zerojax.arrays import init_state, reshard_state
 from zerojax.config import MeshConfig, OffloadConfig
 from zerojax.mesh import make_mesh
 from zerojax.optim import adamw
 from zerojax.plan_making import make_plan
 from zerojax.precision import as_precision
+from zerojax.resharding import reshard_state
+from zerojax.state_birth import init_state
 from zerojax.step import build_step
 from zerojax.store import StoreError
 

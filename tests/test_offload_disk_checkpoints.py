@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from tests.offload_disk_runs import SHARES, canonical, close, differing, offload, plan_of, train
-from zerojax.arrays import from_canonical, to_canonical
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError
 from zerojax.fingerprints import as_text, of_array
 from zerojax.offload import state as offload_state
 from zerojax.offload.disk_saving import saved_names, write_pieces
+from zerojax.resharding import from_canonical, to_canonical
 
 
 def save(folder, plan, state, step=1):

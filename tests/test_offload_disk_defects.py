@@ -27,7 +27,6 @@ from tests.test_offload_disk_checkpoints import restore, save
 from tests.trajectories import regression_batch, text_batch
 from zerojax import arrays
 from zerojax.api import train as train_run
-from zerojax.arrays import init_state, model_parts, reshard_state
 from zerojax.checkpoint import Checkpointer, packs, pieces
 from zerojax.config import MeshConfig
 from zerojax.host_parts import array_of_parts
@@ -38,7 +37,9 @@ from zerojax.offload.disk import owners_of
 from zerojax.offload.disk_durable import resume, resume_step
 from zerojax.optim import adamw
 from zerojax.plan_making import make_plan
+from zerojax.resharding import model_parts, reshard_state
 from zerojax.saved_state import first_state, restore_state
+from zerojax.state_birth import init_state
 from zerojax.store import BucketStore, StoreError
 from zerojax.store.files import aligned_buffer
 from zerojax.store.manifest import load_manifest

@@ -29,8 +29,9 @@ from tests.trajectories import (
     text_batch,
     train_for,
 )
-from zerojax.arrays import init_state, to_canonical
 from zerojax.losses import next_token
+from zerojax.resharding import to_canonical
+from zerojax.state_birth import init_state
 from zerojax.step import build_evaluation, build_step
 
 STREAMED = {"params": "host", "opt_state": "host", "min_elements": 30, "slice_elements": 60}

@@ -12,9 +12,9 @@ import pytest
 import zerojax
 from tests.test_offload_layout import SMALL, plan_of
 from zerojax import compiler
-from zerojax.arrays import from_canonical, to_canonical
 from zerojax.offload.update import build_offload_update
 from zerojax.precision import Precision
+from zerojax.resharding import from_canonical, to_canonical
 from zerojax.updates import ThisStep, build_update
 
 HOST = {"opt_state": "host", **SMALL}

@@ -22,8 +22,9 @@ from tests.optax_table import (
     public_names,
 )
 from tests.trajectories import plan_for
-from zerojax.arrays import init_state, to_canonical
 from zerojax.optim import OnTrueShapes
+from zerojax.resharding import to_canonical
+from zerojax.state_birth import init_state
 from zerojax.step import build_step
 
 STEPS = 3

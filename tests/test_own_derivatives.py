@@ -11,9 +11,9 @@ from flax import nnx
 import zerojax
 from tests.small_models import reference_model
 from tests.trajectories import plan_for
-from zerojax.arrays import init_state
 from zerojax.models import fp8
 from zerojax.programs import has_own_rules
+from zerojax.state_birth import init_state
 from zerojax.step import build_step
 
 ROWS, LIMIT = 32, 2e-3

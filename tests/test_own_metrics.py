@@ -16,11 +16,11 @@ import pytest
 import zerojax
 from tests.small_models import regression_loss
 from tests.trajectories import plan_for
-from zerojax.arrays import init_state
 from zerojax.config import LogConfig
 from zerojax.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES
 from zerojax.metrics.console import OWN_WORDS
 from zerojax.metrics.report import write_report
+from zerojax.state_birth import init_state
 from zerojax.step import build_evaluation, build_step
 
 ROWS, WIDTH, CLASSES = 32, 8, 5

@@ -14,8 +14,8 @@ from flax import linen, nnx
 
 import zerojax
 from tests.trajectories import plan_for
-from zerojax.arrays import init_state
 from zerojax.saved_state import model_of
+from zerojax.state_birth import init_state
 from zerojax.step import build_step
 
 ROWS = 32

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from tests.small_models import reference_model
-from zerojax import compiler, hlo, make_mesh, make_plan, plan_counts, profile
+from zerojax import compiler, hlo, make_mesh, make_plan, plan_counts
 from zerojax import pipeline_costs as costs
+from zerojax.flops import count_program_flops
 from zerojax.forecasting import formulas
 from zerojax.gpus import find_gpu
 from zerojax.mesh import make_abstract_mesh
@@ -55,13 +56,13 @@ CASES = [
 def test_a_device_computes_what_its_table_says(schedule, stash):
     """To the last product: embedding, head and masked slots included."""
     plan, traced = traced_step(1, schedule, stash)
-    computed = profile.count_program_flops(traced.jaxpr) / plan.mesh.size
+    computed = count_program_flops(traced.jaxpr) / plan.mesh.size
     assert computed == costs.executed_flops(plan.pipeline)
 
 
 def test_padding_is_computed_like_layers():
     plan, traced = traced_step(1, "1f1b", "residuals", (3, 1))
-    computed = profile.count_program_flops(traced.jaxpr) / plan.mesh.size
+    computed = count_program_flops(traced.jaxpr) / plan.mesh.size
     assert computed == costs.executed_flops(plan.pipeline)
     even, _ = traced_step(1, "1f1b", "residuals")
     assert computed > 1.3 * costs.executed_flops(even.pipeline)
@@ -70,7 +71,7 @@ def test_padding_is_computed_like_layers():
 def test_where_the_backward_is_split_the_count_is_close():
     """W is taken to go back through all of a chunk; it leaves out its first layer's input."""
     plan, traced = traced_step(1, "zb_h1", "residuals")
-    computed = profile.count_program_flops(traced.jaxpr) / plan.mesh.size
+    computed = count_program_flops(traced.jaxpr) / plan.mesh.size
     assert computed == pytest.approx(costs.executed_flops(plan.pipeline), rel=0.05)
 
 

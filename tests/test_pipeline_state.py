@@ -17,18 +17,13 @@ import zerojax
 from pallas_kernels.adam8bit import NU_ZERO
 from tests.small_models import Layers, regression_loss
 from tests.trajectories import plan_for, regression_batch
-from zerojax import conversion
+from zerojax import resharding
 from zerojax.abstract_state import rows_of_state
-from zerojax.arrays import (
-    build_initialiser,
-    from_canonical,
-    init_state,
-    reshard_state,
-    to_canonical,
-)
 from zerojax.checkpoint import Checkpointer
 from zerojax.optim import OnTrueShapes
+from zerojax.resharding import from_canonical, reshard_state, to_canonical
 from zerojax.state import run_key_data
+from zerojax.state_birth import build_initialiser, init_state
 from zerojax.updates import ThisStep, build_update
 
 TENSOR_PARALLEL = [("blocks/kernel", ("model",)), ("blocks/bias", ("model",))]
@@ -163,7 +158,7 @@ def _conversion(plan, *, to_rows):
     forms = plan.abstract_canonical["params"], plan.abstract_state["params"]
     given, wanted = (form["blocks/kernel"] for form in (forms if to_rows else forms[::-1]))
     rows = rows_of_state(plan.placement, plan.tx, plan.abstract_state)["params"]["blocks/kernel"]
-    return conversion._resizer(((wanted.shape, wanted.sharding, rows),), to_rows).lower([given])
+    return resharding._resizer(((wanted.shape, wanted.sharding, rows),), to_rows).lower([given])
 
 
 @pytest.mark.parametrize("name", ["interleaved", "uneven"])

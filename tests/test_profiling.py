@@ -21,10 +21,10 @@ from tests.small_models import (
     reference_model,
     regression_loss,
 )
-from zerojax import profile
 from zerojax.cli import main
 from zerojax.cli.profile import measured
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig
+from zerojax.flops import count_program_flops
 from zerojax.hlo.program import read_program
 from zerojax.profiling import (
     ParameterFlops,
@@ -51,7 +51,7 @@ def rows_of_plan(model, mesh, batch, **settings):
     step = zerojax.build_step(plan)
     rows = flops_by_parameter(plan, step)
     traced = step.trace(plan.abstract_state, plan.abstract_batch)
-    assert sum(row.total for row in rows) == profile.count_program_flops(traced.jaxpr)
+    assert sum(row.total for row in rows) == count_program_flops(traced.jaxpr)
     assert all(min(row.forward, row.backward, row.recomputed) >= 0 for row in rows)
     return {row.name: row for row in rows}
 

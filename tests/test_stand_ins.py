@@ -23,8 +23,8 @@ from jax import lax
 from tests.small_models import regression_loss
 from tests.trajectories import TOLERANCE, plan_for, regression_batch, train_for
 from zerojax import zero
-from zerojax.arrays import init_state
 from zerojax.placement import Access
+from zerojax.state_birth import init_state
 from zerojax.step import pass_config
 
 SHAPE = (6, 5)

@@ -15,9 +15,10 @@ import zerojax
 from tests import small_models
 from tests.small_models import regression_loss
 from tests.trajectories import plan_for, regression_batch
-from zerojax.arrays import init_state, to_canonical
 from zerojax.config.offload import OffloadConfig
 from zerojax.optim import sgd
+from zerojax.resharding import to_canonical
+from zerojax.state_birth import init_state
 from zerojax.step import build_evaluation, build_step
 
 

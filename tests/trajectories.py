@@ -14,11 +14,11 @@ import numpy as np
 import optax
 
 from tests.small_models import VOCAB
-from zerojax.arrays import init_state
 from zerojax.config import MeshConfig
 from zerojax.mesh import make_mesh
 from zerojax.plan import Plan
 from zerojax.plan_making import make_plan
+from zerojax.state_birth import init_state
 from zerojax.step import build_step
 
 TOLERANCE = 4e-6

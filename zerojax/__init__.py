@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerojax.api import train
-    from zerojax.arrays import from_canonical, init_state, reshard_state, to_canonical
     from zerojax.callbacks import EarlyStopping, KeepBest
     from zerojax.checkpoint import Checkpointer, CheckpointError
     from zerojax.checkpoint.errors import DamagedError, FolderInUseError, MachineError
@@ -38,8 +37,10 @@ if TYPE_CHECKING:
     from zerojax.plan_making import make_plan
     from zerojax.precision import Precision
     from zerojax.publishing import to_hugging_face, to_peft
+    from zerojax.resharding import from_canonical, reshard_state, to_canonical
     from zerojax.runs import run_from_config
     from zerojax.state import TrainState
+    from zerojax.state_birth import init_state
     from zerojax.step import build_evaluation, build_step
     from zerojax.trainer import Trainer
     from zerojax.training.equality import CheckResult, DisagreementError, check
@@ -144,9 +145,9 @@ _HOME_OF_NAME = {
     "build_step": "step",
     "check": "training.equality",
     "forecast": "forecasting",
-    "from_canonical": "arrays",
+    "from_canonical": "resharding",
     "from_hugging_face": "hugging_face",
-    "init_state": "arrays",
+    "init_state": "state_birth",
     "initialize": "engine",
     "join_processes": "distributed",
     "lamb": "optim",
@@ -156,11 +157,11 @@ _HOME_OF_NAME = {
     "make_mesh": "mesh",
     "make_plan": "plan_making",
     "merge_lora": "models",
-    "reshard_state": "arrays",
+    "reshard_state": "resharding",
     "run_from_config": "runs",
     "sgd": "optim",
     "shard_batch": "data",
-    "to_canonical": "arrays",
+    "to_canonical": "resharding",
     "to_hugging_face": "publishing",
     "to_peft": "publishing",
     "train": "api",

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from zerojax import bounded_json, optim, text_generation, trees
 from zerojax import mesh as meshes
 from zerojax import model as models
-from zerojax.arrays import from_model_parts, model_parts
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
 from zerojax.config.keywords import names_keywords
@@ -29,6 +28,7 @@ from zerojax.losses import next_token
 from zerojax.models.decoder import Decoder
 from zerojax.plan import Plan
 from zerojax.plan_making import make_plan, plan_options
+from zerojax.resharding import from_model_parts, model_parts
 from zerojax.run_record import RECORD_FILE, RunRecord, abstract_of, read_record
 from zerojax.running import CHECKPOINT_FOLDER, CONFIG_FILE, TOKENIZER_FILE
 from zerojax.saved_state import model_of

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax import profile, programs, trees
+from zerojax import programs, trees
 from zerojax.config.offload import DEVICE, HOST, HOST_KIND, NVME
+from zerojax.flops import TRAINING_FACTOR, count_program_flops
 from zerojax.mesh import DATA, MODEL, REPLICA, STAGE
 from zerojax.pipeline_costs import total_buffer_bytes
 from zerojax.placement import Access, LeafPlacement, Placement, straight_pieces, unrolled
@@ -244,11 +245,11 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
 def model_flops(plan: Decisions) -> float:
     """Floating-point operations of one step over all devices, without what remat repeats.
 
-    Three times the forward pass (`profile.TRAINING_FACTOR`) of every microbatch of every shard.
+    Three times the forward pass (`flops.TRAINING_FACTOR`) of every microbatch of every shard.
     """
-    forward = profile.count_program_flops(plan.forward)
+    forward = count_program_flops(plan.forward)
     shards = plan.placement.axis_sizes[DATA] * plan.placement.axis_sizes[REPLICA]
-    return profile.TRAINING_FACTOR * forward * plan.num_microbatches * shards
+    return TRAINING_FACTOR * forward * plan.num_microbatches * shards
 
 
 def tokens_per_step(plan: Decisions) -> int | None:

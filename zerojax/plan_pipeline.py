@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import trees
 from zerojax.config import MeshConfig
+from zerojax.flops import count_program_flops
 from zerojax.layer_loop import LayerLoop, cut_loss, find_layer_loop, split_layers
 from zerojax.losses import as_sums
 from zerojax.mesh import DATA, MODEL, STAGE, num_data_shards
@@ -19,7 +20,6 @@ from zerojax.model import Loss, Model, ModelTrace
 from zerojax.partition import partition_layers
 from zerojax.pipeline_costs import executed_flops
 from zerojax.pipeline_layout import PipelineLayout
-from zerojax.profile import count_program_flops
 from zerojax.programs import holds_collectives
 from zerojax.schedules import lower, make_schedule
 

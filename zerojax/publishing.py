@@ -15,7 +15,6 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.arrays import model_parts
 from zerojax.checkpoint.agreement import failing_together
 from zerojax.checkpoint.drafts import new_folder
 from zerojax.checkpoint.errors import CheckpointError
@@ -36,6 +35,7 @@ from zerojax.hugging_face.writing import (
     outgoing,
 )
 from zerojax.models.lora import adapter_names
+from zerojax.resharding import model_parts
 from zerojax.running import DESCRIPTION_FILE, TOKENIZER_FILE
 from zerojax.safetensors_files import SHARD_BYTES, write_files
 

@@ -285,7 +285,7 @@ def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None
 
     Args:
       step: from `build_step(plan)`, and called before.
-      memory: from `profile.device_memory`.
+      memory: from `local_devices.device_memory`.
 
     Returns:
       None where devices do not count their memory (virtual CPU devices).

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from zerojax import profile
+from zerojax import local_devices
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, WatchConfig, as_mesh_config
 from zerojax.data import Feed, TokenSource, local_rows_of_mesh, save_tokenizer
@@ -203,9 +203,9 @@ def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = Non
         loss_unit=loss_unit(plan.loss),
         flops_per_step=model_flops(plan),
         num_devices=plan.mesh.size,
-        device_kind=profile.device_kind(),
+        device_kind=local_devices.device_kind(),
         precision="fp32" if plan.precision.compute_dtype == jnp.float32 else "bf16",
-        read_memory=profile.device_memory,
+        read_memory=local_devices.device_memory,
         process_index=jax.process_index(),
     )
     reasons = *run.reasons, *plan.reasons

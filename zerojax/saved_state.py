@@ -13,11 +13,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.arrays import from_canonical, init_state, model_parts, to_canonical
 from zerojax.offload.disk_durable import resume, resume_step
 from zerojax.offload.disk_saving import saved_names, write_pieces
 from zerojax.plan import Plan
+from zerojax.resharding import from_canonical, model_parts, to_canonical
 from zerojax.state import TrainState
+from zerojax.state_birth import init_state
 from zerojax.system_memory import allocating_for
 
 

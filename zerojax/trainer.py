@@ -13,20 +13,20 @@ from typing import Any, Self
 
 import jax
 
-from zerojax.arrays import reshard_state
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.data import Feed, TokenSource, as_feed, local_rows, one_pass, prefetch, shard_batch
 from zerojax.evaluating import mean_loss
 from zerojax.habits import Habits
 from zerojax.host_budget import check_offload
 from zerojax.interruption import Interrupted, StopRequest
+from zerojax.local_devices import device_memory
 from zerojax.metrics import RunLog
 from zerojax.metrics.stopwatch import DATA, EVAL, SAVE
 from zerojax.pace import Pace
 from zerojax.peers import PeerLostError, is_peer_loss
 from zerojax.plan import Plan
-from zerojax.profile import device_memory
 from zerojax.reporting import Metrics, Reports, compare_peak, with_names
+from zerojax.resharding import reshard_state
 from zerojax.saved_state import end_state, first_state, model_of, restore_state, save_state
 from zerojax.step import build_evaluation, build_step
 from zerojax.store import StoreError

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from zerojax import profile as counting
 from zerojax.cli.devices import run_one_program_at_a_time
 from zerojax.config import RunConfig
 from zerojax.display import show
 from zerojax.distributed import join_processes
+from zerojax.flops import count_program_flops
 from zerojax.hlo.program import read_program
 from zerojax.metrics import read_metrics
 from zerojax.metrics.stopwatch import ACTIVITIES
@@ -83,6 +83,6 @@ def measure(trainer: Any, folder: Path, steps: int) -> StepProfile:
         traced_steps=steps,
         traced_devices=max((op.devices for op in ops), default=1),
         flops=flops_by_parameter(plan, trainer.jitted_step),
-        counted_flops=counting.count_program_flops(traced.jaxpr),
+        counted_flops=count_program_flops(traced.jaxpr),
         trace=trace,
     )

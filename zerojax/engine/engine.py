@@ -14,7 +14,6 @@ import jax
 from zerojax import deepspeed
 from zerojax import mesh as meshes
 from zerojax import model as models
-from zerojax.arrays import init_state, reshard_state
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import MeshConfig, WatchConfig
 from zerojax.config.keywords import names_keywords
@@ -33,9 +32,11 @@ from zerojax.metrics.stopwatch import DATA, EVAL, SAVE
 from zerojax.out_of_memory import explaining_memory
 from zerojax.plan import Plan
 from zerojax.plan_making import make_plan
+from zerojax.resharding import reshard_state
 from zerojax.running import with_disk_folder
 from zerojax.saved_state import end_state, model_of, restore_state
 from zerojax.state import TrainState
+from zerojax.state_birth import init_state
 from zerojax.step import build_evaluation, build_step
 from zerojax.system_memory import TRAINING_STEP, allocating_for
 

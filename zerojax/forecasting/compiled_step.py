@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from zerojax import compiler, profile
+from zerojax import compiler
 from zerojax import mesh as meshes
 from zerojax.config.keywords import names_keywords
 from zerojax.config.offload import HOST
+from zerojax.flops import count_program_flops
 from zerojax.forecasting import cache
 from zerojax.forecasting.offloading import offload_numbers
 from zerojax.forecasting.page import forecast_dict, forecast_page
@@ -147,7 +148,7 @@ def _make_forecast(
     seconds = 0.0
     say("tracing the step")
     traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
-    flops = profile.count_program_flops(traced.jaxpr) / plan.mesh.size
+    flops = count_program_flops(traced.jaxpr) / plan.mesh.size
     if why_formula is None:
         say("lowering")
         lowered = traced.lower() if devices is None else compiler.lower_for_gpus(traced)

@@ -53,7 +53,7 @@ class RunLog:
       num_devices: over all processes.
       device_kind: as the device calls itself; MFU is reported where its peak is published.
       precision: "bf16" or "fp32": which peak.
-      read_memory: `profile.device_memory` or alike; None: memory is not reported.
+      read_memory: `local_devices.device_memory` or alike; None: memory is not reported.
       process_index: only process 0 writes and prints.
       stream: terminal; None: standard output.
       clock: seconds, monotonic.

@@ -11,12 +11,12 @@ from typing import Any
 from zerojax import compiler
 from zerojax.forecasting.remedies import SMALL, Remedy, all_remedies
 from zerojax.gpus import gpu_of_device
+from zerojax.local_devices import device_kind
 from zerojax.out_of_memory.living import device_now, largest_arrays, save_profile
 from zerojax.out_of_memory.message import Asked, what_was_asked
 from zerojax.out_of_memory.page import Page, draw
 from zerojax.plan import Plan
 from zerojax.plan_counts import ACTIVATIONS, GATHERED, GRADIENTS, role_bytes
-from zerojax.profile import device_kind
 from zerojax.system_memory import TRAINING_STEP, purpose_of
 
 NUM_REMEDIES = 3

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from zerojax import profile, system_memory
+from zerojax import local_devices, system_memory
 
 PROFILE = "memory.prof"
 
@@ -47,15 +47,15 @@ class Device:
 
 def device_now() -> Device:
     """What the fullest local device holds."""
-    memory = profile.device_memory()
+    memory = local_devices.device_memory()
     if memory["source"] == "device":
         limit = memory["limit"] or None
         free = None if limit is None else max(limit - memory["in_use"], 0)
-        name = profile.device_kind()
+        name = local_devices.device_kind()
         return Device(name=name, in_use=memory["in_use"], limit=limit, free=free, source="JAX")
     room = system_memory.least_room()
     return Device(
-        name=f"{profile.device_kind()}, in the memory of this process",
+        name=f"{local_devices.device_kind()}, in the memory of this process",
         in_use=memory["in_use"],
         limit=None if room is None else room.limit,
         free=None if room is None else room.free,

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from zerojax import profile
+from zerojax.flops import equation_flops, times_run, without_waste
 from zerojax.plan import Plan
 from zerojax.profiling.needs import Needs, is_call
 from zerojax.profiling.origins import NOTHING, Origin, join, moved
@@ -50,7 +50,7 @@ class ParameterFlops:
 def flops_by_parameter(plan: Plan, step: Any) -> list[ParameterFlops]:
     """One row for each parameter that a product reads, and one for the other products.
 
-    They add up to `profile.count_program_flops` of the step.
+    They add up to `flops.count_program_flops` of the step.
 
     Args:
       step: from `build_step(plan)`.
@@ -82,7 +82,7 @@ def rows_of(program: ClosedJaxpr, names: Sequence[str | None], loss: int) -> lis
       names: for each input the parameter that it holds, if it holds one.
       loss: number of the output that only the forward pass makes.
     """
-    needed = profile.without_waste(program)
+    needed = without_waste(program)
     outputs = [index == loss for index in range(len(needed.outvars))]
     walk = _Walk()
     start = [(NOTHING if name is None else Origin((name,)), object()) for name in names]
@@ -162,10 +162,10 @@ class _Walk:
             return self._cond(equation, programs, given, wanted, times, collect)
         for program in programs:
             if is_call(equation, program):
-                often = times * profile.times_run(equation)
+                often = times * times_run(equation)
                 return self.follow(program, given, wanted, often, collect)
         if programs:  # a kernel, or a loop of unknown length
-            flops = profile.equation_flops(equation)
+            flops = equation_flops(equation)
             if collect and flops:
                 self._add(flops * times, equation, given, any(wanted), None)
             return fresh
@@ -180,7 +180,7 @@ class _Walk:
         shapes = [atom.aval.shape for atom in equation.invars[:2]]
         numbers = equation.params.get("dimension_numbers") or str(equation.params)
         signature = str((shapes, numbers))
-        flops = profile.equation_flops(equation) * times
+        flops = equation_flops(equation) * times
         self._add(flops, equation, given[:2], is_forward, signature)
 
     def _add(
@@ -232,8 +232,8 @@ class _Walk:
         times: float,
         collect: bool,
     ) -> list[_Value]:
-        """The dearest branch counts, as in `profile.count_flops`."""
-        cost = [sum(map(profile.equation_flops, program.eqns)) for program in programs]
+        """The dearest branch counts, as in `flops.count_flops`."""
+        cost = [sum(map(equation_flops, program.eqns)) for program in programs]
         dearest = cost.index(max(cost))
         results = [
             self.follow(program, given[1:], wanted, times, collect and index == dearest)

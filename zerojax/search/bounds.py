@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from zerojax import plan_counts, profile
+from zerojax import plan_counts
+from zerojax.flops import count_program_flops
 from zerojax.forecasting import formulas
 from zerojax.forecasting.roofline import estimate, memory_limit
 from zerojax.gpus import Gpu
@@ -95,4 +96,4 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
 def repeated(plan: Plan) -> float:
     """FLOPs of the step with what remat computes again, over those without."""
     traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
-    return profile.count_program_flops(traced.jaxpr) / plan_counts.model_flops(plan)
+    return count_program_flops(traced.jaxpr) / plan_counts.model_flops(plan)

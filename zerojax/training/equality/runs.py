@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax.arrays import init_state, to_canonical
 from zerojax.compiler import keep_known_options
 from zerojax.config import MeshConfig
 from zerojax.mesh import make_mesh
@@ -22,7 +21,9 @@ from zerojax.model import Loss, Model
 from zerojax.optim import told
 from zerojax.plan import Plan
 from zerojax.plan_making import make_plan
+from zerojax.resharding import to_canonical
 from zerojax.state import step_key
+from zerojax.state_birth import init_state
 from zerojax.step import build_step
 from zerojax.training.equality.result import ComparedRun
 from zerojax.updates import stacks_of
