@@ -91,7 +91,9 @@ def _with_options(plan: Plan, options: Mapping[str, Any]) -> Plan:
 
     def remake(mesh: Any) -> Plan:
         made = plan.remake(mesh)
-        return dataclasses.replace(made, compiler_options={**made.compiler_options, **options})
+        program = made.program
+        program = dataclasses.replace(program, options={**program.options, **options})
+        return dataclasses.replace(made, program=program)
 
     return dataclasses.replace(plan, remake=remake)
 

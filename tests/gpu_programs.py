@@ -108,9 +108,10 @@ def compile_case(case: Case) -> GpuProgram:
         num_microbatches=case.microbatches,
     )
     if not case.regather:
-        plan = dataclasses.replace(plan, regather=False)
+        program = dataclasses.replace(plan.program, regather=False)
+        plan = dataclasses.replace(plan, program=program)
     if not case.prefetch:
-        plan = dataclasses.replace(plan, compiler_options={})
+        plan = dataclasses.replace(plan, program=dataclasses.replace(plan.program, options={}))
     lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
     compiled = compiler.compile_for_gpus(lowered, sketch=True)
     program = hlo.read_program(compiled.text)

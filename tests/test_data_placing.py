@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import types
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ class TinyPlan:
 
     abstract_batch: Any
     batch_sharding: NamedSharding
+    traced: Any = dataclasses.field(default_factory=lambda: types.SimpleNamespace(index_limits={}))
 
 
 def plan_of(mesh=None, **dtypes) -> TinyPlan:

@@ -156,11 +156,12 @@ def test_the_fast_options_change_neither_memory_nor_traffic_and_the_page_names_t
 def test_what_the_programs_text_does_not_name_is_in_the_key(monkeypatch):
     plan, gpu = plan_of(), find_gpu("h100")
     hybrid = make_abstract_mesh({"data": 4, "replica": 2}, 8)
+    program = dataclasses.replace(plan.program, options={"xla_gpu_an_option": 2})
     others = [
         (plan, gpu, True),
         (plan, dataclasses.replace(gpu, node_devices=4), False),
         (plan, find_gpu("h200"), False),
-        (dataclasses.replace(plan, compiler_options={"xla_gpu_an_option": 2}), gpu, False),
+        (dataclasses.replace(plan, program=program), gpu, False),
         (dataclasses.replace(plan, mesh=hybrid), gpu, False),
     ]
     keys = {cache_key(*each, program="the same text") for each in [(plan, gpu, False), *others]}

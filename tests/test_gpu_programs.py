@@ -197,7 +197,7 @@ def gathered_early(built):
 
 @claim(lambda case: case.zero == 3 and jax.__version_info__ >= (0, 11))
 def the_next_layer_is_gathered_while_this_one_computes(built):
-    assert built.plan.compiler_options
+    assert built.plan.program.options
     early, hidden = gathered_early(built)
     assert early > 0.8
     # One collective is under way at a time: of several per layer some are started and waited for.

@@ -52,7 +52,7 @@ def test_a_table_of_any_model_is_found(model, precision, zero):
     plan = zerojax.make_plan(
         model, {"zero": zero}, example_batch=batch_of(0), loss=own_loss, precision=precision
     )
-    (limit,) = plan.index_limits["ids"]
+    (limit,) = plan.traced.index_limits["ids"]
     assert (limit.low, limit.high) == (-ROWS, ROWS)
     assert limit.window == (slice(None), slice(0, 4, 1)), "targets are not looked up"
     zerojax.shard_batch(plan, batch_of(ROWS - 1))
@@ -79,7 +79,7 @@ def test_what_the_model_does_about_them_itself_is_its_own_affair(inside):
         return jnp.mean(model(inside(batch["ids"])) ** 2)
 
     plan = zerojax.make_plan(Own, {}, example_batch=batch_of(0), loss=loss, precision="fp32")
-    assert not plan.index_limits
+    assert not plan.traced.index_limits
     zerojax.shard_batch(plan, batch_of(99))
 
 

@@ -154,7 +154,7 @@ def compile_case(case: Case, layers: int) -> Built:
 
 def compile_plan(plan: Plan, mesh: Mesh) -> tuple[compiler.MemoryUse, hlo.Program]:
     """The step of a plan over the axes of a mesh of GPUs."""
-    options, dropped = choose_options(mesh, plan.regather, plan.settings.offload.on_host)
+    options, dropped = choose_options(mesh, plan.program.regather, plan.settings.offload.on_host)
     assert not dropped.keys() & compiler.HOST_OPTIONS.keys()
     traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
     devices = list(mesh.devices.flat)

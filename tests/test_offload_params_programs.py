@@ -148,7 +148,7 @@ def test_a_program_with_layers_on_the_host_keeps_every_promise(case):
         compiled = compiler.compile_for_gpus(
             compiler.lower_for_gpus(traced),
             devices=devices,
-            options=choose_options(mesh, plan.regather, on_host=True)[0],
+            options=choose_options(mesh, plan.program.regather, on_host=True)[0],
             sketch=True,
         )
         memory[layers] = compiled.memory

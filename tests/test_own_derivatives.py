@@ -125,7 +125,7 @@ def test_a_rule_that_clips_sees_gradients_of_the_mean(loss, options):
 def test_under_a_loss_scale_it_sees_the_scaled_mean():
     """As with any other framework; what is not clipped is divided by the scale again."""
     plan, found = norms(mean, precision="fp16")
-    assert plan.batch_weight is not None
+    assert plan.traced.batch_weight is not None
     assert all(np.isfinite(found))
 
 
@@ -151,17 +151,17 @@ def of_the_model(model, batch):
 def test_where_the_weight_is_not_known_before_it_is_said(loss, options, why):
     options = {"optimizer": zerojax.sgd(1.0), **options}
     plan = plan_for((init, apply), loss=loss, batch=batch_of, **options)
-    assert plan.batch_weight is None
+    assert plan.traced.batch_weight is None
     assert any("gradients of the summed loss" in r and why in r for r in plan.reasons)
 
 
 def test_models_without_rules_of_their_own_are_computed_as_before():
     plan = plan_for(reference_model("gpt2"))
-    assert not has_own_rules(plan.forward.jaxpr)
-    assert plan.batch_weight is None
+    assert not has_own_rules(plan.traced.forward.jaxpr)
+    assert plan.traced.batch_weight is None
     chunked = plan_for(reference_model("gpt2", loss_chunk=8))
-    assert "custom_vjp" in str(chunked.forward)
-    assert chunked.batch_weight is None
+    assert "custom_vjp" in str(chunked.traced.forward)
+    assert chunked.traced.batch_weight is None
 
 
 class ScaledAndClipped(nnx.Module):

@@ -82,7 +82,9 @@ def numbers(loss, **options):
     state, step, found = init_state(plan, 0), build_step(plan), []
     for index in range(2):
         state, metrics = step(state, jax.device_put(batch_of(index), plan.batch_sharding))
-        found.append({name: np.asarray(metrics[name]) for name in ("loss", *plan.metric_names)})
+        found.append(
+            {name: np.asarray(metrics[name]) for name in ("loss", *plan.traced.metric_names)}
+        )
     placed = jax.device_put(batch_of(2), plan.batch_sharding)
     sums = jax.tree.map(np.asarray, build_evaluation(plan)(state, placed))
     return found, sums
@@ -233,7 +235,7 @@ def test_what_is_no_metric_is_refused(result, message):
 def test_every_number_of_a_run_has_a_name_that_a_metric_cannot_take():
     plan = plan_for((init, apply), loss=mean_loss, batch=batch_of, precision="bf16")
     step = jax.eval_shape(build_step(plan), plan.abstract_state, plan.abstract_batch)
-    names = step[1].keys() - plan.metric_names | OWN_WORDS
+    names = step[1].keys() - plan.traced.metric_names | OWN_WORDS
     for name in names:
         assert name in BUILT_IN_METRICS or name.startswith(BUILT_IN_PREFIXES)
 
@@ -292,13 +294,13 @@ def test_a_weight_that_training_changes_is_refused(weight):
 @pytest.mark.parametrize("weight", DEPENDENT.values(), ids=DEPENDENT)
 def test_each_remedy_of_that_works(weight):
     stopped = weighed(lambda *given: jax.lax.stop_gradient(weight(*given)))
-    assert plan_for((init, apply), loss=stopped, batch=batch_of).has_weight
+    assert plan_for((init, apply), loss=stopped, batch=batch_of).traced.has_weight
 
     def named(model, batch):
         total, value = weighed(weight)(model, batch)
         return total / len(batch["x"]), {"value": value}
 
-    assert plan_for((init, apply), loss=named, batch=batch_of).metric_names == ("value",)
+    assert plan_for((init, apply), loss=named, batch=batch_of).traced.metric_names == ("value",)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +319,7 @@ def test_each_remedy_of_that_works(weight):
     ],
 )
 def test_a_weight_of_shapes_and_data_is_allowed(weight):
-    assert plan_for((init, apply), loss=weighed(weight), batch=batch_of).has_weight
+    assert plan_for((init, apply), loss=weighed(weight), batch=batch_of).traced.has_weight
 
 
 def test_a_weight_of_frozen_parameters_is_allowed():
@@ -332,4 +334,4 @@ def test_the_habit_of_regression_losses_is_unchanged():
         (init, lambda params, x: apply(params, x[:, :6])),
         loss=regression_loss,
         batch=lambda index: {"x": batch_of(index)["x"], "y": np.zeros((ROWS, CLASSES), np.float32)},
-    ).has_weight
+    ).traced.has_weight

@@ -189,7 +189,7 @@ HOST = {"params": "host", "opt_state": "host", "min_elements": 1}
 )  # fmt: skip
 def test_counts_are_those_of_one_device(options):
     plan, found = state_after(lambda rngs: Counting(rngs), **options)
-    assert plan.counted_state == {"positive", "total", "largest"}
+    assert plan.traced.counted_state == {"positive", "total", "largest"}
     positive = sum(int((batch_of(index)["x"][:, 0] > 0).sum()) for index in range(3))
     assert found["positive"] == 5 + positive
     assert found["total"] == 2 + positive
@@ -259,7 +259,7 @@ class LinenCounting(linen.Module):
 
 def test_linen_counts_and_batch_statistics():
     plan, found = state_after(LinenCounting(), zero=2)
-    assert plan.counted_state == {"counts/seen"}
+    assert plan.traced.counted_state == {"counts/seen"}
     true = sum(int((batch_of(index)["x"][:, 0] > 0).sum()) for index in range(3))
     assert found["counts/seen"] == true
     assert any("then the updates are averaged" in reason for reason in plan.reasons)

@@ -24,7 +24,7 @@ def make_plan(precision):
         precision=as_precision(precision),
         abstract_state={"params": dict.fromkeys(NAMES)},
         learning_rate=None,
-        metric_names=(),
+        traced=types.SimpleNamespace(metric_names=()),
     )
 
 

@@ -32,6 +32,11 @@ SIDES = ("invars", "outvars")
 REGRESSION = {"loss": small_models.regression_loss, "batch": regression_batch}
 
 
+def without_regather(plan):
+    """The plan of a step whose backward pass keeps what the forward pass gathered."""
+    return dataclasses.replace(plan, program=dataclasses.replace(plan.program, regather=False))
+
+
 def gpt2(zero, *, remat="none", matmul_dtype=None, **options):
     return plan_for(
         reference_model("gpt2", **SIZES, remat=remat, matmul_dtype=matmul_dtype),
@@ -257,7 +262,7 @@ def test_sequence_sharding_splits_what_lies_between_the_matrices():
 
 
 def test_the_same_search_finds_what_is_kept_without_gathering_again():
-    kept = named_shapes(dataclasses.replace(gpt2(3), regather=False))
+    kept = named_shapes(without_regather(gpt2(3)))
     assert {"blocks/mlp/up/kernel", "blocks/mlp/down/kernel"} <= kept
 
 
@@ -356,7 +361,7 @@ def test_functions_are_gathered_in_one_bucket_at_stage_3():
 
 
 def test_stage_3_without_gathering_again_is_seen_by_the_same_count():
-    found = count_collectives(lower(dataclasses.replace(gpt2(3), regather=False)))
+    found = count_collectives(lower(without_regather(gpt2(3))))
     assert len(found.loops_with("all_gather")) == 1
 
 

@@ -116,7 +116,7 @@ def build_chunked_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
         name: jax.ShapeDtypeStruct(shapes[name], leaf.dtype)
         for name, leaf in plan.abstract_state["params"].items()
     }
-    choice = plan.update_choices["update"]
+    choice = plan.program.kernels["update"]
 
     def local(
         grads: Arrays,

@@ -135,7 +135,7 @@ def kept_activation_bytes(plan: Decisions) -> int | None:
     The loop is the one that reads most bytes layer by layer. Where the weights of layers come one
     by one, the last layer's input stays on the device.
     """
-    loops = list(_loops(plan.forward.jaxpr))
+    loops = list(_loops(plan.traced.forward.jaxpr))
     if not loops:
         return None
     loop = max(loops, key=_stacked_bytes)
@@ -204,7 +204,7 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
     reduce = jnp.dtype(plan.precision.reduce_dtype).itemsize
     weights = gradients = far_gradients = 0
     on_use: dict[str, int] = {}
-    pieces = straight_pieces(plan.forward.jaxpr)
+    pieces = straight_pieces(plan.traced.forward.jaxpr)
     waiting = unrolled(placement, pieces, Access.GATHER_ONCE_SCATTER_EARLY)
     for leaf in placement.leaves.values():
         whole = whole_elements(placement, leaf)
@@ -247,7 +247,7 @@ def model_flops(plan: Decisions) -> float:
 
     Three times the forward pass (`flops.TRAINING_FACTOR`) of every microbatch of every shard.
     """
-    forward = count_program_flops(plan.forward)
+    forward = count_program_flops(plan.traced.forward)
     shards = plan.placement.axis_sizes[DATA] * plan.placement.axis_sizes[REPLICA]
     return TRAINING_FACTOR * forward * plan.num_microbatches * shards
 

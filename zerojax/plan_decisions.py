@@ -29,6 +29,46 @@ from zerojax.state import TrainState
 Tree = Any
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedLoss:
+    """Facts that tracing the loss of one microbatch on one data shard has shown.
+
+    Attributes:
+      forward: the forward pass (a jaxpr), for counting.
+      index_limits: bounds of the integers of a batch that look up rows of a parameter.
+      has_weight: whether the loss returns a weight beside its sum.
+      metric_names: names of the own metrics that the loss returns, sorted.
+      counted_state: names of the model's state to which a step adds sums over the batch.
+      batch_weight: the weight of a batch, by which its loss is divided before the backward pass,
+        for a model with derivatives of its own; None: gradients are divided after it, which is the
+        same where the backward pass is linear.
+    """
+
+    forward: Any
+    index_limits: Mapping[str, tuple[IndexLimit, ...]]
+    has_weight: bool
+    metric_names: tuple[str, ...]
+    counted_state: frozenset[str]
+    batch_weight: BatchWeight | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramChoices:
+    """Choices with which the step is compiled, on the devices of the plan.
+
+    Attributes:
+      options: of the compiler, where it is known what helps.
+      dropped: compiler option -> why this compiler goes without it.
+      kernels: "update" and "statistics" (of the gradients) -> kernel or XLA, and why.
+      regather: whether the backward pass gathers parameters again (zero=3, see `zero`).
+    """
+
+    options: Mapping[str, Any]
+    dropped: Mapping[str, str]
+    kernels: Mapping[str, Choice]
+    regather: bool
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Decisions:
     """Everything that is decided before the first array exists.
@@ -40,7 +80,6 @@ class Decisions:
       placement: the table, one row per parameter.
       precision: the dtypes.
       tx: the optimizer; learning_rate: its schedule over updates applied, where it is known.
-      update_choices: what runs the update and the gradients' statistics, kernel or XLA, and why.
       num_microbatches: pieces a device's rows are cut into.
       pipeline: how the layers lie on stages and which schedule runs them; None with one stage.
       offload: what lies outside device memory, in which slices; None where nothing does.
@@ -50,17 +89,8 @@ class Decisions:
       abstract_canonical: the same with true shapes and evenly dividing shardings: the form on disk
         and between two plans.
       abstract_batch: the global batch, with shardings.
-      compiler_options: what the step is compiled with, where it is known what helps.
-      dropped_options: compiler option -> why this compiler goes without it.
-      regather: whether the backward pass gathers parameters again (zero=3, see `zero`).
-      index_limits: what integers of a batch must keep to, since they look up rows of a parameter.
-      forward: the traced forward pass of one microbatch on one data shard (a jaxpr), for counting.
-      has_weight: whether the loss returns a weight beside its sum.
-      metric_names: names of the own metrics that the loss returns, sorted.
-      counted_state: names of the model's state to which a step adds sums over the batch.
-      batch_weight: the weight of a batch, by which its loss is divided before the backward pass,
-        for a model with derivatives of its own; None: gradients are divided after it, which is the
-        same where the backward pass is linear.
+      traced: what the trace of the loss showed.
+      program: the choices with which the step is compiled.
       reasons: one line per default or exception that a reader should know.
       remake: makes the same plan for another mesh.
     """
@@ -72,7 +102,6 @@ class Decisions:
     placement: Placement
     precision: Precision
     tx: optax.GradientTransformation
-    update_choices: Mapping[str, Choice]
     learning_rate: Schedule | None
     num_microbatches: int
     pipeline: PipelineLayout | None
@@ -81,15 +110,8 @@ class Decisions:
     abstract_stored: TrainState
     abstract_canonical: TrainState
     abstract_batch: Tree
-    compiler_options: Mapping[str, Any]
-    dropped_options: Mapping[str, str]
-    regather: bool
-    index_limits: Mapping[str, tuple[IndexLimit, ...]]
-    forward: Any
-    has_weight: bool
-    metric_names: tuple[str, ...]
-    counted_state: frozenset[str]
-    batch_weight: BatchWeight | None
+    traced: TracedLoss
+    program: ProgramChoices
     reasons: tuple[str, ...]
     remake: Callable[[Mesh | AbstractMesh], Any] = dataclasses.field(repr=False, compare=False)
 

@@ -41,6 +41,7 @@ from zerojax.plan_checks import (
     check_trained,
     naming_the_call,
 )
+from zerojax.plan_decisions import ProgramChoices, TracedLoss
 from zerojax.plan_losses import check_loss, check_weight, choose_batch_weight
 from zerojax.plan_offload import plan_offload
 from zerojax.plan_padding import fit_padding
@@ -211,7 +212,6 @@ def make_plan(
         placement=placement,
         precision=precision,
         tx=tx,
-        update_choices=update_choices,
         learning_rate=optimizer_built.learning_rate,
         num_microbatches=num_microbatches,
         pipeline=layout,
@@ -220,15 +220,20 @@ def make_plan(
         abstract_stored=stored,
         abstract_canonical=canonical_on_host(canonical, offload) if offload else canonical,
         abstract_batch=abstract_batch,
-        compiler_options=compiler_options,
-        dropped_options=dropped_options,
-        regather=regather,
-        index_limits=trace.index_limits,
-        forward=trace.jaxpr,
-        has_weight=parts.weight is not None,
-        metric_names=tuple(sorted(parts.metrics)),
-        counted_state=pieces.counted,
-        batch_weight=batch_weight,
+        traced=TracedLoss(
+            forward=trace.jaxpr,
+            index_limits=trace.index_limits,
+            has_weight=parts.weight is not None,
+            metric_names=tuple(sorted(parts.metrics)),
+            counted_state=pieces.counted,
+            batch_weight=batch_weight,
+        ),
+        program=ProgramChoices(
+            options=compiler_options,
+            dropped=dropped_options,
+            kernels=update_choices,
+            regather=regather,
+        ),
         reasons=(
             *describe_choices(settings, mesh, precision, placement),
             *why_precision,

@@ -84,7 +84,7 @@ def _exception_lines(placement: Placement) -> list[str]:
 
 def _leaf_lines(plan: Decisions) -> list[str]:
     placement: Placement = plan.placement
-    pieces = straight_pieces(plan.forward.jaxpr)
+    pieces = straight_pieces(plan.traced.forward.jaxpr)
     together = unrolled(placement, pieces)
     waiting = unrolled(placement, pieces, Access.GATHER_ONCE_SCATTER_EARLY)
     rows = [("parameter", "shape", "stored as", "per device", "read")]

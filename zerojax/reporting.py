@@ -189,7 +189,7 @@ class Reports:
             updates = step - 1 - (self._skipped - int(values["skipped"]))
             values["learning_rate"] = float(plan.learning_rate(updates))
         if log is not None:
-            shown = (*SHOWN, *plan.metric_names)
+            shown = (*SHOWN, *plan.traced.metric_names)
             numbers = {name: values[name] for name in shown if name in values}
             spent, times = self._pace.take()
             log.write(step, {**numbers, "skipped": self._skipped}, spent)

@@ -62,8 +62,8 @@ def build_step(plan: Plan) -> Any:
     def step(state: TrainState, batch: Any) -> tuple[Any, ...]:
         key = step_key(state["rng"], state["step"])
         factor = None if scaling is None else state["loss_scale"]["scale"] / weight
-        if plan.batch_weight is not None:
-            whole = plan.batch_weight(batch, num_pieces)
+        if plan.traced.batch_weight is not None:
+            whole = plan.traced.batch_weight(batch, num_pieces)
             # Nothing is divided by a weight of 0: the loss is not finite, and the step is skipped.
             whole = jnp.where(whole == 0, 1, whole)
             factor = (1 if scaling is None else state["loss_scale"]["scale"]) / whole
@@ -115,7 +115,7 @@ def build_step(plan: Plan) -> Any:
         step,
         donate_argnums=0,
         out_shardings=(plan.state_shardings, replicated, *pending),
-        compiler_options=dict(plan.compiler_options) or None,
+        compiler_options=dict(plan.program.options) or None,
     )
     if on_disk:
         jitted = DiskStep(plan, jitted, functools.partial(write_rest, plan))
@@ -167,7 +167,7 @@ def _expected_weight(plan: Plan) -> float:
     larger by the weight, which is known only after the forward passes.
     """
     leaves = jax.tree.leaves(plan.abstract_batch)
-    if not plan.has_weight:
+    if not plan.traced.has_weight:
         count = plan.num_microbatches * meshes.num_data_shards(plan.mesh)
     else:  # a language model's integers are [rows, seq], a classifier's [rows]
         integers = [x.size for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)]
@@ -196,7 +196,7 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
     def evaluate(state: TrainState, batch: Any) -> Metrics:
         return forward(state["params"], state["frozen"], state["extras"], state["rng"], batch)
 
-    options = dict(plan.compiler_options) if fixed else None
+    options = dict(plan.program.options) if fixed else None
     replicated = NamedSharding(plan.mesh, P())
     return OfLivingState(jax.jit(evaluate, out_shardings=replicated, compiler_options=options))
 
@@ -257,10 +257,10 @@ def pass_config(plan: Plan) -> zero.PassConfig:
         reduce_bucket_size=plan.settings.reduce_bucket_size,
         allgather_bucket_size=plan.settings.allgather_bucket_size,
         sequence_sharding=plan.settings.sequence_sharding,
-        regather=plan.regather,
+        regather=plan.program.regather,
         pipeline=plan.pipeline,
         offload=plan.offload,
         virtual_shards=plan.settings.virtual_shards if plan.settings.deterministic else None,
-        metrics=plan.metric_names,
-        counted=plan.counted_state,
+        metrics=plan.traced.metric_names,
+        counted=plan.traced.counted_state,
     )

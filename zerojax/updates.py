@@ -74,7 +74,7 @@ def build_norm(plan: Plan) -> Callable[..., GradientNorm]:
     specs = specs_of_leaves(plan.abstract_state["params"])
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
     over = tuple(name for name in plan.mesh.axis_names if any(name in a for a in axes.values()))
-    choice = plan.update_choices["statistics"]
+    choice = plan.program.kernels["statistics"]
     order = list(specs)
 
     def local(grads: Arrays, scale: jax.Array, known: Arrays) -> GradientNorm:
@@ -157,7 +157,7 @@ def _build_in_place(plan: Plan, tx: Optimizer) -> Callable[..., tuple[Arrays, An
     """Every device updates its own shards: one read and one write of each array."""
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
     shapes = true_shapes(plan)
-    choice, layers = plan.update_choices["update"], stacks_of(plan) if tx.per_layer else {}
+    choice, layers = plan.program.kernels["update"], stacks_of(plan) if tx.per_layer else {}
 
     def local(
         grads: Arrays,
@@ -227,7 +227,7 @@ def true_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 def stacks_of(plan: Plan) -> dict[str, tuple[str, ...]]:
     """{name: mesh axes of more than one device that split its layers} of stacked parameters."""
-    stacks = find_stacks(plan.forward, sorted(plan.placement.leaves))
+    stacks = find_stacks(plan.traced.forward, sorted(plan.placement.leaves))
     return {
         name: _axes_of(plan.mesh, P(*leaf.sharding.spec[:1]))
         for name, leaf in plan.abstract_state["params"].items()

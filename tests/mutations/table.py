@@ -226,7 +226,7 @@ MUTATIONS = (
         "tests/test_forecast_formulas.py",
     ),
     Mutation(
-        "gathers = microbatches * (1 + plan.regather) if lazily else 1",
+        "gathers = microbatches * (1 + plan.program.regather) if lazily else 1",
         "gathers = microbatches if lazily else 1",
         "tests/test_forecast_formulas.py",
     ),

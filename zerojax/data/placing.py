@@ -32,6 +32,11 @@ class BatchPlan(Protocol):
         ...
 
     @property
+    def traced(self) -> Any:
+        """Its `index_limits`: {name: bounds of integers that look up rows of a parameter}."""
+        ...
+
+    @property
     def batch_sharding(self) -> NamedSharding:
         """Dimension 0 over the data axes."""
         ...
@@ -79,7 +84,7 @@ def shard_batch(
             check_finite(name, array)
         if vocab_size is not None and name.split("/")[-1] in TOKEN_NAMES:
             check_vocabulary(name, array, vocab_size)
-        for limit in getattr(plan, "index_limits", {}).get(name, ()):
+        for limit in plan.traced.index_limits.get(name, ()):
             check_rows_exist(name, array, limit)
         placed[name] = jax.make_array_from_process_local_data(
             abstract.sharding, array, abstract.shape

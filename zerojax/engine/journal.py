@@ -88,7 +88,7 @@ class Journal:
         if values is None or self._log is not None or self._translation.steps_per_print is None:
             return
         if jax.process_index() == 0:
-            print(_line(values, plan.metric_names), flush=True)
+            print(_line(values, plan.traced.metric_names), flush=True)
 
     def wait(self, plan: Plan) -> None:
         """Waits for all steps that `follow` was told of."""

@@ -112,9 +112,8 @@ def forecast(
     if why is None and moved.settings.offload.on_host:
         # Absent devices know no host memory: traced over the mesh's axes alone.
         targets = list(mesh.devices.flat)
-        decided = ("compiler_options", "dropped_options", "update_choices", "reasons")
-        changes = {name: getattr(moved, name) for name in decided}
-        moved = dataclasses.replace(plan.remake(mesh.abstract_mesh), **changes)
+        remade = plan.remake(mesh.abstract_mesh)
+        moved = dataclasses.replace(remade, program=moved.program, reasons=moved.reasons)
     return _make_forecast(
         moved, card, devices=targets, why_formula=why, fast=fast, progress=progress
     )
@@ -169,7 +168,7 @@ def _make_forecast(
 
 def cache_key(plan: Plan, gpu: Gpu, fast: bool, *, program: str) -> str:
     """Everything that the facts depend on. The program's text names neither options nor nodes."""
-    options = {**plan.compiler_options, **(compiler.FAST_OPTIONS if fast else {})}
+    options = {**plan.program.options, **(compiler.FAST_OPTIONS if fast else {})}
     mesh = {str(name): size for name, size in plan.mesh.shape.items()}
     return cache.key_of(
         FACTS_VERSION,
@@ -180,7 +179,7 @@ def cache_key(plan: Plan, gpu: Gpu, fast: bool, *, program: str) -> str:
 
 
 def _compile(lowered: Any, plan: Plan, devices: Sequence[Any] | None, fast: bool) -> Facts:
-    own = {} if devices is None else plan.compiler_options  # `jax.jit` has them otherwise
+    own = {} if devices is None else plan.program.options  # `jax.jit` has them otherwise
     with tempfile.TemporaryDirectory(prefix="zerojax-plan-") as folder:
         compiled = compiler.compile_for_gpus(
             lowered,
@@ -279,7 +278,7 @@ def _assemble(
         source=FORMULA if facts is None else COMPILED,
         why_formula=why_formula,
         compiler=made_by,
-        options_dropped=dict(plan.dropped_options),
+        options_dropped=dict(plan.program.dropped),
         seconds=seconds,
         memory=memory,
         traffic=traffic,

@@ -77,7 +77,7 @@ def _times_used(plan: Plan, leaf: LeafPlacement) -> tuple[float, float]:
     lazily = leaf.access is Access.GATHER_ON_USE
     if plan.pipeline is None:
         microbatches = plan.num_microbatches
-        gathers = microbatches * (1 + plan.regather) if lazily else 1
+        gathers = microbatches * (1 + plan.program.regather) if lazily else 1
         return gathers, microbatches if early else 1
     layout, chunks = plan.pipeline, plan.pipeline.schedule.num_chunks
     gathers = scatters = 1.0

@@ -155,7 +155,7 @@ def remat_of(plan: Plan) -> str | None:
     own = getattr(bound_attribute(plan.model, "config"), "remat", None)
     if own is not None:
         return own
-    return None if _has_checkpoint(plan.forward.jaxpr) else "none"
+    return None if _has_checkpoint(plan.traced.forward.jaxpr) else "none"
 
 
 def _has_checkpoint(program: Any) -> bool:

@@ -95,7 +95,7 @@ def context_of(plan: Plan, scale: jax.Array, skip: jax.Array, key_data: jax.Arra
         key=jax.random.wrap_key_data(key_data),
         axes=axes_of_leaves(plan.mesh, params),
         shapes=true_shapes(plan),
-        choice=plan.update_choices["update"],
+        choice=plan.program.kernels["update"],
     )
 
 
