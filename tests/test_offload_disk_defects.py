@@ -25,7 +25,7 @@ from tests.offload_disk_runs import (
 from tests.small_models import reference_model
 from tests.test_offload_disk_checkpoints import restore, save
 from tests.trajectories import regression_batch, text_batch
-from zerojax import arrays
+from zerojax import state_birth
 from zerojax.api import train as train_run
 from zerojax.checkpoint import Checkpointer, packs, pieces
 from zerojax.config import MeshConfig
@@ -190,7 +190,7 @@ def test_a_state_that_is_not_born_leaves_no_open_store(tmp_path, monkeypatch):
         raise MemoryError("the rest of the state")
 
     plan = plan_of(offload(tmp_path), data=2)
-    monkeypatch.setattr(arrays, "build_initialiser", fail)
+    monkeypatch.setattr(state_birth, "build_initialiser", fail)
     with pytest.raises(MemoryError, match="the rest of the state") as error:
         init_state(plan)
     BucketStore.open(tmp_path / "process_0").close()  # while the error holds its frames

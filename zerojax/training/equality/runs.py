@@ -152,7 +152,8 @@ def plan_of(given: Given, configuration: Configuration) -> Plan:
             freeze=given.freeze,
             persistence_threshold=0,
         )
-    return dataclasses.replace(plan, compiler_options={**plan.program.options, **quick_options()})
+    options = {**plan.program.options, **quick_options()}
+    return dataclasses.replace(plan, program=dataclasses.replace(plan.program, options=options))
 
 
 def prepare(given: Given, configuration: Configuration) -> Prepared:
