@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from zerojax.programs import inner_programs
 from zerojax.training.equality.lines import is_of_users, line_of_equation
+from zerojax.training.equality.runs import quick_options
 
 _RELATIVE = 1e-4
 """Difference, relative to the largest element, up to which a relation holds: rounding is 1e-6."""
@@ -247,7 +248,8 @@ def _all_values(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[li
                 seen.add(var)
                 kept.append(var)
     everything = program.replace(outvars=kept)
-    run = jax.jit(jaxpr_as_fun(ClosedJaxpr(everything, closed.consts)))
+    function = jaxpr_as_fun(ClosedJaxpr(everything, closed.consts))
+    run = jax.jit(function, compiler_options=quick_options())
     result = []
     for given in inputs:
         values = dict(zip(program.constvars, closed.consts, strict=True))
