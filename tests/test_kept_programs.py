@@ -82,40 +82,60 @@ def test_the_shared_folder_is_bounded_and_the_oldest_go(programs, monkeypatch):
     assert names(programs.shared) == {"0-cache", "1-cache"}
 
 
-def test_entries_are_read_again_and_compute_the_same(programs, monkeypatch):
-    """Programs that differ in the names of their operations alone are two entries."""
+@pytest.fixture
+def all_are_kept(programs):
+    """Also programs that are compiled at once."""
     before = {name: getattr(jax.config, name) for name in programs.settings()}
-    try:
-        programs.use()
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-        split = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    programs.use()
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield
+    use_settings(before)
 
-        def compiled(scope):
-            def program(x):
-                with jax.named_scope(scope):
-                    return x - jnp.sum(jnp.sin(x))
 
-            program.__name__ = "kept"
-            return jax.jit(program, donate_argnums=0).lower(x).compile()
+def test_entries_are_read_again_and_compute_the_same(programs, all_are_kept):
+    """Programs that differ in the names of their operations alone are two entries."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.NamedSharding(mesh, jax.P("data"))
 
-        x = jax.device_put(np.arange(16.0, dtype=np.float32), split)
-        results = []
-        for _ in range(2):  # compiled, then read
-            first, second = compiled("first"), compiled("second")
-            assert "first/sin" in first.as_text()
-            assert "second/sin" in second.as_text()
-            given = jnp.copy(x)
-            found = first(given)
-            assert given.is_deleted()
-            results.append(np.asarray(found))
-            jax.clear_caches()
-        values = np.asarray(x)
-        np.testing.assert_allclose(results[0], values - np.sin(values).sum(), atol=1e-5)
-        assert results[1].tobytes() == results[0].tobytes()
-        assert sum(name.startswith("jit_kept") for name in names(programs.own)) == 2
-    finally:
-        use_settings(before)
+    def compiled(scope):
+        def program(x):
+            with jax.named_scope(scope):
+                return x - jnp.sum(jnp.sin(x))
+
+        program.__name__ = "kept"
+        return jax.jit(program, donate_argnums=0).lower(x).compile()
+
+    x = jax.device_put(np.arange(16.0, dtype=np.float32), split)
+    results = []
+    for _ in range(2):  # compiled, then read
+        first, second = compiled("first"), compiled("second")
+        assert "first/sin" in first.as_text()
+        assert "second/sin" in second.as_text()
+        given = jnp.copy(x)
+        found = first(given)
+        assert given.is_deleted()
+        results.append(np.asarray(found))
+        jax.clear_caches()
+    values = np.asarray(x)
+    np.testing.assert_allclose(results[0], values - np.sin(values).sum(), atol=1e-5)
+    assert results[1].tobytes() == results[0].tobytes()
+    assert sum(name.startswith("jit_kept") for name in names(programs.own)) == 2
+
+
+@pytest.mark.usefixtures("all_are_kept")
+def test_a_program_that_calls_python_calls_its_own_function():
+    """In the program's text the function is a number, which another program's may be as well."""
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def called(add):
+        def program(x):
+            return jax.pure_callback(lambda value: np.float32(value + add), shape, x)
+
+        return float(jax.jit(program)(jnp.float32(10)))
+
+    assert [called(1), called(2)] == [11.0, 12.0]
+    jax.clear_caches()
+    assert called(3) == 13.0
 
 
 def test_this_process_keeps_what_it_compiles(pytestconfig):
