@@ -102,6 +102,11 @@ MEANS = {
     "in steps": (lambda x, w: jnp.sum(jnp.mean(x, 0)), X, KERNEL),
     "by hand": (lambda x, w: jnp.sum(x) / x.shape[0], X, KERNEL),
     "half": (lambda x, w: 0.5 * jnp.mean(x**2), X, KERNEL),
+    "twice": (lambda x, w: 2.0 * jnp.mean(x**2), X, KERNEL),
+    "a share": (lambda x, w: 0.7 * jnp.mean(x**2), X, KERNEL),
+    "a multiple before": (lambda x, w: jnp.sum(6.0 * x) * 3.0 / x.shape[0], X, KERNEL),
+    "its double and itself": (lambda x, w: 3.0 * (jnp.mean(x) + jnp.mean(x @ w)), X, KERNEL),
+    "by hand in steps": (lambda x, w: 0.7 * (jnp.sum(x) / 2) / (x.shape[0] / 2), X, KERNEL),
     "tokens": (lambda t, w: cross_entropy(w[t], t % 6).mean(), TOKENS, TABLE),
 }
 
@@ -206,5 +211,6 @@ def test_numbers_of_outputs():
     assert not Total().is_sum(1, weight=1.0)  # the rows counted, as well as a constant
     assert Total().is_sum(4, weight=1.0)
     assert not Total().is_sum(4, weight=8.0)
+    assert not Total(2.0, is_scaled=True).is_sum(8, weight=8.0)  # 2 * jnp.sum(x), the rows
     program = jax.make_jaxpr(lambda x: (jnp.sum(x), 1.0, jnp.float32(3), x.shape[0]))(X)
     assert [number_of_output(program, place) for place in range(4)] == [None, 1.0, 3.0, 4.0]

@@ -41,10 +41,13 @@ class Total:
     """A sum over rows, times `scale`; None where that is not a number that the program holds.
 
     is_scaled: whether it was multiplied or divided by anything.
+    divisors: the numbers that it was divided by, and the product of any of them. A mean stays one
+      under a factor, as in `2 * jnp.mean(x)`.
     """
 
     scale: float | None = 1.0
     is_scaled: bool = False
+    divisors: frozenset[float] = frozenset()
 
     def is_sum(self, num_rows: int, weight: float | None = None) -> bool:
         """Whether it is certain that this is no mean over so many rows.
@@ -58,9 +61,15 @@ class Total:
             return False
         if num_rows == 1:  # dividing by 1 is all that tells a mean; a weight of 1 tells nothing
             return not self.is_scaled and weight is None
-        count = abs((1.0 if weight is None else weight) / self.scale)
-        multiple = round(count / num_rows)
-        return multiple < 1 or not math.isclose(count, multiple * num_rows, rel_tol=1e-2)
+        divisors = {*self.divisors}
+        if weight is not None:
+            divisors |= {abs(weight), *(abs(weight) * other for other in self.divisors)}
+        return not any(_counts_rows(number, num_rows) for number in divisors)
+
+
+def _counts_rows(number: float, num_rows: int) -> bool:
+    multiple = round(number / num_rows)
+    return multiple >= 1 and math.isclose(number, multiple * num_rows, rel_tol=1e-2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +90,8 @@ class Other:
 Dependence = Fixed | Rows | Total | Count | Other
 
 _FIXED, _OTHER = Fixed(), Other()
+_MOST_DIVISORS = 64
+"""Of more, it is not said that none of them counts rows."""
 
 _ELEMENTWISE_NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy
@@ -421,13 +432,19 @@ def _rounds(equation: Any) -> bool:
 def _scaled(one: Dependence, number: float | None) -> Dependence:
     if not isinstance(one, Total):
         return _OTHER
-    scale = None if number is None or one.scale is None else one.scale * number
-    return Total(scale, is_scaled=True)
+    if number is None or one.scale is None:
+        return Total(None, is_scaled=True)
+    scale = one.scale * number
+    if scale == 0 or len(one.divisors) >= _MOST_DIVISORS:
+        return Total(None, is_scaled=True)
+    divisor = abs(1 / number)
+    divisors = {divisor, *one.divisors, *(divisor * other for other in one.divisors)}
+    return Total(scale, is_scaled=True, divisors=frozenset(divisors))
 
 
 def _negated(one: Dependence) -> Dependence:
     if isinstance(one, Total):
-        return Total(None if one.scale is None else -one.scale, one.is_scaled)
+        return dataclasses.replace(one, scale=None if one.scale is None else -one.scale)
     return one if isinstance(one, Fixed) else _OTHER
 
 
