@@ -347,7 +347,7 @@ def test_another_models_checkpoint_names_the_first_differing_leaf(tmp_path: Path
         for text, change in cases.items():
             with pytest.raises(CheckpointError, match=text) as failure:
                 checkpointer.restore(small_abstract(**change))
-            assert "start in an empty checkpoint folder" in str(failure.value)
+            assert "use another checkpoint folder" in str(failure.value)
 
 
 def test_the_first_differing_leaf_is_the_first_by_name() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import zerojax
+from zerojax.checkpoint.kept import keep_step
 from zerojax.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,6 +148,21 @@ def test_eval_agrees_with_the_validation_loss_of_training(run, capsys):
     loss = float(line.split()[3].rstrip(","))
     measured = [row["loss"] for row in rows_of(run) if row["kind"] == "eval"]
     assert loss == pytest.approx(measured[-1], abs=1e-4)  # four digits are printed
+
+
+def test_a_kept_step_is_evaluated_and_exported_by_its_name(run, tmp_path, capsys):
+    assert main(["eval", str(run), "--step", "best"]) == 2
+    assert "no step is kept as 'best'" in capsys.readouterr().err
+    keep_step(run / "checkpoints", "best", 4, {"loss": 1.0})
+    assert main(["eval", str(run), "--batches", "1", "--step", "best"]) == 0
+    assert capsys.readouterr().out.startswith("step 4: loss ")
+    assert main(["checkpoint", "export", str(run), "best", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.startswith("step 4: ")
+    to = tmp_path / "for_transformers"
+    zerojax.to_hugging_face(run, to, step="best")
+    assert (to / "config.json").is_file()
+    assert main(["generate", str(run), "abc", "--step", "5"]) == 2
+    assert "has no step 5; the saved steps are: 4, 6" in capsys.readouterr().err
 
 
 def test_report_is_one_page_without_a_network(run, capsys):

@@ -198,11 +198,11 @@ def test_what_is_read_twice_is_gathered_once():
 REFUSED = {
     "3 devices": (
         {"devices": 3},
-        "data=3: virtual_shards=8 is not divisible by 3 devices; use data=2$",
+        "data=3: virtual_shards=8 is not divisible by 3 devices; use 2 devices",
     ),
     "8 devices, 4 pieces": (
         {"devices": 8, "virtual_shards": 4},
-        "not divisible by 8 devices; use data=4, or virtual_shards=8",
+        "not divisible by 8 devices; use virtual_shards=8, or 4 devices",
     ),
     "16 pieces of 24": ({"devices": 4, "batch": 24, "virtual_shards": 16}, "use 16 or 32"),
     "other microbatches": ({"devices": 4, "num_microbatches": 4}, "use virtual_shards=16"),

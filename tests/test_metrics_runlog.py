@@ -23,7 +23,7 @@ MEMORY = {"source": "device", "in_use": 2**30, "peak": 2**31, "limit": 2**33}
 class Run:
     """A RunLog on a clock that is set by hand."""
 
-    def __init__(self, folder, *, start_step=0, config=None, **options):
+    def __init__(self, folder, *, start_step=0, is_new=False, config=None, **options):
         self.now, self.screen = 100.0, io.StringIO()
         settings = {
             "total_steps": 100,
@@ -47,6 +47,7 @@ class Run:
             {"zero": 1},
             to_dict(RunConfig()),
             start_step=start_step,
+            is_new=is_new,
         )
 
     def write(self, step, seconds, **values):
@@ -198,6 +199,23 @@ def test_a_resumed_run_appends_and_says_so(tmp_path):
     assert [start["step"] for start in metrics.starts] == [0, 20]
     assert metrics.train[-1]["compile_seconds"] == 0.0
     assert "resuming after step 20 of 100" in second.lines()
+
+
+def test_a_new_run_leaves_the_metrics_of_another_aside(tmp_path):
+    for steps in ((10, 20, 30), (), (10,)):  # the second failed before it reported
+        run = Run(tmp_path, is_new=True)
+        for step in steps:
+            run.write(step, 5, grad_norm=float(len(steps)))
+        run.log.close()
+    first, last = (tmp_path / name for name in ("metrics.1.jsonl", "metrics.jsonl"))
+    assert sorted(tmp_path.glob("metrics*")) == [first, last]
+    assert "the metrics of an earlier run there are now metrics.1.jsonl" not in run.lines()
+    metrics = read_metrics(tmp_path)
+    assert [start["step"] for start in metrics.starts] == [0]
+    assert [(m["step"], m["grad_norm"]) for m in metrics.train] == [(10, 1.0)]
+    run = Run(tmp_path, is_new=True)
+    assert "the metrics of an earlier run there are now metrics.2.jsonl" in run.lines()
+    assert first.read_text().count('"train"') == 3
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):

@@ -209,6 +209,6 @@ def test_a_transformation_is_taken_as_it_is():
 
 def test_anything_else_is_refused():
     with pytest.raises(
-        TypeError, match="optimizer is a float; give an optax.GradientTransformation"
+        TypeError, match=r"optimizer=0\.0003 \(float\) is not valid; use an optax.Gradient"
     ):
         build_optimizer(3e-4, 100)

@@ -43,7 +43,7 @@ REFUSED = {
             "num_microbatches": 2,
             "pipeline_schedule": "interleaved(2)",
         },
-        ["microbatches=2", "the 4 stages", "use microbatches=4 or 1f1b"],
+        ["microbatches=2", "the 4 stages", "use 4 microbatches or 1f1b"],
     ),
     "microbatches that interleaved cannot group": (
         {
@@ -263,7 +263,7 @@ TRAIN = (
         (["stage=2", "num_microbatches=3"], "use 30 or 33"),
         (
             ["stage=4", "mesh.pipeline_schedule=interleaved(2)", "num_microbatches=2"],
-            "use microbatches=4 or 1f1b",
+            "use 4 microbatches or 1f1b",
         ),
         (["stage=2", "partition=[3, 2]"], "such as [2, 2]"),
         (["stage=2", "stash=inputs"], "did you mean 'input'"),

@@ -222,14 +222,14 @@ def batch_of(rows, targets=None):
         (
             {"batch": lambda _: batch_of(100), "num_microbatches": 4},
             "global batch size 100 is not divisible by data shards (8) x num_microbatches (4) = "
-            "32; use 96 or 128",
+            "32; use 96 or 128 rows",
         ),
         (
             {"batch": lambda _: batch_of(5)},
             "global batch size 5 is not divisible by data shards (8) x num_microbatches (1) = 8; "
-            "use 8",
+            "use 8 rows",
         ),
-        ({"num_microbatches": 0}, "num_microbatches=0 must be at least 1; 1 cuts nothing"),
+        ({"num_microbatches": 0}, "num_microbatches=0 is below 1; give at least 1"),
         (
             {"batch": lambda _: batch_of(8, 16)},
             "batch leaf 'y' has 16 rows, others have 8; dimension 0 is the batch",

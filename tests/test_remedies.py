@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -43,8 +45,8 @@ class Tokens(nnx.Module):
         return self.table.attend(self.table(tokens))
 
 
-def rows() -> dict[str, np.ndarray]:
-    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+def rows(count: int = 16) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(count, 8)).astype(np.float32)
     return {"x": x, "y": x.sum(1, keepdims=True)}
 
 
@@ -184,3 +186,173 @@ def test_a_loss_for_each_row():
         return eval(re.search(r"the pair (\(.*\))$", sentence)[1], {"values": values})
 
     np.testing.assert_allclose(train(Line, loss=pair).metrics["loss"], mean.metrics["loss"])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "pattern"),
+    [
+        (optax.adam, r"such as (optax\.adam\(3e-4\))$"),
+        (zerojax.lion, r"such as (zerojax\.lion\(3e-4\))$"),
+        (lambda rate: optax.sgd(rate), r"such as (optax\.adamw\(3e-4\))$"),
+        ("adam", r"such as (optax\.adamw\(3e-4\)), a zerojax"),
+        (1e-3, r"such as (zerojax\.OptimizerConfig\(name='lion'\)), or"),
+        ([1e-3], r"or (None) for AdamW"),
+        (optax.MultiSteps(optax.adam(1e-3), 2), r"its (optimizer\.gradient_transformation\(\)),"),
+    ],
+)
+def test_what_is_no_optimizer(optimizer, pattern):
+    plan = functools.partial(zerojax.make_plan, Line, {}, example_batch=rows(), loss=squared)
+    sentence = sentence_of(plan, optimizer=optimizer)
+    plan(optimizer=typed(sentence, pattern, optax=optax, optimizer=optimizer))
+
+
+def test_an_optimizer_of_flax_with_a_state_of_its_own():
+    optimizer = nnx.Optimizer(Line(nnx.Rngs(0)), optax.adam(1e-3), wrt=nnx.Param)
+    sentence = sentence_of(train, optimizer=optimizer)
+    train(optimizer=typed(sentence, r"transformation, (optimizer\.tx)$", optimizer=optimizer))
+
+
+@pytest.mark.parametrize(
+    "loss", [zerojax.losses.mean_squared_error, optax.squared_error, optax.losses.huber_loss]
+)
+def test_a_function_of_predictions_and_targets_as_a_loss(loss):
+    sentence = sentence_of(train, loss=loss)
+    assert "is a function of predictions and targets" in sentence
+    written = typed(sentence, r"use loss=(lambda .*)$", optax=optax)
+    model, batch = Line(nnx.Rngs(0)), rows()
+    found = train(model, loss=written).metrics["loss"]
+    value = loss(model(batch["x"]), batch["y"])
+    value = value[0] / value[1] if isinstance(value, tuple) else value.mean()
+    np.testing.assert_allclose(found, value, rtol=1e-6)
+
+
+def test_an_error_inside_the_loss_tells_what_it_was_given():
+    with pytest.raises(KeyError) as caught:
+        train(loss=lambda model, batch: jnp.mean(model(batch["input"])))
+    note = caught.value.__notes__[-1]
+    assert "batch['x'] float32[2, 8], batch['y'] float32[2, 1]" in note
+    with pytest.raises(TypeError, match="dot_general") as caught:
+        train(loss=lambda model, batch: jnp.mean(model(batch["x"][:, :4])))
+    assert caught.value.__notes__[-1] == note
+    # What zerojax itself refuses has its own sentence.
+    with pytest.raises(TypeError, match="needs the value") as caught:
+        train(loss=lambda model, batch: float(squared(model, batch)))
+    assert not any("The loss was called" in each for each in getattr(caught.value, "__notes__", ()))
+
+
+def test_microbatches_that_do_not_divide():
+    plan = functools.partial(zerojax.make_plan, Line, {"data": 8}, loss=squared)
+    sentence = sentence_of(plan, example_batch=rows(40), num_microbatches=4)
+    near = re.search(r"use (\d+) or (\d+) rows, or num_microbatches=(\d)$", sentence)
+    low, high, parts = map(int, near.groups())
+    plan(example_batch=rows(40), num_microbatches=parts)
+    for count in (low, high):
+        plan(example_batch=rows(count), num_microbatches=4)
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+def initialize(**options):
+    given = {"config": {"train_batch_size": 16, "gradient_clipping": 1.0}, "loss": squared}
+    return zerojax.initialize(Line, **{**given, **options})
+
+
+def test_a_schedule_for_the_engine():
+    """`lr_scheduler=` is answered with two ways, which both give the schedule's rates."""
+    sentence = sentence_of(initialize, lr_scheduler=lambda step: 1e-3)
+    written = re.search(
+        r"(optimizer=zerojax\.adamw\(schedule\)), or .* configuration, (\w+)", sentence
+    )
+    schedule = optax.linear_schedule(1e-3, 0.0, 10)
+    names = {"zerojax": zerojax, "schedule": schedule, "initialize": initialize}
+    with eval(f"initialize({written[1]})", names) as engine:
+        assert engine.get_lr() == [pytest.approx(1e-3)]
+    rates = {"warmup_num_steps": 4, "warmup_max_lr": 1e-3, "warmup_type": "linear"}
+    section = {"type": "WarmupLR", "params": rates}
+    config = {
+        "train_batch_size": 16,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        written[2]: section,
+    }
+    with initialize(config=config) as engine:
+        assert engine.get_lr() == [0.0]
+
+
+def test_training_data_for_the_engine():
+    sentence = sentence_of(initialize, training_data=[rows()])
+    calls = re.findall(r"engine\.train_batch\(.*?(?:\)\)|\))", sentence)
+    assert calls == [
+        "engine.train_batch(batch)",
+        "engine.train_batch(data_iter=iter(loader))",
+    ]
+    with initialize() as engine:
+        for call in calls:
+            found = eval(call, {"engine": engine, "batch": rows(), "loader": [rows()]})
+            assert np.isfinite(float(found))
+        assert engine.global_steps == 2
+
+
+def test_questions_to_an_engine_before_its_first_batch():
+    with initialize() as engine:
+        sentence = sentence_of(engine.get_lr)
+        call = re.search(r"call (engine\.prepare\(example_batch\)) to", sentence)[1]
+        eval(call, {"engine": engine, "example_batch": rows()})
+        assert engine.get_lr() == [pytest.approx(3e-5)]
+    assert "such as optax.adamw(3e-4)" in sentence_of(initialize, optimizer=lambda params: params)
+
+
+# --- folders and runs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "run_dir"])
+def test_a_url_as_a_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sentence = sentence_of(train, **{name: "gs://bucket/run"})
+    assert sentence.startswith(f"{name}: 'gs://bucket/run' is a URL; only folders")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_of_a_model_and_loss_of_ones_own_is_read_back(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = train(checkpoint="mine", run_dir="auto")
+    names = {"MODEL": Line, "LOSS": squared}
+    sentence = sentence_of(zerojax.load_run, "mine")
+    loaded = typed(sentence, r"in Python: (zerojax\.load_run\(.*?\)) with", **names)
+    assert "evaluate(batches)" in sentence_of(loaded.evaluate)
+    found = loaded.evaluate([rows()])["loss"]
+    np.testing.assert_allclose(found, trainer.evaluate([rows()])["loss"], rtol=1e-6)
+    # Another optimizer than the one that was saved.
+    with pytest.raises(zerojax.CheckpointError, match="use another checkpoint folder"):
+        train(checkpoint="mine", run_dir="auto", optimizer=optax.sgd(1e-2))
+    train(checkpoint="other", run_dir="auto", optimizer=optax.sgd(1e-2))
+
+
+def test_stopping_early_and_keeping_the_best(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stop, keep = zerojax.EarlyStopping, zerojax.KeepBest
+    sentence = sentence_of(train, callbacks=[stop()])
+    assert "pass validation=BATCHES and eval_every=STEPS, or watch metric='loss'" in sentence
+    assert "pass eval_every=STEPS" in sentence_of(train, callbacks=[stop()], validation=[rows()])
+    assert "pass checkpoint='runs/NAME'" in sentence_of(train, callbacks=[keep("loss")])
+    train(callbacks=[stop("loss")])
+    trainer = train(
+        callbacks=[stop(), keep()], validation=[rows()], eval_every=1, checkpoint="runs/NAME"
+    )
+    assert trainer.kept_steps()["best"]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"callbacks": [print, 3]}, "callbacks[1] is a int; give a function"),
+        ({"seed": "a"}, "seed is a str; give a whole number"),
+        ({"freeze": 3}, "freeze=3 is not valid; use a regular expression, or a list of them"),
+        ({"freeze": [None]}, "freeze=[None] is not valid"),
+        ({"num_microbatches": "2"}, "num_microbatches='2' is a str; give a whole number"),
+        ({"num_microbatches": 2.0}, "num_microbatches=2.0 is a float; give a whole number"),
+    ],
+)
+def test_arguments_of_another_kind(options, part):
+    assert part in sentence_of(train, **options)

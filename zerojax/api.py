@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from zerojax import deepspeed
+from zerojax import deepspeed, optim
 from zerojax import mesh as meshes
 from zerojax import model as models
 from zerojax.config import (
@@ -25,7 +26,7 @@ from zerojax.config import (
     as_mesh_config,
     to_dict,
 )
-from zerojax.config.checks import check_kind, check_whole_number
+from zerojax.config.checks import check_folder, check_kind, check_whole_number
 from zerojax.config.keywords import names_keywords
 from zerojax.config.recognition import is_deepspeed
 from zerojax.data import (
@@ -175,7 +176,8 @@ def train(
     ):
         check_whole_number(name, number, limit)
     check_kind("loss", loss, Callable, "a function loss(model, batch) -> scalar | (sum, weight)")
-    check_kind("callbacks", callbacks, Iterable, "a list of functions (trainer, metrics)")
+    callbacks = _as_callbacks(callbacks)
+    check_kind("seed", seed, numbers.Integral, "a whole number")
     check_kind("log", log, LogConfig, "a zerojax.config.LogConfig")
     check_kind("watch", watch, WatchConfig, "a zerojax.config.WatchConfig")
     kinds = CheckpointConfig, str, os.PathLike
@@ -187,6 +189,7 @@ def train(
     ported = None
     source = _deepspeed_source(mesh_config)
     if source is not None:
+        optim.check_optimizer(optimizer)
         ported = deepspeed.Ported(
             source,
             jax.device_count(),
@@ -292,7 +295,7 @@ def train(
         eval_batches=eval_batches,
         save_every=checkpoint_config.every if checkpoint_config else 500,
         save_on_exit=checkpoint_config.save_on_exit if checkpoint_config else True,
-        callbacks=tuple(callbacks),
+        callbacks=callbacks,
     )
     return start_run(run, plan, replan, habits, feed, seed, validation)
 
@@ -433,9 +436,18 @@ def _default_steps(batches: Any) -> tuple[Any, int | None, str]:
     return batches, count, "the batches once; with more steps they are repeated"
 
 
+def _as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
+    check_kind("callbacks", callbacks, Iterable, "a list of functions (trainer, metrics)")
+    callbacks = tuple(callbacks)
+    for number, callback in enumerate(callbacks):
+        check_kind(f"callbacks[{number}]", callback, Callable, "a function (trainer, metrics)")
+    return callbacks
+
+
 def _as_checkpoint(checkpoint: CheckpointConfig | str | Path | None) -> CheckpointConfig | None:
     if checkpoint is None or isinstance(checkpoint, CheckpointConfig):
         return checkpoint
+    check_folder("checkpoint", str(checkpoint))
     return CheckpointConfig(path=str(Path(checkpoint) / CHECKPOINT_FOLDER))
 
 
@@ -447,6 +459,7 @@ def _run_folder(run_dir: Any, checkpoint: CheckpointConfig | None) -> Path | Non
     if run_dir is None:
         return None
     if run_dir != "auto":
+        check_folder("run_dir", str(run_dir))
         return Path(run_dir)
     beside = _beside_checkpoints(checkpoint)
     if beside is not None:

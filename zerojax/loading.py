@@ -92,8 +92,7 @@ class LoadedRun:
         if data is None:
             raise ValueError(
                 f"{self._folder} was trained on batches that came from Python, which its folder "
-                f"does not hold; give some: zerojax.load_run({str(self._folder)!r}).evaluate("
-                "batches)"
+                "does not hold; give some to the run that was loaded: evaluate(batches)"
             )
         example = abstract_of(self.record.batch)
         _, validation, _ = as_source(

@@ -49,9 +49,11 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
     if first % unit or first == 0:
         low, high = first // unit * unit, (first // unit + 1) * unit
         near = f"{low} or {high}" if low else f"{high}"
+        fewer = [n for n in range(1, num_microbatches) if first and first % (shards * n) == 0]
+        remedy = f", or num_microbatches={fewer[-1]}" if fewer else ""
         raise ValueError(
             f"global batch size {first} is not divisible by data shards ({shards}) x "
-            f"num_microbatches ({num_microbatches}) = {unit}; use {near}"
+            f"num_microbatches ({num_microbatches}) = {unit}; use {near} rows{remedy}"
         )
 
 
@@ -81,9 +83,9 @@ def check_deterministic(
     shards = mesh.shape[meshes.DATA]
     if count % shards:
         fewer = max(n for n in range(1, shards) if count % n == 0)
-        remedy = f"use data={fewer}"
+        remedy = f"use {fewer} devices (data={fewer})"
         if shards == _near_power(shards):
-            remedy += f", or virtual_shards={shards}"
+            remedy = f"use virtual_shards={shards}, or {fewer} devices (data={fewer})"
         raise ValueError(
             f"{asked} with data={shards}: virtual_shards={count} is not divisible by {shards} "
             f"devices; {remedy}"
@@ -184,8 +186,13 @@ def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
 
 
 @contextlib.contextmanager
-def naming_the_call() -> Iterator[None]:
+def naming_the_call(batch: Tree) -> Iterator[None]:
     """Around the tracing of a model: says which of its lines asked for a value.
+
+    Another error of the user's code or of a library passes with a note of what the loss was given.
+
+    Args:
+      batch: the rows that the loss is traced with.
 
     Raises:
       TypeError: a line needed the value of an array of which only the shape is known.
@@ -200,6 +207,27 @@ def naming_the_call() -> Iterator[None]:
             f"`{line}`, needs the value of an array of which only the shape is known "
             f"({type(error).__name__}); {_instead(line)}"
         ) from error
+    except Exception as error:
+        if not _is_ours(error):
+            error.add_note(f"The loss was called as loss(model, batch) with {_described(batch)}.")
+        raise
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether zerojax itself has raised an error, which then says what to do."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{os.sep}zerojax{os.sep}" in frames[-1].filename
+
+
+def _described(batch: Tree) -> str:
+    """`batch['x'] float32[2, 8], ...`, at most eight of them."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
+    shown = [
+        f"batch{jax.tree_util.keystr(path)} {leaf.dtype.name}{list(leaf.shape)}"
+        for path, leaf in leaves[:8]
+    ]
+    more = f" and {len(leaves) - 8} more" if len(leaves) > 8 else ""
+    return ", ".join(shown) + more
 
 
 def _instead(line: str) -> str:

@@ -20,6 +20,7 @@ from zerojax import optim
 from zerojax.abstract_model import abstract, abstract_model, as_read, slice_batch
 from zerojax.abstract_state import abstract_state
 from zerojax.config import MeshConfig, as_mesh_config
+from zerojax.config.checks import as_patterns, check_whole_number
 from zerojax.config.keywords import names_keywords
 from zerojax.config.recognition import is_deepspeed
 from zerojax.distributed import check_joined
@@ -125,7 +126,8 @@ def make_plan(
     Raises:
       ValueError, TypeError: with the value, the limit and the remedy.
     """
-    freeze = (freeze,) if isinstance(freeze, str) else tuple(freeze)
+    freeze = as_patterns("freeze", freeze)
+    check_whole_number("num_microbatches", num_microbatches, 1)
     given = {
         "model": model,
         "example_batch": example_batch,
@@ -142,7 +144,7 @@ def make_plan(
     if isinstance(mesh, Mesh):
         check_joined()
     internal = models.as_model(model)
-    loss = loss or models.default_loss(internal, example_batch)
+    loss = models.as_loss(loss, internal, example_batch)
     why_precision = []
     if precision is None:
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
@@ -157,7 +159,7 @@ def make_plan(
     num_microbatches, reasons = choose_microbatches(num_microbatches, mesh, batch)
     check_batch(batch, mesh, num_microbatches)
     microbatch = slice_batch(batch, meshes.num_data_shards(mesh) * num_microbatches)
-    with naming_the_call():
+    with naming_the_call(microbatch):
         params, extras = abstract_model(internal, batch, loss)
         trace = models.trace_model(internal, as_read(params, precision), extras, microbatch, loss)
         check_not_per_example(trace.result, batch, microbatch)

@@ -132,8 +132,8 @@ def as_precision(
         precision = Precision(compute_dtype=compute, reduce_dtype=compute)
     if not isinstance(precision, Precision):
         raise TypeError(
-            f"precision={precision!r} is a {type(precision).__name__}; "
-            "use 'fp32', 'bf16', 'fp16' or Precision(...)"
+            f"precision={precision!r} is not valid; use 'fp32', 'bf16', 'fp16' or "
+            "zerojax.Precision(...)"
         )
     named = {
         "reduce_dtype": reduce_dtype,

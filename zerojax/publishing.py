@@ -19,7 +19,7 @@ from zerojax.checkpoint.agreement import failing_together
 from zerojax.checkpoint.drafts import new_folder
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.export import Exported, Layers, read_whole
-from zerojax.checkpoint.inspection import SavedStep, find_checkpoints, open_arrays, saved_steps
+from zerojax.checkpoint.inspection import SavedStep, find_step, open_arrays
 from zerojax.checkpoint.metadata import as_abstract
 from zerojax.config.keywords import names_keywords
 from zerojax.config.offload import HOST_KIND
@@ -75,7 +75,7 @@ def to_hugging_face(
     trained: Trained | str | Path,
     folder: str | Path,
     *,
-    step: int | None = None,
+    step: int | str | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Exported:
@@ -91,7 +91,7 @@ def to_hugging_face(
     Args:
       trained: a `Trainer` or `Engine`, or the folder of a run, of its checkpoints, or of one step.
       folder: new, or empty; it gets its name when everything is in it.
-      step: of a run's folder; None: the newest.
+      step: of a run's folder, or the name of a kept one, such as "best"; None: the newest.
       dtype: of all tensors, such as "bfloat16"; None: as parameters are stored (float32, unless
         param_dtype says otherwise).
       shard_bytes: of one file at most, unless a single tensor is larger.
@@ -105,14 +105,16 @@ def to_hugging_face(
     if not isinstance(trained, str | Path):
         _check_there(trained, step)
         return _from_trainer(trained, out, dtype=dtype, shard_bytes=shard_bytes)
-    saved = _saved_step(trained, step)
+    saved = find_step(trained, step)
     return export_step(
         saved, run_folders(trained, saved), out, dtype=dtype, shard_bytes=shard_bytes
     )
 
 
 @names_keywords()
-def to_peft(trained: Trained | str | Path, folder: str | Path, *, step: int | None = None) -> Path:
+def to_peft(
+    trained: Trained | str | Path, folder: str | Path, *, step: int | str | None = None
+) -> Path:
     """Writes a model's adapters for `peft.PeftModel.from_pretrained`, without the base model.
 
     With several processes all of them call it; the first one writes.
@@ -120,7 +122,7 @@ def to_peft(trained: Trained | str | Path, folder: str | Path, *, step: int | No
     Args:
       trained: a `Trainer` or `Engine`, or the folder of a run, of its checkpoints, or of one step.
       folder: new, or empty.
-      step: of a run's folder; None: the newest.
+      step: of a run's folder, or the name of a kept one, such as "best"; None: the newest.
 
     Returns:
       The folder, with adapter_model.safetensors and adapter_config.json in it.
@@ -133,7 +135,7 @@ def to_peft(trained: Trained | str | Path, folder: str | Path, *, step: int | No
     """
     out = Path(folder).expanduser().absolute()
     if isinstance(trained, str | Path):
-        saved = _saved_step(trained, step)
+        saved = find_step(trained, step)
         return export_adapters(saved, run_folders(trained, saved), out)
     _check_there(trained, step)
     description = describe_model(trained.plan.model)
@@ -144,7 +146,7 @@ def to_peft(trained: Trained | str | Path, folder: str | Path, *, step: int | No
     return _write_adapters(out, description, adapters)
 
 
-def _check_there(trained: Trained, step: int | None) -> None:
+def _check_there(trained: Trained, step: int | str | None) -> None:
     if step is not None:
         raise ValueError(f"step={step}: a trainer has only its own; give the run's folder")
     if trained.state is None:
@@ -338,17 +340,6 @@ def _copy_tokenizer(draft: Path, description: Description, tokenizer: Path | Non
     if bare is not None:
         text = json.dumps(bare, ensure_ascii=False) + "\n"
         (draft / TOKENIZER_FILE).write_text(text, encoding="utf-8")
-
-
-def _saved_step(run: str | Path, step: int | None) -> SavedStep:
-    path, named = find_checkpoints(str(run))
-    steps = saved_steps(path)
-    wanted = step if step is not None else named
-    found = steps[-1:] if wanted is None else [one for one in steps if one.step == wanted]
-    if not found:
-        there = ", ".join(str(one.step) for one in steps) or "none"
-        raise CheckpointError(f"{path} has no step {wanted}; the saved steps are: {there}")
-    return found[0]
 
 
 def _description_in(folders: Sequence[Path]) -> Description:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zerojax import compiler, trees
 from zerojax.metrics import RunLog
@@ -273,6 +274,8 @@ def _floor_error(plan: Plan, values: Metrics) -> FloatingPointError:
 def _remedy(plan: Plan) -> str:
     if plan.precision.loss_scale is not None:
         return "Lower loss_scale.static or make it dynamic (null), or use precision='bf16'"
+    if plan.precision.compute_dtype == jnp.float32:
+        return "Lower the learning rate, or look at the data"
     return "Lower the learning rate, use precision='fp32', or look at the data"
 
 

@@ -210,7 +210,8 @@ def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = Non
     )
     reasons = *run.reasons, *plan.reasons
     summary = plan.describe(), reasons, plan.table(), plan.as_dict(), run.config
-    log.start(*summary, start_step=start_step)
+    saves = run.checkpoint is not None and run.checkpoint.path is not None
+    log.start(*summary, start_step=start_step, is_new=not saves and start_step == 0)
     if jax.process_index() == 0:
         _describe_model(run.folder, plan)
         if run.notes is not None:

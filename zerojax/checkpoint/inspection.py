@@ -15,6 +15,7 @@ from typing import Any
 from zerojax.bounded_json import load
 from zerojax.checkpoint import files, folders
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, reason
+from zerojax.checkpoint.kept import kept_steps, named_step
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_metadata
 from zerojax.checkpoint.pieces import Pieces, Unread
 from zerojax.checkpoint.saving import ARRAYS, PIECES
@@ -114,6 +115,28 @@ def find_checkpoints(run: str | os.PathLike[str]) -> tuple[Path, int | None]:
         f"{run} holds no checkpoints; give the folder of a run that has saved, or the folder its "
         "checkpoints are in"
     )
+
+
+def find_step(run: str | os.PathLike[str], step: int | str | None = None) -> SavedStep:
+    """A complete checkpoint of what a user calls a run.
+
+    Args:
+      run: as `find_checkpoints` takes it.
+      step: a saved step, or the name of a kept one, such as "best"; None: the one whose folder
+        `run` is, else the newest.
+
+    Raises:
+      CheckpointError: there is none; names those that there are.
+    """
+    path, named = find_checkpoints(run)
+    steps = saved_steps(path)
+    wanted = named_step(kept_steps(path), step) if isinstance(step, str) else step
+    wanted = named if wanted is None else wanted
+    found = steps[-1:] if wanted is None else [one for one in steps if one.step == wanted]
+    if not found:
+        there = ", ".join(str(one.step) for one in steps) or "none"
+        raise CheckpointError(f"{path} has no step {wanted}; the saved steps are: {there}")
+    return found[0]
 
 
 def _named_by_run(path: Path) -> list[Path]:

@@ -221,8 +221,9 @@ def check_same_arrays(
         what = f"{kind} of {name!r}: the checkpoint has {theirs}, this run has {ours}"
     more = f" ({len(different) - 1} more leaves differ)" if len(different) > 1 else ""
     raise CheckpointError(
-        f"{where} was saved by another model or optimizer: {what}{more}; use the model and"
-        " optimizer settings stored in its metadata.json, or start in an empty checkpoint folder"
+        f"{where} was saved by another model or optimizer: {what}{more}; give the model and the "
+        "optimizer that it was saved with (its metadata.json lists their arrays), or use another "
+        "checkpoint folder"
     )
 
 

@@ -16,8 +16,15 @@ import jax
 from zerojax.checkpoint import Checkpointer, CheckpointError, Verification
 from zerojax.checkpoint.differences import Difference, compare
 from zerojax.checkpoint.export import export
-from zerojax.checkpoint.inspection import SavedStep, find_checkpoints, leftovers, saved_steps
+from zerojax.checkpoint.inspection import (
+    SavedStep,
+    find_checkpoints,
+    find_step,
+    leftovers,
+    saved_steps,
+)
 from zerojax.checkpoint.pruning import Removal, alone_in, removals, remove
+from zerojax.cli.parser_parts import step_or_name
 from zerojax.display import show
 from zerojax.exit_codes import FAILED, OK
 from zerojax.publishing import export_adapters, export_step, run_folders
@@ -171,26 +178,13 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _two_steps(run: str, others: Sequence[str]) -> tuple[SavedStep, SavedStep]:
     if len(others) == 2 and all(word.isdigit() for word in others):
-        return _step_of(run, int(others[0])), _step_of(run, int(others[1]))
+        return find_step(run, int(others[0])), find_step(run, int(others[1]))
     if len(others) == 1 and not others[0].isdigit():
-        return _step_of(run), _step_of(others[0])
+        return find_step(run), find_step(others[0])
     raise CheckpointError(
         f"diff {run} {' '.join(others)}: give two steps of one run (RUN 100 200), or two runs or "
         "folders of steps (RUN RUN2)"
     )
-
-
-def _step_of(run: str, step: int | None = None) -> SavedStep:
-    path, named = find_checkpoints(run)
-    steps = saved_steps(path)
-    wanted = step if step is not None else named
-    if wanted is None and steps:
-        return steps[-1]
-    for one in steps:
-        if one.step == wanted:
-            return one
-    there = ", ".join(str(one.step) for one in steps) or "none"
-    raise CheckpointError(f"{path} has no step {wanted}; the saved steps are: {there}")
 
 
 def _describe(found: Difference, first: SavedStep, second: SavedStep, limit: int) -> str:
@@ -236,14 +230,14 @@ def _short(value: Any) -> str:
 
 def _export(args: argparse.Namespace) -> int:
     *steps, out = args.places
-    if len(steps) > 1 or not all(word.isdigit() for word in steps):
+    if len(steps) > 1:
         raise CheckpointError(
-            f"export {args.run} {' '.join(args.places)}: give RUN, a step if it is not to be the "
-            "newest, and a new folder"
+            f"export {args.run} {' '.join(args.places)}: give RUN, a step or a kept name if "
+            "it is not to be the newest, and a new folder"
         )
     if args.shard_gb <= 0:
         raise CheckpointError(f"--shard-gb {args.shard_gb}: more than 0 is needed")
-    saved = _step_of(args.run, int(steps[0]) if steps else None)
+    saved = find_step(args.run, step_or_name(steps[0]) if steps else None)
     runs = run_folders(args.run, saved)
     if args.format == "hugging_face":
         return _export_for_hugging_face(args, saved, runs, out)

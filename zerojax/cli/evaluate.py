@@ -13,7 +13,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the loss; of text also perplexity and bits per token."""
     if args.batches is not None and args.batches < 1:
         raise ValueError(f"--batches {args.batches}: at least 1 is needed")
-    loaded = open_run(args.run, args.overrides)
+    loaded = open_run(args.run, args.overrides, args.step)
     found = loaded.evaluate(num_batches=args.batches)
     loss = found["loss"]
     show(

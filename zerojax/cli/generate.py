@@ -10,7 +10,7 @@ from zerojax.display import show
 
 def run(args: argparse.Namespace) -> int:
     """Prints the prompt and its continuation."""
-    loaded = open_run(args.run, args.overrides)
+    loaded = open_run(args.run, args.overrides, args.step)
     text = loaded.generate(
         args.prompt,
         args.tokens,

@@ -67,6 +67,7 @@ The run is loaded with its own mesh, if this machine has as many devices as it w
 
 examples:
   zerojax eval runs/tiny_shakespeare
+  zerojax eval runs/mine --step best
   zerojax eval runs/tiny_shakespeare mesh.zero=3 mesh.data=4 --batches 20"""
 
 _PREPARE = """\

@@ -75,7 +75,9 @@ def _add_diff(actions) -> None:
 
 def _add_export(actions) -> None:
     parser = _add(actions, "export", "write a step's parameters as safetensors")
-    parser.add_argument("places", metavar="[STEP] OUT", nargs="+", help="a step, a new folder")
+    parser.add_argument(
+        "places", metavar="[STEP] OUT", nargs="+", help="a step or a kept name (best), a new folder"
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="default: as it was saved")
     parser.add_argument(
         "--format",

@@ -72,8 +72,19 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/tiny_shakespeare")
 
 
+def step_or_name(word: str) -> int | str:
+    """A step as a number, or the name under which one is kept."""
+    return int(word) if word.isdigit() else word
+
+
 def add_run_settings(parser: argparse.ArgumentParser) -> None:
-    """Declares KEY=VALUE for a run that is read back."""
+    """Declares KEY=VALUE and --step for a run that is read back."""
+    parser.add_argument(
+        "--step",
+        type=step_or_name,
+        metavar="STEP",
+        help="a saved step, or the name of a kept one, such as best (the newest)",
+    )
     parser.add_argument(
         "overrides",
         metavar="KEY=VALUE",

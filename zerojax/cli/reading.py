@@ -34,12 +34,13 @@ class ReadSettings:
         coerce_fields(self)
 
 
-def open_run(run: str, overrides: Sequence[str]) -> Any:
+def open_run(run: str, overrides: Sequence[str], step: int | str | None = None) -> Any:
     """The `LoadedRun` in a folder.
 
     Args:
       run: the folder.
       overrides: KEY=VALUE of `ReadSettings`.
+      step: as `zerojax.load_run` takes it.
 
     Raises:
       ConfigError: an unknown key or a wrong value; else what `zerojax.load_run` raises.
@@ -59,7 +60,7 @@ def open_run(run: str, overrides: Sequence[str]) -> Any:
             run_one_program_at_a_time()
     loading = importlib.import_module("zerojax.loading")
     mesh = {name: getattr(settings.mesh, name) for name in names}
-    return loading.load_run(run, mesh=mesh or None)
+    return loading.load_run(run, step, mesh=mesh or None)
 
 
 def _cpu_devices_of(folder: Path) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from zerojax.config.checks import (
     check_at_least,
+    check_folder,
     check_fraction,
     check_positive,
     check_regex,
@@ -115,7 +116,9 @@ class ModelConfig:
         check_fraction(self, "dropout", below_one=True)
         check_positive(self, "rope_theta", "norm_eps")
         if self.embed_dim % self.num_heads:
-            near = self.embed_dim - self.embed_dim % self.num_heads or self.num_heads
+            # Rotary positions turn pairs of a head's features.
+            unit = self.num_heads * (2 if self.name == "llama" else 1)
+            near = self.embed_dim - self.embed_dim % unit or unit
             refuse(
                 "embed_dim",
                 self.embed_dim,
@@ -282,6 +285,7 @@ class RunConfig:
         check_at_least(self, 1, "global_batch_size", "num_microbatches", "steps", "eval_every")
         check_at_least(self, 1, "eval_batches", "cpu_devices")
         check_at_least(self, 0, "seed")
+        check_folder("run_dir", self.run_dir)
         self._check_elasticity()
         batch, parts = self.global_batch_size, self.num_microbatches or 1
         if batch % parts and not self.elasticity.enabled:

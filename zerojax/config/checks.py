@@ -2,6 +2,7 @@
 
 import numbers
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from zerojax.config_loader import ConfigError
@@ -24,6 +25,33 @@ def check_whole_number(name: str, value: Any, limit: int) -> None:
         )
     if value < limit:
         raise ValueError(f"{name}={value} is below {limit}; give at least {limit}")
+
+
+def check_folder(name: str, value: str | None) -> None:
+    """Refuses a URL in place of a folder; None passes."""
+    if value is not None and "://" in value:
+        refuse(
+            name,
+            value,
+            "is a URL; only folders of a mounted file system work: mount the bucket, or copy the "
+            "finished run to it",
+        )
+
+
+def as_patterns(name: str, value: Any) -> tuple[str, ...]:
+    """One regular expression or several, as a tuple.
+
+    Raises:
+      TypeError: something that is no text.
+    """
+    patterns = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else value
+    patterns = tuple(patterns)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"{name}={quoted(value)} is not valid; use a regular expression, or a list of them"
+            )
+    return patterns
 
 
 def check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:

@@ -96,8 +96,11 @@ class MeshConfig:
                 count,
                 f"is no power of two, and sums follow a binary tree; use {low} or {2 * low}",
             )
-        for pattern, _ in self.rules or ():
+        for pattern, axes in self.rules or ():
             check_regex("rules", pattern)
+            for axis in axes:
+                if axis not in (None, "model"):
+                    refuse("rules", axis, f"is no axis of rule {pattern!r}; use model or null")
         _check_schedule(self.pipeline_schedule)
         _check_partition(self.partition)
 

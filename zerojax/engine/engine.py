@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import jax
 
-from zerojax import deepspeed
+from zerojax import deepspeed, optim
 from zerojax import mesh as meshes
 from zerojax import model as models
 from zerojax.checkpoint import Checkpointer
@@ -128,6 +128,7 @@ def initialize(
     join_processes()
     internal = models.as_model(model)
     width = models.width_of(internal)
+    optim.check_optimizer(optimizer)
     given = deepspeed.Given(optimizer=optimizer, steps=steps, hidden_size=width)
     ported = deepspeed.Ported(source, jax.device_count(), given)
     translation = ported.translate()

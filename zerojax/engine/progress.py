@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax import deepspeed
+from zerojax.config import OptimizerConfig
 from zerojax.engine.answers import Answers
 from zerojax.plan import Plan
 from zerojax.state import TrainState
@@ -38,6 +39,11 @@ class Progress(Answers):
           ValueError: it is inside the user's own optax transformation.
         """
         schedule = self.translation.learning_rate if self.plan is None else self.plan.learning_rate
+        if schedule is None and isinstance(self.translation.optimizer, OptimizerConfig):
+            raise ValueError(
+                "the learning rate is known from the first batch on; call "
+                "engine.prepare(example_batch) to ask for it before"
+            )
         if schedule is None:
             raise ValueError(
                 "the learning rate is inside the optax transformation that initialize got; ask "

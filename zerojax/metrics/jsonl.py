@@ -1,5 +1,6 @@
 """metrics.jsonl: append-only records, one JSON object per line; a step's last line counts."""
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -54,6 +55,28 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def set_aside(path: str | Path) -> Path | None:
+    """Renames the metrics of another run, so that a new one begins with a file of its own.
+
+    Metrics of a run that reported nothing, since it failed at its first step, are removed.
+
+    Args:
+      path: of a `MetricsFile`.
+
+    Returns:
+      The new path, such as metrics.1.jsonl; None: nothing was reported there.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return None
+    found = read_metrics(path.parent)
+    if not found.train and not found.evals:
+        path.unlink()
+        return None
+    names = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def read_metrics(run_dir: str | Path) -> Metrics:

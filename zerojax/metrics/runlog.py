@@ -17,7 +17,7 @@ from zerojax.config import ConfigError, LogConfig
 from zerojax.display import printable
 from zerojax.metrics import console
 from zerojax.metrics.events import EventWriter
-from zerojax.metrics.jsonl import FILE_NAME, MetricsFile, read_metrics
+from zerojax.metrics.jsonl import FILE_NAME, MetricsFile, read_metrics, set_aside
 from zerojax.metrics.peaks import peak_flops
 from zerojax.metrics.spikes import SpikeDetector
 from zerojax.metrics.spread import ProcessTimes, Stragglers, spread
@@ -43,7 +43,7 @@ class RunLog:
     """Writes what a run reports to the terminal and to `run_dir`.
 
     Args:
-      run_dir: made if missing; an earlier run's metrics in it are appended to.
+      run_dir: made if missing; see `start` for metrics that are in it.
       config: where to and how often.
       total_steps: step at which the run ends.
       tokens_per_step: over all devices; None where examples are not made of tokens.
@@ -102,6 +102,7 @@ class RunLog:
         config_dict: Mapping[str, Any],
         *,
         start_step: int = 0,
+        is_new: bool = False,
     ) -> None:
         """Says what will run and why, writes it to the run folder, and starts the clock.
 
@@ -113,6 +114,8 @@ class RunLog:
           config_dict: the configuration, JSON-able. Passwords and keys in any of these are left
             out (`zerojax.redaction`).
           start_step: steps already done, when the run resumes.
+          is_new: whether metrics in the folder are of another run: they are renamed, and the new
+            name is said. False: this run goes on with them.
 
         Raises:
           OSError: the run folder cannot be written, and what to do.
@@ -124,6 +127,7 @@ class RunLog:
         shown = (f"- {printable(reason)}" for reason in reasons)
         summary = printable("\n".join([plan_line, "", *shown, "", plan_table]), is_page=True)
         self._make_folder()
+        earlier = set_aside(self.run_dir / FILE_NAME) if is_new else None
         (self.run_dir / "plan.txt").write_text(summary + "\n", encoding="utf-8")
         for name, value in (("plan.json", plan_dict), ("config.json", config_dict)):
             (self.run_dir / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -135,6 +139,8 @@ class RunLog:
             start_step=start_step,
         )
         self._announce(plan_line, reasons, start_step)
+        if earlier is not None:
+            self._display.message(f"the metrics of an earlier run there are now {earlier.name}")
         if (warning := open_to_everybody(self.run_dir)) is not None:
             self._display.message(warning)
         self._start_step = self._last_step = self._steady_step = start_step

@@ -7,7 +7,7 @@ The only room that knows Flax, besides the reference models. Knows nothing of me
 ZeRO: it lets a caller say what happens when the model reads a parameter (`on_read`).
 """
 
-from zerojax.model.door import as_model, bound_attribute, default_loss, width_of
+from zerojax.model.door import as_loss, as_model, bound_attribute, default_loss, width_of
 from zerojax.model.index_limits import IndexLimit
 from zerojax.model.protocol import Arrays, LazyArray, Loss, Model, ModelLike, OnRead
 from zerojax.model.tracing import ModelTrace, trace_model
@@ -21,6 +21,7 @@ __all__ = [
     "ModelLike",
     "ModelTrace",
     "OnRead",
+    "as_loss",
     "as_model",
     "bound_attribute",
     "default_loss",

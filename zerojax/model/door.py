@@ -11,6 +11,8 @@ from typing import Any
 
 from flax import linen, nnx
 
+from zerojax import losses
+from zerojax.display import quoted
 from zerojax.model.functions import FunctionModel
 from zerojax.model.linen_module import LinenModel
 from zerojax.model.nnx_module import NnxModel
@@ -90,6 +92,33 @@ def _check_factory(model: Any) -> None:
         )
 
 
+def as_loss(loss: Any, model: Model, batch: Any = None) -> Loss:
+    """The loss that the user gave; None takes the model's own.
+
+    Args:
+      batch: an example, for the names in the remedy.
+
+    Raises:
+      ValueError: None, and the model has no method `loss(batch)`.
+      TypeError: no function, or one of predictions and targets out of zerojax.losses or optax.
+    """
+    if loss is None:
+        return default_loss(model, batch)
+    if not callable(loss):
+        raise TypeError(
+            f"loss={quoted(loss)} is not valid; use a function, such as {_example(batch)}"
+        )
+    name, module = getattr(loss, "__name__", ""), getattr(loss, "__module__", None) or ""
+    of_optax = module.startswith("optax.") and name
+    if of_optax or (module == losses.__name__ and getattr(losses, name, None) is loss):
+        raise TypeError(
+            f"loss={name} is a function of predictions and targets, and a loss is one of the model "
+            f"and the batch; use "
+            + _example(batch, f"optax.{name}" if of_optax else f"zerojax.losses.{name}")
+        )
+    return loss
+
+
 def default_loss(model: Model, batch: Any = None) -> Loss:
     """The loss that the model itself brings: its method `loss(batch)`.
 
@@ -108,19 +137,23 @@ def default_loss(model: Model, batch: Any = None) -> Loss:
     )
 
 
-def _example(batch: Any) -> str:
-    """A loss for batches like this one, as it is typed."""
+def _example(batch: Any, function: str | None = None) -> str:
+    """A loss for batches like this one, as it is typed.
+
+    Args:
+      function: of predictions and targets, by its full name; None: one that suits the batch.
+    """
     names = list(batch) if isinstance(batch, Mapping) else []
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         names = list(range(len(batch)))
     if {"tokens", "targets"} <= set(names) or len(names) < 2:
-        function, inputs, targets = "next_token", "tokens", "targets"
+        suitable, inputs, targets = "zerojax.losses.next_token", "tokens", "targets"
     else:
-        function, (inputs, targets) = "mean_squared_error", names[:2]
-    return (
-        f"loss=lambda model, batch: zerojax.losses.{function}(model(batch[{inputs!r}]), "
-        f"batch[{targets!r}])"
-    )
+        suitable, (inputs, targets) = "zerojax.losses.mean_squared_error", names[:2]
+    call = f"{function or suitable}(model(batch[{inputs!r}]), batch[{targets!r}])"
+    # Those of optax have a value for each row.
+    mean = ".mean()" if function and function.startswith("optax.") else ""
+    return f"loss=lambda model, batch: {call}{mean}"
 
 
 def bound_attribute(model: Model, name: str) -> Any:

@@ -243,14 +243,17 @@ def check_decoder_sizes(config: Any) -> None:
     for field in ("embed_dim", "mlp_dim"):
         _check_at_least_one(field, getattr(config, field))
     if config.head_dim is None and config.embed_dim % config.num_heads:
+        # Rotary positions turn pairs of a head's features.
+        unit = config.num_heads * (2 if hasattr(config, "rope_theta") else 1)
         raise ValueError(
             f"embed_dim={config.embed_dim} is not divisible by num_heads={config.num_heads};"
-            f" use embed_dim={-(-config.embed_dim // config.num_heads) * config.num_heads}"
+            f" use embed_dim={-(-config.embed_dim // unit) * unit}"
         )
     if config.num_heads % config.num_kv_heads:
         raise ValueError(
-            f"num_heads={config.num_heads} is not divisible by num_kv_heads={config.num_kv_heads};"
-            " each key/value head serves the same number of query heads"
+            f"num_heads={config.num_heads} is not divisible by num_kv_heads={config.num_kv_heads}; "
+            f"each key/value head serves as many query heads; use num_kv_heads=1 or "
+            f"{config.num_heads}"
         )
     if not 0.0 <= config.dropout < 1.0:
         raise ValueError(f"dropout={config.dropout} is not in [0, 1); use 0.0 for none")

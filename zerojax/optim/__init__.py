@@ -1,7 +1,13 @@
 """Optimizers, learning-rate schedules, and their application to shards."""
 
 from zerojax.optim.adam8bit import adam8bit
-from zerojax.optim.building import BuiltOptimizer, build_optimizer, choose_update, fit_optimizer
+from zerojax.optim.building import (
+    BuiltOptimizer,
+    build_optimizer,
+    check_optimizer,
+    choose_update,
+    fit_optimizer,
+)
 from zerojax.optim.clipping import clip_by_global_norm
 from zerojax.optim.coding import StateCoding
 from zerojax.optim.deepspeed_schedules import (
@@ -37,6 +43,7 @@ __all__ = [
     "build_deepspeed_schedule",
     "build_optimizer",
     "build_schedule",
+    "check_optimizer",
     "choose_update",
     "clip_by_global_norm",
     "coding_of",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -15,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from pallas_kernels.choice import Choice, choose
 from pallas_kernels.gradients import GRADIENT_STATS
 from zerojax.config import OptimizerConfig
+from zerojax.display import quoted
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.methods import adamw, lamb, lion, sgd
 from zerojax.optim.optimizer import Optimizer
@@ -51,26 +53,53 @@ def build_optimizer(
     Raises:
       TypeError: anything else.
     """
+    check_optimizer(optimizer)
     if isinstance(optimizer, optax.GradientTransformation):
         known = isinstance(optimizer, Optimizer)
         return BuiltOptimizer(optimizer, optimizer.learning_rate if known else None)
-    if isinstance(optimizer, optax.MultiSteps):
-        raise TypeError(
-            "optimizer is an optax.MultiSteps, which is no transformation; give its "
-            "optimizer.gradient_transformation(), or leave it out and use num_microbatches, which "
-            "adds up gradients within a step"
-        )
-    if optimizer is not None and not isinstance(optimizer, OptimizerConfig):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; give an optax.GradientTransformation such "
-            "as optax.adamw(3e-4), an OptimizerConfig, or None for AdamW with the defaults"
-        )
     config = optimizer or OptimizerConfig()
     schedule, reason = build_schedule(config, steps)
     tx = _configured(config, schedule)
     origin = "default" if optimizer is None else "configured"
     named = f"optimizer {config.name} ({origin}), learning rate {config.learning_rate:g}: {reason}"
     return BuiltOptimizer(tx, schedule, (named,))
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses what is neither a transformation, an `OptimizerConfig` nor None.
+
+    Raises:
+      TypeError: with what to give.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        raise TypeError(
+            "optimizer is an optax.MultiSteps, which is no transformation; give its "
+            "optimizer.gradient_transformation(), or leave it out and use num_microbatches, which "
+            "adds up gradients within a step"
+        )
+    known = optax.GradientTransformation | OptimizerConfig | None
+    if not isinstance(optimizer, known):
+        raise TypeError(_not_taken(optimizer))
+
+
+def _not_taken(optimizer: Any) -> str:
+    """What is wrong with an optimizer of another kind, and what to give."""
+    if isinstance(getattr(optimizer, "tx", None), optax.GradientTransformation):
+        kind = type(optimizer)  # of Flax: nnx.Optimizer, TrainState
+        return (
+            f"optimizer is a {kind.__module__.partition('.')[0]} {kind.__name__}, which holds a "
+            "state of its own; give its transformation, optimizer.tx"
+        )
+    name = getattr(optimizer, "__name__", None)
+    if callable(optimizer) and name is not None:
+        module = (getattr(optimizer, "__module__", None) or "").partition(".")[0]
+        full = f"{module}.{name}" if module in ("optax", "zerojax") else "optax.adamw"
+        return f"optimizer is the function {name}; give what it returns, such as {full}(3e-4)"
+    return (
+        f"optimizer={quoted(optimizer)} ({type(optimizer).__name__}) is not valid; use an "
+        "optax.GradientTransformation such as optax.adamw(3e-4), a zerojax.OptimizerConfig such as "
+        "zerojax.OptimizerConfig(name='lion'), or None for AdamW with the defaults"
+    )
 
 
 def fit_optimizer(

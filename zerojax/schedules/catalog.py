@@ -98,7 +98,8 @@ def _make_named(
     name, chunks = _split_name(source, chunks)
     if stages is None or microbatches is None:
         raise ScheduleError(
-            f"schedule {name!r} needs the number of stages and of microbatches, such as 4 and 8"
+            f"schedule {name!r} needs the number of stages and of microbatches, such as stages=4 "
+            "and microbatches=8 (--stages 4 --microbatches 8)"
         )
     chunks = _check_numbers(name, stages, microbatches, chunks)
     if name == "interleaved":
@@ -156,16 +157,16 @@ def _check_numbers(name: str, stages: int, microbatches: int, chunks: int | None
 def _check_interleaved(stages: int, microbatches: int, chunks: int) -> None:
     if chunks < 2:
         raise ScheduleError(
-            f"interleaved needs at least 2 chunks, not {chunks}; use chunks=2, or 1f1b"
+            f"interleaved needs at least 2 chunks, not {chunks}; use interleaved(2) or 1f1b"
         )
     if microbatches < stages:
         raise ScheduleError(
             f"microbatches={microbatches} are fewer than the {stages} stages, and interleaved "
-            f"sends groups of {stages}; use microbatches={stages} or 1f1b"
+            f"sends groups of {stages}; use {stages} microbatches or 1f1b"
         )
     if microbatches % stages:
         below = microbatches - microbatches % stages
         raise ScheduleError(
             f"microbatches={microbatches} is not divisible by the {stages} stages, and interleaved "
-            f"sends groups of {stages}; use {below} or {below + stages}, or 1f1b"
+            f"sends groups of {stages}; use {below} or {below + stages} microbatches, or 1f1b"
         )

@@ -13,7 +13,7 @@ import numpy as np
 
 from zerojax import optim
 from zerojax.config import OptimizerConfig
-from zerojax.model import as_model, default_loss
+from zerojax.model import as_loss, as_model
 from zerojax.training.equality.experiments import (
     Experiments,
     Forward,
@@ -143,7 +143,7 @@ class _Check:
         built = optim.build_optimizer(optimizer, len(request.batches))
         self.given = Given(
             model=model,
-            loss=request.loss or default_loss(model),
+            loss=as_loss(request.loss, model),
             tx=built.tx,
             batches=request.batches,
             freeze=request.freeze,
