@@ -18,7 +18,14 @@ from tests.checked_models import Counting, Normalised, batch
 from zerojax.training.equality import checking, make_request
 from zerojax.training.equality.checking import check_here
 from zerojax.training.equality.experiments import Experiments
-from zerojax.training.equality.runs import Configuration, Given, PlainRun, plan_of
+from zerojax.training.equality.runs import (
+    Configuration,
+    Given,
+    PlainRun,
+    Run,
+    differing_state,
+    plan_of,
+)
 
 DEVICES = 4
 STEEP = optax.adamw(1e-2, eps=1e-4)
@@ -153,6 +160,16 @@ def test_the_line_of_refused_state_is_named(monkeypatch):
     assert "zerojax.check names the line" in refused.sentence
     assert reason.kind == "integers"
     assert "self.most[...] = jnp.max" in reason.where
+
+
+def test_infinities_in_state_hide_no_difference():
+    def run(last):
+        mask = np.array([-np.inf, 0.0, np.nan, last], np.float32)
+        return Run(np.zeros(1), np.zeros(1), {}, {"mask": [mask]})
+
+    assert differing_state(run(1.0), run(1.0)) == ()
+    assert differing_state(run(1.01), run(1.0)) == ("mask",)
+    assert differing_state(run(np.inf), run(1.0)) == ("mask",)
 
 
 @pytest.mark.slow
