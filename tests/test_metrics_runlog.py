@@ -215,6 +215,7 @@ def test_a_new_run_leaves_the_metrics_of_another_aside(tmp_path):
     assert [(m["step"], m["grad_norm"]) for m in metrics.train] == [(10, 1.0)]
     run = Run(tmp_path, is_new=True)
     assert "the metrics of an earlier run there are now metrics.2.jsonl" in run.lines()
+    run.log.close()
     assert first.read_text().count('"train"') == 3
 
 
