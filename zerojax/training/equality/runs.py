@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zerojax import model_state
 from zerojax.compiler import keep_known_options
 from zerojax.config import MeshConfig
 from zerojax.mesh import make_mesh
@@ -235,11 +236,18 @@ class PlainRun:
         return split_loss(result), after
 
     def _advance(self, params: Arrays, opt_state: Any, extras: Arrays, key: Any, batch: Any) -> Any:
-        def mean(params: Arrays) -> tuple[jax.Array, Arrays]:
-            (loss, weight), after = self.loss(params, extras, key, batch, train=self._train)
-            return loss if weight is None else loss / weight, after
+        overwritten = self.model.overwritten
 
-        (loss, after), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        def loss_of(params: Arrays, extras: Arrays) -> Any:
+            (loss, weight), after = self.loss(params, extras, key, batch, train=self._train)
+            weight = jnp.float32(1) if weight is None else weight
+            # Scales of 8-bit products follow the gradients of the sum, as in a step.
+            return loss if overwritten else loss / weight, (weight, after)
+
+        differentiate = model_state.value_and_grad(loss_of, overwritten)
+        (loss, (weight, after)), grads = differentiate(params, extras)
+        if overwritten:
+            loss, grads = loss / weight, jax.tree.map(lambda leaf: leaf / weight, grads)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
         extra = told(grads, norm, loss, self._layers)
         updates, opt_state = self._tx.update(grads, opt_state, params, **extra)
@@ -301,6 +309,20 @@ class Noise:
 
 
 NO_NOISE = Noise(0.0, 0.0, {})
+EIGHT_BITS = 1e-5, 1e-4, 1e-3
+"""Noise of (loss, norm, params) of a model with 8-bit products, at least: an operand that lies
+between two 8-bit values, which are 6 % apart, becomes one or the other by the order of a sum. A
+GPT-2 of two layers on 4 devices differs by 1.1e-7, 1.7e-5 and 1.3e-3."""
+
+
+def with_eight_bits(noise: Noise) -> Noise:
+    """The noise, and that of 8-bit products."""
+    loss, norm, params = EIGHT_BITS
+    return Noise(
+        max(noise.loss, loss),
+        max(noise.norm, norm),
+        {name: max(value, params) for name, value in noise.params.items()},
+    )
 
 
 def measure_noise(run: Run, reordered: Run, before: Arrays) -> Noise | None:
