@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -31,7 +32,8 @@ from zerojax.mesh import DATA, DATA_AXES, STAGE
 from zerojax.offload.abstract import abstract_offloaded, canonical_on_host
 from zerojax.offload.disk_checks import check_durable
 from zerojax.offload.streaming_checks import check_update_in_backward, find_stacked
-from zerojax.placement import straight_pieces, unrolled
+from zerojax.pipeline_layout import PipelineLayout
+from zerojax.placement import Placement, straight_pieces, unrolled
 from zerojax.plan import Plan
 from zerojax.plan_checks import (
     check_batch,
@@ -126,135 +128,249 @@ def make_plan(
     Raises:
       ValueError, TypeError: with the value, the limit and the remedy.
     """
-    freeze = as_patterns("freeze", freeze)
     check_whole_number("num_microbatches", num_microbatches, 1)
-    given = {
-        "model": model,
-        "example_batch": example_batch,
-        "loss": loss,
-        "optimizer": optimizer,
-        "precision": precision,
-        "reduce_dtype": reduce_dtype,
-        "accumulate_dtype": accumulate_dtype,
-        "num_microbatches": num_microbatches,
-        "freeze": freeze,
-        "steps": steps,
-    }
+    given = _Given(
+        model=model,
+        example_batch=example_batch,
+        loss=loss,
+        optimizer=optimizer,
+        precision=precision,
+        reduce_dtype=reduce_dtype,
+        accumulate_dtype=accumulate_dtype,
+        num_microbatches=num_microbatches,
+        freeze=as_patterns("freeze", freeze),
+        steps=steps,
+    )
     settings, mesh = _resolve_mesh(mesh, zero, mesh_options)
+    return _make(settings, mesh, given)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Given:
+    """Arguments of `make_plan` that are the same on every mesh."""
+
+    model: models.ModelLike
+    example_batch: Tree
+    loss: models.Loss | None
+    optimizer: Any
+    precision: Precision | str | None
+    reduce_dtype: str | None
+    accumulate_dtype: str | None
+    num_microbatches: int | None
+    freeze: tuple[str, ...]
+    steps: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Task:
+    """A model on a mesh, with every default resolved."""
+
+    settings: MeshConfig
+    mesh: Mesh | AbstractMesh
+    model: models.Model
+    loss: models.Loss
+    precision: Precision
+    optimizer: optim.BuiltOptimizer
+    batch: Tree
+    num_microbatches: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What one trace of the loss on one microbatch of one data shard showed."""
+
+    params: dict[str, Any]
+    extras: dict[str, Any]
+    microbatch: Tree
+    trace: models.ModelTrace
+
+
+def _make(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given) -> Plan:
+    task, why_defaults, why_microbatches = _resolve(settings, mesh, given)
+    seen = _trace(task)
+    placement, layout, stacked = _place(task, seen, given.freeze)
+    traced, why_traced, rules = _examine_loss(task, seen, placement)
+    tx = optim.fit_optimizer(task.optimizer.tx, task.precision)
+    check_elementwise(settings, tx)
+    program = _choose_program(task, seen, placement, tx)
+    stacks = find_stacks(seen.trace.jaxpr, sorted(seen.params))
+    tx, why_padding = fit_padding(tx, seen.params, placement, task.precision, mesh, stacks=stacks)
+    check_durable(settings.offload, task.precision, jax.process_count())
+    offload = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
+    check_update_in_backward(offload, task.num_microbatches, task.precision, tx)
+    build = functools.partial(
+        abstract_state, seen.params, seen.extras, placement, tx, task.precision, mesh
+    )
+    stored, canonical = build(canonical=False), build(canonical=True)
+    return Plan(
+        mesh=mesh,
+        model=task.model,
+        loss=task.loss,
+        settings=settings,
+        placement=placement,
+        precision=task.precision,
+        tx=tx,
+        learning_rate=task.optimizer.learning_rate,
+        num_microbatches=task.num_microbatches,
+        pipeline=layout,
+        offload=offload,
+        abstract_state=abstract_offloaded(stored, offload, task.precision) if offload else stored,
+        abstract_stored=stored,
+        abstract_canonical=canonical_on_host(canonical, offload) if offload else canonical,
+        abstract_batch=_abstract_batch(task),
+        traced=traced,
+        program=program,
+        reasons=(
+            *describe_choices(settings, mesh, task.precision, placement),
+            *why_defaults,
+            *describe_deterministic(settings, task.num_microbatches),
+            *why_microbatches,
+            *task.optimizer.reasons,
+            *describe_model(
+                task.model,
+                seen.params,
+                seen.trace,
+                placement,
+                seen.extras,
+                traced.counted_state,
+                task.precision,
+                program.regather,
+            ),
+            *why_traced,
+            *rules,
+            *describe_offload(settings, offload),
+            *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
+            *describe_update(program.kernels, tx, stacks & stored["params"].keys(), mesh),
+            *why_padding,
+            *optim.describe_muon(stored["opt_state"], stacks),
+            *describe_options(program.options, program.dropped),
+        ),
+        remake=functools.partial(_remake, settings, given),
+    )
+
+
+def _resolve(
+    settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given
+) -> tuple[_Task, list[str], list[str]]:
+    """(the task, reasons of the precision, reasons of the number of microbatches)."""
     if isinstance(mesh, Mesh):
         check_joined()
-    internal = models.as_model(model)
-    loss = models.as_loss(loss, internal, example_batch)
-    why_precision = []
+    internal = models.as_model(given.model)
+    loss = models.as_loss(given.loss, internal, given.example_batch)
+    precision, why_precision = given.precision, []
     if precision is None:
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
         precision, why = default_precision(platform)
         why_precision.append(why)
     precision = as_precision(
-        precision, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype
+        precision, reduce_dtype=given.reduce_dtype, accumulate_dtype=given.accumulate_dtype
     )
-    optimizer_built = optim.build_optimizer(optimizer, steps)
-    batch = abstract(example_batch)
-    num_microbatches = check_deterministic(settings, mesh, precision, num_microbatches)
-    num_microbatches, reasons = choose_microbatches(num_microbatches, mesh, batch)
-    check_batch(batch, mesh, num_microbatches)
-    microbatch = slice_batch(batch, meshes.num_data_shards(mesh) * num_microbatches)
-    with naming_the_call(microbatch):
-        params, extras = abstract_model(internal, batch, loss)
-        trace = models.trace_model(internal, as_read(params, precision), extras, microbatch, loss)
-        check_not_per_example(trace.result, batch, microbatch)
-    check_loss(trace.result)
-    parts = split_result(trace.result)
-    check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
-    layout, arrays = None, (as_read(params, precision), extras, microbatch)
-    stacked = find_stacked(settings, internal, loss, arrays)
-    if mesh.shape[STAGE] > 1:
-        layout = plan_pipeline(settings, mesh, num_microbatches, internal, loss, trace, arrays)
-        stacked = layout.stacked
-    placement = place_model(
-        internal, params, trace, settings, mesh, freeze=freeze, stacked=stacked, layout=layout
-    )
-    check_trained(placement)
-    check_weight(trace, placement)
-    pieces = look_at_pieces(trace, params, extras, microbatch, internal.overwritten)
-    check_pieces(pieces, meshes.num_data_shards(mesh), num_microbatches)
-    regather = settings.zero == 3 and internal.reads_lazily
-    compiler_options, dropped_options = choose_options(
-        mesh,
-        regather,
-        settings.offload.on_host,
-        deterministic=settings.deterministic is not None,
-        unrolled=num_microbatches > 1
-        and bool(unrolled(placement, straight_pieces(trace.jaxpr.jaxpr))),
-    )
-    tx = optim.fit_optimizer(optimizer_built.tx, precision)
-    check_elementwise(settings, tx)
-    update_choices = optim.choose_update(tx, mesh)
-    abstract_batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(mesh, P(DATA_AXES))
-        ),
-        batch,
-    )
-    stacks = find_stacks(trace.jaxpr, sorted(params))
-    tx, padding_lines = fit_padding(tx, params, placement, precision, mesh, stacks=stacks)
-    build = functools.partial(abstract_state, params, extras, placement, tx, precision, mesh)
-    check_durable(settings.offload, precision, jax.process_count())
-    offload = plan_offload(settings.offload, placement, precision, tx, mesh, stacked=stacked)
-    check_update_in_backward(offload, num_microbatches, precision, tx)
-    batch_weight, rules = choose_batch_weight(
-        trace, params.keys(), extras.keys(), settings, internal
-    )
-    stored, canonical = build(canonical=False), build(canonical=True)
-    return Plan(
+    optimizer = optim.build_optimizer(given.optimizer, given.steps)
+    batch = abstract(given.example_batch)
+    number = check_deterministic(settings, mesh, precision, given.num_microbatches)
+    number, why_number = choose_microbatches(number, mesh, batch)
+    check_batch(batch, mesh, number)
+    task = _Task(
+        settings=settings,
         mesh=mesh,
         model=internal,
         loss=loss,
-        settings=settings,
-        placement=placement,
         precision=precision,
-        tx=tx,
-        learning_rate=optimizer_built.learning_rate,
-        num_microbatches=num_microbatches,
-        pipeline=layout,
-        offload=offload,
-        abstract_state=abstract_offloaded(stored, offload, precision) if offload else stored,
-        abstract_stored=stored,
-        abstract_canonical=canonical_on_host(canonical, offload) if offload else canonical,
-        abstract_batch=abstract_batch,
-        traced=TracedLoss(
-            forward=trace.jaxpr,
-            index_limits=trace.index_limits,
-            has_weight=parts.weight is not None,
-            metric_names=tuple(sorted(parts.metrics)),
-            counted_state=pieces.counted,
-            batch_weight=batch_weight,
-        ),
-        program=ProgramChoices(
-            options=compiler_options,
-            dropped=dropped_options,
-            kernels=update_choices,
-            regather=regather,
-        ),
-        reasons=(
-            *describe_choices(settings, mesh, precision, placement),
-            *why_precision,
-            *describe_deterministic(settings, num_microbatches),
-            *reasons,
-            *optimizer_built.reasons,
-            *describe_model(
-                internal, params, trace, placement, extras, pieces.counted, precision, regather
-            ),
-            *describe_pieces(pieces),
-            *rules,
-            *describe_offload(settings, offload),
-            *describe_layer_inputs(settings, trace.jaxpr, len(params)),
-            *describe_update(update_choices, tx, stacks & stored["params"].keys(), mesh),
-            *padding_lines,
-            *optim.describe_muon(stored["opt_state"], stacks),
-            *describe_options(compiler_options, dropped_options),
-        ),
-        remake=functools.partial(_remake, settings, given),
+        optimizer=optimizer,
+        batch=batch,
+        num_microbatches=number,
+    )
+    return task, why_precision, why_number
+
+
+def _trace(task: _Task) -> _Seen:
+    """One trace of the loss, with what is refused of it.
+
+    Raises:
+      ValueError, TypeError: the loss or what it reads cannot be planned.
+    """
+    shards = meshes.num_data_shards(task.mesh)
+    microbatch = slice_batch(task.batch, shards * task.num_microbatches)
+    with naming_the_call(microbatch):
+        params, extras = abstract_model(task.model, task.batch, task.loss)
+        read = as_read(params, task.precision)
+        trace = models.trace_model(task.model, read, extras, microbatch, task.loss)
+        check_not_per_example(trace.result, task.batch, microbatch)
+    check_loss(trace.result)
+    check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
+    return _Seen(params=params, extras=extras, microbatch=microbatch, trace=trace)
+
+
+def _place(
+    task: _Task, seen: _Seen, freeze: tuple[str, ...]
+) -> tuple[Placement, PipelineLayout | None, frozenset[str]]:
+    """(the table of parameters, the pipeline, names of what a loop takes layer by layer)."""
+    arrays = (as_read(seen.params, task.precision), seen.extras, seen.microbatch)
+    layout, model, loss = None, task.model, task.loss
+    stacked = find_stacked(task.settings, model, loss, arrays)
+    if task.mesh.shape[STAGE] > 1:
+        number, trace = task.num_microbatches, seen.trace
+        layout = plan_pipeline(task.settings, task.mesh, number, model, loss, trace, arrays)
+        stacked = layout.stacked
+    placement = place_model(
+        model,
+        seen.params,
+        seen.trace,
+        task.settings,
+        task.mesh,
+        freeze=freeze,
+        stacked=stacked,
+        layout=layout,
+    )
+    check_trained(placement)
+    return placement, layout, stacked
+
+
+def _examine_loss(
+    task: _Task, seen: _Seen, placement: Placement
+) -> tuple[TracedLoss, list[str], list[str]]:
+    """(facts of the trace, reasons of what depends on pieces, rules of own derivatives)."""
+    trace, params, extras = seen.trace, seen.params, seen.extras
+    check_weight(trace, placement)
+    pieces = look_at_pieces(trace, params, extras, seen.microbatch, task.model.overwritten)
+    check_pieces(pieces, meshes.num_data_shards(task.mesh), task.num_microbatches)
+    batch_weight, rules = choose_batch_weight(
+        trace, params.keys(), extras.keys(), task.settings, task.model
+    )
+    parts = split_result(trace.result)
+    traced = TracedLoss(
+        forward=trace.jaxpr,
+        index_limits=trace.index_limits,
+        has_weight=parts.weight is not None,
+        metric_names=tuple(sorted(parts.metrics)),
+        counted_state=pieces.counted,
+        batch_weight=batch_weight,
+    )
+    return traced, [*describe_pieces(pieces)], [*rules]
+
+
+def _choose_program(
+    task: _Task, seen: _Seen, placement: Placement, tx: optax.GradientTransformation
+) -> ProgramChoices:
+    settings = task.settings
+    regather = settings.zero == 3 and task.model.reads_lazily
+    options, dropped = choose_options(
+        task.mesh,
+        regather,
+        settings.offload.on_host,
+        deterministic=settings.deterministic is not None,
+        unrolled=task.num_microbatches > 1
+        and bool(unrolled(placement, straight_pieces(seen.trace.jaxpr.jaxpr))),
+    )
+    kernels = optim.choose_update(tx, task.mesh)
+    return ProgramChoices(options=options, dropped=dropped, kernels=kernels, regather=regather)
+
+
+def _abstract_batch(task: _Task) -> Tree:
+    """The global batch with its shardings: dimension 0 over the data axes."""
+    sharding = NamedSharding(task.mesh, P(DATA_AXES))
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), task.batch
     )
 
 
@@ -263,8 +379,8 @@ def plan_options(settings: MeshConfig) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in _MESH_OPTIONS}
 
 
-def _remake(settings: MeshConfig, given: dict[str, Any], mesh: Mesh | AbstractMesh) -> Plan:
-    return make_plan(mesh=mesh, zero=settings.zero, **given, **plan_options(settings))
+def _remake(settings: MeshConfig, given: _Given, mesh: Mesh | AbstractMesh) -> Plan:
+    return _make(*_resolve_mesh(mesh, settings.zero, plan_options(settings)), given)
 
 
 def _resolve_mesh(
