@@ -23,15 +23,15 @@ from flax import nnx
 
 from zerojax.checkpoint import Checkpointer
 from zerojax.data import local_rows, shard_batch
-from zerojax.distributed import ProcessGroup, join_processes
-from zerojax.losses import mean_squared_error
-from zerojax.mesh import make_mesh
+from zerojax.models.losses import mean_squared_error
 from zerojax.optim import adamw
-from zerojax.plan import Plan
-from zerojax.plan_making import make_plan
-from zerojax.saved_state import restore_state, save_state
-from zerojax.state_birth import init_state
-from zerojax.step import build_step
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.step import build_step
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
+from zerojax.plan.plan import Plan
+from zerojax.runtime.distributed import ProcessGroup, join_processes
+from zerojax.training.checkpointing import restore_state, save_state
 
 DEVICES = 4
 WIDTH, ROWS = 256, 8

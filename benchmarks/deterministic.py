@@ -16,8 +16,8 @@ from benchmarks import small_gpt
 from benchmarks.machine import load_average
 from benchmarks.measuring import Sample, interleave, median_of, ratio_of, sample
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
-from zerojax import hlo
-from zerojax.host_memory import keep_freed_memory
+from zerojax.forecasting import hlo
+from zerojax.runtime.host_memory import keep_freed_memory
 
 NUM_DEVICES = 8
 CASES = ((0, 8), (1, 8), (2, 8), (3, 8), (1, 1))

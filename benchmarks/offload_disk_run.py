@@ -19,17 +19,17 @@ import jax
 import numpy as np
 from flax import nnx
 
+from zerojax.checkpoint.store import BucketStore
 from zerojax.config import OffloadConfig
 from zerojax.data import shard_batch
-from zerojax.losses import mean_squared_error
-from zerojax.mesh import make_mesh
+from zerojax.models.losses import mean_squared_error
 from zerojax.optim import adamw
-from zerojax.plan import Plan
-from zerojax.plan_making import make_plan
-from zerojax.saved_state import end_state
-from zerojax.state_birth import init_state
-from zerojax.step import build_step
-from zerojax.store import BucketStore
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.step import build_step
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
+from zerojax.plan.plan import Plan
+from zerojax.training.checkpointing import end_state
 
 WIDTH, INNER = 512, 2048
 PARAMS_OF_LAYER = 2 * WIDTH * INNER

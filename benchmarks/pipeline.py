@@ -29,9 +29,10 @@ from benchmarks.pipeline_programs import (
     wire,
 )
 from benchmarks.recording import Goal, Record, add_arguments, write_record
-from zerojax import compiler, hlo
+from zerojax.forecasting import hlo
 from zerojax.forecasting.roles import bytes_by_role
-from zerojax.pipeline_costs import message_bytes, total_buffer_bytes
+from zerojax.hardware import compile_client
+from zerojax.plan.pipeline_costs import message_bytes, total_buffer_bytes
 
 FLAT = 1.001
 EXACT = 1.01
@@ -70,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     for name in arguments.parts or PARTS:
-        if name != "bubble" and not arguments.smoke and compiler.missing():
-            print(f"pipeline {name}: {compiler.missing()}", file=sys.stderr)
+        if name != "bubble" and not arguments.smoke and compile_client.missing():
+            print(f"pipeline {name}: {compile_client.missing()}", file=sys.stderr)
             return 1
         load_before = load_average()
         more = {} if name == "bubble" else {"compiler": _compiler()}
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compiler() -> str:
-    return compiler.missing() or compiler.compiler_version()
+    return compile_client.missing() or compile_client.compiler_version()
 
 
 def _small(case: Case) -> Case:
@@ -118,7 +119,7 @@ def measure_memory(smoke: bool) -> Record:
     notes = [
         f"GPT of {GPT_1B.num_parameters / 1e9:.2f} billion parameters, 8 H100, zero=1, remat full, "
         f"one row of {GPT_1B.max_seq_len} tokens per data shard and microbatch, {_compiler()}",
-        "planned_buffers: zerojax.pipeline_costs.total_buffer_bytes; it is part of temp",
+        "planned_buffers: zerojax.plan.pipeline_costs.total_buffer_bytes; it is part of temp",
         *_roles_notes(),
     ]
     return Record(name="pipeline_memory", rows=rows, goals=goals, notes=notes)

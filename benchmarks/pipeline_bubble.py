@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from benchmarks.measuring import Side, interleave, least_of, sample
 from benchmarks.recording import Goal, Record
-from zerojax.replicated import over_auto_axes
-from zerojax.schedules import Costs, simulate
+from zerojax.parallel.replicated_sums import over_auto_axes
+from zerojax.plan.schedules import Costs, simulate
 
 NUM_DEVICES = 4
 SCHEDULES = ("1f1b", "gpipe", "interleaved(2)", "zb_h1", "1f1b_classic")

@@ -15,14 +15,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax import compiler, gpus, hlo
 from zerojax.config import MeshConfig
-from zerojax.hlo.live import LiveAtPeak, read_live
-from zerojax.mesh import make_mesh
+from zerojax.forecasting import hlo
+from zerojax.forecasting.hlo.live import LiveAtPeak, read_live
+from zerojax.hardware import compile_client, gpus
 from zerojax.models import GPT2, GPT2Config
-from zerojax.plan import Plan
-from zerojax.plan_making import make_plan
-from zerojax.step import build_step
+from zerojax.parallel.step import build_step
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
+from zerojax.plan.plan import Plan
 
 BF16 = 2
 GPT_1B = GPT2Config(
@@ -130,7 +131,7 @@ class Built:
 
     case: Case
     plan: Plan
-    memory: compiler.MemoryUse
+    memory: compile_client.MemoryUse
     program: hlo.Program
     collectives: tuple[hlo.Collective, ...]
     overlap: Mapping[str, hlo.Overlap]
@@ -185,9 +186,9 @@ def compile_case(case: Case, dump: Path | None = None) -> Built:
     Args:
       dump: an empty folder for the compiler's accounts of memory, to read `Built.live` from.
     """
-    plan = make_case_plan(case, compiler.gpu_devices(gpus.find_gpu("h100"), case.devices))
+    plan = make_case_plan(case, compile_client.gpu_devices(gpus.find_gpu("h100"), case.devices))
     lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    compiled = compiler.compile_for_gpus(lowered, sketch=True, dump=dump)
+    compiled = compile_client.compile_for_gpus(lowered, sketch=True, dump=dump)
     program = hlo.read_program(compiled.text)
     collectives = tuple(hlo.find_collectives(program, case.devices))
     overlap = hlo.find_overlap(program, collectives)

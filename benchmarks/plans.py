@@ -17,10 +17,10 @@ from typing import Any
 import zerojax
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
-from zerojax import compiler
 from zerojax.config import RunConfig, load
-from zerojax.plan import Plan
-from zerojax.runs import plan_from_config
+from zerojax.hardware import compile_client
+from zerojax.plan.plan import Plan
+from zerojax.training.run_file import plan_from_config
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 CASES = (
@@ -64,7 +64,7 @@ def _row(name: str, gpu: str, devices: int) -> dict[str, Any]:
     forecast = zerojax.forecast(plan, gpu=gpu, devices=devices, fast=True)
     seconds = time.process_time() - began
     cublas = zerojax.forecast(
-        _with_options(plan, compiler.CUBLAS_OPTIONS), gpu=gpu, devices=devices, fast=True
+        _with_options(plan, compile_client.CUBLAS_OPTIONS), gpu=gpu, devices=devices, fast=True
     )
     memory, traffic, estimate = forecast.memory, forecast.traffic, forecast.estimate
     wire = traffic.data_wire_bytes
@@ -103,7 +103,7 @@ def _gib(size: int | None) -> float | None:
 
 
 def _compiler() -> str:
-    return compiler.missing() or compiler.compiler_version(fast=True)
+    return compile_client.missing() or compile_client.compiler_version(fast=True)
 
 
 if __name__ == "__main__":

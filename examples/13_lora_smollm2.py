@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 import zerojax
+from zerojax.cli.llama_cpp import convert_gguf
 from zerojax.data import as_source
-from zerojax.llama_cpp import convert_gguf
 
 STEPS = 20
 

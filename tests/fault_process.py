@@ -25,10 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import zerojax.trainer
+import zerojax.training.trainer
 from zerojax.checkpoint import folders
 from zerojax.data.source import TokenSource
-from zerojax.process_group.group import PROCESS_ID
+from zerojax.runtime.process_group import PROCESS_ID
 
 FOR_EVER = 10**6
 
@@ -72,7 +72,7 @@ FAULTS |= {"raise": _raise, "fill": _fill_the_disk, "limit": _refuse_large_files
 
 def install(at: str, count: int, what: str) -> None:
     """Puts the fault in its place."""
-    trainer = zerojax.trainer.Trainer
+    trainer = zerojax.training.trainer.Trainer
     calls = iter(range(1, FOR_EVER))
 
     def around(owner: Any, name: str, number: Callable[..., int], *, after: bool = False) -> None:
@@ -103,20 +103,20 @@ def install(at: str, count: int, what: str) -> None:
     elif at == "space":
         around(folders, "check_free", call, after=True)
     elif at in ("save", "saved"):
-        around(zerojax.trainer, "save_state", call, after=at == "saved")
+        around(zerojax.training.trainer, "save_state", call, after=at == "saved")
     else:
         raise ValueError(at)
 
 
 def slow_down(seconds: float) -> None:
     """Makes every step take longer."""
-    plain = zerojax.trainer.Trainer._step_on_devices
+    plain = zerojax.training.trainer.Trainer._step_on_devices
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
         return plain(*args, **kwargs)
 
-    zerojax.trainer.Trainer._step_on_devices = slow  # type: ignore[method-assign]
+    zerojax.training.trainer.Trainer._step_on_devices = slow  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

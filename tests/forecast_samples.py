@@ -19,11 +19,11 @@ from zerojax.forecasting.result import (
     TrafficRow,
 )
 from zerojax.forecasting.roofline import estimate, verdict
-from zerojax.gpus import Gpu, find_gpu
-from zerojax.mesh import make_abstract_mesh
+from zerojax.hardware.gpus import Gpu, find_gpu
 from zerojax.models import build_model
-from zerojax.plan import Plan
-from zerojax.plan_making import make_plan
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_abstract_mesh
+from zerojax.plan.plan import Plan
 
 GIB = 2**30
 

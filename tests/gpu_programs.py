@@ -12,12 +12,13 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from zerojax import compiler, gpus, hlo
-from zerojax.mesh import make_mesh
+from zerojax.forecasting import hlo
+from zerojax.hardware import compile_client, gpus
 from zerojax.models import GPT2, GPT2Config
-from zerojax.plan import Plan
-from zerojax.plan_making import make_plan
-from zerojax.step import build_step
+from zerojax.parallel.step import build_step
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
+from zerojax.plan.plan import Plan
 
 LAYERS, WIDTH, HEADS, VOCAB, SEQ = 24, 2048, 16, 50304, 1024
 LAYER_PARAMETERS = 12 * WIDTH * WIDTH
@@ -71,7 +72,7 @@ class GpuProgram:
 
     case: Case
     plan: Plan
-    memory: compiler.MemoryUse
+    memory: compile_client.MemoryUse
     program: hlo.Program
     collectives: tuple[hlo.Collective, ...]
     overlap: Mapping[str, hlo.Overlap]
@@ -98,7 +99,7 @@ class GpuProgram:
 
 def compile_case(case: Case) -> GpuProgram:
     """Traces, compiles and reads one step: about ten seconds of processor time."""
-    devices = compiler.gpu_devices(gpus.find_gpu("h100"), case.devices)
+    devices = compile_client.gpu_devices(gpus.find_gpu("h100"), case.devices)
     tokens = jax.ShapeDtypeStruct((case.data * case.microbatches, SEQ), np.int32)
     plan = make_plan(
         lambda rngs: GPT2(gpt_config(case.remat), rngs=rngs),
@@ -113,7 +114,7 @@ def compile_case(case: Case) -> GpuProgram:
     if not case.prefetch:
         plan = dataclasses.replace(plan, program=dataclasses.replace(plan.program, options={}))
     lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    compiled = compiler.compile_for_gpus(lowered, sketch=True)
+    compiled = compile_client.compile_for_gpus(lowered, sketch=True)
     program = hlo.read_program(compiled.text)
     collectives = tuple(hlo.find_collectives(program, case.devices))
     overlap = hlo.find_overlap(program, collectives)

@@ -65,14 +65,14 @@ def main(folder: str, out: str, zero: str, model_axis: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     # What starts XLA must come after the process has joined the others.
-    from zerojax import distributed
+    from zerojax.runtime import distributed
 
     distributed.join_processes()
     import jax.numpy as jnp
     import optax
 
     import zerojax
-    from zerojax.trainer import Trainer
+    from zerojax.training.trainer import Trainer
 
     pretrained = zerojax.from_hugging_face(folder)
     tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)

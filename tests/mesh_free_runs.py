@@ -17,14 +17,14 @@ from flax import nnx
 
 from tests.trajectories import regression_batch
 from zerojax.config import MeshConfig
-from zerojax.losses import mean_squared_error
-from zerojax.mesh import make_mesh
+from zerojax.models.losses import mean_squared_error
 from zerojax.optim import adamw
-from zerojax.plan import Plan
-from zerojax.plan_making import make_plan
-from zerojax.resharding import to_canonical
-from zerojax.state_birth import init_state
-from zerojax.step import build_step
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.step import build_step
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
+from zerojax.plan.plan import Plan
 
 STEPS = 20
 SMALL = 40

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 import zerojax
-from zerojax import distributed
 from zerojax.config import LogConfig, ModelConfig
-from zerojax.exit_codes import OK
-from zerojax.leaving import leave
 from zerojax.models import build_model
+from zerojax.runtime import distributed
+from zerojax.runtime.exit_codes import OK
+from zerojax.runtime.shutdown import leave
 
 STEPS, ROWS = 12, 8
 

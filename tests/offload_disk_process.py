@@ -13,9 +13,9 @@ import jax
 
 from tests.offload_disk_runs import Regression, offload
 from tests.trajectories import regression_batch
-from zerojax.api import train
 from zerojax.config import CheckpointConfig, LogConfig, MeshConfig
 from zerojax.optim import adamw
+from zerojax.training.entry import train
 
 
 def main(folder: Path, steps: int, durable: bool, every: int) -> None:

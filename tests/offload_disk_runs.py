@@ -14,15 +14,15 @@ from tests.small_models import reference_model
 from tests.trajectories import regression_batch, text_batch
 from zerojax.config import MeshConfig, OffloadConfig
 from zerojax.data import shard_batch
-from zerojax.losses import mean_squared_error
-from zerojax.mesh import make_mesh
+from zerojax.models.losses import mean_squared_error
+from zerojax.models.trees import flatten_names
 from zerojax.optim import adamw
-from zerojax.plan import Plan
-from zerojax.plan_making import make_plan
-from zerojax.resharding import to_canonical
-from zerojax.state_birth import init_state
-from zerojax.step import build_step
-from zerojax.trees import flatten_names
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.step import build_step
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
+from zerojax.plan.plan import Plan
 
 SHARES = {"device": 0.3, "host": 0.3, "nvme": 0.4}
 

@@ -21,7 +21,7 @@ def main(out: str, order: str, zero: str) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_disable_most_optimizations", True)
     # What starts XLA must come after the process has joined the others.
-    from zerojax import distributed
+    from zerojax.runtime import distributed
 
     distributed.join_processes()
     from tests.pipeline_runs import THRESHOLD, small

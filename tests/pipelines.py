@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from tests.small_models import reference_model
 from zerojax import make_plan
-from zerojax.mesh import make_abstract_mesh
-from zerojax.pipeline_layout import PipelineLayout
-from zerojax.placement import Access
-from zerojax.plan import Plan
-from zerojax.schedules import lower, make_schedule
+from zerojax.plan.leaf import Access
+from zerojax.plan.mesh import make_abstract_mesh
+from zerojax.plan.pipeline_layout import PipelineLayout
+from zerojax.plan.plan import Plan
+from zerojax.plan.schedules import lower, make_schedule
 
 
 @functools.cache

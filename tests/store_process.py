@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-import zerojax.store.files
-from zerojax.store import BucketStore, StoreError
+import zerojax.checkpoint.store.files
+from zerojax.checkpoint.store import BucketStore, StoreError
 
 NUM_BUCKETS = 6
 BUCKET_BYTES = (1 << 18) + 8  # not a multiple of the block
@@ -169,8 +169,8 @@ def _sweep_until_killed(folder: Path, ended: int, fatal: tuple[str, int, bool] |
                 return result
 
             # Everything that the store asks of the system goes through this name.
-            zerojax.store.files.os = _Replaced(name, call)
-            zerojax.store.store.os = _Replaced(name, call)
+            zerojax.checkpoint.store.files.os = _Replaced(name, call)
+            zerojax.checkpoint.store.store.os = _Replaced(name, call)
         send = os.write
         while True:
             advance(store)

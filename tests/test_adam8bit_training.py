@@ -14,7 +14,7 @@ from zerojax.config import LogConfig, ModelConfig
 from zerojax.models import build_model
 from zerojax.optim import adam8bit
 from zerojax.optim.adam8bit_state import part_of
-from zerojax.plan_counts import shard_bytes
+from zerojax.plan.counts import shard_bytes
 
 BATCHES = [text_batch(index) for index in range(4)]
 STEPS = 8

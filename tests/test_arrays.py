@@ -12,12 +12,12 @@ from flax import nnx
 from tests import small_models
 from tests.small_models import reference_model
 from tests.trajectories import advance, optimizer, plan_for, regression_batch, text_batch
-from zerojax.mesh import make_abstract_mesh
-from zerojax.plan_counts import shard_bytes
-from zerojax.plan_making import make_plan
-from zerojax.resharding import from_canonical, reshard_state, to_canonical
-from zerojax.state import run_key_data
-from zerojax.state_birth import build_initialiser, init_state
+from zerojax.parallel.initialization import build_initialiser, init_state
+from zerojax.parallel.reshard import from_canonical, reshard_state, to_canonical
+from zerojax.plan.counts import shard_bytes
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_abstract_mesh
+from zerojax.plan.state import run_key_data
 
 USER = {
     "loss": small_models.regression_loss,

@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax import lax
 
-from zerojax.batch_rows import (
+from zerojax.models.batch_rows import (
     Count,
     Fixed,
     Other,

@@ -18,7 +18,7 @@ from benchmarks.gpu.workloads import choose_workload
 from benchmarks.measuring import Sample, interleave, ratio_of
 from benchmarks.recording import RESULTS, Goal, Record, format_table, save_so_far
 from zerojax import make_mesh, make_plan
-from zerojax.plan_counts import model_flops
+from zerojax.plan.counts import model_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_PARTS = {

@@ -17,13 +17,13 @@ from safetensors.numpy import load_file, save_file
 from tests import bert_weights as tiny
 from zerojax.config import MeshConfig
 from zerojax.data import load_tokenizer, read_text
-from zerojax.hugging_face import UnsupportedError, from_hugging_face
-from zerojax.hugging_face.bert import BERT_ROW
-from zerojax.mesh import make_mesh
 from zerojax.models import BertConfig
-from zerojax.plan_making import make_plan, plan_options
-from zerojax.publishing import to_hugging_face
-from zerojax.trainer import Trainer
+from zerojax.models.hugging_face import UnsupportedError, from_hugging_face
+from zerojax.models.hugging_face.bert import BERT_ROW
+from zerojax.plan.make import make_plan, plan_options
+from zerojax.plan.mesh import make_mesh
+from zerojax.training.hugging_face_export import to_hugging_face
+from zerojax.training.trainer import Trainer
 
 DATA = Path(__file__).parent / "data"
 CLASSES = {

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zerojax import bounded_json
-from zerojax.bounded_json import JsonError
+from zerojax.runtime import bounded_json
+from zerojax.runtime.bounded_json import JsonError
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import pytest
 from flax import nnx
 
 import zerojax
-from zerojax.callbacks import EarlyStopping, KeepBest
 from zerojax.checkpoint import CheckpointError
 from zerojax.checkpoint.pruning import removals
 from zerojax.config import CheckpointConfig, LogConfig
-from zerojax.losses import mean_squared_error
+from zerojax.models.losses import mean_squared_error
+from zerojax.training.callbacks import EarlyStopping, KeepBest
 
 ROOT = Path(__file__).resolve().parent.parent
 

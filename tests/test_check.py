@@ -32,7 +32,7 @@ STEEP = optax.adamw(1e-2, eps=1e-4)
 
 
 def experiments(model, loss) -> Experiments:
-    given = Given(zerojax.model.as_model(model), loss, STEEP, [batch(0)], freeze=(), seed=0)
+    given = Given(zerojax.models.adapt.as_model(model), loss, STEEP, [batch(0)], freeze=(), seed=0)
     return Experiments(PlainRun(given, plan_of(given, Configuration(1))), DEVICES)
 
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, folders, metadata, seals
 from zerojax.checkpoint import files as checkpoint_files
-from zerojax.fingerprints import as_text, of_array
+from zerojax.checkpoint.fingerprint_math import as_text, of_array
 
 ABOUT = {
     "data_state": {"position": 7},

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import fingerprints
+from zerojax.checkpoint import fingerprint_math
 from zerojax.checkpoint.fingerprints import Computation, _program, differing_copies, whole
 
 DTYPES = (
@@ -42,7 +42,7 @@ def random_bits(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return raw.view(kind).reshape(shape)
 
 
-def of_device(x: jax.Array) -> fingerprints.Sums:
+def of_device(x: jax.Array) -> fingerprint_math.Sums:
     return whole(x, Computation({"x": x}).result()["x"])
 
 
@@ -54,13 +54,13 @@ def test_host_and_device_find_the_same_for_every_dtype(dtype: str) -> None:
             host = random_bits(dtype, shape)
             device = jnp.asarray(host)
             assert device.dtype == host.dtype
-            assert of_device(device) == fingerprints.of_array(host)
+            assert of_device(device) == fingerprint_math.of_array(host)
 
 
 def test_the_program_for_gpus_finds_the_same() -> None:
     host = random_bits("float32", (6, 50))
-    traced = jax.jit(lambda x: fingerprints.traced(x, (0, 0), x.shape, on_cpu=False))
-    assert tuple(map(int, traced(host))) == fingerprints.of_array(host)
+    traced = jax.jit(lambda x: fingerprint_math.traced(x, (0, 0), x.shape, on_cpu=False))
+    assert tuple(map(int, traced(host))) == fingerprint_math.of_array(host)
 
 
 def test_no_way_of_cutting_changes_it() -> None:
@@ -70,7 +70,7 @@ def test_no_way_of_cutting_changes_it() -> None:
         "key": random_bits("uint32", (2,)),
         "scalar": random_bits("int32", ()),
     }
-    expected = {name: fingerprints.of_array(host) for name, host in hosts.items()}
+    expected = {name: fingerprint_math.of_array(host) for name, host in hosts.items()}
     meshes = make_mesh(8), make_mesh(4, 2), make_mesh(2), make_mesh(1), make_mesh(2, 2, 2)
     for mesh in meshes:
         axes = mesh.axis_names
@@ -95,16 +95,16 @@ def test_parts_in_any_boxes_add_up_on_the_host() -> None:
     host = random_bits("float32", (5, 9, 6))
     cuts = itertools.product(((0, 2), (2, 5)), ((0, 9),), ((0, 1), (1, 4), (4, 6)))
     parts = [
-        fingerprints.of_part(host[a:b, c:d, e:f], (a, c, e), host.shape)
+        fingerprint_math.of_part(host[a:b, c:d, e:f], (a, c, e), host.shape)
         for (a, b), (c, d), (e, f) in cuts
     ]
-    assert fingerprints.add(*parts) == fingerprints.of_array(host)
+    assert fingerprint_math.add(*parts) == fingerprint_math.of_array(host)
 
 
 @pytest.mark.parametrize("shape", [(3, 40_000), (40_000, 3), (200, 7, 70), (100_000,)])
 def test_large_arrays_go_through_the_host_in_pieces(shape: tuple[int, ...]) -> None:
     host = random_bits("float32", shape)
-    assert fingerprints.of_array(host) == of_device(jnp.asarray(host))
+    assert fingerprint_math.of_array(host) == of_device(jnp.asarray(host))
 
 
 def test_every_single_bit_counts_in_both_sums() -> None:
@@ -115,20 +115,20 @@ def test_every_single_bit_counts_in_both_sums() -> None:
         ("int8", (9,)),
     ):
         host = random_bits(dtype, shape)
-        good = fingerprints.of_array(host)
+        good = fingerprint_math.of_array(host)
         raw = host.reshape(-1).view(np.uint8)
         for byte, bit in itertools.product(range(raw.size), range(8)):
             raw[byte] ^= np.uint8(1 << bit)
-            first, second = fingerprints.of_array(host)
+            first, second = fingerprint_math.of_array(host)
             assert first != good[0]
             assert second != good[1]
             raw[byte] ^= np.uint8(1 << bit)
-        assert fingerprints.of_array(host) == good
+        assert fingerprint_math.of_array(host) == good
 
 
 def test_damage_that_plain_sums_miss_is_found() -> None:
     host = random_bits("float32", (8, 8))
-    good = fingerprints.of_array(host)
+    good = fingerprint_math.of_array(host)
     seen = {good}
     for change in range(4):
         bad = host.copy()
@@ -141,9 +141,9 @@ def test_damage_that_plain_sums_miss_is_found() -> None:
             bad = np.roll(bad, 1, axis=0)
         else:  # rows written in the place of columns
             bad = np.ascontiguousarray(bad.T)
-        seen.add(fingerprints.of_array(bad))
+        seen.add(fingerprint_math.of_array(bad))
     assert len(seen) == 5
-    zeros = {fingerprints.of_array(np.zeros(n, np.float32)) for n in range(1, 9)}
+    zeros = {fingerprint_math.of_array(np.zeros(n, np.float32)) for n in range(1, 9)}
     assert len(zeros) == 8, "zeros count: a longer array of them is another one"
 
 
@@ -151,7 +151,7 @@ def test_places_beyond_32_bits_are_told_apart() -> None:
     """An array of 2^33 elements, of which only two are looked at."""
     shape = (2, 2**16, 2**16)
     one = np.ones((1, 1, 1), np.float32)
-    low, high = (fingerprints.of_part(one, (i, 0, 5), shape) for i in (0, 1))
+    low, high = (fingerprint_math.of_part(one, (i, 0, 5), shape) for i in (0, 1))
     assert low[0] == high[0], "keys repeat after 2^32 elements"
     assert low[1] != high[1], "weights do not"
 
@@ -159,14 +159,14 @@ def test_places_beyond_32_bits_are_told_apart() -> None:
 def test_random_damage_of_many_words_is_found() -> None:
     random = np.random.default_rng(0)
     host = random_bits("float32", (64, 64))
-    good = fingerprints.of_array(host)
+    good = fingerprint_math.of_array(host)
     for _ in range(300):
         bad = host.copy()
         words = bad.reshape(-1).view(np.uint32)
         where = random.integers(0, words.size, random.integers(2, 40))
         words[where] ^= random.integers(1, 2**32, where.size, dtype=np.uint32)
         assert (bad.view(np.uint32) == host.view(np.uint32)).all() == (
-            fingerprints.of_array(bad) == good
+            fingerprint_math.of_array(bad) == good
         )
 
 
@@ -204,7 +204,7 @@ def test_a_donated_array_counts_as_it_was() -> None:
     change = jax.jit(lambda x: x * 0 + 1, donate_argnums=0)
     for _ in range(3):
         x = change(x)
-    assert whole(x, computation.result()["x"]) == fingerprints.of_array(host)
+    assert whole(x, computation.result()["x"]) == fingerprint_math.of_array(host)
 
 
 def test_arrays_in_host_memory_count_the_same() -> None:
@@ -212,4 +212,4 @@ def test_arrays_in_host_memory_count_the_same() -> None:
     kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
     for kind in kinds:
         x = jax.device_put(host, NamedSharding(make_mesh(4), P("data"), memory_kind=kind))
-        assert of_device(x) == fingerprints.of_array(host)
+        assert of_device(x) == fingerprint_math.of_array(host)

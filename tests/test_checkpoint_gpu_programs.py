@@ -14,11 +14,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import compiler
 from zerojax.checkpoint.fingerprints import _program
-from zerojax.gpus import find_gpu
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import find_gpu
 
-MISSING = compiler.missing()
+MISSING = compile_client.missing()
 pytestmark = [
     pytest.mark.gpu_programs,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
@@ -28,7 +28,7 @@ DEVICES = 8
 
 @pytest.fixture(scope="module")
 def mesh():
-    devices = np.array(compiler.gpu_devices(find_gpu("h200"), DEVICES))
+    devices = np.array(compile_client.gpu_devices(find_gpu("h200"), DEVICES))
     return Mesh(devices.reshape(4, 2), ("data", "model"))
 
 
@@ -44,7 +44,7 @@ def mesh():
 def test_a_fingerprint_reads_once_and_sends_nothing(mesh, shape, spec, dtype):
     sharding = NamedSharding(mesh, spec)
     abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    compiled = compiler.compile_for_gpus(_program(sharding, shape), abstract)
+    compiled = compile_client.compile_for_gpus(_program(sharding, shape), abstract)
     shard = math.prod(sharding.shard_shape(shape)) * jnp.dtype(dtype).itemsize
     assert compiled.memory.arguments == pytest.approx(shard, abs=256)
     assert compiled.memory.temporary < shard / 8, "sums of parts, and no second copy"

@@ -12,8 +12,8 @@ import pytest
 
 from tests.process_groups import free_port, run_group
 from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.checkpoint.fingerprint_math import as_text, of_array
 from zerojax.checkpoint.parts import Part, collect, leave
-from zerojax.fingerprints import as_text, of_array
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = (8, 2**17)  # files above the size that is always summed up

@@ -12,13 +12,13 @@ import pytest
 from tests.offload_disk_runs import Regression, canonical, close, differing, offload, plan_of
 from tests.offload_disk_runs import train as train_steps
 from tests.trajectories import regression_batch
-from zerojax.api import train
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig
+from zerojax.models.trees import flatten_names
 from zerojax.optim import adamw
-from zerojax.resharding import to_canonical
-from zerojax.saved_state import restore_state, save_state
-from zerojax.trees import flatten_names
+from zerojax.parallel.reshard import to_canonical
+from zerojax.training.checkpointing import restore_state, save_state
+from zerojax.training.entry import train
 
 
 def run(folder: Path, steps: int):

@@ -20,8 +20,8 @@ from zerojax.checkpoint import saving as saving_module
 from zerojax.checkpoint.errors import FolderInUseError
 from zerojax.checkpoint.pruning import alone_in
 from zerojax.cli import main
-from zerojax.engine.tags import hold_tags
-from zerojax.folder_lock import NAME, hold
+from zerojax.runtime.folder_lock import NAME, hold
+from zerojax.training.deepspeed.engine_tags import hold_tags
 
 ABOUT = {"data_state": {}, "config": {}, "plan": {}}
 
@@ -224,7 +224,7 @@ def test_a_second_run_is_refused_before_it_writes_or_makes_arrays(
     command = ["train", *TINY, f"run_dir={tmp_path}"]
     assert main([*command, "steps=1"]) == 0
     before = listing(tmp_path)
-    monkeypatch.setattr("zerojax.running.Trainer", None)
+    monkeypatch.setattr("zerojax.training.run.Trainer", None)
     capsys.readouterr()
     with release_own(tmp_path / "checkpoints"), holder(tmp_path / "checkpoints") as first:
         assert main([*command, "steps=2", "data.tokenizer=bpe:300"]) == 2

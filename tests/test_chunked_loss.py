@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec as P
 from tests.small_models import reference_model
 from tests.test_zero_program import SIZES, THRESHOLD, count_collectives, lower
 from tests.trajectories import TOLERANCE, plan_for, train_for
-from zerojax import compiler, gpus, hlo
-from zerojax.chunked_loss import head_next_token
-from zerojax.flops import count_flops, count_program_flops
-from zerojax.losses import next_token
-from zerojax.step import build_evaluation, build_step
+from zerojax.forecasting import hlo
+from zerojax.hardware import compile_client, gpus
+from zerojax.models.chunked_loss import head_next_token
+from zerojax.models.flops import count_flops, count_program_flops
+from zerojax.models.losses import next_token
+from zerojax.parallel.step import build_evaluation, build_step
 
 BATCH, SEQ, WIDTH, VOCAB = 2, 13, 16, 37
 TOKENS = BATCH * SEQ
@@ -355,7 +356,7 @@ MANY, LARGE, WIDE = 8192, 128_256, 2048
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_logits_of_a_large_vocabulary_are_never_held(dtype):
     """8192 tokens, the vocabulary of Llama 3: 8.4 GB of float32 logits become 1.1 GB.
@@ -364,7 +365,7 @@ def test_the_logits_of_a_large_vocabulary_are_never_held(dtype):
     bfloat16: such logits beside the float32 sum of the head's gradient, which is 1.05 GB (1.4 in
     place of 6.3 GB). Either way the gradient of all hidden states in float32.
     """
-    (device,) = compiler.gpu_devices(gpus.find_gpu("h200"), 1)
+    (device,) = compile_client.gpu_devices(gpus.find_gpu("h200"), 1)
     whole = NamedSharding(Mesh(np.array([device]), ("data",)), P())
     of = lambda *shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=whole)  # noqa: E731
     arrays = of(1, MANY, WIDE, dtype=dtype), of(LARGE, WIDE, dtype=dtype)
@@ -375,7 +376,9 @@ def test_the_logits_of_a_large_vocabulary_are_never_held(dtype):
         jitted = jax.jit(graded, out_shardings=whole)
         flops = count_flops(graded, *arrays, targets)
         assert flops == 3 * 2 * math.prod((MANY, LARGE, WIDE))
-        return compiler.compile_for_gpus(jitted, *arrays, targets, sketch=True).memory.temporary
+        return compile_client.compile_for_gpus(
+            jitted, *arrays, targets, sketch=True
+        ).memory.temporary
 
     logits, head, hidden = (4 * math.prod(s) for s in ((MANY, LARGE), (LARGE, WIDE), (MANY, WIDE)))
     narrow = dtype == jnp.bfloat16

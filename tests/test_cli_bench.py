@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli_complaints import fails
-from zerojax import link_rates
+from zerojax.checkpoint.store.rates import THREADS, Rates, measure_rates
 from zerojax.cli import bench_link, main
-from zerojax.machine_rates import (
+from zerojax.hardware import link_rates
+from zerojax.hardware.machine_rates import (
     MeasuredDisk,
     MeasuredLink,
     disk_name,
@@ -23,7 +24,6 @@ from zerojax.machine_rates import (
     measured_disk,
     measured_links,
 )
-from zerojax.store.rates import THREADS, Rates, measure_rates
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -65,7 +65,9 @@ def test_rates_as_json_keep_every_number(tmp_path, capsys, monkeypatch):
 def test_rates_are_bytes_over_seconds(tmp_path, monkeypatch):
     """Each sweep takes a second by this clock: 4 buckets of 16 MiB, moved once or twice."""
     seconds = iter(range(1000))
-    monkeypatch.setattr("zerojax.store.rates.time.perf_counter", lambda: float(next(seconds)))
+    monkeypatch.setattr(
+        "zerojax.checkpoint.store.rates.time.perf_counter", lambda: float(next(seconds))
+    )
     (rates,) = measure_rates(tmp_path, num_bytes=1, threads=[2])
     assert (rates.write, rates.read, rates.both) == (64 * 2**20, 64 * 2**20, 128 * 2**20)
     assert rates.num_threads == 2
@@ -153,7 +155,7 @@ def test_a_link_is_kept_for_plans(capsys, monkeypatch):
 def test_a_link_is_bytes_over_the_best_time(monkeypatch):
     """By this clock the passes of each direction take 3, 2 and 1 seconds."""
     ends = iter([0, 3, 0, 2, 0, 1] * 3)
-    monkeypatch.setattr("zerojax.link_rates.time.perf_counter", lambda: float(next(ends)))
+    monkeypatch.setattr("zerojax.hardware.link_rates.time.perf_counter", lambda: float(next(ends)))
     rates = link_rates.measure_link(num_bytes=4096, repeats=3)
     assert (rates.to_device, rates.to_host, rates.both) == (4096, 4096, 8192)
     assert rates.num_bytes == 4096

@@ -15,18 +15,19 @@ import jax
 import pytest
 from forecast_samples import sample_forecast, sample_memory, sample_plan
 
-from zerojax import compiler, runs
 from zerojax.cli import main, planning
 from zerojax.cli.complaints import explain
 from zerojax.cli.parser import build_parser
 from zerojax.cli.progress import Progress
-from zerojax.compiler import CompileError
 from zerojax.config import RunConfig, load
 from zerojax.forecasting.result import FORMULA
-from zerojax.plan_making import make_plan
-from zerojax.precision import as_precision
-from zerojax.runs import plan_from_config, vocab_size_of
-from zerojax.search import Candidate, SearchResult, Trial
+from zerojax.forecasting.search import Candidate, SearchResult, Trial
+from zerojax.hardware import compile_client
+from zerojax.hardware.compile_client import CompileError
+from zerojax.optim.precision import as_precision
+from zerojax.plan.make import make_plan
+from zerojax.training import run_file
+from zerojax.training.run_file import plan_from_config, vocab_size_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = (
@@ -81,9 +82,9 @@ def settings(*words: str) -> RunConfig:
 def test_it_plans_what_train_would_run(words, monkeypatch):
     config = settings("precision=bf16", *words)  # here are CPUs, whose default is another one
     seen = []
-    monkeypatch.setattr(runs, "start_run", lambda run, plan, *rest: seen.append(plan))
+    monkeypatch.setattr(run_file, "start_run", lambda run, plan, *rest: seen.append(plan))
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
-    runs.run_from_config(config)
+    run_file.run_from_config(config)
     planned = plan_from_config(config, 8)
     assert planned.as_dict() == seen[0].as_dict()
     assert planned.settings == seen[0].settings
@@ -94,9 +95,9 @@ def test_it_plans_what_train_would_run(words, monkeypatch):
 
 def test_a_run_file_without_precision_has_that_of_its_devices_and_says_so(monkeypatch):
     seen = []
-    monkeypatch.setattr(runs, "start_run", lambda run, plan, *rest: seen.append(plan))
+    monkeypatch.setattr(run_file, "start_run", lambda run, plan, *rest: seen.append(plan))
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
-    runs.run_from_config(settings())
+    run_file.run_from_config(settings())
     for plan, dtype in ((seen[0], "fp32"), (plan_from_config(settings(), 8), "bf16")):
         assert plan.precision == as_precision(dtype)
         assert any(f"precision='{dtype}'" in reason for reason in plan.reasons)
@@ -189,7 +190,9 @@ def test_no_compile_prints_formulas(capsys):
 
 
 def test_without_the_compiler_it_says_how_to_get_it(monkeypatch, capsys):
-    monkeypatch.setattr(compiler, "missing", lambda: "not installed: pip install 'zerojax[plan]'")
+    monkeypatch.setattr(
+        compile_client, "missing", lambda: "not installed: pip install 'zerojax[plan]'"
+    )
     assert main([*WORDS]) == 3
     assert "formulas only: not installed: pip install 'zerojax[plan]'" in capsys.readouterr().out
     assert main([*WORDS, "--search"]) == 1
@@ -199,7 +202,7 @@ def test_without_the_compiler_it_says_how_to_get_it(monkeypatch, capsys):
 @pytest.mark.parametrize("scale", [1, 1000])
 def test_search_prints_the_table_and_the_commands(scale, forecasts, monkeypatch, capsys):
     forecasts[0][0] = sample_memory(scale=scale)
-    monkeypatch.setattr(compiler, "missing", lambda: None)
+    monkeypatch.setattr(compile_client, "missing", lambda: None)
     # One layer, so that no pipelines are looked at.
     # Where nothing fits and nothing is offloaded it would look once more.
     more = [] if scale == 1 else ["opt_state={device: 0.5, host: 0.5}"]
@@ -217,7 +220,7 @@ def test_search_prints_the_table_and_the_commands(scale, forecasts, monkeypatch,
 
 
 def test_search_as_json(forecasts, monkeypatch, capsys):
-    monkeypatch.setattr(compiler, "missing", lambda: None)
+    monkeypatch.setattr(compile_client, "missing", lambda: None)
     assert main([*FEW, "--search", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["chosen"]["status"] == "chosen"
@@ -250,7 +253,7 @@ def test_a_plan_with_offload_shows_its_tiers(capsys):
 def test_a_search_that_finds_nothing_looks_once_more_with_the_state_on_the_host(
     monkeypatch, capsys
 ):
-    monkeypatch.setattr(compiler, "missing", lambda: None)
+    monkeypatch.setattr(compile_client, "missing", lambda: None)
     chosen = Trial(
         candidate=Candidate(zero=3, model=1, num_microbatches=1, remat="full"),
         status="chosen",
@@ -382,7 +385,7 @@ def test_it_needs_no_accelerator_that_works():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 def test_a_compiled_page(capsys):
     assert main([*WORDS, "--fast", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli_complaints import fails
 from zerojax.cli import main
-from zerojax.schedules import SCHEDULES, make_schedule, read_csv
+from zerojax.plan.schedules import SCHEDULES, make_schedule, read_csv
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--stages", "4", "--microbatches", "8"]

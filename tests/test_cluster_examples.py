@@ -22,7 +22,8 @@ from tests.trajectories import TOLERANCE
 from zerojax.cli.parser import build_parser
 from zerojax.cli.train import split_words
 from zerojax.config import RunConfig, load
-from zerojax.process_group import local_device_ids, process_group_of
+from zerojax.runtime.local_gpus import local_device_ids
+from zerojax.runtime.schedulers import process_group_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "cluster"

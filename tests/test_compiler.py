@@ -15,47 +15,50 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import compiler, make_mesh
+from zerojax import make_mesh
 from zerojax.config import MeshConfig
-from zerojax.gpus import find_gpu
-from zerojax.mesh import make_abstract_mesh
-from zerojax.step_options import PREFETCH_OPTIONS, choose_options
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import find_gpu
+from zerojax.plan.compiler_options import PREFETCH_OPTIONS, choose_options
+from zerojax.plan.mesh import make_abstract_mesh
 
 H100 = find_gpu("h100")
-needs_compiler = pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+needs_compiler = pytest.mark.skipif(
+    compile_client.missing() is not None, reason=str(compile_client.missing())
+)
 
 
 def test_without_the_plugin_the_remedy_is_named(monkeypatch):
-    monkeypatch.setattr(compiler, "_PLUGINS", ("no_such_plugin",))
-    why = compiler.missing()
+    monkeypatch.setattr(compile_client, "_PLUGINS", ("no_such_plugin",))
+    why = compile_client.missing()
     assert why is not None
     assert "pip install 'zerojax[plan]'" in why
-    with pytest.raises(compiler.CompilerMissing, match="nothing was compiled"):
-        compiler.gpu_devices(H100, 8)
+    with pytest.raises(compile_client.CompilerMissing, match="nothing was compiled"):
+        compile_client.gpu_devices(H100, 8)
 
 
 def test_a_client_of_another_version_is_not_used(monkeypatch):
     versions = {"jaxlib": "0.11.2", "jax-cuda13-pjrt": "0.12.0.1"}
-    monkeypatch.setattr(compiler, "_plugin", lambda: "xla_cuda13")
-    monkeypatch.setattr(compiler, "_version", versions.get)
-    why = compiler.missing()
+    monkeypatch.setattr(compile_client, "_plugin", lambda: "xla_cuda13")
+    monkeypatch.setattr(compile_client, "_version", versions.get)
+    why = compile_client.missing()
     assert why is not None
     assert why.endswith("pip install jax-cuda13-pjrt==0.11.2 jax-cuda13-plugin==0.11.2")
     versions["jax-cuda13-pjrt"] = "0.11.2"
-    assert compiler.missing() is None
+    assert compile_client.missing() is None
 
 
 def test_what_decides_a_program_is_named(monkeypatch):
     versions = {"jaxlib": "0.12.0", "jax-cuda13-pjrt": "0.12.0", "nvidia-cuda-nvcc": "13.4.92"}
     versions["nvidia-nvvm"] = "13.5.37"
-    monkeypatch.setattr(compiler, "_version", versions.get)
+    monkeypatch.setattr(compile_client, "_version", versions.get)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX --xla_dump_to=/somewhere")
     named = "jaxlib 0.12.0, jax-cuda13-pjrt 0.12.0, nvidia-cuda-nvcc 13.4.92, nvidia-nvvm 13.5.37"
-    assert compiler.compiler_version() == named
-    assert compiler.compiler_version(fast=True) == f"{named}, fast options"
+    assert compile_client.compiler_version() == named
+    assert compile_client.compiler_version(fast=True) == f"{named}, fast options"
     flag = "--xla_gpu_enable_triton_gemm=false"
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/somewhere {flag}")
-    assert compiler.compiler_version() == f"{named}, XLA_FLAGS={flag}"
+    assert compile_client.compiler_version() == f"{named}, XLA_FLAGS={flag}"
 
 
 @pytest.mark.parametrize(
@@ -63,9 +66,9 @@ def test_what_decides_a_program_is_named(monkeypatch):
     [(0, "at least 1 GPU"), (12, r"devices=12 does not fill nodes of 8 .*; use 8 or 16")],
 )
 def test_device_counts_that_make_no_nodes(monkeypatch, count, match):
-    monkeypatch.setattr(compiler, "missing", lambda: None)
+    monkeypatch.setattr(compile_client, "missing", lambda: None)
     with pytest.raises(ValueError, match=match):
-        compiler.gpu_devices(H100, count)
+        compile_client.gpu_devices(H100, count)
 
 
 def test_the_first_cause_of_a_chain_is_told_with_its_remedy():
@@ -75,11 +78,11 @@ def test_the_first_cause_of_a_chain_is_told_with_its_remedy():
         except ValueError as inner:
             raise RuntimeError("compilation failed") from inner
     except RuntimeError as error:
-        told = compiler.first_cause(error)
+        told = compile_client.first_cause(error)
     assert told.startswith("No PTX compilation provider is available. (the assembler is missing")
     assert "long tail" not in told
-    assert compiler.first_cause(KeyError()) == "KeyError"
-    assert len(compiler.first_cause(ValueError("x" * 2000))) == 500
+    assert compile_client.first_cause(KeyError()) == "KeyError"
+    assert len(compile_client.first_cause(ValueError("x" * 2000))) == 500
 
 
 class Program:
@@ -106,17 +109,17 @@ class Program:
 
 
 def test_a_product_that_triton_cannot_compute_is_compiled_for_cublas(tmp_path):
-    compiled = compiler.compile_for_gpus(Program(), dump=tmp_path)
+    compiled = compile_client.compile_for_gpus(Program(), dump=tmp_path)
     assert compiled.by_cublas
     assert compiled.text == "by cuBLAS"
     left = [path.name for path in tmp_path.iterdir()]
     assert left == ["module.triton_False.txt"], "accounts of the first try would be read too"
-    with pytest.raises(compiler.CompileError, match="No supported config found"):
-        compiler.compile_for_gpus(Program(always=True), dump=tmp_path)
+    with pytest.raises(compile_client.CompileError, match="No supported config found"):
+        compile_client.compile_for_gpus(Program(always=True), dump=tmp_path)
 
 
 def test_host_memory_is_not_counted_as_the_devices():
-    use = compiler.MemoryUse(
+    use = compile_client.MemoryUse(
         arguments=10,
         outputs=9,
         aliased=8,
@@ -131,15 +134,15 @@ def test_host_memory_is_not_counted_as_the_devices():
 
 
 def test_virtual_devices_are_no_gpus():
-    assert not compiler.is_cuda(make_mesh({"data": 8}))
-    assert not compiler.is_cuda(jax.sharding.AbstractMesh((8,), ("data",)))
+    assert not compile_client.is_cuda(make_mesh({"data": 8}))
+    assert not compile_client.is_cuda(jax.sharding.AbstractMesh((8,), ("data",)))
 
 
 @needs_compiler
 @pytest.mark.gpu_programs
 def test_where_jax_looked_for_a_gpu_in_vain_the_remedy_is_named():
     program = (
-        "import jax; jax.devices(); from zerojax import compiler, gpus\n"
+        "import jax; jax.devices(); from zerojax.hardware import compile_client as compiler, gpus\n"
         "try: compiler.gpu_devices(gpus.find_gpu('h100'), 8)\n"
         "except compiler.CompilerMissing as error: print(error)"
     )
@@ -156,10 +159,10 @@ def test_where_jax_looked_for_a_gpu_in_vain_the_remedy_is_named():
 @needs_compiler
 @pytest.mark.gpu_programs
 def test_an_option_is_used_where_the_compiler_knows_it_and_listed_where_not():
-    mesh = make_mesh({"data": 8}, devices=compiler.gpu_devices(H100, 8))
-    assert compiler.is_cuda(mesh)
+    mesh = make_mesh({"data": 8}, devices=compile_client.gpu_devices(H100, 8))
+    assert compile_client.is_cuda(mesh)
     options = {"xla_gpu_autotune_level": 0, "xla_no_such_option": True}
-    known, dropped = compiler.keep_known_options(mesh, options)
+    known, dropped = compile_client.keep_known_options(mesh, options)
     assert known == {"xla_gpu_autotune_level": 0}
     assert list(dropped) == ["xla_no_such_option"]
     assert "xla_no_such_option" in dropped["xla_no_such_option"]
@@ -168,12 +171,12 @@ def test_an_option_is_used_where_the_compiler_knows_it_and_listed_where_not():
 @needs_compiler
 @pytest.mark.gpu_programs
 def test_a_program_is_compiled_for_gpus_that_are_not_here():
-    mesh = make_mesh({"data": 8}, devices=compiler.gpu_devices(H100, 8))
+    mesh = make_mesh({"data": 8}, devices=compile_client.gpu_devices(H100, 8))
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     x = jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=split)
     w = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=whole)
     jitted = jax.jit(lambda x, w: (x @ w).sum(0), out_shardings=whole)
-    program = compiler.compile_for_gpus(jitted.lower(x, w), sketch=True)
+    program = compile_client.compile_for_gpus(jitted.lower(x, w), sketch=True)
     assert program.memory.arguments == (1024 // 8 + 256) * 256 * 4
     assert program.memory.outputs == 256 * 4
     assert "all-reduce" in program.text
@@ -200,7 +203,7 @@ def lower_with_host_memory(num_devices, body):
     step = jax.jit(
         jax.shard_map(local, check_vma=False, **specs), donate_argnums=0, out_shardings=host
     )
-    return compiler.lower_for_gpus(step.trace(x))
+    return compile_client.lower_for_gpus(step.trace(x))
 
 
 def on_the_device(piece):
@@ -218,10 +221,10 @@ def test_a_program_with_host_memory_is_lowered_for_gpus_without_any():
 @pytest.mark.gpu_programs
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_host_memory_is_counted_apart_and_donated_in_place(num_devices):
-    devices = compiler.gpu_devices(H100, num_devices)
+    devices = compile_client.gpu_devices(H100, num_devices)
     lowered = lower_with_host_memory(num_devices, on_the_device)
-    program = compiler.compile_for_gpus(
-        lowered, devices=devices, options=compiler.HOST_OPTIONS, sketch=True
+    program = compile_client.compile_for_gpus(
+        lowered, devices=devices, options=compile_client.HOST_OPTIONS, sketch=True
     )
     whole = LAYERS * ROWS * COLUMNS * 4 // num_devices
     memory = program.memory
@@ -234,26 +237,28 @@ def test_host_memory_is_counted_apart_and_donated_in_place(num_devices):
 @needs_compiler
 @pytest.mark.gpu_programs
 def test_arithmetic_on_the_host_is_refused_with_a_remedy():
-    devices = compiler.gpu_devices(H100, 1)
+    devices = compile_client.gpu_devices(H100, 1)
     lowered = lower_with_host_memory(1, lambda piece: piece * 2)
-    with pytest.raises(compiler.CompileError, match=r"bring it to the device first"):
-        compiler.compile_for_gpus(lowered, devices=devices, options=compiler.HOST_OPTIONS)
+    with pytest.raises(compile_client.CompileError, match=r"bring it to the device first"):
+        compile_client.compile_for_gpus(
+            lowered, devices=devices, options=compile_client.HOST_OPTIONS
+        )
     # Without the options it becomes a program for the host's processor, and nobody is told.
-    compiler.compile_for_gpus(lowered, devices=devices, sketch=True)
+    compile_client.compile_for_gpus(lowered, devices=devices, sketch=True)
 
 
 @needs_compiler
 @pytest.mark.gpu_programs
 def test_steps_with_host_memory_are_compiled_with_the_guard():
-    mesh = make_mesh({"data": 8}, devices=compiler.gpu_devices(H100, 8))
+    mesh = make_mesh({"data": 8}, devices=compile_client.gpu_devices(H100, 8))
     assert choose_options(mesh, regather=False) == ({}, {})
-    assert choose_options(mesh, regather=False, on_host=True) == (compiler.HOST_OPTIONS, {})
+    assert choose_options(mesh, regather=False, on_host=True) == (compile_client.HOST_OPTIONS, {})
     chosen, dropped = choose_options(mesh, regather=True, unrolled=True)
     assert chosen == {}
     (why,) = (dropped[name] for name in PREFETCH_OPTIONS)
     assert why == "layers outside of loops would all be gathered for the next microbatch as well"
     chosen, dropped = choose_options(mesh, regather=True, on_host=True)
-    assert chosen.keys() | dropped.keys() == {*compiler.HOST_OPTIONS, *PREFETCH_OPTIONS}
+    assert chosen.keys() | dropped.keys() == {*compile_client.HOST_OPTIONS, *PREFETCH_OPTIONS}
 
 
 def test_a_refused_program_is_one_sentence():
@@ -264,7 +269,7 @@ def test_a_refused_program_is_one_sentence():
             lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(8))
             return lowered.compile(compiler_options={**compiler_options, "xla_no_such": True})
 
-    with pytest.raises(compiler.CompileError) as caught:
-        compiler.compile_for_gpus(Lowered())
+    with pytest.raises(compile_client.CompileError) as caught:
+        compile_client.compile_for_gpus(Lowered())
     assert "\n" not in str(caught.value)
     assert "No such compile option: 'xla_no_such'" in str(caught.value)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zerojax import text_generation as generating
 from zerojax.cli import main
 from zerojax.data import (
     HuggingFaceTokenizer,
@@ -22,6 +21,7 @@ from zerojax.data import (
     subwords,
 )
 from zerojax.data.prepare import prepare
+from zerojax.models.zoo import text_generation as generating
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
 

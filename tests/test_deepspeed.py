@@ -14,16 +14,16 @@ import optax
 import pytest
 
 import zerojax
-from zerojax import deepspeed
 from zerojax.config import ConfigError, LogConfig, LossScale, MeshConfig, OptimizerConfig
 from zerojax.config.recognition import DEEPSPEED_KEYS, MESH_KEYS, is_deepspeed
-from zerojax.deepspeed import Given
-from zerojax.deepspeed.file import OLD_NAMES
-from zerojax.deepspeed.keys import Absent, Key, paths
-from zerojax.deepspeed.optimizers import OPTIMIZERS
-from zerojax.deepspeed.table import TABLE
 from zerojax.optim import Optimizer
-from zerojax.precision import Precision, as_precision
+from zerojax.optim.precision import Precision, as_precision
+from zerojax.training import deepspeed
+from zerojax.training.deepspeed import Given
+from zerojax.training.deepspeed.file import OLD_NAMES
+from zerojax.training.deepspeed.keys import Absent, Key, paths
+from zerojax.training.deepspeed.optimizers import OPTIMIZERS
+from zerojax.training.deepspeed.table import TABLE
 
 
 def nested(path: str, value) -> dict:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from zerojax import deepspeed
 from zerojax.config import ConfigError
+from zerojax.training import deepspeed
 
 DATA = Path(__file__).parent / "data" / "public_ds_configs.json"
 FOLDER = os.environ.get("ZEROJAX_DS_CONFIGS")

@@ -23,13 +23,13 @@ from tests.mesh_free_runs import Layers, differences, plan_on, run
 from tests.small_models import reference_model
 from tests.trajectories import regression_batch, text_batch
 from zerojax.config import LossScale, MeshConfig
-from zerojax.fixed_tree import TreeOrder, tree_sum, tree_total
-from zerojax.mesh import make_mesh
 from zerojax.optim import adamw, lamb
-from zerojax.placement import Access
-from zerojax.plan_making import make_plan
-from zerojax.precision import as_precision
-from zerojax.step import build_step
+from zerojax.optim.precision import as_precision
+from zerojax.parallel.deterministic_sums import TreeOrder, tree_sum, tree_total
+from zerojax.parallel.step import build_step
+from zerojax.plan.leaf import Access
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
 
 slow = pytest.mark.slow
 

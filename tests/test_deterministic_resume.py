@@ -14,12 +14,12 @@ from tests.process_groups import run_group
 from tests.trajectories import regression_batch
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import LossScale
-from zerojax.plan import Plan
-from zerojax.precision import as_precision
-from zerojax.resharding import to_canonical
-from zerojax.saved_state import restore_state, save_state
-from zerojax.state_birth import init_state
-from zerojax.step import build_step
+from zerojax.optim.precision import as_precision
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.step import build_step
+from zerojax.plan.plan import Plan
+from zerojax.training.checkpointing import restore_state, save_state
 
 SCALE = LossScale(initial=2.0**11, window=4, hysteresis=1)
 ABOUT: dict[str, Any] = {"data_state": {}, "config": {}, "plan": {}}

@@ -17,9 +17,9 @@ import pytest
 import zerojax
 from zerojax.cli import main
 from zerojax.config import LogConfig
-from zerojax.display import as_html, show
-from zerojax.metrics import RunLog
-from zerojax.metrics.console import LineDisplay
+from zerojax.config.display import as_html, show
+from zerojax.training.metrics import RunLog
+from zerojax.training.metrics.console import LineDisplay
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "</script>\x1b[2J\x9b31m\u202eRED\nstep 9 of 9"

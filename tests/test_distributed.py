@@ -16,10 +16,11 @@ import pytest
 from tests.process_groups import free_port
 from tests.small_models import reference_model
 from tests.trajectories import text_batch
-from zerojax import distributed, make_mesh, make_plan
-from zerojax.distributed import check_joined
-from zerojax.leaving import exit_code_of
-from zerojax.process_group import ProcessGroup
+from zerojax import make_mesh, make_plan
+from zerojax.runtime import distributed
+from zerojax.runtime.distributed import check_joined
+from zerojax.runtime.process_group import ProcessGroup
+from zerojax.runtime.shutdown import exit_code_of
 
 ROOT = Path(__file__).resolve().parent.parent
 

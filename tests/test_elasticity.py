@@ -13,7 +13,7 @@ import pytest
 from tests.trajectories import TOLERANCE
 from zerojax.cli import main
 from zerojax.config import ConfigError, ElasticityConfig, RunConfig, load, to_dict
-from zerojax.config.elasticity import _highly_composite
+from zerojax.config.elastic import _highly_composite
 
 # The case of DeepSpeed's own test, tests/unit/elasticity/test_elastic.py: test_basic_10k and
 # test_valid_world_size.
@@ -137,7 +137,8 @@ TINY = [
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_same_batch_on_other_devices(tmp_path, monkeypatch):
     """8 devices, then 6 (which 8 is no multiple of): the losses are those of 8 throughout."""
-    from zerojax import mesh, runs
+    from zerojax.plan import mesh
+    from zerojax.training import run_file
 
     def losses(run: str, counts: list[int]) -> list[float]:
         for steps, count in zip((2, 4), counts, strict=True):
@@ -146,7 +147,7 @@ def test_a_run_goes_on_with_the_same_batch_on_other_devices(tmp_path, monkeypatc
             monkeypatch.setattr(jax, "devices", lambda devices=devices: devices)
             words = [*TINY, f"run_dir={tmp_path / run}", f"steps={steps}"]
             config = load(RunConfig, None, words)
-            with runs.run_from_config(config) as trainer:
+            with run_file.run_from_config(config) as trainer:
                 assert trainer.plan.global_batch_size == 24
                 assert mesh.num_data_shards(trainer.plan.mesh) == count
         lines = (tmp_path / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

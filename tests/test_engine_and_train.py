@@ -16,9 +16,9 @@ import pytest
 from flax import nnx
 
 import zerojax
-from zerojax import api
-from zerojax.engine import Engine
-from zerojax.engine import engine as engines
+from zerojax.training import entry
+from zerojax.training.deepspeed import engine as engines
+from zerojax.training.deepspeed.engine import Engine
 
 ROWS, WIDTH = 48, 16
 SCHEDULE = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2}}
@@ -124,7 +124,7 @@ def planned(way, model, config, monkeypatch, tmp_path):
         found.append(next(x for x in arguments if isinstance(x, zerojax.Plan)))
         raise Stopped
 
-    monkeypatch.setattr(api, "start_run", stop)
+    monkeypatch.setattr(entry, "start_run", stop)
     monkeypatch.setattr(Engine, "_make_state", stop)
     monkeypatch.setattr(engines, "build_step", lambda plan: None)
     monkeypatch.setattr(engines, "build_evaluation", lambda plan: None)

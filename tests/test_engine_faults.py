@@ -14,11 +14,11 @@ import pytest
 
 from tests.process_groups import ROOT, free_port
 from tests.test_engine import batch, initialize
-from zerojax import exit_codes
 from zerojax.config import WatchConfig
-from zerojax.engine.guard import Guard, _UnderWay
-from zerojax.metrics.jsonl import read_metrics
-from zerojax.watchdog import Watchdog
+from zerojax.runtime import exit_codes
+from zerojax.runtime.watchdog import Watchdog
+from zerojax.training.deepspeed.engine_guard import Guard, _UnderWay
+from zerojax.training.metrics.jsonl import read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:scheduler WarmupDecayLR")
 CONFIG = {

@@ -18,7 +18,7 @@ import pytest
 from tests import small_models
 from tests.small_models import reference_model
 from tests.trajectories import TOLERANCE, Trajectory, regression_batch, text_batch, train_for
-from zerojax.losses import next_token
+from zerojax.models.losses import next_token
 
 # Far below the default, so that parameters of these tiny models are gathered where they are used.
 SMALL = 200

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault_runs import Run
-from zerojax import exit_codes
+from zerojax.runtime import exit_codes
 
 pytestmark = pytest.mark.multihost
 

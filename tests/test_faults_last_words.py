@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from zerojax.peers import is_peer_loss
+from zerojax.runtime.peers import is_peer_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def end(statement: str) -> subprocess.CompletedProcess[str]:
-    code = f"import os\nfrom zerojax import last_words\nlast_words.prepare(1, 4)\n{statement}"
+    code = "import os\nfrom zerojax.runtime import last_words\nlast_words.prepare(1, 4)\n"
+    code += statement
     command = [sys.executable, "-c", code]
     # `run` returns when standard error is closed, and so after the last words.
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from zerojax import interruption
 from zerojax.config import ConfigError, WatchConfig
-from zerojax.interruption import Interrupted, StopRequest, sigterm_raised
-from zerojax.watchdog import Watchdog
+from zerojax.runtime import preemption
+from zerojax.runtime.preemption import Interrupted, StopRequest, sigterm_raised
+from zerojax.runtime.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 120.0
@@ -94,7 +94,7 @@ def test_a_step_that_does_not_end_is_given_up_and_the_last_checkpoint_named(tmp_
 def test_a_second_signal_ends_a_long_step(number, tmp_path):
     with in_a_long_step(tmp_path / "kept", 0) as process:
         process.send_signal(number)
-        time.sleep(interruption.SAME_REQUEST_SECONDS + 0.5)
+        time.sleep(preemption.SAME_REQUEST_SECONDS + 0.5)
         assert process.poll() is None
         process.send_signal(number)
         process.communicate()
@@ -104,7 +104,7 @@ def test_a_second_signal_ends_a_long_step(number, tmp_path):
 @pytest.fixture
 def codes(monkeypatch) -> list[int]:
     """Exit codes with which this process would have ended."""
-    monkeypatch.setattr(interruption, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(preemption, "_POLL_SECONDS", 0.05)
     return []
 
 
@@ -127,7 +127,7 @@ class TestStopRequest:
         assert "did not end within 0 s and cannot be saved" in capfd.readouterr().err
 
     def test_a_description_that_hangs_is_not_waited_for(self, codes, capfd, monkeypatch):
-        monkeypatch.setattr(interruption, "_TELL_SECONDS", 0.2)
+        monkeypatch.setattr(preemption, "_TELL_SECONDS", 0.2)
         hang = threading.Event()
         with StopRequest(limit=lambda: 0.1, describe=hang.wait, end=codes.append):
             os.kill(os.getpid(), signal.SIGINT)
@@ -172,7 +172,7 @@ class TestStopRequest:
             os.close(reader)
             os.close(writer)
         assert signal.getsignal(signal.SIGTERM) is handler
-        assert interruption._watchers == []
+        assert preemption._watchers == []
 
     def test_a_signal_outside_of_the_steps_is_raised(self):
         def send() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from zerojax import exit_codes
 from zerojax.config import ConfigError, WatchConfig
-from zerojax.watchdog import Watchdog
+from zerojax.runtime import exit_codes
+from zerojax.runtime.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 0.4
@@ -141,7 +141,7 @@ def test_the_longest_step_has_no_evaluation_in_it(options):
 
 HANGS = """
 import ctypes, sys
-from zerojax import watchdog
+from zerojax.runtime import watchdog
 from zerojax.config import WatchConfig
 watchdog.NET_SECONDS = 1.0
 config = WatchConfig(step_timeout=1.0)

@@ -34,10 +34,10 @@ from flax.training import checkpoints  # noqa: F401  asks how tensorflow is inst
 from flax.training.train_state import TrainState
 
 from tests.trajectories import TOLERANCE, advance, plan_for, train_for
-from zerojax.api import train
 from zerojax.data.corpus import read_text
-from zerojax.resharding import to_canonical
-from zerojax.state_birth import init_state
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import to_canonical
+from zerojax.training.entry import train
 
 CHECKOUT = os.environ.get("FLAX_CHECKOUT")
 

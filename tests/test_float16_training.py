@@ -15,7 +15,7 @@ import zerojax
 from tests.loss_scale_reference import PlainScaler
 from tests.small_models import reference_model
 from zerojax.config import LossScale
-from zerojax.precision import Precision
+from zerojax.optim.precision import Precision
 
 TEXT = Path(zerojax.__file__).parent / "data" / "shakespeare.txt"
 ROWS, LENGTH, STEPS = 16, 16, 32

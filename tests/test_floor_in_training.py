@@ -7,8 +7,8 @@ import pytest
 
 import zerojax
 from zerojax.config import LogConfig, LossScale
-from zerojax.precision import Precision
-from zerojax.reporting import MAX_STEPS_UNDER_WAY
+from zerojax.optim.precision import Precision
+from zerojax.training.reporting import MAX_STEPS_UNDER_WAY
 
 FLOAT16 = Precision(
     compute_dtype=jnp.float16,

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from zerojax import folder_lock
-from zerojax.folder_lock import NAME, FolderTakenError, hold
+from zerojax.runtime import folder_lock
+from zerojax.runtime.folder_lock import NAME, FolderTakenError, hold
 
 HOLDER = """
 import sys, time
-from zerojax import folder_lock
+from zerojax.runtime import folder_lock
 folder_lock.BEAT = 0.2
 try:
     held = folder_lock.hold(sys.argv[1])
@@ -244,7 +244,7 @@ def test_within_a_process_the_last_to_ask_has_the_folder(tmp_path: Path) -> None
 def test_a_forked_process_neither_keeps_nor_releases_what_its_parent_holds(tmp_path: Path) -> None:
     script = """
 import os, sys, time
-from zerojax.folder_lock import hold
+from zerojax.runtime.folder_lock import hold
 held = hold(sys.argv[1])
 if os.fork() == 0:
     held.release()

@@ -11,13 +11,16 @@ import pytest
 
 import zerojax
 from tests.small_models import reference_model
-from zerojax import compiler, make_mesh, make_plan
+from zerojax import make_mesh, make_plan
 from zerojax.forecasting import COMPILED, FORMULA
 from zerojax.forecasting.compiled_step import cache_key
-from zerojax.gpus import find_gpu
-from zerojax.mesh import make_abstract_mesh
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import find_gpu
+from zerojax.plan.mesh import make_abstract_mesh
 
-needs_compiler = pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+needs_compiler = pytest.mark.skipif(
+    compile_client.missing() is not None, reason=str(compile_client.missing())
+)
 
 
 def plan_of(zero: int = 3, mesh=None, rows: int = 8):
@@ -38,12 +41,14 @@ def plan_of(zero: int = 3, mesh=None, rows: int = 8):
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZEROJAX_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(compiler, "FAST_OPTIONS", compiler.SKETCH_OPTIONS)  # for less work
+        patch.setattr(
+            compile_client, "FAST_OPTIONS", compile_client.SKETCH_OPTIONS
+        )  # for less work
         yield
 
 
 def test_without_the_compiler_formulas_are_given_and_labelled(monkeypatch):
-    monkeypatch.setattr(compiler, "_PLUGINS", ("no_such_plugin",))
+    monkeypatch.setattr(compile_client, "_PLUGINS", ("no_such_plugin",))
     forecast = zerojax.forecast(plan_of(), gpu="h100")
     assert forecast.source == FORMULA
     assert forecast.memory.peak is None
@@ -56,7 +61,7 @@ def test_without_the_compiler_formulas_are_given_and_labelled(monkeypatch):
 
 
 def test_another_number_of_devices_is_planned_anew(monkeypatch):
-    monkeypatch.setattr(compiler, "_PLUGINS", ("no_such_plugin",))
+    monkeypatch.setattr(compile_client, "_PLUGINS", ("no_such_plugin",))
     plan = plan_of(rows=64)
     here, there = zerojax.forecast(plan, gpu="h200"), zerojax.forecast(plan, gpu="h200", devices=64)
     assert here.mesh["data"] == 8
@@ -65,7 +70,7 @@ def test_another_number_of_devices_is_planned_anew(monkeypatch):
 
 
 def test_devices_that_the_mesh_cannot_make(monkeypatch):
-    monkeypatch.setattr(compiler, "_PLUGINS", ("no_such_plugin",))
+    monkeypatch.setattr(compile_client, "_PLUGINS", ("no_such_plugin",))
     plan = plan_of(mesh=make_abstract_mesh({"data": 4, "model": 2}, 8))
     with pytest.raises(ValueError, match="does not divide the 7 devices"):
         zerojax.forecast(plan, gpu="h100", devices=7)

@@ -11,9 +11,10 @@ import pytest
 from tests.pipelines import layout_of
 from tests.pipelines import plan_of as pipelined
 from tests.small_models import reference_model
-from zerojax import make_plan, plan_counts
+from zerojax import make_plan
 from zerojax.forecasting import formulas
-from zerojax.mesh import make_abstract_mesh
+from zerojax.plan import counts
+from zerojax.plan.mesh import make_abstract_mesh
 
 DEVICES = 8
 
@@ -87,13 +88,11 @@ def test_one_device_sends_nothing():
 
 def test_model_flops_are_three_forward_passes_over_the_global_batch():
     one, four = plan_of(1), plan_of(1, microbatches=4)
-    assert plan_counts.model_flops(four) == 4 * plan_counts.model_flops(one)
+    assert counts.model_flops(four) == 4 * counts.model_flops(one)
     tokens, width, layers, vocab = DEVICES * 16, 32, 2, 64
     matrices = layers * 12 * width * width + width * vocab
     attention = layers * 2 * 16 * width
-    assert plan_counts.model_flops(one) == pytest.approx(
-        6 * tokens * (matrices + attention), rel=0.02
-    )
+    assert counts.model_flops(one) == pytest.approx(6 * tokens * (matrices + attention), rel=0.02)
 
 
 # --- a pipeline ---------------------------------------------------------------------------------
@@ -155,4 +154,4 @@ def test_every_pass_over_the_layers_gathers_them_at_stage_3(schedule, stash, gat
 def test_model_flops_do_not_know_of_stages():
     plan = pipelined(layout_of(stages=4, microbatches=8, layers=(2, 2, 2, 2)), data=2)
     whole = dataclasses.replace(plan, pipeline=None)
-    assert plan_counts.model_flops(plan) == plan_counts.model_flops(whole)
+    assert counts.model_flops(plan) == counts.model_flops(whole)

@@ -14,16 +14,16 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import zerojax
-from zerojax import compiler
 from zerojax.forecasting import roles
+from zerojax.forecasting.hlo.dataflow import Dataflow, Link
+from zerojax.forecasting.hlo.live import LiveAtPeak, read_live
+from zerojax.forecasting.hlo.program import read_program
 from zerojax.forecasting.roles import Roles, argument_roles, bytes_by_role
-from zerojax.gpus import find_gpu
-from zerojax.hlo.dataflow import Dataflow, Link
-from zerojax.hlo.live import LiveAtPeak, read_live
-from zerojax.hlo.program import read_program
-from zerojax.mesh import AXES
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import find_gpu
 from zerojax.models import GPT2, GPT2Config, Llama, LlamaConfig
-from zerojax.plan_counts import role_bytes
+from zerojax.plan.counts import role_bytes
+from zerojax.plan.mesh import AXES
 
 # --- by hand --------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ def build(name: str, remat: str) -> Any:
 
 
 def make_plan(name: str, remat: str, zero: int, microbatches: int, rows: int, devices: int) -> Any:
-    found = np.array(compiler.gpu_devices(find_gpu("h100"), devices))
+    found = np.array(compile_client.gpu_devices(find_gpu("h100"), devices))
     shape = [devices if axis == "data" else 1 for axis in AXES]
     mesh = Mesh(found.reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     tokens = jax.ShapeDtypeStruct((rows * microbatches * devices, LENGTH), jnp.int32)
@@ -235,7 +235,7 @@ def compiled(
     """(plan, what lives at the peak, bytes by role, the compiler's own count)."""
     plan = make_plan(name, remat, zero, microbatches, rows, devices)
     with tempfile.TemporaryDirectory() as folder:
-        program = compiler.compile_for_gpus(
+        program = compile_client.compile_for_gpus(
             zerojax.build_step(plan),
             plan.abstract_state,
             plan.abstract_batch,
@@ -247,7 +247,9 @@ def compiled(
     return plan, live, bytes_by_role(live, plan), program.memory
 
 
-needs_compiler = pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+needs_compiler = pytest.mark.skipif(
+    compile_client.missing() is not None, reason=str(compile_client.missing())
+)
 SLOW = pytest.mark.slow
 CASES = [
     pytest.param("gpt2", "full", 1, {}, id="gpt2-zero1"),

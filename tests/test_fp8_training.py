@@ -16,15 +16,16 @@ from flax import linen
 
 from tests.small_models import VOCAB, linen_loss, reference_model
 from tests.trajectories import plan_for, text_batch, train_for
-from zerojax import compiler, gpus
 from zerojax.config import ConfigError, MeshConfig, ModelConfig
 from zerojax.data.corpus import read_text
-from zerojax.mesh import make_mesh
-from zerojax.models import GPT2Config, build_model, fp8, generate
-from zerojax.plan_making import make_plan
-from zerojax.programs import inner_programs
-from zerojax.state_birth import init_state
-from zerojax.step import build_evaluation, build_step
+from zerojax.hardware import compile_client, gpus
+from zerojax.models import GPT2Config, build_model, generate
+from zerojax.models.jaxpr import inner_programs
+from zerojax.models.zoo import fp8
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
 
 HISTORY = "blocks/mlp/up/amax_history"
 PROJECTIONS = {"gpt2": 6, "llama": 7}
@@ -299,7 +300,7 @@ def test_on_text_it_reaches_the_loss_of_bfloat16():
 
 # --- what a GPU would run ---------------------------------------------------------------------
 
-MISSING = compiler.missing()
+MISSING = compile_client.missing()
 
 
 @pytest.mark.gpu_programs
@@ -311,14 +312,14 @@ def test_on_an_h100_every_product_of_a_layer_has_8_bit_operands(cublas):
         name="gpt2", num_layers=2, num_heads=4, embed_dim=512, max_seq_len=512, matmul_dtype="fp8"
     )
     tokens = jax.ShapeDtypeStruct((8, 512), np.int32)
-    devices = compiler.gpu_devices(gpus.find_gpu("h100"), 1)
+    devices = compile_client.gpu_devices(gpus.find_gpu("h100"), 1)
     plan = make_plan(
         build_model(config, 1024),
         make_mesh(MeshConfig(), devices=devices),
         example_batch={"tokens": tokens, "targets": tokens},
     )
     lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    text = compiler.compile_for_gpus(lowered, sketch=cublas).text
+    text = compile_client.compile_for_gpus(lowered, sketch=cublas).text
     if cublas:
         calls = len(re.findall(r'custom_call_target="__cublas\$lt\$matmul\$f8"', text))
     else:

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zerojax import exchange, make_abstract_mesh, make_mesh
-from zerojax.collectives import LeafCollectives, scatter_buckets
-from zerojax.mesh import DATA, DATA_AXES, communicates_through_gloo
+from zerojax import make_abstract_mesh, make_mesh
+from zerojax.parallel import exchanged_sums as exchange
+from zerojax.parallel.collectives import LeafCollectives, scatter_buckets
+from zerojax.plan.mesh import DATA, DATA_AXES, communicates_through_gloo
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -92,7 +93,7 @@ import json, sys
 import jax, numpy as np, optax
 import zerojax
 from benchmarks import small_gpt
-from zerojax.distributed import ProcessGroup, join_processes
+from zerojax.runtime.distributed import ProcessGroup, join_processes
 
 port, index, zero = map(int, sys.argv[1:])
 group = ProcessGroup(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=index)

@@ -13,13 +13,14 @@ from tests import gpu_programs
 from tests.gpu_programs import BF16, LAYERS, SEQ, WIDTH, Case, compile_case
 from tests.program_claims import Claims
 from tests.test_plan import list_plan
-from zerojax import collectives, compiler, gpus
 from zerojax.forecasting import formulas
-from zerojax.mesh import make_mesh
-from zerojax.plan_counts import role_bytes
-from zerojax.step import build_step
+from zerojax.hardware import compile_client, gpus
+from zerojax.parallel import collectives
+from zerojax.parallel.step import build_step
+from zerojax.plan.counts import role_bytes
+from zerojax.plan.mesh import make_mesh
 
-MISSING = compiler.missing()
+MISSING = compile_client.missing()
 pytestmark = [
     pytest.mark.gpu_programs,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
@@ -225,14 +226,14 @@ def test_a_model_that_keeps_everything_keeps_no_gathered_weights(regather, units
 def test_layers_of_a_python_loop_take_what_the_table_says(zero, num_microbatches, precision):
     """Weights once, and at stage 2 their gradients; not the next microbatch's weights as well."""
     plan = list_plan(
-        make_mesh({"data": 8}, devices=compiler.gpu_devices(gpus.find_gpu("h100"), 8)),
+        make_mesh({"data": 8}, devices=compile_client.gpu_devices(gpus.find_gpu("h100"), 8)),
         zero=zero,
         num_microbatches=num_microbatches,
         precision=precision,
         width=2048,
     )
     lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    compiled = compiler.compile_for_gpus(lowered, sketch=True)
+    compiled = compile_client.compile_for_gpus(lowered, sketch=True)
     roles = role_bytes(plan)
     counted = roles["gathered weights"] + roles["gradients"]
     assert counted == pytest.approx(compiled.memory.temporary, rel=0.25)

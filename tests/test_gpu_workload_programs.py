@@ -17,13 +17,14 @@ from benchmarks.gpu import optimizer as gpu_optimizer
 from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source
 from benchmarks.gpu.workloads import choose_workload
 from pallas_kernels import choice
-from zerojax import compiler, hlo
-from zerojax.gpus import find_gpu
-from zerojax.mesh import make_mesh
-from zerojax.plan_making import make_plan
-from zerojax.step import build_step
+from zerojax.forecasting import hlo
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import find_gpu
+from zerojax.parallel.step import build_step
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
 
-MISSING = compiler.missing()
+MISSING = compile_client.missing()
 pytestmark = [
     pytest.mark.gpu_programs,
     pytest.mark.slow,
@@ -35,7 +36,7 @@ ROOM = 0.9 * 78 * 2**30
 
 @pytest.fixture(scope="module")
 def devices():
-    return compiler.gpu_devices(find_gpu("h100"), 1)
+    return compile_client.gpu_devices(find_gpu("h100"), 1)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +60,12 @@ def test_both_sides_fit_even_where_neither_gets_the_others_place(name, devices, 
         precision="bf16",
     )
     lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    ours = compiler.compile_for_gpus(lowered, fast=True).memory
+    ours = compile_client.compile_for_gpus(lowered, fast=True).memory
     params = jax.eval_shape(lambda: plain_jax.init_params(factory))
     opt_state = jax.eval_shape(make_optimizer().init, params)
     step = plain_jax.build_step(factory, make_optimizer(), compute_dtype=jnp.bfloat16)
     arguments = abstract((params, opt_state, batch), on_device)
-    bare = compiler.compile_for_gpus(step, *arguments, fast=True).memory
+    bare = compile_client.compile_for_gpus(step, *arguments, fast=True).memory
     assert ours.arguments == pytest.approx(bare.arguments, rel=0.01)
     assert ours.peak + bare.peak < ROOM
 
@@ -90,7 +91,7 @@ def test_ten_updates_in_one_program_each_read_and_write_all_in_place(
     way = optimizer.ways_of(kind, shapes, ours)[name]
     rounds = gpu_optimizer.UPDATES
     compiled = optimizer.compile_way(way, shapes, rounds, on_device)
-    memory, program = compiler.memory_of(compiled), hlo.read_program(compiled.as_text())
+    memory, program = compile_client.memory_of(compiled), hlo.read_program(compiled.as_text())
     assert memory.temporary < 0.01 * memory.arguments
     outside = [c for c in program.computations.values() if not c.name.startswith("fused")]
     found = [(program.times_run(c.name), i) for c in outside for i in c.instructions]

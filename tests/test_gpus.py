@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu_cards import DATA_CENTER, WORKSTATION
-from zerojax.gpus import find_gpu, gpu_names, gpu_of_device, target_text
+from zerojax.hardware.gpus import find_gpu, gpu_names, gpu_of_device, target_text
 
 ROOT = Path(__file__).resolve().parent.parent
 HAVE_TARGET = [name for name in gpu_names() if find_gpu(name).target]
@@ -227,4 +227,4 @@ def test_the_wheel_holds_the_cards():
     builders = pytest.importorskip("hatchling.builders.wheel", reason="comes with zerojax[test]")
     files = builders.WheelBuilder(str(ROOT)).recurse_included_files()
     shipped = {file.distribution_path for file in files}
-    assert {f"zerojax/gpus/cards/{name}.yaml" for name in gpu_names()} <= shipped
+    assert {f"zerojax/hardware/gpus/cards/{name}.yaml" for name in gpu_names()} <= shipped

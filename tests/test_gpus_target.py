@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.gpu_cards import DATA_CENTER
-from zerojax.gpus import find_gpu, gpu_names, target_text
-from zerojax.gpus import target as target_module
+from zerojax.hardware.gpus import find_gpu, gpu_names, target_text
+from zerojax.hardware.gpus import target as target_module
 
 FACTS = ["core_count", "device_memory_size", "memory_bandwidth", "l2_cache_size", "clock_rate_ghz"]
 FACTS += ["shared_memory_per_block", "shared_memory_per_block_optin", "shared_memory_per_core"]

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from zerojax.hlo import find_collectives, read_program
-from zerojax.hlo.groups import connected, read_groups
+from zerojax.forecasting.hlo import find_collectives, read_program
+from zerojax.forecasting.hlo.groups import connected, read_groups
 
 ALL = tuple(range(8))
 

@@ -18,9 +18,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import compiler, gpus
 from zerojax.config import ModelConfig
-from zerojax.hlo import (
+from zerojax.forecasting.hlo import (
     find_collectives,
     find_overlap,
     hbm_bytes,
@@ -28,14 +27,15 @@ from zerojax.hlo import (
     opaque_calls,
     read_program,
 )
-from zerojax.mesh import AXES
+from zerojax.hardware import compile_client, gpus
 from zerojax.models import build_model
-from zerojax.plan_making import make_plan
-from zerojax.step import build_step
+from zerojax.parallel.step import build_step
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import AXES
 
 ON_GPU = [
     pytest.mark.gpu_programs,
-    pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing())),
+    pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing())),
 ]
 TARGETS = [
     "cpu",
@@ -49,13 +49,13 @@ def mesh_of(target, shape=(8,), axes=("data",)):
     if target == "cpu":
         devices = jax.devices()
     else:
-        devices = compiler.gpu_devices(gpus.find_gpu("h100"), 8)
+        devices = compile_client.gpu_devices(gpus.find_gpu("h100"), 8)
     return Mesh(np.array(devices).reshape(shape), axes)
 
 
 def compiled(target, jitted, *args, **options):
     if target == "gpu":
-        options = {**compiler.SKETCH_OPTIONS, **options}
+        options = {**compile_client.SKETCH_OPTIONS, **options}
     lowered = jitted.lower(*args)
     return read_program(lowered.compile(compiler_options=options).as_text())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerojax.hlo import find_host_copies, link_bytes, read_program
+from zerojax.forecasting.hlo import find_host_copies, link_bytes, read_program
 
 LINEAR = 'backend_config={"dynamic_slice_config":{"loop_index":"0","linear":{"byte_stride":"128"}}}'
 SLICE = 8 * 4 * 4  # f32[1,8,4]

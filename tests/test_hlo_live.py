@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import compiler
-from zerojax.gpus import find_gpu
-from zerojax.hlo.live import LiveAtPeak, read_live
+from zerojax.forecasting.hlo.live import LiveAtPeak, read_live
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import find_gpu
 
 STEM = "module_0001.jit_step.sm_9.0a_gpu_after_optimizations"
 
@@ -195,7 +195,7 @@ def test_accounts_of_two_programs_are_said_and_not_guessed(tmp_path):
 
 
 def compile_small(folder: Path, devices: int) -> tuple[LiveAtPeak, Any]:
-    found = compiler.gpu_devices(find_gpu("h100"), devices)
+    found = compile_client.gpu_devices(find_gpu("h100"), devices)
     mesh = Mesh(np.array(found), ("data",))
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
 
@@ -204,7 +204,7 @@ def compile_small(folder: Path, devices: int) -> tuple[LiveAtPeak, Any]:
         gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
         return w - gradient, hidden.sum()
 
-    compiled = compiler.compile_for_gpus(
+    compiled = compile_client.compile_for_gpus(
         jax.jit(step, donate_argnums=0, out_shardings=(whole, whole)),
         jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=whole),
         jax.ShapeDtypeStruct((256 * devices, 512), jnp.float32, sharding=split),
@@ -214,7 +214,7 @@ def compile_small(folder: Path, devices: int) -> tuple[LiveAtPeak, Any]:
     return read(folder), compiled.memory
 
 
-@pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 @pytest.mark.parametrize("devices", [1, 8])
 def test_what_the_compiler_dumps_is_what_it_counts(tmp_path, devices):
     live, memory = compile_small(tmp_path, devices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerojax.hlo import find_collectives, find_overlap, read_program
+from zerojax.forecasting.hlo import find_collectives, find_overlap, read_program
 
 # One product of the tests: [8, 16] x [16, 8], and its memory: 512 + 512 read, 256 written.
 FLOPS = 2 * 8 * 16 * 8

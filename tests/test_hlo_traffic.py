@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from zerojax.hlo import hbm_bytes, matmul_flops, opaque_calls, read_program
+from zerojax.forecasting.hlo import hbm_bytes, matmul_flops, opaque_calls, read_program
 
 
 def program_of(lines: str, *, computations: str = ""):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from zerojax.hlo import matmul_flops, read_program
+from zerojax.forecasting.hlo import matmul_flops, read_program
 
 LOOP = """HloModule loops, is_scheduled=true
 

@@ -13,23 +13,32 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
-from zerojax import host_budget, system_memory, trainer
 from zerojax.checkpoint import Checkpointer, folders
 from zerojax.checkpoint.errors import DiskFullError
+from zerojax.checkpoint.store import StoreError
 from zerojax.cli.complaints import explain
 from zerojax.cli.devices import allow_pinned_memory
 from zerojax.config import CheckpointConfig, MeshConfig, OffloadConfig
-from zerojax.host_budget import (
+from zerojax.plan import host_budget
+from zerojax.plan.host_budget import (
     check_disk,
     check_host_memory,
     check_pinned_limit,
     disk_bytes,
     host_bytes,
 )
-from zerojax.plan import Plan
-from zerojax.plan_making import make_plan
-from zerojax.store import StoreError
-from zerojax.system_memory import PINNED_LIMIT, SPARE, Room, least_room, pinned_limit_for, rooms
+from zerojax.plan.make import make_plan
+from zerojax.plan.plan import Plan
+from zerojax.runtime import system_memory
+from zerojax.runtime.system_memory import (
+    PINNED_LIMIT,
+    SPARE,
+    Room,
+    least_room,
+    pinned_limit_for,
+    rooms,
+)
+from zerojax.training import trainer
 
 GIB = 2**30
 WIDTH = 256

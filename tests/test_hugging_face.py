@@ -14,13 +14,13 @@ from safetensors.numpy import load_file, save_file
 from tests.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.trajectories import advance
 from zerojax.config import MeshConfig, OptimizerConfig
-from zerojax.first_values import fill_on_devices
-from zerojax.hugging_face import UnsupportedError, from_hugging_face
-from zerojax.mesh import make_mesh
-from zerojax.plan_making import make_plan, plan_options
-from zerojax.resharding import to_canonical
-from zerojax.saved_state import end_state, model_of
-from zerojax.state_birth import init_state
+from zerojax.models.hugging_face import UnsupportedError, from_hugging_face
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.place import fill_on_devices
+from zerojax.parallel.reshard import to_canonical
+from zerojax.plan.make import make_plan, plan_options
+from zerojax.plan.mesh import make_mesh
+from zerojax.training.checkpointing import end_state, model_of
 
 
 @functools.cache

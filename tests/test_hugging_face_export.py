@@ -17,24 +17,24 @@ from tests.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.test_hugging_face import PLANS, plan_for
 from zerojax.cli import main
 from zerojax.config import ConfigError, LoraConfig, RunConfig
-from zerojax.hugging_face import UnsupportedError, describe_model, from_hugging_face
-from zerojax.hugging_face.writing import merging, outgoing
-from zerojax.loading import load_run
-from zerojax.mesh import make_mesh
-from zerojax.model import as_model
-from zerojax.models.lora import merged_kernel
-from zerojax.publishing import to_hugging_face
-from zerojax.resharding import model_parts
-from zerojax.running import DESCRIPTION_FILE
-from zerojax.runs import (
+from zerojax.models.adapt import as_model
+from zerojax.models.hugging_face import UnsupportedError, describe_model, from_hugging_face
+from zerojax.models.hugging_face.writing import merging, outgoing
+from zerojax.models.zoo.lora import merged_kernel
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import model_parts
+from zerojax.plan.mesh import make_mesh
+from zerojax.training.checkpointing import end_state, model_of
+from zerojax.training.hugging_face_export import to_hugging_face
+from zerojax.training.loading import load_run
+from zerojax.training.run import DESCRIPTION_FILE
+from zerojax.training.run_file import (
     plan_from_config,
     run_from_config,
     tokenizer_spec,
     vocab_size_of,
 )
-from zerojax.saved_state import end_state, model_of
-from zerojax.state_birth import init_state
-from zerojax.trainer import Trainer
+from zerojax.training.trainer import Trainer
 
 TOKENS = np.random.default_rng(0).integers(0, 20, (8, 8), np.int32)
 BATCH = {"tokens": TOKENS, "targets": np.roll(TOKENS, -1, 1)}

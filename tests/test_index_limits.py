@@ -9,7 +9,7 @@ import pytest
 from flax import linen, nnx
 
 import zerojax
-from zerojax.losses import next_token
+from zerojax.models.losses import next_token
 
 ROWS = 10
 

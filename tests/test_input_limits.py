@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from zerojax import deepspeed
 from zerojax.config import ConfigError, RunConfig, load
-from zerojax.config_loader import MAX_CHARACTERS, MAX_DEPTH, parse_text, read_yaml
-from zerojax.display import MAX_VALUE, printable, quoted
+from zerojax.config.display import MAX_VALUE, printable, quoted
+from zerojax.config.loader import MAX_CHARACTERS, MAX_DEPTH, parse_text, read_yaml
+from zerojax.training import deepspeed
 
 LONGEST = 5000
 """Characters of any message."""

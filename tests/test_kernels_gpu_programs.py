@@ -21,10 +21,11 @@ from pallas_kernels.adam8bit_kernel import update_adam8bit
 from pallas_kernels.choice import Choice
 from pallas_kernels.many import update_many
 from pallas_kernels.update import update, update_trees
-from zerojax import compiler, hlo
-from zerojax.gpus import find_gpu
+from zerojax.forecasting import hlo
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import find_gpu
 
-MISSING = choice.missing() or compiler.missing()
+MISSING = choice.missing() or compile_client.missing()
 pytestmark = [
     pytest.mark.gpu_programs,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
@@ -38,7 +39,7 @@ SMALL = 32 * 1024
 
 @pytest.fixture(scope="module")
 def devices():
-    return compiler.gpu_devices(find_gpu("h200"), 1)
+    return compile_client.gpu_devices(find_gpu("h200"), 1)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def compiled_for(devices, function, *args, donated):
     sharding = NamedSharding(Mesh(np.array(devices), ("x",)), P())
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
     program = jax.jit(function, donate_argnums=donated)
-    return compiler.compile_for_gpus(program, *jax.tree.map(place, args))
+    return compile_client.compile_for_gpus(program, *jax.tree.map(place, args))
 
 
 def kernels_and_copies(compiled):
@@ -307,7 +308,7 @@ def test_many_leaves_with_tails_compile_and_are_updated_in_place(devices, kernel
 
 def test_shards_are_updated_where_they_lie():
     """Eight devices, `shard_map`: one kernel on each, nothing sent, nothing copied."""
-    mesh = Mesh(np.array(compiler.gpu_devices(find_gpu("h200"), 8)), ("data",))
+    mesh = Mesh(np.array(compile_client.gpu_devices(find_gpu("h200"), 8)), ("data",))
     split, whole = P("data"), P()
 
     def local(updated, grad, scalars):
@@ -325,7 +326,7 @@ def test_shards_are_updated_where_they_lie():
     state = (abstract(WHOLE, F32, split),) * 3
     scalars = tuple(abstract((), F32, whole) for _ in optimizers.AdamScalars._fields)
     args = (state, abstract(WHOLE, BF16, split), scalars)
-    compiled = compiler.compile_for_gpus(program, *args)
+    compiled = compile_client.compile_for_gpus(program, *args)
     assert kernels_and_copies(compiled) == (1, 2, 0)  # the scalars are packed by the other launch
     assert compiled.memory.temporary <= 1024
     assert compiled.memory.aliased == bytes_of(state) // 8

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.test_distributed import LOOPBACK, free_port, listening
-from zerojax.launcher.endings import End, describe, exit_code, first_failure, may_restart
-from zerojax.launcher.job import Job, check_gpus, command_line
-from zerojax.launcher.output import RUNTIME_SUMMARY, without_noise
+from zerojax.runtime.launch.endings import End, describe, exit_code, first_failure, may_restart
+from zerojax.runtime.launch.job import Job, check_gpus, command_line
+from zerojax.runtime.launch.output import RUNTIME_SUMMARY, without_noise
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 60.0
@@ -179,14 +179,14 @@ class TestJob:
     )
     def test_what_is_started(self, words, started):
         line = command_line(Job(command=words, num_processes=2), launcher=7)
-        boot = [sys.executable, "-m", "zerojax.launcher.boot", "--launcher=7"]
+        boot = [sys.executable, "-m", "zerojax.runtime.launch.boot", "--launcher=7"]
         assert line == [*boot, *started]
 
     @pytest.mark.parametrize("script", [("train.py", "-m"), ("-m", "package.train", "-u")])
     def test_the_python_that_the_command_names_with_its_options(self, script):
         words = ("python3.12", "-u", "-X", "dev", *script)
         line = command_line(Job(command=words, num_processes=2), launcher=7)
-        boot = ["-m", "zerojax.launcher.boot", "--launcher=7"]
+        boot = ["-m", "zerojax.runtime.launch.boot", "--launcher=7"]
         assert line == ["python3.12", "-u", "-X", "dev", *boot, *script]
 
     @pytest.mark.parametrize("words", [("python",), ("python", "-c", "1"), ("python3", "-u")])
@@ -223,7 +223,9 @@ class TestJob:
         [("0,1,2", "2 processes on this host cannot share 3"), ("0", "cannot share the one")],
     )
     def test_gpus_that_cannot_be_shared(self, gpus, message, monkeypatch):
-        monkeypatch.setattr("zerojax.launcher.job.visible_gpus", lambda _: len(gpus.split(",")))
+        monkeypatch.setattr(
+            "zerojax.runtime.launch.job.visible_gpus", lambda _: len(gpus.split(","))
+        )
         job = Job(command=("x",), num_processes=2)
         with pytest.raises(ValueError, match=message):
             check_gpus(job, {})
@@ -550,6 +552,7 @@ class TestTwoHosts:
 
 def test_the_launcher_does_without_jax():
     """A process of the launcher holds no device and starts in a tenth of a second."""
-    modules = "zerojax.cli.launch, zerojax.launcher.boot, zerojax.leaving, zerojax.process_group"
+    modules = "zerojax.cli.launch, zerojax.runtime.launch.boot, zerojax.runtime.shutdown, "
+    modules += "zerojax.runtime.schedulers"
     program = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, env=environment(), timeout=LIMIT)

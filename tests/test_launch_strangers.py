@@ -13,9 +13,9 @@ import pytest
 
 from tests.test_distributed import free_port
 from tests.test_launch import LIMIT, command, launched, wait_until
-from zerojax.launcher.greeting import Greeting, Stranger
-from zerojax.launcher.hosts import Followers, reach_leader
-from zerojax.launcher.token import TOKEN, Token
+from zerojax.runtime.launch.greeting import Greeting, Stranger
+from zerojax.runtime.launch.hosts import Followers, reach_leader
+from zerojax.runtime.launch.token import TOKEN, Token
 
 SECRET = "0123456789abcdef-of-the-run"
 NUMBERS = {"host": 1, "num_hosts": 2, "num_processes": 1}

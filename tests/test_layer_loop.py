@@ -16,10 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from small_models import LinenText, UserText, linen_loss, reference_model
 
-from zerojax.flops import count_program_flops
-from zerojax.layer_loop import LossPieces, cut_loss, find_layer_loop
-from zerojax.losses import mean_squared_error
-from zerojax.model import as_model, trace_model
+from zerojax.models.adapt import as_model
+from zerojax.models.flops import count_program_flops
+from zerojax.models.loops import LossPieces, cut_loss, find_layer_loop
+from zerojax.models.losses import mean_squared_error
+from zerojax.models.trace import trace_model
 
 Arrays = dict[str, Any]
 Program = Callable[..., tuple[tuple[jax.Array, jax.Array], Arrays]]

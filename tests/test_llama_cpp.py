@@ -13,8 +13,8 @@ import tokenizers
 from safetensors.numpy import load_file
 
 from zerojax.cli import main
-from zerojax.hugging_face import UnsupportedError
-from zerojax.llama_cpp import convert_gguf
+from zerojax.cli.llama_cpp import convert_gguf
+from zerojax.models.hugging_face import UnsupportedError
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, MLP, VOCAB = 2, 4, 2, 8, 32, 64, 300
 RANDOM = np.random.default_rng(0)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.loss_scale_reference import PlainScaler
-from zerojax import loss_scale
 from zerojax.config import LossScale, RunConfig, describe_loss_scale, load
-from zerojax.config_loader import ConfigError, from_dict
+from zerojax.config.loader import ConfigError, from_dict
+from zerojax.optim import loss_scale
 
 # --- by hand --------------------------------------------------------------------------------------
 

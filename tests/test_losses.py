@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.losses import classification, mean_squared_error, next_token, weighted
+from zerojax.models.losses import classification, mean_squared_error, next_token, weighted
 
 RANDOM = np.random.default_rng(0)
 LOGITS = RANDOM.normal(size=(2, 3, 7)) * 5

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from zerojax.config import MeshConfig
-from zerojax.mesh import (
+from zerojax.plan.mesh import (
     AXES,
     describe_mesh,
     make_abstract_mesh,

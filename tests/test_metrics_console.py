@@ -8,7 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
-from zerojax.metrics.console import (
+from zerojax.training.metrics.console import (
     GIB,
     LineDisplay,
     LiveDisplay,

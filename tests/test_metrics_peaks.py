@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zerojax.gpus import find_gpu, gpu_names
-from zerojax.metrics.peaks import find_peak, peak_flops
+from zerojax.hardware.gpus import find_gpu, gpu_names
+from zerojax.training.metrics.peaks import find_peak, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from html.parser import HTMLParser
 import pytest
 
 from zerojax.config import LogConfig, RunConfig, to_dict
-from zerojax.losses import NATS_PER_TOKEN
-from zerojax.metrics import RunLog, read_metrics, write_report
-from zerojax.metrics.charts import Chart, Series, draw, log_ticks, nice_ticks, smooth, thin
-from zerojax.metrics.report import make_charts
-from zerojax.schedules import make_schedule
-from zerojax.schedules.table import format_cell
+from zerojax.models.losses import NATS_PER_TOKEN
+from zerojax.plan.schedules import make_schedule
+from zerojax.plan.schedules.table import format_cell
+from zerojax.training.metrics import RunLog, read_metrics, write_report
+from zerojax.training.metrics.charts import Chart, Series, draw, log_ticks, nice_ticks, smooth, thin
+from zerojax.training.metrics.report import make_charts
 
 MEMORY = {"source": "host RSS", "in_use": 2**30, "peak": 2**31, "limit": 2**33}
 
@@ -162,7 +162,7 @@ def test_a_plan_without_a_pipeline_or_with_one_too_large_has_no_picture(tmp_path
         assert "<pre>" in page
         assert 'class="operation"' not in page
     schedule = make_schedule("1f1b", stages=2, microbatches=4)
-    monkeypatch.setattr("zerojax.metrics.report.MAX_BOXES", 15)  # it has 16
+    monkeypatch.setattr("zerojax.training.metrics.report.MAX_BOXES", 15)  # it has 16
     page = write_report(make_run(tmp_path, plan=plan_with(schedule))).read_text()
     assert 'class="operation"' not in page
 

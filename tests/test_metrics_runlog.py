@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from zerojax.config import ConfigError, LogConfig, RunConfig, to_dict
-from zerojax.metrics import RunLog, read_metrics
-from zerojax.metrics.jsonl import MetricsFile
+from zerojax.training.metrics import RunLog, read_metrics
+from zerojax.training.metrics.jsonl import MetricsFile
 
 MEMORY = {"source": "device", "in_use": 2**30, "peak": 2**31, "limit": 2**33}
 
@@ -107,7 +107,7 @@ def test_a_compilation_is_announced_and_timed(tmp_path):
 
 
 def test_a_long_compilation_says_that_it_still_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("zerojax.metrics.runlog.STILL_COMPILING_SECONDS", 0.01)
+    monkeypatch.setattr("zerojax.training.metrics.runlog.STILL_COMPILING_SECONDS", 0.01)
     run = Run(tmp_path)
     with run.log.compiling("the training step"):
         run.now += 90

@@ -15,12 +15,13 @@ from flax import linen, nnx
 
 from tests.small_models import Recurrent, WithStatistics, regression_loss
 from tests.trajectories import plan_for, regression_batch
-from zerojax.losses import mean_squared_error
-from zerojax.model import as_model, default_loss, trace_model
-from zerojax.placement import Access
-from zerojax.resharding import to_canonical
-from zerojax.state_birth import init_state
-from zerojax.step import build_evaluation, build_step
+from zerojax.models.adapt import as_model, default_loss
+from zerojax.models.losses import mean_squared_error
+from zerojax.models.trace import trace_model
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.plan.leaf import Access
 
 WIDTH = 16
 

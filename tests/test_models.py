@@ -17,7 +17,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.activations import activation_rules
 from zerojax.config import ModelConfig
 from zerojax.models import (
     GPT2,
@@ -28,7 +27,8 @@ from zerojax.models import (
     build_model,
     tensor_parallel_rules,
 )
-from zerojax.models.stacking import scan_blocks, stack_blocks
+from zerojax.models.zoo.activations import activation_rules
+from zerojax.models.zoo.stacking import scan_blocks, stack_blocks
 
 VOCAB, SEQ, LAYERS, HEADS, WIDTH = 29, 12, 2, 4, 16
 SIZES: dict[str, Any] = {

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from zerojax.config import ConfigError, LogConfig
-from zerojax.metrics import RunLog, read_metrics
-from zerojax.metrics.spikes import LEAST, SpikeDetector
-from zerojax.metrics.spread import IN_A_ROW, ProcessTimes, Stragglers, spread
-from zerojax.metrics.stopwatch import DATA, EVAL, HOST, SAVE, STEP, Stopwatch, difference
-from zerojax.pace import Pace
+from zerojax.training.metrics import RunLog, read_metrics
+from zerojax.training.metrics.spikes import LEAST, SpikeDetector
+from zerojax.training.metrics.spread import IN_A_ROW, ProcessTimes, Stragglers, spread
+from zerojax.training.metrics.stopwatch import DATA, EVAL, HOST, SAVE, STEP, Stopwatch, difference
+from zerojax.training.process_times import Pace
 
 # --- the stopwatch --------------------------------------------------------------------------------
 

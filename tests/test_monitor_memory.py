@@ -14,15 +14,15 @@ import pytest
 
 import zerojax
 from tests.small_models import reference_model
-from zerojax import saved_state
 from zerojax.cli.complaints import explain as complain
-from zerojax.evaluating import mean_loss
-from zerojax.out_of_memory import explaining_memory, what_was_asked
-from zerojax.out_of_memory.explaining import cheapest, what_was_done
-from zerojax.out_of_memory.living import largest_arrays
-from zerojax.reporting import Reports
-from zerojax.system_memory import TRAINING_STEP, allocating_for, purpose_of
-from zerojax.trainer import Trainer
+from zerojax.forecasting.out_of_memory import explaining_memory, what_was_asked
+from zerojax.forecasting.out_of_memory.explaining import cheapest, what_was_done
+from zerojax.forecasting.out_of_memory.living import largest_arrays
+from zerojax.runtime.system_memory import TRAINING_STEP, allocating_for, purpose_of
+from zerojax.training import checkpointing
+from zerojax.training.evaluating import mean_loss
+from zerojax.training.reporting import Reports
+from zerojax.training.trainer import Trainer
 
 TESTS = Path(__file__).parent
 MIB, GIB = 2**20, 2**30
@@ -198,13 +198,13 @@ def test_what_lives_has_the_names_of_the_state():
         ("placing a batch on the devices", lambda: zerojax.shard_batch(None, {})),
         # The innermost block counts.
         ("placing a batch on the devices", lambda: mean_loss(None, make_plan(), 0, [{}], None, 1)),
-        ("restoring a checkpoint", lambda: saved_state.restore_state(None, None)),
+        ("restoring a checkpoint", lambda: checkpointing.restore_state(None, None)),
         (
             "saving a checkpoint",
-            lambda: saved_state.save_state(None, make_plan(), None, step=1, about={}),
+            lambda: checkpointing.save_state(None, make_plan(), None, step=1, about={}),
         ),
-        ("handing over the model", lambda: saved_state.model_of(make_plan(), {})),
-        ("making the first state", lambda: saved_state.first_state(None, 0, None)),
+        ("handing over the model", lambda: checkpointing.model_of(make_plan(), {})),
+        ("making the first state", lambda: checkpointing.first_state(None, 0, None)),
         ("making the first state", lambda: zerojax.init_state(None)),
         ("moving the state to another plan", lambda: zerojax.reshard_state(None, None, {})),
     ],

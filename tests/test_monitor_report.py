@@ -12,8 +12,8 @@ import pytest
 
 import zerojax
 from zerojax.config import LogConfig
-from zerojax.metrics import read_metrics, write_report
-from zerojax.metrics.happenings import breakdown
+from zerojax.training.metrics import read_metrics, write_report
+from zerojax.training.metrics.happenings import breakdown
 
 BAD_STEP = 45
 

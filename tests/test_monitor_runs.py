@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.process_groups import run_group
-from zerojax.metrics import read_metrics
+from zerojax.training.metrics import read_metrics
 
 pytestmark = pytest.mark.multihost
 

@@ -11,10 +11,10 @@ import pytest
 
 from zerojax.cli import main
 from zerojax.config import DataConfig, LogConfig, ModelConfig, RunConfig
-from zerojax.metrics import RunLog, write_report
-from zerojax.private_files import not_for_everybody, open_to_everybody
-from zerojax.redaction import HIDDEN, is_secret_name, redact
-from zerojax.runs import run_from_config
+from zerojax.runtime.private_files import not_for_everybody, open_to_everybody
+from zerojax.runtime.redaction import HIDDEN, is_secret_name, redact
+from zerojax.training.metrics import RunLog, write_report
+from zerojax.training.run_file import run_from_config
 
 SECRET = "not-a-real-key-0123456789"
 

@@ -15,13 +15,13 @@ from jax import lax
 from tests import small_models
 from tests.small_models import reference_model
 from tests.trajectories import TOLERANCE, plan_for, regression_batch, train_for
-from zerojax import compiler
 from zerojax.config.offload import OffloadConfig
-from zerojax.layer_inputs import find_layer_scans, keep_inputs_on_host
-from zerojax.mesh import make_abstract_mesh
-from zerojax.plan_making import make_plan
-from zerojax.programs import inner_programs, is_checkpoint
-from zerojax.step import build_step
+from zerojax.hardware import compile_client
+from zerojax.models.activation_offload import find_layer_scans, keep_inputs_on_host
+from zerojax.models.jaxpr import inner_programs, is_checkpoint
+from zerojax.parallel.step import build_step
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_abstract_mesh
 
 HOST = OffloadConfig(activations="host")
 STEPS = 4
@@ -182,7 +182,7 @@ def test_a_step_lowered_for_gpus_holds_the_transfers(zero, microbatches, model):
             offload=offload,
         )
         traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
-        text = compiler.lower_for_gpus(traced).as_text()
+        text = compile_client.lower_for_gpus(traced).as_text()
         placed[offload] = text.count("annotate_device_placement")
     assert placed == {HOST: 2, OffloadConfig(): 0}
 

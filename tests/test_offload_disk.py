@@ -22,15 +22,15 @@ from tests.offload_disk_runs import (
 )
 from tests.small_models import reference_model
 from tests.trajectories import text_batch
+from zerojax.checkpoint.store import StoreError
 from zerojax.config import MeshConfig, OffloadConfig
-from zerojax.mesh import make_mesh
 from zerojax.optim import adamw
-from zerojax.plan_making import make_plan
-from zerojax.precision import as_precision
-from zerojax.resharding import reshard_state
-from zerojax.state_birth import init_state
-from zerojax.step import build_step
-from zerojax.store import StoreError
+from zerojax.optim.precision import as_precision
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import reshard_state
+from zerojax.parallel.step import build_step
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
 
 STEPS = 5
 

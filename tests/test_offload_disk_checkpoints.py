@@ -11,10 +11,10 @@ import pytest
 
 from tests.offload_disk_runs import SHARES, canonical, close, differing, offload, plan_of, train
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError
-from zerojax.fingerprints import as_text, of_array
-from zerojax.offload import state as offload_state
-from zerojax.offload.disk_saving import saved_names, write_pieces
-from zerojax.resharding import from_canonical, to_canonical
+from zerojax.checkpoint.fingerprint_math import as_text, of_array
+from zerojax.parallel.offload import state as offload_state
+from zerojax.parallel.offload.disk_saving import saved_names, write_pieces
+from zerojax.parallel.reshard import from_canonical, to_canonical
 
 
 def save(folder, plan, state, step=1):
@@ -181,7 +181,7 @@ def test_no_space_for_the_pieces_leaves_the_former_checkpoint(tmp_path, monkeypa
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("zerojax.store.pieces.PieceWriter.write", full)
+    monkeypatch.setattr("zerojax.checkpoint.store.pieces.PieceWriter.write", full)
     with pytest.raises(CheckpointError, match=r"step 2 was not saved .*no space left.*intact: 1"):
         save(tmp_path / "checkpoints", plan, state, step=2)
     monkeypatch.undo()

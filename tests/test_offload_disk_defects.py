@@ -25,25 +25,25 @@ from tests.offload_disk_runs import (
 from tests.small_models import reference_model
 from tests.test_offload_disk_checkpoints import restore, save
 from tests.trajectories import regression_batch, text_batch
-from zerojax import state_birth
-from zerojax.api import train as train_run
 from zerojax.checkpoint import Checkpointer, packs, pieces
+from zerojax.checkpoint.host_arrays import array_of_parts
+from zerojax.checkpoint.store import BucketStore, StoreError
+from zerojax.checkpoint.store.files import aligned_buffer
+from zerojax.checkpoint.store.manifest import load_manifest
+from zerojax.checkpoint.store.pieces import PieceReader
 from zerojax.config import MeshConfig
-from zerojax.host_parts import array_of_parts
-from zerojax.losses import mean_squared_error
-from zerojax.mesh import make_mesh
-from zerojax.offload import disk_step
-from zerojax.offload.disk import owners_of
-from zerojax.offload.disk_durable import resume, resume_step
+from zerojax.models.losses import mean_squared_error
 from zerojax.optim import adamw
-from zerojax.plan_making import make_plan
-from zerojax.resharding import model_parts, reshard_state
-from zerojax.saved_state import first_state, restore_state
-from zerojax.state_birth import init_state
-from zerojax.store import BucketStore, StoreError
-from zerojax.store.files import aligned_buffer
-from zerojax.store.manifest import load_manifest
-from zerojax.store.pieces import PieceReader
+from zerojax.parallel import initialization
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.offload import disk_step
+from zerojax.parallel.offload.disk import owners_of
+from zerojax.parallel.offload.disk_durable import resume, resume_step
+from zerojax.parallel.reshard import model_parts, reshard_state
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
+from zerojax.training.checkpointing import first_state, restore_state
+from zerojax.training.entry import train as train_run
 
 
 def pipelined(folder, schedule):
@@ -190,7 +190,7 @@ def test_a_state_that_is_not_born_leaves_no_open_store(tmp_path, monkeypatch):
         raise MemoryError("the rest of the state")
 
     plan = plan_of(offload(tmp_path), data=2)
-    monkeypatch.setattr(state_birth, "build_initialiser", fail)
+    monkeypatch.setattr(initialization, "build_initialiser", fail)
     with pytest.raises(MemoryError, match="the rest of the state") as error:
         init_state(plan)
     BucketStore.open(tmp_path / "process_0").close()  # while the error holds its frames
@@ -288,7 +288,7 @@ def test_every_device_has_memory_of_its_own(tmp_path, monkeypatch):
 
 
 def test_one_memory_for_all_is_what_jax_would_give():
-    """The reason for `host_parts`; should this fail, it has none any more."""
+    """The reason for `checkpoint.host_arrays`; should this fail, it has none any more."""
     values = aligned(np.arange(4096, dtype=np.float32))
     sharding = jax.sharding.NamedSharding(
         make_mesh(MeshConfig(data=8), jax.devices()), jax.sharding.PartitionSpec()

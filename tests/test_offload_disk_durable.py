@@ -16,14 +16,14 @@ from tests.offload_disk_runs import (
     train,
 )
 from tests.trajectories import regression_batch
-from zerojax.api import train as train_run
+from zerojax.checkpoint.store import StoreError
 from zerojax.config import MeshConfig
-from zerojax.offload.disk_checks import check_durable
-from zerojax.offload.disk_durable import resume, resume_step
 from zerojax.optim import adamw
-from zerojax.precision import Precision, as_precision
-from zerojax.saved_state import first_state
-from zerojax.store import StoreError
+from zerojax.optim.precision import Precision, as_precision
+from zerojax.parallel.offload.disk_durable import resume, resume_step
+from zerojax.plan.disk_checks import check_durable
+from zerojax.training.checkpointing import first_state
+from zerojax.training.entry import train as train_run
 
 
 @pytest.fixture(scope="module")

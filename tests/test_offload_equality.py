@@ -22,8 +22,8 @@ from tests.small_models import reference_model
 from tests.trajectories import STEPS, Trajectory, regression_batch, train_for
 from zerojax.config import LossScale
 from zerojax.config.offload import DEVICE, HOST
-from zerojax.precision import Precision
-from zerojax.resharding import to_canonical
+from zerojax.optim.precision import Precision
+from zerojax.parallel.reshard import to_canonical
 
 OPTIMIZERS = {
     "adamw": functools.partial(zerojax.adamw, 1e-3, eps=1e-5),

@@ -18,19 +18,20 @@ from jax.sharding import Mesh
 
 import zerojax
 from tests.program_claims import Claims
-from zerojax import compiler, gpus, hlo
 from zerojax.config import MeshConfig
 from zerojax.config.offload import OffloadConfig
-from zerojax.hlo.host_copies import TO_DEVICE, TO_HOST
-from zerojax.mesh import make_mesh
+from zerojax.forecasting import hlo
+from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
+from zerojax.hardware import compile_client, gpus
 from zerojax.models import GPT2, GPT2Config
 from zerojax.optim import adamw
-from zerojax.plan import Plan
-from zerojax.plan_making import make_plan
-from zerojax.step import build_step
-from zerojax.step_options import choose_options
+from zerojax.parallel.step import build_step
+from zerojax.plan.compiler_options import choose_options
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
+from zerojax.plan.plan import Plan
 
-MISSING = compiler.missing()
+MISSING = compile_client.missing()
 pytestmark = [
     pytest.mark.gpu_programs,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
@@ -96,7 +97,7 @@ class Built:
     case: Case
     layers: int
     plan: Plan
-    memory: compiler.MemoryUse
+    memory: compile_client.MemoryUse
     copies: list[hlo.HostCopy]
     collectives: list[hlo.Collective]
 
@@ -128,7 +129,7 @@ claim = Claims()
 
 def compile_case(case: Case, layers: int) -> Built:
     """Traces, compiles and reads one step: about five seconds of processor time."""
-    mesh = make_mesh(MeshConfig(model=case.model), compiler.gpu_devices(H200, case.devices))
+    mesh = make_mesh(MeshConfig(model=case.model), compile_client.gpu_devices(H200, case.devices))
     tokens = jax.ShapeDtypeStruct((case.data * case.microbatches * ROWS, SEQ), np.int32)
     config = GPT2Config(
         vocab_size=VOCAB,
@@ -152,14 +153,16 @@ def compile_case(case: Case, layers: int) -> Built:
     return Built(case, layers, plan, memory, hlo.find_host_copies(program), collectives)
 
 
-def compile_plan(plan: Plan, mesh: Mesh) -> tuple[compiler.MemoryUse, hlo.Program]:
+def compile_plan(plan: Plan, mesh: Mesh) -> tuple[compile_client.MemoryUse, hlo.Program]:
     """The step of a plan over the axes of a mesh of GPUs."""
     options, dropped = choose_options(mesh, plan.program.regather, plan.settings.offload.on_host)
-    assert not dropped.keys() & compiler.HOST_OPTIONS.keys()
+    assert not dropped.keys() & compile_client.HOST_OPTIONS.keys()
     traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
     devices = list(mesh.devices.flat)
-    lowered = compiler.lower_for_gpus(traced)
-    compiled = compiler.compile_for_gpus(lowered, devices=devices, options=options, sketch=True)
+    lowered = compile_client.lower_for_gpus(traced)
+    compiled = compile_client.compile_for_gpus(
+        lowered, devices=devices, options=options, sketch=True
+    )
     program = hlo.read_program(compiled.text)
     assert program.unknown_loops == ()
     return compiled.memory, program
@@ -293,7 +296,7 @@ def test_a_step_that_does_not_fit_moves_no_more_than_it_was_told_to():
     config = GPT2Config(
         vocab_size=VOCAB, max_seq_len=2048, num_layers=16, num_heads=64, embed_dim=8192
     )
-    mesh = make_mesh({}, compiler.gpu_devices(H200, 1))
+    mesh = make_mesh({}, compile_client.gpu_devices(H200, 1))
     tokens = jax.ShapeDtypeStruct((8, 2048), np.int32)
     plan = make_plan(
         lambda rngs: GPT2(config, rngs=rngs),
@@ -325,10 +328,12 @@ def test_a_forecast_counts_host_memory_apart(monkeypatch):
         optimizer=adamw(1e-3),
         offload=Case(8, 1, opt_state="host").offload,
     )
-    monkeypatch.setattr(compiler, "FAST_OPTIONS", compiler.SKETCH_OPTIONS)  # for less work
+    monkeypatch.setattr(
+        compile_client, "FAST_OPTIONS", compile_client.SKETCH_OPTIONS
+    )  # for less work
     forecast = zerojax.forecast(plan, gpu=H200, devices=8, fast=True)
     state = 3 * FP32 * plan.placement.num_parameters() / 8
     assert forecast.memory.host == pytest.approx(state, rel=0.03)
     assert forecast.memory.arguments < 0.3 * state
     guarded = [line for line in forecast.plan["reasons"] if line.startswith("compiler option")]
-    assert all(any(name in line for line in guarded) for name in compiler.HOST_OPTIONS)
+    assert all(any(name in line for line in guarded) for name in compile_client.HOST_OPTIONS)

@@ -29,10 +29,10 @@ from tests.trajectories import (
     text_batch,
     train_for,
 )
-from zerojax.losses import next_token
-from zerojax.resharding import to_canonical
-from zerojax.state_birth import init_state
-from zerojax.step import build_evaluation, build_step
+from zerojax.models.losses import next_token
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.step import build_evaluation, build_step
 
 STREAMED = {"params": "host", "opt_state": "host", "min_elements": 30, "slice_elements": 60}
 """Weights of layers, masters and moments on the host; a layer is several slices."""

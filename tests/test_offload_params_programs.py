@@ -16,15 +16,16 @@ import pytest
 
 import zerojax
 from tests.program_claims import Claims
-from zerojax import compiler, gpus, hlo
 from zerojax.config import OffloadConfig
-from zerojax.mesh import make_abstract_mesh, make_mesh
+from zerojax.forecasting import hlo
+from zerojax.hardware import compile_client, gpus
 from zerojax.models import GPT2, GPT2Config
-from zerojax.offload import streaming
-from zerojax.plan import Plan
-from zerojax.plan_making import make_plan
-from zerojax.step import build_step, pass_config
-from zerojax.step_options import choose_options
+from zerojax.parallel.offload import streaming
+from zerojax.parallel.step import build_step, pass_config
+from zerojax.plan.compiler_options import choose_options
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_abstract_mesh, make_mesh
+from zerojax.plan.plan import Plan
 
 WIDTH, SEQ, ROWS = 256, 128, 2
 MIB = 2**20
@@ -94,7 +95,7 @@ def test_what_is_placed_where_is_in_the_program_for_cuda(microbatches):
     traced = gradients.trace(
         state["params"], state["frozen"], state["extras"], key_data, plan.abstract_batch
     )
-    text = compiler.lower_for_gpus(traced).as_text()
+    text = compile_client.lower_for_gpus(traced).as_text()
     placed = re.findall(r'_xla_buffer_placement = "(\w+)"', text)
     weights, read = 3 * MATRICES, 2 * MATRICES * (microbatches > 1)
     assert placed.count("device") == weights + read + 1
@@ -104,7 +105,7 @@ def test_what_is_placed_where_is_in_the_program_for_cuda(microbatches):
 
 # --- compiled for GPUs ----------------------------------------------------------
 
-MISSING = compiler.missing()
+MISSING = compile_client.missing()
 CASES = [
     Case(1, 1),
     Case(8, 3),
@@ -122,7 +123,7 @@ class Built:
 
     case: Case
     plans: dict[int, Plan]
-    memory: dict[int, compiler.MemoryUse]
+    memory: dict[int, compile_client.MemoryUse]
     copies: dict[int, list[hlo.HostCopy]]
 
     def in_loops(self, layers: int) -> list[hlo.HostCopy]:
@@ -141,12 +142,12 @@ class Built:
 def test_a_program_with_layers_on_the_host_keeps_every_promise(case):
     plans = {layers: plan_of(case, layers) for layers in case.depths}
     memory, copies = {}, {}
-    devices = compiler.gpu_devices(gpus.find_gpu("h200"), case.devices)
+    devices = compile_client.gpu_devices(gpus.find_gpu("h200"), case.devices)
     mesh = make_mesh({}, devices=devices)
     for layers, plan in plans.items():
         traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
-        compiled = compiler.compile_for_gpus(
-            compiler.lower_for_gpus(traced),
+        compiled = compile_client.compile_for_gpus(
+            compile_client.lower_for_gpus(traced),
             devices=devices,
             options=choose_options(mesh, plan.program.regather, on_host=True)[0],
             sketch=True,

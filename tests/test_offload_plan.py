@@ -13,27 +13,17 @@ import pytest
 from forecast_samples import sample_card
 
 import zerojax
-from zerojax import compiler
 from zerojax.config import ModelConfig, OffloadConfig
 from zerojax.config.offload import DEVICE, HOST, NVME
 from zerojax.forecasting import formulas
 from zerojax.forecasting.remedies import find_remedies
-from zerojax.gpus import find_gpu
-from zerojax.machine_rates import MeasuredDisk, MeasuredLink, disk_name, keep
-from zerojax.mesh import make_abstract_mesh
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import find_gpu
+from zerojax.hardware.machine_rates import MeasuredDisk, MeasuredLink, disk_name, keep
 from zerojax.models import build_model
-from zerojax.offload_costs import (
-    ATTAINED,
-    Rates,
-    hiding,
-    link_seconds,
-    moved_bytes,
-    rates_of,
-    slice_bytes,
-)
 from zerojax.optim import adamw
-from zerojax.plan import Plan
-from zerojax.plan_counts import (
+from zerojax.optim.precision import Precision
+from zerojax.plan.counts import (
     kept_activation_bytes,
     model_flops,
     role_bytes,
@@ -42,8 +32,18 @@ from zerojax.plan_counts import (
     state_bytes,
     tokens_per_step,
 )
-from zerojax.plan_making import make_plan
-from zerojax.precision import Precision
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_abstract_mesh
+from zerojax.plan.offload_costs import (
+    ATTAINED,
+    Rates,
+    hiding,
+    link_seconds,
+    moved_bytes,
+    rates_of,
+    slice_bytes,
+)
+from zerojax.plan.plan import Plan
 
 WIDTH = 100
 LAYERS, EMBED, SEQ, ROWS = 4, 64, 32, 64
@@ -413,11 +413,13 @@ def test_offload_is_not_proposed_to_an_optimizer_that_needs_whole_parameters():
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 def test_the_compiled_program_moves_what_the_formulas_say(monkeypatch):
     """At stage 1; at stage 3 it takes twice as long to compile, and agreed as well."""
     monkeypatch.setenv("ZEROJAX_CACHE", "off")
-    monkeypatch.setattr(compiler, "FAST_OPTIONS", compiler.SKETCH_OPTIONS)  # for less work
+    monkeypatch.setattr(
+        compile_client, "FAST_OPTIONS", compile_client.SKETCH_OPTIONS
+    )  # for less work
     plan = offload_plan("host", params="host", activations="host", zero=1, num_microbatches=2)
     forecast = zerojax.forecast(plan, gpu="h200", fast=True)
     offload = forecast.offload

@@ -18,7 +18,7 @@ from tests.small_models import reference_model
 from tests.trajectories import TOLERANCE, advance, plan_for, text_batch, train_for
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import LogConfig
-from zerojax.resharding import from_canonical, to_canonical
+from zerojax.parallel.reshard import from_canonical, to_canonical
 
 BATCHES = [text_batch(index) for index in range(4)]
 SLICES = {"slice_elements": 400, "min_elements": 100}

@@ -11,11 +11,11 @@ import pytest
 
 import zerojax
 from tests.test_offload_layout import SMALL, plan_of
-from zerojax import compiler
-from zerojax.offload.update import build_offload_update
-from zerojax.precision import Precision
-from zerojax.resharding import from_canonical, to_canonical
-from zerojax.updates import ThisStep, build_update
+from zerojax.hardware import compile_client
+from zerojax.optim.precision import Precision
+from zerojax.parallel.offload.update import build_offload_update
+from zerojax.parallel.reshard import from_canonical, to_canonical
+from zerojax.parallel.update import ThisStep, build_update
 
 HOST = {"opt_state": "host", **SMALL}
 SHARES = {"opt_state": {"device": 0.4, "host": 0.6}, **SMALL}
@@ -194,7 +194,7 @@ def test_lowered_for_cuda_every_slice_is_brought_and_put_back_once():
         plan = plan_of(offload, mesh={"data": 2})
         plan = plan.remake(plan.mesh.abstract_mesh)
         traced = zerojax.build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
-        text = compiler.lower_for_gpus(traced).as_text()
+        text = compile_client.lower_for_gpus(traced).as_text()
         copies = [line for line in text.splitlines() if "annotate_device_placement" in line]
         to_host = sum('"pinned_host"' in line for line in copies)
         kinds = text.count('mhlo.memory_kind = "pinned_host"')

@@ -23,9 +23,9 @@ from tests.optax_table import (
 )
 from tests.trajectories import plan_for
 from zerojax.optim import OnTrueShapes
-from zerojax.resharding import to_canonical
-from zerojax.state_birth import init_state
-from zerojax.step import build_step
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.step import build_step
 
 STEPS = 3
 SHAPES = {"bias": (13,), "kernel": (6, 11), "table": (9, 7, 3)}

@@ -23,7 +23,7 @@ from tests.adam8bit_steps import (
     stepped,
     tree,
 )
-from zerojax import trees
+from zerojax.models import trees
 from zerojax.optim import adamw, coding_of
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.adam8bit_state import SMALLEST_CODED, part_of

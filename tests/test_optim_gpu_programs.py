@@ -18,13 +18,15 @@ import zerojax
 from pallas_kernels import choice
 from pallas_kernels.choice import Choice
 from tests.small_models import reference_model
-from zerojax import compiler, hlo, trees
-from zerojax.gpus import find_gpu
-from zerojax.mesh import make_mesh
+from zerojax.forecasting import hlo
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import find_gpu
+from zerojax.models import trees
 from zerojax.optim import adam8bit, coding_of
 from zerojax.optim.optimizer import UpdateContext
+from zerojax.plan.mesh import make_mesh
 
-MISSING = choice.missing() or compiler.missing()
+MISSING = choice.missing() or compile_client.missing()
 pytestmark = [
     pytest.mark.gpu_programs,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
@@ -36,7 +38,7 @@ PARAMETERS = sum(math.prod(shape) for shape in SHAPES.values()) // DEVICES
 
 @pytest.fixture(scope="module")
 def mesh():
-    return Mesh(np.array(compiler.gpu_devices(find_gpu("h200"), DEVICES)), ("data",))
+    return Mesh(np.array(compile_client.gpu_devices(find_gpu("h200"), DEVICES)), ("data",))
 
 
 def compiled_update(mesh, chosen):
@@ -72,7 +74,7 @@ def compiled_update(mesh, chosen):
         place((2,), P(), jnp.uint32),
     )
     program = jax.jit(update, donate_argnums=(0, 1))
-    return compiler.compile_for_gpus(program, *kept, params, *numbers), trees.num_bytes(kept)
+    return compile_client.compile_for_gpus(program, *kept, params, *numbers), trees.num_bytes(kept)
 
 
 def bytes_per_parameter(entry):
@@ -111,7 +113,7 @@ def test_shards_are_updated_in_place(mesh, name, kernels, moved, temporary):
 )
 def test_the_small_sums_of_a_step_compile_for_64_gpus(options):
     """XLA 0.12 aborts at the sum of one small array over 64 GPUs; over 8 and 512 it does not."""
-    mesh = make_mesh({"data": 64}, compiler.gpu_devices(find_gpu("h100"), 64))
+    mesh = make_mesh({"data": 64}, compile_client.gpu_devices(find_gpu("h100"), 64))
     rows = jax.ShapeDtypeStruct((64, 128), jnp.int32)
     plan = zerojax.make_plan(
         reference_model("gpt2", max_seq_len=128, embed_dim=128, **options),
@@ -121,4 +123,6 @@ def test_the_small_sums_of_a_step_compile_for_64_gpus(options):
         zero=1,
     )
     step = zerojax.build_step(plan)
-    assert compiler.compile_for_gpus(step, plan.abstract_state, plan.abstract_batch, sketch=True)
+    assert compile_client.compile_for_gpus(
+        step, plan.abstract_state, plan.abstract_batch, sketch=True
+    )

@@ -13,11 +13,11 @@ import pytest
 import zerojax
 from tests.test_optax import STEPS, advance, alone, assert_equal, plan_of, trained
 from zerojax.checkpoint import Checkpointer
-from zerojax.hlo import find_collectives, read_program
+from zerojax.forecasting.hlo import find_collectives, read_program
 from zerojax.optim import OnTrueShapes, why_padding_shows
-from zerojax.resharding import reshard_state, to_canonical
-from zerojax.state_birth import init_state
-from zerojax.step import build_step
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import reshard_state, to_canonical
+from zerojax.parallel.step import build_step
 
 TRUE = {"a": (5, 6), "b": (7,), "whole": (4, 2)}
 STORED = {"a": (8, 6), "b": (8,), "whole": (4, 2)}

@@ -11,10 +11,10 @@ from flax import nnx
 import zerojax
 from tests.small_models import reference_model
 from tests.trajectories import plan_for
-from zerojax.models import fp8
-from zerojax.programs import has_own_rules
-from zerojax.state_birth import init_state
-from zerojax.step import build_step
+from zerojax.models.jaxpr import has_own_rules
+from zerojax.models.zoo import fp8
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.step import build_step
 
 ROWS, LIMIT = 32, 2e-3
 

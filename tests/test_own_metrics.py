@@ -17,11 +17,11 @@ import zerojax
 from tests.small_models import regression_loss
 from tests.trajectories import plan_for
 from zerojax.config import LogConfig
-from zerojax.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES
-from zerojax.metrics.console import OWN_WORDS
-from zerojax.metrics.report import write_report
-from zerojax.state_birth import init_state
-from zerojax.step import build_evaluation, build_step
+from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.training.metrics.console import OWN_WORDS
+from zerojax.training.metrics.report import write_report
 
 ROWS, WIDTH, CLASSES = 32, 8, 5
 

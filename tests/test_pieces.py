@@ -14,9 +14,9 @@ from flax import linen, nnx
 
 import zerojax
 from tests.trajectories import plan_for
-from zerojax.saved_state import model_of
-from zerojax.state_birth import init_state
-from zerojax.step import build_step
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.step import build_step
+from zerojax.training.checkpointing import model_of
 
 ROWS = 32
 

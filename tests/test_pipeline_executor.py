@@ -19,9 +19,9 @@ from tests.pipeline_toy import (
     store,
 )
 from zerojax.config import MeshConfig
-from zerojax.layer_loop.split import split_passes
-from zerojax.mesh import make_mesh
-from zerojax.schedules import check_schedule, forward_schedule, make_schedule
+from zerojax.models.loops.split import split_passes
+from zerojax.plan.mesh import make_mesh
+from zerojax.plan.schedules import check_schedule, forward_schedule, make_schedule
 
 KEY = jnp.uint32(7)
 

@@ -12,10 +12,11 @@ import pytest
 
 from benchmarks.pipeline_programs import BF16, SMALL, Case, compile_case, wire
 from tests.program_claims import Claims
-from zerojax import compiler, hlo
-from zerojax.pipeline_costs import total_buffer_bytes
+from zerojax.forecasting import hlo
+from zerojax.hardware import compile_client
+from zerojax.plan.pipeline_costs import total_buffer_bytes
 
-MISSING = compiler.missing()
+MISSING = compile_client.missing()
 pytestmark = [
     pytest.mark.gpu_programs,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),

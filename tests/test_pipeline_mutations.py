@@ -13,7 +13,7 @@ import pytest
 from tests import pipeline_toy
 from tests.pipeline_toy import Toy
 from tests.test_pipeline_executor import check, relative_error, run
-from zerojax.schedules import lower, make_schedule
+from zerojax.plan.schedules import lower, make_schedule
 
 STAGES, MICROBATCHES = 4, 4
 MIDDLE = 1

@@ -9,14 +9,16 @@ import jax.numpy as jnp
 import pytest
 
 from tests.small_models import reference_model
-from zerojax import compiler, hlo, make_mesh, make_plan, plan_counts
-from zerojax import pipeline_costs as costs
-from zerojax.flops import count_program_flops
-from zerojax.forecasting import formulas
-from zerojax.gpus import find_gpu
-from zerojax.mesh import make_abstract_mesh
-from zerojax.programs import collectives_in_branches
-from zerojax.step import build_step
+from zerojax import make_mesh, make_plan
+from zerojax.forecasting import formulas, hlo
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import find_gpu
+from zerojax.models.flops import count_program_flops
+from zerojax.models.jaxpr import collectives_in_branches
+from zerojax.parallel.step import build_step
+from zerojax.plan import counts
+from zerojax.plan import pipeline_costs as costs
+from zerojax.plan.mesh import make_abstract_mesh
 
 STAGES, DATA, MICROBATCHES = 2, 2, 4
 SIZES = {"num_layers": 4, "embed_dim": 64, "tie_embeddings": False}
@@ -78,8 +80,8 @@ def test_where_the_backward_is_split_the_count_is_close():
 def test_model_flops_of_a_device_are_its_part_of_all_stages():
     plan, _ = traced_step(1, "1f1b", "residuals")
     whole = plan_on(make_abstract_mesh({"data": DATA}, DATA))
-    assert plan_counts.model_flops(plan) == plan_counts.model_flops(whole)
-    share = plan_counts.model_flops(plan) / plan.mesh.size
+    assert counts.model_flops(plan) == counts.model_flops(whole)
+    share = counts.model_flops(plan) / plan.mesh.size
     assert share == pytest.approx(costs.useful_flops(plan.pipeline), rel=1e-12)
 
 
@@ -95,14 +97,14 @@ def test_no_collective_is_inside_a_conditional(zero):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 @pytest.mark.parametrize("zero", range(4))
 def test_a_pipelined_step_sends_what_the_formulas_say(zero):
     """Weights once per step at ZeRO 1 and 2; scatters and gathers in every tick from 2 and 3 on."""
-    devices = compiler.gpu_devices(find_gpu("h100"), DATA * STAGES)
+    devices = compile_client.gpu_devices(find_gpu("h100"), DATA * STAGES)
     plan = plan_on(make_mesh({"data": DATA, "stage": STAGES}, devices), zero)
     lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    program = hlo.read_program(compiler.compile_for_gpus(lowered, sketch=True).text)
+    program = hlo.read_program(compile_client.compile_for_gpus(lowered, sketch=True).text)
     found = hlo.find_collectives(program, plan.mesh.size)
     messages = [one for one in found if one.kind == "collective-permute"]
     sent = sum(one.times * one.wire_bytes for one in messages)

@@ -13,8 +13,8 @@ from tests import small_models
 from tests.cli_complaints import fails
 from tests.small_models import VOCAB, reference_model, regression_loss
 from tests.trajectories import plan_for, regression_batch
-from zerojax.losses import next_token
-from zerojax.schedules import make_schedule
+from zerojax.models.losses import next_token
+from zerojax.plan.schedules import make_schedule
 
 TWO = {"data": 4, "stage": 2}
 FOUR = {"data": 2, "stage": 4}

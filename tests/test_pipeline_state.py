@@ -17,14 +17,14 @@ import zerojax
 from pallas_kernels.adam8bit import NU_ZERO
 from tests.small_models import Layers, regression_loss
 from tests.trajectories import plan_for, regression_batch
-from zerojax import resharding
-from zerojax.abstract_state import rows_of_state
 from zerojax.checkpoint import Checkpointer
 from zerojax.optim import OnTrueShapes
-from zerojax.resharding import from_canonical, reshard_state, to_canonical
-from zerojax.state import run_key_data
-from zerojax.state_birth import build_initialiser, init_state
-from zerojax.updates import ThisStep, build_update
+from zerojax.parallel import reshard
+from zerojax.parallel.initialization import build_initialiser, init_state
+from zerojax.parallel.reshard import from_canonical, reshard_state, to_canonical
+from zerojax.parallel.update import ThisStep, build_update
+from zerojax.plan.abstract_state import rows_of_state
+from zerojax.plan.state import run_key_data
 
 TENSOR_PARALLEL = [("blocks/kernel", ("model",)), ("blocks/bias", ("model",))]
 LAYOUTS = {
@@ -158,7 +158,7 @@ def _conversion(plan, *, to_rows):
     forms = plan.abstract_canonical["params"], plan.abstract_state["params"]
     given, wanted = (form["blocks/kernel"] for form in (forms if to_rows else forms[::-1]))
     rows = rows_of_state(plan.placement, plan.tx, plan.abstract_state)["params"]["blocks/kernel"]
-    return resharding._resizer(((wanted.shape, wanted.sharding, rows),), to_rows).lower([given])
+    return reshard._resizer(((wanted.shape, wanted.sharding, rows),), to_rows).lower([given])
 
 
 @pytest.mark.parametrize("name", ["interleaved", "uneven"])

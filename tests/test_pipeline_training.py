@@ -21,10 +21,10 @@ from tests.pipeline_runs import UNEVEN, assert_equal_runs, compile_step, small, 
 from tests.small_models import reference_model
 from tests.trajectories import plan_for, text_batch, train_for
 from zerojax.config import LossScale
-from zerojax.precision import Precision
-from zerojax.resharding import to_canonical
-from zerojax.state_birth import init_state
-from zerojax.step import build_evaluation
+from zerojax.optim.precision import Precision
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.step import build_evaluation
 
 TWO_STAGES = {"data": 2, "stage": 2, "model": 2}
 FOUR_STAGES = {"data": 2, "stage": 4}

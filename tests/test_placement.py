@@ -8,7 +8,9 @@ import math
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zerojax.placement import Access, PlacementRules, place_parameters
+from zerojax.plan.leaf import Access
+from zerojax.plan.placement_rules import PlacementRules
+from zerojax.plan.placement_table import place_parameters
 
 AXES = {"replica": 1, "data": 8, "stage": 1, "model": 1}
 TENSOR_PARALLEL = {**AXES, "data": 4, "model": 2}

@@ -16,12 +16,12 @@ import zerojax
 from tests.small_models import UserText, reference_model, regression_loss
 from tests.trajectories import plan_for, regression_batch, text_batch
 from zerojax.config import MeshConfig
-from zerojax.mesh import make_abstract_mesh, make_mesh
-from zerojax.placement import Access
-from zerojax.plan_counts import role_bytes
-from zerojax.plan_making import make_plan
-from zerojax.step import build_step
-from zerojax.trees import flatten_names
+from zerojax.models.trees import flatten_names
+from zerojax.parallel.step import build_step
+from zerojax.plan.counts import role_bytes
+from zerojax.plan.leaf import Access
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_abstract_mesh, make_mesh
 
 
 class Plain(nnx.Module):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from zerojax.config import LossScale
-from zerojax.precision import Precision, as_precision
+from zerojax.optim.precision import Precision, as_precision
 
 
 def names(precision):

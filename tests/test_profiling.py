@@ -24,9 +24,8 @@ from tests.small_models import (
 from zerojax.cli import main
 from zerojax.cli.profile import measured
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig
-from zerojax.flops import count_program_flops
-from zerojax.hlo.program import read_program
-from zerojax.profiling import (
+from zerojax.forecasting.hlo.program import read_program
+from zerojax.forecasting.profiling import (
     ParameterFlops,
     StepProfile,
     draw,
@@ -35,7 +34,8 @@ from zerojax.profiling import (
     read_trace,
     with_programs,
 )
-from zerojax.profiling.parameter_flops import NO_PARAMETER
+from zerojax.forecasting.profiling.parameter_flops import NO_PARAMETER
+from zerojax.models.flops import count_program_flops
 
 ROWS, SEQ, WIDTH, LAYERS = 16, 16, 32, 2
 TOKENS = ROWS * SEQ

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import zerojax
-from zerojax.model import as_model
+from zerojax.models.adapt import as_model
 
 
 class Line(nnx.Module):

@@ -20,7 +20,7 @@ from flax import nnx
 
 import zerojax
 from zerojax import models
-from zerojax.config_loader import load_dataclass
+from zerojax.config.loader import load_dataclass
 from zerojax.data import as_source
 
 

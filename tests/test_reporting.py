@@ -8,12 +8,12 @@ import optax
 import pytest
 
 import zerojax
-from zerojax import compiler
 from zerojax.config import LossScale
-from zerojax.metrics.spikes import SpikeDetector
-from zerojax.metrics.stopwatch import ACTIVITIES
-from zerojax.precision import Precision, as_precision
-from zerojax.reporting import MAX_STEPS_UNDER_WAY, Reports, compare_peak
+from zerojax.hardware import compile_client
+from zerojax.optim.precision import Precision, as_precision
+from zerojax.training.metrics.spikes import SpikeDetector
+from zerojax.training.metrics.stopwatch import ACTIVITIES
+from zerojax.training.reporting import MAX_STEPS_UNDER_WAY, Reports, compare_peak
 
 NAMES = ("embed", "mlp/kernel", "norm")
 
@@ -330,7 +330,7 @@ def stepped():
     step = zerojax.build_step(plan)
     step(zerojax.init_state(plan), zerojax.shard_batch(plan, batch))
     compiled = step.lower(plan.abstract_state, plan.abstract_batch).compile()
-    return step, plan, compiler.memory_of(compiled).peak
+    return step, plan, compile_client.memory_of(compiled).peak
 
 
 def test_measured_and_predicted_peak_stand_side_by_side(stepped):

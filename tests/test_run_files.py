@@ -11,7 +11,7 @@ import pytest
 
 import zerojax
 from zerojax.config import RunConfig, load
-from zerojax.plan_making import plan_options
+from zerojax.plan.make import plan_options
 
 ROOT = Path(__file__).resolve().parent.parent
 H100, H200 = 80 * 2**30, 139 * 2**30

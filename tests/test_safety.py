@@ -128,7 +128,7 @@ def test_a_token_file_that_holds_objects_is_refused(tmp_path):
 
 def test_settings_of_a_run_are_read_as_plain_data(tmp_path):
     """`run.json` names no class and no function: a changed one is refused by key or by type."""
-    from zerojax.loading import load_run
+    from zerojax.training.loading import load_run
 
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"py/object": "os.system", "steps": 1}), encoding="utf-8")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from zerojax.schedules import (
+from zerojax.plan.schedules import (
     SCHEDULES,
     Costs,
     Operation,
@@ -17,13 +17,13 @@ from zerojax.schedules import (
     make_schedule,
     simulate,
 )
-from zerojax.schedules.formulas import (
+from zerojax.plan.schedules.formulas import (
     asynchronous_bubble_formula,
     bubble_formula,
     in_flight_formula,
 )
-from zerojax.schedules.simulation import tick_starts
-from zerojax.schedules.table import format_cell, parse_cell, virtual_stage
+from zerojax.plan.schedules.simulation import tick_starts
+from zerojax.plan.schedules.table import format_cell, parse_cell, virtual_stage
 
 SIZES = [
     (1, 1),

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from zerojax.schedules import (
+from zerojax.plan.schedules import (
     SCHEDULES,
     Costs,
     ScheduleError,
@@ -17,8 +17,8 @@ from zerojax.schedules import (
     simulate,
     write_csv,
 )
-from zerojax.schedules.picture import MAX_LINES, WIDTH, describe, draw
-from zerojax.schedules.svg import LEFT, draw_svg
+from zerojax.plan.schedules.picture import MAX_LINES, WIDTH, describe, draw
+from zerojax.plan.schedules.svg import LEFT, draw_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 CASES = [

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from zerojax.schedules import (
+from zerojax.plan.schedules import (
     SCHEDULES,
     ExecutorTable,
     Schedule,
@@ -21,7 +21,7 @@ from zerojax.schedules import (
     lower,
     make_schedule,
 )
-from zerojax.schedules.table import virtual_stage
+from zerojax.plan.schedules.table import virtual_stage
 
 SHIFTS = {"right": 1, "left": -1, "local": 0}
 

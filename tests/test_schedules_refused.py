@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from zerojax.schedules import (
+from zerojax.plan.schedules import (
     SCHEDULES,
     Operation,
     Schedule,
@@ -15,8 +15,8 @@ from zerojax.schedules import (
     check_schedule,
     make_schedule,
 )
-from zerojax.schedules.catalog import MAX_OPERATIONS
-from zerojax.schedules.table import locate, parse_cell
+from zerojax.plan.schedules.catalog import MAX_OPERATIONS
+from zerojax.plan.schedules.table import locate, parse_cell
 
 # Broken tables
 

@@ -13,15 +13,23 @@ import pytest
 from forecast_samples import GIB, sample_card, sample_forecast, sample_plan
 
 import zerojax
-from zerojax import compiler
-from zerojax import pipeline_costs as costs
-from zerojax.compiler import CompileError
 from zerojax.forecasting.result import FORMULA, RoleBytes
-from zerojax.plan_counts import role_bytes, shard_bytes
-from zerojax.search import Candidate, list_candidates, search, search_dict, search_page
-from zerojax.search.bounds import Bounds, bounds_of, bounds_on, repeated
-from zerojax.search.candidates import REMATS
-from zerojax.search.result import BEATEN, CHOSEN, FAILED, FITS, IMPOSSIBLE, NOT_TRIED, TOO_LARGE
+from zerojax.forecasting.search import Candidate, list_candidates, search, search_dict, search_page
+from zerojax.forecasting.search.bounds import Bounds, bounds_of, bounds_on, repeated
+from zerojax.forecasting.search.candidates import REMATS
+from zerojax.forecasting.search.result import (
+    BEATEN,
+    CHOSEN,
+    FAILED,
+    FITS,
+    IMPOSSIBLE,
+    NOT_TRIED,
+    TOO_LARGE,
+)
+from zerojax.hardware import compile_client
+from zerojax.hardware.compile_client import CompileError
+from zerojax.plan import pipeline_costs as costs
+from zerojax.plan.counts import role_bytes, shard_bytes
 
 CARD = sample_card()
 LIMIT = 60 * GIB
@@ -435,7 +443,7 @@ def test_bounds_of_a_pipeline_count_its_bubble_and_its_least_buffers():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 def test_a_small_search_with_the_compiler():
     compiled = []
 

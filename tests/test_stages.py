@@ -13,8 +13,8 @@ from flax import nnx
 
 from tests.trajectories import TOLERANCE, plan_for, regression_batch, train_for
 from zerojax import Stages
-from zerojax.losses import mean_squared_error
-from zerojax.models.stacking import stack_modules
+from zerojax.models.losses import mean_squared_error
+from zerojax.models.zoo.stacking import stack_modules
 
 WIDTH = 8
 

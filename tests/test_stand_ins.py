@@ -22,10 +22,10 @@ from jax import lax
 
 from tests.small_models import regression_loss
 from tests.trajectories import TOLERANCE, plan_for, regression_batch, train_for
-from zerojax import zero
-from zerojax.placement import Access
-from zerojax.state_birth import init_state
-from zerojax.step import pass_config
+from zerojax.parallel import zero
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.step import pass_config
+from zerojax.plan.leaf import Access
 
 SHAPE = (6, 5)
 OPTIONS = {"loss": regression_loss, "batch": regression_batch, "persistence_threshold": 4}

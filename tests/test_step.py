@@ -17,9 +17,9 @@ from tests.small_models import regression_loss
 from tests.trajectories import plan_for, regression_batch
 from zerojax.config.offload import OffloadConfig
 from zerojax.optim import sgd
-from zerojax.resharding import to_canonical
-from zerojax.state_birth import init_state
-from zerojax.step import build_evaluation, build_step
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.step import build_evaluation, build_step
 
 
 class Model(nnx.Module):

@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zerojax.store import StoreError, files
-from zerojax.store.boxes import boxes_of_run
-from zerojax.store.pieces import Block, PieceReader, PieceWriter
-from zerojax.store.stream import StreamFile
+from zerojax.checkpoint.store import StoreError, files
+from zerojax.checkpoint.store.boxes import boxes_of_run
+from zerojax.checkpoint.store.pieces import Block, PieceReader, PieceWriter
+from zerojax.checkpoint.store.stream import StreamFile
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 5), (2, 1, 3, 2)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zerojax.store import BucketStore
-from zerojax.store.files import BLOCK, pad_to_block
+from zerojax.checkpoint.store import BucketStore
+from zerojax.checkpoint.store.files import BLOCK, pad_to_block
 
 SIZES = [5000, 1, BLOCK, (4 << 20) + 8]
 

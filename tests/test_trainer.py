@@ -15,9 +15,9 @@ from flax import nnx
 import zerojax
 from tests.small_models import UserText, WithStatistics, reference_model, regression_loss
 from tests.trajectories import TOLERANCE, regression_batch, text_batch
-from zerojax import trainer as trainer_module
 from zerojax.config import CheckpointConfig, LogConfig
-from zerojax.interruption import Interrupted
+from zerojax.runtime.preemption import Interrupted
+from zerojax.training import trainer as trainer_module
 
 BATCHES = [text_batch(index) for index in range(4)]
 
@@ -63,7 +63,7 @@ def test_own_loop_and_train_give_the_same_bits():
 
 def test_two_arguments_train_on_the_text_in_the_package(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zerojax.api.DEFAULT_STEPS", 3)
+    monkeypatch.setattr("zerojax.training.entry.DEFAULT_STEPS", 3)
     trainer = zerojax.train(byte_model, {"zero": 1})
     assert trainer.num_steps == 3
     (run,) = (tmp_path / "runs").iterdir()

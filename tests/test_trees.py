@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.trees import (
+from zerojax.models.trees import (
     flatten_names,
     format_bytes,
     format_count,

@@ -18,9 +18,9 @@ from pallas_kernels.choice import Choice
 from tests.small_models import reference_model
 from tests.trajectories import TOLERANCE, text_batch
 from zerojax.optim import decay_mask
-from zerojax.plan_reasons import describe_update
-from zerojax.precision import Precision
-from zerojax.updates import build_norm
+from zerojax.optim.precision import Precision
+from zerojax.parallel.update import build_norm
+from zerojax.plan.reasons import describe_update
 
 STEPS = 6
 RATE = 1e-3

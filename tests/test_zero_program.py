@@ -17,11 +17,11 @@ import pytest
 from tests import small_models
 from tests.small_models import reference_model
 from tests.trajectories import plan_for, regression_batch, text_batch
-from zerojax.collectives import make_buckets
-from zerojax.placement import Access
-from zerojax.programs import split_scan
-from zerojax.step import build_evaluation, build_step
-from zerojax.trees import num_elements
+from zerojax.models.jaxpr import split_scan
+from zerojax.models.trees import num_elements
+from zerojax.parallel.collectives import make_buckets
+from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.plan.leaf import Access
 
 LAYERS = 3
 # No activation of a batch of [4, 16] rows per device has the dimensions of a parameter.

@@ -15,11 +15,11 @@ import optax
 
 from tests.small_models import VOCAB
 from zerojax.config import MeshConfig
-from zerojax.mesh import make_mesh
-from zerojax.plan import Plan
-from zerojax.plan_making import make_plan
-from zerojax.state_birth import init_state
-from zerojax.step import build_step
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.step import build_step
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
+from zerojax.plan.plan import Plan
 
 TOLERANCE = 4e-6
 """|difference of losses| of float32 runs of 20 steps: the noise of summing one device's batch in

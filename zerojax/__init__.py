@@ -9,11 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerojax.api import train
-    from zerojax.callbacks import EarlyStopping, KeepBest
     from zerojax.checkpoint import Checkpointer, CheckpointError
     from zerojax.checkpoint.errors import DamagedError, FolderInUseError, MachineError
-    from zerojax.compiler import CompileError, CompilerMissing
     from zerojax.config import (
         ConfigError,
         LoraConfig,
@@ -23,27 +20,30 @@ if TYPE_CHECKING:
         RunConfig,
     )
     from zerojax.data import TokenSource, shard_batch
-    from zerojax.distributed import join_processes
-    from zerojax.engine import Engine, initialize
     from zerojax.forecasting import forecast
-    from zerojax.hugging_face import Pretrained, UnsupportedError, from_hugging_face
-    from zerojax.interruption import Interrupted
-    from zerojax.loading import LoadedRun, load_run
-    from zerojax.mesh import make_abstract_mesh, make_mesh
+    from zerojax.hardware.compile_client import CompileError, CompilerMissing
     from zerojax.models import Stages, add_lora, merge_lora
+    from zerojax.models.hugging_face import Pretrained, UnsupportedError, from_hugging_face
     from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
-    from zerojax.peers import PeerLostError
-    from zerojax.plan import Plan
-    from zerojax.plan_making import make_plan
-    from zerojax.precision import Precision
-    from zerojax.publishing import to_hugging_face, to_peft
-    from zerojax.resharding import from_canonical, reshard_state, to_canonical
-    from zerojax.runs import run_from_config
-    from zerojax.state import TrainState
-    from zerojax.state_birth import init_state
-    from zerojax.step import build_evaluation, build_step
-    from zerojax.trainer import Trainer
+    from zerojax.optim.precision import Precision
+    from zerojax.parallel.initialization import init_state
+    from zerojax.parallel.reshard import from_canonical, reshard_state, to_canonical
+    from zerojax.parallel.step import build_evaluation, build_step
+    from zerojax.plan.make import make_plan
+    from zerojax.plan.mesh import make_abstract_mesh, make_mesh
+    from zerojax.plan.plan import Plan
+    from zerojax.plan.state import TrainState
+    from zerojax.runtime.distributed import join_processes
+    from zerojax.runtime.peers import PeerLostError
+    from zerojax.runtime.preemption import Interrupted
+    from zerojax.training.callbacks import EarlyStopping, KeepBest
+    from zerojax.training.deepspeed.engine import Engine, initialize
+    from zerojax.training.entry import train
     from zerojax.training.equality import CheckResult, DisagreementError, check
+    from zerojax.training.hugging_face_export import to_hugging_face, to_peft
+    from zerojax.training.loading import LoadedRun, load_run
+    from zerojax.training.run_file import run_from_config
+    from zerojax.training.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -112,78 +112,83 @@ _HOME_OF_NAME = {
     "CheckResult": "training.equality",
     "CheckpointError": "checkpoint",
     "Checkpointer": "checkpoint",
-    "CompileError": "compiler",
-    "CompilerMissing": "compiler",
+    "CompileError": "hardware.compile_client",
+    "CompilerMissing": "hardware.compile_client",
     "ConfigError": "config",
     "DamagedError": "checkpoint.errors",
     "DisagreementError": "training.equality",
-    "EarlyStopping": "callbacks",
-    "Engine": "engine",
+    "EarlyStopping": "training.callbacks",
+    "Engine": "training.deepspeed.engine",
     "FolderInUseError": "checkpoint.errors",
-    "Interrupted": "interruption",
-    "KeepBest": "callbacks",
-    "LoadedRun": "loading",
+    "Interrupted": "runtime.preemption",
+    "KeepBest": "training.callbacks",
+    "LoadedRun": "training.loading",
     "LoraConfig": "config",
     "LossScale": "config",
     "MachineError": "checkpoint.errors",
     "MeshConfig": "config",
     "OptimizerConfig": "config",
-    "PeerLostError": "peers",
-    "Plan": "plan",
-    "Precision": "precision",
-    "Pretrained": "hugging_face",
+    "PeerLostError": "runtime.peers",
+    "Plan": "plan.plan",
+    "Precision": "optim.precision",
+    "Pretrained": "models.hugging_face",
     "RunConfig": "config",
     "Stages": "models",
     "TokenSource": "data",
-    "TrainState": "state",
-    "Trainer": "trainer",
-    "UnsupportedError": "hugging_face",
+    "TrainState": "plan.state",
+    "Trainer": "training.trainer",
+    "UnsupportedError": "models.hugging_face",
     "adam8bit": "optim",
     "adamw": "optim",
     "add_lora": "models",
-    "build_evaluation": "step",
-    "build_step": "step",
+    "build_evaluation": "parallel.step",
+    "build_step": "parallel.step",
     "check": "training.equality",
     "forecast": "forecasting",
-    "from_canonical": "resharding",
-    "from_hugging_face": "hugging_face",
-    "init_state": "state_birth",
-    "initialize": "engine",
-    "join_processes": "distributed",
+    "from_canonical": "parallel.reshard",
+    "from_hugging_face": "models.hugging_face",
+    "init_state": "parallel.initialization",
+    "initialize": "training.deepspeed.engine",
+    "join_processes": "runtime.distributed",
     "lamb": "optim",
     "lion": "optim",
-    "load_run": "loading",
-    "make_abstract_mesh": "mesh",
-    "make_mesh": "mesh",
-    "make_plan": "plan_making",
+    "load_run": "training.loading",
+    "make_abstract_mesh": "plan.mesh",
+    "make_mesh": "plan.mesh",
+    "make_plan": "plan.make",
     "merge_lora": "models",
-    "reshard_state": "resharding",
-    "run_from_config": "runs",
+    "reshard_state": "parallel.reshard",
+    "run_from_config": "training.run_file",
     "sgd": "optim",
     "shard_batch": "data",
-    "to_canonical": "resharding",
-    "to_hugging_face": "publishing",
-    "to_peft": "publishing",
-    "train": "api",
+    "to_canonical": "parallel.reshard",
+    "to_hugging_face": "training.hugging_face_export",
+    "to_peft": "training.hugging_face_export",
+    "train": "training.entry",
 }
-_PUBLIC_MODULES = (
-    "chunked_loss",
-    "config",
-    "data",
-    "losses",
-    "models",
-    "optim",
-    "precision",
-    "schedules",
-    "store",
-)
-"""Modules that are attributes after `import zerojax`: those that pages and messages name."""
+_PUBLIC_MODULES = {
+    "checkpoint": "checkpoint",
+    "config": "config",
+    "data": "data",
+    "forecasting": "forecasting",
+    "hardware": "hardware",
+    "losses": "models.losses",
+    "models": "models",
+    "optim": "optim",
+    "parallel": "parallel",
+    "plan": "plan",
+    "runtime": "runtime",
+    "schedules": "plan.schedules",
+    "training": "training",
+}
+"""Attribute after `import zerojax` -> module: the packages, and two modules by the short names that
+pages and messages use."""
 
 
 def __getattr__(name: str) -> Any:
     """Imports what a public name needs (PEP 562); the next access no longer comes here."""
     if name in _PUBLIC_MODULES:
-        return importlib.import_module(f"zerojax.{name}")
+        return importlib.import_module(f"zerojax.{_PUBLIC_MODULES[name]}")
     if name not in _HOME_OF_NAME:
         raise AttributeError(f"module 'zerojax' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"zerojax.{_HOME_OF_NAME[name]}"), name)

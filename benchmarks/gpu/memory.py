@@ -25,8 +25,8 @@ from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source, p
 from benchmarks.gpu.workloads import Workload, choose_workload
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, add_arguments, save_so_far, write_record
-from zerojax import compiler
-from zerojax.gpus import gpu_of_device
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import gpu_of_device
 
 STAGES = (0, 1, 2, 3)
 MICROBATCHES = (1, 4)
@@ -59,7 +59,7 @@ class Built:
 
     plan: zerojax.Plan
     step: Any
-    predicted: compiler.MemoryUse
+    predicted: compile_client.MemoryUse
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -136,7 +136,7 @@ def _plan(case: Case, workload: Workload) -> zerojax.Plan:
 def _build(case: Case, workload: Workload) -> Built:
     plan = _plan(case, workload)
     step = zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch).compile()
-    return Built(plan=plan, step=step, predicted=compiler.memory_of(step))
+    return Built(plan=plan, step=step, predicted=compile_client.memory_of(step))
 
 
 def _run(case: Case, workload: Workload, built: Built) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class _Forecasting:
     def __init__(self, smoke: bool) -> None:
         card = gpu_of_device(jax.devices()[0].device_kind)
         self._process: subprocess.Popen[str] | None = None
-        if card is not None and compiler.missing() is None:
+        if card is not None and compile_client.missing() is None:
             command = [sys.executable, "-m", "benchmarks.gpu.memory", "--forecast", card.name]
             self._process = subprocess.Popen(
                 command + ["--smoke"] * smoke,

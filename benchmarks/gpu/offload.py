@@ -26,9 +26,9 @@ from benchmarks.gpu.workloads import Workload, choose_workload
 from benchmarks.machine import load_average
 from benchmarks.measuring import interleave, least_of, median_of, sample
 from benchmarks.recording import Goal, Record, add_arguments, write_record
-from zerojax.link_rates import LinkRates, measure_link
-from zerojax.offload_costs import moved_bytes
-from zerojax.store.rates import measure_rates
+from zerojax.checkpoint.store.rates import measure_rates
+from zerojax.hardware.link_rates import LinkRates, measure_link
+from zerojax.plan.offload_costs import moved_bytes
 
 HOST_GB = "100"
 """Most pinned host memory; JAX's own limit is 64. Read when the backend starts."""

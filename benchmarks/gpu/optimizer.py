@@ -36,7 +36,8 @@ from benchmarks.optimizer import (
 )
 from benchmarks.recording import Goal, Record, add_arguments, save_so_far, write_record
 from pallas_kernels.choice import Choice, KernelUnavailable, choose
-from zerojax import compiler, hlo
+from zerojax.forecasting import hlo
+from zerojax.hardware import compile_client
 
 GPT2_LAYER = [
     (768,),
@@ -252,7 +253,7 @@ def _program_facts(way: Way, shapes: Leaves) -> dict[str, Any]:
         if not computation.name.startswith("fused"):
             times = program.times_run(computation.name)
             launches += times * sum(i.opcode in LAUNCHES for i in computation.instructions)
-    memory = compiler.memory_of(compiled)
+    memory = compile_client.memory_of(compiled)
     return {
         "launches": launches,
         "needs_MB": memory.peak / 1e6,

@@ -13,7 +13,7 @@ import jaxlib.xla_client as xla_client
 
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
-from zerojax.gpus import find_gpu, target_text
+from zerojax.hardware.gpus import find_gpu, target_text
 
 # What decides tiling, memory and schedules; names and versions may differ.
 DECISIVE = (

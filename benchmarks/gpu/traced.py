@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 
-from zerojax.profiling import newest_trace
+from zerojax.forecasting.profiling import newest_trace
 
 
 def device_events(folder: str) -> list[tuple[float, float]]:

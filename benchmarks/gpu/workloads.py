@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from zerojax.gpus import gpu_of_device
+from zerojax.hardware.gpus import gpu_of_device
 
 LEARNING_RATE = 3e-4
 BETAS = (0.9, 0.95)

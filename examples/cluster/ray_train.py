@@ -36,7 +36,7 @@ class Worker:
     def train(self, words: list[str], variables: dict[str, str]) -> int:
         """Runs `zerojax train`; the exit code, minus the number of a signal."""
         # The boot ends the process when this worker ends, however that ends.
-        boot = ["-m", "zerojax.launcher.boot", f"--launcher={os.getpid()}", "-m", "zerojax"]
+        boot = ["-m", "zerojax.runtime.launch.boot", f"--launcher={os.getpid()}", "-m", "zerojax"]
         command = [sys.executable, *boot, "train", *words]
         return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
 

@@ -1,23 +1,61 @@
-"""Checkpoints: complete, atomic, verified steps in one folder, written in the background.
+"""Named arrays in verified folders, and buckets of bytes on a disk.
 
-The package handles named arrays and JSON; it knows no model and no plan.
+Knows trees of arrays and JSON; never models, plans or how a state is padded. Sub-package: `store`
+(the buckets).
 """
 
-from zerojax.checkpoint.checkpointer import Checkpointer, Restored
-from zerojax.checkpoint.errors import CheckpointError, Damage, DamagedError
-from zerojax.checkpoint.kept import named_step
-from zerojax.checkpoint.metadata import Metadata
-from zerojax.checkpoint.retention import Retention
-from zerojax.checkpoint.verification import Verification
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerojax.checkpoint.checkpointer import Checkpointer, Restored
+    from zerojax.checkpoint.errors import (
+        CheckpointError,
+        Damage,
+        DamagedError,
+        FolderInUseError,
+        MachineError,
+    )
+    from zerojax.checkpoint.kept import named_step
+    from zerojax.checkpoint.metadata import Metadata
+    from zerojax.checkpoint.retention import Retention
+    from zerojax.checkpoint.verification import Verification
 
 __all__ = [
     "CheckpointError",
     "Checkpointer",
     "Damage",
     "DamagedError",
+    "FolderInUseError",
+    "MachineError",
     "Metadata",
     "Restored",
     "Retention",
     "Verification",
     "named_step",
 ]
+
+_HOME_OF_NAME = {
+    "CheckpointError": "errors",
+    "Checkpointer": "checkpointer",
+    "Damage": "errors",
+    "DamagedError": "errors",
+    "FolderInUseError": "errors",
+    "MachineError": "errors",
+    "Metadata": "metadata",
+    "Restored": "checkpointer",
+    "Retention": "retention",
+    "Verification": "verification",
+    "named_step": "kept",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what a name needs when it is first asked for (PEP 562)."""
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value

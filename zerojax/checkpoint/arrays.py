@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint import packs
-from zerojax.host_parts import with_own_memory
-from zerojax.trees import flatten_names
+from zerojax.checkpoint.host_arrays import with_own_memory
+from zerojax.models.trees import flatten_names
 
 PyTree = Any
 _ITEM = "state"

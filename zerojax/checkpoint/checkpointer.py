@@ -33,8 +33,8 @@ from zerojax.checkpoint.retention import Retention, as_retention
 from zerojax.checkpoint.saving import Save, is_first_process, not_saved, write
 from zerojax.checkpoint.verification import Verification, verify_step
 from zerojax.config.keywords import names_keywords
-from zerojax.folder_lock import FolderTakenError, Hold, hold
-from zerojax.trees import flatten_names, num_bytes, unflatten_like
+from zerojax.models.trees import flatten_names, num_bytes, unflatten_like
+from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
 
 PyTree = Any
 
@@ -61,7 +61,7 @@ class Checkpointer:
 
     One process writes into a folder (of several of one run: the first, for all). It holds the
     folder from `check_writable` or the first save on, until `close` or its end; another one is
-    refused meanwhile, and `zerojax.folder_lock` says when it is not. Readers need no leave.
+    refused meanwhile, and `zerojax.runtime.folder_lock` says when it is not. Readers need no leave.
 
     Use it as a context manager: `close` waits for the write in flight, which is lost when the
     interpreter exits first (the earlier checkpoints are not).
@@ -187,7 +187,7 @@ class Checkpointer:
           config: the resolved configuration; JSON values.
           plan: the plan; JSON values.
           write_pieces: writes what `state` has as `ShapeDtypeStruct`s into the folder that it is
-            given, with a `store.pieces.PieceWriter`; done before this method returns.
+            given, with a `checkpoint.store.pieces.PieceWriter`; done before this method returns.
 
         Raises:
           CheckpointError: this or the previous save failed. Earlier checkpoints are intact.

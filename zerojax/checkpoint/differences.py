@@ -16,8 +16,8 @@ from zerojax.checkpoint.errors import CheckpointError, DamagedError, reason
 from zerojax.checkpoint.inspection import SavedStep, open_arrays
 from zerojax.checkpoint.metadata import Metadata
 from zerojax.checkpoint.pieces import Unread
+from zerojax.checkpoint.store.boxes import Box
 from zerojax.checkpoint.verification import parts_of
-from zerojax.store.boxes import Box
 
 _ABSENT = "not there"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zerojax.checkpoint import files
-from zerojax.store.files import check_space
+from zerojax.checkpoint.store.files import check_space
 
 
 @contextlib.contextmanager

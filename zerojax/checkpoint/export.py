@@ -12,12 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import fingerprints
+from zerojax.checkpoint import fingerprint_math
 from zerojax.checkpoint.drafts import new_folder
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, reason
 from zerojax.checkpoint.inspection import SavedStep, open_arrays
 from zerojax.checkpoint.metadata import as_abstract
-from zerojax.safetensors_files import (
+from zerojax.models.hugging_face.safetensors import (
     SHARD_BYTES,
     SafetensorsError,
     Tensor,
@@ -146,14 +146,14 @@ def read_whole(saved: SavedStep, name: str, unread: Any, shape: Sequence[int]) -
         raise DamagedError(
             f"checkpoint {saved.folder} is damaged: {name!r} cannot be read ({reason(error)})"
         ) from error
-    _check(saved, name, fingerprints.of_array(values))
+    _check(saved, name, fingerprint_math.of_array(values))
     return values
 
 
-def _check(saved: SavedStep, name: str, sums: fingerprints.Sums) -> None:
+def _check(saved: SavedStep, name: str, sums: fingerprint_math.Sums) -> None:
     assert saved.metadata is not None
     expected = saved.metadata.fingerprints.get(name)
-    if expected is not None and fingerprints.as_text(sums) != expected:
+    if expected is not None and fingerprint_math.as_text(sums) != expected:
         raise DamagedError(
             f"checkpoint {saved.folder} is damaged: {name!r} is not what was saved; export "
             "an earlier step"
@@ -178,7 +178,7 @@ class Layers:
         self._read, self._whole = unread.open_layers(), None
         if self._read is None:
             self._whole = read_whole(saved, name, unread, shape)
-        self._sums: dict[int, fingerprints.Sums] = {}
+        self._sums: dict[int, fingerprint_math.Sums] = {}
 
     def layer(self, index: int) -> np.ndarray:
         """Raises DamagedError with the last one, if the stack is not what was saved."""
@@ -193,7 +193,7 @@ class Layers:
                 f"({reason(error)})"
             ) from error
         start = (index, *(0 for _ in self._shape[1:]))
-        self._sums[index] = fingerprints.of_part(values[None], start, self._shape)
+        self._sums[index] = fingerprint_math.of_part(values[None], start, self._shape)
         if len(self._sums) == self._shape[0]:
-            _check(self._saved, self._name, fingerprints.add(*self._sums.values()))
+            _check(self._saved, self._name, fingerprint_math.add(*self._sums.values()))
         return values

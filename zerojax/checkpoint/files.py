@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from zerojax.bounded_json import JsonError, kind_of, open_regular
 from zerojax.checkpoint.errors import Damage, is_damage, reason
+from zerojax.runtime.bounded_json import JsonError, kind_of, open_regular
 
 SMALL = 1 << 20
 """Bytes up to which a file is always read to be checked; such files hold tables, not arrays."""

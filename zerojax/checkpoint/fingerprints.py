@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import fingerprints
-from zerojax.fingerprints import Shape, Sums
-from zerojax.store.boxes import Box
+from zerojax.checkpoint import fingerprint_math
+from zerojax.checkpoint.fingerprint_math import Shape, Sums
+from zerojax.checkpoint.store.boxes import Box
 
 Parts = dict[str, dict[int, Sums]]
 """Name of an array -> id of a device -> the sums of its shard."""
@@ -46,7 +46,7 @@ def whole(leaf: Any, parts: Mapping[int, Sums]) -> Sums:
     found: dict[Box, Sums] = {}
     for device, box in _boxes(leaf.sharding, leaf.shape).items():
         found.setdefault(box, parts[device])
-    return fingerprints.add(*found.values())
+    return fingerprint_math.add(*found.values())
 
 
 def differing_copies(leaf: Any, parts: Mapping[int, Sums]) -> tuple[int, int] | None:
@@ -65,7 +65,7 @@ def _start(leaf: jax.Array) -> jax.Array | dict[int, Sums]:
         return _program(sharding, leaf.shape)(leaf)
     boxes = _boxes(sharding, leaf.shape)
     return {
-        shard.device.id: fingerprints.of_part(
+        shard.device.id: fingerprint_math.of_part(
             np.asarray(shard.data), boxes[shard.device.id][0], leaf.shape
         )
         for shard in leaf.addressable_shards
@@ -92,7 +92,9 @@ def _program(sharding: NamedSharding | SingleDeviceSharding, shape: Shape) -> An
     """A jitted function of an array that lies so: uint32 [devices, 2], a row on each device."""
     on_cpu = next(iter(sharding.device_set)).platform == "cpu"
     if isinstance(sharding, SingleDeviceSharding):
-        return jax.jit(lambda x: fingerprints.traced(x, (0,) * x.ndim, shape, on_cpu=on_cpu)[None])
+        return jax.jit(
+            lambda x: fingerprint_math.traced(x, (0,) * x.ndim, shape, on_cpu=on_cpu)[None]
+        )
     spec = sharding.spec
 
     def sum_shard(x: jax.Array) -> jax.Array:
@@ -101,7 +103,7 @@ def _program(sharding: NamedSharding | SingleDeviceSharding, shape: Shape) -> An
             if axes:
                 # In 32 bits, as positions are counted.
                 start[dim] = jax.lax.axis_index(axes).astype(jnp.uint32) * np.uint32(x.shape[dim])
-        return fingerprints.traced(x, start, shape, on_cpu=on_cpu)[None]
+        return fingerprint_math.traced(x, start, shape, on_cpu=on_cpu)[None]
 
     return jax.jit(
         jax.shard_map(

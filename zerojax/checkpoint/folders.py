@@ -4,7 +4,8 @@ path/20            a complete checkpoint: the name is nothing but the step
 path/30.partial-1  (some number) being written or given up: invisible, removed by the next save
 path/10.expired    being deleted: invisible, removed by the next save
 path/40.damaged    was not what had been saved: invisible, kept for people to look at
-path/writer.lock   says which process writes here, as long as it does (`zerojax.folder_lock`)
+path/writer.lock   says which process writes here, as long as it does
+(`zerojax.runtime.folder_lock`)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.files import to_disk
-from zerojax.trees import format_bytes
+from zerojax.models.trees import format_bytes
 
 _INVISIBLE = re.compile(r"\d+\.(partial-\d+|expired)")
 _DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerojax.bounded_json import load
 from zerojax.checkpoint import files, folders
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, reason
 from zerojax.checkpoint.kept import kept_steps, named_step
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_metadata
 from zerojax.checkpoint.pieces import Pieces, Unread
 from zerojax.checkpoint.saving import ARRAYS, PIECES
+from zerojax.runtime.bounded_json import load
 
 _REST = re.compile(r"\d+\.(partial|expired|damaged)(-\d+)?")
 _WHY = {

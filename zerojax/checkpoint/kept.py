@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerojax import bounded_json
 from zerojax.checkpoint.errors import CheckpointError, MachineError, reason
+from zerojax.runtime import bounded_json
 
 FILE_NAME = "kept.json"
 _MAX_BYTES = 1 << 20

@@ -20,17 +20,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.bounded_json import MAX_BYTES, MAX_DEPTH, MAX_DIGITS, JsonError, loads, read_bytes
 from zerojax.checkpoint import seals
-from zerojax.checkpoint.errors import (
-    CheckpointError,
-    DamagedError,
-    MachineError,
-    is_damage,
-    reason,
-)
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, is_damage, reason
 from zerojax.checkpoint.metadata_fields import problem_with
-from zerojax.display import quoted
+from zerojax.config.display import quoted
+from zerojax.runtime.bounded_json import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    MAX_DIGITS,
+    JsonError,
+    loads,
+    read_bytes,
+)
 
 FORMAT = 2
 FILE_NAME = "metadata.json"
@@ -64,7 +65,7 @@ class Metadata:
     num_processes: int
 
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Name of an array -> its fingerprint (`zerojax.fingerprints`), however it was sharded; empty:
+    """Name of an array -> its fingerprint (`fingerprint_math`), however it was sharded; empty:
     none were taken."""
 
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)

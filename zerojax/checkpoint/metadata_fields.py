@@ -13,8 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.bounded_json import inside
-from zerojax.display import quoted
+from zerojax.config.display import quoted
+from zerojax.runtime.bounded_json import inside
 
 _LARGEST = 2**48
 """Of one dimension, in elements, and of one array or file, in bytes: 256 TiB."""

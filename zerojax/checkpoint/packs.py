@@ -26,9 +26,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.bounded_json import load
-from zerojax.display import quoted
-from zerojax.store.boxes import Box, Shape, box_of, parts_of_run, slices_of
+from zerojax.checkpoint.store.boxes import Box, Shape, box_of, parts_of_run, slices_of
+from zerojax.config.display import quoted
+from zerojax.runtime.bounded_json import load
 
 FILE_NAME = "packs.json"
 PREFIX = "pack/"

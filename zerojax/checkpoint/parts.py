@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zerojax.bounded_json import loads, read_bytes
 from zerojax.checkpoint.errors import (
     GivenUpError,
     MachineError,
@@ -25,6 +24,7 @@ from zerojax.checkpoint.errors import (
     reason,
 )
 from zerojax.checkpoint.fingerprints import Parts
+from zerojax.runtime.bounded_json import loads, read_bytes
 
 LIMIT = 1800.0
 """Seconds that the first process waits for the others after it has written its own part. One that

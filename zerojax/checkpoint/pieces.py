@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint import arrays, packs
-from zerojax.host_parts import array_of_parts
-from zerojax.store.boxes import Box, box_of, slices_of
-from zerojax.store.pieces import PieceReader
+from zerojax.checkpoint.host_arrays import array_of_parts
+from zerojax.checkpoint.store.boxes import Box, box_of, slices_of
+from zerojax.checkpoint.store.pieces import PieceReader
 
 
 class Unread:
@@ -54,7 +54,7 @@ class Pieces:
         """Opens the tables.
 
         Args:
-          folder: Orbax's; pieces: of `store.pieces`, if there is one.
+          folder: Orbax's; pieces: of `checkpoint.store.pieces`, if there is one.
         """
         self._folder = folder
         self._reader = PieceReader(pieces) if pieces.is_dir() else None

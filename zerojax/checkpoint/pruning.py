@@ -19,7 +19,7 @@ from zerojax.checkpoint.errors import CheckpointError, FolderInUseError, Machine
 from zerojax.checkpoint.inspection import leftovers, saved_steps
 from zerojax.checkpoint.kept import kept_steps
 from zerojax.checkpoint.retention import Retention
-from zerojax.folder_lock import FolderTakenError, hold
+from zerojax.runtime.folder_lock import FolderTakenError, hold
 
 STALE_SECONDS = 3600.0
 """A partial folder in which nothing was written for so long is no save in progress."""

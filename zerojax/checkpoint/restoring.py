@@ -18,11 +18,11 @@ from zerojax.checkpoint.errors import (
     is_damage,
     reason,
 )
+from zerojax.checkpoint.fingerprint_math import as_text
 from zerojax.checkpoint.fingerprints import Computation, Parts, differing_copies, whole
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, check_same_arrays, read_metadata
 from zerojax.checkpoint.pieces import Pieces
 from zerojax.checkpoint.saving import ARRAYS, PIECES, is_first_process
-from zerojax.fingerprints import as_text
 
 _MOST = 3  # damaged files that one sentence names
 

@@ -23,17 +23,17 @@ from zerojax.checkpoint.errors import (
     is_disk_full,
     reason,
 )
+from zerojax.checkpoint.fingerprint_math import as_text
 from zerojax.checkpoint.fingerprints import Computation, differing_copies, whole
 from zerojax.checkpoint.kept import kept_steps
 from zerojax.checkpoint.metadata import Metadata, write_metadata
 from zerojax.checkpoint.packs import FILE_NAME as TABLE
 from zerojax.checkpoint.parts import Part, collect, leave, leave_failure, raise_failures
 from zerojax.checkpoint.retention import Retention
+from zerojax.checkpoint.store.pieces import PieceReader
 from zerojax.checkpoint.stuck_threads import end_stuck_threads
-from zerojax.fingerprints import as_text
-from zerojax.leaving import leave_group_when_over
-from zerojax.store.pieces import PieceReader
-from zerojax.trees import format_bytes
+from zerojax.models.trees import format_bytes
+from zerojax.runtime.shutdown import leave_group_when_over
 
 ARRAYS, PIECES = "arrays", "pieces"
 

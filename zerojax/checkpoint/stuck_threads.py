@@ -3,7 +3,7 @@
 Its threads wait for a signal that the folder is there before they write. Where making the folder is
 what failed, the signal never comes, and Python waits for them when it ends: the process hung there
 (seen where a folder was removed, and where two runs wrote into one). With several processes the
-signal comes through their group, and `leaving.leave_group_when_over` ends the wait.
+signal comes through their group, and `runtime.shutdown.leave_group_when_over` ends the wait.
 """
 
 from __future__ import annotations

@@ -13,14 +13,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from zerojax import fingerprints
-from zerojax.checkpoint import files
+from zerojax.checkpoint import files, fingerprint_math
 from zerojax.checkpoint.errors import Damage, DamagedError, MachineError, is_damage, reason
+from zerojax.checkpoint.fingerprint_math import Sums
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_metadata
 from zerojax.checkpoint.pieces import Pieces
 from zerojax.checkpoint.saving import ARRAYS, PIECES
-from zerojax.fingerprints import Sums
-from zerojax.store.boxes import Box, Shape
+from zerojax.checkpoint.store.boxes import Box, Shape
 
 _PART_BYTES = 64 << 20
 
@@ -105,7 +104,7 @@ def _wrong_leaves(folder: Path, metadata: Metadata) -> Iterator[Damage]:
         except Exception as error:
             yield _unreadable(name, error)
             continue
-        if fingerprints.as_text(sums) != metadata.fingerprints[name]:
+        if fingerprint_math.as_text(sums) != metadata.fingerprints[name]:
             yield Damage(leaf=name, what="is not what was saved")
 
 
@@ -116,10 +115,10 @@ def _unreadable(name: str, error: Exception) -> Damage:
 
 
 def _fingerprint(read: Callable[[Box], np.ndarray], leaf: jax.ShapeDtypeStruct) -> Sums:
-    total = fingerprints.ZERO
+    total = fingerprint_math.ZERO
     for start, size in parts_of(leaf.shape, leaf.dtype.itemsize):
-        part = fingerprints.of_part(read((start, size)), start, leaf.shape)
-        total = fingerprints.add(total, part)
+        part = fingerprint_math.of_part(read((start, size)), start, leaf.shape)
+        total = fingerprint_math.add(total, part)
     return total
 
 

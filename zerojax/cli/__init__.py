@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from zerojax.cli.complaints import explain
 from zerojax.cli.parser import build_parser
-from zerojax.display import show
-from zerojax.exit_codes import BAD_INPUT, FAILED
-from zerojax.leaving import AGREED, exit_code_of, in_group, leave
+from zerojax.config.display import show
+from zerojax.runtime.exit_codes import BAD_INPUT, FAILED
+from zerojax.runtime.shutdown import AGREED, exit_code_of, in_group, leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the words after `zerojax`; None takes them from the process.
 
     Returns:
-      The exit code, see `zerojax.exit_codes`.
+      The exit code, see `zerojax.runtime.exit_codes`.
     """
     code = _run(argv)
     if code not in AGREED and in_group():

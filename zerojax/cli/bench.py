@@ -9,9 +9,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerojax.display import show
-from zerojax.machine_rates import MeasuredDisk, disk_name, keep
-from zerojax.store.rates import Rates, measure_rates
+from zerojax.checkpoint.store.rates import Rates, measure_rates
+from zerojax.config.display import show
+from zerojax.hardware.machine_rates import MeasuredDisk, disk_name, keep
 
 _GB = 1e9
 _MIB = 2**20

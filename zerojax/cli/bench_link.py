@@ -8,9 +8,9 @@ import json
 
 import jax
 
-from zerojax.display import show
-from zerojax.link_rates import SIZES, LinkRates, measure_link, shares_host_memory
-from zerojax.machine_rates import MeasuredLink, keep
+from zerojax.config.display import show
+from zerojax.hardware.link_rates import SIZES, LinkRates, measure_link, shares_host_memory
+from zerojax.hardware.machine_rates import MeasuredLink, keep
 
 _GB = 1e9
 _MIB = 2**20

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from zerojax.cli.devices import use_cpu_devices
-from zerojax.host_memory import keep_freed_memory
+from zerojax.runtime.host_memory import keep_freed_memory
 
 
 def run(args: argparse.Namespace) -> int:

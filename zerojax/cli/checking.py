@@ -22,18 +22,20 @@ import jax
 import numpy as np
 
 import zerojax
-from zerojax import api, deepspeed, engine, plan_making
 from zerojax.cli.devices import run_one_program_at_a_time
 from zerojax.cli.progress import Progress
 from zerojax.config import MeshConfig, RunConfig, load
+from zerojax.config.display import show
 from zerojax.config.recognition import is_deepspeed
 from zerojax.data import as_feed, as_source
-from zerojax.display import show
-from zerojax.exit_codes import DIFFERS, OK
-from zerojax.losses import next_token
-from zerojax.model import as_model, bound_attribute, default_loss
-from zerojax.runs import plan_from_config, tokenizer_spec
+from zerojax.models.adapt import as_model, bound_attribute, default_loss
+from zerojax.models.losses import next_token
+from zerojax.plan import make
+from zerojax.runtime.exit_codes import DIFFERS, OK
+from zerojax.training import deepspeed, entry
+from zerojax.training.deepspeed import engine
 from zerojax.training.equality import check_here, make_request
+from zerojax.training.run_file import plan_from_config, tokenizer_spec
 
 ROWS = 16
 """Of a text batch that a target leaves open, and the most that is taken of a run file's."""
@@ -153,8 +155,8 @@ def parts_of_script(path: str, steps: int) -> Parts:
         return stand_in
 
     readers = {
-        "train": (api, captured(api.train, _of_train)),
-        "make_plan": (plan_making, captured(plan_making.make_plan, _of_plan)),
+        "train": (entry, captured(entry.train, _of_train)),
+        "make_plan": (make, captured(make.make_plan, _of_plan)),
         "initialize": (engine, captured(engine.initialize, _of_engine)),
     }
     try:

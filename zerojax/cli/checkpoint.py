@@ -25,10 +25,10 @@ from zerojax.checkpoint.inspection import (
 )
 from zerojax.checkpoint.pruning import Removal, alone_in, removals, remove
 from zerojax.cli.parser_parts import step_or_name
-from zerojax.display import show
-from zerojax.exit_codes import FAILED, OK
-from zerojax.publishing import export_adapters, export_step, run_folders
-from zerojax.trees import format_bytes
+from zerojax.config.display import show
+from zerojax.models.trees import format_bytes
+from zerojax.runtime.exit_codes import FAILED, OK
+from zerojax.training.hugging_face_export import export_adapters, export_step, run_folders
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _TOKENIZER = "tokenizer.json"

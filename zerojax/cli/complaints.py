@@ -7,8 +7,8 @@ import os
 
 PACKAGES = ("zerojax", "pallas_kernels")
 OUT_OF_MEMORY = "out of memory"
-"""How the note begins that `zerojax.out_of_memory` leaves on an error."""
-_NOT_OF_INPUT = ("zerojax.compiler",)
+"""How the note begins that `zerojax.forecasting.out_of_memory` leaves on an error."""
+_NOT_OF_INPUT = ("zerojax.hardware.compile_client",)
 _BAD_PATHS = (
     FileNotFoundError,
     FileExistsError,

@@ -6,10 +6,10 @@ import argparse
 
 import jax
 
-from zerojax.display import show
-from zerojax.exit_codes import OK
-from zerojax.llama_cpp import convert_gguf
-from zerojax.trees import format_bytes
+from zerojax.cli.llama_cpp import convert_gguf
+from zerojax.config.display import show
+from zerojax.models.trees import format_bytes
+from zerojax.runtime.exit_codes import OK
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 

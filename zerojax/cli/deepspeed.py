@@ -7,9 +7,9 @@ import dataclasses
 import json
 
 from zerojax.config import ConfigError, to_dict
-from zerojax.deepspeed import Given, Translation, explain, explanation
-from zerojax.display import show
-from zerojax.exit_codes import BAD_INPUT
+from zerojax.config.display import show
+from zerojax.runtime.exit_codes import BAD_INPUT
+from zerojax.training.deepspeed import Given, Translation, explain, explanation
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from zerojax.deepspeed import keys_markdown, keys_page
-from zerojax.display import show
+from zerojax.config.display import show
+from zerojax.training.deepspeed import keys_markdown, keys_page
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import os
 import sys
 
 from zerojax.config import OffloadConfig
-from zerojax.system_memory import PINNED_LIMIT, least_room, pinned_limit_for
+from zerojax.runtime.system_memory import PINNED_LIMIT, least_room, pinned_limit_for
 
 
 def use_cpu_devices(number: int | None) -> None:
@@ -40,7 +40,7 @@ def allow_pinned_memory(offload: OffloadConfig) -> None:
     """Lets XLA take as much pinned host memory as there is, where a run offloads anything.
 
     XLA reads its limit, 64 GiB unless it is told, when JAX starts its devices. A limit that is set
-    already stays; `zerojax.host_budget` refuses a run for which it is too small.
+    already stays; `zerojax.plan.host_budget` refuses a run for which it is too small.
     """
     limit = None if offload.is_off else pinned_limit_for(least_room())
     if limit is not None:

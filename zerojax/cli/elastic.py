@@ -10,7 +10,7 @@ import json
 
 from zerojax.cli.train import split_words
 from zerojax.config import ElasticBatch, RunConfig, load
-from zerojax.display import show
+from zerojax.config.display import show
 
 
 def describe(batch: ElasticBatch, counts: list[int]) -> str:

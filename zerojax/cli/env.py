@@ -18,11 +18,11 @@ from typing import Any
 import jax
 
 import zerojax
-from zerojax import compiler
-from zerojax.display import show
-from zerojax.link_rates import has_pinned_host
-from zerojax.redaction import redact
-from zerojax.system_memory import PINNED_LIMIT, least_room
+from zerojax.config.display import show
+from zerojax.hardware import compile_client
+from zerojax.hardware.link_rates import has_pinned_host
+from zerojax.runtime.redaction import redact
+from zerojax.runtime.system_memory import PINNED_LIMIT, least_room
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 OPTIONAL = {
@@ -124,7 +124,7 @@ def collect() -> dict[str, Any]:
         "devices": devices,
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "optional": {name: version_of(name) for name in OPTIONAL},
-        "plan": compiler.missing() or f"compiles with {compiler.compiler_version()}",
+        "plan": compile_client.missing() or f"compiles with {compile_client.compiler_version()}",
         "advice": find_advice(devices, failure),
     }
 

@@ -6,7 +6,7 @@ import argparse
 import math
 
 from zerojax.cli.reading import open_run
-from zerojax.display import show
+from zerojax.config.display import show
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from zerojax.cli.reading import open_run
-from zerojax.display import show
+from zerojax.config.display import show
 
 
 def run(args: argparse.Namespace) -> int:

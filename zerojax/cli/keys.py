@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator
 
 from zerojax import config as settings
-from zerojax.display import show
+from zerojax.config.display import show
 
 WIDTH = 96
 

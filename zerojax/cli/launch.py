@@ -1,6 +1,6 @@
 """`zerojax launch`: arguments of the launcher.
 
-This module imports no JAX. The launching itself is `zerojax.launcher`.
+This module imports no JAX. The launching itself is `zerojax.runtime.launch`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 
-from zerojax.launcher import Job, check_gpus, launch
-from zerojax.launcher.job import command_line
-from zerojax.process_group import visible_gpus
+from zerojax.runtime.launch import Job, check_gpus, launch
+from zerojax.runtime.launch.job import command_line
+from zerojax.runtime.local_gpus import visible_gpus
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import difflib
 import sys
 from typing import NoReturn
 
-from zerojax.display import show
+from zerojax.config.display import show
 
 
 class Parser(argparse.ArgumentParser):

@@ -12,7 +12,7 @@ import sys
 
 from zerojax.cli.train import split_words
 from zerojax.config import RunConfig, load
-from zerojax.gpus import find_gpu
+from zerojax.hardware.gpus import find_gpu
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,18 +7,14 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from zerojax import compiler
-from zerojax import mesh as meshes
 from zerojax.cli.invocation import command_name
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig
+from zerojax.config.display import show
 from zerojax.config.offload import HOST
-from zerojax.display import show
 from zerojax.forecasting import forecast as compile_forecast
 from zerojax.forecasting.page import forecast_dict, forecast_page
-from zerojax.gpus import Gpu
-from zerojax.runs import plan_from_config
-from zerojax.search import (
+from zerojax.forecasting.search import (
     Candidate,
     SearchResult,
     list_candidates,
@@ -26,6 +22,10 @@ from zerojax.search import (
     search_dict,
     search_page,
 )
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import Gpu
+from zerojax.plan import mesh as meshes
+from zerojax.training.run_file import plan_from_config
 
 EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_NOT_DECIDED = 0, 1, 3
 OFFLOADED = "mesh.offload.opt_state=host"
@@ -106,9 +106,9 @@ def _search(
             f"--devices {devices}: neither they nor global_batch_size={config.global_batch_size} "
             f"can be cut evenly for model=1, 2, 4 or 8; use a multiple of {devices} rows"
         )
-    missing = compiler.missing()
+    missing = compile_client.missing()
     if missing is not None:
-        raise compiler.CompilerMissing(f"--search compares compiled plans, but {missing}")
+        raise compile_client.CompilerMissing(f"--search compares compiled plans, but {missing}")
     result = _find(config, gpu, devices, candidates, budget=budget, quiet=as_json)
     if result.chosen is None and result.certain and config.mesh.offload.is_off:
         offload = dataclasses.replace(config.mesh.offload, opt_state=HOST)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from zerojax.config.display import show
 from zerojax.data.prepare import prepare
-from zerojax.display import show
 
 
 def run(args: argparse.Namespace) -> int:

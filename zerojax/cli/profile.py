@@ -13,7 +13,7 @@ from pathlib import Path
 from zerojax.cli.devices import allow_pinned_memory, use_cpu_devices
 from zerojax.cli.train import split_words
 from zerojax.config import RunConfig, load
-from zerojax.host_memory import keep_freed_memory
+from zerojax.runtime.host_memory import keep_freed_memory
 
 NEVER = 1_000_000_000
 

@@ -12,13 +12,9 @@ import jax
 
 from zerojax.cli.devices import run_one_program_at_a_time
 from zerojax.config import RunConfig
-from zerojax.display import show
-from zerojax.distributed import join_processes
-from zerojax.flops import count_program_flops
-from zerojax.hlo.program import read_program
-from zerojax.metrics import read_metrics
-from zerojax.metrics.stopwatch import ACTIVITIES
-from zerojax.profiling import (
+from zerojax.config.display import show
+from zerojax.forecasting.hlo.program import read_program
+from zerojax.forecasting.profiling import (
     StepProfile,
     draw,
     flops_by_parameter,
@@ -27,8 +23,12 @@ from zerojax.profiling import (
     read_trace,
     with_programs,
 )
-from zerojax.running import OFFLOAD_FOLDER
-from zerojax.runs import run_from_config
+from zerojax.models.flops import count_program_flops
+from zerojax.runtime.distributed import join_processes
+from zerojax.training.metrics import read_metrics
+from zerojax.training.metrics.stopwatch import ACTIVITIES
+from zerojax.training.run import OFFLOAD_FOLDER
+from zerojax.training.run_file import run_from_config
 
 
 def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:

@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import TextIO
 
-from zerojax.display import printable, show
+from zerojax.config.display import printable, show
 
 INTERVAL = 0.5
 WIDTH = 100

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerojax import bounded_json
 from zerojax.cli.devices import run_one_program_at_a_time, use_cpu_devices
 from zerojax.config import MeshConfig
-from zerojax.config_loader import coerce_fields, load_dataclass
-from zerojax.host_memory import keep_freed_memory
+from zerojax.config.loader import coerce_fields, load_dataclass
+from zerojax.runtime import bounded_json
+from zerojax.runtime.host_memory import keep_freed_memory
 
 RECORD_FILE = "run.json"
 
@@ -58,7 +58,7 @@ def open_run(run: str, overrides: Sequence[str], step: int | str | None = None) 
         else:
             keep_freed_memory()
             run_one_program_at_a_time()
-    loading = importlib.import_module("zerojax.loading")
+    loading = importlib.import_module("zerojax.training.loading")
     mesh = {name: getattr(settings.mesh, name) for name in names}
     return loading.load_run(run, step, mesh=mesh or None)
 

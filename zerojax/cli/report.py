@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from zerojax.display import show
-from zerojax.metrics.report import write_report
+from zerojax.config.display import show
+from zerojax.training.metrics.report import write_report
 
 
 def run(args: argparse.Namespace) -> int:

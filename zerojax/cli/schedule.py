@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zerojax.display import show
-from zerojax.schedules.catalog import SCHEDULES, make_schedule
-from zerojax.schedules.files import write_csv
-from zerojax.schedules.picture import describe, draw
-from zerojax.schedules.simulation import Costs, simulate
-from zerojax.schedules.svg import draw_svg
+from zerojax.config.display import show
+from zerojax.plan.schedules.catalog import SCHEDULES, make_schedule
+from zerojax.plan.schedules.files import write_csv
+from zerojax.plan.schedules.picture import describe, draw
+from zerojax.plan.schedules.simulation import Costs, simulate
+from zerojax.plan.schedules.svg import draw_svg
 
 
 def parse_costs(text: str) -> Costs:

@@ -15,8 +15,8 @@ import yaml
 from zerojax.cli.devices import allow_pinned_memory, use_cpu_devices
 from zerojax.cli.invocation import command_name
 from zerojax.config import RunConfig, load, to_dict
-from zerojax.display import show
-from zerojax.host_memory import keep_freed_memory
+from zerojax.config.display import show
+from zerojax.runtime.host_memory import keep_freed_memory
 
 
 def split_words(config: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:

@@ -10,16 +10,16 @@ from typing import Any
 
 import jax
 
-from zerojax import exit_codes
 from zerojax.cli.devices import run_one_program_at_a_time
 from zerojax.cli.invocation import command_name
 from zerojax.config import RunConfig
+from zerojax.config.display import show
 from zerojax.data.tokenizer import load_tokenizer
-from zerojax.display import show
-from zerojax.distributed import join_processes
-from zerojax.interruption import sigterm_raised
-from zerojax.runs import run_from_config
-from zerojax.text_generation import continue_text, prompt_ids
+from zerojax.models.zoo.text_generation import continue_text, prompt_ids
+from zerojax.runtime import exit_codes
+from zerojax.runtime.distributed import join_processes
+from zerojax.runtime.preemption import sigterm_raised
+from zerojax.training.run_file import run_from_config
 
 # An empty line: the start of a paragraph in any text.
 SAMPLE_PROMPT = "\n\n"

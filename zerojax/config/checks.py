@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from zerojax.config_loader import ConfigError
-from zerojax.display import quoted
+from zerojax.config.display import quoted
+from zerojax.config.loader import ConfigError
 
 
 def refuse(name: str, value: Any, reason: str) -> None:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from zerojax.config.checks import check_at_least, check_positive, refuse
 from zerojax.config.keywords import names_keywords
-from zerojax.config_loader import coerce_fields
+from zerojax.config.loader import coerce_fields
 
 
 @names_keywords()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zerojax.config.checks import check_at_least, check_fraction, check_positive, check_regex
 from zerojax.config.keywords import names_keywords
-from zerojax.config_loader import ConfigError, coerce_fields
+from zerojax.config.loader import ConfigError, coerce_fields
 
 ADAPTERS_ONLY = (r"^(?!(?:.*/)?lora/[ab]$)",)
 """For `freeze=`: every parameter that is not of an adapter."""

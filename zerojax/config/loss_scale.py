@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zerojax.config.checks import refuse
 from zerojax.config.keywords import names_keywords
-from zerojax.config_loader import coerce_fields
+from zerojax.config.loader import coerce_fields
 
 LARGEST_SCALE = 2.0**64
 """Scales lie between 1 / LARGEST_SCALE and LARGEST_SCALE: float32 has to hold the loss times the

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from zerojax.config.checks import check_at_least, check_regex, refuse
 from zerojax.config.keywords import names_keywords
+from zerojax.config.loader import ConfigError, coerce_fields, from_dict
 from zerojax.config.offload import OffloadConfig
-from zerojax.config_loader import ConfigError, coerce_fields, from_dict
 
 Rules = tuple[tuple[str, tuple[str | None, ...]], ...]
 
 PARTITIONS = ("uniform", "parameters", "flops")
-"""Names of ways to divide layers; `zerojax.partition` does it."""
+"""Names of ways to divide layers; `zerojax.plan.layer_partition` does it."""
 
 
 @names_keywords()

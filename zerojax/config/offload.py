@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from zerojax.config.checks import check_at_least, refuse
 from zerojax.config.keywords import names_keywords
-from zerojax.config_loader import coerce_fields, parse_text
+from zerojax.config.loader import coerce_fields, parse_text
 
 DEVICE, HOST, NVME = TIERS = ("device", "host", "nvme")
 """Tiers, nearest first: the accelerator's memory, pinned host memory, files on a disk."""

@@ -10,8 +10,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.config.loader import ConfigError
 from zerojax.config.mesh import MeshConfig
-from zerojax.config_loader import ConfigError
 
 DEEPSPEED_KEYS = frozenset(
     [

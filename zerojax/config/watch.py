@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from zerojax.config.checks import check_at_least, check_positive
 from zerojax.config.keywords import names_keywords
-from zerojax.config_loader import coerce_fields
+from zerojax.config.loader import coerce_fields
 
 MIN_STEP_SECONDS = 600.0
 """What PyTorch gives an NCCL collective."""

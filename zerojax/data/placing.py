@@ -13,10 +13,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.keywords import names_keywords
-from zerojax.mesh import DATA_AXES, num_data_shards
-from zerojax.model import IndexLimit
-from zerojax.system_memory import allocating_for
-from zerojax.trees import check_arrays, flatten_names, unflatten_like
+from zerojax.models.index_limits import IndexLimit
+from zerojax.models.trees import check_arrays, flatten_names, unflatten_like
+from zerojax.plan.mesh import DATA_AXES, num_data_shards
+from zerojax.runtime.system_memory import allocating_for
 
 # The names of a language-model batch that hold token ids (others, such as labels, are not bounded
 # by the vocabulary).
@@ -24,7 +24,7 @@ TOKEN_NAMES = ("tokens", "targets")
 
 
 class BatchPlan(Protocol):
-    """What placing needs of a `zerojax.plan.Plan`."""
+    """What placing needs of a `zerojax.plan.plan.Plan`."""
 
     @property
     def abstract_batch(self) -> Any:

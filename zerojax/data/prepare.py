@@ -11,12 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.data.corpus import (
-    find_text_files,
-    num_text_bytes,
-    other_suffixes,
-    read_documents,
-)
+from zerojax.data.corpus import find_text_files, num_text_bytes, other_suffixes, read_documents
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, save_tokenizer
 from zerojax.data.tokens import FORMAT, TokenPart, Tokens, hash_file, sidecar_path, smallest_dtype
 

@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from zerojax.bounded_json import JsonError, load
 from zerojax.data.subwords import (
     NUM_BYTES,
     BpeTokenizer,
@@ -18,6 +17,7 @@ from zerojax.data.subwords import (
     checked_ids,
     import_tokenizers,
 )
+from zerojax.runtime.bounded_json import JsonError, load
 
 _BPE_SPEC = re.compile(r"bpe:(\d[\d_]*)")
 TOKENIZER_FILE = "tokenizer.json"

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.bounded_json import JsonError, load
 from zerojax.data.corpus import TOKEN_SUFFIXES, find_files
+from zerojax.runtime.bounded_json import JsonError, load
 
 FORMAT = "zerojax-tokens"
 DTYPES: Mapping[str, np.dtype] = {

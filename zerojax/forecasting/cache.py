@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerojax import bounded_json
-from zerojax.user_cache import VARIABLE, replace_text, user_cache
+from zerojax.runtime import bounded_json
+from zerojax.runtime.user_cache import VARIABLE, replace_text, user_cache
 
 FORMAT = 1
 MAX_BYTES = 256 << 20
@@ -24,7 +24,7 @@ MAX_BYTES = 256 << 20
 
 
 def cache_folder() -> Path | None:
-    """Where entries lie; None where the cache is switched off (see `user_cache`)."""
+    """Where entries lie; None where the cache is switched off (see `runtime.user_cache`)."""
     root = user_cache()
     return None if root is None else root / "forecasts"
 

@@ -12,34 +12,27 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from zerojax import compiler
-from zerojax import mesh as meshes
 from zerojax.config.keywords import names_keywords
 from zerojax.config.offload import HOST
-from zerojax.flops import count_program_flops
 from zerojax.forecasting import cache
+from zerojax.forecasting.hlo.collectives import Collective, find_collectives
+from zerojax.forecasting.hlo.host_copies import HostCopy, find_host_copies
+from zerojax.forecasting.hlo.live import read_live
+from zerojax.forecasting.hlo.overlap import find_overlap
+from zerojax.forecasting.hlo.program import read_program
+from zerojax.forecasting.hlo.traffic import hbm_bytes
 from zerojax.forecasting.offloading import offload_numbers
 from zerojax.forecasting.page import forecast_dict, forecast_page
-from zerojax.forecasting.result import (
-    COMPILED,
-    FORMULA,
-    ForecastNumbers,
-    Memory,
-    RoleBytes,
-)
+from zerojax.forecasting.result import COMPILED, FORMULA, ForecastNumbers, Memory, RoleBytes
 from zerojax.forecasting.roles import bytes_by_role
 from zerojax.forecasting.roofline import estimate, verdict
 from zerojax.forecasting.traffic import find_traffic
-from zerojax.gpus import Gpu, find_gpu, target_text
-from zerojax.hlo.collectives import Collective, find_collectives
-from zerojax.hlo.host_copies import HostCopy, find_host_copies
-from zerojax.hlo.live import read_live
-from zerojax.hlo.overlap import find_overlap
-from zerojax.hlo.program import read_program
-from zerojax.hlo.traffic import hbm_bytes
-from zerojax.offload_costs import hiding
-from zerojax.plan import Plan
-from zerojax.plan_counts import (
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import Gpu, find_gpu, target_text
+from zerojax.models.flops import count_program_flops
+from zerojax.parallel.step import build_step
+from zerojax.plan import mesh as meshes
+from zerojax.plan.counts import (
     PIPELINE_BUFFERS,
     model_flops,
     role_bytes,
@@ -48,7 +41,8 @@ from zerojax.plan_counts import (
     state_bytes,
     tokens_per_step,
 )
-from zerojax.step import build_step
+from zerojax.plan.offload_costs import hiding
+from zerojax.plan.plan import Plan
 
 FACTS_VERSION = 5
 """Raised when the readers find something else in the same program: what is cached is not reused."""
@@ -91,7 +85,8 @@ def forecast(
       gpu: a card's name ("h200"), its YAML file, or a `Gpu`.
       devices: how many; None takes as many as the plan's mesh. `data` takes what the other axes
         leave; the global batch stays.
-      fast: look for no better kernels; memory and traffic are the same (`compiler.FAST_OPTIONS`).
+      fast: look for no better kernels; memory and traffic are the same
+        (`hardware.compile_client.FAST_OPTIONS`).
       why_formula: a reason to take the formulas although there is a compiler.
       progress: told what is being done, a few words each time.
 
@@ -103,9 +98,9 @@ def forecast(
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     count = plan.mesh.size if devices is None else devices
     settings = dataclasses.replace(plan.settings, data=-1)
-    why = why_formula or compiler.missing()
+    why = why_formula or compile_client.missing()
     if why is None:
-        mesh = meshes.make_mesh(settings, compiler.gpu_devices(card, count))
+        mesh = meshes.make_mesh(settings, compile_client.gpu_devices(card, count))
     else:
         mesh = meshes.make_abstract_mesh(settings, count)
     moved, targets = plan.remake(mesh), None
@@ -136,7 +131,7 @@ def _make_forecast(
       devices: of `gpu_devices`, in the order of an abstract mesh: what a plan with arrays in host
         memory, which a mesh of such devices would lose, is compiled for.
       why_formula: why nothing can be compiled; None compiles.
-      fast: see `compiler.FAST_OPTIONS`.
+      fast: see `hardware.compile_client.FAST_OPTIONS`.
       progress: told what is being done, a few words each time.
 
     Raises:
@@ -150,7 +145,7 @@ def _make_forecast(
     flops = count_program_flops(traced.jaxpr) / plan.mesh.size
     if why_formula is None:
         say("lowering")
-        lowered = traced.lower() if devices is None else compiler.lower_for_gpus(traced)
+        lowered = traced.lower() if devices is None else compile_client.lower_for_gpus(traced)
         key = cache_key(plan, gpu, fast, program=lowered.as_text())
         facts = cache.load(key)
         if facts is None:
@@ -159,7 +154,7 @@ def _make_forecast(
             facts = _compile(lowered, plan, devices, fast)
             seconds = time.perf_counter() - began
             cache.store(key, facts)
-    made_by = compiler.compiler_version(fast=fast)
+    made_by = compile_client.compiler_version(fast=fast)
     return _assemble(plan, gpu, flops, facts, why_formula, seconds, made_by)
 
 
@@ -168,23 +163,23 @@ def _make_forecast(
 
 def cache_key(plan: Plan, gpu: Gpu, fast: bool, *, program: str) -> str:
     """Everything that the facts depend on. The program's text names neither options nor nodes."""
-    options = {**plan.program.options, **(compiler.FAST_OPTIONS if fast else {})}
+    options = {**plan.program.options, **(compile_client.FAST_OPTIONS if fast else {})}
     mesh = {str(name): size for name, size in plan.mesh.shape.items()}
     return cache.key_of(
         FACTS_VERSION,
         program,
         [target_text(gpu), gpu.node_devices, mesh],
-        [compiler.compiler_version(fast=fast), options],
+        [compile_client.compiler_version(fast=fast), options],
     )
 
 
 def _compile(lowered: Any, plan: Plan, devices: Sequence[Any] | None, fast: bool) -> Facts:
     own = {} if devices is None else plan.program.options  # `jax.jit` has them otherwise
     with tempfile.TemporaryDirectory(prefix="zerojax-plan-") as folder:
-        compiled = compiler.compile_for_gpus(
+        compiled = compile_client.compile_for_gpus(
             lowered,
             devices=devices,
-            options={**own, **(compiler.FAST_OPTIONS if fast else {})},
+            options={**own, **(compile_client.FAST_OPTIONS if fast else {})},
             dump=Path(folder),
         )
         live = read_live(Path(folder))
@@ -350,7 +345,7 @@ def _memory(plan: Plan, facts: Facts | None) -> Memory:
             formula_peak=sum(formula.values()),
             roles=roles,
         )
-    use = compiler.MemoryUse(**facts["memory"])
+    use = compile_client.MemoryUse(**facts["memory"])
     return Memory(
         state=state,
         batch=batch,
@@ -366,7 +361,7 @@ def _memory(plan: Plan, facts: Facts | None) -> Memory:
 
 
 def _roles(
-    use: compiler.MemoryUse,
+    use: compile_client.MemoryUse,
     found: Mapping[str, int] | None,
     formula: Mapping[str, int],
     batch: int,

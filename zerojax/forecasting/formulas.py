@@ -11,11 +11,11 @@ import math
 
 import jax.numpy as jnp
 
-from zerojax.mesh import REPLICA
-from zerojax.pipeline_costs import ticks_of
-from zerojax.placement import Access, LeafPlacement
-from zerojax.plan import Plan
-from zerojax.plan_counts import layers_of, whole_elements
+from zerojax.plan.counts import layers_of, whole_elements
+from zerojax.plan.leaf import Access, LeafPlacement
+from zerojax.plan.mesh import REPLICA
+from zerojax.plan.pipeline_costs import ticks_of
+from zerojax.plan.plan import Plan
 
 WIRE_UNIT_BYTES = 2
 """Bytes per parameter of the unit in which wire bytes are stated: bfloat16."""
@@ -37,7 +37,7 @@ def wire_unit(plan: Plan) -> float:
 def wire_bytes(plan: Plan) -> int:
     """Bytes that one device sends per step for weights and gradients.
 
-    What a parameter costs follows from how it is read (`zerojax.placement.Access`):
+    What a parameter costs follows from how it is read (`zerojax.plan.leaf.Access`):
       whole: one all-reduce of its gradient, twice (N-1)/N of it.
       gather once: one all-gather and one reduce-scatter.
       gather once, scatter early: one all-gather, one reduce-scatter per microbatch.
@@ -49,7 +49,7 @@ def wire_bytes(plan: Plan) -> int:
     Of a pipeline a device has the layers of one stage, over `data`; what is said per microbatch
     happens in every tick that has the slot, masked ones included: m+p-1 times in place of m for
     1f1b. What all stages read goes over `data` and `stage` together, once per step. Messages
-    between stages are not in it (`pipeline_costs.message_bytes`).
+    between stages are not in it (`plan.pipeline_costs.message_bytes`).
     """
     return round(sum(_leaf_wire(plan, leaf) for leaf in plan.placement.leaves.values()))
 

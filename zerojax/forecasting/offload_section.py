@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 
 from zerojax.forecasting.result import ForecastNumbers, Offload
-from zerojax.offload_page import CELL, ROLE, WIDTH, hiding_lines, moved_lines, tier_lines
-from zerojax.trees import format_bytes
+from zerojax.models.trees import format_bytes
+from zerojax.plan.show_offload import CELL, ROLE, WIDTH, hiding_lines, moved_lines, tier_lines
 
 
 def offload_section(forecast: ForecastNumbers) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from zerojax.config.offload import HOST
+from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.forecasting.result import Offload
-from zerojax.gpus import Gpu
-from zerojax.hlo.host_copies import TO_DEVICE, TO_HOST
-from zerojax.offload_costs import buffer_bytes, file_bytes, hiding, moved_bytes
-from zerojax.plan import Plan
-from zerojax.plan_counts import role_tiers
+from zerojax.hardware.gpus import Gpu
+from zerojax.plan.counts import role_tiers
+from zerojax.plan.offload_costs import buffer_bytes, file_bytes, hiding, moved_bytes
+from zerojax.plan.plan import Plan
 
 
 def offload_numbers(plan: Plan, gpu: Gpu, facts: dict[str, Any] | None) -> Offload | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from zerojax.forecasting.offload_section import offload_section
 from zerojax.forecasting.result import COMPILED, Estimate, ForecastNumbers, Memory, Traffic
-from zerojax.trees import format_bytes, format_count
+from zerojax.models.trees import format_bytes, format_count
 
 WIDTH = 100
 BAR = 60

@@ -12,18 +12,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax import programs
 from zerojax.config.offload import HOST
 from zerojax.forecasting.result import Memory
-from zerojax.gpus import Gpu
-from zerojax.mesh import DATA, MODEL, STAGE, num_data_shards
-from zerojax.model import bound_attribute
-from zerojax.offload_costs import link_seconds, rates_of
+from zerojax.hardware.gpus import Gpu
+from zerojax.models import jaxpr
+from zerojax.models.adapt import bound_attribute
+from zerojax.models.trees import format_bytes, num_elements
 from zerojax.optim import Optimizer
-from zerojax.pipeline_costs import activation_bytes, total_buffer_bytes
-from zerojax.placement import Access
-from zerojax.plan import Plan
-from zerojax.plan_counts import (
+from zerojax.plan.counts import (
     ACTIVATIONS,
     GATHERED,
     GRADIENTS,
@@ -34,8 +30,12 @@ from zerojax.plan_counts import (
     kept_activation_bytes,
     whole_elements,
 )
-from zerojax.schedules import lower, make_schedule
-from zerojax.trees import format_bytes, num_elements
+from zerojax.plan.leaf import Access
+from zerojax.plan.mesh import DATA, MODEL, STAGE, num_data_shards
+from zerojax.plan.offload_costs import link_seconds, rates_of
+from zerojax.plan.pipeline_costs import activation_bytes, total_buffer_bytes
+from zerojax.plan.plan import Plan
+from zerojax.plan.schedules import lower, make_schedule
 
 STATE = (MASTERS, OPTIMIZER, "optimizer temporaries")
 MOST_FRACTION = 0.95
@@ -160,8 +160,8 @@ def remat_of(plan: Plan) -> str | None:
 
 def _has_checkpoint(program: Any) -> bool:
     return any(
-        programs.is_checkpoint(equation)
-        or any(_has_checkpoint(inner) for inner in programs.inner_programs(equation.params))
+        jaxpr.is_checkpoint(equation)
+        or any(_has_checkpoint(inner) for inner in jaxpr.inner_programs(equation.params))
         for equation in program.eqns
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from zerojax.gpus import Gpu
-from zerojax.offload_costs import Hiding, Moved
+from zerojax.hardware.gpus import Gpu
+from zerojax.plan.offload_costs import Hiding, Moved
 
 COMPILED = "compiled"
 FORMULA = "formula"

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax
 
-from zerojax.hlo.dataflow import MATMULS, MOVES, Dataflow, Link, Value
-from zerojax.hlo.live import LiveAtPeak
-from zerojax.plan import Plan
+from zerojax.forecasting.hlo.dataflow import MATMULS, MOVES, Dataflow, Link, Value
+from zerojax.forecasting.hlo.live import LiveAtPeak
+from zerojax.plan.plan import Plan
 
 MASTERS = "master weights"
 OPTIMIZER = "optimizer state"
@@ -68,7 +68,7 @@ def bytes_by_role(live: LiveAtPeak, plan: Plan) -> dict[str, int]:
     """Bytes of device memory by role, at the moment when most are in use.
 
     Args:
-      live: of the plan's training step, from `hlo.live.read_live`.
+      live: of the plan's training step, from `forecasting.hlo.live.read_live`.
       plan: whose step it is; names the arguments.
 
     Returns:

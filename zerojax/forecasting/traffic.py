@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerojax.forecasting import formulas
+from zerojax.forecasting.hlo.collectives import PERMUTE
 from zerojax.forecasting.result import Traffic, TrafficRow
 from zerojax.forecasting.roofline import link_bandwidth
-from zerojax.gpus import Gpu
-from zerojax.hlo.collectives import PERMUTE
-from zerojax.mesh import DATA_AXES, STAGE
-from zerojax.pipeline_costs import message_bytes
-from zerojax.plan import Plan
+from zerojax.hardware.gpus import Gpu
+from zerojax.plan.mesh import DATA_AXES, STAGE
+from zerojax.plan.pipeline_costs import message_bytes
+from zerojax.plan.plan import Plan
 
 Facts = dict[str, Any]
 

@@ -1,116 +1,104 @@
-"""Reference models (GPT-2, Llama, BERT) in plain Flax NNX, and models from parts."""
+"""Any Flax module or function as one traced model; reference models; weights of Hugging Face.
+
+Knows Flax and traced programs; never a mesh, a sharding or an optimizer. Sub-packages: `zoo`
+(reference models), `loops` (the loop over layers), `hugging_face`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from flax import nnx
-
-from zerojax.config import ModelConfig
-from zerojax.models.bert import Bert, BertConfig
-from zerojax.models.decoder import MEGATRON_RULES, Block, Decoder, KVCache, TensorParallelRules
-from zerojax.models.generate import generate
-from zerojax.models.gpt2 import GPT2, GPT2Config
-from zerojax.models.llama import Llama, LlamaConfig
-from zerojax.models.lora import add_lora, merge_lora
-from zerojax.models.stages import Stages
+if TYPE_CHECKING:
+    from zerojax.models.adapt import as_loss, as_model, bound_attribute, default_loss, width_of
+    from zerojax.models.hugging_face import Pretrained, from_hugging_face
+    from zerojax.models.index_limits import IndexLimit
+    from zerojax.models.protocol import Arrays, LazyArray, Loss, Model, ModelLike, OnRead
+    from zerojax.models.trace import ModelTrace, trace_model
+    from zerojax.models.zoo import as_decoder_config, build_model, tensor_parallel_rules
+    from zerojax.models.zoo.bert import Bert, BertConfig
+    from zerojax.models.zoo.decoder import Block, Decoder, KVCache
+    from zerojax.models.zoo.generate import generate
+    from zerojax.models.zoo.gpt2 import GPT2, GPT2Config
+    from zerojax.models.zoo.llama import Llama, LlamaConfig
+    from zerojax.models.zoo.lora import add_lora, merge_lora
+    from zerojax.models.zoo.stages import Stages
 
 __all__ = [
     "GPT2",
+    "Arrays",
     "Bert",
     "BertConfig",
     "Block",
     "Decoder",
     "GPT2Config",
+    "IndexLimit",
     "KVCache",
+    "LazyArray",
     "Llama",
     "LlamaConfig",
+    "Loss",
+    "Model",
+    "ModelLike",
+    "ModelTrace",
+    "OnRead",
+    "Pretrained",
     "Stages",
     "add_lora",
     "as_decoder_config",
+    "as_loss",
+    "as_model",
+    "bound_attribute",
     "build_model",
+    "default_loss",
+    "from_hugging_face",
     "generate",
     "merge_lora",
     "tensor_parallel_rules",
+    "trace_model",
+    "width_of",
 ]
 
-_RULES: dict[str, TensorParallelRules] = {"gpt2": MEGATRON_RULES, "llama": MEGATRON_RULES}
+_HOME_OF_NAME = {
+    "Arrays": "protocol",
+    "Bert": "zoo.bert",
+    "BertConfig": "zoo.bert",
+    "Block": "zoo.decoder",
+    "Decoder": "zoo.decoder",
+    "GPT2": "zoo.gpt2",
+    "GPT2Config": "zoo.gpt2",
+    "IndexLimit": "index_limits",
+    "KVCache": "zoo.decoder",
+    "LazyArray": "protocol",
+    "Llama": "zoo.llama",
+    "LlamaConfig": "zoo.llama",
+    "Loss": "protocol",
+    "Model": "protocol",
+    "ModelLike": "protocol",
+    "ModelTrace": "trace",
+    "OnRead": "protocol",
+    "Pretrained": "hugging_face",
+    "Stages": "zoo.stages",
+    "add_lora": "zoo.lora",
+    "as_decoder_config": "zoo",
+    "as_loss": "adapt",
+    "as_model": "adapt",
+    "bound_attribute": "adapt",
+    "build_model": "zoo",
+    "default_loss": "adapt",
+    "from_hugging_face": "hugging_face",
+    "generate": "zoo.generate",
+    "merge_lora": "zoo.lora",
+    "tensor_parallel_rules": "zoo",
+    "trace_model": "trace",
+    "width_of": "adapt",
+}
 
 
-def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | LlamaConfig:
-    """The model's own configuration, every size known.
-
-    Args:
-      config: what the run is told; its `vocab_size`, when set, wins over the tokenizer's.
-      vocab_size: number of tokens of the tokenizer.
-
-    Raises:
-      ValueError: sizes that do not fit together, fewer rows than tokens, an unknown name, or an
-        option that the architecture does not have.
-    """
-    if config.vocab_size is not None and config.vocab_size < vocab_size:
-        raise ValueError(
-            f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}"
-            f" tokens; use {vocab_size} or more, or leave it out"
-        )
-    vocab_size = config.vocab_size or vocab_size
-    if config.name == "gpt2":
-        if config.num_kv_heads not in (None, config.num_heads):
-            raise ValueError(
-                f"model.num_kv_heads={config.num_kv_heads}: gpt2 has one key/value head for each of"
-                f" its {config.num_heads} query heads; leave it out, or use model.name=llama"
-            )
-        return GPT2Config(
-            vocab_size=vocab_size,
-            max_seq_len=config.max_seq_len,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            embed_dim=config.embed_dim,
-            mlp_dim=config.mlp_dim,
-            dropout=config.dropout,
-            tie_embeddings=config.tie_embeddings is not False,
-            norm_eps=config.norm_eps,
-            remat=config.remat,
-            loss_chunk=config.loss_chunk,
-            matmul_dtype=config.matmul_dtype,
-        )
-    if config.name == "llama":
-        return LlamaConfig(
-            vocab_size=vocab_size,
-            max_seq_len=config.max_seq_len,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            embed_dim=config.embed_dim,
-            mlp_dim=config.mlp_dim,
-            dropout=config.dropout,
-            tie_embeddings=config.tie_embeddings is True,
-            rope_theta=config.rope_theta,
-            norm_eps=config.norm_eps,
-            remat=config.remat,
-            loss_chunk=config.loss_chunk,
-            matmul_dtype=config.matmul_dtype,
-        )
-    raise ValueError(f"model.name={config.name!r} is unknown; use one of {', '.join(_RULES)}")
-
-
-def build_model(config: ModelConfig, vocab_size: int) -> Callable[[nnx.Rngs], Decoder]:
-    """A factory of the model that a run is told to train: `rngs -> model`.
-
-    Sizes are checked here, before an array exists; see `as_decoder_config`.
-    """
-    sizes = as_decoder_config(config, vocab_size)
-
-    def factory(rngs: nnx.Rngs) -> Decoder:
-        if isinstance(sizes, GPT2Config):
-            return GPT2(sizes, rngs=rngs)
-        return Llama(sizes, rngs=rngs)
-
-    return add_lora(factory, config.lora) if config.lora.rank else factory
-
-
-def tensor_parallel_rules(name: str) -> TensorParallelRules:
-    """Megatron-style rules of a model by name: (regex, mesh axis of each trailing dimension)."""
-    if name not in _RULES:
-        raise ValueError(f"no tensor-parallel rules for {name!r}; known: {', '.join(_RULES)}")
-    return _RULES[name]
+def __getattr__(name: str) -> Any:
+    """Imports what a name needs when it is first asked for (PEP 562)."""
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value

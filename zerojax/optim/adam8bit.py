@@ -14,8 +14,8 @@ from pallas_kernels import optimizers
 from pallas_kernels.adam8bit import Moments8bit
 from pallas_kernels.adam8bit_kernel import update_adam8bit
 from pallas_kernels.choice import Choice, Impl
-from zerojax import trees
 from zerojax.config.keywords import names_keywords
+from zerojax.models import trees
 from zerojax.optim import adam8bit_state as states
 from zerojax.optim.coding import StateCoding
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass

@@ -21,7 +21,7 @@ from pallas_kernels.adam8bit import (
     encode_moments,
     num_blocks,
 )
-from zerojax import trees
+from zerojax.models import trees
 
 Tree = Any
 

@@ -16,12 +16,12 @@ from jax.sharding import AbstractMesh, Mesh
 from pallas_kernels.choice import Choice, choose
 from pallas_kernels.gradients import GRADIENT_STATS
 from zerojax.config import OptimizerConfig
-from zerojax.display import quoted
+from zerojax.config.display import quoted
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.methods import adamw, lamb, lion, sgd
 from zerojax.optim.optimizer import Optimizer
+from zerojax.optim.precision import Precision
 from zerojax.optim.schedules import Schedule, build_schedule
-from zerojax.precision import Precision
 
 
 @dataclasses.dataclass(frozen=True)

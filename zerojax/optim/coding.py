@@ -24,8 +24,8 @@ class StateCoding:
         `ShapeDtypeStruct`s with `NamedSharding`s.
       new_state: that tree -> the state before the first update; constants only, to be traced.
       to_canonical: state -> canonical state of the same shards, inside `shard_map`.
-      from_canonical: (canonical state, the tree of `abstract_state`) -> state of the same shards,
-        inside `shard_map`. After `to_canonical` on the same shards it gives every bit back.
+      from_canonical: (canonical state, the tree of `plan.abstract_state`) -> state of the same
+        shards, inside `shard_map`. After `to_canonical` on the same shards it gives every bit back.
     """
 
     canonical_init: Callable[[Tree], Tree]

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config.checks import check_at_least, check_positive, refuse
-from zerojax.config_loader import ConfigError, coerce_fields, from_dict
+from zerojax.config.loader import ConfigError, coerce_fields, from_dict
 from zerojax.optim.schedules import Schedule
 
 _ONE_CYCLE_B2 = 0.99

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax import trees
 from zerojax.config import ParameterGroup
-from zerojax.config_loader import from_dict
+from zerojax.config.loader import from_dict
+from zerojax.models import trees
 
 Tree = Any
 Groups = tuple[tuple[str, ParameterGroup], ...]

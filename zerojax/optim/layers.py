@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from zerojax import trees
+from zerojax.models import trees
 
 Tree = Any
 

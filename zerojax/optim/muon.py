@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
-from zerojax import trees
+from zerojax.models import trees
 
 Tree = Any
 

@@ -67,7 +67,8 @@ class UpdateContext:
     def sum_over(self, axes: tuple[str, ...], values: Sums) -> Sums:
         """The sums over mesh axes of arrays of each shard, agreed in one step.
 
-        Two arrays at least: see `zerojax.updates.build_norm` for what becomes of a single one.
+        Two arrays at least: see `zerojax.parallel.update.build_norm` for what becomes of a single
+          one.
         """
         return lax.psum(values, axes) if axes else values
 

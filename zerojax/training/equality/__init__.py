@@ -21,9 +21,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax import trees
 from zerojax.config.checks import check_kind, check_whole_number
 from zerojax.config.keywords import names_keywords
+from zerojax.models import trees
 from zerojax.training.equality.checking import MICROBATCHES, Request, check_here
 from zerojax.training.equality.result import CheckResult as CheckResult
 from zerojax.training.equality.result import ComparedRun as ComparedRun

@@ -13,7 +13,7 @@ import numpy as np
 
 from zerojax import optim
 from zerojax.config import OptimizerConfig
-from zerojax.model import as_loss, as_model
+from zerojax.models.adapt import as_loss, as_model
 from zerojax.training.equality.experiments import (
     Experiments,
     Forward,

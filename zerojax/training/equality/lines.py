@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.extend.core import Jaxpr
 
-from zerojax.programs import inner_programs
+from zerojax.models.jaxpr import inner_programs
 
 _OURS = Path(__file__).resolve().parents[2]
 _CHECK = str(Path(__file__).resolve().parent) + os.sep

@@ -14,20 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import model_state
-from zerojax.compiler import keep_known_options
 from zerojax.config import MeshConfig
-from zerojax.mesh import make_mesh
-from zerojax.model import Loss, Model
+from zerojax.hardware.compile_client import keep_known_options
+from zerojax.models.protocol import Loss, Model
 from zerojax.optim import told
-from zerojax.plan import Plan
-from zerojax.plan_making import make_plan
-from zerojax.resharding import to_canonical
-from zerojax.state import step_key
-from zerojax.state_birth import init_state
-from zerojax.step import build_step
+from zerojax.parallel import model_state
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.step import build_step
+from zerojax.parallel.update import stacks_of
+from zerojax.plan.make import make_plan
+from zerojax.plan.mesh import make_mesh
+from zerojax.plan.plan import Plan
+from zerojax.plan.state import step_key
 from zerojax.training.equality.result import ComparedRun
-from zerojax.updates import stacks_of
 
 Arrays = dict[str, Any]
 Prepared = tuple[Plan, Callable[..., Any]]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from zerojax.programs import inner_programs
+from zerojax.models.jaxpr import inner_programs
 from zerojax.training.equality.lines import is_of_users, line_of_equation
 from zerojax.training.equality.runs import quick_options
 

@@ -1,0 +1,188 @@
+"""Manifest of a store: the complete generation, its buckets and checksums."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import itertools
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zerojax.checkpoint.store.errors import StoreError
+from zerojax.checkpoint.store.files import pad_to_block, replace_file
+from zerojax.config.display import quoted
+from zerojax.runtime.bounded_json import JsonError, loads, read_bytes
+
+NAME = "manifest.json"
+_FORMAT = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a store says about itself.
+
+    Attributes:
+      sizes: bytes of each bucket, as the caller asked, before padding.
+      piece_bytes: bytes moved at once; checksums are taken over pieces.
+      durable: whether each bucket has two slots.
+      generation: sweeps that wrote and ended; the generation that `slots` and `checksums` tell of.
+      begun: the generation that a sweep began to write over this one; equal to `generation` where
+        none did. A durable store never writes over what it has, so there they are always equal.
+      slots: of each bucket, the file (0 or 1) that holds it.
+      checksums: of each bucket, `pool.Transfer.wait`; None where it was never written: zeros.
+    """
+
+    sizes: tuple[int, ...]
+    piece_bytes: int
+    durable: bool
+    generation: int
+    begun: int
+    slots: tuple[int, ...]
+    checksums: tuple[int | None, ...]
+
+    @property
+    def num_buckets(self) -> int:
+        """How many buckets there are."""
+        return len(self.sizes)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of the largest bucket, without padding."""
+        return max(self.sizes)
+
+    @functools.cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each bucket begins in a file of buckets, and where the last one ends."""
+        return tuple(itertools.accumulate(map(pad_to_block, self.sizes), initial=0))
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of one file of buckets."""
+        return self.offsets[-1]
+
+    @property
+    def num_slots(self) -> int:
+        """Files of buckets."""
+        return 2 if self.durable else 1
+
+
+def first_manifest(
+    num_buckets: int, bucket_bytes: int | Sequence[int], piece_bytes: int, *, durable: bool
+) -> Manifest:
+    """Of a store of zeros; the arguments are those of `BucketStore.create`.
+
+    Raises:
+      ValueError: a number that is too small, or sizes of more or fewer buckets.
+    """
+    check_at_least("num_buckets", num_buckets, 1)
+    sizes = (bucket_bytes,) * num_buckets if isinstance(bucket_bytes, int) else tuple(bucket_bytes)
+    if len(sizes) != num_buckets:
+        raise ValueError(
+            f"bucket_bytes has {len(sizes)} sizes, and num_buckets={num_buckets}; give one size "
+            "for each bucket, or one for all"
+        )
+    check_at_least("bucket_bytes", min(sizes), 1)
+    return Manifest(
+        sizes=sizes,
+        piece_bytes=piece_bytes,
+        durable=durable,
+        generation=0,
+        begun=0,
+        slots=(0,) * num_buckets,
+        checksums=(None,) * num_buckets,
+    )
+
+
+def check_at_least(name: str, value: int, least: int) -> None:
+    """Refuses a number that is too small.
+
+    Raises:
+      ValueError: naming it and the limit.
+    """
+    if value < least:
+        raise ValueError(f"{name}={value}; at least {least} is needed")
+
+
+def save_manifest(folder: Path, manifest: Manifest) -> None:
+    """Replaces the manifest of `folder`, atomically and lastingly.
+
+    Raises:
+      OSError: what the disk says, such as ENOSPC; the former manifest is still there, unless the
+        folder could not be synced after the rename.
+    """
+    text = json.dumps({"format": _FORMAT, **dataclasses.asdict(manifest)})
+    checksum = zlib.crc32(text.encode())
+    try:
+        replace_file(folder / NAME, f"{text}\ncrc32 {checksum:08x}\n".encode())
+    except OSError as error:
+        remedy = "; free some space on it" if error.errno == errno.ENOSPC else ""
+        raise OSError(
+            error.errno, f"{folder}: {NAME} could not be replaced: {error.strerror}{remedy}"
+        ) from error
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Reads the manifest of `folder`.
+
+    Raises:
+      StoreError: there is none, or it is not one that this version wrote.
+    """
+    path = folder / NAME
+    try:
+        content = read_bytes(path, follow=False)
+    except JsonError as error:
+        raise StoreError(f"{error}; delete the folder and fill the store again") from None
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{folder}: no store is here ({NAME} is missing, as when its creation was stopped); "
+            "create it"
+        ) from error
+    text, _, rest = content.partition(b"\n")
+    if rest != f"crc32 {zlib.crc32(text):08x}\n".encode():
+        raise StoreError(
+            f"{path}: its checksum does not agree with its text, so it was changed or the disk is "
+            "at fault; delete the folder and fill the store again, from a checkpoint"
+        )
+    try:
+        fields = loads(text)
+        found = fields.pop("format")
+        if found != _FORMAT:
+            raise StoreError(
+                f"{path}: written as format {quoted(found)}, this version reads {_FORMAT}; delete "
+                "the folder and fill the store again, from a checkpoint"
+            )
+        for name in ("sizes", "slots", "checksums"):
+            fields[name] = tuple(fields[name])
+        manifest = Manifest(**fields)
+        if _is_possible(manifest):
+            return manifest
+    except (JsonError, TypeError, KeyError, AttributeError):
+        pass
+    raise StoreError(
+        f"{path}: its values are none that a store has, so it was changed on purpose; delete the "
+        "folder and fill the store again, from a checkpoint"
+    )
+
+
+def _is_possible(manifest: Manifest) -> bool:
+    """Whether every field has its kind and range."""
+
+    def number(value: Any, least: int, most: int = 2**62) -> bool:
+        return type(value) is int and least <= value <= most
+
+    count, generation = len(manifest.sizes), manifest.generation
+    return (
+        count > 0
+        and len(manifest.slots) == len(manifest.checksums) == count
+        and all(number(size, 1) for size in manifest.sizes)
+        and number(manifest.piece_bytes, 1)
+        and type(manifest.durable) is bool
+        and number(generation, 0)
+        and number(manifest.begun, generation, generation + 1)
+        and all(number(slot, 0, manifest.num_slots - 1) for slot in manifest.slots)
+        and all(x is None or number(x, 0, 2**32 - 1) for x in manifest.checksums)
+    )

@@ -1,0 +1,285 @@
+"""Large arrays in files, written in pieces and read by any part.
+
+Every process writes a file of bytes and a table beside it. A piece is a run of elements of a block,
+a block a part of an array, such as the shard of one device. Who reads asks for a part of an array
+and need not know how it was cut. Neither ever holds more than a piece and what was asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
+import numpy as np
+
+from zerojax.checkpoint import fingerprint_math
+from zerojax.checkpoint.fingerprint_math import Sums
+from zerojax.checkpoint.store.boxes import Box, Shape, overlap, parts_of_run, slices_of
+from zerojax.checkpoint.store.errors import StoreError
+from zerojax.checkpoint.store.files import read_into
+from zerojax.checkpoint.store.stream import StreamFile
+from zerojax.config.display import quoted
+from zerojax.runtime.bounded_json import JsonError, load, open_regular
+
+_FORMAT = 1
+_MOST_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of an array, whose elements come in pieces.
+
+    Attributes:
+      name: of the array.
+      start: where the block begins in the array, as it was stored.
+      shape: of the block.
+      rows: for an array whose rows were stored in another order: the row of the array that each
+        stored row is, -1 where it is none; None where they are the same.
+      whole: shape of the array; what lies beyond is padding. None: take no fingerprint.
+    """
+
+    name: str
+    start: Shape
+    shape: Shape
+    rows: tuple[int, ...] | None = None
+    whole: Shape | None = None
+
+
+class PieceWriter:
+    """Writes the pieces of one process into a folder; the table is written by `close`.
+
+    When `close` returns, file and table are on the disk.
+    """
+
+    def __init__(self, folder: Path, process: int):
+        """Begins the file of a process.
+
+        Args:
+          folder: exists, and may be shared by all processes.
+          process: number of this one.
+
+        Raises:
+          OSError: what the system says.
+        """
+        self._file = StreamFile(folder / f"process_{process}.bin")
+        self._tables: dict[Block, list[tuple[int, int, int]]] = {}
+        self._sums: dict[Block, list[Sums]] = {}
+        self._dtypes: dict[str, str] = {}
+
+    def write(self, block: Block, first: int, piece: np.ndarray) -> None:
+        """Appends elements of a block.
+
+        Args:
+          block: whose they are.
+          first: number of the first of them in the block, in C order.
+          piece: 1-D and contiguous.
+        """
+        self._dtypes.setdefault(block.name, piece.dtype.name)
+        if block.whole is not None:
+            self._sums.setdefault(block, []).append(_sums_of_run(block, first, piece))
+        at = self._file.num_bytes
+        self._file.append(piece)
+        self._tables.setdefault(block, []).append((first, len(piece), at))
+
+    def close(self) -> None:
+        """Writes the table and ends the file."""
+        self._file.close()
+        blocks = [
+            {
+                **dataclasses.asdict(block),
+                "dtype": self._dtypes[block.name],
+                "pieces": pieces,
+                "sums": self._sums.get(block),
+            }
+            for block, pieces in self._tables.items()
+        ]
+        length = self._file.num_bytes
+        table = json.dumps({"format": _FORMAT, "bytes": length, "blocks": blocks}).encode()
+        tables = StreamFile(self._file.path.with_suffix(".json"))
+        tables.append(np.frombuffer(table, np.uint8))
+        tables.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._file.abandon()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    path: Path
+    block: Block
+    dtype: np.dtype
+    runs: Sequence[tuple[int, int, int]]  # first element, elements, byte in the file
+    sums: Sequence[Sums] | None  # fingerprint of each run
+
+
+class PieceReader:
+    """Arrays that `PieceWriter`s of all processes have left in a folder."""
+
+    def __init__(self, folder: Path):
+        """Reads the tables.
+
+        Args:
+          folder: where they wrote.
+
+        Raises:
+          StoreError: a table is missing or of another version.
+          OSError: what the system says.
+        """
+        self._pieces: dict[str, list[_Pieces]] = {}
+        tables = sorted(folder.glob("process_*.json"))
+        if not tables:
+            raise StoreError(f"{folder}: no table of arrays is here")
+        for path in tables:
+            for found in _read_table(path):
+                self._pieces.setdefault(found.block.name, []).append(found)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The arrays that are here."""
+        return frozenset(self._pieces)
+
+    def fingerprint(self, name: str) -> Sums | None:
+        """Of the values of an array when they were written; None: it was not taken."""
+        found: dict[tuple[Shape, int], Sums] = {}
+        for one in self._pieces[name]:
+            if one.sums is None:
+                return None
+            for (first, _, _), sums in zip(one.runs, one.sums, strict=True):
+                found.setdefault((one.block.start, first), (sums[0], sums[1]))
+        return fingerprint_math.add(*found.values())
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """The part of an array.
+
+        Args:
+          name: one of `names`.
+          box: where it begins, and its sizes.
+
+        Raises:
+          StoreError: parts of it were written nowhere.
+        """
+        pieces = self._pieces[name]
+        result = np.empty(box[1], pieces[0].dtype)
+        found = 0
+        seen: set[tuple[Shape, int]] = set()
+        for one in pieces:
+            if one.block.rows is None and overlap((one.block.start, one.block.shape), box) is None:
+                continue
+            for first, count, offset in one.runs:
+                if (one.block.start, first) in seen:  # a copy on another device
+                    continue
+                seen.add((one.block.start, first))
+                found += _read_run(one, (first, count, offset), box, result)
+        if found != result.size:
+            raise StoreError(
+                f"{name}: {result.size - found} of {result.size} elements from {box[0]} on were "
+                "never written"
+            )
+        return result
+
+
+def _read_table(path: Path) -> list[_Pieces]:
+    """The blocks of one process.
+
+    Raises:
+      StoreError: the table is not one that this version wrote, or does not fit to its file.
+      OSError: what the system says.
+    """
+    try:
+        table = load(path, max_bytes=_MOST_BYTES, follow=False)
+        if not isinstance(table, dict) or table.get("format") != _FORMAT:
+            found = table.get("format") if isinstance(table, dict) else table
+            raise StoreError(
+                f"{path}: written as format {quoted(found)}, this version reads {_FORMAT}"
+            )
+        data = path.with_suffix(".bin")
+        with open(open_regular(data, follow=False), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != table["bytes"]:
+            raise StoreError(f"{data}: {size} bytes, the table says {quoted(table['bytes'])}")
+        return [_as_pieces(data, entry, size) for entry in table["blocks"]]
+    except JsonError as error:
+        raise StoreError(str(error)) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"{path}: no table of arrays ({type(error).__name__}: {error})") from None
+
+
+def _as_pieces(data: Path, entry: dict[str, Any], size: int) -> _Pieces:
+    """The entry of a block.
+
+    Raises:
+      KeyError, TypeError, ValueError: it is none, or its pieces are not in the file.
+    """
+    dtype, runs, sums = np.dtype(entry["dtype"]), entry["pieces"], entry.get("sums")
+    start, shape = tuple(entry["start"]), tuple(entry["shape"])
+    rows = None if entry["rows"] is None else tuple(entry["rows"])
+    numbers = [*start, *shape, *(row + 1 for row in rows or ())]
+    for first, count, offset in runs:
+        numbers += [first, count, offset]
+        if offset + count * dtype.itemsize > size or first + count > math.prod(shape):
+            raise ValueError(f"a piece of {quoted(entry['name'])} is not in the file")
+    for pair in sums or ():
+        numbers += pair
+    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
+        raise ValueError(f"{quoted(entry['name'])} has numbers that are no places")
+    is_even = len(start) == len(shape) and (rows is None or len(rows) >= start[0] + shape[0])
+    has_sums = sums is None or (len(sums) == len(runs) and all(len(pair) == 2 for pair in sums))
+    if not (isinstance(entry["name"], str) and is_even and has_sums) or dtype.hasobject:
+        raise ValueError(f"{quoted(entry['name'])} has no block")
+    block = Block(name=entry["name"], start=start, shape=shape, rows=rows)
+    return _Pieces(data, block, dtype, runs, sums)
+
+
+def _read_run(pieces: _Pieces, run: tuple[int, int, int], wanted: Box, result: np.ndarray) -> int:
+    """Puts what a run has of a part into `result`; returns how many elements that are."""
+    (first, count, offset), block, found = run, pieces.block, 0
+    parts = parts_of_run((block.start, block.shape), (first, count), block.rows, wanted)
+    for before, size, inside, box in parts:
+        byte = offset + before * pieces.dtype.itemsize
+        target = result[(*slices_of(box, wanted[0]), ...)]
+        if box[1] == size and target.flags.c_contiguous:
+            _fill(pieces.path, byte, target)
+        else:
+            target[...] = np.memmap(pieces.path, pieces.dtype, "r", byte, size)[inside]
+        found += target.size
+    return found
+
+
+def _fill(path: Path, byte: int, target: np.ndarray) -> None:
+    """Reads a contiguous array from a place in a file."""
+    view = target.reshape(-1).view(np.uint8).data
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        read_into(descriptor, view, byte)
+    finally:
+        os.close(descriptor)
+
+
+def _sums_of_run(block: Block, first: int, piece: np.ndarray) -> Sums:
+    """The fingerprint of a run of elements of a block, padding left out."""
+    assert block.whole is not None
+    whole = (0,) * len(block.whole), block.whole
+    parts = parts_of_run((block.start, block.shape), (first, len(piece)), block.rows, whole)
+    sums = []
+    for before, size, inside, box in parts:
+        values = piece[before : before + math.prod(size)].reshape(size)[inside]
+        sums.append(fingerprint_math.of_part(values, box[0], block.whole))
+    return fingerprint_math.add(*sums)

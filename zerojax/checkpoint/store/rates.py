@@ -1,0 +1,75 @@
+"""Measured bandwidth of a disk, by sweeps of the store."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+from zerojax.checkpoint.store.store import BucketStore
+
+BUCKET_BYTES = 16 * 2**20
+THREADS = (1, 2, 4, 8)
+_PASSES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a disk did with so many transfers under way; the best of three passes, bytes / second.
+
+    Attributes:
+      num_threads: threads that read and write, each at most 4 MiB at once.
+      is_direct: whether the page cache was bypassed; where not, reads may never reach the disk.
+      write: every bucket written.
+      read: every bucket read.
+      both: every bucket read and written, the sum of both directions.
+    """
+
+    num_threads: int
+    is_direct: bool
+    write: float
+    read: float
+    both: float
+
+
+def measure_rates(
+    folder: str | os.PathLike[str], *, num_bytes: int, threads: Sequence[int] = THREADS
+) -> Iterator[Rates]:
+    """Measures sweeps over a store in a new folder below `folder`, and removes it.
+
+    Args:
+      folder: an existing folder on the disk in question.
+      num_bytes: size of the store; rounded up to buckets of 16 MiB, at least 4 of them.
+      threads: numbers of threads to try.
+
+    Yields:
+      One `Rates` for each of `threads`, as soon as it is known.
+
+    Raises:
+      OSError: the folder is not there or may not be written to, or the disk has too little space.
+    """
+    num_buckets = max(-(-num_bytes // BUCKET_BYTES), 4)
+    with tempfile.TemporaryDirectory(prefix="zerojax-bench-", dir=folder) as place:
+        # The first write to a reserved block is slower, and no later sweep meets one.
+        with BucketStore.create(place, num_buckets=num_buckets, bucket_bytes=BUCKET_BYTES) as store:
+            _time_sweep(store, read=False, write=True)
+        for num_threads in threads:
+            with BucketStore.open(place, num_threads=num_threads) as store:
+                best = {"write": 0.0, "read": 0.0, "both": 0.0}
+                for _ in range(_PASSES):
+                    for name in best:
+                        read, write = name != "write", name != "read"
+                        seconds = _time_sweep(store, read=read, write=write)
+                        moved = (read + write) * num_buckets * BUCKET_BYTES
+                        best[name] = max(best[name], moved / seconds)
+                yield Rates(num_threads, store.is_direct, **best)
+
+
+def _time_sweep(store: BucketStore, *, read: bool, write: bool) -> float:
+    start = time.perf_counter()
+    for bucket in store.sweep(read=read):
+        if write:
+            bucket.write()
+    return time.perf_counter() - start

@@ -1,0 +1,399 @@
+"""The bucket store: slots, generations and checksums."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from zerojax.checkpoint.store import files
+from zerojax.checkpoint.store.errors import StoreError
+from zerojax.checkpoint.store.layout import check_files, make_files, slot_path, tell_mixed
+from zerojax.checkpoint.store.manifest import (
+    NAME,
+    Manifest,
+    check_at_least,
+    first_manifest,
+    load_manifest,
+    save_manifest,
+)
+from zerojax.checkpoint.store.pool import Transfer, TransferPool
+from zerojax.checkpoint.store.sweep import FEWEST_BUFFERS, Bucket, sweep_buckets
+from zerojax.runtime.folder_lock import FolderTakenError, Hold
+
+PIECE_BYTES = 4 * 2**20
+NUM_THREADS = 4
+
+
+class BucketStore:
+    """Numbered buckets in the files of a folder, read and written in sweeps.
+
+    By default a store is scratch: one copy, and a sweep writes over it. A process that ends inside
+    a sweep leaves buckets of two generations, and the store is refused from then on. A durable
+    store has two slots for each bucket; a sweep writes to the slot that does not count, and one
+    rename makes it count. Killed at any moment, it opens with its last whole generation.
+
+    Attributes:
+      folder: where its files are.
+      is_direct: whether transfers bypass the page cache.
+      buffer_bytes: memory of the ring of buffers, whatever the number of buckets.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, lock: Hold, *, num_threads: int, num_buffers: int
+    ):
+        """Use `create` or `open`."""
+        self.folder = folder
+        self._manifest = manifest
+        self._sweeping = False
+        self._refusal: str | None = None  # why no further sweep may begin
+        self._descriptors: list[int] = []
+        self._lock: Hold | None = lock
+        self._pool = TransferPool(num_threads=num_threads, piece_bytes=manifest.piece_bytes)
+        largest = files.pad_to_block(manifest.bucket_bytes)
+        self._ring = [files.aligned_buffer(largest) for _ in range(num_buffers)]
+        self.buffer_bytes = num_buffers * largest
+        self.is_direct = self._open_slots()
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        num_buckets: int,
+        bucket_bytes: int | Sequence[int],
+        durable: bool = False,
+        replace: bool = False,
+        num_threads: int = NUM_THREADS,
+        num_buffers: int = FEWEST_BUFFERS,
+    ) -> Self:
+        """Makes a store of zeros and opens it.
+
+        Args:
+          folder: made where it is missing; only files of the store's own names are touched.
+          num_buckets: how many, at least 1.
+          bucket_bytes: bytes of one, or of each, at least 1; on disk padded to 4096. In memory all
+            have the size of the largest.
+          durable: keep two generations, for twice the disk.
+          replace: give up a store that is there, whatever its condition.
+          num_threads: transfers of at most 4 MiB under way at once.
+          num_buffers: buckets in memory, at least 3.
+
+        Raises:
+          ValueError: a number that is too small, or sizes of more or fewer buckets.
+          StoreError: a store is there and `replace` is False, or it is open elsewhere.
+          OSError: ENOSPC when the disk has too little space; nothing is left behind.
+        """
+        manifest = first_manifest(num_buckets, bucket_bytes, PIECE_BYTES, durable=durable)
+        _check_counts(num_threads, num_buffers)
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = files.lock_folder(path)
+        try:
+            if (path / NAME).exists() and not replace:
+                raise StoreError(
+                    f"{path}: a store is there already; open it, pass replace=True to give up "
+                    "what it holds, or choose another folder"
+                )
+            make_files(path, manifest)
+            save_manifest(path, manifest)
+            return cls(path, manifest, lock, num_threads=num_threads, num_buffers=num_buffers)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        num_threads: int = NUM_THREADS,
+        num_buffers: int = FEWEST_BUFFERS,
+    ) -> Self:
+        """Opens a store with its last whole generation.
+
+        Args:
+          folder: where `create` made it.
+          num_threads: as in `create`.
+          num_buffers: as in `create`.
+
+        Raises:
+          StoreError: none is there, it is open elsewhere, a file has the wrong length, or a sweep
+            of a scratch store did not end, so that its buckets are of two generations.
+        """
+        _check_counts(num_threads, num_buffers)
+        path = Path(folder)
+        if not path.is_dir():
+            raise StoreError(f"{path}: no store is here (there is no such folder); create it")
+        lock = files.lock_folder(path)
+        try:
+            manifest = load_manifest(path)
+            check_files(path, manifest)
+            return cls(path, manifest, lock, num_threads=num_threads, num_buffers=num_buffers)
+        except BaseException:
+            lock.release()
+            raise
+
+    @property
+    def num_buckets(self) -> int:
+        """How many buckets there are."""
+        return self._manifest.num_buckets
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of one bucket, without padding; of the largest where they differ."""
+        return self._manifest.bucket_bytes
+
+    @property
+    def bucket_sizes(self) -> tuple[int, ...]:
+        """Bytes of each bucket, without padding."""
+        return self._manifest.sizes
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether two generations are kept."""
+        return self._manifest.durable
+
+    @property
+    def generation(self) -> int:
+        """Sweeps that wrote something and ended, since the store was made."""
+        return self._manifest.generation
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files of buckets."""
+        return self._manifest.num_slots * self._manifest.file_bytes
+
+    def sweep(
+        self,
+        *,
+        dtype: DTypeLike = np.uint8,
+        order: Sequence[int] | None = None,
+        read: bool = True,
+    ) -> Iterator[Bucket]:
+        """Goes through the buckets once; the last one handed back makes a new generation.
+
+        The new generation is made when the loop runs to its end and wrote at least one bucket;
+        buckets that it did not write stay as they were. A loop that is left before (`break`, an
+        exception) leaves a durable store as it was, and a scratch store mixed as soon as it wrote.
+
+        Args:
+          dtype: of `bucket.array`; its size must divide the bytes of every bucket.
+          order: numbers of the buckets to visit, each at most once; all of them, from 0 on.
+          read: False where every byte will be set anyway; arrays then hold anything.
+
+        Returns:
+          An iterator to be used at once and to its end. Errors of the threads are raised in it.
+
+        Raises:
+          ValueError: a dtype or an order that does not fit.
+          StoreError: another sweep is under way, the store is closed or mixed, or a bucket is not
+            what was written (it is named).
+          OSError: what the disk says, naming the bucket. ENOSPC where it is full.
+        """
+        kind = np.dtype(dtype)
+        uneven = [size for size in set(self.bucket_sizes) if size % kind.itemsize]
+        if uneven:
+            raise ValueError(
+                f"dtype={kind} has {kind.itemsize} bytes, which does not divide "
+                f"bucket_bytes={uneven[0]}; make the store with a multiple of it"
+            )
+        places = list(range(self.num_buckets)) if order is None else [int(i) for i in order]
+        _check_order(places, self.num_buckets)
+        return self._sweep(kind, places, read)
+
+    def close(self) -> None:
+        """Waits for what is under way and gives up files, threads and lock. May be called twice."""
+        if self._lock is None:
+            return
+        self._pool.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._lock.release()
+        self._descriptors, self._lock, self._ring = [], None, []
+        self._refusal = f"{self.folder}: this store is closed; open it again"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open_slots(self) -> bool:
+        all_direct = True
+        try:
+            for slot in range(self._manifest.num_slots):
+                descriptor, direct = files.open_direct(slot_path(self.folder, slot))
+                self._descriptors.append(descriptor)
+                all_direct &= direct
+            if not all_direct:
+                warnings.warn(
+                    f"{self.folder}: this file system refuses O_DIRECT, so buckets go through the "
+                    "page cache: slower, and it takes memory from others; another disk would do",
+                    stacklevel=4,
+                )
+        except BaseException:
+            self._pool.close()
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+            raise
+        return all_direct
+
+    def _sweep(self, kind: np.dtype, order: list[int], read: bool) -> Iterator[Bucket]:
+        if self._refusal:
+            raise StoreError(self._refusal)
+        if self._sweeping:
+            raise StoreError(
+                f"{self.folder}: another sweep is under way; end it, or leave its loop, first"
+            )
+        self._sweeping = True
+        written: dict[int, int] = {}  # bucket -> checksum
+        begin = functools.cache(self._begin)
+        try:
+            yield from sweep_buckets(
+                order,
+                self._ring,
+                lambda index, buffer: buffer[: self.bucket_sizes[index]].view(kind),
+                start_read=self._start_read if read else _read_nothing,
+                start_write=lambda index, buffer: self._start_write(index, buffer, begin, written),
+            )
+            if written:
+                self._commit(written)
+        finally:
+            self._sweeping = False
+
+    def _start_read(self, index: int, buffer: np.ndarray) -> Callable[[], None]:
+        checksum, slot = self._manifest.checksums[index], self._manifest.slots[index]
+        offset, end = self._manifest.offsets[index : index + 2]
+        buffer = buffer[: end - offset]
+        if checksum is None:
+            buffer[:] = 0
+            return _nothing_to_wait_for
+        transfer = self._pool.read(self._descriptors[slot], buffer, offset)
+
+        def finish() -> None:
+            if self._wait(transfer, f"bucket {index} could not be read") != checksum:
+                raise StoreError(
+                    f"{slot_path(self.folder, slot)}: bucket {index} (bytes {offset} to "
+                    f"{offset + len(buffer)}) is not what generation {self.generation} wrote: it "
+                    "was torn or changed on disk; delete the folder and fill the store again, from "
+                    "a checkpoint, and look after that disk"
+                )
+
+        return finish
+
+    def _start_write(
+        self,
+        index: int,
+        buffer: np.ndarray,
+        begin: Callable[[], None],
+        written: dict[int, int],
+    ) -> Callable[[], None]:
+        begin()
+        slot = self._next_slot(index)
+        offset, end = self._manifest.offsets[index : index + 2]
+        transfer = self._pool.write(self._descriptors[slot], buffer[: end - offset], offset)
+
+        def finish() -> None:
+            written[index] = self._wait(transfer, f"bucket {index} could not be written")
+
+        return finish
+
+    def _next_slot(self, index: int) -> int:
+        """The slot to write bucket `index` to: in a durable store the one that does not count."""
+        return 1 - self._manifest.slots[index] if self.is_durable else 0
+
+    def _wait(self, transfer: Transfer, complaint: str) -> int:
+        try:
+            return transfer.wait()
+        except OSError as error:
+            remedy = f"generation {self.generation} is intact" if self.is_durable else ""
+            if error.errno == errno.ENOSPC:
+                remedy = f"free some space on it{'; ' if remedy else ''}{remedy}"
+            text = f"{self.folder}: {complaint}: {error.strerror}"
+            raise OSError(error.errno, f"{text}; {remedy}" if remedy else text) from error
+
+    def _begin(self) -> None:
+        """Says on disk that a scratch store is being written over, before it is."""
+        if self.is_durable:
+            return
+        self._keep_lock()
+        begun = dataclasses.replace(self._manifest, begun=self.generation + 1)
+        self._refusal = _tell_unsure(self.folder, begun)
+        save_manifest(self.folder, begun)
+        self._refusal = tell_mixed(self.folder, begun)
+
+    def _keep_lock(self) -> None:
+        """Sees that nobody has taken the folder over from a process that was stopped for long."""
+        assert self._lock is not None
+        try:
+            self._lock.keep()
+        except FolderTakenError as error:
+            self._refusal = str(error)
+            raise StoreError(self._refusal) from None
+
+    def _commit(self, written: dict[int, int]) -> None:
+        """Makes what was written count. Until the manifest is replaced, the old one holds."""
+        slots, checksums = list(self._manifest.slots), list(self._manifest.checksums)
+        for index, checksum in written.items():
+            slots[index], checksums[index] = self._next_slot(index), checksum
+        generation = self.generation + 1
+        new = dataclasses.replace(
+            self._manifest,
+            generation=generation,
+            begun=generation,
+            slots=tuple(slots),
+            checksums=tuple(checksums),
+        )
+        # Between here and the end it is unknown which of two manifests is on disk.
+        self._refusal = self._refusal or _tell_unsure(self.folder, new)
+        self._keep_lock()
+        if self.is_durable:
+            # A scratch store needs no order on disk: checksums tell what a power cut took.
+            for slot in {slots[index] for index in written}:
+                os.fdatasync(self._descriptors[slot])
+        save_manifest(self.folder, new)
+        self._manifest, self._refusal = new, None
+
+
+def _tell_unsure(folder: Path, manifest: Manifest) -> str:
+    return (
+        f"{folder}: the manifest of generation {manifest.begun} could not be written; close the "
+        "store, mend what was wrong with the disk, and open it: it has the last whole generation"
+    )
+
+
+def _nothing_to_wait_for() -> None:
+    return None
+
+
+def _read_nothing(index: int, buffer: np.ndarray) -> Callable[[], None]:
+    return _nothing_to_wait_for
+
+
+def _check_counts(num_threads: int, num_buffers: int) -> None:
+    check_at_least("num_threads", num_threads, 1)
+    check_at_least("num_buffers", num_buffers, FEWEST_BUFFERS)
+
+
+def _check_order(order: list[int], num_buckets: int) -> None:
+    beyond = [index for index in order if not 0 <= index < num_buckets]
+    if beyond:
+        raise ValueError(f"order names bucket {beyond[0]}; there are 0 to {num_buckets - 1}")
+    if len(set(order)) < len(order):
+        twice = next(index for index in order if order.count(index) > 1)
+        raise ValueError(f"order names bucket {twice} more than once; sweep again instead")

@@ -1,0 +1,584 @@
+"""Loader of configurations from YAML and KEY=VALUE text, with file and line in each error."""
+
+import dataclasses
+import difflib
+import functools
+import math
+import numbers
+import operator
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from zerojax.config.display import MAX_MESSAGE, cut, printable, quoted
+
+T = TypeVar("T")
+Key = tuple[str, ...]
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """The safe loader, in C where PyYAML was built with it: ten times as fast.
+
+    YAML 1.1 reads 1e-3 and 5e8 as text; YAML 1.2, and this, read them as numbers.
+    """
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    [*"-+0123456789"],
+)
+
+MAX_CHARACTERS = 2**20
+"""Of a configuration's text."""
+MAX_DEPTH = 64
+"""Of sections and lists inside of one another."""
+MAX_NODES = 100_000
+"""Of sections, lists and values, with each alias (*name) counted as all that it stands for."""
+MAX_DIGITS = 100
+"""Of an integer; larger ones are no size, count or seed, and take Python quadratic time."""
+_TEXT_TAG, _MERGE_TAG = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+_INTEGER_TAG = "tag:yaml.org,2002:int"
+_COMMAND_LINE = "command line"
+_MAX_NAME = 100
+"""Characters of a key that is looked for among known ones or shown."""
+
+
+class ConfigError(ValueError):
+    """A mistake in a configuration: what was given, why it cannot be, what to write instead.
+
+    Args:
+      message: the sentence, without the key in front.
+      key: path of the field, outermost first; empty when the mistake has no field.
+      where: "file.yaml:12" or "command line"; empty when the value came from Python.
+    """
+
+    def __init__(self, message: str, key: Key = (), where: str = ""):
+        super().__init__(message, key, where)
+        self.message, self.key, self.where = message, key, where
+
+    def __str__(self) -> str:
+        prefix = ".".join(cut(name, _MAX_NAME) for name in self.key) + ": " if self.key else ""
+        if self.key and self.message.startswith(f"{self.key[-1]}="):  # the message names the field
+            prefix = "".join(f"{cut(name, _MAX_NAME)}." for name in self.key[:-1])
+        where = f" ({self.where})" if self.where else ""
+        return printable(prefix + cut(self.message, MAX_MESSAGE) + where, is_page=True)
+
+
+class NotYaml(ConfigError):
+    """A text that YAML does not read."""
+
+
+class CommandText(str):
+    """Text typed on the command line: its type is not decided until the field is known."""
+
+    __slots__ = ()
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration as JSON-able dicts, lists, numbers and text; `from_dict` undoes it."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        if isinstance(value, tuple):
+            return [plain(item) for item in value]
+        return value
+
+    return plain(config)
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Builds the dataclass `cls` from nested mappings.
+
+    Raises:
+      ConfigError: an unknown or missing key (the nearest known one is named), or a wrong value.
+    """
+    _check_keys(cls, values)
+    fields: tuple[dataclasses.Field, ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
+    for field in fields:
+        has_default = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
+        if field.name not in values and not has_default:
+            raise ConfigError(f"{cls.__name__} needs this key and it has no default", (field.name,))
+    return cls(**values)
+
+
+def load_dataclass(
+    cls: type[T],
+    path: str | Path | None,
+    overrides: Sequence[str],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+) -> T:
+    """Reads a YAML file, lays KEY=VALUE overrides over it, and builds `cls`.
+
+    Args:
+      cls: a dataclass whose fields may be dataclasses.
+      path: YAML file; None starts from the defaults.
+      overrides: "mesh.zero=3", or "zero=3" where one field nearest to the top has that name.
+      defaults: values used where neither the file nor an override says anything.
+
+    Raises:
+      ConfigError: with the key, the value, the nearest known key, and file:line.
+    """
+    values, where = (dict[str, Any](), dict[Key, str]()) if path is None else _read(Path(path))
+
+    def build(chosen: Sequence[str], places: dict[Key, str]) -> T:
+        _check_keys(cls, values)
+        laid = dict(values)
+        for override in chosen:
+            _apply(cls, override, laid, places)
+        return from_dict(cls, {**(defaults or {}), **laid})
+
+    try:
+        return build(overrides, where)
+    except ConfigError as error:
+        known = [where[key] for key in _prefixes(error.key) if key in where]
+        place = next((x for x in (*known, error.where, str(path or "")) if x), "")
+        if place != _COMMAND_LINE and (culprit := _culprit(build, overrides)) is not None:
+            place = f"{_COMMAND_LINE}: {cut(culprit, _MAX_NAME)}"
+        raise ConfigError(error.message, error.key, place) from None
+
+
+def _culprit(build: Callable[..., Any], overrides: Sequence[str]) -> str | None:
+    """The override without which a configuration is right that is wrong with all of them."""
+
+    def is_right(chosen: Sequence[str]) -> bool:
+        try:
+            build(chosen, {})
+        except ConfigError:
+            return False
+        return True
+
+    if not is_right(()):
+        return None
+    alone = (each for i, each in enumerate(overrides) if is_right(_without(overrides, i)))
+    return next(alone, ", ".join(overrides))
+
+
+def _without(items: Sequence[str], index: int) -> Sequence[str]:
+    return [*items[:index], *items[index + 1 :]]
+
+
+def coerce_fields(config: Any) -> None:
+    """Gives every field of a frozen dataclass its declared type, in place, from __post_init__.
+
+    Raises:
+      ConfigError: naming the field, the type it wants and the value it got.
+    """
+    for name, hint in _hints(type(config)).items():
+        try:
+            value = _convert(hint, getattr(config, name))
+        except ConfigError as error:
+            raise ConfigError(error.message, (name, *error.key), error.where) from None
+        object.__setattr__(config, name, value)
+
+
+def is_null(value: Any) -> bool:
+    """Whether `value` is None, or the text for it on a command line."""
+    typed = isinstance(value, CommandText) and value.lower() in ("none", "null", "~")
+    return value is None or typed
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _prefixes(key: Key) -> Iterator[Key]:
+    return (key[:length] for length in range(len(key), 0, -1))
+
+
+# Keys
+
+
+def _leaves(cls: type, prefix: Key = ()) -> Iterator[Key]:
+    for name, hint in _hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _leaves(typing.cast(type, hint), (*prefix, name))
+        else:
+            yield (*prefix, name)
+
+
+def _check_keys(cls: type, values: Any, prefix: Key = (), root: type | None = None) -> None:
+    root = root or cls
+    if not isinstance(values, Mapping):
+        known = ", ".join(_hints(cls))
+        raise ConfigError(f"expected a section with the keys {known}; got {quoted(values)}", prefix)
+    for name, value in values.items():
+        field = _hints(cls).get(name)
+        if field is None:
+            hint = _nearest(str(name), cls, prefix, root)
+            raise ConfigError(f"unknown key; {hint}", (*prefix, str(name)))
+        is_section = dataclasses.is_dataclass(field) and not is_null(value)
+        if is_section and not isinstance(value, field):  # type: ignore[arg-type]
+            _check_keys(typing.cast(type, field), value, (*prefix, name), root)
+
+
+def _nearest(name: str, cls: type, prefix: Key, root: type) -> str:
+    """The end of an unknown-key sentence: the key that was probably meant, or all there are."""
+    here = [*_hints(cls)]
+    if match := _closest(name, here):
+        return f"did you mean '{'.'.join((*prefix, match))}'?"
+    by_name = {key[-1]: ".".join(key) for key in _leaves(root)}
+    if match := _closest(name, [*by_name]):
+        return f"did you mean '{by_name[match]}'?"
+    return f"known keys here: {', '.join(here)}"
+
+
+def _closest(name: str, known: Sequence[str]) -> str | None:
+    name = name[:_MAX_NAME]  # comparing takes the product of both lengths
+    initials = [k for k in known if "".join(word[0] for word in k.split("_")) == name]
+    return next(iter(initials + difflib.get_close_matches(name, known, 1, 0.6)), None)
+
+
+def _resolve(cls: type, text: str) -> Key:
+    """The full key an override means: itself, or the one nearest to the top that ends in it."""
+    key = tuple(text.split("."))
+    leaves = [*_leaves(cls)]
+    if key in leaves or any(leaf[: len(key)] == key for leaf in leaves):
+        return key
+    matches = [leaf for leaf in leaves if leaf[-len(key) :] == key]
+    if not matches:  # a section that is nested in another
+        sections = dict.fromkeys(prefix for leaf in leaves for prefix in _prefixes(leaf[:-1]))
+        matches = [section for section in sections if section[-len(key) :] == key]
+    matches = [match for match in matches if len(match) == min(map(len, matches))]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        choices = " or ".join(".".join(match) for match in matches)
+        raise ConfigError(f"ambiguous key; write {choices}", key, _COMMAND_LINE)
+    raise ConfigError(f"unknown key; {_nearest(key[-1], cls, (), cls)}", key, _COMMAND_LINE)
+
+
+def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, str]) -> None:
+    text, equals, value = override.partition("=")
+    if not equals:
+        raise ConfigError(
+            f"override {quoted(override)} is not KEY=VALUE; an example is mesh.zero=3",
+            where=_COMMAND_LINE,
+        )
+    key = _resolve(cls, text.strip().removeprefix("--"))
+    new: Any = CommandText(value)
+    if key not in set(_leaves(cls)):
+        new = parse_text(value)
+        if not isinstance(new, dict) and new is not None:
+            raise ConfigError(_section_hint(cls, key, value), key, _COMMAND_LINE)
+    node = values
+    for name in key[:-1]:
+        node[name] = dict(node.get(name) or {})
+        node = node[name]
+    typed = new
+    if isinstance(new, dict):
+        new = {**(node.get(key[-1]) or {}), **new}
+    node[key[-1]] = new
+    for place in [place for place in where if place[: len(key)] == key]:
+        if not isinstance(new, dict) or _is_set(typed, place[len(key) :]):
+            del where[place]  # what the file said of it
+    where[key] = _COMMAND_LINE
+
+
+def _is_set(values: Any, key: Key) -> bool:
+    """Whether nested dicts have a key; of an empty one, that there are some."""
+    for name in key:
+        if not isinstance(values, dict) or name not in values:
+            return False
+        values = values[name]
+    return True
+
+
+def _section_hint(cls: type, key: Key, value: str) -> str:
+    leaves = [".".join(leaf) for leaf in _leaves(cls) if leaf[: len(key)] == key]
+    others = [".".join(leaf) for leaf in _leaves(cls) if leaf[-1:] == key[-1:]]
+    value = cut(value, _MAX_NAME)
+    wanted = " or ".join(f"{other}={value}" for other in others)
+    wanted = wanted or f"{leaves[0]}=VALUE"
+    return f"this is a section ({', '.join(leaves)}), not a value; write {wanted}"
+
+
+# Files
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
+    try:
+        text = read_text(path)
+    except FileNotFoundError:
+        raise ConfigError(f"no config file at '{path}'; give the path of a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config file '{path}': {error}") from None
+    values, where = read_yaml(text, str(path))
+    if values is not None and not isinstance(values, dict):
+        raise ConfigError(f"expected KEY: VALUE lines, got {quoted(values)}", where=f"{path}:1")
+    return values or {}, where
+
+
+def read_text(path: Path, *, encoding: str = "utf-8") -> str:
+    """The text of a configuration file, read no further than such a file may reach.
+
+    Raises:
+      ConfigError: it is longer than `MAX_CHARACTERS`. OSError, UnicodeDecodeError: it cannot be
+        read.
+    """
+    with path.open(encoding=encoding) as file:  # perhaps a pipe, which has no size
+        text = file.read(MAX_CHARACTERS + 1)
+    check_length(text, str(path))
+    return text
+
+
+def check_length(text: str, source: str) -> None:
+    """Refuses a text longer than `MAX_CHARACTERS`."""
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(
+            f"more than {MAX_CHARACTERS:,} characters, which no configuration has; give the path "
+            "of a configuration file",
+            where=source,
+        )
+
+
+def read_yaml(text: str, source: str) -> tuple[Any, dict[Key, str]]:
+    """The value of a YAML text (None if there is none), and where each of its keys stands.
+
+    Its length, the depth of its nesting and what its aliases stand for are bounded before anything
+    is built from it: nine lines of aliases can stand for more values than memory holds.
+
+    Args:
+      source: what the text is called in messages and places, such as its file's path.
+
+    Returns:
+      (value, {key path: "source:line"}).
+
+    Raises:
+      ConfigError: not YAML, beyond the bounds, or a key that is given twice.
+    """
+    where: dict[Key, str] = {}
+    check_length(text, source)
+    try:
+        _check_events(text, source)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, where
+        _check_scalars(node, source)
+        _record_lines(node, (), source, where)
+        return loader.construct_document(node), where
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"{source}:{mark.line + 1}" if mark else source
+        problem = getattr(error, "problem", None) or str(error)
+        raise NotYaml(f"not valid YAML: {problem}", where=line) from None
+
+
+def _check_events(text: str, source: str) -> None:
+    """Refuses nesting and aliases beyond the bounds, from the stream of events."""
+    weights: dict[str, tuple[int, int]] = {}  # of what is anchored: nodes, levels below it
+    opened: list[tuple[str | None, int, int]] = []  # anchor, nodes before it, levels below so far
+    total = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        anchor, below, before = None, 0, total
+        if isinstance(event, yaml.ScalarEvent):
+            anchor, total = event.anchor, total + 1
+        elif isinstance(event, yaml.CollectionStartEvent):
+            opened.append((event.anchor, total, 0))
+            total += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before, below = opened.pop()
+            below += 1
+        elif isinstance(event, yaml.AliasEvent):
+            if any(name == event.anchor for name, _, _ in opened):
+                problem = f"*{event.anchor} stands inside of what it names; write the values out"
+                raise ConfigError(problem, where=f"{source}:{event.start_mark.line + 1}")
+            nodes, below = weights.get(event.anchor, (1, 0))
+            total += nodes
+        if anchor is not None:
+            weights[anchor] = total - before, below
+        if opened and below >= opened[-1][2]:
+            opened[-1] = (*opened[-1][:2], below)
+        if len(opened) + below > MAX_DEPTH or total > MAX_NODES:
+            problem = f"nested more than {MAX_DEPTH} levels deep; write it flat"
+            if total > MAX_NODES:
+                problem = (
+                    f"more than {MAX_NODES:,} values, each alias (*name) counted as all that it "
+                    "means; write out the few that are meant"
+                )
+            raise ConfigError(problem, where=f"{source}:{event.start_mark.line + 1}")
+
+
+def _check_scalars(root: yaml.Node, source: str) -> None:
+    """Refuses single values with which PyYAML itself fails, such as 2024-99-99 or !!int x."""
+    waiting: list[Any] = [root]
+    seen = set()
+    trial = yaml.SafeLoader("")
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            waiting += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif node.tag not in (_TEXT_TAG, _MERGE_TAG):
+            try:
+                is_readable = node.tag != _INTEGER_TAG or len(node.value) <= MAX_DIGITS
+                trial.construct_object(node)
+            except yaml.YAMLError:
+                raise
+            except Exception:  # ValueError, KeyError, AttributeError, OverflowError: by its tag
+                is_readable = False
+            if not is_readable:
+                raise NotYaml(
+                    f"{quoted(node.value)} is no value of its kind ({node.tag.rpartition(':')[2]});"
+                    " put it in quotes if it is a text",
+                    where=f"{source}:{node.start_mark.line + 1}",
+                )
+
+
+def _record_lines(node: yaml.Node | None, key: Key, source: str, where: dict[Key, str]) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for name, value in node.value:
+        line = f"{source}:{name.start_mark.line + 1}"
+        if not isinstance(name, yaml.ScalarNode):
+            raise ConfigError("a key is a name, not a list or a section", key, line)
+        child = (*key, name.value)
+        if child in where:  # PyYAML would silently keep the last one
+            first = where[child].rpartition(":")[2]
+            raise ConfigError(f"given twice, first on line {first}; keep one", child, line)
+        where[child] = line
+        _record_lines(value, child, source, where)
+
+
+def parse_text(text: str) -> Any:
+    """What a text typed on a command line means in YAML; itself where it means nothing.
+
+    Raises:
+      ConfigError: beyond the bounds of `read_yaml`.
+    """
+    text = str(text)
+    try:
+        return read_yaml(text, _COMMAND_LINE)[0] if text else ""
+    except NotYaml:
+        return text
+    except ConfigError as error:
+        raise ConfigError(error.message, error.key, _COMMAND_LINE) from None
+
+
+# Types
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    """`value` as the type `hint`, or a ConfigError that says what was expected."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(args, value)
+    if hint in (str, object):
+        return _convert_text(value) if hint is str else value
+    if hint is type(None):
+        _expect(is_null(value), "nothing (null)", value)
+        return None
+    is_typed = False
+    if isinstance(value, CommandText):
+        value, is_typed = parse_text(value), True
+        if origin is tuple and args[0] is str and isinstance(value, str):
+            value = [value]  # freeze=embed/.* is a list of one
+    if dataclasses.is_dataclass(hint):
+        value = {} if is_null(value) else value
+        return value if isinstance(value, hint) else from_dict(hint, value)  # type: ignore[arg-type]
+    if origin is typing.Literal:
+        return _convert_literal(args, value)
+    if origin is tuple:
+        return _convert_tuple(args, value)
+    if hint is bool:
+        _expect(isinstance(value, bool), "true or false", value)
+        return value
+    return _convert_number(hint, value, is_typed=is_typed)
+
+
+def _expect(holds: bool, wanted: str, value: Any) -> None:
+    if not holds:
+        raise ConfigError(f"expected {wanted}, got {quoted(value)} ({type(value).__name__})")
+
+
+def _convert_union(args: tuple[Any, ...], value: Any) -> Any:
+    if type(None) in args and is_null(value):
+        return None
+    first_error: ConfigError | None = None
+    for arg in args:
+        if arg is not type(None):
+            try:
+                return _convert(arg, value)
+            except ConfigError as error:
+                first_error = first_error or error
+    assert first_error is not None
+    raise first_error
+
+
+def _convert_text(value: Any) -> str:
+    wanted = "text (put it in quotes)" if isinstance(value, (int, float)) else "text"
+    _expect(isinstance(value, (str, os.PathLike)), wanted, value)
+    return str(value)
+
+
+def _convert_literal(args: tuple[Any, ...], value: Any) -> Any:
+    for choice in args:
+        if type(choice) is type(value) and choice == value:
+            return choice
+    match = difflib.get_close_matches(quoted(value).strip("'"), [str(a) for a in args], 1)
+    hint = f"; did you mean {match[0]!r}?" if match else ""
+    raise ConfigError(f"{quoted(value)} is not one of {', '.join(map(str, args))}{hint}")
+
+
+def _convert_tuple(args: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    of_pairs = typing.get_origin(args[0]) is tuple
+    if of_pairs and isinstance(value, Mapping):
+        return _convert_mapping(typing.get_args(args[0]), value)
+    wanted = "a mapping or a list of pairs" if of_pairs else "a list"
+    _expect(isinstance(value, (list, tuple)), wanted, value)
+    items = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
+    _expect(len(items) == len(value), f"a list of {len(items)} items", value)
+    return tuple(_convert(hint, item) for hint, item in zip(items, value, strict=True))
+
+
+def _convert_mapping(args: tuple[Any, ...], value: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """A list of pairs may also be written {first: second}; mistakes are then placed at `first`."""
+    pairs = []
+    for pair in value.items():
+        try:
+            pairs.append(_convert_tuple(args, pair))
+        except ConfigError as error:
+            raise ConfigError(error.message, (str(pair[0]), *error.key), error.where) from None
+    return tuple(pairs)
+
+
+def _convert_number(hint: Any, value: Any, *, is_typed: bool = False) -> Any:
+    """A number as its kind. Text is none, even if it reads like one, except on a command line."""
+    wanted = "an integer" if hint is int else "a number"
+    number = value
+    if isinstance(value, str) and len(value) <= MAX_DIGITS:
+        number = _float_or_none(value)
+        if number is not None and not is_typed:
+            shown = int(number) if number.is_integer() and hint is int else number
+            raise ConfigError(f"{quoted(value)} is a string; use {shown}")
+    _expect(isinstance(number, numbers.Real) and not isinstance(number, bool), wanted, value)
+    _expect(not isinstance(number, int) or abs(number) < 10**MAX_DIGITS, wanted, value)
+    if hint is float:
+        _expect(not math.isnan(number), wanted, value)
+        return float(number)
+    if isinstance(number, float):
+        _expect(number.is_integer(), wanted, value)
+        return int(number)
+    return operator.index(number)
+
+
+def _float_or_none(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,369 @@
+"""Options of a run: name, unit, default, and the reason of the default.
+
+The dataclasses are frozen and validated when made; they import no JAX and read no files.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from zerojax.config.checks import (
+    check_at_least,
+    check_folder,
+    check_fraction,
+    check_positive,
+    check_regex,
+    refuse,
+)
+from zerojax.config.elastic import ElasticBatch, ElasticityConfig
+from zerojax.config.files import CheckpointConfig, LogConfig
+from zerojax.config.keywords import names_keywords
+from zerojax.config.loader import ConfigError, coerce_fields, from_dict, load_dataclass, to_dict
+from zerojax.config.lora import LoraConfig
+from zerojax.config.loss_scale import LossScale, describe_loss_scale
+from zerojax.config.mesh import MeshConfig, as_mesh_config
+from zerojax.config.offload import OffloadConfig
+from zerojax.config.watch import WatchConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "ElasticBatch",
+    "ElasticityConfig",
+    "LogConfig",
+    "LoraConfig",
+    "LossScale",
+    "MeshConfig",
+    "ModelConfig",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "ParameterGroup",
+    "RunConfig",
+    "WatchConfig",
+    "as_mesh_config",
+    "describe_loss_scale",
+    "from_dict",
+    "load",
+    "to_dict",
+]
+
+T = TypeVar("T")
+
+
+@names_keywords()
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One of the built-in language models. The defaults are a 3-million-parameter GPT."""
+
+    name: Literal["gpt2", "llama"] = "gpt2"
+    """Architecture."""
+    vocab_size: int | None = None
+    """Rows of the embedding. null: what the tokenizer has."""
+    max_seq_len: int = 256
+    """Tokens. The longest sequence that the position embedding (gpt2) or the cache (llama)
+    holds."""
+    num_layers: int = 4
+    """Blocks. They are stacked and scanned, so compile time does not grow with their number."""
+    num_heads: int = 4
+    """Query heads; 4 x 64 = 256, the usual head width of 64."""
+    num_kv_heads: int | None = None
+    """Key and value heads (llama only). null: as many as query heads."""
+    embed_dim: int = 256
+    """Width of the residual stream."""
+    mlp_dim: int | None = None
+    """Hidden width of the MLP. null: 4 x embed_dim (gpt2), 8/3 x embed_dim rounded up (llama)."""
+    dropout: float = 0.0
+    """Dropout probability. 0, since most pretraining sees each token about once."""
+    remat: Literal["none", "full", "dots"] = "none"
+    """Activation checkpointing of each block: none stores all activations, dots stores matrix
+    products, full stores the block's input only."""
+    loss_chunk: int | None = 1024
+    """Tokens whose logits the loss holds at once; null holds all. With a vocabulary of 128
+    thousand, 8192 tokens and width 2048 the loss then needs 1.4 GB instead of 6.3 (compiled for
+    an H200), with the same products. Below about 1000 the accumulation of the head's gradient
+    limits the speed."""
+    matmul_dtype: Literal["fp8"] | None = None
+    """Dtype of the blocks' matrix products. null: the compute dtype of `precision`. fp8: 8-bit
+    floats (e4m3, gradients e5m2) with delayed scaling; attention scores, embedding and head
+    keep their dtype. With precision fp32 the rest is float32, which is no faster but shows the
+    effect of fp8 alone."""
+    tie_embeddings: bool | None = None
+    """Whether the head reuses the embedding. null: true for gpt2, false for llama."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary positions (llama only)."""
+    norm_eps: float = 1e-5
+    """Added to the variance in norms; the value of GPT-2 and Llama."""
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    pretrained: str | None = None
+    """Hugging Face folder (config.json, *.safetensors) with the initial weights. The folder
+    sets the sizes; dropout, remat, loss_chunk, matmul_dtype and lora are set here."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        if self.pretrained is not None:
+            self._check_pretrained()
+        check_at_least(self, 1, "vocab_size", "max_seq_len", "num_layers", "num_heads", "embed_dim")
+        check_at_least(self, 1, "num_kv_heads", "mlp_dim", "loss_chunk")
+        check_fraction(self, "dropout", below_one=True)
+        check_positive(self, "rope_theta", "norm_eps")
+        if self.embed_dim % self.num_heads:
+            # Rotary positions turn pairs of a head's features.
+            unit = self.num_heads * (2 if self.name == "llama" else 1)
+            near = self.embed_dim - self.embed_dim % unit or unit
+            refuse(
+                "embed_dim",
+                self.embed_dim,
+                f"is not divisible by num_heads ({self.num_heads}); use {near}",
+            )
+        if self.num_kv_heads and self.num_heads % self.num_kv_heads:
+            refuse(
+                "num_kv_heads",
+                self.num_kv_heads,
+                f"does not divide num_heads ({self.num_heads}); use 1 or {self.num_heads}",
+            )
+
+    def _check_pretrained(self) -> None:
+        free = ("dropout", "remat", "loss_chunk", "matmul_dtype", "lora", "pretrained")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in (*free, "vocab_size") and value != field.default:
+                refuse(field.name, value, "is set by the folder of model.pretrained; leave it out")
+
+
+@names_keywords()
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    path: str | None = None
+    """Text file, folder of text files, or token file of `zerojax data prepare`. null: the
+    Shakespeare text inside the package."""
+    tokenizer: str = "bytes"
+    """"bytes" (256 tokens), "bpe:2048" (trained on the corpus), or a tokenizer file: ours, a
+    model's tokenizer.json, or its folder. With model.pretrained "bytes" means that folder's
+    tokenizer.json, if it has one."""
+    seq_len: int = 256
+    """Tokens of one training example."""
+    validation_fraction: float = 0.05
+    """Fraction of the corpus, from its end, that is used for validation only."""
+    shuffle_seed: int | None = None
+    """Seed of the order of examples. null: `seed`."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_at_least(self, 1, "seq_len")
+        check_fraction(self, "validation_fraction", below_one=True)
+
+
+@names_keywords()
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """What is different for the parameters that a regular expression finds."""
+
+    learning_rate_factor: float = 1.0
+    """Their learning rate is the optimizer's times this."""
+    weight_decay: float | None = None
+    """In place of the optimizer's, where its mask lets a parameter decay; null: the optimizer's."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_at_least(self, 0, "learning_rate_factor", "weight_decay")
+
+
+@names_keywords()
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and its learning-rate schedule. The defaults are those of GPT-3."""
+
+    name: Literal["adamw", "lion", "sgd", "lamb", "adam8bit"] = "adamw"
+    """Optimizer; adam8bit is AdamW with one-byte moments."""
+    learning_rate: float = 3e-4
+    """Peak of the schedule."""
+    beta1: float = 0.9
+    """Decay of the first moment; for sgd the momentum."""
+    beta2: float = 0.95
+    """Decay of the second moment; 0.95 forgets faster than 0.999 and survives spikes better."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Per unit of learning rate, on matrices only, not on biases, norms and scales."""
+    nesterov: bool = False
+    """Nesterov momentum, for sgd only."""
+    groups: tuple[tuple[str, ParameterGroup], ...] = ()
+    """{regular expression on the parameter's name: {learning_rate_factor: 0.1, weight_decay:
+    0}}. The first match counts; what a group does not set is as for all parameters."""
+    impl: Literal["auto", "xla", "mosaic_gpu", "interpret"] = "auto"
+    """Implementation of the update. auto: the kernel where a measurement favours it; xla or
+    mosaic_gpu: that one, or an error; interpret: the kernel on the CPU, slowly, for tests."""
+    clip_norm: float | None = 1.0
+    """Limit of the global gradient norm; null: no clipping."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Learning rate after warm-up: cosine or linear decay to the end, constant, or wsd
+    (constant, then a linear decay)."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up from 0. null: 2 % of the run, at least 10 (second moments need
+    about 1 / (1 - beta2) = 20 steps)."""
+    final_lr_fraction: float = 0.1
+    """Learning rate at the last step, as a fraction of the peak."""
+    decay_fraction: float = 0.2
+    """For wsd only: the fraction of the run spent in the decay."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_positive(self, "learning_rate", "eps", "clip_norm")
+        check_fraction(self, "beta1", "beta2", below_one=True)
+        check_fraction(self, "final_lr_fraction", "decay_fraction")
+        check_at_least(self, 0, "weight_decay", "warmup_steps")
+        for pattern, _ in self.groups:
+            check_regex("groups", pattern)
+
+
+Dtype = Literal["fp32", "bf16"]
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+
+
+@names_keywords()
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole training run; `zerojax train FILE.yaml key=value ...` reads one of these."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
+    elasticity: ElasticityConfig = dataclasses.field(default_factory=ElasticityConfig)
+    precision: ComputeDtype | None = None
+    """Dtype of forward and backward; norms and losses are float32 either way. null: bf16, on CPU
+    devices fp32."""
+    reduce_dtype: ComputeDtype | None = None
+    """Dtype of gradients in reductions over devices. null: that of `precision`."""
+    accumulate_dtype: Dtype | None = None
+    """Dtype of the sum over microbatches. null: fp32, since small terms vanish in a bf16 sum."""
+    param_dtype: Dtype = "fp32"
+    """Dtype of stored parameters. bf16: no float32 master weights, so 2 bytes instead of 4,
+    with stochastically rounded updates."""
+    moments_dtype: Dtype = "fp32"
+    """Dtype of the optimizer's stored moments; its arithmetic is float32."""
+    loss_scale: LossScale = dataclasses.field(default_factory=LossScale)
+    """How the loss is scaled in fp16; nothing else takes one."""
+    global_batch_size: int = 32
+    """Examples per optimizer step, over all devices and microbatches."""
+    num_microbatches: int | None = None
+    """Parts of the batch that are computed one after the other, so that activations fit; the
+    result does not change. null: 1, or with pipeline stages as many as the batch allows, up to
+    4 per stage."""
+    steps: int = 300
+    """Batches to train on."""
+    eval_every: int | None = 100
+    """Steps between evaluations; null: only after the last step."""
+    eval_batches: int = 8
+    """Validation batches per evaluation."""
+    seed: int = 0
+    """Seed for initialisation, dropout and, unless data.shuffle_seed is set, shuffling."""
+    run_dir: str = "runs/default"
+    """Folder of all files of the run. The default for a file tiny.yaml is runs/tiny."""
+    freeze: tuple[str, ...] = ()
+    """Regular expressions on parameter names; matching parameters get no gradient and no
+    optimizer state."""
+    cpu_devices: int | None = None
+    """Number of virtual CPU devices to create; null: the devices that exist."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_at_least(self, 1, "global_batch_size", "num_microbatches", "steps", "eval_every")
+        check_at_least(self, 1, "eval_batches", "cpu_devices")
+        check_at_least(self, 0, "seed")
+        check_folder("run_dir", self.run_dir)
+        self._check_elasticity()
+        batch, parts = self.global_batch_size, self.num_microbatches or 1
+        if batch % parts and not self.elasticity.enabled:
+            low = batch // parts * parts
+            near = f"{low} or {low + parts}" if low else str(parts)
+            refuse(
+                "global_batch_size",
+                batch,
+                f"is not divisible by num_microbatches ({parts}); use {near}",
+            )
+        scaled = "fp16" in (self.precision, self.reduce_dtype)
+        if self.loss_scale != LossScale() and not scaled:
+            raise ConfigError(
+                f"only fp16 has a loss scale, and precision is {self.precision or 'not set'}; "
+                "leave it out or "
+                "set precision=fp16",
+                ("loss_scale",),
+            )
+        if self.data.seq_len > self.model.max_seq_len and self.model.pretrained is None:
+            raise ConfigError(
+                f"{self.data.seq_len} is above model.max_seq_len ({self.model.max_seq_len}); "
+                "lower it or raise model.max_seq_len",
+                ("data", "seq_len"),
+            )
+        warmup = self.optimizer.warmup_steps
+        if warmup is not None and warmup > self.steps:
+            raise ConfigError(
+                f"{warmup} is above steps ({self.steps}); lower it or train longer",
+                ("optimizer", "warmup_steps"),
+            )
+        for pattern in self.freeze:
+            check_regex("freeze", pattern)
+
+    def _check_elasticity(self) -> None:
+        if not self.elasticity.enabled:
+            return
+        chosen, given = self._elastic_batch().global_batch_size, self.global_batch_size
+        if given not in (RunConfig.global_batch_size, chosen):
+            refuse(
+                "global_batch_size",
+                given,
+                f"is not what elasticity chooses; set it to {chosen} or leave it out, or change "
+                "elasticity.max_global_batch_size",
+            )
+
+    def _elastic_batch(self) -> ElasticBatch:
+        return self.elasticity.choose_batch(self.mesh.stage * self.mesh.model)
+
+    def on_devices(self, num_devices: int) -> "RunConfig":
+        """These settings with the batch, and its parts, that an elastic run has on these devices.
+
+        The same object where `elasticity` is not enabled.
+
+        Raises:
+          ConfigError: so many devices cannot cut the batch, or num_microbatches says otherwise.
+        """
+        if not self.elasticity.enabled:
+            return self
+        batch = self._elastic_batch()
+        parts = batch.num_microbatches(num_devices)
+        if self.num_microbatches not in (None, parts):
+            refuse(
+                "num_microbatches",
+                self.num_microbatches,
+                f"is not what elasticity chooses on {num_devices} devices ({parts}); leave it out",
+            )
+        return dataclasses.replace(
+            self, global_batch_size=batch.global_batch_size, num_microbatches=parts
+        )
+
+
+@names_keywords()
+def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
+    """The configuration in a YAML file with KEY=VALUE overrides laid over it.
+
+    Args:
+      cls: RunConfig, or any dataclass of this module.
+      path: YAML file; None: the defaults.
+      overrides: "mesh.zero=3"; "zero=3" where only one field has that name.
+
+    Raises:
+      ConfigError: with the key, the value, the nearest known key, and file:line.
+    """
+    defaults: dict[str, Any] = {}
+    if cls is RunConfig and path is not None:
+        defaults["run_dir"] = f"runs/{Path(path).stem}"
+    return load_dataclass(cls, path, overrides, defaults=defaults)

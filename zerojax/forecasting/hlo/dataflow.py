@@ -1,0 +1,274 @@
+"""Dataflow of a program: values that are moved, summed, or computed from others."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from zerojax.forecasting.hlo.program import Instruction, Program
+from zerojax.forecasting.hlo.types import Array, Type
+
+Value: TypeAlias = tuple[str, tuple[int, ...]]
+"""(name of an instruction, element of its result), element () being the whole result."""
+
+
+class Link(enum.Enum):
+    """How a value goes into another."""
+
+    SAME = "same"
+    """Its numbers: moved, cut, joined, cast, scaled, repeated, gathered, summed over devices."""
+    ADDED = "added"
+    """It is a term of a sum, or what an operation accumulates into."""
+    USED = "used"
+    """Anything else: other numbers come out."""
+
+
+_OPERAND = re.compile(r"%([\w.\-]+)((?:#\d+)*)")
+_ALIASED = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),")
+_SOURCES = frozenset({"parameter", "constant", "iota", "partition-id", "replica-id"})
+_MOVES_ALL = frozenset(
+    {
+        "all-gather",
+        "all-reduce",
+        "all-reduce-done",
+        "all-reduce-start",
+        "all-to-all",
+        "bitcast",
+        "bitcast-convert",
+        "collective-broadcast",
+        "collective-permute",
+        "concatenate",
+        "convert",
+        "copy",
+        "optimization-barrier",
+        "reduce-precision",
+        "reduce-scatter",
+        "reshape",
+        "reverse",
+        "slice",
+        "transpose",
+    }
+)
+_MOVES_FIRST = {"dynamic-slice": 1, "pad": 1, "dynamic-update-slice": 2}
+"""Opcode -> how many of its operands it moves; the others say where to."""
+MOVES = _MOVES_ALL | _MOVES_FIRST.keys()
+_SCALES = frozenset({"multiply", "divide"})
+MATMULS = frozenset({"dot", "convolution", "custom-call"})
+
+
+class Dataflow:
+    """All values of a program and the links between them, through fusions, calls and loops.
+
+    A loop's carried value is one with what enters the loop and what each iteration leaves.
+
+    Attributes:
+      values: all of them, those inside fusions too; tuples only by their elements.
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.instructions = {
+            instruction.name: instruction
+            for computation in program.computations.values()
+            for instruction in computation.instructions
+        }
+        self._into: dict[Value, list[tuple[Value, Link]]] = defaultdict(list)
+        self._out_of: dict[Value, list[tuple[Value, Link]]] = defaultdict(list)
+        self.values = tuple(
+            (name, index)
+            for name, instruction in self.instructions.items()
+            for index, _ in _elements(instruction.type)
+        )
+        for instruction in self.instructions.values():
+            self._connect(instruction)
+
+    def sources(self, value: Value) -> list[tuple[Value, Link]]:
+        """What goes into a value, and how."""
+        return self._into.get(value, [])
+
+    def targets(self, value: Value) -> list[tuple[Value, Link]]:
+        """What a value goes into, and how."""
+        return self._out_of.get(value, [])
+
+    def array(self, value: Value) -> Array | None:
+        """Dtype and shape; None for a tuple and for what the program does not have."""
+        name, index = value
+        found: Type | None = self.instructions[name].type if name in self.instructions else None
+        for position in index:
+            found = found[position] if isinstance(found, tuple) and position < len(found) else None
+        return found if isinstance(found, Array) else None
+
+    def is_workspace(self, value: Value) -> bool:
+        """Whether it is memory for a library's own use: the last bytes a custom call returns."""
+        name, index = value
+        if self.instructions[name].opcode != "custom-call" or not index:
+            return False
+        array, last = self.array(value), len(_parts(self.instructions[name].type)) - 1
+        return array is not None and array.dtype in ("s8", "u8") and index == (last,)
+
+    # --- links ------------------------------------------------------------------------------------
+
+    def _link(self, source: Value, target: Value, link: Link) -> None:
+        self._into[target].append((source, link))
+        self._out_of[source].append((target, link))
+
+    def _pass_on(self, source: Value, target: Value) -> None:
+        """All elements of `source` are those of `target`."""
+        name, index = source
+        for element, _ in _elements(self.instructions[name].type):
+            if element[: len(index)] == index:
+                rest = element[len(index) :]
+                self._link((name, element), (target[0], target[1] + rest), Link.SAME)
+
+    def _connect(self, instruction: Instruction) -> None:
+        opcode, operands = instruction.opcode, self._operands(instruction.name)
+        result = instruction.name, ()
+        if opcode in _SOURCES:
+            return
+        if opcode == "tuple":
+            for position, operand in enumerate(operands):
+                self._pass_on(operand, (instruction.name, (position,)))
+        elif opcode == "get-tuple-element":
+            (position,) = instruction.integers("index")
+            name, index = operands[0]
+            self._pass_on((name, (*index, position)), result)
+        elif opcode == "while":
+            self._connect_loop(instruction, operands[0])
+        elif opcode == "conditional":
+            for branch, operand in zip(instruction.branches, operands[1:], strict=True):
+                self._call(branch, [operand], result)
+        elif opcode.endswith(("-start", "-done", "-update")):
+            self._connect_asynchronous(instruction, operands)
+        elif opcode in ("fusion", "call"):
+            (callee,) = instruction.callees.get("calls") or instruction.callees["to_apply"]
+            self._call(callee, operands, result)
+        else:
+            self._connect_operation(instruction, operands)
+
+    def _call(self, callee: str, operands: list[Value], result: Value) -> None:
+        computation = self.program.computations[callee]
+        for parameter, operand in zip(computation.parameters, operands, strict=True):
+            self._pass_on(operand, (parameter.name, ()))
+        self._pass_on((computation.root.name, ()), result)
+
+    def _connect_loop(self, instruction: Instruction, operand: Value) -> None:
+        (body,) = instruction.callees["body"]
+        (condition,) = instruction.callees["condition"]
+        carried = self.program.computations[body].parameters[0].name, ()
+        self._pass_on(operand, carried)
+        self._pass_on((self.program.computations[body].root.name, ()), carried)
+        tested = self.program.computations[condition].parameters[0].name
+        self._pass_on(carried, (tested, ()))
+        self._pass_on(carried, (instruction.name, ()))
+
+    def _connect_asynchronous(self, instruction: Instruction, operands: list[Value]) -> None:
+        """A start returns (its operands, its result, ...), but an all-reduce's only the result."""
+        name, opcode = instruction.name, instruction.opcode
+        if opcode.startswith("all-reduce-"):
+            self._connect_operation(instruction, operands)
+        elif opcode.endswith("-update"):
+            self._pass_on(operands[0], (name, ()))
+        elif opcode.endswith("-done"):
+            source, index = operands[0]
+            # A copy returns (result, operand, ...).
+            self._pass_on((source, (*index, 0 if opcode == "copy-done" else 1)), (name, ()))
+        elif callees := instruction.callees.get("calls"):
+            for position, operand in enumerate(operands):
+                self._pass_on(operand, (name, (0, position)))
+            self._call(callees[0], operands, (name, (1,)))
+        elif opcode == "copy-start":
+            self._link(operands[0], (name, (0,)), Link.SAME)
+        else:
+            for position, operand in enumerate(operands):
+                place = (position,) if len(operands) > 1 else ()
+                self._link(operand, (name, (0, *place)), Link.SAME)
+                self._link(operand, (name, (1, *place)), Link.SAME)
+
+    def _connect_operation(self, instruction: Instruction, operands: list[Value]) -> None:
+        name, opcode = instruction.name, instruction.opcode
+        elements = [index for index, _ in _elements(instruction.type)]
+        if opcode in _MOVES_ALL and len(elements) > 1:
+            for index, operand in zip(elements, operands, strict=True):
+                self._link(operand, (name, index), Link.SAME)
+            return
+        for position, operand in enumerate(operands):
+            for index in elements:
+                link = self._kind(instruction, position, index)
+                if link is not None:
+                    self._link(operand, (name, index), link)
+
+    def _kind(self, instruction: Instruction, position: int, index: tuple[int, ...]) -> Link | None:
+        """How operand number `position` goes into element `index` of an operation's result."""
+        opcode = instruction.opcode
+        if opcode in _MOVES_ALL or position < _MOVES_FIRST.get(opcode, 0):
+            return Link.SAME
+        if opcode == "broadcast":
+            return Link.SAME if self._is_scalar((instruction.name, ())) else Link.USED
+        if opcode in ("add", "subtract") or (opcode == "scatter" and position == 0):
+            return Link.ADDED
+        if opcode in _SCALES:
+            first, second = (self._is_scalar(value) for value in self._operands(instruction.name))
+            scaled = {(True, False): 1, (False, True): 0}.get((first, second))
+            return Link.SAME if position == scaled else Link.USED
+        if opcode == "custom-call":
+            if self.is_workspace((instruction.name, index)):
+                return None
+            into = self._accumulates(instruction).get(position)
+            if into is not None:
+                return Link.ADDED if into == index else None
+        return Link.USED
+
+    def _accumulates(self, instruction: Instruction) -> dict[int, tuple[int, ...]]:
+        """Operand of a custom call -> the element of the result that overwrites it."""
+        text = instruction.attributes.get("output_to_operand_aliasing", "")
+        return {
+            int(operand): tuple(int(n) for n in index.split(",") if n.strip())
+            for index, operand in _ALIASED.findall(text)
+        }
+
+    def _is_scalar(self, value: Value) -> bool:
+        """Whether one number is all there is to it, whatever its shape."""
+        array = self.array(value)
+        if array is not None and not array.shape:
+            return True
+        instruction = self.instructions[value[0]]
+        if instruction.opcode in ("broadcast", "bitcast", "reshape", "convert"):
+            return all(self._is_scalar(operand) for operand in self._operands(instruction.name))
+        return instruction.opcode == "constant"
+
+    def _operands(self, name: str) -> list[Value]:
+        return _operands(self.instructions[name])
+
+
+def _operands(instruction: Instruction) -> list[Value]:
+    """Operands with the element that is taken of each: `%fusion#1` is element 1."""
+    if instruction.opcode in ("constant", "parameter"):
+        return []
+    text = instruction.operand_text
+    if "%" not in text:  # some printers leave the signs out, and then they print no elements
+        return [(name, ()) for name in instruction.operands]
+    return [
+        (name, tuple(int(n) for n in index.split("#")[1:]))
+        for name, index in _OPERAND.findall(text)
+    ]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _elements(type_: Type) -> tuple[tuple[tuple[int, ...], Array], ...]:
+    return tuple(_walk(type_, ()))
+
+
+def _walk(type_: Type, index: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Array]]:
+    if isinstance(type_, Array):
+        yield index, type_
+        return
+    for position, part in enumerate(type_):
+        yield from _walk(part, (*index, position))
+
+
+def _parts(type_: Type) -> tuple[Type, ...]:
+    return (type_,) if isinstance(type_, Array) else type_

@@ -1,0 +1,249 @@
+"""Copies between host and device memory in a program: bytes, executions, means and overlap.
+
+XLA's GPU compiler copies whole arrays with `copy-start`, and slices inside of loops with a fusion
+that holds nothing but the slice. Where the slice's place is linear in the loop's counter the
+compiler notes so (`dynamic_slice_config`), and the copy engine moves it; elsewhere a kernel reads
+or writes host memory with the processors that matrix products need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+
+from zerojax.forecasting.hlo.overlap import Overlap, find_overlap
+from zerojax.forecasting.hlo.program import Computation, Instruction, Program
+from zerojax.forecasting.hlo.types import HOST_MEMORY_SPACE, Array
+
+TO_DEVICE, TO_HOST = "to device", "to host"
+
+_CONTROL_FLOW = ("while", "conditional", "call", "call-start", "async-start")
+# They name values or order them.
+_MOVE_NOTHING = (
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "opt-barrier",
+    "after-all",
+    "add-dependency",
+)
+_WRAPPERS = ("fusion", "fusion-start", "async-start")
+_SLICES = ("dynamic-slice", "slice")
+_RENAMES = ("bitcast", "reshape", "copy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostCopy:
+    """One instruction that moves bytes between host and device.
+
+    Attributes:
+      name: of the instruction; one that moves in both directions is two `HostCopy`s.
+      direction: TO_DEVICE or TO_HOST.
+      bytes: of one execution, on one device.
+      times: executions per step; loops of `Program.unknown_loops` count as one iteration.
+      loop_depth: loops around it, 0 outside of all.
+      is_linear: whether the copy engine moves it: a whole array, or a slice whose place is known or
+        linear in a loop's counter. Otherwise a kernel does.
+      start: the instruction that starts it and lets other work go on; None for one that the
+        program waits for.
+      op_name: where in the traced program it comes from.
+      overlap: what is scheduled while it is under way.
+      opposite_bytes: moved in the other direction by copies that are under way at the same time.
+    """
+
+    name: str
+    direction: str
+    bytes: int
+    times: int
+    loop_depth: int
+    is_linear: bool
+    start: str | None
+    op_name: str
+    overlap: Overlap = dataclasses.field(default_factory=Overlap)
+    opposite_bytes: int = 0
+
+    @property
+    def is_async(self) -> bool:
+        return self.start is not None
+
+
+def find_host_copies(program: Program) -> list[HostCopy]:
+    """All copies between host and device that a step executes, in the program's order.
+
+    Looks into loops, calls and branches; of a conditional's branches each counts as taken.
+
+    Args:
+      program: optimized, for GPUs. On a CPU all memory is one memory, and there are none.
+    """
+    found: dict[tuple[str, str], HostCopy] = {}
+    for where, instruction, times, depth in _executed(program, program.entry, 1, 0):
+        for copy in _copies_of(program, where, instruction):
+            key = copy.name, copy.direction
+            earlier = found[key].times if key in found else 0
+            found[key] = dataclasses.replace(copy, times=earlier + times, loop_depth=depth)
+    copies = list(found.values())
+    if not copies or not program.is_scheduled:
+        return copies
+    overlap = find_overlap(program, copies)
+    copies = [dataclasses.replace(copy, overlap=overlap[copy.name]) for copy in copies]
+    return [dataclasses.replace(copy, opposite_bytes=_opposite(copy, copies)) for copy in copies]
+
+
+def link_bytes(copies: list[HostCopy]) -> dict[str, int]:
+    """{direction: bytes per step on one device}, of both directions."""
+    total = defaultdict(int, {TO_DEVICE: 0, TO_HOST: 0})
+    for copy in copies:
+        total[copy.direction] += copy.bytes * copy.times
+    return dict(total)
+
+
+def _executed(
+    program: Program, where: Computation, times: int, depth: int
+) -> Iterator[tuple[Computation, Instruction, int, int]]:
+    """(computation, instruction, times per step, loops around it), kernels not opened."""
+    for instruction in where.instructions:
+        opcode = instruction.opcode
+        if opcode in _CONTROL_FLOW and not _is_kernel(program, instruction):
+            deeper = depth + (opcode == "while")
+            for name, often in instruction.runs():
+                inner = program.computations[name]
+                yield from _executed(program, inner, times * often, deeper)
+        elif opcode not in _MOVE_NOTHING and not opcode.endswith(("-done", "-update")):
+            yield where, instruction, times, depth
+
+
+def _is_kernel(program: Program, instruction: Instruction) -> bool:
+    """Whether it holds one kernel, and not instructions of their own."""
+    if instruction.opcode != "async-start":
+        return instruction.opcode in _WRAPPERS
+    inner = program.computations[instruction.callees["calls"][0]]
+    return all(one.is_root or one.opcode == "parameter" for one in inner.instructions)
+
+
+def _copies_of(program: Program, where: Computation, instruction: Instruction) -> list[HostCopy]:
+    """What one instruction moves, at most one copy for each direction."""
+    if _is_kernel(program, instruction):
+        inner = program.computations[instruction.callees["calls"][0]]
+        moved = _moved_by_kernel(inner)
+    else:
+        moved = _moved_by_one(where, instruction)
+    is_started = instruction.opcode.endswith("-start")
+    return [
+        HostCopy(
+            name=instruction.name,
+            direction=direction,
+            bytes=sum(size for size, _ in parts),
+            times=1,
+            loop_depth=0,
+            is_linear=all(linear for _, linear in parts),
+            start=instruction.name if is_started else None,
+            op_name=instruction.op_name,
+        )
+        for direction, parts in moved.items()
+    ]
+
+
+_Moved = dict[str, list[tuple[int, bool]]]
+"""{direction: (bytes, whether the copy engine moves them) of each part}."""
+
+
+def _moved_by_one(where: Computation, instruction: Instruction) -> _Moved:
+    """Of an instruction that stands by itself."""
+    if instruction.opcode == "copy-start":  # (target, source, context)
+        target, source = instruction.arrays[:2]
+        return _between(source, target, linear=True)
+    if instruction.opcode == "copy":
+        (source,) = where.operand_arrays(instruction)
+        return _between(source, instruction.arrays[0], linear=True)
+    operands = where.operand_arrays(instruction)
+    to_device = [(x.bytes, False) for x in operands if _on_host(x)]
+    to_host = [(x.bytes, False) for x in instruction.arrays if _on_host(x)]
+    if instruction.opcode in ("dynamic-slice", "dynamic-update-slice", "slice"):
+        return _moved_by_slices(where, [instruction])
+    if "AllocateBuffer" in instruction.attributes.get("custom_call_target", ""):
+        return {}  # memory that is filled later
+    return _without_empty({TO_DEVICE: to_device, TO_HOST: to_host})
+
+
+def _between(source: Array, target: Array, *, linear: bool) -> _Moved:
+    if _on_host(source) == _on_host(target):
+        return {}
+    return {TO_DEVICE if _on_host(source) else TO_HOST: [(target.bytes, linear)]}
+
+
+def _moved_by_kernel(inner: Computation) -> _Moved:
+    """Of a fusion: slices of host arrays that it reads, updates that it writes into them."""
+    if not any(_on_host(array) for one in inner.instructions for array in one.arrays):
+        return {}
+    slices = [i for i in inner.instructions if i.opcode in (*_SLICES, "dynamic-update-slice")]
+    moved = defaultdict(list, _moved_by_slices(inner, slices))
+    seen = {_source(inner, one).name for one in slices}
+    for parameter in inner.parameters:
+        if parameter.name not in seen:
+            moved[TO_DEVICE] += [(x.bytes, False) for x in parameter.arrays if _on_host(x)]
+    results = inner.operands_of(inner.root) if inner.root.opcode == "tuple" else [inner.root]
+    for result in results:
+        if _unnamed(inner, result).opcode not in ("dynamic-update-slice", "parameter"):
+            moved[TO_HOST] += [(x.bytes, False) for x in result.arrays if _on_host(x)]
+    alone = len(slices) == 1 and all(
+        one in slices or one.opcode in ("parameter", "constant", *_RENAMES)
+        for one in inner.instructions
+    )
+    if not alone:  # then it computes as well, so it is a kernel, whatever its slices are
+        moved = {way: [(size, False) for size, _ in parts] for way, parts in moved.items()}
+    return _without_empty(moved)
+
+
+def _moved_by_slices(where: Computation, slices: list[Instruction]) -> _Moved:
+    moved: _Moved = {TO_DEVICE: [], TO_HOST: []}
+    for one in slices:
+        source, linear = _source(where, one).arrays[0], "dynamic_slice_config" in one.backend_config
+        if one.opcode in _SLICES:
+            if _on_host(source) and not _on_host(one.arrays[0]):
+                moved[TO_DEVICE].append((one.bytes, linear))
+        elif _on_host(one.arrays[0]):
+            update = where[one.operands[1]].arrays[0]
+            if not _on_host(update):
+                moved[TO_HOST].append((update.bytes, linear))
+    return _without_empty(moved)
+
+
+def _source(where: Computation, one: Instruction) -> Instruction:
+    """What a slice is taken of, or written into."""
+    return _unnamed(where, where[one.operands[0]])
+
+
+def _unnamed(where: Computation, instruction: Instruction) -> Instruction:
+    while instruction.opcode in _RENAMES:
+        instruction = where[instruction.operands[0]]
+    return instruction
+
+
+def _without_empty(moved: _Moved) -> _Moved:
+    return {direction: parts for direction, parts in moved.items() if parts}
+
+
+def _on_host(array: Array) -> bool:
+    return array.memory_space == HOST_MEMORY_SPACE
+
+
+def _opposite(copy: HostCopy, copies: list[HostCopy]) -> int:
+    """Bytes of the copies in the other direction that are under way while this one is."""
+    return sum(
+        other.bytes
+        for other in copies
+        if other.direction != copy.direction and _meet(copy.overlap, other.overlap)
+    )
+
+
+def _meet(one: Overlap, other: Overlap) -> bool:
+    # A start stands just before its stretch and a done just after: between two that touch, one ends
+    # before the other begins.
+    return any(
+        where == there and max(first, begin) <= min(last, end)
+        for where, first, last in one.stretches
+        for there, begin, end in other.stretches
+    )

@@ -1,0 +1,318 @@
+"""Live buffers on a device at the moment of the peak, from the compiler's memory assignment.
+
+The compiler writes them for one program with the options `xla_dump_to` and `xla_dump_hlo_as_text`.
+Arguments, outputs and one block of temporaries ("preallocated-temp") exist for the whole step. What
+lies in that block changes from instruction to instruction: each value has a place in it
+(`*-buffer-assignment.txt`) and a time (`*-live-range.txt`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from zerojax.forecasting.hlo.program import Instruction, Program, read_program
+
+_ACCOUNT = "*_gpu_after_optimizations"
+_HOST_COLOR = 5  # XLA's memory space of host memory: Layout::kHostMemorySpace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveValue:
+    """One value that has memory.
+
+    Attributes:
+      name, index: the instruction that makes it and the element of its result, () for the whole.
+      bytes: of memory that is this value's own; where two values share bytes, as an update in place
+        does with what it updates, they count for the younger one.
+      shape: as XLA prints it, `bf16[8,512]{1,0}`.
+      opcode, op_name: of the instruction; the op_name of an argument is its path in the call, as in
+        `state['params']['lm_head/kernel']`.
+    """
+
+    name: str
+    index: tuple[int, ...]
+    bytes: int
+    shape: str
+    opcode: str
+    op_name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveAtPeak:
+    """What one device holds when the block of temporaries is fullest; bytes of device memory.
+
+    Attributes:
+      moment: position in the schedule. It may differ from the peak that the compiler names: that
+        one counts arguments only while they are still to be read, but they stay allocated.
+      values: in the block of temporaries at that moment, largest first.
+      arguments: of the program, in the order of its parameters; donated ones hold outputs later.
+      outputs: outputs that do not lie in a donated argument, and the tables of pointers to outputs.
+      temporary: size of the block of temporaries.
+      constants: literals that come with the program, in memory of their own and not in `peak`.
+      program: the optimized program as it was dumped; its names are those of the values, which
+        `compiled.as_text()` may spell otherwise.
+    """
+
+    moment: int
+    values: tuple[LiveValue, ...]
+    arguments: tuple[LiveValue, ...]
+    outputs: int
+    temporary: int
+    constants: int
+    program: Program
+
+    @property
+    def fragmentation(self) -> int:
+        """Of the block of temporaries, what no value uses at that moment."""
+        return self.temporary - sum(value.bytes for value in self.values)
+
+    @property
+    def peak(self) -> int:
+        """arguments + outputs - aliased + temporary of `compiled.memory_analysis()`."""
+        return sum(value.bytes for value in self.arguments) + self.outputs + self.temporary
+
+
+def read_live(folder: Path) -> LiveAtPeak | None:
+    """What a device holds at the peak of the one program whose accounts lie in `folder`.
+
+    Returns:
+      None when there are no such accounts (XLA's CPU compiler writes others), and, with a warning
+      that names the file and the line, when they are not as this reader knows them.
+    """
+    found = [
+        sorted(folder.glob(f"{_ACCOUNT}{end}.txt"))
+        for end in ("-buffer-assignment", "-live-range", "")
+    ]
+    if not all(found):
+        return None
+    try:
+        most = max(map(len, found))
+        if most > 1:
+            raise _NotUnderstood(f"{folder} holds the accounts of {most} programs, not of one")
+        assignment, ranges, text = (paths[0].read_text() for paths in found)
+        return live_at_peak(assignment, ranges, read_program(text))
+    except ValueError as problem:  # also of `read_program`
+        warnings.warn(f"memory cannot be told by role: {problem}", stacklevel=2)
+        return None
+
+
+class _NotUnderstood(ValueError):
+    """An account of memory that is not as this reader knows it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    name: str
+    index: tuple[int, ...]
+    allocation: int
+    offset: int
+    size: int
+    shape: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Allocation:
+    number: int
+    size: int
+    kind: str
+    parameter: int | None
+    values: list[_Placed]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+    """A value in the block of temporaries, and the instructions from `start` to `end` it lives."""
+
+    value: _Placed
+    start: int
+    end: int
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """(allocation, first byte, byte after the last)."""
+        first = self.value.offset
+        return self.value.allocation, first, first + self.value.size
+
+
+def live_at_peak(assignment: str, ranges: str, program: Program) -> LiveAtPeak:
+    """As `read_live`, from the texts of the three accounts."""
+    allocations = [a for a in _read_allocations(assignment) if a.kind != "host"]
+    lives = _read_ranges(ranges)
+    blocks = [a for a in allocations if a.kind == "temporary"]
+    spans = []
+    for value in (value for block in blocks for value in block.values):
+        key = value.name, value.index
+        if key not in lives:
+            raise _NotUnderstood(f"no live range of {value.name}{set(value.index) or '{}'}")
+        spans.append(_Span(value, *lives[key]))
+    moment, owned = _fullest(spans)
+
+    def describe(value: _Placed, count: int) -> LiveValue:
+        instruction = _find(program, value.name)
+        return LiveValue(
+            name=value.name,
+            index=value.index,
+            bytes=count,
+            shape=value.shape,
+            opcode=instruction.opcode,
+            op_name=instruction.op_name,
+        )
+
+    values = [describe(span.value, count) for span, count in owned if count]
+    parameters = [a for a in allocations if a.kind == "argument"]
+    parameters.sort(key=lambda a: (a.parameter, a.number))
+    return LiveAtPeak(
+        moment=moment,
+        values=tuple(sorted(values, key=lambda value: (-value.bytes, value.name, value.index))),
+        arguments=tuple(describe(_argument(a, program), a.size) for a in parameters),
+        outputs=_total(allocations, "output"),
+        temporary=_total(blocks, "temporary"),
+        constants=_total(allocations, "constant"),
+        program=program,
+    )
+
+
+def _argument(allocation: _Allocation, program: Program) -> _Placed:
+    for value in allocation.values:
+        if _find(program, value.name).opcode == "parameter":
+            return value
+    raise _NotUnderstood(f"allocation {allocation.number} names no parameter")
+
+
+def _find(program: Program, name: str) -> Instruction:
+    try:
+        return program.find(name)[1]
+    except KeyError as error:
+        raise _NotUnderstood(f"the program has no {name}, which has memory") from error
+
+
+def _total(allocations: Iterable[_Allocation], kind: str) -> int:
+    return sum(allocation.size for allocation in allocations if allocation.kind == kind)
+
+
+# --- the two accounts -----------------------------------------------------------------------------
+
+_HEADER = re.compile(r"allocation (\d+): size (\d+)(.*):$")
+_VALUE = re.compile(
+    r" value: <\d+ ([^ {]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)"
+)
+_RANGE = re.compile(r"([^ {]+)\{([\d,]*)\}:(\d+)-(\d+)$")
+_KINDS = {
+    "preallocated-temp": "temporary",
+    "thread-local": "thread-local",
+    "constant": "constant",
+    "parameter": "argument",
+    "maybe-live-out": "output",
+}
+
+
+def _read_allocations(text: str) -> list[_Allocation]:
+    allocations: list[_Allocation] = []
+    for line in text.splitlines():
+        if line.startswith("allocation "):
+            allocations.append(_read_header(line))
+        elif line.startswith(" value: "):
+            match = _VALUE.match(line)
+            if match is None or not allocations:
+                raise _NotUnderstood(f"unknown line {line[:120]!r} in the buffer assignment")
+            name, index, size, offset, shape = match.groups()
+            place = allocations[-1].number, int(offset), int(size)
+            allocations[-1].values.append(_Placed(name, _as_index(index), *place, shape))
+        elif not line.startswith(" ") and allocations:
+            break  # the report that follows the list
+    if not any(allocation.kind == "temporary" for allocation in allocations):
+        raise _NotUnderstood("the buffer assignment has no preallocated-temp")
+    return allocations
+
+
+def _read_header(line: str) -> _Allocation:
+    match = _HEADER.match(line)
+    if match is None:
+        raise _NotUnderstood(f"unknown line {line[:120]!r} in the buffer assignment")
+    number, size, rest = match.groups()
+    rest = re.sub(r"\|.*\|(?: at ShapeIndex \{[\d,]*\})?", "", rest)
+    words = [word.split() for word in rest.split(",") if word.strip()]
+    named = {word[0]: word[-1] for word in words}
+    unknown = named.keys() - _KINDS.keys() - {"page", "color", "shape", "output"}
+    kinds = [_KINDS[name] for name in _KINDS if name in named]
+    if unknown or not kinds:
+        raise _NotUnderstood(f"allocation {number} is of no known kind: {line[:120]!r}")
+    return _Allocation(
+        number=int(number),
+        size=int(size),
+        kind="host" if int(named.get("color", 0)) == _HOST_COLOR else kinds[0],
+        parameter=int(named["parameter"]) if "parameter" in named else None,
+        values=[],
+    )
+
+
+def _read_ranges(text: str) -> dict[tuple[str, tuple[int, ...]], tuple[int, int]]:
+    """(name, index) -> first and last instruction at which a value has its memory."""
+    _, found, rest = text.partition("BufferLiveRange:\n")
+    if not found:
+        raise _NotUnderstood("the live ranges have no part called BufferLiveRange")
+    ranges = {}
+    for line in rest.splitlines():
+        if not line.startswith("    "):
+            break
+        match = _RANGE.match(line.strip())
+        if match is None:
+            raise _NotUnderstood(f"unknown line {line.strip()[:120]!r} in the live ranges")
+        name, index, start, end = match.groups()
+        ranges[name, _as_index(index)] = int(start), int(end)
+    return ranges
+
+
+def _as_index(text: str | None) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",")) if text else ()
+
+
+# --- when the block is fullest --------------------------------------------------------------------
+
+
+def _fullest(spans: Sequence[_Span]) -> tuple[int, list[tuple[_Span, int]]]:
+    """(the first moment at which most bytes are used, the values of it with bytes of their own).
+
+    The sum of sizes bounds the bytes in use from above, so that only few moments are looked at.
+    """
+    sums: dict[int, int] = defaultdict(int)
+    for span in spans:
+        sums[span.start] += span.value.size
+        sums[span.end + 1] -= span.value.size
+    bounds, running = [], 0
+    for moment in sorted(sums):
+        running += sums[moment]
+        bounds.append((-running, moment))
+    most, best, owned = -1, 0, []
+    for bound, moment in sorted(bounds):
+        if -bound < most:
+            break
+        here = _own_bytes([span for span in spans if span.start <= moment <= span.end])
+        used = sum(count for _, count in here)
+        if used > most or (used == most and moment < best):
+            most, best, owned = used, moment, here
+    return best, owned
+
+
+def _own_bytes(spans: Sequence[_Span]) -> list[tuple[_Span, int]]:
+    """Each span with the bytes that belong to no younger one; they add up to the bytes in use."""
+    owned, taken = [], []
+    for span in sorted(spans, key=lambda span: (-span.start, span.end, span.value.name)):
+        block, first, end = span.place
+        pieces = [(first, end)]
+        for other_block, other_first, other_end in taken:
+            if other_block == block and other_first < end and first < other_end:
+                pieces = [
+                    piece
+                    for low, high in pieces
+                    for piece in ((low, min(high, other_first)), (max(low, other_end), high))
+                    if piece[0] < piece[1]
+                ]
+        owned.append((span, sum(high - low for low, high in pieces)))
+        taken.append(span.place)
+    return owned

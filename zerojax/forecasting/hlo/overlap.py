@@ -1,0 +1,181 @@
+"""Overlap of collectives and copies with other instructions in the schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Protocol
+
+from zerojax.forecasting.hlo.matmuls import Matmuls
+from zerojax.forecasting.hlo.program import Computation, Instruction, Program
+from zerojax.forecasting.hlo.schedule import Total
+from zerojax.forecasting.hlo.traffic import Traffic
+
+_Path = tuple[int, ...]
+# Their value is their operand's, a started collective included.
+_SAME_VALUE = ("copy", "bitcast", "opt-barrier")
+
+
+class Started(Protocol):
+    """What is looked at: a `Collective`, a `HostCopy`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def start(self) -> str | None: ...
+    @property
+    def loop_depth(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What one device is given to do between a collective's start and its done.
+
+    Attributes:
+      matmuls: matrix products.
+      matmul_flops: of these.
+      hbm_bytes: that all instructions in between read and write.
+      done: the instruction that waits for it; None for a synchronous collective, and where none was
+        found (then nothing is counted).
+      pipelined: whether a loop runs it one iteration ahead: the compiler says so, or start and done
+        are in different iterations.
+      crosses_iterations: the latter: between them lie the end of one iteration (or what precedes
+        the loop) and the beginning of the next; both are counted.
+      stretches: where it is under way: (computation, first instruction, the one after the last).
+    """
+
+    matmuls: int = 0
+    matmul_flops: int = 0
+    hbm_bytes: int = 0
+    done: str | None = None
+    pipelined: bool = False
+    crosses_iterations: bool = False
+    stretches: tuple[tuple[str, int, int], ...] = dataclasses.field(
+        default=(), repr=False, compare=False
+    )
+
+
+def find_overlap(program: Program, collectives: Iterable[Started]) -> dict[str, Overlap]:
+    """Name of each collective -> what is scheduled while one execution of it is under way.
+
+    Args:
+      program: scheduled, as compilers leave it.
+      collectives: of `find_collectives(program, ...)` or `find_host_copies(program)`.
+
+    Raises:
+      ValueError: the program is not scheduled, so the order of its text says nothing.
+    """
+    if not program.is_scheduled:
+        raise ValueError(
+            "the program has no schedule (is_scheduled=true is missing in its first line), so it "
+            "does not tell what overlaps; pass what compiled.as_text() returns"
+        )
+    finder = _Finder(program)
+    return {collective.name: finder.overlap(collective) for collective in collectives}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """From a start to its done: the stretches of instructions in between, in order."""
+
+    done: str
+    stretches: list[tuple[Computation, int, int]]
+    crosses: bool
+
+
+class _Finder:
+    def __init__(self, program: Program):
+        self._program = program
+        matmuls, traffic = Matmuls(program), Traffic(program)
+        self._count, self._flops = matmuls.total_count, matmuls.total_flops
+        self._bytes = traffic.total
+
+    def overlap(self, collective: Started) -> Overlap:
+        if collective.start is None:
+            return Overlap()
+        where, start = self._program.find(collective.start)
+        settings = start.backend_config.get("collective_backend_config", {})
+        marked = bool(settings.get("is_pipelined")) and collective.loop_depth > 0
+        flight = self._flight(where, start)
+        if flight is None:
+            return Overlap(pipelined=marked)
+        return Overlap(
+            matmuls=self._sum(self._count, flight),
+            matmul_flops=self._sum(self._flops, flight),
+            hbm_bytes=self._sum(self._bytes, flight),
+            done=flight.done,
+            pipelined=marked or flight.crosses,
+            crosses_iterations=flight.crosses,
+            stretches=tuple((where.name, begin, end) for where, begin, end in flight.stretches),
+        )
+
+    def _sum(self, total: Total, flight: _Flight) -> int:
+        return sum(
+            total.of_instruction(where, instruction)
+            for where, begin, end in flight.stretches
+            for instruction in where.instructions[begin:end]
+        )
+
+    def _flight(self, where: Computation, start: Instruction) -> _Flight | None:
+        begin = where.positions[start.name] + 1
+        found, carried = self._follow(where, begin, start.name, ())
+        if found or carried is None or not self._is_loop_body(where):
+            return found
+        # The value leaves the body through its root: its done is in the next iteration.
+        again, _ = self._follow(where, 0, where.parameters[0].name, carried)
+        if again is None:
+            return None
+        rest_of_body = (where, begin, len(where.instructions))
+        return _Flight(again.done, [rest_of_body, *again.stretches], crosses=True)
+
+    def _follow(
+        self, where: Computation, begin: int, value: str, path: _Path
+    ) -> tuple[_Flight | None, _Path | None]:
+        """Follows the started value, element `path` of `value`, from position `begin` on.
+
+        Returns:
+          Its way to its done, if that is in this computation or in a loop that it runs; else, where
+          in the computation's result the value is, if it is there.
+        """
+        held = {value: path}
+        for position in range(begin, len(where.instructions)):
+            user = where.instructions[position]
+            for index, operand in enumerate(user.operands):
+                if operand not in held:
+                    continue
+                path = held[operand]
+                if user.opcode.endswith("-done") and not path:
+                    return _Flight(user.name, [(where, begin, position)], crosses=False), None
+                if user.opcode == "while":
+                    flight = self._into_loop(user, path)
+                    if flight:
+                        before = (where, begin, position)
+                        return _Flight(flight.done, [before, *flight.stretches], True), None
+                moved = _path_in_user(user, index, path)
+                if moved is not None:
+                    held[user.name] = moved
+        return None, held.get(where.root.name)
+
+    def _into_loop(self, loop: Instruction, path: _Path) -> _Flight | None:
+        body = self._program.computations[loop.callees["body"][0]]
+        return self._follow(body, 0, body.parameters[0].name, path)[0]
+
+    def _is_loop_body(self, computation: Computation) -> bool:
+        return any(
+            computation.name in instruction.callees.get("body", ())
+            for caller in self._program.computations.values()
+            for instruction in caller.instructions
+            if instruction.opcode == "while"
+        )
+
+
+def _path_in_user(user: Instruction, index: int, path: _Path) -> _Path | None:
+    """Where in the result of `user` the element `path` of operand `index` is; None if nowhere."""
+    if user.opcode == "tuple":
+        return (index, *path)
+    if user.opcode == "get-tuple-element":
+        wanted = int(user.attributes["index"])
+        return path[1:] if path and path[0] == wanted else None
+    if user.opcode in _SAME_VALUE or user.opcode == "while" or user.opcode.endswith("-update"):
+        return path
+    return None

@@ -1,0 +1,337 @@
+"""Parser of optimized HLO text: computations, instructions and execution counts."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from zerojax.forecasting.hlo.trips import derive_trip_count
+from zerojax.forecasting.hlo.types import Array, Type, arrays_of, read_type
+
+_INDEX_COMMENT = re.compile(r"/\*index=\d+\*/")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([A-Za-z_][\w.\-]*)[^\"]*\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (\S.*?) ([a-z][a-z0-9\-]*)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLEE_KEYS = (
+    "calls",
+    "to_apply",
+    "body",
+    "condition",
+    "true_computation",
+    "false_computation",
+    "branch_computations",
+    "called_computations",
+)
+_MAY_CALL = re.compile(rf"\b(?:{'|'.join(_CALLEE_KEYS)})=")
+_PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|[\[({]|[\])}]|,|[^"\[({\])},]+')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+
+
+def split_outside_brackets(text: str) -> list[str]:
+    """The parts of `text` between commas that no bracket or quotation encloses, stripped."""
+    parts, current, depth = [], [], 0
+    for piece in _PIECE.findall(text):
+        if piece == "," and not depth:
+            parts.append("".join(current).strip())
+            current = []
+            continue
+        depth += (piece in "[({") - (piece in "])}")
+        current.append(piece)
+    parts.append("".join(current).strip())
+    return [part for part in parts if part]
+
+
+class Instruction:
+    """One line of a computation. What costs time to read is read when it is asked for.
+
+    Attributes:
+      name: without the leading %.
+      opcode: as written: "fusion", "all-gather-start", "custom-call".
+      is_root: whether its value is what the computation returns.
+    """
+
+    def __init__(self, name: str, opcode: str, *, is_root: bool, type_text: str, rest: str):
+        self.name = name
+        self.opcode = opcode
+        self.is_root = is_root
+        self._type_text = type_text
+        # From the first character after the opcode's bracket to the end of the line.
+        self._rest = rest
+        self.derived_trip_count: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name} = {self._type_text[:60]} {self.opcode}>"
+
+    @functools.cached_property
+    def _end_of_operands(self) -> int:
+        end = self._rest.find(")")
+        if self._rest.find("(", 0, end) < 0:
+            return end
+        depth = 1
+        for bracket in re.finditer("[()]", self._rest):
+            depth += 1 if bracket[0] == "(" else -1
+            if not depth:
+                return bracket.start()
+        raise ValueError(f"the operands of {self!r} have no closing bracket: {self._rest[:200]!r}")
+
+    @property
+    def operand_text(self) -> str:
+        """What stands in the brackets: operands, or a constant's value, or a parameter's number."""
+        return self._rest[: self._end_of_operands]
+
+    @property
+    def attribute_text(self) -> str:
+        return self._rest[self._end_of_operands + 1 :]
+
+    @property
+    def type(self) -> Type:
+        return read_type(self._type_text)
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays of the result, nested tuples flattened."""
+        return arrays_of(self._type_text)
+
+    @property
+    def bytes(self) -> int:
+        """Of the result."""
+        return sum(array.bytes for array in self.arrays)
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the operands."""
+        if self.opcode in ("constant", "parameter"):
+            return ()
+        text = self.operand_text
+        if "%" in text:
+            return tuple(_NAME.findall(text))
+        return tuple(part.split()[-1] for part in split_outside_brackets(text))
+
+    @functools.cached_property
+    def attributes(self) -> dict[str, str]:
+        """Attribute -> its text, brackets and quotation marks kept."""
+        parts = (part.partition("=") for part in split_outside_brackets(self.attribute_text))
+        return {key: value for key, _, value in parts}
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced program it comes from; "" if the text does not say."""
+        found = _OP_NAME.search(self.attribute_text)
+        return found[1] if found else ""
+
+    @functools.cached_property
+    def backend_config(self) -> dict[str, Any]:
+        """The backend's settings; {} where there are none or they are not JSON (some custom calls
+        carry programs of their own there).
+        """
+        text = self.attributes.get("backend_config", "{}")
+        try:
+            value = json.loads(text)
+            value = json.loads(value) if isinstance(value, str) else value
+        except json.JSONDecodeError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    @functools.cached_property
+    def callees(self) -> dict[str, tuple[str, ...]]:
+        """Attribute -> the computations it names, such as {"body": ("region_0.5",)}."""
+        if not _MAY_CALL.search(self.attribute_text):
+            return {}
+        return {
+            key: tuple(name.strip().lstrip("%") for name in value.strip("{}").split(","))
+            for key, value in self.attributes.items()
+            if key in _CALLEE_KEYS and value.strip("{}")
+        }
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """The computations a conditional chooses from."""
+        keys = ("branch_computations", "true_computation", "false_computation")
+        return tuple(name for key in keys for name in self.callees.get(key, ()))
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often a loop's body runs; None where neither the compiler nor its condition says."""
+        known = self.backend_config.get("known_trip_count")
+        return int(known["n"]) if known else self.derived_trip_count
+
+    def integers(self, attribute: str) -> tuple[int, ...]:
+        """The numbers of an attribute such as `dimensions={0,2}`; () if it is not there."""
+        return tuple(int(n) for n in re.findall(r"\d+", self.attributes.get(attribute, "")))
+
+    def runs(self) -> Iterator[tuple[str, int]]:
+        """The computations it runs and how often, each branch of a conditional once.
+
+        A loop whose trip count is not known counts as one iteration.
+        """
+        trips = self.trip_count if self.opcode == "while" else None
+        trips = 1 if trips is None else trips
+        for key, names in self.callees.items():
+            times = {"body": trips, "condition": trips + 1}.get(key, 1)
+            yield from ((name, times) for name in names)
+
+
+class Computation:
+    """A list of instructions; in a scheduled program their order is the order of execution."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.instructions: list[Instruction] = []
+        self.positions: dict[str, int] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.positions
+
+    def __getitem__(self, name: str) -> Instruction:
+        return self.instructions[self.positions[name]]
+
+    def append(self, instruction: Instruction) -> None:
+        self.positions[instruction.name] = len(self.instructions)
+        self.instructions.append(instruction)
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        marked = (instruction for instruction in self.instructions if instruction.is_root)
+        return next(marked, self.instructions[-1])
+
+    @functools.cached_property
+    def parameters(self) -> list[Instruction]:
+        """In the order of the caller's operands."""
+        found = [i for i in self.instructions if i.opcode == "parameter"]
+        return sorted(found, key=lambda parameter: int(parameter.operand_text))
+
+    def operands_of(self, instruction: Instruction) -> list[Instruction]:
+        return [self[name] for name in instruction.operands]
+
+    def operand_arrays(self, instruction: Instruction) -> list[Array]:
+        """All arrays of all operands."""
+        return [array for operand in self.operands_of(instruction) for array in operand.arrays]
+
+
+class Program:
+    """An optimized program.
+
+    Attributes:
+      computations: by name.
+      entry: the computation that a step runs.
+      is_scheduled: whether the order of instructions is the order of execution.
+      num_partitions, num_replicas: devices = their product; 1 where the text does not say.
+    """
+
+    def __init__(self, header: str, computations: dict[str, Computation], entry: Computation):
+        def number(key: str) -> int:
+            found = re.search(rf"\b{key}=(\d+)", header)
+            return int(found[1]) if found else 1
+
+        self.computations = computations
+        self.entry = entry
+        self.is_scheduled = "is_scheduled=true" in header
+        self.num_partitions = number("num_partitions")
+        self.num_replicas = number("replica_count")
+
+    @functools.cached_property
+    def _calls(self) -> dict[str, list[tuple[str, int]]]:
+        """Computation -> (caller, times per run of the caller), for each place that runs it."""
+        calls: dict[str, list[tuple[str, int]]] = {name: [] for name in self.computations}
+        for caller in self.computations.values():
+            for instruction in caller.instructions:
+                for callee, times in instruction.runs():
+                    calls[callee].append((caller.name, times))
+        return calls
+
+    @functools.cached_property
+    def _times(self) -> dict[str, int]:
+        return {self.entry.name: 1}
+
+    def times_run(self, name: str) -> int:
+        """How often one step runs the computation `name`: the product of the trip counts around it.
+
+        Summed over the places that run it. Each branch of a conditional counts as taken. A loop of
+        `unknown_loops` counts as one iteration. A reducer (`to_apply`) counts once per instruction.
+
+        Raises:
+          KeyError: the program has no such computation.
+        """
+        if name not in self._times:
+            self._times[name] = sum(
+                self.times_run(caller) * times for caller, times in self._calls[name]
+            )
+        return self._times[name]
+
+    @functools.cached_property
+    def unknown_loops(self) -> tuple[str, ...]:
+        """Loops that run but whose trip count the compiler does not know; all counts take one."""
+        return tuple(
+            instruction.name
+            for computation in self.computations.values()
+            for instruction in computation.instructions
+            if instruction.opcode == "while"
+            and instruction.trip_count is None
+            and self.times_run(computation.name)
+        )
+
+    def find(self, instruction: str) -> tuple[Computation, Instruction]:
+        """The instruction of that name, and where it stands.
+
+        Raises:
+          KeyError: the program has none.
+        """
+        for computation in self.computations.values():
+            if instruction in computation:
+                return computation, computation[instruction]
+        raise KeyError(f"the program has no instruction {instruction!r}")
+
+
+def read_program(text: str) -> Program:
+    """Reads what `compiled.as_text()` returns or what XLA dumps as text.
+
+    Args:
+      text: one HLO module; 10 MB take less than a second.
+
+    Raises:
+      ValueError: no HLO module, or a line of a computation that is no instruction.
+    """
+    computations: dict[str, Computation] = {}
+    current: Computation | None = None
+    entry: Computation | None = None
+    header = ""
+    for line in _INDEX_COMMENT.sub("", text).splitlines():
+        if current is None:
+            if line.startswith("HloModule"):
+                header = line
+            elif line.endswith("{") and (opening := _COMPUTATION.match(line)):
+                current = computations[opening[2]] = Computation(opening[2])
+                entry = current if opening[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif line.strip():
+            current.append(_read_instruction(line, current))
+    if not header or entry is None:
+        raise ValueError(
+            f"no HLO module with an ENTRY computation in {len(text)} characters that begin with "
+            f"{text[:60]!r}; pass what compiled.as_text() returns"
+        )
+    for computation in computations.values():
+        for instruction in computation.instructions:
+            if instruction.opcode == "while" and instruction.trip_count is None:
+                count = derive_trip_count(computations, computation, instruction)
+                instruction.derived_trip_count = count
+    return Program(header, computations, entry)
+
+
+def _read_instruction(line: str, computation: Computation) -> Instruction:
+    found = _INSTRUCTION.match(line)
+    if found is None:
+        raise ValueError(
+            f"a line of computation {computation.name!r} is no HLO instruction: {line[:200]!r}"
+        )
+    return Instruction(
+        found[2],
+        found[4],
+        is_root=bool(found[1]),
+        type_text=found[3],
+        rest=line[found.end() :],
+    )

@@ -1,0 +1,17 @@
+"""Profiles of a training step: time and FLOPs, from a trace and its program."""
+
+from zerojax.forecasting.profiling.page import StepProfile, draw, profile_dict
+from zerojax.forecasting.profiling.parameter_flops import ParameterFlops, flops_by_parameter
+from zerojax.forecasting.profiling.trace import OpTime, newest_trace, read_trace, with_programs
+
+__all__ = [
+    "OpTime",
+    "ParameterFlops",
+    "StepProfile",
+    "draw",
+    "flops_by_parameter",
+    "newest_trace",
+    "profile_dict",
+    "read_trace",
+    "with_programs",
+]

@@ -1,0 +1,351 @@
+"""FLOPs of a training step by parameter: forward, backward and recomputed.
+
+A product that reads a parameter is that parameter's. What a step's loss depends on is its forward
+pass; among the rest, the same product of the same shapes is a recomputation, and any other the
+gradient of what went in. The gradient of the parameter itself reads none: it is the product of what
+went in with the very cotangent that another product multiplies by this parameter. Products of
+activations, as in attention, are no parameter's.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from zerojax.forecasting.profiling.needs import Needs, is_call
+from zerojax.forecasting.profiling.origins import NOTHING, Origin, join, moved
+from zerojax.models.flops import equation_flops, times_run, without_waste
+from zerojax.models.jaxpr import inner_programs, split_scan
+from zerojax.plan.plan import Plan
+
+NO_PARAMETER = "between activations"
+_PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParameterFlops:
+    """Floating-point operations of one step over all devices.
+
+    Attributes:
+      name: of the parameter, or `NO_PARAMETER`.
+      forward, backward: of these passes; recomputed: of the forward pass, once more.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    recomputed: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.forward + self.backward + self.recomputed
+
+
+def flops_by_parameter(plan: Plan, step: Any) -> list[ParameterFlops]:
+    """One row for each parameter that a product reads, and one for the other products.
+
+    They add up to `models.flops.count_program_flops` of the step.
+
+    Args:
+      step: from `build_step(plan)`.
+    """
+    traced = step.trace(plan.abstract_state, plan.abstract_batch)
+    _, results, *_ = jax.eval_shape(step, plan.abstract_state, plan.abstract_batch)
+    before = len(jax.tree.leaves(plan.abstract_state))
+    metrics = [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(results)
+    ]
+    loss = before + metrics.index("['loss']")
+    return rows_of(traced.jaxpr, _inputs(plan), loss)
+
+
+def _inputs(plan: Plan) -> list[str | None]:
+    """For each input of the step the parameter that it holds."""
+    names: list[str | None] = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(plan.abstract_state):
+        role = getattr(path[0], "key", None)
+        is_parameter = role in ("params", "frozen")
+        names.append(getattr(path[1], "key", None) if is_parameter else None)
+    return names + [None] * len(jax.tree.leaves(plan.abstract_batch))
+
+
+def rows_of(program: ClosedJaxpr, names: Sequence[str | None], loss: int) -> list[ParameterFlops]:
+    """The rows of a traced step.
+
+    Args:
+      names: for each input the parameter that it holds, if it holds one.
+      loss: number of the output that only the forward pass makes.
+    """
+    needed = without_waste(program)
+    outputs = [index == loss for index in range(len(needed.outvars))]
+    walk = _Walk()
+    start = [(NOTHING if name is None else Origin((name,)), object()) for name in names]
+    walk.follow(needed, start, outputs, 1, True)
+    return _rows(walk.products)
+
+
+# --- following values through a program -----------------------------------------------------------
+
+_Value = tuple[Origin, object]
+"""What a value holds, and an identity that it keeps while it is only moved."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Product:
+    """One product, as often as it runs."""
+
+    flops: float
+    names: tuple[str, ...]
+    is_forward: bool
+    signature: Any
+    factors: tuple[object, ...]
+    """Identities of the operands that hold no parameter."""
+    weight_size: int
+    result_size: int
+
+
+class _Walk:
+    """Collects the products of a program."""
+
+    def __init__(self) -> None:
+        self.products: list[_Product] = []
+        self._needs = Needs()
+
+    def follow(
+        self,
+        program: Jaxpr,
+        inputs: Sequence[_Value],
+        outputs: Sequence[bool],
+        times: float,
+        collect: bool,
+    ) -> list[_Value]:
+        """Values of the outputs of a program.
+
+        Args:
+          outputs: which of them the loss depends on.
+          times: how often the program runs.
+          collect: False only finds out what the outputs hold.
+        """
+        values: dict[Any, _Value] = dict(zip(program.invars, inputs, strict=True))
+        _, flags = self._needs.of(program, outputs)
+
+        def read(atom: Any) -> _Value:
+            if isinstance(atom, Literal):
+                return NOTHING, object()
+            return values.setdefault(atom, (NOTHING, object()))
+
+        for equation, wanted in zip(program.eqns, flags, strict=True):
+            given = [read(atom) for atom in equation.invars]
+            results = self._results(equation, given, wanted, times, collect)
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in program.outvars]
+
+    def _results(
+        self, equation: Any, given: list[_Value], wanted: Any, times: float, collect: bool
+    ) -> list[_Value]:
+        kind = equation.primitive.name
+        fresh: list[_Value] = [(NOTHING, object()) for _ in equation.outvars]
+        if kind in _PRODUCTS:
+            if collect:
+                self._note(equation, given, any(wanted), times)
+            return fresh
+        if kind == "scan":
+            return self._scan(equation, given, wanted, times, collect)
+        programs = list(inner_programs(equation.params))
+        if kind == "cond":
+            return self._cond(equation, programs, given, wanted, times, collect)
+        for program in programs:
+            if is_call(equation, program):
+                often = times * times_run(equation)
+                return self.follow(program, given, wanted, often, collect)
+        if programs:  # a kernel, or a loop of unknown length
+            flops = equation_flops(equation)
+            if collect and flops:
+                self._add(flops * times, equation, given, any(wanted), None)
+            return fresh
+        if kind == "optimization_barrier":
+            return given
+        origin = moved(equation, [origin for origin, _ in given])
+        scales = [o.is_scalar or a.aval.shape == () for (o, _), a in _rest(given, equation)]
+        same = given and (origin.names or (kind in _KEEP_IDENTITY and all(scales)))
+        return [(origin, given[0][1] if same else object()), *fresh[1:]]
+
+    def _note(self, equation: Any, given: list[_Value], is_forward: bool, times: float) -> None:
+        shapes = [atom.aval.shape for atom in equation.invars[:2]]
+        numbers = equation.params.get("dimension_numbers") or str(equation.params)
+        signature = str((shapes, numbers))
+        flops = equation_flops(equation) * times
+        self._add(flops, equation, given[:2], is_forward, signature)
+
+    def _add(
+        self, flops: float, equation: Any, given: Any, is_forward: bool, signature: Any
+    ) -> None:
+        weights = [index for index, (origin, _) in enumerate(given) if origin.names]
+        names = tuple(dict.fromkeys(n for i in weights for n in given[i][0].names if n))
+        self.products.append(
+            _Product(
+                flops=flops,
+                names=names,
+                is_forward=is_forward,
+                signature=signature,
+                factors=tuple(identity for origin, identity in given if not origin.names),
+                weight_size=equation.invars[weights[0]].aval.size if weights else 0,
+                result_size=equation.outvars[0].aval.size,
+            )
+        )
+
+    def _scan(
+        self, equation: Any, given: list[_Value], wanted: Any, times: float, collect: bool
+    ) -> list[_Value]:
+        constants, carried = split_scan(equation)
+        body, length = equation.params["jaxpr"].jaxpr, equation.params["length"]
+        wanted = self._needs.of_scan(equation, tuple(wanted))[1]
+        carry = slice(constants, constants + carried)
+        # What is stacked loses its first dimension inside, and its identity.
+        inside = given[: carry.stop] + [(_unstacked(o), object()) for o, _ in given[carry.stop :]]
+        while True:
+            results = self.follow(body, inside, wanted, times * length, False)
+            joined = [
+                (join(old[0], new[0]), old[1])
+                for old, new in zip(inside[carry], results[:carried], strict=True)
+            ]
+            settled = [j[0] for j in joined] == [old[0] for old in inside[carry]]
+            inside[carry] = joined
+            if settled:
+                break
+        results = self.follow(body, inside, wanted, times * length, collect)
+        stacked = [(_stacked(origin), object()) for origin, _ in results[carried:]]
+        return [*((origin, object()) for origin, _ in results[:carried]), *stacked]
+
+    def _cond(
+        self,
+        equation: Any,
+        programs: Sequence[Jaxpr],
+        given: list[_Value],
+        wanted: Any,
+        times: float,
+        collect: bool,
+    ) -> list[_Value]:
+        """The dearest branch counts, as in `models.flops.count_flops`."""
+        cost = [sum(map(equation_flops, program.eqns)) for program in programs]
+        dearest = cost.index(max(cost))
+        results = [
+            self.follow(program, given[1:], wanted, times, collect and index == dearest)
+            for index, program in enumerate(programs)
+        ]
+        joined = results[0]
+        for other in results[1:]:
+            joined = [(join(a, b), i) for (a, i), (b, _) in zip(joined, other, strict=True)]
+        return joined
+
+
+_KEEP_IDENTITY = frozenset(
+    [
+        *("convert_element_type", "reduce_precision", "copy", "name", "pvary", "pcast"),
+        *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim"),
+        *("sharding_constraint", "mul", "div", "neg"),
+    ]
+)
+"""After these a cotangent still counts as the same one: casts, layouts and scales."""
+
+
+def _rest(given: Sequence[_Value], equation: Any) -> Iterator[tuple[_Value, Any]]:
+    """What an equation takes beside its first operand."""
+    return zip(given[1:], equation.invars[1:], strict=True)
+
+
+def _unstacked(origin: Origin) -> Origin:
+    return origin if origin.dim is None else dataclasses.replace(origin, dim=origin.dim - 1)
+
+
+def _stacked(origin: Origin) -> Origin:
+    return origin if origin.dim is None else dataclasses.replace(origin, dim=origin.dim + 1)
+
+
+# --- from products to rows ------------------------------------------------------------------------
+
+
+def _rows(products: Sequence[_Product]) -> list[ParameterFlops]:
+    forward: dict[str, float] = collections.defaultdict(float)
+    backward: dict[str, float] = collections.defaultdict(float)
+    again: dict[str, float] = collections.defaultdict(float)
+    known = {(p.names, p.signature) for p in products if p.is_forward}
+    partners = _partners(products, known)
+    rest = 0.0
+    for product in products:
+        names = product.names or _gradient_of(product, partners)
+        name = _joined(names)
+        if product.is_forward:
+            forward[name] += product.flops
+        elif not names:
+            rest += product.flops
+        elif product.names and (product.names, product.signature) in known:
+            again[name] += product.flops
+        else:
+            backward[name] += product.flops
+    # Each product of activations has two gradients; what is beyond these was computed again.
+    backward[NO_PARAMETER] = min(rest, 2 * forward[NO_PARAMETER])
+    again[NO_PARAMETER] = rest - backward[NO_PARAMETER]
+    rows = [
+        ParameterFlops(name=n, forward=forward[n], backward=backward[n], recomputed=again[n])
+        for n in {*forward, *backward, *again}
+    ]
+    rows = [row for row in rows if row.total]
+    return sorted(rows, key=lambda row: (row.name == NO_PARAMETER, -row.total, row.name))
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Several parameters in one product, as in one matrix of two, are one row."""
+    return " + ".join(names) if names else NO_PARAMETER
+
+
+def _partners(products: Sequence[_Product], known: Any) -> dict[object, list[tuple[int, _Product]]]:
+    """Identity of a factor -> the products by parameters it meets; gradients of inputs first."""
+    found: dict[object, list[tuple[int, _Product]]] = collections.defaultdict(list)
+    for product in products:
+        if product.names and not product.is_forward:
+            order = int((product.names, product.signature) in known)
+            for factor in product.factors:
+                found[factor].append((order, product))
+    return found
+
+
+def _gradient_of(product: _Product, partners: Any) -> tuple[str, ...]:
+    """The parameter whose gradient a product without parameters is; () where it is none's."""
+    if product.is_forward:
+        return ()
+    met = [
+        (order, partner.names)
+        for factor in product.factors
+        for order, partner in partners.get(factor, ())
+        if partner.weight_size == product.result_size
+    ]
+    if not met:
+        return ()
+    first = min(order for order, _ in met)
+    candidates = {names for order, names in met if order == first}
+    return next(iter(candidates)) if len(candidates) == 1 else ()
+
+
+def by_module(rows: Sequence[ParameterFlops], depth: int) -> Iterator[ParameterFlops]:
+    """The rows of all parameters whose names begin alike, together.
+
+    Args:
+      depth: parts of a name that count.
+    """
+    groups: dict[str, list[ParameterFlops]] = {}
+    for row in rows:
+        groups.setdefault("/".join(row.name.split("/")[:depth]), []).append(row)
+    for name, members in groups.items():
+        yield ParameterFlops(
+            name=name,
+            forward=sum(row.forward for row in members),
+            backward=sum(row.backward for row in members),
+            recomputed=sum(row.recomputed for row in members),
+        )

@@ -1,0 +1,310 @@
+"""Order of compilations in a search, and candidates that need none.
+
+Deterministic but for the time limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from zerojax.forecasting.result import COMPILED, ForecastNumbers
+from zerojax.forecasting.search.bounds import FindBounds, MakePlan, bounds_on
+from zerojax.forecasting.search.candidates import REMATS, Candidate
+from zerojax.forecasting.search.neighbours import (
+    TOLERANCE,
+    Compiled,
+    Open,
+    expected_peak,
+    least_seconds,
+    only_adds_work,
+    why_too_large,
+)
+from zerojax.forecasting.search.result import (
+    BEATEN,
+    CHOSEN,
+    FAILED,
+    FITS,
+    IMPOSSIBLE,
+    NOT_TRIED,
+    TOO_LARGE,
+    SearchResult,
+    Trial,
+)
+from zerojax.hardware.compile_client import CompileError
+from zerojax.hardware.gpus import Gpu
+from zerojax.models.trees import format_bytes
+from zerojax.plan.plan import Plan
+
+SAME = 0.01
+"""Times that differ by less than this share are equal, and the simplest candidate is preferred."""
+
+MakeForecast = Callable[[Plan], ForecastNumbers]
+
+
+def search(
+    make_plan_for: MakePlan,
+    candidates: Sequence[Candidate],
+    gpu: Gpu,
+    *,
+    forecast_of: MakeForecast,
+    find_bounds: FindBounds | None = None,
+    budget: float = 300.0,
+    clock: Callable[[], float] = time.monotonic,
+    report: Callable[[str], None] = lambda text: None,
+) -> SearchResult:
+    """Finds the candidate with the least estimated time per step among those that fit.
+
+    Formulas go first: they refuse what cannot fit, drop a stage that another one beats in both
+    memory and wire, and give each candidate a time that it cannot beat. The rest is compiled from
+    the least such time on, until no candidate is left that could beat the best one by more than
+    `TOLERANCE`. Of candidates with the same time the first one probed has the most microbatches, as
+    it is the likeliest to fit; what it needs then tells the fewest that should fit, and rules out
+    those that need more memory or, with the same remat, as much time.
+
+    Args:
+      make_plan_for: raises ValueError for settings that cannot be.
+      candidates: in any order; the result does not depend on it.
+      gpu: the card, for messages.
+      forecast_of: compiles a plan.
+      find_bounds: what formulas say of a candidate; None takes `bounds_on(gpu, make_plan_for)`.
+      budget: seconds; a compilation that has begun is finished, and one is always begun.
+      clock: seconds.
+      report: told what is being done.
+    """
+    began = clock()
+    state = _Search(gpu, make_plan_for, find_bounds or bounds_on(gpu, make_plan_for))
+    for candidate in sorted(set(candidates), key=lambda c: c.simplicity):
+        report(f"planning {candidate.describe()}")
+        state.consider(candidate)
+    state.drop_beaten_stages()
+    while (following := state.take_next()) is not None:
+        if state.compiled and clock() - began >= budget:
+            break
+        report(f"compiling #{len(state.compiled) + 1}: {following.candidate.describe()}")
+        if not state.compile(following, forecast_of):
+            break
+    return state.finish(clock() - began)
+
+
+class _Search:
+    """The state of one search: what is open, what is compiled, what was ruled out and why."""
+
+    def __init__(self, gpu: Gpu, make_plan_for: MakePlan, find_bounds: FindBounds):
+        self.gpu = gpu
+        self.make_plan_for = make_plan_for
+        self.find_bounds = find_bounds
+        self.open: list[Open] = []
+        self.compiled: list[Compiled] = []
+        self.closed: list[Trial] = []
+        self.refused: dict[tuple[int, ...], Trial] = {}
+        self.no_compiler: str | None = None
+
+    def consider(self, candidate: Candidate) -> None:
+        """Plans one candidate and asks the formulas.
+
+        They know no activations, so more microbatches or remat cannot save what is too large
+        already: such candidates are not even planned. (A pipeline's buffers they know, and more
+        microbatches do save those.)
+        """
+        mesh = candidate.zero, candidate.model, candidate.stage
+        refused = self.refused.get(mesh) if candidate.stage == 1 else None
+        if refused is not None:
+            self.closed.append(dataclasses.replace(refused, candidate=candidate, bound=None))
+            return
+        try:
+            bounds = self.find_bounds(candidate)
+        except ValueError as error:
+            reason = str(error).split("\n")[0]
+            self.closed.append(Trial(candidate=candidate, status=IMPOSSIBLE, reason=reason))
+            return
+        entry = Open(candidate=candidate, bounds=bounds)
+        self.open.append(entry)
+        if bounds.peak > bounds.limit:
+            sizes = f"{format_bytes(bounds.peak)} of {format_bytes(bounds.limit)}"
+            self.close(entry, TOO_LARGE, f"without activations already {sizes}")
+            self.refused[mesh] = self.closed[-1]
+
+    def close(self, entry: Open, status: str, reason: str) -> None:
+        self.open.remove(entry)
+        self.closed.append(
+            Trial(
+                candidate=entry.candidate,
+                status=status,
+                reason=reason,
+                bound=entry.bounds.seconds,
+                formula_peak=entry.bounds.peak,
+            )
+        )
+
+    def drop_beaten_stages(self) -> None:
+        """Of candidates that differ in the stage alone, those that another one beats in all."""
+        for entry in list(self.open):
+            winner = next((other for other in self.open if _beats(other, entry)), None)
+            if winner is not None:
+                stage = winner.candidate.zero
+                self.close(entry, BEATEN, f"zero={stage} needs no more memory and sends no more")
+
+    def take_next(self) -> Open | None:
+        """The most promising open candidate; closes those that cannot be the one."""
+        for entry in list(self.open):
+            reasons = (why_too_large(entry, other) for other in self.compiled)
+            too_large = next(filter(None, reasons), None)
+            beaten = self.why_beaten(entry)
+            if too_large is not None:
+                self.close(entry, TOO_LARGE, too_large)
+            elif beaten is not None:
+                self.close(entry, BEATEN, beaten)
+        return min(self.open, key=self.promise, default=None)
+
+    def promise(self, entry: Open) -> tuple:
+        """The least is compiled next: what should fit, by time, by simplicity."""
+        candidate, peak = entry.candidate, expected_peak(entry, self.compiled)
+        number = candidate.num_microbatches
+        return (
+            peak is not None and peak > entry.bounds.limit,
+            _rounded(least_seconds(entry, self.compiled)),
+            candidate.stage,
+            candidate.model,
+            REMATS.index(candidate.remat),
+            candidate.zero,
+            -number if peak is None else number,
+        )
+
+    def why_beaten(self, entry: Open) -> str | None:
+        """Why `entry` need not be compiled, given the best one so far; None if it must."""
+        best = self.best()
+        if best is None:
+            return None
+        slowest = (best.seconds or 0.0) * (1 + TOLERANCE)
+        as_fast = [c for c in self.compiled if (c.trial.seconds or 0.0) <= slowest]
+        simpler = next((c for c in as_fast if only_adds_work(entry, c)), None)
+        if simpler is not None:
+            return f"#{simpler.trial.number} fits with fewer microbatches or less remat"
+        if self.is_simpler_twin(entry, best):
+            return None
+        if least_seconds(entry, self.compiled) >= (best.seconds or 0.0) * (1 - TOLERANCE):
+            return f"should not be more than {TOLERANCE:.0%} faster than #{best.number}"
+        return None
+
+    def is_simpler_twin(self, entry: Open, best: Trial) -> bool:
+        """Whether `entry` is the best one with fewer microbatches, and should still fit."""
+        mine, theirs = entry.candidate, best.candidate
+        peak = expected_peak(entry, self.compiled)
+        return (
+            dataclasses.replace(mine, num_microbatches=theirs.num_microbatches) == theirs
+            and mine.num_microbatches < theirs.num_microbatches
+            and peak is not None
+            and peak <= entry.bounds.limit
+        )
+
+    def compile(self, entry: Open, forecast_of: MakeForecast) -> bool:
+        """Compiles one candidate; False where there is no compiler."""
+        trial = Trial(
+            candidate=entry.candidate,
+            status=FAILED,
+            reason="",
+            number=len(self.compiled) + 1,
+            bound=entry.bounds.seconds,
+            formula_peak=entry.bounds.peak,
+        )
+        forecast = None
+        try:
+            forecast = forecast_of(self.make_plan_for(entry.candidate))
+        except CompileError as error:
+            trial = dataclasses.replace(trial, reason=str(error).split("\n")[0])
+        else:
+            if forecast.source != COMPILED:
+                self.no_compiler = forecast.why_formula or "nothing was compiled"
+                return False
+            verdict = forecast.verdict
+            spare = f"{format_bytes(abs(verdict.headroom))} "
+            trial = dataclasses.replace(
+                trial,
+                status=FITS if verdict.fits else TOO_LARGE,
+                reason=spare + ("to spare" if verdict.fits else "too much"),
+                seconds=forecast.estimate.step_seconds,
+                peak=forecast.memory.peak,
+            )
+        self.open.remove(entry)
+        self.compiled.append(Compiled(entry=entry, trial=trial, forecast=forecast))
+        return True
+
+    def best(self) -> Trial | None:
+        """Of those that fit the one with the least time; of nearly equal ones the simplest."""
+        fitting = [c.trial for c in self.compiled if c.trial.status == FITS]
+        least = min((t.seconds or math.inf for t in fitting), default=math.inf)
+        equal = [t for t in fitting if (t.seconds or math.inf) <= least * (1 + SAME)]
+        return min(equal, key=lambda t: t.candidate.simplicity, default=None)
+
+    def finish(self, elapsed: float) -> SearchResult:
+        certain = not self.open
+        for entry in list(self.open):
+            self.close(entry, NOT_TRIED, self.no_compiler or "the budget was spent")
+        best = self.best()
+        sentence = " ".join(self.sentences(best, certain))
+        trials = [c.trial for c in self.compiled]
+        chosen = forecast = None
+        if best is not None:
+            chosen = dataclasses.replace(best, status=CHOSEN)
+            place = trials.index(best)
+            trials[place] = chosen
+            forecast = self.compiled[place].forecast
+        order = [NOT_TRIED, BEATEN, TOO_LARGE, IMPOSSIBLE]
+        trials += sorted(
+            self.closed,
+            key=lambda t: (order.index(t.status), t.bound or 0.0, t.candidate.simplicity),
+        )
+        return SearchResult(
+            trials=tuple(trials),
+            chosen=chosen,
+            forecast=forecast,
+            certain=certain,
+            sentence=sentence,
+            elapsed=elapsed,
+        )
+
+    def sentences(self, best: Trial | None, certain: bool) -> Iterator[str]:
+        if self.no_compiler is not None:
+            yield f"Nothing was chosen: {self.no_compiler}"
+            return
+        if best is None:
+            found = "fits" if certain else "was found to fit before the budget was spent"
+            yield f"None of the candidates {found} on {self.gpu.title}."
+            return
+        time_of = "" if best.seconds is None else f", {best.seconds:.3g} s per step at best"
+        yield f"{best.candidate.describe()}{time_of}: the cheapest that was found to fit."
+        too_large = [*(c.trial for c in self.compiled), *self.closed]
+        number = sum(
+            t.status == TOO_LARGE and (t.bound or 0.0) < (best.seconds or 0.0) * (1 - TOLERANCE)
+            for t in too_large
+        )
+        if number:
+            yield f"{number} that might be faster {'do' if number > 1 else 'does'} not fit."
+        if certain:
+            yield f"No other one should be more than {TOLERANCE:.0%} faster."
+        else:
+            left = sum(t.status == NOT_TRIED for t in self.closed)
+            yield f"The budget was spent with {left} left that might be faster."
+
+
+def _beats(one: Open, other: Open) -> bool:
+    """Whether `one` differs from `other` in its stage alone, and is as good or better in all."""
+    if (
+        one is other
+        or dataclasses.replace(one.candidate, zero=other.candidate.zero) != other.candidate
+    ):
+        return False
+    mine, theirs = (
+        (_rounded(b.seconds), _rounded(b.wire_seconds), b.peak) for b in (one.bounds, other.bounds)
+    )
+    if mine == theirs:
+        return one.candidate.simplicity < other.candidate.simplicity
+    return all(m <= t for m, t in zip(mine, theirs, strict=True))
+
+
+def _rounded(value: float) -> float:
+    """To three digits: an estimate that differs in the fourth is the same."""
+    return float(f"{value:.3g}")

@@ -1,7 +1,0 @@
-"""Published specifications of GPUs, and their description for the compiler."""
-
-from zerojax.gpus.card import Gpu, Target
-from zerojax.gpus.catalog import find_gpu, gpu_names, gpu_of_device
-from zerojax.gpus.target import target_text
-
-__all__ = ["Gpu", "Target", "find_gpu", "gpu_names", "gpu_of_device", "target_text"]

@@ -1,0 +1,36 @@
+"""Capabilities of GPUs, links and disks, published or measured, and the compile-only client.
+
+Knows no model and no plan.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerojax.hardware.compile_client import CompileError, CompilerMissing
+    from zerojax.hardware.gpus import Gpu, find_gpu
+
+__all__ = [
+    "CompileError",
+    "CompilerMissing",
+    "Gpu",
+    "find_gpu",
+]
+
+_HOME_OF_NAME = {
+    "CompileError": "compile_client",
+    "CompilerMissing": "compile_client",
+    "Gpu": "gpus",
+    "find_gpu": "gpus",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what a name needs when it is first asked for (PEP 562)."""
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value

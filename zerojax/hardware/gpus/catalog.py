@@ -1,0 +1,148 @@
+"""Catalogue of GPUs: lookup by name, device or file."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from zerojax.config.loader import read_yaml
+from zerojax.hardware.gpus.card import CardError, Gpu, build_card, split_notes
+
+
+def gpu_names() -> list[str]:
+    """The names of all cards, sorted."""
+    return sorted(_cards())
+
+
+def find_gpu(name_or_file: str) -> Gpu:
+    """The card that is meant.
+
+    Args:
+      name_or_file: a card's name or alias ("h200"; case, spaces and underscores do not matter), a
+        device kind as the driver says it ("NVIDIA H100 80GB HBM3"), or the path of a YAML file in
+        the format of this package's own cards, which may start from one with `base: NAME`.
+
+    Raises:
+      ValueError: no such card or file, or a mistake in the file, with its line.
+    """
+    text = str(name_or_file).strip()
+    named = _named(text) or gpu_of_device(text)
+    if named:
+        return named
+    if Path(text).suffix in (".yaml", ".yml") or Path(text).is_file():
+        return _read_card(text)
+    names = gpu_names()
+    nearest = difflib.get_close_matches(_spelled(text), [*_aliases()], 1)
+    hint = f"did you mean '{nearest[0]}'? " if nearest else ""
+    raise ValueError(
+        f"gpu={text!r} is not a known card; {hint}The cards are {', '.join(names)}. For another "
+        "GPU give the path of a YAML file; it can be as short as `name: mine`, `base: h100` and "
+        "the lines that differ, such as `memory_bytes: 85899345920`."
+    )
+
+
+def gpu_of_device(device_kind: str) -> Gpu | None:
+    """The card of a device kind such as "NVIDIA H100 80GB HBM3"; None if not known.
+
+    A slice of a GPU (MIG) is not known: it has neither the memory nor the speed of the whole.
+    """
+    kind = device_kind.upper()
+    if re.search(r"\bMIG\b", kind):
+        return None
+    cards = _cards().values()
+    return next((gpu for gpu in cards if any(re.search(p, kind) for p in gpu.device_kinds)), None)
+
+
+def _spelled(name: str) -> str:
+    return re.sub(r"[\s_-]+", "-", name.strip().lower())
+
+
+def _named(name: str) -> Gpu | None:
+    found = _aliases().get(_spelled(name))
+    return _cards()[found] if found else None
+
+
+@functools.cache
+def _aliases() -> dict[str, str]:
+    return {
+        _spelled(spelling): gpu.name
+        for gpu in _cards().values()
+        for spelling in (gpu.name, *gpu.aliases)
+    }
+
+
+@functools.cache
+def _cards() -> Mapping[str, Gpu]:
+    return {name: build_card(_with_base(values)) for name, values in _own_values().items()}
+
+
+@functools.cache
+def _own_values() -> Mapping[str, dict[str, Any]]:
+    """Card name -> the keys of its file, for the cards that come with this package."""
+    folder = resources.files("zerojax.hardware.gpus").joinpath("cards")
+    files = sorted(file.name for file in folder.iterdir() if file.name.endswith(".yaml"))
+    loaded = [_load(folder.joinpath(name).read_text("utf-8"), name)[0] for name in files]
+    return {values["name"]: values for values in loaded}
+
+
+def _read_card(path: str) -> Gpu:
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"cannot read the GPU card {path!r}: {error}; give the path of a YAML file or one of "
+            f"{', '.join(gpu_names())}"
+        ) from None
+    values, where = _load(text, path)
+    try:
+        return build_card(_with_base(values))
+    except CardError as error:
+        keys = [error.key[:length] for length in range(len(error.key), 0, -1)]
+        place = next((where[key] for key in keys if key in where), path)
+        raise ValueError(f"{error} ({place})") from None
+
+
+def _load(text: str, path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
+    """The mapping in a YAML text, and the file and line of each key."""
+    values, where = read_yaml(text, path)
+    if not isinstance(values, dict):
+        raise ValueError(f"a GPU card has KEY: VALUE lines; got {values!r:.60} ({path}:1)")
+    return values, where
+
+
+def _with_base(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The card's values over those of its `base`, with the notes of what it did not change."""
+    own = {key: value for key, value in values.items() if key != "base"}
+    if "base" not in values:
+        return own
+    known = _own_values()
+    base = known.get(str(values["base"]))
+    if base is None:
+        nearest = difflib.get_close_matches(str(values["base"]), known, 1)
+        hint = f"did you mean '{nearest[0]}'? " if nearest else ""
+        message = f"{values['base']!r} is not a known card; {hint}The cards are {', '.join(known)}"
+        raise CardError(message, "base")
+    inherited = _with_base(base)
+    for key in ("name", "title", "aliases", "device_kinds"):
+        inherited.pop(key, None)
+    merged = {**inherited, **own}
+    if "compiler" in inherited and isinstance(own.get("compiler", {}), dict):
+        section = dict(inherited["compiler"])
+        if "memory_bytes" in own:
+            section.pop("memory_bytes", None)
+        merged["compiler"] = {**section, **own.get("compiler", {})}
+    explained = {*own, *_keys_of(own.get("sources")), *_keys_of(own.get("assumptions"))}
+    for notes in ("sources", "assumptions"):
+        kept = split_notes(inherited.get(notes, {}))
+        kept = {key: text for key, text in kept.items() if key not in explained}
+        merged[notes] = {**kept, **split_notes(own.get(notes) or {})}
+    return merged
+
+
+def _keys_of(notes: Any) -> set[str]:
+    return {*split_notes(notes or {})}

@@ -1,0 +1,167 @@
+"""Dependence of each output of a traced program on its inputs, through any control flow.
+
+Marks are integers, of which bit i stands for input i (or for a group of inputs): a union is one
+operation, also for a model with thousands of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal
+
+from zerojax.models.jaxpr import has_own_rules, inner_programs, is_own_rule, split_scan
+
+Marks = int
+
+STOP_GRADIENT = frozenset(["stop_gradient"])
+"""Where a derivative ends, whatever the value depends on."""
+
+
+_SAME_NUMBERS = frozenset(
+    (
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "dynamic_slice",
+        "gather",
+        "name",
+        "optimization_barrier",
+        "reshape",
+        "slice",
+        "squeeze",
+        "transpose",
+    )
+)
+"""Primitives whose result holds numbers of their input and no others, up to the dtype."""
+
+
+def marks_of_own_rules(
+    program: Jaxpr, inputs: Sequence[Marks], *, as_they_are: bool = False
+) -> list[Marks]:
+    """What each function with a derivative of its own (`jax.custom_vjp`) is given.
+
+    Args:
+      program: traced; rules that are marked as linear do not count.
+      inputs: one for each input.
+      as_they_are: an input counts only where it reaches the function by selection, reshaping or a
+        change of dtype, and not where the function is given a value computed from it.
+    """
+    follow = _Given(as_they_are)
+    follow.outputs(program, inputs)
+    return list(follow.found.values())
+
+
+def marks_of_outputs(
+    program: Jaxpr, inputs: Sequence[Marks], *, ends_at: frozenset[str] = frozenset()
+) -> list[Marks]:
+    """The union of the marks of all inputs that each output is computed from.
+
+    A value depends on what it is computed from and on what decided that it is: the predicate of a
+    `cond`, the condition of a `while`. Its shape is no dependence.
+
+    Args:
+      program: traced.
+      inputs: one for each input.
+      ends_at: names of primitives whose results carry no marks.
+    """
+    return _Follow(ends_at).outputs(program, inputs)
+
+
+class _Follow:
+    def __init__(self, ends_at: frozenset[str]) -> None:
+        self._ends_at = ends_at
+
+    def outputs(self, program: Jaxpr, inputs: Sequence[Marks]) -> list[Marks]:
+        held: dict[Any, Marks] = dict(zip(program.invars, inputs, strict=True))
+
+        def of(atom: Any) -> Marks:
+            return 0 if isinstance(atom, Literal) else held.get(atom, 0)
+
+        for equation in program.eqns:
+            given = [of(atom) for atom in equation.invars]
+            if self._ends(equation, given):
+                continue
+            held.update(zip(equation.outvars, self._equation(equation, given), strict=True))
+        return [of(atom) for atom in program.outvars]
+
+    def _ends(self, equation: Any, given: list[Marks]) -> bool:
+        return not any(given) or equation.primitive.name in self._ends_at
+
+    def _equation(self, equation: Any, given: list[Marks]) -> Sequence[Marks]:
+        kind, params = equation.primitive.name, equation.params
+        if kind == "scan":
+            return self._scan(equation, given)
+        if kind == "while":
+            return self._while(params, given)
+        if kind == "cond":
+            branches = [self.outputs(b.jaxpr, given[1:]) for b in params["branches"]]
+            return [given[0] | union(marks) for marks in zip(*branches, strict=True)]
+        inner = list(inner_programs(params))
+        calls = len(inner) == 1 and len(inner[0].invars) == len(given)
+        if calls and len(inner[0].outvars) == len(equation.outvars):
+            return self.outputs(inner[0], given)
+        return [self._leaf(equation, given)] * len(equation.outvars)
+
+    def _leaf(self, equation: Any, given: list[Marks]) -> Marks:
+        """The marks of the results of an equation that is no call."""
+        return union(given)
+
+    def _scan(self, equation: Any, given: list[Marks]) -> Sequence[Marks]:
+        """A carry may come back with more marks, so it is followed until none is added."""
+        num_consts, num_carry = split_scan(equation)
+        body = equation.params["jaxpr"].jaxpr
+        carry = slice(num_consts, num_consts + num_carry)
+        while True:
+            outputs = self.outputs(body, given)
+            joined = [a | b for a, b in zip(given[carry], outputs[:num_carry], strict=True)]
+            if joined == given[carry]:
+                return [*joined, *outputs[num_carry:]]
+            given = [*given[: carry.start], *joined, *given[carry.stop :]]
+
+    def _while(self, params: Any, given: list[Marks]) -> Sequence[Marks]:
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        condition, consts, carry = (
+            given[:first],
+            given[first : first + second],
+            given[first + second :],
+        )
+        while True:
+            (decides,) = self.outputs(params["cond_jaxpr"].jaxpr, [*condition, *carry])
+            outputs = self.outputs(params["body_jaxpr"].jaxpr, [*consts, *carry])
+            joined = [a | b | decides for a, b in zip(carry, outputs, strict=True)]
+            if joined == carry:
+                return joined
+            carry = joined
+
+
+class _Given(_Follow):
+    """Notes what is given to functions with derivatives of their own, in every program."""
+
+    def __init__(self, as_they_are: bool) -> None:
+        super().__init__(frozenset())
+        self._as_they_are = as_they_are
+        self.found: dict[int, Marks] = {}
+
+    def _ends(self, equation: Any, given: list[Marks]) -> bool:
+        if not is_own_rule(equation):
+            return False
+        # A loop's body is followed more than once, with more marks each time.
+        self.found[id(equation)] = self.found.get(id(equation), 0) | union(given)
+        return True
+
+    def _leaf(self, equation: Any, given: list[Marks]) -> Marks:
+        if any(map(has_own_rules, inner_programs(equation.params))):
+            self.found[id(equation)] = union(given)
+        computed = self._as_they_are and equation.primitive.name not in _SAME_NUMBERS
+        return 0 if computed else union(given)
+
+
+def union(marks: Sequence[Marks]) -> Marks:
+    """All of them together."""
+    result = 0
+    for mark in marks:
+        result |= mark
+    return result

@@ -1,0 +1,69 @@
+"""A pair of functions `(init, apply)` as a `Model`.
+
+Every parameter is read when `apply` starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from zerojax.models import trees
+from zerojax.models.protocol import Arrays, Loss, OnRead
+
+
+class BoundFunction:
+    """`apply` with its parameters bound. Attributes: `training`, `key` (PRNG key of this call)."""
+
+    def __init__(self, apply: Callable, params: Any, key: jax.Array, *, training: bool):
+        self._apply = apply
+        self.params = params
+        self.key = key
+        self.training = training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._apply(self.params, *args, **kwargs)
+
+
+class FunctionModel:
+    """`(init, apply)`: `init(key)` or `init(key, batch)` makes a tree of parameters; no extras."""
+
+    kind = "functions"
+    reads_lazily = False
+    overwritten: frozenset[str] = frozenset()
+
+    def __init__(self, init: Callable, apply: Callable):
+        self.source = init, apply
+        self._template: Any = None
+
+    def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
+        make = self.source[0]
+        takes_batch = len(inspect.signature(make).parameters) > 1
+        params = make(key, batch) if takes_batch else make(key)
+        self._template = jax.tree.map(lambda leaf: 0, params)
+        return trees.flatten_names(params), {}
+
+    def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
+        return None
+
+    def run(
+        self,
+        params: Arrays,
+        extras: Arrays,
+        key: jax.Array,
+        function: Callable[[Any], Any],
+        *,
+        train: bool = True,
+        on_read: OnRead | None = None,
+    ) -> tuple[Any, Arrays]:
+        reads = on_read or {}
+        values = {name: reads[name](v) if name in reads else v for name, v in params.items()}
+        tree = trees.unflatten_like(self._template, values)
+        return function(BoundFunction(self.source[1], tree, key, training=train)), extras
+
+    def to_source(self, params: Arrays, extras: Arrays) -> Any:
+        """The tree of parameters that `apply` takes."""
+        return trees.unflatten_like(self._template, params)

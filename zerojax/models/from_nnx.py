@@ -1,0 +1,255 @@
+"""An `nnx.Module`, as an instance or a factory, as a `Model`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from zerojax.models import trees
+from zerojax.models.protocol import Arrays, Loss, OnRead
+
+# PRNG keys live in the state as plain uint32 arrays, so that every leaf is an ordinary array.
+
+
+def _is_key(value: Any) -> bool:
+    return hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+@functools.cache
+def _key_impl(dtype: Any) -> str:
+    """The name of a key type's generator; `jax.random.key_impl` takes no abstract keys."""
+    names = ("threefry2x32", "rbg", "unsafe_rbg")
+    for name in names:
+        if jax.eval_shape(functools.partial(jax.random.key, 0, impl=name)).dtype == dtype:
+            return name
+    raise ValueError(f"a random stream of the model has keys of {dtype}; use one of {names}")
+
+
+def _fold_key(key_data: jax.Array, like: Any, bits: jax.Array) -> jax.Array:
+    """Typed keys of `like`'s shape from stored key data, each folded with 32 bits of this call."""
+    keys = jax.random.wrap_key_data(key_data, impl=_key_impl(like.dtype))
+    fold = lambda one: jax.random.fold_in(one, bits)  # noqa: E731
+    for _ in range(keys.ndim):
+        fold = jax.vmap(fold)
+    return fold(keys)
+
+
+class _ReadThrough:
+    """Mixed into a Variable class: its value is what `on_read` makes of what it stores.
+
+    An empty `__slots__` keeps the object layout, so that `__class__` of a Variable can be
+    exchanged.
+    """
+
+    __slots__ = ()
+    variable_class: type
+
+    def get_value(self, **index: Any) -> Any:
+        return _opened(self).get_value(**index)
+
+    def set_value(self, value: Any, **index: Any) -> None:
+        """From here on an ordinary variable, which holds what the model wrote."""
+        opened = _opened(self)
+        object.__setattr__(self, "__class__", type(opened))
+        self.set_raw_value(opened.get_raw_value())
+        self.del_metadata("on_read")
+        self.set_value(value, **index)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return _abstract_value(self).shape
+
+    def __getattr__(self, name: str) -> Any:
+        # `w.T`, `w.astype(...)`, `w.dtype` go past get_value and would see the stored shard.
+        if self.has_metadata(name):
+            return self.get_metadata(name)
+        value = _abstract_value(self) if name in ("dtype", "ndim", "size") else self.get_value()
+        return getattr(value, name)
+
+
+def _opened(variable: Any) -> nnx.Variable:
+    """A variable of the user's own class that holds what reading gives.
+
+    So a `get_value` or a hook of that class still applies, and to the whole value.
+    """
+    metadata = variable.get_metadata()
+    read = metadata.pop("on_read")
+    return variable.variable_class.from_metadata(read(variable.get_raw_value()), metadata)
+
+
+def _abstract_value(variable: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the value, without a gather in the program."""
+    return jax.eval_shape(lambda: variable.get_value())
+
+
+@functools.cache
+def _reading_class(variable_class: type) -> type:
+    members = {"__slots__": (), "variable_class": variable_class}
+    return type("Reading" + variable_class.__name__, (_ReadThrough, variable_class), members)
+
+
+def _value_of(leaf: Any) -> Any:
+    """What a leaf of a module's state holds: a Variable's stored value, or a plain array."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _with_value(leaf: Any, value: Any) -> Any:
+    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+
+
+class NnxModel:
+    """An `nnx.Module`, given as an instance or as a factory.
+
+    Every `nnx.Param` is a parameter. All other state (batch statistics, random counts, arrays that
+    are plain attributes) is extras. `template` is the instance; a factory's holds no arrays.
+    """
+
+    reads_lazily = True
+
+    def __init__(self, source: nnx.Module | Callable[[nnx.Rngs], nnx.Module]):
+        self.source = source
+        if isinstance(source, nnx.Module):
+            self.kind, self.template = "nnx module", source
+            self._graphdef, self._state = nnx.split(source, graph=True)
+        else:
+            self.kind = "nnx factory"
+            made = jax.eval_shape(lambda: nnx.split(self._make(jax.random.key(0)), graph=True))
+            self._graphdef, self._state = made
+            self.template = nnx.merge(*made)
+        self._templates = dict(nnx.to_flat_state(self._state))
+        self._param_paths, self._extra_paths = _paths_by_name(self._templates)
+        self._graphdefs: dict[Any, tuple[Any, dict]] = {}
+
+    @property
+    def overwritten(self) -> frozenset[str]:
+        overwritten = nnx.variable_type_from_name(
+            linen.fp8_ops.OVERWRITE_WITH_GRADIENT, allow_register=True
+        )
+        paths = self._extra_paths.items()
+        return frozenset(n for n, path in paths if isinstance(self._templates[path], overwritten))
+
+    def _make(self, key: jax.Array) -> nnx.Module:
+        """A new module from the factory, traced."""
+        assert not isinstance(self.source, nnx.Module), "an instance: use initial_arrays()"
+        with nnx.use_eager_sharding(False):
+            module = self.source(nnx.Rngs(key))
+        if not isinstance(module, nnx.Module):
+            name = getattr(self.source, "__qualname__", type(self.source).__name__)
+            raise TypeError(
+                f"the model factory {name} returned a {type(module).__name__}; it has to return an "
+                "nnx.Module: lambda rngs: MyModel(..., rngs=rngs)"
+            )
+        for _, node in nnx.iter_graph(module):
+            if isinstance(node, nnx.Module):
+                for name, value in list(vars(node).items()):
+                    # Flax takes a plain array for state only when it is concrete.
+                    if isinstance(value, jax.Array):
+                        setattr(node, name, nnx.data(value))
+        return module
+
+    def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
+        return self._arrays_of(self._make(key))
+
+    def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
+        return self._arrays_of(self.source) if isinstance(self.source, nnx.Module) else None
+
+    def _arrays_of(self, module: nnx.Module) -> tuple[Arrays, Arrays]:
+        flat = dict(nnx.to_flat_state(nnx.split(module, graph=True)[1]))
+        params = {name: _value_of(flat[path]) for name, path in self._param_paths.items()}
+        extras = {}
+        for name, path in self._extra_paths.items():
+            value = _value_of(flat[path])
+            extras[name] = jax.random.key_data(value) if _is_key(value) else jnp.asarray(value)
+        return params, extras
+
+    def _reading_graphdef(self, on_read: OnRead) -> tuple[Any, dict]:
+        """The graph with the classes of read variables exchanged; made once per `on_read`."""
+        cache_key = frozenset(on_read.items())
+        if cache_key not in self._graphdefs:
+            names = {path: name for name, path in self._param_paths.items()}
+
+            def exchange(state: Any) -> tuple[Any, Any]:
+                module = nnx.merge(self._graphdef, state)
+                for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+                    read = on_read.get(names[path])
+                    if read is not None:
+                        object.__setattr__(variable, "__class__", _reading_class(type(variable)))
+                        variable.set_metadata(on_read=read)
+                return nnx.split(module, graph=True)
+
+            graphdef, state = jax.eval_shape(exchange, self._state)
+            self._graphdefs[cache_key] = graphdef, dict(nnx.to_flat_state(state))
+        return self._graphdefs[cache_key]
+
+    def _bind(self, params: Arrays, extras: Arrays, bits: jax.Array | None, on_read: OnRead) -> Any:
+        if on_read:
+            graphdef, templates = self._reading_graphdef(on_read)
+        else:
+            graphdef, templates = self._graphdef, self._templates
+        flat = []
+        for name, path in self._param_paths.items():
+            flat.append((path, _with_value(templates[path], params[name])))
+        for name, path in self._extra_paths.items():
+            value, like = extras[name], _value_of(self._templates[path])
+            if _is_key(like):
+                value = (
+                    jax.random.wrap_key_data(value, impl=_key_impl(like.dtype))
+                    if bits is None
+                    else _fold_key(value, like, bits)
+                )
+            flat.append((path, _with_value(templates[path], value)))
+        return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+    def run(
+        self,
+        params: Arrays,
+        extras: Arrays,
+        key: jax.Array,
+        function: Callable[[Any], Any],
+        *,
+        train: bool = True,
+        on_read: OnRead | None = None,
+    ) -> tuple[Any, Arrays]:
+        """See `Model.run`. What the model writes to a parameter lasts for this call only."""
+        module = self._bind(params, extras, jax.random.bits(key, dtype=jnp.uint32), on_read or {})
+        if not train:
+            module.eval()
+        result = function(module)
+        after = dict(nnx.to_flat_state(nnx.split(module, graph=True)[1]))
+        new_extras = {}
+        for name, path in self._extra_paths.items():
+            value = _value_of(after[path]) if path in after else extras[name]
+            new_extras[name] = extras[name] if _is_key(value) else value
+        return result, new_extras
+
+    def to_source(self, params: Arrays, extras: Arrays) -> nnx.Module:
+        return self._bind(params, extras, None, {})
+
+
+def _paths_by_name(flat: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """({parameter name: path}, {extra name: path}) of a module's flat state.
+
+    Raises:
+      TypeError: a variable holds something else than one array.
+      ValueError: two leaves have the same name.
+    """
+    params: dict[str, Any] = {}
+    extras: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        name, value = trees.path_name(path), _value_of(leaf)
+        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+            raise TypeError(
+                f"{type(leaf).__name__} {name} holds a {type(value).__name__}; every variable has "
+                "to hold one array: split it, or remove it (nnx.pop(model, nnx.Intermediate))"
+            )
+        if name in params or name in extras:
+            raise ValueError(
+                f"two variables are named {name!r}: a key contains {trees.SEPARATOR!r}; rename it"
+            )
+        (params if isinstance(leaf, nnx.Param) else extras)[name] = path
+    return params, extras

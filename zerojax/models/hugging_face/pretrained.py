@@ -1,0 +1,268 @@
+"""Pretrained model whose parameters are read from files, slice by slice."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from zerojax.config import LoraConfig
+from zerojax.config.keywords import unknown_keyword
+from zerojax.models.from_nnx import NnxModel
+from zerojax.models.hugging_face.architectures import architecture_of
+from zerojax.models.hugging_face.folder import Folder, check_unquantized, open_folder
+from zerojax.models.hugging_face.layouts import Range
+from zerojax.models.hugging_face.table import Architecture, Leaf, UnsupportedError
+from zerojax.models.protocol import Arrays
+from zerojax.models.zoo.lora import add_lora
+
+ADAPTERS = r"(^|/)lora/[ab]$"
+"""Names of parameters that no checkpoint of a base model has."""
+
+
+class StoredArray:
+    """One of our parameters as it lies in their files; a `models.protocol.LazyArray`.
+
+    Attributes:
+      shape, dtype: of our whole array; the dtype is that of the files.
+      is_stacked: dimension 0 counts layers, each of which is a tensor of its own.
+    """
+
+    def __init__(
+        self, folder: Folder, leaf: Leaf, shape: tuple[int, ...], place_of: Callable[[str], str]
+    ) -> None:
+        """`place_of`: a tensor's name in the table -> its name in the files.
+
+        Raises:
+          UnsupportedError: a tensor is missing or has another shape.
+        """
+        self.shape, self.is_stacked = shape, leaf.is_stacked
+        self._folder, self._layout = folder, leaf.layout
+        self._own = shape[1:] if leaf.is_stacked else shape
+        count = shape[0] if leaf.is_stacked else 1
+        self._names = [place_of(leaf.tensor_of(layer)) for layer in range(count)]
+        wanted = self._layout.their_shape(self._own)
+        for name in self._names:
+            found = folder.tensors[name][1] if name in folder.tensors else None
+            if found is None or found.shape != wanted:
+                state = "is missing" if found is None else f"has shape {list(found.shape)}"
+                raise UnsupportedError(
+                    f"{folder.path}: tensor {name!r} {state}, and {leaf.name} {list(shape)} needs "
+                    f"{list(wanted)} of it; config.json or the changes to it describe another model"
+                )
+        kinds = {folder.tensors[name][1].dtype for name in self._names}
+        self.dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
+
+    @property
+    def tensors(self) -> Sequence[str]:
+        """The names in the files, layer by layer."""
+        return self._names
+
+    def read(self, index: Sequence[Range]) -> np.ndarray:
+        """A box of the array; of the files only its own bytes are read.
+
+        Args:
+          index: (first, behind the last) in each dimension.
+        """
+        if not self.is_stacked:
+            return self._read_tensor(0, index).astype(self.dtype, copy=False)
+        (first, last), inner = index[0], index[1:]
+        if last - first == 1:
+            return self._read_tensor(first, inner).astype(self.dtype, copy=False)[None]
+        result = np.empty([stop - start for start, stop in index], self.dtype)
+        for layer in range(first, last):
+            result[layer - first] = self._read_tensor(layer, inner)
+        return result
+
+    def _read_tensor(self, layer: int, index: Sequence[Range]) -> np.ndarray:
+        runs = self._layout.their_runs(self._own, index)
+        return self._layout.to_ours(self._folder.read(self._names[layer], runs), index)
+
+
+class Pretrained(NnxModel):
+    """A model with weights of Hugging Face; goes wherever a model goes.
+
+    No weight is in memory: a plan asks for shapes, and a new state reads what belongs to this
+    process's devices.
+
+    Attributes:
+      folder: the open files; `folder.bytes_read` counts.
+      row: of the table of architectures.
+      config: sizes of the model.
+      lora: its adapters, or None.
+      stored: {name: array in the files} of the parameters that are read.
+      left_out: names of tensors that are no parameters of this model, such as another head's.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        row: Architecture,
+        config: Any,
+        *,
+        new: Sequence[str] = (),
+        lora: LoraConfig | None = None,
+    ) -> None:
+        """See `from_hugging_face`."""
+
+        def factory(rngs: nnx.Rngs) -> nnx.Module:
+            return row.build(config, rngs)
+
+        super().__init__(factory if lora is None else add_lora(factory, lora))
+        self.kind = "pretrained model"
+        self.folder, self.row, self.config, self.lora = folder, row, config, lora
+        self._new = tuple(new)
+        self._abstract = jax.eval_shape(lambda: self._arrays_of(self._make(jax.random.key(0))))
+        self.stored, self.left_out = _find_arrays(
+            folder, row, row.leaves(config), self._abstract[0], self._new
+        )
+
+    def initial_arrays(self) -> tuple[Arrays, Arrays]:
+        """What the files have, unread; a `ShapeDtypeStruct` where `init` has to make an array."""
+        params, extras = self._abstract
+        return {name: self.stored.get(name, leaf) for name, leaf in params.items()}, dict(extras)
+
+    def to_model(self) -> nnx.Module:
+        """The model with its weights as plain arrays, to embed texts or to draw tokens from.
+
+        Everything is read onto JAX's default device; a run reads slices instead. Parameters that
+        are not in the files are those of seed 0.
+        """
+        params, extras = self._abstract
+        if extras or len(self.stored) < len(params):
+            params, extras = self._arrays_of(self._make(jax.random.key(0)))
+        whole = {
+            name: jnp.asarray(array.read([(0, size) for size in array.shape]))
+            for name, array in self.stored.items()
+        }
+        return self.to_source({**params, **whole}, extras)
+
+    def with_changes(self, *, new: Sequence[str] = (), **changes: Any) -> Pretrained:
+        """The same weights in a model with other settings, see `from_hugging_face`."""
+        config = dataclasses.replace(self.config, **changes)
+        return Pretrained(self.folder, self.row, config, new=(*self._new, *new), lora=self.lora)
+
+    def with_lora(self, lora: LoraConfig) -> Pretrained:
+        """The same weights with new adapters beside them."""
+        return Pretrained(self.folder, self.row, self.config, new=self._new, lora=lora)
+
+    def describe(self) -> str:
+        """One line for people: what is read from where, and what is not."""
+        count = len(self._abstract[0])
+        made = "" if len(self.stored) == count else f", {count - len(self.stored)} new ones"
+        left = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
+        files = len({file for file, _ in self.folder.tensors.values()})
+        return (
+            f"model: {self.row.model_type} with {len(self.stored)} parameters from {files} file"
+            f"{'s' if files > 1 else ''} in {self.folder.path}{made}{left}"
+        )
+
+
+def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes: Any) -> Pretrained:
+    """A model with weights from a folder of Hugging Face: config.json and safetensors files.
+
+    Every process reads only what its own devices hold, one tensor at a time, straight into the
+    shards that the plan says. BERT, GPT-2 and Llama are known
+    (`models.hugging_face.ARCHITECTURES`).
+
+    Args:
+      folder: as `save_pretrained` or `hf download` has left it.
+      new: regular expressions on names of parameters that are not in the files, and begin as the
+        model's own initialisation makes them. Those of adapters need none.
+      **changes: settings of the model that are not the files', such as remat="full", dropout=0.1,
+        loss_chunk=1024 or max_seq_len; fields of `models.zoo.LlamaConfig` or
+        `models.zoo.GPT2Config`.
+
+    Raises:
+      FileNotFoundError: no such folder, or no safetensors in it.
+      UnsupportedError: a ValueError: config.json asks for what zerojax does not compute, a tensor
+        is missing, has another shape or is not known.
+      ValueError: a file is damaged, or a change is not a setting of the model.
+    """
+    opened = open_folder(folder)
+    check_unquantized(opened.config)
+    row = architecture_of(opened.config)
+    fields = {field.name for field in dataclasses.fields(row.config_class)}
+    unknown = sorted(set(changes) - fields)
+    if unknown:
+        raise ValueError(unknown_keyword(row.config_class.__name__, unknown[0], sorted(fields)))
+    config = row.config_class(**{**row.read_config(opened.config), **changes})
+    try:
+        return Pretrained(opened, row, config, new=new)
+    except UnsupportedError as error:
+        theirs = opened.config.get("architectures")
+        if not isinstance(theirs, list) or not theirs or row.class_name in theirs:
+            raise
+        raise UnsupportedError(
+            f"{opened.path}: config.json names architectures={theirs}, and zerojax reads a "
+            f"{row.model_type} as {row.class_name}; save it as that class with transformers. What "
+            f"differs: {error}"
+        ) from None
+
+
+def _find_arrays(
+    folder: Folder,
+    row: Architecture,
+    leaves: Iterable[Leaf],
+    params: Mapping[str, Any],
+    new: Sequence[str],
+) -> tuple[dict[str, StoredArray], list[str]]:
+    """(parameters that the files have, names of tensors that are none and may be).
+
+    Raises:
+      UnsupportedError: a parameter without a tensor, or a tensor without a place in the model.
+    """
+    places = _places(folder, row)
+
+    def place_of(name: str) -> str:
+        bare = name.removeprefix(row.prefix)
+        return next((places[x] for x in (name, bare, row.prefix + bare) if x in places), name)
+
+    found: dict[str, StoredArray] = {}
+    for leaf in leaves:
+        if place_of(leaf.tensor_of(0)) not in folder.tensors and _matches(leaf.name, new):
+            continue
+        found[leaf.name] = StoredArray(folder, leaf, tuple(params[leaf.name].shape), place_of)
+    for name in params:
+        if name not in found and not _matches(name, (*new, ADAPTERS)):
+            raise UnsupportedError(
+                f"parameter {name} has no tensor in {row.model_type}'s files; pass "
+                f"new=({name!r},) to begin with new values"
+            )
+    taken = {name for array in found.values() for name in array.tensors}
+    rest = sorted(name for name, place in places.items() if place not in taken)
+    ignored = (*row.ignored, *_tied_heads(params))
+    unknown = [name for name in rest if not _matches(name, ignored)]
+    if unknown:
+        raise UnsupportedError(
+            f"{folder.path}: {len(unknown)} tensors have no place in the model, such as "
+            f"{unknown[0]!r}; it would not compute what theirs does"
+        )
+    return found, rest
+
+
+def _places(folder: Folder, row: Architecture) -> dict[str, str]:
+    """{name as the table may have it: name in the files}."""
+    result = {}
+    for place in folder.tensors:
+        name = place
+        for pattern, replacement in row.renamed:
+            name = re.sub(pattern, replacement, name)
+        result[name] = place
+    return result
+
+
+def _tied_heads(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Output weights in the files of a model whose token table serves for them."""
+    return () if "lm_head/kernel" in params else (r"^lm_head\.weight$",)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)

@@ -1,0 +1,338 @@
+"""safetensors files: validated tables, partial reads, writes of one array at a time.
+
+The package of that name takes a whole dict from memory, and maps files into memory to read from
+them: what has been read then counts as the process's until the system takes it back, with whole
+pages of what lies beside. Here one array at a time is written, and of one any block is read, its
+own bytes and no others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.config.display import quoted
+from zerojax.runtime.bounded_json import JsonError, loads, open_regular
+
+SHARD_BYTES = 5 * 10**9
+"""From there on there are several files and an index, as Hugging Face has them."""
+
+MAX_TABLE_BYTES = 100_000_000
+"""As the package safetensors has it."""
+MAX_DIMENSIONS = 64
+"""As many as NumPy has."""
+MAX_ARRAY_BYTES = 2**63 - 1
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_KINDS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_DTYPES = {kind: np.dtype(jnp.dtype(name)) for name, kind in _KINDS.items()}
+_METADATA = "__metadata__"
+
+
+class SafetensorsError(ValueError):
+    """A file is not what the format says, or an array has a dtype that the format lacks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """An array in a file.
+
+    Attributes:
+      name, shape, dtype: of it.
+      start: where its bytes begin, in bytes from the beginning of the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    start: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_table(path: Path) -> dict[str, Tensor]:
+    """{name: array} of a file; no array is read.
+
+    As the package safetensors has it, the arrays fill the file: none overlaps another, no byte
+    lies between them or behind the last, so that nothing can hide in a file.
+
+    Raises:
+      SafetensorsError: the file is cut short or no regular file, or its table is damaged.
+      OSError: what the disk says.
+    """
+    try:
+        descriptor = open_regular(path)
+    except JsonError as error:
+        raise SafetensorsError(str(error)) from None
+    with open(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        if 8 + length > size:
+            raise SafetensorsError(
+                f"{path} is cut short or no safetensors file: its table should have {length} "
+                f"bytes, and the whole file has {size}; fetch it again"
+            )
+        if length > MAX_TABLE_BYTES:
+            raise SafetensorsError(
+                f"{path}: its table has {length} bytes; the format allows {MAX_TABLE_BYTES}"
+            )
+        text = file.read(length)
+    try:
+        return _arrays_of(loads(text, max_bytes=MAX_TABLE_BYTES), 8 + length, size)
+    except JsonError as error:
+        raise SafetensorsError(f"{path}: its table {error.what}; fetch it again") from None
+    except _Damage as damage:
+        raise SafetensorsError(f"{path}{damage}; fetch it again") from None
+
+
+class _Damage(Exception):
+    """What is wrong, to be read behind the path of the file."""
+
+
+def _arrays_of(table: Any, data: int, size: int) -> dict[str, Tensor]:
+    """The arrays of a table, in order of their bytes.
+
+    Args:
+      table: what the JSON says.
+      data: where the first array begins, in bytes from the beginning of the file.
+      size: of the file.
+    """
+    if not isinstance(table, dict):
+        raise _Damage(f": its table is damaged (it is {quoted(table)}, not an object)")
+    notes = table.get(_METADATA, {})
+    if not (isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())):
+        raise _Damage(f": its table is damaged ({_METADATA} is {quoted(notes)}, not texts by name)")
+    found = [_tensor(name, row, data) for name, row in table.items() if name != _METADATA]
+    end = data
+    for tensor in sorted(found, key=lambda tensor: (tensor.start, tensor.num_bytes)):
+        name = quoted(tensor.name)
+        if tensor.start < end:
+            raise _Damage(
+                f": its table is damaged ({name} begins at {tensor.start - data}, and the array "
+                f"before it ends at {end - data})"
+            )
+        if tensor.start > end:
+            raise _Damage(
+                f": its table is damaged ({name} begins at {tensor.start - data}, "
+                f"{tensor.start - end} bytes behind the end of what is before it)"
+            )
+        end += tensor.num_bytes
+        if end > size:
+            raise _Damage(
+                f" is cut short: {name} should end at byte {end}, and the file has {size}"
+            )
+    if end < size:
+        raise _Damage(f" has {size - end} bytes more than its arrays, which end at byte {end}")
+    return {tensor.name: tensor for tensor in found}
+
+
+def _tensor(name: str, row: Any, data: int) -> Tensor:
+    def damage(problem: str) -> _Damage:
+        return _Damage(f": its table is damaged ({quoted(name)} {problem})")
+
+    if not isinstance(row, dict) or not {"dtype", "shape", "data_offsets"} <= set(row):
+        raise damage(f"is {quoted(row)}, without a dtype, a shape or data_offsets")
+    kind, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+    if not isinstance(kind, str) or kind not in _DTYPES:
+        raise damage(f"has the unknown dtype {quoted(kind)}")
+    if not _are_sizes(shape):
+        raise damage(f"has the shape {quoted(shape)}, which is no list of whole numbers from 0 on")
+    if len(shape) > MAX_DIMENSIONS:
+        raise damage(f"has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are read")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise damage(
+            f"has the data_offsets {quoted(offsets)}, which are not two whole numbers from 0 on"
+        )
+    tensor = Tensor(name=name, shape=tuple(shape), dtype=_DTYPES[kind], start=data + offsets[0])
+    # Of an empty array too: NumPy multiplies the other sizes.
+    if math.prod(size for size in shape if size) * tensor.dtype.itemsize > MAX_ARRAY_BYTES:
+        raise damage(f"has the shape {quoted(shape)}, which no array can have")
+    if offsets[1] - offsets[0] != tensor.num_bytes:
+        raise damage(f"lies at {offsets[0]} to {offsets[1]}, but has {tensor.num_bytes} bytes")
+    return tensor
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def read_block(
+    path: Path, tensor: Tensor, runs: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[np.ndarray, int]:
+    """(a block of an array, the number of bytes that were read, which are the block's own).
+
+    Args:
+      path: the file.
+      tensor: from its table.
+      runs: for each dimension ranges (first, behind the last), in order; their product is read.
+
+    Raises:
+      SafetensorsError: the file has become shorter.
+    """
+    shape = tuple(sum(stop - start for start, stop in dim) for dim in runs)
+    block = np.empty(shape, tensor.dtype)
+    into = block.reshape(-1).view(np.uint8).data
+    at = 0
+    with path.open("rb", buffering=0) as file:
+        for start, length in _extents(tensor, runs):
+            done = 0
+            while done < length:
+                piece = into[at + done : at + length]
+                count = os.preadv(file.fileno(), [piece], tensor.start + start + done)
+                if count == 0:
+                    raise SafetensorsError(
+                        f"{path} ends within {quoted(tensor.name)}; fetch it again"
+                    )
+                done += count
+            at += length
+    return block, at
+
+
+def _extents(
+    tensor: Tensor, runs: Sequence[Sequence[tuple[int, int]]]
+) -> Iterable[tuple[int, int]]:
+    """(first byte within the array, number of bytes) of each contiguous piece of a block."""
+    if math.prod(sum(stop - start for start, stop in dim) for dim in runs) == 0:
+        return
+    inner = len(tensor.shape)
+    while inner > 0 and list(runs[inner - 1]) == [(0, tensor.shape[inner - 1])]:
+        inner -= 1  # dimensions from `inner` on are whole, so what is before them is contiguous
+    unit = math.prod(tensor.shape[inner:]) * tensor.dtype.itemsize
+    if inner == 0:
+        yield 0, unit
+        return
+    outer = [[i for run in dim for i in range(*run)] for dim in runs[: inner - 1]]
+    for position in itertools.product(*outer):
+        row = 0
+        for index, size in zip(position, tensor.shape, strict=False):
+            row = row * size + index
+        for start, stop in runs[inner - 1]:
+            yield (row * tensor.shape[inner - 1] + start) * unit, (stop - start) * unit
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def check_dtype(tensor: Tensor, remedy: str) -> None:
+    """Raises SafetensorsError for an array of a dtype that the format does not have."""
+    if tensor.dtype.name not in _KINDS:
+        raise SafetensorsError(
+            f"{quoted(tensor.name)} is {tensor.dtype.name}, which safetensors does not have; "
+            f"{remedy}"
+        )
+
+
+def write_files(
+    folder: Path,
+    tensors: Sequence[Tensor],
+    values: Callable[[Tensor], np.ndarray],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    metadata: Mapping[str, str],
+) -> list[str]:
+    """Writes arrays one after the other, into one file or several with an index.
+
+    Args:
+      folder: is there; files of these names are not.
+      tensors: in the order in which they are written.
+      values: the array of one of them, in its shape and dtype; called once for each, in order.
+      shard_bytes: of one file at most, unless a single array is larger.
+      metadata: texts in each file's table.
+
+    Returns:
+      The names of the files.
+
+    Raises:
+      SafetensorsError: an array of a dtype that the format does not have.
+      OSError: what the disk says.
+    """
+    shards = _shards(tensors, shard_bytes)
+    count = len(shards)
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        names = [SINGLE]
+    for name, shard in zip(names, shards, strict=True):
+        write_file(folder / name, shard, values, metadata=metadata)
+    if count > 1:
+        places = {
+            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        }
+        total = sum(tensor.num_bytes for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return names
+
+
+def _shards(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
+    """The arrays of each file, in order."""
+    result: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if result[-1] and size + tensor.num_bytes > shard_bytes:
+            result.append([])
+            size = 0
+        result[-1].append(tensor)
+        size += tensor.num_bytes
+    return result
+
+
+def write_file(
+    path: Path,
+    tensors: Sequence[Tensor],
+    values: Callable[[Tensor], np.ndarray],
+    *,
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes one file, one array at a time; arguments as `write_files` takes them."""
+    table: dict[str, Any] = {_METADATA: dict(metadata)}
+    at = 0
+    for tensor in tensors:
+        check_dtype(tensor, "give another dtype")
+        table[tensor.name] = {
+            "dtype": _KINDS[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.num_bytes],
+        }
+        at += tensor.num_bytes
+    head = json.dumps(table).encode()
+    head += b" " * (-len(head) % 8)  # arrays begin at a multiple of 8
+    with path.open("xb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        for tensor in tensors:
+            array = np.asarray(values(tensor), order="C")
+            assert (array.shape, array.dtype) == (tensor.shape, tensor.dtype), tensor.name
+            file.write(array.reshape(-1).view(np.uint8).data)

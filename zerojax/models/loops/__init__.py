@@ -1,0 +1,16 @@
+"""The loop over layers in a traced loss, and the loss cut around it."""
+
+from zerojax.models.loops.cutting import LossPieces, cut_loss
+from zerojax.models.loops.finding import LayerLoop, find_layer_loop, find_stacks
+from zerojax.models.loops.split import SplitPasses, split_layers, split_passes
+
+__all__ = [
+    "LayerLoop",
+    "LossPieces",
+    "SplitPasses",
+    "cut_loss",
+    "find_layer_loop",
+    "find_stacks",
+    "split_layers",
+    "split_passes",
+]

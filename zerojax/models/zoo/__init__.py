@@ -1,0 +1,116 @@
+"""Reference models (GPT-2, Llama, BERT) in plain Flax NNX, and models from parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flax import nnx
+
+from zerojax.config import ModelConfig
+from zerojax.models.zoo.bert import Bert, BertConfig
+from zerojax.models.zoo.decoder import MEGATRON_RULES, Block, Decoder, KVCache, TensorParallelRules
+from zerojax.models.zoo.generate import generate
+from zerojax.models.zoo.gpt2 import GPT2, GPT2Config
+from zerojax.models.zoo.llama import Llama, LlamaConfig
+from zerojax.models.zoo.lora import add_lora, merge_lora
+from zerojax.models.zoo.stages import Stages
+
+__all__ = [
+    "GPT2",
+    "Bert",
+    "BertConfig",
+    "Block",
+    "Decoder",
+    "GPT2Config",
+    "KVCache",
+    "Llama",
+    "LlamaConfig",
+    "Stages",
+    "add_lora",
+    "as_decoder_config",
+    "build_model",
+    "generate",
+    "merge_lora",
+    "tensor_parallel_rules",
+]
+
+_RULES: dict[str, TensorParallelRules] = {"gpt2": MEGATRON_RULES, "llama": MEGATRON_RULES}
+
+
+def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | LlamaConfig:
+    """The model's own configuration, every size known.
+
+    Args:
+      config: what the run is told; its `vocab_size`, when set, wins over the tokenizer's.
+      vocab_size: number of tokens of the tokenizer.
+
+    Raises:
+      ValueError: sizes that do not fit together, fewer rows than tokens, an unknown name, or an
+        option that the architecture does not have.
+    """
+    if config.vocab_size is not None and config.vocab_size < vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}"
+            f" tokens; use {vocab_size} or more, or leave it out"
+        )
+    vocab_size = config.vocab_size or vocab_size
+    if config.name == "gpt2":
+        if config.num_kv_heads not in (None, config.num_heads):
+            raise ValueError(
+                f"model.num_kv_heads={config.num_kv_heads}: gpt2 has one key/value head for each of"
+                f" its {config.num_heads} query heads; leave it out, or use model.name=llama"
+            )
+        return GPT2Config(
+            vocab_size=vocab_size,
+            max_seq_len=config.max_seq_len,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            embed_dim=config.embed_dim,
+            mlp_dim=config.mlp_dim,
+            dropout=config.dropout,
+            tie_embeddings=config.tie_embeddings is not False,
+            norm_eps=config.norm_eps,
+            remat=config.remat,
+            loss_chunk=config.loss_chunk,
+            matmul_dtype=config.matmul_dtype,
+        )
+    if config.name == "llama":
+        return LlamaConfig(
+            vocab_size=vocab_size,
+            max_seq_len=config.max_seq_len,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            embed_dim=config.embed_dim,
+            mlp_dim=config.mlp_dim,
+            dropout=config.dropout,
+            tie_embeddings=config.tie_embeddings is True,
+            rope_theta=config.rope_theta,
+            norm_eps=config.norm_eps,
+            remat=config.remat,
+            loss_chunk=config.loss_chunk,
+            matmul_dtype=config.matmul_dtype,
+        )
+    raise ValueError(f"model.name={config.name!r} is unknown; use one of {', '.join(_RULES)}")
+
+
+def build_model(config: ModelConfig, vocab_size: int) -> Callable[[nnx.Rngs], Decoder]:
+    """A factory of the model that a run is told to train: `rngs -> model`.
+
+    Sizes are checked here, before an array exists; see `as_decoder_config`.
+    """
+    sizes = as_decoder_config(config, vocab_size)
+
+    def factory(rngs: nnx.Rngs) -> Decoder:
+        if isinstance(sizes, GPT2Config):
+            return GPT2(sizes, rngs=rngs)
+        return Llama(sizes, rngs=rngs)
+
+    return add_lora(factory, config.lora) if config.lora.rank else factory
+
+
+def tensor_parallel_rules(name: str) -> TensorParallelRules:
+    """Megatron-style rules of a model by name: (regex, mesh axis of each trailing dimension)."""
+    if name not in _RULES:
+        raise ValueError(f"no tensor-parallel rules for {name!r}; known: {', '.join(_RULES)}")
+    return _RULES[name]

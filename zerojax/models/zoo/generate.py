@@ -1,0 +1,146 @@
+"""Token generation with a cache: one pass over the prompt, then one token at a time."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from zerojax.models.zoo.decoder import Decoder, check_tokens
+
+PROMPT_MULTIPLE = 32  # prompts are padded to this, so that one compilation serves many lengths
+
+
+def generate(
+    model: Decoder,
+    tokens: jax.Array | np.ndarray,
+    num_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> jax.Array:
+    """Continues each prompt by `num_tokens` sampled tokens. Dropout is off; `model` is unchanged.
+
+    Args:
+      model: a decoder of this package.
+      tokens: prompts, integers [batch, prompt], all of one length of at least 1.
+      num_tokens: how many tokens to add; prompt + num_tokens <= the model's max_seq_len.
+      temperature: divides the logits; 0 always takes the likeliest token.
+      top_k: sample only among the `top_k` likeliest tokens; None: among all.
+      seed: of the sampling; equal arguments give equal tokens.
+
+    Returns:
+      int32 [batch, prompt + num_tokens]: the prompts and their continuations.
+
+    Raises:
+      TypeError, ValueError: prompts of the wrong kind, a sum too long, or an option out of range.
+    """
+    if not callable(getattr(model, "extend", None)):
+        raise TypeError(
+            f"{type(model).__name__} does not continue texts; tokens are drawn from a GPT2 or a "
+            "Llama"
+        )
+    tokens = np.asarray(tokens)
+    limit, vocab_size = model.config.max_seq_len, model.config.vocab_size
+    check_tokens(tokens, max_seq_len=limit)
+    prompt = tokens.shape[1]
+    _check_request(prompt, num_tokens, limit=limit)
+    _check_vocabulary(tokens, vocab_size=vocab_size)
+    _check_sampling(temperature, top_k, vocab_size=vocab_size)
+    padded_length = min(-(-prompt // PROMPT_MULTIPLE) * PROMPT_MULTIPLE, limit)
+    padded = np.zeros((tokens.shape[0], padded_length), np.int32)
+    padded[:, :prompt] = tokens
+    graphdef, state = nnx.split(model)
+    added = _continue(
+        state,
+        jnp.asarray(padded),
+        prompt,
+        temperature,
+        jax.random.key(seed),
+        graphdef=graphdef,
+        num_tokens=num_tokens,
+        top_k=top_k,
+        is_greedy=temperature == 0,
+    )
+    return jnp.concatenate([jnp.asarray(padded[:, :prompt]), added], axis=1)
+
+
+# The one jitted function outside step, plan and kernels: a decoding loop is worthless without it.
+@functools.partial(jax.jit, static_argnames=("graphdef", "num_tokens", "top_k", "is_greedy"))
+def _continue(
+    state: nnx.State,
+    padded: jax.Array,
+    prompt: jax.Array,
+    temperature: jax.Array,
+    key: jax.Array,
+    *,
+    graphdef: nnx.GraphDef[Decoder],
+    num_tokens: int,
+    top_k: int | None,
+    is_greedy: bool,
+) -> jax.Array:
+    """`num_tokens` tokens after the first `prompt` ones of `padded` [batch, padded_length].
+
+    The cache's entries of the padding lie after the prompt, so they are never looked at before the
+    tokens that belong there overwrite them.
+    """
+    model = nnx.merge(graphdef, state)
+    length = min(padded.shape[1] + num_tokens, model.config.max_seq_len)
+    cache = model.init_cache(padded.shape[0], length)
+    hidden, cache = model.extend(padded, cache, jnp.int32(0))
+    last = lax.dynamic_slice_in_dim(hidden, prompt - 1, 1, axis=1)
+
+    def draw(last: jax.Array, key: jax.Array) -> jax.Array:
+        logits = model.head(last)[:, 0].astype(jnp.float32)
+        if is_greedy:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        if top_k is not None:
+            smallest = lax.top_k(logits, top_k)[0][:, -1:]
+            logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        return jax.random.categorical(key, logits / temperature, axis=-1).astype(jnp.int32)
+
+    def advance(carry, step_key):
+        token, cache, position = carry
+        hidden, cache = model.extend(token[:, None], cache, position)
+        return (draw(hidden, step_key), cache, position + 1), token
+
+    keys = jax.random.split(key, num_tokens)
+    start = draw(last, keys[0]), cache, jnp.int32(prompt)
+    (token, _, _), earlier = lax.scan(advance, start, keys[1:])
+    return jnp.concatenate([earlier.T, token[:, None]], axis=1)
+
+
+def _check_request(prompt: int, num_tokens: int, *, limit: int) -> None:
+    if prompt < 1:
+        raise ValueError("the prompt is empty; give at least one token to continue from")
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens={num_tokens} must be at least 1")
+    if prompt + num_tokens > limit:
+        raise ValueError(
+            f"a prompt of {prompt} tokens and num_tokens={num_tokens} make {prompt + num_tokens},"
+            f" but the model takes at most max_seq_len={limit}; ask for at most"
+            f" {max(limit - prompt, 0)} or cut the prompt"
+        )
+
+
+def _check_vocabulary(tokens: np.ndarray, *, vocab_size: int) -> None:
+    for token in (tokens.min(initial=0), tokens.max(initial=0)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"the prompt has token {token}, but the model's table has {vocab_size} rows; encode"
+                " the text with the tokenizer that the model was trained with"
+            )
+
+
+def _check_sampling(temperature: float, top_k: int | None, *, vocab_size: int) -> None:
+    if not 0.0 <= temperature < float("inf"):
+        raise ValueError(f"temperature={temperature} must be >= 0; 0 takes the likeliest token")
+    if top_k is not None and not 1 <= top_k <= vocab_size:
+        raise ValueError(
+            f"top_k={top_k} must be between 1 and the vocabulary's {vocab_size}; None for no limit"
+        )

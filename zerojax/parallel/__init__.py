@@ -1,0 +1,42 @@
+"""One step on each device: ZeRO, pipeline, offload and update; birth and resharding of a state.
+
+Knows plans and arrays; never run folders, logs or the loop. Sub-packages: `zero`, `pipeline`,
+`offload`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerojax.parallel.initialization import init_state
+    from zerojax.parallel.reshard import from_canonical, reshard_state, to_canonical
+    from zerojax.parallel.step import build_evaluation, build_step
+
+__all__ = [
+    "build_evaluation",
+    "build_step",
+    "from_canonical",
+    "init_state",
+    "reshard_state",
+    "to_canonical",
+]
+
+_HOME_OF_NAME = {
+    "build_evaluation": "step",
+    "build_step": "step",
+    "from_canonical": "reshard",
+    "init_state": "initialization",
+    "reshard_state": "reshard",
+    "to_canonical": "reshard",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what a name needs when it is first asked for (PEP 562)."""
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value

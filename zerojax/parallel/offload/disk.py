@@ -1,0 +1,291 @@
+"""Slices in files: their buckets, filled and read.
+
+A bucket is one slice of one parameter: of each array that belongs to it ("master", then moments)
+the rows [shards of this process, elements]. Every process has a store in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from zerojax.checkpoint.store import BucketStore, StoreError
+from zerojax.config.offload import DEVICE, NVME
+from zerojax.plan.offload_layout import MASTER, SlicedLeaf, store_folder
+from zerojax.plan.plan import Plan
+from zerojax.plan.slices import tier_sharding
+
+SIDE_FILES = "*.npz"
+"""What `parallel.offload.disk_durable` keeps beside the buckets of a store."""
+
+ALIGNMENT = 64  # bytes; from there on a CPU device takes memory as it is, without a copy
+
+Rows = Mapping[jax.Device, np.ndarray]
+"""{device: [elements], or [slices, elements]}: what each device of this process has."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DiskLeaf:
+    """The buckets of one parameter.
+
+    Attributes:
+      leaf: its slices.
+      first_bucket: number of the first of its buckets.
+      dtypes: {array: its dtype}, in the order of a bucket.
+      shards: numbers of the shards that this process has; a bucket has a row for each.
+      row_of: {device of this process: its row}; copies of a shard share one.
+      own_rows: the rows of shards that no process with a lower number has.
+    """
+
+    leaf: SlicedLeaf
+    first_bucket: int
+    dtypes: Mapping[str, np.dtype]
+    shards: tuple[int, ...]
+    row_of: Mapping[jax.Device, int]
+    own_rows: tuple[int, ...]
+
+    @property
+    def num_buckets(self) -> int:
+        """How many of its slices lie in files."""
+        return self.leaf.counts[NVME]
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of one of its buckets."""
+        return sum(self._array_bytes(dtype) for dtype in self.dtypes.values())
+
+    def views(self, bucket: np.ndarray) -> dict[str, np.ndarray]:
+        """{array: [rows, elements]} of a bucket's bytes, sharing its memory."""
+        shape, start, result = (len(self.shards), self.leaf.slice_elements), 0, {}
+        for name, dtype in self.dtypes.items():
+            size = math.prod(shape) * dtype.itemsize
+            result[name] = bucket[start : start + size].view(dtype).reshape(shape)
+            start += self._array_bytes(dtype)
+        return result
+
+    def _array_bytes(self, dtype: np.dtype) -> int:
+        size = len(self.shards) * self.leaf.slice_elements * dtype.itemsize
+        return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DiskSlice:
+    """One bucket, in the caller's hands until the next one is asked for.
+
+    Attributes:
+      place: whose it is.
+      number: of the slice in its shard, counted over all tiers.
+      arrays: {array: [rows, elements]} in the store's own memory.
+      write: starts to write them; then they must not change.
+    """
+
+    place: DiskLeaf
+    number: int
+    arrays: Mapping[str, np.ndarray]
+    write: Callable[[], None]
+
+
+Source = Callable[[str, int], Rows | None]
+"""(array, number of a slice) -> what each device has of it; None stands for zeros."""
+
+
+class DiskState:
+    """The open store of this process and what lies where in it.
+
+    As a part of a state it is a node without leaves: JAX passes it by and never copies it. There is
+    one; a state whose slices are on disk is changed by each step, also where its arrays are not.
+
+    Attributes:
+      store: the buckets.
+      leaves: {name: its buckets}, in the order of the buckets.
+      failure: why the slices are no longer those of one step, if so.
+      data_state: position of the data after the step that comes next, for a durable store.
+      has_frozen: whether the frozen parameters are beside the buckets of a durable store.
+    """
+
+    def __init__(self, store: BucketStore, leaves: Mapping[str, DiskLeaf]) -> None:
+        self.store, self.leaves = store, leaves
+        weakref.finalize(self, store.close)  # for who forgets to close it
+        self.failure: str | None = None
+        self.data_state: dict[str, Any] | None = None
+        self.has_frozen = False
+
+    def slices(
+        self, *, read: bool = True, before_commit: Callable[[], None] | None = None
+    ) -> Iterator[DiskSlice]:
+        """Goes through all buckets once; see `BucketStore.sweep`.
+
+        Args:
+          read: False where every byte will be set anyway.
+          before_commit: called when all buckets were written, before they count.
+
+        Raises:
+          StoreError: what the store or the disk says; also that an earlier sweep failed.
+        """
+        self._check_whole()
+        places = [place for place in self.leaves.values() for _ in range(place.num_buckets)]
+        wrote = False
+
+        def write(bucket: Any) -> None:
+            nonlocal wrote
+            wrote = True
+            bucket.write()
+
+        try:
+            for count, bucket in enumerate(self.store.sweep(read=read), 1):
+                place = places[bucket.index]
+                number = place.leaf.first(NVME) + bucket.index - place.first_bucket
+                views = place.views(bucket.array)
+                yield DiskSlice(place, number, views, lambda b=bucket: write(b))
+                if wrote and count == len(places) and before_commit is not None:
+                    before_commit()
+        except BaseException as error:
+            if wrote:
+                self.failure = (
+                    f"{self.store.folder}: a sweep over the optimizer's state stopped half-way "
+                    f"({_text_of(error)}); start the run again: it goes on from the "
+                    + ("last whole step" if self.store.is_durable else "last checkpoint")
+                )
+            if isinstance(error, OSError):
+                raise StoreError(self.failure or _text_of(error)) from error
+            raise
+
+    def fill(
+        self,
+        source_of: Callable[[DiskLeaf], Source],
+        *,
+        before_commit: Callable[[], None] | None = None,
+    ) -> None:
+        """Writes every bucket anew.
+
+        Args:
+          source_of: called once for each parameter, in order; the former one's source is dropped
+            before.
+          before_commit: as `slices` takes it.
+        """
+        current, source = None, None
+        for piece in self.slices(read=False, before_commit=before_commit):
+            if piece.place is not current:
+                source = None
+                current, source = piece.place, source_of(piece.place)
+            assert source is not None
+            for name, target in piece.arrays.items():
+                rows = source(name, piece.number)
+                if rows is None:
+                    target[:] = 0
+                    continue
+                for device, row in piece.place.row_of.items():
+                    target[row] = rows[device]
+            piece.write()
+
+    def read(self, leaf: SlicedLeaf, array: str) -> Rows:
+        """{device: [slices, elements]}: slices in files of one array, copied; {} without any.
+
+        Raises:
+          StoreError: what the store or the disk says; also that a sweep failed.
+        """
+        if leaf.name not in self.leaves:
+            return {}
+        self._check_whole()
+        place = self.leaves[leaf.name]
+        order = range(place.first_bucket, place.first_bucket + place.num_buckets)
+        shape = (len(place.shards), place.num_buckets, leaf.slice_elements)
+        result = np.empty(shape, place.dtypes[array])
+        try:
+            for bucket in self.store.sweep(order=order):
+                rows = place.views(bucket.array)[array]
+                result[:, bucket.index - place.first_bucket] = rows
+        except OSError as error:
+            raise StoreError(_text_of(error)) from error
+        return {device: result[row] for device, row in place.row_of.items()}
+
+    def close(self) -> None:
+        """Gives up the store's files. May be called twice."""
+        self.store.close()
+
+    def _check_whole(self) -> None:
+        if self.failure is not None:
+            raise StoreError(self.failure)
+
+
+jax.tree_util.register_pytree_node(DiskState, lambda disk: ((), disk), lambda disk, _: disk)
+
+
+def _text_of(error: BaseException) -> str:
+    if isinstance(error, GeneratorExit):  # its own error passes the sweep by
+        return "the loop over its buckets was left by an error"
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return text or type(error).__name__
+
+
+def disk_leaves(plan: Plan) -> dict[str, DiskLeaf]:
+    """{name: its buckets} of this process, in the order of the plan's layout."""
+    assert plan.offload is not None
+    return places_of(plan, plan.offload.on_disk)
+
+
+def places_of(plan: Plan, leaves: Sequence[SlicedLeaf]) -> dict[str, DiskLeaf]:
+    """{name: its buckets, of which there may be none} of these parameters."""
+    layout, mesh = plan.offload, plan.mesh
+    assert layout is not None
+    assert isinstance(mesh, Mesh)
+    master = {MASTER: np.dtype(plan.precision.param_dtype)}
+    moment = np.dtype(plan.precision.moments_dtype)
+    dtypes = {name: master.get(name, moment) for name in layout.arrays}
+    result, buckets = {}, 0
+    for leaf in leaves:
+        shard_of = _shards(leaf, mesh)
+        here = jax.process_index()
+        own = {device: shard for device, shard in shard_of.items() if device.process_index == here}
+        shards = tuple(sorted(set(own.values())))
+        rows = {device: shards.index(shard) for device, shard in own.items()}
+        owners = owners_of(shard_of)
+        own_rows = tuple(row for row, shard in enumerate(shards) if owners[shard] == here)
+        result[leaf.name] = DiskLeaf(leaf, buckets, dtypes, shards, rows, own_rows)
+        buckets += leaf.counts[NVME]
+    return result
+
+
+def owners_of(shard_of: Mapping[Any, int]) -> dict[int, int]:
+    """{number of a shard: the first process that has it}, given each device's shard."""
+    owners: dict[int, int] = {}
+    for device, shard in shard_of.items():
+        owners[shard] = min(owners.get(shard, device.process_index), device.process_index)
+    return owners
+
+
+def _shards(leaf: SlicedLeaf, mesh: Mesh) -> dict[jax.Device, int]:
+    """{device: number of its shard}."""
+    sharding = tier_sharding(leaf, DEVICE, mesh)
+    indices = sharding.devices_indices_map((leaf.num_shards, 1))
+    return {device: index[0].start or 0 for device, index in indices.items()}
+
+
+def create_disk(plan: Plan) -> DiskState:
+    """A new store for the slices of a plan that lie in files; what is there is given up.
+
+    Raises:
+      ValueError: the plan does not say where.
+      StoreError: another process has it open.
+      OSError: the disk has too little space, in bytes and with what helps.
+    """
+    folder = store_folder(plan.settings.offload)
+    leaves = disk_leaves(plan)
+    sizes = [place.bucket_bytes for place in leaves.values() for _ in range(place.num_buckets)]
+    store = BucketStore.create(
+        folder,
+        num_buckets=len(sizes),
+        bucket_bytes=sizes,
+        durable=plan.settings.offload.durable,
+        replace=True,
+    )
+    for path in folder.glob(SIDE_FILES):
+        path.unlink()  # of the store that was there: generations are counted anew
+    return DiskState(store, leaves)

@@ -1,0 +1,211 @@
+"""Training step with slices in files: a jitted part, then a sweep over the store.
+
+While slice i is updated on the devices, i+1 is read and i-1 written; memory is that of three
+buckets, whatever the number of slices. A step whose gradients are not finite reads and writes none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.config.offload import DEVICE
+from zerojax.optim import Optimizer
+from zerojax.parallel.offload.disk import DiskLeaf, DiskSlice
+from zerojax.parallel.offload.update import begin, context_of, update_slice
+from zerojax.parallel.update import ThisStep, clipped_scale
+from zerojax.plan.offload_layout import MASTER
+from zerojax.plan.plan import Plan
+from zerojax.plan.slices import (
+    as_slices,
+    put_slice,
+    take_slice,
+    tier_sharding,
+    to_device,
+    to_host,
+    without_moments,
+)
+from zerojax.plan.state import TrainState
+
+Metrics = dict[str, jax.Array]
+
+
+class DiskStep:
+    """`step(state, batch) -> (state, metrics)` like any other; it waits for its own end.
+
+    Attributes:
+      trace, lower: of the jitted part.
+    """
+
+    def __init__(
+        self, plan: Plan, jitted: Any, write_rest: Callable[[Any, TrainState], None]
+    ) -> None:
+        """Builds the step around its jitted part.
+
+        Args:
+          plan: with slices in files.
+          jitted: `(state, batch) -> (state, metrics, pending)`, see `pending_of`.
+          write_rest: `(disk, state)`: called before a generation of a durable store counts.
+        """
+        self._jitted, self._write_rest = jitted, write_rest
+        self._update = SliceUpdates(plan)
+        self.trace, self.lower = jitted.trace, jitted.lower
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        disk = state["disk"]
+        new, metrics, pending = self._jitted({**state, "disk": {}}, batch)
+        new["disk"] = disk
+        # It is known only now whether the gradients were finite.
+        if not int(metrics["skipped"]):
+            rest = functools.partial(self._write_rest, disk, new)
+            for piece in disk.slices(before_commit=rest if disk.store.is_durable else None):
+                name = piece.place.leaf.name
+                new["params"][name] = self._update(piece, new["params"][name], pending)
+                piece.write()
+        return new, metrics
+
+
+def pending_of(
+    plan: Plan, grads: Mapping[str, jax.Array], opt_state: Any, now: ThisStep
+) -> dict[str, Any]:
+    """Traced: what the jitted part of a step leaves for the update of slices in files.
+
+    Args:
+      plan: with slices in files.
+      grads: of all parameters, as they are stored, unscaled.
+      opt_state: before the step.
+      now: what an update is told.
+
+    Returns:
+      "grads" of the parameters with slices in files, "opt_state" without arrays of parameters, and
+      "numbers" as `zerojax.parallel.offload.update.context_of` takes them.
+    """
+    assert plan.offload is not None
+    assert isinstance(plan.tx, Optimizer)
+    return {
+        "grads": {leaf.name: grads[leaf.name] for leaf in plan.offload.on_disk},
+        "opt_state": without_moments(opt_state),
+        "numbers": (clipped_scale(plan.tx, now), now.skip, jax.random.key_data(now.key)),
+    }
+
+
+def pending_shardings(plan: Plan) -> dict[str, Any]:
+    """The shardings of `pending_of`, as `jax.jit` takes them."""
+    assert plan.offload is not None
+    params, replicated = plan.abstract_state["params"], NamedSharding(plan.mesh, P())
+    grads = {leaf.name: params[leaf.name].sharding for leaf in plan.offload.on_disk}
+    return {"grads": grads, "opt_state": replicated, "numbers": replicated}
+
+
+class SliceUpdates:
+    """Updates slices in files, each by a jitted function of its parameter."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._functions: dict[str, Any] = {}
+
+    def __call__(
+        self, piece: DiskSlice, weights: jax.Array, pending: Mapping[str, Any]
+    ) -> jax.Array:
+        """Writes the new master and moments into `piece`; returns the new weights.
+
+        `weights` (what forward and backward read of the parameter) are donated.
+        """
+        place = piece.place
+        name = place.leaf.name
+        if name not in self._functions:
+            self._functions[name] = self._build(place)
+        old = {key: place_rows(place, rows, self._plan) for key, rows in piece.arrays.items()}
+        weights, new = self._functions[name](
+            weights,
+            old,
+            pending["grads"][name],
+            np.int32(piece.number),
+            pending["opt_state"],
+            pending["numbers"],
+        )
+        # A CPU device may have taken the store's memory as it is, and devices with copies of one
+        # shard all have the same: it may be written only when every one of them has done with it.
+        jax.block_until_ready((weights, new))
+        for key, target in piece.arrays.items():
+            take_rows(place, new[key], target)
+        return weights
+
+    def _build(self, place: DiskLeaf) -> Any:
+        plan, leaf = self._plan, place.leaf
+        assert plan.offload is not None
+        on_host = leaf.name in plan.offload.streamed
+        bring = to_device if on_host else lambda x: x
+        leave = to_host if on_host else lambda x: x
+        moments = [key for key in place.dtypes if key != MASTER]
+
+        def local(
+            weights: jax.Array,
+            old: dict[str, jax.Array],
+            grad: jax.Array,
+            number: jax.Array,
+            opt_state: Any,
+            numbers: tuple[jax.Array, ...],
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
+            begun = begin(plan, opt_state, context_of(plan, *numbers))
+            # In a loop, like slices on the host: computed beside the numbers of a step, an update
+            # rounds other products (XLA of JAX 0.10 on CPU).
+            grads = as_slices(leaf, grad)
+
+            def body(number: jax.Array, carry: Any) -> Any:
+                rows, old = carry
+                own = old[MASTER][0] if MASTER in old else bring(take_slice(rows, number))
+                gradient = bring(take_slice(grads, number))
+                own, after = update_slice(
+                    begun, leaf.name, number, own, tuple(old[key][0] for key in moments), gradient
+                )
+                rows = put_slice(rows, leave(own.astype(rows.dtype)), number)
+                new = dict(zip(moments, (x[None] for x in after), strict=True))
+                return rows, new | ({MASTER: own[None]} if MASTER in old else {})
+
+            carry = as_slices(leaf, weights), old
+            rows, new = jax.lax.fori_loop(number, number + 1, body, carry)
+            return rows.reshape(leaf.shard_shape), new
+
+        weights = plan.abstract_state["params"][leaf.name].sharding
+        slices = tier_sharding(leaf, DEVICE, plan.mesh)
+        of_slices = dict.fromkeys(place.dtypes, slices.spec)
+        mapped = jax.shard_map(
+            local,
+            mesh=plan.mesh,
+            in_specs=(weights.spec, of_slices, weights.spec, P(), P(), P()),
+            out_specs=(weights.spec, of_slices),
+            check_vma=False,
+        )
+        return jax.jit(
+            mapped,
+            donate_argnums=0,
+            out_shardings=(weights, dict.fromkeys(place.dtypes, slices)),
+        )
+
+
+def place_rows(place: DiskLeaf, rows: np.ndarray, plan: Plan) -> jax.Array:
+    """[rows of this process, elements] -> [shards, elements] on the devices.
+
+    On a CPU device the array may share `rows`' memory.
+    """
+    sharding = tier_sharding(place.leaf, DEVICE, plan.mesh)
+    shards = [
+        jax.device_put(rows[place.row_of[device]][None], device)
+        for device in sharding.addressable_devices
+    ]
+    shape = (place.leaf.num_shards, place.leaf.slice_elements)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def take_rows(place: DiskLeaf, slices: jax.Array, target: np.ndarray) -> None:
+    """The inverse of `place_rows`, into memory that is there; waits for the array."""
+    shards = {place.row_of[shard.device]: shard.data for shard in slices.addressable_shards}
+    for row, shard in shards.items():
+        target[row] = np.asarray(shard)[0]

@@ -1,0 +1,255 @@
+"""Transfers of stacked parameters, row by row: host to device to a whole layer; gradients back.
+
+What touches host memory sits in a nested `shard_map` over the axes that are still with the
+compiler, as `zerojax.parallel.collectives` does it: so the compiler never partitions a transfer,
+and each device moves its own shard. Indices are given linear in the counter of the loop around and
+are not
+clamped: only then XLA makes a copy by DMA of it, and not a kernel that reads host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from zerojax.parallel import collectives
+from zerojax.parallel.offload.streaming_layers import Inputs, has_gradient
+from zerojax.parallel.replicated_sums import over_auto_axes
+from zerojax.parallel.zero import PassConfig
+from zerojax.plan.leaf import Access
+from zerojax.plan.mesh import DATA_AXES, MODEL, REPLICA, communicates_through_gloo
+from zerojax.plan.slices import put_slice, take_slice, to_device, to_host
+
+Arrays = dict[str, Any]
+
+
+class HostStacks:
+    """Stacks in host memory, {name: [rows, ...]}, of which a loop reads and writes rows.
+
+    Args:
+      specs: {name: how a row lies over the axes that are with the compiler}.
+    """
+
+    def __init__(self, specs: Mapping[str, P]) -> None:
+        self.specs = dict(specs)
+
+    def _stack_specs(self, names: Any) -> dict[str, P]:
+        return {name: P(None, *self.specs[name]) for name in names}
+
+    def empty(self, rows: int, like: Mapping[str, Any]) -> Arrays:
+        """Stacks of as many rows, of the shape and dtype of `like`; to be written before read."""
+
+        def local(rows_like: Arrays) -> Arrays:
+            return {
+                name: to_host(jnp.zeros((rows, *row.shape), like[name].dtype))
+                for name, row in rows_like.items()
+            }
+
+        # The local shape of a row is known inside only: a value that nothing is computed of.
+        carriers = {name: jnp.zeros(row.shape, jnp.int8) for name, row in like.items()}
+        specs = {name: self.specs[name] for name in like}
+        return over_auto_axes(local, (specs,), self._stack_specs(like))(carriers)
+
+    def load(self, stacks: Arrays, index: Any) -> Arrays:
+        """One row of each on the device."""
+
+        def local(stacks: Arrays, index: jax.Array) -> Arrays:
+            return {name: to_device(take_slice(stack, index)) for name, stack in stacks.items()}
+
+        rows = {name: self.specs[name] for name in stacks}
+        given = self._stack_specs(stacks), P()
+        return over_auto_axes(local, given, rows)(stacks, jnp.asarray(index, jnp.int32))
+
+    def store(self, stacks: Arrays, rows: Arrays, index: Any) -> Arrays:
+        """The stacks with one row of each written over."""
+
+        def local(stacks: Arrays, rows: Arrays, index: jax.Array) -> Arrays:
+            return {
+                name: put_slice(stack, to_host(rows[name].astype(stack.dtype)), index)
+                for name, stack in stacks.items()
+            }
+
+        whole = self._stack_specs(stacks)
+        given = whole, {name: self.specs[name] for name in stacks}, P()
+        return over_auto_axes(local, given, whole)(stacks, rows, jnp.asarray(index, jnp.int32))
+
+
+class LayerRows:
+    """The parameters of layers, row by row: those on the host, and the small ones on the device.
+
+    Args:
+      config: of the pass.
+      waiting: {name: this device's shard of a stack in host memory}.
+      inputs, constants: of the stacks on the device, see
+        `zerojax.parallel.zero.prepare_parameters`.
+      frozen: names of the parameters without gradient.
+    """
+
+    def __init__(
+        self,
+        config: PassConfig,
+        waiting: Arrays,
+        inputs: Arrays,
+        constants: Arrays,
+        frozen: frozenset[str],
+    ) -> None:
+        self.config, self.waiting = config, waiting
+        self.inputs, self.resident = inputs, {**inputs, **constants}
+        self.frozen = frozen
+        self.leaves = {n: config.placement.leaves[n] for n in (*waiting, *self.resident)}
+        sharded = [name for name, leaf in self.leaves.items() if leaf.zero_dim is not None]
+        self.collectives = {
+            name: collectives.leaf_collectives(
+                self.leaves[name],
+                config.placement.num_shards(self.leaves[name]),
+                compute_dtype=config.precision.compute_dtype,
+                reduce_dtype=config.precision.reduce_dtype,
+                exchange=communicates_through_gloo(config.mesh),
+            )
+            for name in sharded
+        }
+        self.stacks = HostStacks({name: P(*self.leaves[name].axes[1:]) for name in waiting})
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.leaves)
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the stacks that have a gradient."""
+        return [name for name in self.leaves if name not in self.frozen]
+
+    @property
+    def streamed(self) -> list[str]:
+        """Names of those that have one and wait on the host."""
+        return [name for name in self.trained if name in self.waiting]
+
+    def load(self, index: Any, waiting: Arrays | None = None) -> Arrays:
+        """The whole row of every stack, in the compute dtype: what one layer reads.
+
+        Args:
+          waiting: takes the place of the stacks in host memory.
+        """
+        rows = self.stacks.load(self.waiting if waiting is None else waiting, index)
+        rows |= {name: take_slice(stack, index) for name, stack in self.resident.items()}
+        gathered = {name: row for name, row in rows.items() if self._comes_in_shards(name)}
+        limit = self.config.allgather_bucket_size
+        wholes = collectives.gather_buckets(gathered, self.collectives, limit)
+        dtype = self.config.precision.compute_dtype
+        return {name: wholes.get(name, _cast(rows[name], dtype)) for name in self.leaves}
+
+    def _comes_in_shards(self, name: str) -> bool:
+        leaf = self.leaves[name]
+        if name in self.waiting:
+            return leaf.zero_dim is not None
+        return leaf.access is Access.GATHER_ON_USE
+
+    def reduce(self, grads: Arrays) -> Arrays:
+        """Gradients of the trained rows of one layer, as their totals are kept.
+
+        Those of stacks on the host are summed over the data axes, and so are those that ZeRO
+        scatters inside the backward pass; the rest is summed once per step, outside.
+        """
+        limit, dtype = self.config.reduce_bucket_size, self.config.precision.reduce_dtype
+        scattered = {name: grad for name, grad in grads.items() if self._is_scattered(name)}
+        reduced = collectives.scatter_buckets(scattered, self.collectives, limit)
+        axes = {name: leaf.axes[1:] for name, leaf in self.leaves.items()}
+        wholes = {n: g.astype(dtype) for n, g in grads.items() if self._is_summed(n)}
+        reduced |= collectives.sum_buckets(wholes, axes, limit, DATA_AXES)
+        if self.config.placement.axis_sizes[REPLICA] > 1:
+            shards = {
+                name: reduced[name].astype(dtype) for name in scattered if name in self.waiting
+            }
+            reduced |= collectives.sum_buckets(shards, axes, limit, (REPLICA,))
+        return {name: reduced.get(name, grad) for name, grad in grads.items()}
+
+    def _is_scattered(self, name: str) -> bool:
+        leaf = self.leaves[name]
+        if name in self.waiting:
+            return leaf.zero_dim is not None
+        return leaf.access in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
+
+    def _is_summed(self, name: str) -> bool:
+        return name in self.waiting and self.leaves[name].zero_dim is None
+
+    def squares(self, name: str, row: jax.Array) -> jax.Array:
+        """float32 [parts over `model`]: sums of squares of this device's part of a reduced row."""
+        axes = self.leaves[name].axes[1:]
+        local = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)))[None]  # noqa: E731
+        parts = P(MODEL) if MODEL in axes else P()
+        return over_auto_axes(local, P(*axes), parts)(row)
+
+    def squares_like(self, name: str) -> jax.Array:
+        """Zeros in the form of `squares`."""
+        split = MODEL in self.leaves[name].axes[1:]
+        return jnp.zeros(self.config.mesh.shape[MODEL] if split else 1, jnp.float32)
+
+    def sum_squares(self, squares: Arrays) -> Arrays:
+        """{name: float32 []}: of the whole parameters, from the sums of all rows."""
+        sharded = {n: s for n, s in squares.items() if self.leaves[n].zero_dim is not None}
+        totals = {name: jnp.sum(parts) for name, parts in squares.items()}
+        if not sharded:
+            return totals
+        over = self.leaves[next(iter(sharded))].zero_axes
+        specs = {name: P() for name in sharded}
+        add = lambda parts: lax.psum(parts, over)  # noqa: E731
+        return totals | over_auto_axes(add, (specs,), specs)({n: totals[n] for n in sharded})
+
+
+# --- what layers are given, until the backward pass -----------------------------------------------
+
+
+def device_inputs() -> Inputs:
+    """Layers' inputs in device memory."""
+    return Inputs(
+        empty=lambda number, like: [jnp.zeros((number, *x.shape), x.dtype) for x in like],
+        load=lambda stacks, index: tuple(take_slice(stack, index) for stack in stacks),
+        store=lambda stacks, rows, index: [
+            put_slice(stack, row, index) for stack, row in zip(stacks, rows, strict=True)
+        ],
+    )
+
+
+def host_inputs(specs: list[P]) -> Inputs:
+    """Layers' inputs in host memory; those without a gradient, which are small, on the device.
+
+    Args:
+      specs: of each activation over the axes that are with the compiler.
+    """
+    stacks = HostStacks({str(at): spec for at, spec in enumerate(specs)})
+    here = device_inputs()
+
+    def split(values: Any) -> tuple[Arrays, list]:
+        on_host = {str(at): x for at, x in enumerate(values) if has_gradient(x)}
+        return on_host, [x for x in values if not has_gradient(x)]
+
+    def empty(number: int, like: Any) -> Any:
+        on_host, rest = split(like)
+        return stacks.empty(number, on_host), here.empty(number, tuple(rest))
+
+    def load(kept: Any, index: Any) -> Any:
+        on_host, rest = stacks.load(kept[0], index), iter(here.load(kept[1], index))
+        return tuple(
+            on_host[str(at)] if str(at) in on_host else next(rest) for at in range(len(specs))
+        )
+
+    def store(kept: Any, values: Any, index: Any) -> Any:
+        on_host, rest = split(values)
+        return stacks.store(kept[0], on_host, index), here.store(kept[1], tuple(rest), index)
+
+    return Inputs(empty=empty, load=load, store=store)
+
+
+def apart(arrays: Arrays, names: Any) -> tuple[Arrays, Arrays]:
+    """(those of these names, the others)."""
+    chosen = {name: x for name, x in arrays.items() if name in names}
+    return chosen, {name: x for name, x in arrays.items() if name not in names}
+
+
+def _cast(value: jax.Array, dtype: Any) -> jax.Array:
+    return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value

@@ -1,0 +1,8 @@
+"""Pipeline pass: any schedule table in one compiled program, with ZeRO.
+
+Source of the schedules: `zerojax.schedules`.
+"""
+
+from zerojax.parallel.pipeline.passes import build_forward, build_gradients
+
+__all__ = ["build_forward", "build_gradients"]

@@ -1,0 +1,298 @@
+"""Forward and backward pass of a batch over pipeline stages, at each ZeRO stage.
+
+One `shard_map`, manual over the data axes and `stage`; tensor parallelism stays with the compiler.
+Joins what `zero` knows of parameters with what the executor knows of schedules; never sees the
+optimizer.
+
+What is gathered once per step is gathered once per step here, too: before the loop over ticks. What
+ZeRO scatters inside the backward pass is scattered in every backward slot, and what it gathers
+where it is read is gathered in every slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from zerojax.models.jaxpr import holds_collectives
+from zerojax.models.loops import LossPieces, cut_loss
+from zerojax.models.protocol import Loss
+from zerojax.parallel import model_state, replicated_sums
+from zerojax.parallel.pipeline.executor import Results, execute
+from zerojax.parallel.pipeline.stage import StageWork
+from zerojax.parallel.zero import (
+    PassConfig,
+    build_reads,
+    build_rewriting,
+    for_evaluation,
+    map_forward,
+    map_gradients,
+    prepare_parameters,
+    reduce_gradients,
+    run_microbatch,
+    shard_key,
+    split_batch,
+    values_to_read,
+)
+from zerojax.plan.leaf import LeafPlacement
+from zerojax.plan.mesh import DATA_AXES, MODEL, STAGE
+from zerojax.plan.pipeline_layout import PipelineLayout
+from zerojax.plan.schedules import ExecutorTable, forward_schedule, lower
+
+Arrays = dict[str, Any]
+
+MANUAL_AXES = (*DATA_AXES, STAGE)
+
+
+def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
+    """See `parallel.zero.build_gradients`: the same arguments and results, for more than one stage.
+
+    Parameters that the layer loop slices come and go as `LeafPlacement.layer_rows` says.
+    """
+    layout = _layout(config)
+
+    def local(
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        loss_factor: jax.Array | None,
+    ):
+        weights = _Weights(config, layout, params, frozen)
+        microbatches = split_batch(batch, config.num_microbatches)
+        pieces = weights.cut(extras, key_data, microbatches, train=True)
+        counts, counted = _count(pieces, extras, config.num_microbatches)
+        work = weights.work(pieces, counts, key_data, microbatches, loss_factor)
+        found = weights.execute(layout.table, work, extras)
+        assert found.chunks is not None
+        assert found.outer is not None
+        grads = {**found.chunks, **found.outer}
+        grads = reduce_gradients(config, {name: grads[name] for name in params})
+        after = {**_agree_on_extras(layout, extras, found), **counted}
+        sums = replicated_sums.sum_replicated(found.sums, over=MANUAL_AXES)
+        return (
+            sums,
+            grads,
+            model_state.agree(extras, after, config.model.overwritten, config.counted),
+        )
+
+    return map_gradients(config, local, spec_of=_manual_spec, axes=MANUAL_AXES)
+
+
+def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
+    """See `parallel.zero.build_forward`; the rows of a shard go through as microbatches, too."""
+    layout = _layout(config)
+    config = dataclasses.replace(config, loss=function)
+
+    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        count = max(n for n in range(1, config.num_microbatches + 1) if rows % n == 0)
+        table = lower(forward_schedule(layout.schedule, count))
+        microbatches = split_batch(batch, count)
+        evaluation = _for_evaluation(config, params, frozen, extras, microbatches)
+        weights = _Weights(evaluation, layout, params, frozen)
+        pieces = weights.cut(extras, key_data, microbatches, train=False)
+        counts, _ = _count(pieces, extras, count)
+        work = weights.work(pieces, counts, key_data, microbatches, None)
+        found = weights.execute(table, work, extras, backward=False)
+        return replicated_sums.sum_replicated(found.sums, over=MANUAL_AXES)
+
+    return map_forward(config, local, spec_of=_manual_spec, axes=MANUAL_AXES)
+
+
+def _layout(config: PassConfig) -> PipelineLayout:
+    assert config.pipeline is not None
+    return config.pipeline
+
+
+def _manual_spec(leaf: LeafPlacement) -> P:
+    return leaf.manual_spec
+
+
+def _rows(layout: PipelineLayout) -> np.ndarray:
+    """int32 [stages, chunks, rows of a chunk]."""
+    schedule = layout.schedule
+    shape = schedule.num_stages, schedule.num_chunks, layout.chunk_rows
+    return np.asarray(layout.rows, np.int32).reshape(shape)
+
+
+def _activation_spec(config: PassConfig) -> P:
+    return P(None, MODEL, None) if config.sequence_sharding else P()
+
+
+def _for_evaluation(
+    config: PassConfig, params: Arrays, frozen: Arrays, extras: Arrays, microbatches: Arrays
+) -> PassConfig:
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches)
+    return for_evaluation(config, {**params, **frozen}, extras, one)
+
+
+class _Weights:
+    """The parameters of a device inside a pass: gathered where that happens once per step.
+
+    Attributes:
+      inputs: {name: what is differentiated}, constants: {name: what is only read}; a name is in
+        both where a gathered value is read and its shard is differentiated.
+    """
+
+    def __init__(
+        self, config: PassConfig, layout: PipelineLayout, params: Arrays, frozen: Arrays
+    ) -> None:
+        self.config, self.layout, self.frozen = config, layout, frozen
+        self.inputs, self.constants = prepare_parameters(config, params, frozen)
+        self.on_read = build_reads(config, frozen)
+        rewriting = build_rewriting(config, frozen)
+        self.rewritten = rewriting if self.on_read else lambda function: function
+
+    def of_stages(self, arrays: Arrays) -> Arrays:
+        return {name: x for name, x in arrays.items() if name in self.layout.stacked}
+
+    def of_all(self, arrays: Arrays) -> Arrays:
+        return {name: x for name, x in arrays.items() if name not in self.layout.stacked}
+
+    def bind(self, inputs: Arrays, constants: Arrays) -> Arrays:
+        """What the model is given: a value, a shard, or (whole, shard)."""
+        frozen = {name: None for name in constants if name in self.frozen}
+        return values_to_read(self.config, inputs, constants, frozen)
+
+    def cut(self, extras: Arrays, key_data: Any, microbatches: Arrays, *, train: bool):
+        """The loss of one microbatch as pieces, traced with all layers."""
+        layers = self.layout.num_layers
+
+        def run(values: Arrays, extras: Arrays, key: jax.Array, batch: Arrays):
+            return run_microbatch(
+                self.config, values, extras, key, batch, self.on_read, train=train
+            )
+
+        def whole(name: str, value: Any) -> Any:
+            stacked = name in self.layout.stacked
+            shape = lambda x: (layers, *x.shape[1:]) if stacked else x.shape  # noqa: E731
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), value)
+
+        values = self.bind(self.inputs, self.constants)
+        return cut_loss(
+            run,
+            {name: whole(name, value) for name, value in values.items()},
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), extras),
+            jax.eval_shape(shard_key, key_data),
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches),
+            padding=-1 in self.layout.rows,
+            skips=self.layout.skips_padding,
+        )
+
+    def work(
+        self,
+        pieces: LossPieces,
+        counts: Arrays,
+        key_data: Any,
+        microbatches: Arrays,
+        loss_factor: jax.Array | None,
+    ) -> StageWork:
+        """What the executor calls; `counts` are the extras that `_count` gives each microbatch."""
+        key = shard_key(key_data)
+        fixed = self.of_all(self.constants)
+        run_embed, run_head = self.rewritten(pieces.embed), self.rewritten(pieces.head)
+        run_layers = self.rewritten(pieces.layers)
+
+        def context(extras: Arrays, index: jax.Array) -> tuple[Arrays, jax.Array, Arrays]:
+            take = lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False)  # noqa: E731
+            mine, batch = jax.tree.map(take, (counts, microbatches))
+            # As without a pipeline, where a batch in one piece has the key of the step.
+            own = key if self.config.num_microbatches == 1 else jax.random.fold_in(key, index)
+            return {**extras, **mine}, own, batch
+
+        def embed(outer: Arrays, extras: Arrays, index: jax.Array):
+            activations, changes = run_embed(self.bind(outer, fixed), *context(extras, index))
+            return list(activations), changes
+
+        def layers(weights: Arrays, given: Arrays, activations: list, state: Any):
+            outer = {**self.of_all(self.inputs), **weights["outer"]}
+            chunk = self.bind(weights["chunk"], given["chunk"])
+            rest = *context(*state), given["rows"], tuple(activations)
+            outputs, changes = run_layers(chunk, self.bind(outer, fixed), *rest)
+            return list(outputs), changes
+
+        def head(outer: Arrays, extras: Arrays, index: jax.Array, activations: list):
+            values = self.bind(outer, fixed)
+            given = *context(extras, index), tuple(activations)
+            sums, changes = run_head(values, *given)
+            scaled = sums["loss"] if loss_factor is None else sums["loss"] * loss_factor
+            return scaled, (sums, changes)
+
+        assert not (self.layout.skips_padding and self.layout.stacked & self.on_read.keys())
+        trained = self.of_all(self.inputs).keys()
+
+        def may_run_alone(reads: frozenset[str], program: Any) -> bool:
+            """Whether no device of another stage takes part in a piece, forward and backward."""
+            collective = holds_collectives(program) or reads & self.on_read.keys()
+            return self.config.mesh.shape[MODEL] == 1 and not collective
+
+        return StageWork(
+            embed=embed,
+            layers=layers,
+            head=head,
+            embed_reads=frozenset(trained & pieces.embed_reads),
+            layers_reads=frozenset(trained & pieces.layers_reads_outer),
+            head_reads=frozenset(trained & pieces.head_reads),
+            embed_alone=may_run_alone(pieces.embed_reads, pieces.loop.embed),
+            head_alone=may_run_alone(pieces.head_reads, pieces.loop.head),
+        )
+
+    def execute(
+        self, table: ExecutorTable, work: StageWork, extras: Arrays, *, backward: bool = True
+    ) -> Results:
+        """All microbatches of a table, with these parameters."""
+        return execute(
+            table,
+            work,
+            weights=self.of_stages(self.inputs),
+            fixed=self.of_stages(self.constants),
+            outer=self.of_all(self.inputs),
+            rows=_rows(self.layout),
+            extras=extras,
+            accumulate_dtype=self.config.precision.accumulate_dtype,
+            activation_spec=_activation_spec(self.config),
+            backward=backward,
+        )
+
+
+def _count(pieces: LossPieces, extras: Arrays, number: int) -> tuple[Arrays, Arrays]:
+    """({name: [microbatches, ...]}, {name: value afterwards}) of the extras that count."""
+
+    def one(extras: Arrays, _: None) -> tuple[Arrays, Arrays]:
+        after = pieces.count(extras)
+        return {**extras, **after}, {name: extras[name] for name in after}
+
+    after, found = lax.scan(one, extras, length=number)
+    return found, {name: after[name] for name in found}
+
+
+def _agree_on_extras(layout: PipelineLayout, before: Arrays, found: Results) -> Arrays:
+    """The extras after the pass, the same on every stage: each as its writer left it."""
+    stage, schedule = lax.axis_index(STAGE), layout.schedule
+    first, _ = schedule.locate(0)
+    last, _ = schedule.locate(schedule.num_virtual_stages - 1)
+    rows = jnp.asarray(_rows(layout)).reshape(schedule.num_stages, -1)[stage]
+    mine = jnp.zeros(layout.num_layers, bool).at[jnp.where(rows < 0, layout.num_layers, rows)]
+    mine = mine.set(True, mode="drop")
+    wrote: Mapping[str, jax.Array] = {
+        **dict.fromkeys(found.embed_writes, stage == first),
+        **dict.fromkeys(found.head_writes, stage == last),
+        **dict.fromkeys(found.layers_writes, mine),
+    }
+
+    def own(name: str, value: jax.Array) -> jax.Array:
+        chosen = wrote[name].reshape(-1, *[1] * (value.ndim - 1)) if value.ndim else wrote[name]
+        return jnp.where(chosen, value, jnp.zeros_like(value))
+
+    changed = {name: own(name, found.extras[name]) for name in sorted(wrote)}
+    summed = replicated_sums.sum_replicated(changed, over=(STAGE,)) if changed else {}
+    return {**before, **summed}

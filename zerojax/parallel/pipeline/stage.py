@@ -1,0 +1,404 @@
+"""One tick of one stage: its slots and the buffers between them.
+
+Everything here is traced inside a region that is manual over the mesh axis `stage`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.models.loops.split import (
+    SplitPasses,
+    interleave,
+    split_passes,
+    with_gradient,
+    without_gradient,
+)
+from zerojax.plan.schedules import ExecutorTable, Run
+
+Arrays = dict[str, Any]
+Several = list[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """What stages compute, for one microbatch.
+
+    `weights` are differentiated, `fixed` are not; an `index` is the number of a microbatch, int32
+    []; `extras` are the model's other state, and `changes` those that were written to.
+
+    Attributes:
+      embed: `(outer, extras, index) -> (activations, changes)`, what the first virtual stage begins
+        with; `outer` are the weights that are on every stage.
+      layers: `(weights, fixed, activations, (extras, index)) -> (activations, rows of changes)`,
+        one chunk of layers; weights are `{"chunk": ..., "outer": ...}`, fixed are
+        `{"chunk": ..., "rows": int32 [rows of a chunk], the layers in it}`.
+      head: `(outer, extras, index, activations) -> (loss to differentiate, (sums, changes))`; sums
+        is a tree of float32 [].
+      embed_reads, layers_reads, head_reads: the names in `outer` that each depends on.
+      embed_alone, head_alone: whether they may run on one stage while others do not.
+    """
+
+    embed: Callable[..., tuple[Several, Arrays]]
+    layers: Callable[..., tuple[Several, Arrays]]
+    head: Callable[..., tuple[jax.Array, tuple[Any, Arrays]]]
+    embed_reads: frozenset[str]
+    layers_reads: frozenset[str]
+    head_reads: frozenset[str]
+    embed_alone: bool
+    head_alone: bool
+
+
+def _take(buffers: Several, slot: jax.Array) -> Several:
+    return [lax.dynamic_index_in_dim(x, slot, keepdims=False) for x in buffers]
+
+
+def _put(buffers: Several, slot: jax.Array, values: Sequence[jax.Array]) -> Several:
+    put = lax.dynamic_update_index_in_dim
+    return [put(x, v.astype(x.dtype), slot, 0) for x, v in zip(buffers, values, strict=True)]
+
+
+def _select(chosen: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(chosen, a, b), new, old)
+
+
+def _only(chosen: jax.Array, alone: bool, function: Callable[[Any], Any], state: Any) -> Any:
+    """`function(state)` where chosen, else `state`; under a `cond` where it may run alone."""
+    if alone:
+        return lax.cond(chosen, function, lambda state: state, state)
+    return _select(chosen, function(state), state)
+
+
+@dataclasses.dataclass(eq=False)
+class Stage:
+    """The slots of one tick on this stage; `state` is what the loop over ticks carries.
+
+    state: "inputs", "gradients", "residuals": buffers of [slots + 1, ...]; "kept": {name: buffer}
+    of extras as a forward found them; "sent": the gradients that the tick before sends; "chunk
+    grads", "outer grads", "sums": accumulators; "extras".
+    """
+
+    table: ExecutorTable
+    work: StageWork
+    weights: Arrays
+    fixed: Arrays
+    outer: Arrays
+    rows: jax.Array
+    backward: bool
+    send: Callable[[jax.Array, str], jax.Array]
+    passes: SplitPasses | None = None
+    embed_writes: Sequence[str] = ()
+    layers_writes: Sequence[str] = ()
+    head_writes: Sequence[str] = ()
+
+    @property
+    def stashes_residuals(self) -> bool:
+        return self.table.stash == "residuals"
+
+    @property
+    def kept_slot(self) -> str:
+        """Which slot of an operation its extras are kept under."""
+        return "residual" if self.stashes_residuals else "input"
+
+    def start(self, extras: Arrays, accumulate_dtype: Any) -> Arrays:
+        """The state before the first tick."""
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        activations, embed_changes = jax.eval_shape(self.work.embed, self.outer, extras, index)
+        weights, fixed = jax.eval_shape(self.chunk, jnp.int32(0))
+        context = (extras, index)
+        given = weights, fixed, activations, context
+        _, layer_changes = jax.eval_shape(self.work.layers, *given)
+        _, (sums, head_changes) = jax.eval_shape(
+            self.work.head, self.outer, extras, index, activations
+        )
+        self.embed_writes = sorted(embed_changes)
+        self.layers_writes, self.head_writes = sorted(layer_changes), sorted(head_changes)
+        changing = {*self.embed_writes, *self.layers_writes, *self.head_writes}
+        table = self.table
+        buffers = lambda like, number: [  # noqa: E731
+            jnp.zeros((number + 1, *x.shape), x.dtype) for x in like
+        ]
+        zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)  # noqa: E731
+        state = {
+            "inputs": buffers(activations, table.num_inputs),
+            "sums": zeros(sums),
+            "extras": extras,
+        }
+        if not self.backward:
+            return state
+        slots = table.num_residuals if self.stashes_residuals else table.num_inputs
+        floating = with_gradient(activations)
+        if self.stashes_residuals:
+            self.passes = split_passes(self.differentiable(activations), *self.split(given))
+            state["residuals"] = buffers(self.passes.stored, slots)
+        accumulators = lambda tree: jax.tree.map(  # noqa: E731
+            lambda x: jnp.zeros(x.shape, accumulate_dtype), tree
+        )
+        return state | {
+            "gradients": buffers(floating, table.num_gradients),
+            "sent": zeros(floating),
+            "kept": {
+                name: jnp.zeros((slots + 1, *extras[name].shape), extras[name].dtype)
+                for name in sorted(changing)
+            },
+            "chunk grads": accumulators(self.weights),
+            "outer grads": accumulators(self.outer),
+        }
+
+    def tick(self, state: Arrays, row: Arrays, run: Run) -> Arrays:
+        """One tick, in the order that `zerojax.schedules.lowering` describes."""
+        state, received = dict(state), run.receives
+        if self.backward:
+            self.receive(state, "gradient", "gradients", state["sent"], row, received)
+        sent = self.forward(state, row, run) if run.forward else None
+        if run.backward:
+            self.backward_slot(state, row, run)
+        if run.weight:
+            self.weight_slot(state, row)
+        if sent is not None:
+            self.receive(state, "activation", "inputs", sent, row, received)
+        return state
+
+    def receive(
+        self,
+        state: Arrays,
+        what: str,
+        buffer: str,
+        values: Several,
+        row: Arrays,
+        receives: frozenset[tuple[str, str]],
+    ) -> None:
+        for direction in ("right", "left", "local"):
+            if (what, direction) in receives:
+                arrived = [self.send(value, direction) for value in values]
+                slot = row[f"receive_{what}_{direction}"]
+                state[buffer] = _put(state[buffer], slot, arrived)
+
+    # Chunks of the stage's rows
+
+    def chunk(self, number: jax.Array) -> tuple[Arrays, Arrays]:
+        """The weights of one chunk, and what is fixed about it."""
+        outer = {name: self.outer[name] for name in sorted(self.work.layers_reads)}
+        cut = lambda tree: jax.tree.map(lambda x: self.cut(x, number), tree)  # noqa: E731
+        rows = lax.dynamic_index_in_dim(self.rows, number, keepdims=False)
+        fixed = {"chunk": cut(self.fixed), "rows": rows}
+        return {"chunk": cut(self.weights), "outer": outer}, fixed
+
+    def cut(self, stack: jax.Array, number: jax.Array) -> jax.Array:
+        if self.rows.shape[0] == 1:
+            return stack
+        size = self.rows.shape[1]
+        return lax.dynamic_slice_in_dim(stack, number * size, size)
+
+    def add_chunk(self, state: Arrays, grads: Arrays, number: jax.Array, active: Any) -> None:
+        """Adds the gradients of a chunk's weights."""
+
+        def add(total: jax.Array, grad: jax.Array) -> jax.Array:
+            mine = self.cut(total, number)
+            new = jnp.where(active, mine + grad.astype(total.dtype), mine)
+            if self.rows.shape[0] == 1:
+                return new
+            return lax.dynamic_update_slice_in_dim(total, new, number * self.rows.shape[1], 0)
+
+        state["chunk grads"] = jax.tree.map(add, state["chunk grads"], grads["chunk"])
+        self.add_outer(state, grads["outer"], active)
+
+    def add_outer(self, state: Arrays, grads: Arrays, active: Any) -> None:
+        add = lambda total, grad: jnp.where(active, total + grad.astype(total.dtype), total)  # noqa: E731
+        totals = state["outer grads"]
+        state["outer grads"] = {
+            name: jax.tree.map(add, total, grads[name]) if name in grads else total
+            for name, total in totals.items()
+        }
+
+    # Activations: the floating-point ones have gradients
+
+    def differentiable(self, like: Several) -> Callable[..., Any]:
+        """`work.layers` of `(weights, fixed, floating activations, (others, *context))`."""
+
+        def layers(weights: Arrays, fixed: Arrays, inputs: Several, context: Any) -> Any:
+            others, extras, index = context
+            activations = interleave(inputs, others, like)
+            outputs, changes = self.work.layers(weights, fixed, activations, (extras, index))
+            return with_gradient(outputs), (without_gradient(outputs), changes)
+
+        return layers
+
+    def split(self, given: Any) -> Any:
+        """What `differentiable` takes, from what `work.layers` takes."""
+        weights, fixed, activations, (extras, index) = given
+        context = without_gradient(activations), extras, index
+        return weights, fixed, with_gradient(activations), context
+
+    # Extras
+
+    def write_rows(self, state: Arrays, changes: Arrays, rows: jax.Array, chosen: Any) -> None:
+        """Extras of which a chunk wrote the rows of its layers."""
+        extras = dict(state["extras"])
+        for name, values in changes.items():
+            # What is out of bounds is dropped; a negative index would count from the end.
+            number = extras[name].shape[0]
+            places = jnp.where((rows >= 0) & chosen, rows, number)
+            extras[name] = extras[name].at[places].set(values, mode="drop")
+        state["extras"] = extras
+
+    def found(self, state: Arrays, slot: jax.Array) -> Arrays:
+        """The extras as the forward of this slot found them."""
+        kept = {
+            name: lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
+            for name, buffer in state["kept"].items()
+        }
+        return {**state["extras"], **kept}
+
+    # Slots
+
+    def forward(self, state: Arrays, row: Arrays, run: Run) -> Several:
+        """One chunk of layers; the embedding before it, or the head behind it. What is sent on."""
+        index, number = row["forward_microbatch"], row["forward_chunk"]
+        active, first = row["forward_active"] > 0, row["forward_first"] > 0
+        extras = state["extras"]
+        if self.backward:
+            slot = row[f"forward_{self.kept_slot}"]
+            state["kept"] = {
+                name: lax.dynamic_update_index_in_dim(buffer, extras[name], slot, 0)
+                for name, buffer in state["kept"].items()
+            }
+        inputs = _take(state["inputs"], row["forward_input"])
+        if run.embed:
+            inputs = self.embed(state, inputs, index, first)
+            if self.backward and not self.stashes_residuals:
+                state["inputs"] = _put(state["inputs"], row["forward_input"], inputs)
+        weights, fixed = self.chunk(number)
+        given = weights, fixed, inputs, (state["extras"], index)
+        if self.passes is None:
+            outputs, changes = self.work.layers(*given)
+        else:
+            floating, (others, changes), stored = self.passes.forward(*self.split(given))
+            outputs = interleave(floating, others, inputs)
+            state["residuals"] = _put(state["residuals"], row["forward_residual"], stored)
+        self.write_rows(state, changes, fixed["rows"], active)
+        if run.head:
+            self.head(state, row, outputs, index)
+        return outputs
+
+    def embed(self, state: Arrays, inputs: Several, index: Any, first: Any) -> Several:
+        """The inputs of the first virtual stage in place of what was received."""
+        extras = state["extras"]
+
+        def run(_: Any) -> Any:
+            activations, changes = self.work.embed(self.outer, extras, index)
+            return activations, {name: changes[name] for name in self.embed_writes}
+
+        before = inputs, {name: extras[name] for name in self.embed_writes}
+        inputs, changed = _only(first, self.work.embed_alone, run, before)
+        state["extras"] = {**extras, **changed}
+        return inputs
+
+    def head(self, state: Arrays, row: Arrays, outputs: Several, index: Any) -> None:
+        """Loss of the last virtual stage, and its backward pass at once: so all B are alike."""
+        last, extras, alone = row["forward_last"] > 0, state["extras"], self.work.head_alone
+        if not self.backward:
+
+            def evaluate(sums: Any) -> Any:
+                _, (more, _) = self.work.head(self.outer, extras, index, outputs)
+                return jax.tree.map(jnp.add, sums, more)
+
+            state["sums"] = _only(last, alone, evaluate, state["sums"])
+            return
+        floating, others = with_gradient(outputs), without_gradient(outputs)
+        read = {name: self.outer[name] for name in sorted(self.work.head_reads)}
+
+        def run(before: Any) -> Any:
+            sums, totals, _, _ = before
+
+            def loss_of(read: Arrays, floating: Several) -> Any:
+                activations = interleave(floating, others, outputs)
+                return self.work.head({**self.outer, **read}, extras, index, activations)
+
+            loss, pull, (more, changes) = jax.vjp(loss_of, read, floating, has_aux=True)
+            grads, gradients = pull(jnp.ones_like(loss))
+            return (
+                jax.tree.map(jnp.add, sums, more),
+                jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), totals, grads),
+                {name: changes[name] for name in self.head_writes},
+                gradients,
+            )
+
+        before = (
+            state["sums"],
+            {name: state["outer grads"][name] for name in read},
+            {name: extras[name] for name in self.head_writes},
+            [jnp.zeros_like(x) for x in floating],
+        )
+        sums, totals, changed, gradients = _only(last, alone, run, before)
+        state["sums"] = sums
+        state["outer grads"] = {**state["outer grads"], **totals}
+        state["extras"] = {**extras, **changed}
+        state["gradients"] = _put(state["gradients"], row["forward_gradient"], gradients)
+
+    def backward_slot(self, state: Arrays, row: Arrays, run: Run) -> None:
+        """Gradients of one chunk: of its inputs, and of its weights where W does not follow."""
+        grads, sent = self.pull(state, row, "backward")
+        if not self.table.schedule.splits_backward:
+            active = row["backward_active"] > 0
+            self.add_chunk(state, grads, row["backward_chunk"], active)
+        state["sent"] = sent
+        if run.embed_backward:
+            self.embed_backward(state, row, sent)
+
+    def weight_slot(self, state: Arrays, row: Arrays) -> None:
+        """Gradients of one chunk's weights, for a table in which B leaves them out."""
+        grads, _ = self.pull(state, row, "weight")
+        self.add_chunk(state, grads, row["weight_chunk"], row["weight_active"] > 0)
+
+    def pull(self, state: Arrays, row: Arrays, slot: str) -> tuple[Arrays, Several]:
+        """(gradients of a chunk's weights, of its floating inputs)."""
+        weights, fixed = self.chunk(row[f"{slot}_chunk"])
+        gradients = _take(state["gradients"], row[f"{slot}_gradient"])
+        if self.passes is not None:
+            stored = _take(state["residuals"], row[f"{slot}_residual"])
+            if slot == "weight":
+                # Without it the compiler finds the products that B has just made and moves them.
+                stored, gradients, _ = lax.optimization_barrier((stored, gradients, state["sent"]))
+            return self.passes.backward(weights, fixed, stored, gradients)
+        place = row[f"{slot}_input"]
+        inputs = _take(state["inputs"], place)
+        if slot == "weight":
+            inputs, gradients, _ = lax.optimization_barrier((inputs, gradients, state["sent"]))
+        context = self.found(state, place), row[f"{slot}_microbatch"]
+        weights, fixed, floating, context = self.split((weights, fixed, inputs, context))
+        layers = self.differentiable(inputs)
+        _, pull, _ = jax.vjp(
+            lambda weights, floating: layers(weights, fixed, floating, context),
+            weights,
+            floating,
+            has_aux=True,
+        )
+        return pull(gradients)
+
+    def embed_backward(self, state: Arrays, row: Arrays, sent: Several) -> None:
+        """The embedding's gradients, where the first virtual stage has finished a microbatch.
+
+        Its forward pass is done again: it costs less than what it would leave behind.
+        """
+        first, index = row["backward_first"] > 0, row["backward_microbatch"]
+        extras = self.found(state, row[f"backward_{self.kept_slot}"])
+        read = {name: self.outer[name] for name in sorted(self.work.embed_reads)}
+
+        def run(totals: Arrays) -> Arrays:
+            embed = lambda read: with_gradient(  # noqa: E731
+                self.work.embed({**self.outer, **read}, extras, index)[0]
+            )
+            _, pull = jax.vjp(embed, read)
+            (grads,) = pull(sent)
+            return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), totals, grads)
+
+        totals = {name: state["outer grads"][name] for name in read}
+        totals = _only(first, self.work.embed_alone, run, totals)
+        state["outer grads"] = {**state["outer grads"], **totals}

@@ -1,0 +1,244 @@
+"""Canonical form of a training state, and resharding from one plan to another."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from zerojax.config.keywords import names_keywords
+from zerojax.optim import StateCoding, coding_of
+from zerojax.parallel.offload.disk_durable import rest_writer
+from zerojax.parallel.offload.disk_fill import fill_disk
+from zerojax.parallel.offload.disk_saving import restore_pieces
+from zerojax.parallel.offload.state import cut_state, join_params, join_state
+from zerojax.plan.abstract_offload import canonical_on_host
+from zerojax.plan.abstract_state import LayerRows, canonical_opt_state, fit, rows_of_state
+from zerojax.plan.plan import Plan
+from zerojax.plan.state import TrainState
+from zerojax.runtime.system_memory import allocating_for
+
+Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
+"""A tree's leaves and its structure: hashable, as keys of a cache are."""
+
+
+@names_keywords()
+def to_canonical(plan: Plan, state: TrainState, *, joined: bool = True) -> TrainState:
+    """The state without padding, layers in order, in `plan.abstract_canonical`'s shardings.
+
+    Leaves whose two forms are the same are passed on as they are, not copied. Moments that are
+    coded are decoded to float32 first.
+
+    Args:
+      plan: which `state` follows.
+      state: stays valid.
+      joined: False: a parameter or moment with slices on the host or in files is not read, and
+        what is in its place is no array (see `parallel.offload.disk_saving`).
+    """
+    if plan.offload is None:
+        stored = state
+    else:
+        stored = join_state(plan, state, joined=joined)
+    decoded = _recoded(plan, stored, decode=True)
+    return convert(decoded, plan.abstract_canonical, _rows_of_state(plan), to_rows=False)
+
+
+def model_parts(plan: Plan, state: TrainState) -> dict[str, Any]:
+    """What a model is made of: "params", "frozen" and "extras" of the canonical form.
+
+    Moments are neither joined nor decoded; of a state with offload they are most of its bytes.
+
+    Args:
+      plan: which `state` follows.
+      state: stays valid.
+    """
+    params = state["params"] if plan.offload is None else join_params(plan, state)
+    parts = {"params": params, "frozen": state["frozen"], "extras": state["extras"]}
+    abstract: dict[str, Any] = {**plan.abstract_canonical}
+    rows: dict[str, Any] | None = None
+    if (all_rows := _rows_of_state(plan)) is not None:
+        rows = {name: x for name, x in all_rows.items() if name in parts}
+    return convert(parts, {name: abstract[name] for name in parts}, rows)
+
+
+def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `model_parts`: as much of a state as an evaluation reads.
+
+    Args:
+      plan: without offload; which the result follows.
+      parts: "params", "frozen" and "extras" in canonical form, and "rng".
+    """
+    assert plan.offload is None
+    stored: dict[str, Any] = {**plan.abstract_stored}
+    rows: dict[str, Any] | None = None
+    if (all_rows := _rows_of_state(plan)) is not None:
+        rows = {name: x for name, x in all_rows.items() if name in parts}
+    return convert(parts, {name: stored[name] for name in parts}, rows, to_rows=True)
+
+
+@names_keywords()
+def from_canonical(
+    plan: Plan, canonical: TrainState, *, data_state: dict[str, Any] | None = None
+) -> TrainState:
+    """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says.
+
+    Args:
+      plan: which the result follows.
+      canonical: one with slices on the host or in files may be an
+        `parallel.offload.disk_saving.Saved` instead of an array.
+      data_state: position of the data, for a durable store: a run that is killed before its next
+        step goes on from what is written here.
+    """
+    stored = plan.abstract_stored.copy()
+    stored["opt_state"] = decoded_opt_state(plan)
+    if plan.offload is not None:
+        stored = canonical_on_host(stored, plan.offload)
+    arrays = convert(canonical, stored, _rows_of_state(plan), to_rows=True)
+    recoded = _recoded(plan, arrays, decode=False)
+    if plan.offload is None:
+        return recoded
+    state = cut_state(plan, recoded)
+    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(canonical)):
+        return restore_pieces(plan, canonical, state, data_state=data_state)
+    if plan.offload.on_disk:
+        state["disk"] = fill_disk(plan, recoded, rest_writer(plan, state, data_state))
+    return state
+
+
+def _rows_of_state(plan: Plan) -> TrainState | None:
+    return rows_of_state(plan.placement, plan.tx, plan.abstract_stored)
+
+
+def decoded_opt_state(plan: Plan) -> Any:
+    """The abstract canonical state of the optimizer over parameters as they are stored."""
+    return canonical_opt_state(plan.tx, plan.abstract_stored["params"])
+
+
+def _recoded(plan: Plan, state: TrainState, *, decode: bool) -> TrainState:
+    """The state with its moments decoded or coded, each device's shards on their own."""
+    coding = coding_of(plan.tx)
+    if coding is None:
+        return state
+    trees = plan.abstract_stored["opt_state"], decoded_opt_state(plan)
+    flat = [jax.tree.flatten(tree) for tree in trees]
+    function = _recoder(coding, decode, *((tuple(leaves), form) for leaves, form in flat))
+    changed = state.copy()
+    changed["opt_state"] = function(state["opt_state"])
+    return changed
+
+
+@functools.lru_cache(maxsize=16)
+def _recoder(coding: StateCoding, decode: bool, coded: Flat, decoded: Flat) -> Any:
+    """A jitted function of an optimizer's state; both forms as flat `ShapeDtypeStruct`s."""
+    coded_tree, decoded_tree = (form.unflatten(leaves) for leaves, form in (coded, decoded))
+
+    def encode(state: Any) -> Any:
+        return coding.from_canonical(state, coded_tree)
+
+    trees = (coded_tree, decoded_tree) if decode else (decoded_tree, coded_tree)
+    given, wanted = (jax.tree.map(lambda leaf: leaf.sharding.spec, tree) for tree in trees)
+    return jax.jit(
+        jax.shard_map(
+            coding.to_canonical if decode else encode,
+            mesh=coded[0][0].sharding.mesh,
+            in_specs=(given,),
+            out_specs=wanted,
+            check_vma=False,
+        )
+    )
+
+
+@names_keywords()
+@allocating_for("moving the state to another plan")
+def reshard_state(
+    old: Plan, new: Plan, state: TrainState, *, data_state: dict[str, Any] | None = None
+) -> TrainState:
+    """The same state under another plan: another ZeRO stage, another mesh, or both.
+
+    Args:
+      old: the plan that `state` follows.
+      new: a plan of the same model and optimizer.
+      state: stays valid; drop it to free its memory. One with slices in files ends here, since the
+        new one may need their place.
+      data_state: as `from_canonical` takes it.
+
+    Raises:
+      ValueError: the two plans describe different states.
+    """
+    if old.fingerprint != new.fingerprint:
+        raise ValueError(
+            f"the plans describe different states (fingerprints {old.fingerprint} and "
+            f"{new.fingerprint}): model, optimizer and freeze= have to be the same"
+        )
+    canonical = to_canonical(old, state)
+    if disk := state.get("disk"):
+        disk.close()
+    moved = convert(canonical, new.abstract_canonical)
+    return from_canonical(new, moved, data_state=data_state)
+
+
+def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False) -> Any:
+    """`tree` with `abstract`'s shapes (cut, or padded with zeros) and shardings.
+
+    Everything that has to change on one set of devices changes in one program: on CPU several
+    programs with collectives that do not wait for each other can block each other for good.
+
+    Args:
+      rows: `LayerRows` of the leaves whose rows change places, None for the others; or just None.
+      to_rows: from layers in order to rows, or back.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    targets = structure.flatten_up_to(abstract)
+    moves = [None] * len(leaves) if rows is None else structure.flatten_up_to(rows)
+    changing, result = [], list(leaves)
+    for index, (leaf, target, move) in enumerate(zip(leaves, targets, moves, strict=True)):
+        if not isinstance(leaf, jax.Array):  # see `parallel.offload.disk_saving`
+            result[index] = target if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+            continue
+        lies: Any = leaf.sharding
+        same = leaf.shape == target.shape and lies == target.sharding
+        if same and move is None:
+            continue
+        moved = _devices(lies) != _devices(target.sharding)
+        if moved or (move is None and _same_shards(leaf, target)):
+            # Between sets of devices, or between the memories of one: one after the other, since
+            # JAX 0.10 does not do both at once.
+            kind = target.sharding.memory_kind
+            if leaf.sharding.memory_kind != kind:
+                leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(kind))
+            result[index] = jax.device_put(leaf, target.sharding)
+        else:
+            changing.append(index)
+    if changing:
+        wanted = tuple((targets[i].shape, targets[i].sharding, moves[i]) for i in changing)
+        change = _resizer(wanted, to_rows)
+        for index, leaf in zip(changing, change([leaves[i] for i in changing]), strict=True):
+            result[index] = leaf
+    return structure.unflatten(result)
+
+
+def _same_shards(leaf: Any, target: Any) -> bool:
+    """Whether two arrays on the same devices differ in no more than the memory that they lie in."""
+    return leaf.shape == target.shape and leaf.sharding.spec == target.sharding.spec
+
+
+def _devices(sharding: NamedSharding) -> list[jax.Device]:
+    """The devices of a sharding in the order of its mesh."""
+    return list(sharding.mesh.devices.flat)
+
+
+@functools.lru_cache(maxsize=16)
+def _resizer(
+    wanted: tuple[tuple[tuple[int, ...], NamedSharding, LayerRows | None], ...], to_rows: bool
+) -> Any:
+    """A jitted function of arrays that gives them new shapes and shardings."""
+
+    def resize(arrays: list[jax.Array]) -> list[jax.Array]:
+        return [
+            fit(jax.device_put(x, jax.memory.Space.Device), shape, rows, to_rows=to_rows)
+            for x, (shape, _, rows) in zip(arrays, wanted, strict=True)
+        ]
+
+    return jax.jit(resize, out_shardings=[sharding for _, sharding, _ in wanted])

@@ -1,0 +1,267 @@
+"""The training step: forward, backward, reduction and update in one donated program."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.config.keywords import names_keywords
+from zerojax.models.losses import own_means
+from zerojax.models.protocol import Loss
+from zerojax.optim import loss_scale
+from zerojax.parallel import pipeline, zero
+from zerojax.parallel.deterministic_update import build_chunked_update, build_fixed_norm
+from zerojax.parallel.offload import streaming
+from zerojax.parallel.offload.disk_durable import write_rest
+from zerojax.parallel.offload.disk_step import DiskStep, pending_of, pending_shardings
+from zerojax.parallel.offload.streaming_update import build_updating_gradients
+from zerojax.parallel.offload.update import build_offload_update
+from zerojax.parallel.update import ThisStep, build_norm, build_update
+from zerojax.plan import mesh as meshes
+from zerojax.plan.plan import Plan
+from zerojax.plan.state import TrainState, step_key
+
+Metrics = dict[str, jax.Array]
+
+
+@names_keywords()
+def build_step(plan: Plan) -> Any:
+    """The training step of a plan, jitted once.
+
+    Returns:
+      `step(state, batch) -> (state, metrics)`. `state` is donated: use only what comes back.
+      A state that was given to a step before is refused with a ValueError. `batch` comes from
+      `shard_batch`. Metrics are replicated scalars on the devices: "loss"
+      (float32, the global sum divided by the global weight), "weight" (float32), "grad_norm"
+      (float32, before clipping), "bad_leaf" (int32, number of the first parameter whose gradient
+      is not finite, -1 where all are), "largest_leaf" (int32, number of the parameter with the
+      largest gradient) and "largest_share" (float32, its part of the sum of squares), "skipped"
+      (int32, 1 when loss or gradients were not finite and nothing but the counters changed) and
+      "num_skipped" (int32, of the run so far), and the loss's own metrics under their names
+      (float32, the mean over the global batch; NaN where its weight is 0). With a loss scale also
+      "loss_scale" (float32, that of this step) and "at_floor" (bool, it overflowed although the
+      scale could not be lower). With `update_in_backward` "skipped" is 1 when the loss
+      was not finite, and nothing changed, or when a gradient was not: layers after it were updated.
+      `step.lower(...)` gives the program. A loop that never waits queues steps without end: wait
+      for a metric at least every 64 steps (`Trainer` does).
+    """
+    gradients = _build_gradients(plan)
+    replicated = NamedSharding(plan.mesh, P())
+    read_norm = build_fixed_norm(plan) if plan.settings.deterministic else build_norm(plan)
+    update = _build_update(plan)
+    scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
+    on_disk = plan.offload is not None and bool(plan.offload.on_disk)
+    in_backward = _updates_in_backward(plan)
+    num_pieces = plan.num_microbatches * meshes.num_data_shards(plan.mesh)
+
+    def step(state: TrainState, batch: Any) -> tuple[Any, ...]:
+        key = step_key(state["rng"], state["step"])
+        factor = None if scaling is None else state["loss_scale"]["scale"] / weight
+        if plan.traced.batch_weight is not None:
+            whole = plan.traced.batch_weight(batch, num_pieces)
+            # Nothing is divided by a weight of 0: the loss is not finite, and the step is skipped.
+            whole = jnp.where(whole == 0, 1, whole)
+            factor = (1 if scaling is None else state["loss_scale"]["scale"]) / whole
+        sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
+        loss = sums["loss"] / sums["weight"]
+        # Divided by the scale that the loss was multiplied by, not by the next one.
+        scale = 1 / (sums["weight"] if factor is None else sums["weight"] * factor)
+        read = read_norm(grads, scale, sums.get("squares"))
+        grad_norm = read.norm
+        finite = jnp.isfinite(loss) & (read.read_finite if in_backward else jnp.isfinite(grad_norm))
+        now = ThisStep(scale, grad_norm, ~finite, key, loss)
+        updated = update(grads, state, now)
+        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+        skipped = 1 - finite.astype(jnp.int32)
+        new_state = TrainState(
+            step=state["step"] + 1,
+            skipped=state["skipped"] + skipped,
+            rng=state["rng"],
+            params=updated["params"],
+            frozen=state["frozen"],
+            opt_state=updated["opt_state"],
+            extras=jax.tree.map(keep, extras, state["extras"]),
+            loss_scale=state["loss_scale"],
+        )
+        if plan.offload is not None:
+            new_state |= {"masters": updated["masters"], "disk": state["disk"]}
+        metrics = {
+            "loss": loss,
+            "weight": sums["weight"],
+            "grad_norm": grad_norm,
+            "bad_leaf": read.bad_leaf,
+            "largest_leaf": read.largest_leaf,
+            "largest_share": read.largest_share,
+            "skipped": skipped,
+            "num_skipped": new_state["skipped"],
+        }
+        metrics |= own_means(sums)
+        if scaling is not None:
+            new_state["loss_scale"], at_floor = loss_scale.update(
+                scaling, state["loss_scale"], finite
+            )
+            metrics |= {"loss_scale": state["loss_scale"]["scale"], "at_floor": at_floor}
+        if on_disk:
+            return new_state, metrics, pending_of(plan, grads, state["opt_state"], now)
+        return new_state, metrics
+
+    pending = (pending_shardings(plan),) if on_disk else ()
+    jitted = jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(plan.state_shardings, replicated, *pending),
+        compiler_options=dict(plan.program.options) or None,
+    )
+    if on_disk:
+        jitted = DiskStep(plan, jitted, functools.partial(write_rest, plan))
+    return OfLivingState(jitted)
+
+
+class OfLivingState:
+    """A compiled function of a state and a batch that refuses a state that was donated before.
+
+    XLA's CPU devices read freed memory when they are given one. One array of each part of the state
+    is looked at, which takes microseconds.
+
+    Attributes:
+      trace, lower: of the compiled function.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self.trace, self.lower = compiled.trace, compiled.lower
+
+    def __call__(self, state: TrainState, batch: Any) -> Any:
+        for name, part in state.items():
+            array = _first_array(part)
+            if array is not None and array.is_deleted():
+                raise ValueError(
+                    f"state[{name!r}] was given to a step before, which took its memory; a step "
+                    "donates its state: write `state, metrics = step(state, batch)` and go on "
+                    "with what it returns (jax.device_get(state) before the step keeps a copy)"
+                )
+        return self._compiled(state, batch)
+
+
+def _first_array(tree: Any) -> jax.Array | None:
+    """One array of a tree, without flattening all of it; None where there is none."""
+    if isinstance(tree, dict | tuple | list):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            found = _first_array(child)
+            if found is not None:
+                return found
+        return None
+    is_array = isinstance(tree, jax.Array) and not isinstance(tree, jax.core.Tracer)
+    return tree if is_array else None
+
+
+def _expected_weight(plan: Plan) -> float:
+    """About the weight that the loss will be divided by, as a power of two, which rounds nothing.
+
+    A loss scale is meant for the mean loss, and what is differentiated is the sum: its gradient is
+    larger by the weight, which is known only after the forward passes.
+    """
+    leaves = jax.tree.leaves(plan.abstract_batch)
+    if not plan.traced.has_weight:
+        count = plan.num_microbatches * meshes.num_data_shards(plan.mesh)
+    else:  # a language model's integers are [rows, seq], a classifier's [rows]
+        integers = [x.size for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)]
+        count = max(integers, default=leaves[0].shape[0])
+    return 2.0 ** round(math.log2(count))
+
+
+@names_keywords()
+def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
+    """The evaluation of a plan, jitted once.
+
+    Args:
+      loss: what to evaluate, as the training loss; None takes the plan's.
+
+    Returns:
+      `evaluate(state, batch) -> {"loss": sum, "weight": sum}`, float32 scalars over the global
+      batch; with own metrics also `"metrics": {name: {"sum": ..., "weight": ...}}`. The model runs
+      in evaluation mode; the state is not donated and does not change. One that was given to a step
+      is refused with a ValueError.
+    """
+    config = pass_config(plan)
+    fixed = config.virtual_shards is not None
+    build = zero.build_virtual_forward if fixed else _passes(plan).build_forward
+    forward = build(config, loss or plan.loss)
+
+    def evaluate(state: TrainState, batch: Any) -> Metrics:
+        return forward(state["params"], state["frozen"], state["extras"], state["rng"], batch)
+
+    options = dict(plan.program.options) if fixed else None
+    replicated = NamedSharding(plan.mesh, P())
+    return OfLivingState(jax.jit(evaluate, out_shardings=replicated, compiler_options=options))
+
+
+def _updates_in_backward(plan: Plan) -> bool:
+    return plan.offload is not None and plan.offload.update_in_backward
+
+
+def _build_gradients(plan: Plan) -> Any:
+    """`(state, key_data, batch, loss_factor) -> (sums, gradients, extras, state)`, to be traced.
+
+    The state is what it was, but for what the backward pass has updated already.
+    """
+    config = pass_config(plan)
+    if _updates_in_backward(plan):
+        updating = build_updating_gradients(plan, config)
+        return lambda state, key_data, batch, _: updating(state, key_data, batch)
+    fixed = config.virtual_shards is not None
+    build = zero.build_virtual_gradients if fixed else _passes(plan).build_gradients
+    gradients = build(config)
+
+    def unchanged(state: TrainState, key_data: Any, batch: Any, factor: Any) -> tuple[Any, ...]:
+        given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
+        return *gradients(*given), state
+
+    return unchanged
+
+
+def _build_update(plan: Plan) -> Any:
+    """`(gradients, state, ThisStep) -> what the update changes of a state`, to be traced."""
+    if plan.offload is not None and plan.offload.leaves:
+        return build_offload_update(plan)
+    update = build_chunked_update(plan) if plan.settings.deterministic else build_update(plan)
+
+    def updated(grads: Any, state: TrainState, now: ThisStep) -> dict[str, Any]:
+        params, opt_state = update(grads, state, now)
+        return {"params": params, "opt_state": opt_state, "masters": {}}
+
+    return updated
+
+
+def _passes(plan: Plan) -> Any:
+    """The room that goes through the layers: in one piece, one by one, or over stages."""
+    if plan.pipeline is not None:
+        return pipeline
+    return streaming if plan.offload is not None and plan.offload.streamed else zero
+
+
+def pass_config(plan: Plan) -> zero.PassConfig:
+    """What the forward and backward pass needs of a plan."""
+    return zero.PassConfig(
+        model=plan.model,
+        loss=plan.loss,
+        mesh=plan.mesh,
+        placement=plan.placement,
+        precision=plan.precision,
+        num_microbatches=plan.num_microbatches,
+        reduce_bucket_size=plan.settings.reduce_bucket_size,
+        allgather_bucket_size=plan.settings.allgather_bucket_size,
+        sequence_sharding=plan.settings.sequence_sharding,
+        regather=plan.program.regather,
+        pipeline=plan.pipeline,
+        offload=plan.offload,
+        virtual_shards=plan.settings.virtual_shards if plan.settings.deterministic else None,
+        metrics=plan.traced.metric_names,
+        counted=plan.traced.counted_state,
+    )

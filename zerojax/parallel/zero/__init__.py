@@ -1,0 +1,42 @@
+"""Forward and backward pass at each ZeRO stage: gathers and reductions.
+
+One `shard_map`, manual over the data axes; tensor-parallel axes stay with the compiler. The
+optimizer runs outside on global arrays.
+
+One `shard_map`, manual over the data axes; tensor-parallel axes stay with the compiler. Knows a
+model only as something to run and parameters only by their placement; never sees the optimizer,
+which runs outside on global arrays.
+"""
+
+from zerojax.parallel.zero.evaluation import build_forward, for_evaluation
+from zerojax.parallel.zero.gradients import build_gradients
+from zerojax.parallel.zero.microbatch import PassConfig, run_microbatch, shard_key, split_batch
+from zerojax.parallel.zero.parameters import (
+    build_reads,
+    build_rewriting,
+    prepare_parameters,
+    reduce_gradients,
+    values_to_read,
+)
+from zerojax.parallel.zero.regions import map_forward, map_gradients, specs_of
+from zerojax.parallel.zero.virtual import build_virtual_forward, build_virtual_gradients
+
+__all__ = [
+    "PassConfig",
+    "build_forward",
+    "build_gradients",
+    "build_reads",
+    "build_rewriting",
+    "build_virtual_forward",
+    "build_virtual_gradients",
+    "for_evaluation",
+    "map_forward",
+    "map_gradients",
+    "prepare_parameters",
+    "reduce_gradients",
+    "run_microbatch",
+    "shard_key",
+    "specs_of",
+    "split_batch",
+    "values_to_read",
+]

@@ -1,0 +1,129 @@
+"""Forward and backward pass of a batch over its microbatches, at each ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.models.activation_offload import keep_inputs_on_host
+from zerojax.models.losses import no_sums
+from zerojax.parallel import model_state, replicated_sums
+from zerojax.parallel.zero.microbatch import (
+    Arrays,
+    PassConfig,
+    run_microbatch,
+    shard_key,
+    split_batch,
+)
+from zerojax.parallel.zero.parameters import (
+    build_reads,
+    build_rewriting,
+    prepare_parameters,
+    reduce_gradients,
+    values_to_read,
+)
+from zerojax.parallel.zero.regions import map_gradients
+
+
+def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
+    """A function of `(params, frozen, extras, key_data, batch, loss_factor)`, to be traced inside a
+    jitted step.
+
+    Its arguments: `params` and `frozen` as stored (shards of global arrays); `key_data` uint32, the
+      key of the step; `batch` {key: [global batch, ...]}; `loss_factor` float32 [], what the loss
+      is multiplied by before it is differentiated, or None.
+
+    Returns:
+      A function giving `(sums, grads, extras)`: sums (see `zerojax.losses.as_sums`) over the global
+      batch, float32; grads {name: float32, stored shape and spec}, summed, not yet divided by the
+      weight nor by the factor.
+    """
+
+    def local(
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        loss_factor: jax.Array | None,
+    ):
+        key = shard_key(key_data)
+        inputs, constants = prepare_parameters(config, params, frozen)
+        differentiate = build_differentiation(config, constants, frozen, loss_factor)
+        sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
+        grads = reduce_gradients(config, grads)
+        agreed = model_state.agree(extras, after, config.model.overwritten, config.counted)
+        return replicated_sums.sum_replicated(sums), grads, agreed
+
+    return map_gradients(config, local)
+
+
+def build_differentiation(
+    config: PassConfig, constants: Arrays, frozen: Arrays, loss_factor: jax.Array | None
+) -> Callable[..., Any]:
+    """The forward and backward pass of one microbatch, nothing of which is reduced but what the
+    backward pass scatters.
+
+    Args:
+      config: of the pass; constants: from `prepare_parameters`; frozen: as stored.
+      loss_factor: as `build_gradients` has it.
+
+    Returns:
+      `(inputs, extras, key, batch) -> ((scaled loss, (sums, extras afterwards)), gradients)`.
+    """
+    on_read = build_reads(config, frozen)
+
+    def loss_of(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
+        values = values_to_read(config, inputs, constants, frozen)
+        sums, after = run_microbatch(config, values, extras, key, batch, on_read, train=True)
+        return sums["loss"], (sums, after)
+
+    if config.offload is not None and config.offload.activations:
+        loss_of = keep_inputs_on_host(loss_of, list(constants.values()))
+    loss_of = build_rewriting(config, frozen)(loss_of) if on_read else loss_of
+
+    def differentiated(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
+        loss, (sums, after) = loss_of(inputs, extras, key, batch)
+        scaled = loss if loss_factor is None else loss * loss_factor
+        return scaled, (sums, after)
+
+    return model_state.value_and_grad(differentiated, config.model.overwritten)
+
+
+def _accumulate(
+    config: PassConfig,
+    differentiate: Callable[..., Any],
+    inputs: Arrays,
+    extras: Arrays,
+    key: jax.Array,
+    batch: Arrays,
+) -> tuple[Arrays, Arrays, Arrays]:
+    """Loss sums and gradients of all microbatches of this data shard, nothing reduced yet."""
+    if config.num_microbatches == 1:
+        (_, (sums, extras)), grads = differentiate(inputs, extras, key, batch)
+        return sums, grads, extras
+
+    overwritten = config.model.overwritten
+    latest_steps = model_state.pick(extras, overwritten)
+
+    def one(carry: Any, item: Any) -> tuple[Any, None]:
+        sums, grads, extras = carry
+        index, microbatch = item
+        microbatch_key = jax.random.fold_in(key, index)
+        given = {**extras, **latest_steps}
+        (_, (more, after)), new = differentiate(inputs, given, microbatch_key, microbatch)
+        extras = model_state.after_microbatch(extras, after, overwritten)
+        sums = jax.tree.map(jnp.add, sums, more)
+        return (sums, jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, new), extras), None
+
+    dtype = config.precision.accumulate_dtype
+    zeros = {name: jnp.zeros(value.shape, dtype) for name, value in inputs.items()}
+    start = no_sums(config.metrics), zeros
+    start = *start, model_state.before_microbatches(extras, overwritten)
+    items = jnp.arange(config.num_microbatches), split_batch(batch, config.num_microbatches)
+    (sums, grads, extras), _ = lax.scan(one, start, items)
+    return sums, grads, extras

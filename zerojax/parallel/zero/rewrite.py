@@ -1,0 +1,274 @@
+"""Rewritten loss program: one collective per layer, and gathers repeated in the backward pass.
+
+**Buckets.** The reads of one loop body, which is one layer, are done together, so that gathering
+them, and scattering their gradients, is one collective instead of one per parameter.
+
+**Gathers done again.** `jax.checkpoint` around a whole loss would run a loop over layers a second
+time, and that loop would stack the gathered parameters of all layers for the loop of the backward
+pass. So every body of a loop, and every straight piece of the program, gets a checkpoint of its
+own, which keeps what a plain backward pass keeps except for gathers and for what costs nothing to
+do again. The checkpoints that a model brings along stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+from zerojax.models.jaxpr import (
+    evaluate_in_pieces,
+    inner_programs,
+    is_checkpoint,
+    program_of,
+    read_name,
+    split_scan,
+)
+
+# Kept, these would be copies of gathered parameters; done again, they are part of another kernel.
+_LAYOUT = frozenset(
+    [
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "pad",
+        "reshape",
+        "slice",
+        "squeeze",
+        "transpose",
+    ]
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rewriting:
+    """How a program is rewritten.
+
+    Attributes:
+      shapes: name -> true shape of every parameter whose read may join others.
+      buckets: cuts such names into groups, each for one collective.
+      read_together: (names, what each read takes) -> what each read gives.
+      regather: keep no gathered value for the backward pass.
+      everywhere: reads join others outside of loops, too.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    buckets: Callable[[Sequence[str]], list[list[str]]]
+    read_together: Callable[[Sequence[str], Sequence[Any]], Sequence[Any]]
+    regather: bool
+    everywhere: bool = False
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, giving the same values and derivatives by the rewritten program."""
+
+        def rewritten(*args: Any) -> Any:
+            program, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+            outputs = _evaluate(self, program, jax.tree.leaves(args), _Surroundings())
+            return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+
+        return rewritten
+
+
+def is_gather(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """Whether a traced operation is a gather of ours, whose result a policy must not keep.
+
+    The gather sits in a `shard_map`, and that in the call of a `custom_vjp`, which a parameter that
+    is not differentiated (a frozen one) still shows to the policy.
+    """
+    if primitive.name == "all_gather":
+        return True
+    if primitive.name not in ("shard_map", "custom_vjp_call"):
+        return False
+    return any(
+        is_gather(equation.primitive, equation.params)
+        for program in inner_programs(params)
+        for equation in program.eqns
+    )
+
+
+def _keep_what_is_dear(primitive: Any, *_: Any, **params: Any) -> bool:
+    """The policy of a checkpoint: everything but gathers and changes of layout."""
+    return primitive.name not in _LAYOUT and not is_gather(primitive, params)
+
+
+def _without_gathers(policy: Any) -> Any:
+    """A model's own policy, which may not keep gathered values either."""
+    if policy is None:
+        return None
+
+    def refuse_gathers(primitive: Any, *avals: Any, **params: Any) -> Any:
+        return False if is_gather(primitive, params) else policy(primitive, *avals, **params)
+
+    return refuse_gathers
+
+
+# --- the program, piece by piece ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Surroundings:
+    """What a program lies in: a loop (which needs no guard against CSE), a model's checkpoint."""
+
+    in_loop: bool = False
+    checkpointed: bool = False
+
+
+def _evaluate(
+    rules: Rewriting, closed: ClosedJaxpr, inputs: Sequence[Any], where: _Surroundings
+) -> list[Any]:
+    """The outputs of a program."""
+
+    def run_piece(
+        program: Jaxpr, equations: Sequence[Any], taken: Sequence[Any], needed: Sequence[Any]
+    ) -> Callable[..., Any]:
+        run = _piece(rules, program, equations, taken, needed, where)
+        if rules.regather and not where.checkpointed and any(map(_reads, equations)):
+            run = jax.checkpoint(run, policy=_keep_what_is_dear, prevent_cse=not where.in_loop)
+        return run
+
+    return evaluate_in_pieces(
+        closed,
+        inputs,
+        is_apart=_is_structured,
+        run_apart=lambda equation, given: _evaluate_structured(rules, equation, given, where),
+        run_piece=run_piece,
+    )
+
+
+def _reads(equation: Any) -> bool:
+    """Whether an equation reads a parameter, at any depth."""
+    return read_name(equation) is not None or any(
+        _reads(inner) for program in inner_programs(equation.params) for inner in program.eqns
+    )
+
+
+def _is_structured(equation: Any) -> bool:
+    """Whether an equation is a loop, a checkpoint or a call, and reads inside."""
+    kind = equation.primitive.name
+    return (kind in ("scan", "jit", "pjit") or is_checkpoint(equation)) and _reads(equation)
+
+
+def _evaluate_structured(
+    rules: Rewriting, equation: Any, inputs: Sequence[Any], where: _Surroundings
+) -> Sequence[Any]:
+    if equation.primitive.name == "scan":
+        return _evaluate_scan(rules, equation, inputs)
+    closed = program_of(equation)
+    if not is_checkpoint(equation):
+        return _evaluate(rules, closed, inputs, where)
+    inside = dataclasses.replace(where, checkpointed=True)
+    policy = equation.params["policy"]
+    run = jax.checkpoint(
+        lambda *inputs: _evaluate(rules, closed, inputs, inside),
+        policy=_without_gathers(policy) if rules.regather else policy,
+        prevent_cse=equation.params["prevent_cse"],
+    )
+    return run(*inputs)
+
+
+def _evaluate_scan(rules: Rewriting, equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    params = equation.params
+    num_consts, num_carry = split_scan(equation)
+    consts = list(inputs[:num_consts])
+    carry = list(inputs[num_consts : num_consts + num_carry])
+
+    def body(carry: list[Any], items: list[Any]) -> tuple[list[Any], list[Any]]:
+        given = [*consts, *carry, *items]
+        outputs = _evaluate(rules, params["jaxpr"], given, _Surroundings(in_loop=True))
+        return outputs[:num_carry], outputs[num_carry:]
+
+    carry, items = lax.scan(
+        body,
+        carry,
+        list(inputs[num_consts + num_carry :]),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *items]
+
+
+# --- one piece ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """One read in a piece: the call that does it, and the variable that holds its result."""
+
+    name: str
+    call: Any
+    result: Any
+
+
+def _piece(
+    rules: Rewriting,
+    program: Jaxpr,
+    equations: Sequence[Any],
+    taken: Sequence[Any],
+    needed: Sequence[Any],
+    where: _Surroundings,
+) -> Callable[..., Sequence[Any]]:
+    """A straight piece as a function of what it takes, with its reads done together in a loop."""
+    joins = where.in_loop or rules.everywhere
+    groups = _groups(rules, equations, taken) if joins else []
+    together = [read for group in groups for read in group]
+    done = {id(read.call) for read in together}
+    # Marks go: a mark between a parameter and its use would make a scan stack copies of it.
+    marked = {eqn.outvars[0]: eqn.invars[0] for eqn in equations if read_name(eqn) is not None}
+    rest = [
+        equation.replace(
+            invars=[
+                atom if isinstance(atom, Literal) else marked.get(atom, atom)
+                for atom in equation.invars
+            ]
+        )
+        for equation in equations
+        if id(equation) not in done and read_name(equation) is None
+    ]
+    body = jaxpr_as_fun(
+        ClosedJaxpr(
+            program.replace(
+                constvars=(),
+                invars=[*taken, *(read.result for read in together)],
+                outvars=[marked.get(variable, variable) for variable in needed],
+                eqns=rest,
+                effects=program.effects,
+            ),
+            (),
+        )
+    )
+    position = {variable: index for index, variable in enumerate(taken)}
+
+    def run(*given: Any) -> Sequence[Any]:
+        wholes: list[Any] = []
+        for group in groups:
+            operands = [tuple(given[position[v]] for v in read.call.invars) for read in group]
+            wholes += rules.read_together([read.name for read in group], operands)
+        return body(*given, *wholes)
+
+    return run
+
+
+def _groups(rules: Rewriting, equations: Sequence[Any], taken: Sequence[Any]) -> list[list[_Read]]:
+    """The reads of a piece that take only what comes from outside, in buckets of two or more."""
+    outside = set(taken)
+    marks = {e.invars[0]: read_name(e) for e in equations if read_name(e) is not None}
+    reads: dict[str, _Read] = {}
+    for call in equations:
+        name = marks.get(call.outvars[0]) if len(call.outvars) == 1 else None
+        given = {atom for atom in call.invars if not isinstance(atom, Literal)}
+        if name not in rules.shapes or not given <= outside:
+            continue
+        shape, (result,) = rules.shapes[name], call.outvars
+        # Under vmap a value has dimensions of its own; then the read stays as it is, and so does a
+        # second read of the same parameter.
+        if result.aval.shape == shape[len(shape) - result.aval.ndim :]:
+            reads.setdefault(name, _Read(name, call, result))
+    groups = ([reads[name] for name in bucket] for bucket in rules.buckets(list(reads)))
+    return [group for group in groups if len(group) > 1]

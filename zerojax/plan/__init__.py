@@ -1,0 +1,41 @@
+"""Decisions made before arrays exist: mesh, shardings, tiers, stages, bytes, and their reasons.
+
+Knows abstract models and settings; makes no array and runs nothing. Sub-package: `schedules`
+(pipelines as tables).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerojax.plan.make import make_plan
+    from zerojax.plan.mesh import make_abstract_mesh, make_mesh
+    from zerojax.plan.plan import Plan
+    from zerojax.plan.state import TrainState
+
+__all__ = [
+    "Plan",
+    "TrainState",
+    "make_abstract_mesh",
+    "make_mesh",
+    "make_plan",
+]
+
+_HOME_OF_NAME = {
+    "Plan": "plan",
+    "TrainState": "state",
+    "make_abstract_mesh": "mesh",
+    "make_mesh": "mesh",
+    "make_plan": "make",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what a name needs when it is first asked for (PEP 562)."""
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value

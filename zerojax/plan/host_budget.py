@@ -1,0 +1,218 @@
+"""Host memory and disk space of a plan, compared with what is free before a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from zerojax.config.offload import DEVICE, HOST, NVME
+from zerojax.hardware.link_rates import shares_host_memory
+from zerojax.models.trees import format_bytes, num_bytes
+from zerojax.plan.counts import GRADIENTS, STORED, role_tiers, state_bytes
+from zerojax.plan.mesh import DATA
+from zerojax.plan.offload import plan_offload
+from zerojax.plan.offload_costs import buffer_bytes, file_bytes, slice_bytes
+from zerojax.plan.offload_layout import OffloadLayout, store_folder
+from zerojax.plan.plan import Plan
+from zerojax.runtime.system_memory import PINNED_LIMIT, SPARE, Room, free_disk, least_room
+
+GIB = 2**30
+DEFAULT_PINNED_GIB = 64
+"""XLA's, where the variable is not set."""
+STEP = 0.05
+"""Of shares that are proposed."""
+POOL = 1.05
+"""What is asked of the pool over what is put into it: its pieces are not packed without gaps."""
+
+
+def host_bytes(plan: Plan) -> int:
+    """Bytes that this process keeps in host memory for a plan, while it trains.
+
+    Arrays of its devices, buffers through which files are read and written, and, where the devices
+    are the CPU itself, their memory too.
+    """
+    devices = _local_devices(plan)
+    total = sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values()) * len(devices)
+    if plan.offload is not None:
+        total += buffer_bytes(plan, plan.offload, len(devices))
+    if devices and shares_host_memory(devices[0]):
+        total += state_bytes(plan, DEVICE) * len(devices)
+    return total
+
+
+def disk_bytes(plan: Plan) -> int:
+    """Bytes that this process's files take; a durable run keeps two generations of them."""
+    one = file_bytes(plan, len(_local_devices(plan)))
+    return one * (2 if plan.settings.offload.durable else 1)
+
+
+def check_offload(plan: Plan, *, environ: Mapping[str, str] | None = None) -> None:
+    """Refuses a run whose host memory or files would not fit, before it takes any memory.
+
+    Args:
+      plan: on devices that are here; nothing is checked of one without offload.
+      environ: None takes the process's.
+
+    Raises:
+      ValueError: with the bytes needed and there, and what would help.
+    """
+    if plan.offload is None:
+        return
+    check_host_memory(plan, least_room())
+    check_pinned_limit(plan, os.environ if environ is None else environ)
+    check_disk(plan)
+
+
+def check_host_memory(plan: Plan, room: Room | None) -> None:
+    """Refuses what does not fit into the memory that is there.
+
+    Each process compares what is its own; several on one machine have it together.
+
+    Args:
+      plan: the plan; room: what is there.
+
+    Raises:
+      ValueError: see `check_offload`.
+    """
+    needed = host_bytes(plan)
+    if room is None:  # this system does not say
+        return
+    there = int(room.free * SPARE)
+    if needed <= there:
+        return
+    number = len(_local_devices(plan))
+    kinds = "device" if number == 1 else "devices"
+    limit = f"{format_bytes(there)}: {SPARE:.0%} of what {room.source} leaves"
+    raise ValueError(
+        f"offload needs {format_bytes(needed)} of host memory for {number} {kinds} of "
+        f"this process and may take {limit}; "
+        f"{_join(host_remedies(plan, needed, there))}"
+    )
+
+
+def host_remedies(plan: Plan, needed: int, there: int) -> Iterator[str]:
+    """What would make it fit, the cheapest first.
+
+    Args:
+      needed: bytes of host memory; there: of it that may be taken.
+    """
+    shares = _shares_that_fit(plan, needed, there)
+    if shares is not None:
+        words = ", ".join(f"{tier}: {share:g}" for tier, share in shares.items())
+        yield f"offload.opt_state: {{{words}}}, which puts more into files"
+    if plan.zero == 0 and plan.mesh.shape[DATA] > 1:
+        yield f"zero=1, which splits it over the {plan.mesh.shape[DATA]} devices on data"
+    tiers = role_tiers(plan)
+    if tiers.get(STORED, {}).get(HOST) or tiers[GRADIENTS].get(HOST):
+        yield "offload.params: device, if they fit there"
+    yield "more devices on other machines" if plan.zero else "a machine with more memory"
+
+
+def _shares_that_fit(plan: Plan, needed: int, there: int) -> dict[str, float] | None:
+    """The largest share of the host, in steps of 5 %, with which a plan fits; None if none does."""
+    config, layout = plan.settings.offload, plan.offload
+    assert layout is not None
+    if config.update_in_backward:  # which wants all slices in one tier
+        return None
+    near, now = config.shares.get(DEVICE, 0.0), config.shares.get(HOST, 0.0)
+    rest = needed - _of_state(plan, layout)
+    for steps in reversed(range(math.ceil(now / STEP - 1e-9))):
+        host = round(steps * STEP, 2)
+        shares = {DEVICE: near, HOST: host, NVME: 1 - near - host}
+        changed = plan_offload(
+            dataclasses.replace(config, opt_state=tuple(shares.items())),
+            plan.placement,
+            plan.precision,
+            plan.tx,
+            plan.mesh,
+            stacked=layout.streamed,
+        )
+        if changed is not None and rest + _of_state(plan, changed) <= there:
+            return {tier: share for tier, share in shares.items() if share}
+    return None
+
+
+def _of_state(plan: Plan, layout: OffloadLayout) -> int:
+    """Bytes of host memory that depend on how slices are shared out."""
+    number, sizes = len(_local_devices(plan)), slice_bytes(plan, layout)
+    held = sum(leaf.counts[HOST] * sizes[name] for name, leaf in layout.leaves.items())
+    return held * number + buffer_bytes(plan, layout, number)
+
+
+def check_pinned_limit(plan: Plan, environ: Mapping[str, str]) -> None:
+    """Refuses what XLA's pool of pinned memory would refuse in the middle of a run.
+
+    Only for GPUs. The pool is made when JAX starts its devices; the `zerojax` command sets the
+    variable before that.
+
+    Raises:
+      ValueError: the variable is not set, or to too little, or is no number.
+    """
+    devices = _local_devices(plan)
+    if not devices or devices[0].platform not in ("gpu", "cuda", "rocm"):
+        return
+    told = environ.get(PINNED_LIMIT, "")
+    if told and not told.isdigit():
+        raise ValueError(f"{PINNED_LIMIT}={told!r} is no whole number of GiB; set it, or unset it")
+    limit = int(told) if told else DEFAULT_PINNED_GIB
+    pinned = sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values()) * len(devices)
+    if pinned * POOL <= limit * GIB:
+        return
+    origin = f"{PINNED_LIMIT}={told}" if told else f"{PINNED_LIMIT} is not set, so it is {limit}"
+    wanted = math.ceil(pinned * POOL / GIB)
+    raise ValueError(
+        f"offload keeps {format_bytes(pinned)} in pinned host memory, and XLA takes at most "
+        f"{limit} GiB of it ({origin}); set {PINNED_LIMIT}={wanted} before JAX starts "
+        "its devices: in the shell, or in os.environ above the first use of jax"
+    )
+
+
+def check_disk(plan: Plan) -> None:
+    """Refuses files that do not fit on their disk. Files of an earlier run count as free.
+
+    Raises:
+      ValueError: see `check_offload`.
+    """
+    needed, config = disk_bytes(plan), plan.settings.offload
+    if not needed:
+        return
+    place = store_folder(config)
+    there = free_disk(place) + _taken(place)
+    if needed <= there:
+        return
+    remedies = ["offload.durable: false, which takes half"] if config.durable else []
+    remedies += [
+        "to free some space",
+        "another offload.folder",
+        "a larger share of opt_state in host memory or on the device",
+    ]
+    twice = " in two generations" if config.durable else ""
+    each = format_bytes(num_bytes(plan.abstract_canonical))
+    raise ValueError(
+        f"offload needs {format_bytes(needed)} of disk{twice} in {place}, {format_bytes(there)} "
+        f"are there (not counting checkpoints, {each} each); {_join(iter(remedies))}"
+    )
+
+
+def _taken(folder: Path) -> int:
+    """Bytes of the files in a folder that is there, which its next store replaces."""
+    if not folder.is_dir():
+        return 0
+    files = (path.stat() for path in folder.glob("buckets*.bin"))
+    return sum(512 * file.st_blocks for file in files)
+
+
+def _join(remedies: Iterator[str]) -> str:
+    return "try " + "; or ".join(remedies)
+
+
+def _local_devices(plan: Plan) -> list:
+    """This process's devices of the plan; [] where this process has none of them."""
+    if not isinstance(plan.mesh, Mesh):
+        return []
+    return list(plan.mesh.local_devices)

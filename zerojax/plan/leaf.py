@@ -1,0 +1,169 @@
+"""Placement of one parameter: sharded dimensions and gather mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
+
+from zerojax.plan.mesh import DATA, MODEL, STAGE
+
+Shape = tuple[int, ...]
+
+
+class Access(enum.Enum):
+    """How forward and backward get at a parameter, and where its gradient goes."""
+
+    WHOLE = "whole"
+    """Stored whole on every data shard; its gradient is summed once per step."""
+    GATHER_ONCE = "gather once"
+    """Stored in shards, gathered once per step; its gradient is scattered once per step."""
+    GATHER_ONCE_SCATTER_EARLY = "gather once, scatter early"
+    """Gathered once per step; its gradient is scattered inside the backward pass."""
+    GATHER_ON_USE = "gather on use"
+    """Gathered where the model reads it and again in the backward pass, which scatters its gradient
+    on the spot."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafPlacement:
+    """The row of one parameter.
+
+    Attributes:
+      name: "blocks/attention/query/kernel".
+      shape: the true shape.
+      stack_dims: leading dimensions that a layer scan slices away, or that `jax.vmap` maps; never
+        sharded.
+      mapped_dims: how many of these `jax.vmap` maps: one read then gives all that they hold.
+      axes: mesh axis per dimension from tensor parallelism, None where there is none.
+      zero_dim: the dimension that ZeRO shards, counted from the end (negative, so that it survives
+        the slicing of leading dimensions); None when ZeRO leaves the parameter whole.
+      zero_axes: the mesh axes over which it does, first the outermost: `data`; and also `stage`
+        for a parameter that every pipeline stage reads, so that none is stored twice.
+      padded_size: stored size of `zero_dim`, a multiple of the number of shards.
+      access: how forward and backward get at it.
+      frozen: no gradient and no optimizer state.
+      layer_rows: for a parameter on a pipeline the layer in each row of the stored stack, -1 where
+        a row is padding (zeros); its dimension 0 is split over `stage`. None: not on a pipeline,
+        so that every pipeline stage has all of it.
+      reasons: why this row is an exception to its stage's rule, if it is.
+    """
+
+    name: str
+    shape: Shape
+    stack_dims: int
+    axes: tuple[str | None, ...]
+    zero_dim: int | None
+    padded_size: int | None
+    access: Access
+    mapped_dims: int = 0
+    frozen: bool = False
+    zero_axes: tuple[str, ...] = (DATA,)
+    layer_rows: tuple[int, ...] | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def num_slices(self) -> int:
+        """How many reads, one slice at a time, give all of it: the number of layers of a stack."""
+        return math.prod(self.shape[: max(self.stack_dims - self.mapped_dims, 0)])
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The shape in the state: padded where `data` does not divide, rows in place of layers."""
+        shape = list(self.shape)
+        if self.zero_dim is not None and self.padded_size is not None:
+            shape[self.zero_dim] = self.padded_size
+        if self.layer_rows is not None:
+            shape[0] = len(self.layer_rows)
+        return tuple(shape)
+
+    @property
+    def is_padded(self) -> bool:
+        return self.stored_shape != self.shape
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether layers are stored in another order than theirs, or with rows between them."""
+        return self.layer_rows is not None and self.layer_rows != tuple(range(self.shape[0]))
+
+    @property
+    def model_spec(self) -> P:
+        """Tensor parallelism alone: how the gathered parameter lies."""
+        return P(*self.axes)
+
+    @property
+    def stored_spec(self) -> P:
+        """How masters, optimizer state and reduced gradients lie."""
+        axes: list[Any] = list(self.axes)
+        if self.zero_dim is not None:
+            axes[self.zero_dim] = DATA if self.zero_axes == (DATA,) else self.zero_axes
+        if self.layer_rows is not None:
+            axes[0] = STAGE
+        return P(*axes)
+
+    @property
+    def data_spec(self) -> P:
+        """The part of `stored_spec` that a region sees that is manual over `data` alone."""
+        return P(*(axis if axis == DATA else None for axis in self.stored_spec))
+
+    @property
+    def manual_spec(self) -> P:
+        """The part of `stored_spec` that a region sees that is manual over `data` and `stage`."""
+        return P(*(None if axis == MODEL else axis for axis in self.stored_spec))
+
+    def canonical_spec(self, axis_sizes: Mapping[str, int]) -> P:
+        """A spec that divides the true shape evenly: on disk and between two placements.
+
+        Where a pipeline does not divide the layers, `stage` takes another dimension.
+        """
+        if not self.is_padded and self.layer_rows is None:
+            return self.stored_spec
+        axes: list[Any] = [axis if axis == MODEL else None for axis in self.stored_spec]
+        if self.layer_rows is not None and self.shape[0] % axis_sizes[STAGE] == 0:
+            axes[0] = STAGE
+        if self.zero_dim is not None:
+            if self.shape[self.zero_dim] % axis_sizes[DATA] == 0:
+                axes[self.zero_dim] = DATA
+            else:
+                _put(axes, DATA, self.shape, axis_sizes)
+        if self.layer_rows is not None and axes[0] != STAGE:
+            _put(axes, STAGE, self.shape, axis_sizes, shared=True)
+        return P(*axes)
+
+    def exchange_spec(self, axis_sizes: Mapping[str, int]) -> P:
+        """How a stack lies while its rows change places: whole along dimension 0.
+
+        `stage` splits another dimension of `stored_shape` meanwhile, if it divides one, so that no
+        device holds the whole stack.
+        """
+        axes: list[Any] = [None, *self.stored_spec[1:]]
+        _put(axes, STAGE, self.stored_shape, axis_sizes, start=1, shared=True)
+        return P(*axes)
+
+
+def _put(
+    axes: list[Any],
+    axis: str,
+    shape: Shape,
+    axis_sizes: Mapping[str, int],
+    *,
+    start: int = 0,
+    shared: bool = False,
+) -> None:
+    """Gives `axis` the largest free dimension from `start` on that it divides, in place.
+
+    Where there is none it stays out, or, if `shared`, splits the parts of another axis.
+    """
+    size = axis_sizes[axis]
+    indices = range(start, len(shape))
+    free = [i for i in indices if axes[i] is None and shape[i] % size == 0]
+    if free:
+        axes[max(free, key=lambda i: shape[i])] = axis
+    elif shared:
+        taken = [i for i in indices if axes[i] is not None]
+        for i in [i for i in taken if shape[i] % (axis_sizes[axes[i]] * size) == 0][:1]:
+            axes[i] = (axes[i], axis)

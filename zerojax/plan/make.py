@@ -1,0 +1,405 @@
+"""Construction of a plan from a model, a mesh and an example batch, by tracing alone.
+
+An `AbstractMesh` of absent devices does as well. No step is run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import models, optim
+from zerojax.config import MeshConfig, as_mesh_config
+from zerojax.config.checks import as_patterns, check_whole_number
+from zerojax.config.keywords import names_keywords
+from zerojax.config.recognition import is_deepspeed
+from zerojax.models.activation_offload import describe_layer_inputs
+from zerojax.models.loops import find_stacks
+from zerojax.models.losses import split_result
+from zerojax.optim.precision import Precision, as_precision, default_precision
+from zerojax.plan import mesh as meshes
+from zerojax.plan.abstract_model import abstract, abstract_model, as_read, slice_batch
+from zerojax.plan.abstract_offload import abstract_offloaded, canonical_on_host
+from zerojax.plan.abstract_state import abstract_state
+from zerojax.plan.checks import (
+    check_batch,
+    check_deterministic,
+    check_elementwise,
+    check_not_per_example,
+    check_reads,
+    check_trained,
+    naming_the_call,
+)
+from zerojax.plan.compiler_options import choose_options
+from zerojax.plan.decisions import ProgramChoices, TracedLoss
+from zerojax.plan.disk_checks import check_durable
+from zerojax.plan.liveness import straight_pieces, unrolled
+from zerojax.plan.loss_checks import check_loss, check_weight, choose_batch_weight
+from zerojax.plan.mesh import DATA, DATA_AXES, STAGE
+from zerojax.plan.offload import plan_offload
+from zerojax.plan.optimizer_shapes import fit_padding
+from zerojax.plan.piece_checks import check_pieces, describe_pieces, look_at_pieces
+from zerojax.plan.pipeline import choose_microbatches, plan_pipeline
+from zerojax.plan.pipeline_layout import PipelineLayout
+from zerojax.plan.placement import place_model
+from zerojax.plan.placement_table import Placement
+from zerojax.plan.plan import Plan
+from zerojax.plan.reasons import (
+    describe_choices,
+    describe_deterministic,
+    describe_model,
+    describe_offload,
+    describe_options,
+    describe_update,
+)
+from zerojax.plan.streaming_checks import check_update_in_backward, find_stacked
+from zerojax.runtime.distributed import check_joined
+
+Tree = Any
+
+_MESH_OPTIONS = (
+    "rules",
+    "persistence_threshold",
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "sequence_sharding",
+    "offload",
+    "pipeline_schedule",
+    "partition",
+    "stash",
+    "deterministic",
+    "virtual_shards",
+)
+_ELSEWHERE = {
+    axis: "sizes are the mesh's: zerojax.make_plan(model, zerojax.make_mesh({"
+    f'"{axis}": ...}}), ...)'
+    for axis in meshes.AXES
+}
+
+
+@names_keywords(also=_MESH_OPTIONS, elsewhere=_ELSEWHERE)
+def make_plan(
+    model: models.ModelLike,
+    mesh: Mesh | AbstractMesh | MeshConfig | Mapping[str, Any] | None,
+    *,
+    example_batch: Tree,
+    loss: models.Loss | None = None,
+    optimizer: Any = None,
+    zero: int | None = None,
+    precision: Precision | str | None = None,
+    reduce_dtype: str | None = None,
+    accumulate_dtype: str | None = None,
+    num_microbatches: int | None = None,
+    freeze: str | Sequence[str] = (),
+    steps: int | None = None,
+    **mesh_options: Any,
+) -> Plan:
+    """Plans a run without making an array.
+
+    Args:
+      model: as `zerojax.train` takes it.
+      mesh: from `make_mesh`; or a `MeshConfig` (or its fields as a dict), from which the mesh is
+        made.
+      example_batch: a global batch, as arrays or `ShapeDtypeStruct`s; dimension 0 is the batch.
+      loss: `loss(model, batch) -> scalar | (sum, weight)`, called for each piece of a batch: the
+        rows of one microbatch on one device. A scalar has to be the mean over these rows; of pairs
+        the sums are added up and divided once by all weights, which no parameter may change. What
+        is neither, as a plain `jnp.sum`, or couples rows, depends on the number of pieces. A
+        mapping `{name: metric}` may follow either, of means or pairs `(sum, weight)`. None takes
+        the model's method `loss(batch)`.
+      optimizer: an optax transformation, an `OptimizerConfig`, or None for AdamW.
+      zero: ZeRO stage 0..3; None takes the mesh config's, or 1.
+      precision: "bf16", "fp32" or a `Precision`. None: bf16, on CPU devices fp32.
+      reduce_dtype, accumulate_dtype: "fp32" or "bf16"; None: see `as_precision`.
+      num_microbatches: pieces each device's rows are cut into; gradients are accumulated. None: 1,
+        or with pipeline stages as many as the rows allow, up to 4 for each stage.
+      freeze: regular expressions, or one, on names of parameters that get no gradient.
+      steps: length of the run, for the learning-rate schedule.
+      **mesh_options: other fields of `MeshConfig`: rules, persistence_threshold,
+        reduce_bucket_size, allgather_bucket_size, sequence_sharding.
+
+    Raises:
+      ValueError, TypeError: with the value, the limit and the remedy.
+    """
+    check_whole_number("num_microbatches", num_microbatches, 1)
+    given = _Given(
+        model=model,
+        example_batch=example_batch,
+        loss=loss,
+        optimizer=optimizer,
+        precision=precision,
+        reduce_dtype=reduce_dtype,
+        accumulate_dtype=accumulate_dtype,
+        num_microbatches=num_microbatches,
+        freeze=as_patterns("freeze", freeze),
+        steps=steps,
+    )
+    settings, mesh = _resolve_mesh(mesh, zero, mesh_options)
+    return _make(settings, mesh, given)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Given:
+    """Arguments of `make_plan` that are the same on every mesh."""
+
+    model: models.ModelLike
+    example_batch: Tree
+    loss: models.Loss | None
+    optimizer: Any
+    precision: Precision | str | None
+    reduce_dtype: str | None
+    accumulate_dtype: str | None
+    num_microbatches: int | None
+    freeze: tuple[str, ...]
+    steps: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Task:
+    """A model on a mesh, with every default resolved."""
+
+    settings: MeshConfig
+    mesh: Mesh | AbstractMesh
+    model: models.Model
+    loss: models.Loss
+    precision: Precision
+    optimizer: optim.BuiltOptimizer
+    batch: Tree
+    num_microbatches: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What one trace of the loss on one microbatch of one data shard showed."""
+
+    params: dict[str, Any]
+    extras: dict[str, Any]
+    microbatch: Tree
+    trace: models.ModelTrace
+
+
+def _make(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given) -> Plan:
+    task, why_defaults, why_microbatches = _resolve(settings, mesh, given)
+    seen = _trace(task)
+    placement, layout, stacked = _place(task, seen, given.freeze)
+    traced, why_traced, rules = _examine_loss(task, seen, placement)
+    tx = optim.fit_optimizer(task.optimizer.tx, task.precision)
+    check_elementwise(settings, tx)
+    program = _choose_program(task, seen, placement, tx)
+    stacks = find_stacks(seen.trace.jaxpr, sorted(seen.params))
+    tx, why_padding = fit_padding(tx, seen.params, placement, task.precision, mesh, stacks=stacks)
+    check_durable(settings.offload, task.precision, jax.process_count())
+    offload = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
+    check_update_in_backward(offload, task.num_microbatches, task.precision, tx)
+    build = functools.partial(
+        abstract_state, seen.params, seen.extras, placement, tx, task.precision, mesh
+    )
+    stored, canonical = build(canonical=False), build(canonical=True)
+    return Plan(
+        mesh=mesh,
+        model=task.model,
+        loss=task.loss,
+        settings=settings,
+        placement=placement,
+        precision=task.precision,
+        tx=tx,
+        learning_rate=task.optimizer.learning_rate,
+        num_microbatches=task.num_microbatches,
+        pipeline=layout,
+        offload=offload,
+        abstract_state=abstract_offloaded(stored, offload, task.precision) if offload else stored,
+        abstract_stored=stored,
+        abstract_canonical=canonical_on_host(canonical, offload) if offload else canonical,
+        abstract_batch=_abstract_batch(task),
+        traced=traced,
+        program=program,
+        reasons=(
+            *describe_choices(settings, mesh, task.precision, placement),
+            *why_defaults,
+            *describe_deterministic(settings, task.num_microbatches),
+            *why_microbatches,
+            *task.optimizer.reasons,
+            *describe_model(
+                task.model,
+                seen.params,
+                seen.trace,
+                placement,
+                seen.extras,
+                traced.counted_state,
+                task.precision,
+                program.regather,
+            ),
+            *why_traced,
+            *rules,
+            *describe_offload(settings, offload),
+            *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
+            *describe_update(program.kernels, tx, stacks & stored["params"].keys(), mesh),
+            *why_padding,
+            *optim.describe_muon(stored["opt_state"], stacks),
+            *describe_options(program.options, program.dropped),
+        ),
+        remake=functools.partial(_remake, settings, given),
+    )
+
+
+def _resolve(
+    settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given
+) -> tuple[_Task, list[str], list[str]]:
+    """(the task, reasons of the precision, reasons of the number of microbatches)."""
+    if isinstance(mesh, Mesh):
+        check_joined()
+    internal = models.as_model(given.model)
+    loss = models.as_loss(given.loss, internal, given.example_batch)
+    precision, why_precision = given.precision, []
+    if precision is None:
+        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+        precision, why = default_precision(platform)
+        why_precision.append(why)
+    precision = as_precision(
+        precision, reduce_dtype=given.reduce_dtype, accumulate_dtype=given.accumulate_dtype
+    )
+    optimizer = optim.build_optimizer(given.optimizer, given.steps)
+    batch = abstract(given.example_batch)
+    number = check_deterministic(settings, mesh, precision, given.num_microbatches)
+    number, why_number = choose_microbatches(number, mesh, batch)
+    check_batch(batch, mesh, number)
+    task = _Task(
+        settings=settings,
+        mesh=mesh,
+        model=internal,
+        loss=loss,
+        precision=precision,
+        optimizer=optimizer,
+        batch=batch,
+        num_microbatches=number,
+    )
+    return task, why_precision, why_number
+
+
+def _trace(task: _Task) -> _Seen:
+    """One trace of the loss, with what is refused of it.
+
+    Raises:
+      ValueError, TypeError: the loss or what it reads cannot be planned.
+    """
+    shards = meshes.num_data_shards(task.mesh)
+    microbatch = slice_batch(task.batch, shards * task.num_microbatches)
+    with naming_the_call(microbatch):
+        params, extras = abstract_model(task.model, task.batch, task.loss)
+        read = as_read(params, task.precision)
+        trace = models.trace_model(task.model, read, extras, microbatch, task.loss)
+        check_not_per_example(trace.result, task.batch, microbatch)
+    check_loss(trace.result)
+    check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
+    return _Seen(params=params, extras=extras, microbatch=microbatch, trace=trace)
+
+
+def _place(
+    task: _Task, seen: _Seen, freeze: tuple[str, ...]
+) -> tuple[Placement, PipelineLayout | None, frozenset[str]]:
+    """(the table of parameters, the pipeline, names of what a loop takes layer by layer)."""
+    arrays = (as_read(seen.params, task.precision), seen.extras, seen.microbatch)
+    layout, model, loss = None, task.model, task.loss
+    stacked = find_stacked(task.settings, model, loss, arrays)
+    if task.mesh.shape[STAGE] > 1:
+        number, trace = task.num_microbatches, seen.trace
+        layout = plan_pipeline(task.settings, task.mesh, number, model, loss, trace, arrays)
+        stacked = layout.stacked
+    placement = place_model(
+        model,
+        seen.params,
+        seen.trace,
+        task.settings,
+        task.mesh,
+        freeze=freeze,
+        stacked=stacked,
+        layout=layout,
+    )
+    check_trained(placement)
+    return placement, layout, stacked
+
+
+def _examine_loss(
+    task: _Task, seen: _Seen, placement: Placement
+) -> tuple[TracedLoss, list[str], list[str]]:
+    """(facts of the trace, reasons of what depends on pieces, rules of own derivatives)."""
+    trace, params, extras = seen.trace, seen.params, seen.extras
+    check_weight(trace, placement)
+    pieces = look_at_pieces(trace, params, extras, seen.microbatch, task.model.overwritten)
+    check_pieces(pieces, meshes.num_data_shards(task.mesh), task.num_microbatches)
+    batch_weight, rules = choose_batch_weight(
+        trace, params.keys(), extras.keys(), task.settings, task.model
+    )
+    parts = split_result(trace.result)
+    traced = TracedLoss(
+        forward=trace.jaxpr,
+        index_limits=trace.index_limits,
+        has_weight=parts.weight is not None,
+        metric_names=tuple(sorted(parts.metrics)),
+        counted_state=pieces.counted,
+        batch_weight=batch_weight,
+    )
+    return traced, [*describe_pieces(pieces)], [*rules]
+
+
+def _choose_program(
+    task: _Task, seen: _Seen, placement: Placement, tx: optax.GradientTransformation
+) -> ProgramChoices:
+    settings = task.settings
+    regather = settings.zero == 3 and task.model.reads_lazily
+    options, dropped = choose_options(
+        task.mesh,
+        regather,
+        settings.offload.on_host,
+        deterministic=settings.deterministic is not None,
+        unrolled=task.num_microbatches > 1
+        and bool(unrolled(placement, straight_pieces(seen.trace.jaxpr.jaxpr))),
+    )
+    kernels = optim.choose_update(tx, task.mesh)
+    return ProgramChoices(options=options, dropped=dropped, kernels=kernels, regather=regather)
+
+
+def _abstract_batch(task: _Task) -> Tree:
+    """The global batch with its shardings: dimension 0 over the data axes."""
+    sharding = NamedSharding(task.mesh, P(DATA_AXES))
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), task.batch
+    )
+
+
+def plan_options(settings: MeshConfig) -> dict[str, Any]:
+    """What `make_plan` takes beside a mesh that is made already: all but sizes and stage."""
+    return {name: getattr(settings, name) for name in _MESH_OPTIONS}
+
+
+def _remake(settings: MeshConfig, given: _Given, mesh: Mesh | AbstractMesh) -> Plan:
+    return _make(*_resolve_mesh(mesh, settings.zero, plan_options(settings)), given)
+
+
+def _resolve_mesh(
+    mesh: Any, zero: int | None, options: Mapping[str, Any]
+) -> tuple[MeshConfig, Mesh | AbstractMesh]:
+    """The options with their sizes resolved, and the mesh itself."""
+    if isinstance(mesh, (Mesh, AbstractMesh)):
+        if isinstance(mesh, Mesh):
+            mesh = meshes.normalise_mesh(mesh)
+        settings = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in meshes.AXES}, **options)
+    else:
+        if isinstance(mesh, Mapping) and is_deepspeed(mesh):
+            raise TypeError(
+                "mesh is a DeepSpeed configuration, which zerojax.train and zerojax.initialize "
+                "take; its plan is zerojax.initialize(model, config, example_batch=batch).plan"
+            )
+        settings = dataclasses.replace(as_mesh_config(mesh), **options)
+        mesh = meshes.make_mesh(settings)
+    settings = dataclasses.replace(settings, data=mesh.shape[DATA])
+    if zero is not None:
+        settings = dataclasses.replace(settings, zero=zero)
+    return settings, mesh

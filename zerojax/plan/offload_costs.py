@@ -1,0 +1,280 @@
+"""Transfers of offload per step, and the tokens per step that hide them.
+
+The update of sliced parameters follows the backward pass, so its bytes are hidden by nothing: what
+is said of it is with how many tokens the rest of the step lasts as long. Weights, gradients and
+activations travel beside the products of the layers, and so does an update in the backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from zerojax.checkpoint.store.sweep import FEWEST_BUFFERS
+from zerojax.config.offload import HOST, NVME
+from zerojax.hardware.gpus import Gpu, gpu_of_device
+from zerojax.hardware.machine_rates import measured_disk, measured_links
+from zerojax.plan.counts import (
+    ACTIVATIONS,
+    GRADIENTS,
+    Tiers,
+    kept_activation_bytes,
+    layers_of,
+    model_flops,
+    role_tiers,
+    tokens_per_step,
+)
+from zerojax.plan.decisions import Decisions
+from zerojax.plan.offload_layout import OffloadLayout
+from zerojax.runtime.system_memory import nearest_folder
+
+UPDATE, WEIGHTS = "update of the state", "weights"
+ATTAINED = 0.5
+"""Share of a card's peak at which products are taken to run, where time is set against a link."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moved:
+    """Bytes that one device moves per step for one purpose.
+
+    Attributes:
+      what: UPDATE, WEIGHTS, "gradients" or "activations".
+      to_device, to_host: over the link to its host's memory.
+      read, written: of files. They cross the link as well.
+    """
+
+    what: str
+    to_device: int
+    to_host: int
+    read: int = 0
+    written: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Bytes per second.
+
+    Attributes:
+      to_device, to_host: of the link, one direction at a time; both: at once, the sum.
+      link: who says so, as a clause.
+      disk: read and written at once, the sum; None where nothing is known.
+      disk_source: who says so.
+    """
+
+    to_device: float
+    to_host: float
+    both: float
+    link: str
+    disk: float | None
+    disk_source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hiding:
+    """Time that offload takes in a step, against that of the products.
+
+    Attributes:
+      rates: that were taken.
+      update_seconds: of the update's bytes on the link and, at the same time, on the disk; of the
+        link alone where no rate of the disk is known; 0 for an update in the backward pass.
+      stream_seconds: of weights, gradients and activations on the link, and of that update.
+      disk_seconds: of the disk alone, which all devices of a machine share; None: no known rate.
+      flops: per second of one device, at which products are taken to run.
+      tokens: per step of the whole mesh with which the products last as long as update and stream
+        together; None where no number is enough, since activations take longer than they do, or
+        where no rate of a disk in use is known.
+    """
+
+    rates: Rates
+    update_seconds: float
+    stream_seconds: float
+    disk_seconds: float | None
+    flops: float
+    tokens: float | None
+
+
+def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
+    """What one device moves per step, by purpose, where there is anything; () without offload.
+
+    update: each slice of master and moments comes from the host, or through it from files, and
+      goes back.
+    weights: a streamed layer comes in the forward and again in the backward pass of every
+      microbatch, except that the last one stays for both; new copies go back once.
+    gradients of streamed layers: each microbatch's go to the host, added there to those before,
+      which come for that; all come once more to the update. With an update in the backward pass
+      none do.
+    activations: what each layer is given goes in the forward pass and comes in the backward.
+    """
+    layout = plan.offload
+    if layout is None:
+        return ()
+    parts = [_update(plan)]
+    number = plan.num_microbatches
+    compute = jnp.dtype(plan.precision.compute_dtype).itemsize
+    streamed = [plan.placement.leaves[name] for name in sorted(layout.streamed)]
+    if streamed:
+        shards = [
+            (plan.placement.shard_elements(x) * compute, layers_of(plan, x)) for x in streamed
+        ]
+        brought = sum(shard * (2 * layers - 1) // layers for shard, layers in shards)
+        whole = sum(shard for shard, _ in shards)
+        parts.append(Moved(what=WEIGHTS, to_device=number * brought, to_host=whole))
+    left = role_tiers(plan)[GRADIENTS].get(HOST, 0)
+    if left:
+        added = number if number > 1 else 0
+        to_device = left * (added + 1)
+        parts.append(Moved(what=GRADIENTS, to_device=to_device, to_host=left * number))
+    if layout.activations:
+        kept = (kept_activation_bytes(plan) or 0) * number
+        parts.append(Moved(what=ACTIVATIONS, to_device=kept, to_host=kept))
+    return tuple(part for part in parts if part.to_device or part.to_host)
+
+
+def _update(plan: Decisions) -> Moved:
+    layout = plan.offload
+    assert layout is not None
+    moved: Tiers = {HOST: 0, NVME: 0}
+    sizes = slice_bytes(plan, layout)
+    for name, leaf in layout.leaves.items():
+        for tier in moved:
+            moved[tier] += leaf.counts[tier] * sizes[name]
+    both = sum(moved.values())
+    disk = moved[NVME]
+    return Moved(what=UPDATE, to_device=both, to_host=both, read=disk, written=disk)
+
+
+def file_bytes(plan: Decisions, num_devices: int) -> int:
+    """Bytes of one generation of the files of so many devices; copies of a shard share theirs."""
+    layout = plan.offload
+    if layout is None:
+        return 0
+    sizes = slice_bytes(plan, layout)
+    return sum(
+        leaf.counts[NVME] * sizes[leaf.name] * min(num_devices, leaf.num_shards)
+        for leaf in layout.on_disk
+    )
+
+
+def buffer_bytes(plan: Decisions, layout: OffloadLayout, num_devices: int) -> int:
+    """Bytes of host memory through which one process of so many devices reads and writes files."""
+    sizes = slice_bytes(plan, layout)
+    rows = [sizes[leaf.name] * min(num_devices, leaf.num_shards) for leaf in layout.on_disk]
+    return FEWEST_BUFFERS * max(rows, default=0)
+
+
+def slice_bytes(plan: Decisions, layout: OffloadLayout) -> dict[str, int]:
+    """{sliced parameter: bytes of state in one of its slices}: of master, if any, and moments.
+
+    Args:
+      plan: whose state it is; layout: the plan's, or another one that it could have.
+    """
+    stored = plan.abstract_stored
+    sizes = dict.fromkeys(layout.leaves, 0)
+    if plan.precision.has_masters:
+        sizes = {name: stored["params"][name].dtype.itemsize for name in sizes}
+    for path, moment in jax.tree_util.tree_leaves_with_path(stored["opt_state"]):
+        name = getattr(path[-1], "key", None) if path else None
+        if name in sizes:
+            sizes[name] += moment.dtype.itemsize
+    return {name: size * layout.leaves[name].slice_elements for name, size in sizes.items()}
+
+
+def rates_of(gpu: Gpu, folder: str | None = None) -> Rates:
+    """What the link of a card and the disk of a folder do: as measured here, or as published.
+
+    Args:
+      gpu: the card. A measurement counts if it was made on one of this kind on this machine.
+      folder: of the files; None takes the working folder, where runs are put.
+    """
+    disk = measured_disk(folder or ".")
+    there = nearest_folder(folder or ".") if folder else "."
+    where = f"the disk of {folder or 'the working folder'}"
+    known = {
+        "disk": None if disk is None else disk.both,
+        "disk_source": f"{where}: not measured, run `zerojax bench io {there}`"
+        if disk is None
+        else f"measured here on {disk.date} ({disk.disk})",
+    }
+    for link in measured_links():
+        card = gpu_of_device(link.device_kind)
+        if card is not None and card.name == gpu.name:
+            return Rates(
+                to_device=link.to_device,
+                to_host=link.to_host,
+                both=link.both,
+                link=f"measured here on {link.date}",
+                **known,
+            )
+    each = gpu.host_bandwidth
+    return Rates(
+        to_device=each,
+        to_host=each,
+        both=2 * each,
+        link=f"as published for {gpu.title}",
+        **known,
+    )
+
+
+def link_seconds(rates: Rates, to_device: float, to_host: float) -> float:
+    """Of so many bytes at best: both directions at once for as long as there are both."""
+    alone = max(to_device / rates.to_device, to_host / rates.to_host)
+    return max(alone, (to_device + to_host) / rates.both)
+
+
+def hiding(plan: Decisions, gpu: Gpu, rates: Rates | None = None) -> Hiding | None:
+    """How long a plan's offload takes on a card, and the tokens that hide it.
+
+    Args:
+      plan: any; gpu: the card; rates: None takes `rates_of`.
+
+    Returns:
+      None without offload, without tokens in the batch, or where the card has no peak for the
+      dtype.
+    """
+    tokens, peak = tokens_per_step(plan), gpu.peak_flops(plan.precision.compute_dtype.name)
+    moved = moved_bytes(plan)
+    if not moved or not tokens or not peak:
+        return None
+    rates = rates or rates_of(gpu, plan.settings.offload.folder)
+    layout = plan.offload
+    # In the backward pass layers are updated beside the products of the following ones.
+    streaming = layout is not None and layout.update_in_backward
+    update = [part for part in moved if part.what == UPDATE and not streaming]
+    beside = [part for part in moved if part.what in (WEIGHTS, GRADIENTS)]
+    beside += [part for part in moved if part.what == UPDATE and streaming]
+    growing = [part for part in moved if part.what == ACTIVATIONS]
+    # The devices of a machine share its disk, and each has a link of its own.
+    touched = 2 * file_bytes(plan, min(plan.mesh.size, gpu.node_devices))
+    disk_seconds = None if rates.disk is None and touched else touched / (rates.disk or math.inf)
+    update_link = _seconds(rates, update)
+    flops = peak * ATTAINED
+    per_token = model_flops(plan) / tokens / plan.mesh.size / flops
+    left = per_token - _seconds(rates, growing) / tokens
+    update_seconds = max(update_link, disk_seconds or 0.0)
+    fixed = update_seconds + _seconds(rates, beside)
+    known = disk_seconds is not None and left > 0
+    return Hiding(
+        rates=rates,
+        update_seconds=update_seconds,
+        stream_seconds=_seconds(rates, [*beside, *growing]),
+        disk_seconds=disk_seconds,
+        flops=flops,
+        tokens=fixed / left if known else None,
+    )
+
+
+def _seconds(rates: Rates, parts: list[Moved]) -> float:
+    return link_seconds(
+        rates, sum(part.to_device for part in parts), sum(part.to_host for part in parts)
+    )
+
+
+def card_of(plan: Decisions) -> Gpu | None:
+    """The card that a plan's devices are; None for others, and for absent devices."""
+    if not isinstance(plan.mesh, Mesh):
+        return None
+    return gpu_of_device(plan.mesh.devices.flat[0].device_kind)

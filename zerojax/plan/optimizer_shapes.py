@@ -1,0 +1,216 @@
+"""Choice between padded arrays and true shapes for an optimizer, and refusals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from zerojax.optim import (
+    KEYWORDS,
+    OnTrueShapes,
+    Optimizer,
+    trace_update,
+    why_padding_shows,
+    with_raw_keys,
+)
+from zerojax.optim.precision import Precision
+from zerojax.plan.abstract_state import LayerRows, fit
+from zerojax.plan.leaf import LeafPlacement
+from zerojax.plan.placement_table import Placement
+
+Structs = dict[str, jax.ShapeDtypeStruct]
+
+
+def fit_padding(
+    tx: optax.GradientTransformation,
+    params: Mapping[str, Any],
+    placement: Placement,
+    precision: Precision,
+    mesh: Mesh | AbstractMesh,
+    *,
+    stacks: Collection[str],
+) -> tuple[optax.GradientTransformation, list[str]]:
+    """The optimizer for arrays as they are stored, and lines for the plan.
+
+    Those of zerojax take zeros for nothing. Any other is proven not to see padding, or is given
+    arrays of the true shapes.
+
+    Args:
+      params: all parameters, as structs.
+      stacks: names of parameters whose dimension 0 counts layers.
+
+    Raises:
+      ValueError: the update needs what a step does not have, or does not return what optax says.
+    """
+    if isinstance(tx, Optimizer):
+        return tx, []
+    leaves = {name: leaf for name, leaf in sorted(placement.leaves.items()) if not leaf.frozen}
+    dtypes = {name: _dtype(params[name].dtype, precision) for name in leaves}
+    true = {name: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) for name, leaf in leaves.items()}
+    layers = frozenset(name for name in stacks if name in leaves)
+    fitted, traced = _fit_keywords(tx, true, layers)
+    tx = with_raw_keys(fitted, true)
+    dims = {name: _padded_dims(leaf) for name, leaf in leaves.items()}
+    if not any(dims.values()):
+        return tx, []
+    stored = {
+        name: jax.ShapeDtypeStruct(leaf.stored_shape, dtypes[name]) for name, leaf in leaves.items()
+    }
+    has_empty_rows = any(-1 in (leaf.layer_rows or ()) for leaf in leaves.values())
+    why = why_padding_shows(
+        tx,
+        true,
+        stored,
+        dims,
+        layers,
+        stays_zero=has_empty_rows,
+        traced=traced if tx is fitted else None,
+    )
+    if why is None:
+        return tx, []
+    changed = {name: leaf for name, leaf in leaves.items() if dims[name]}
+    both = _Forms(changed, placement.axis_sizes, mesh)
+    shapes = {name: x.shape for name, x in stored.items()}
+    return (
+        OnTrueShapes(tx, true, shapes, cut=both.cut, pad=both.pad),
+        [_describe(changed, why)],
+    )
+
+
+def _dtype(dtype: Any, precision: Precision) -> Any:
+    return precision.param_dtype if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _padded_dims(leaf: LeafPlacement) -> frozenset[int]:
+    """The dimensions in which a parameter is stored otherwise than it is."""
+    sizes = enumerate(zip(leaf.shape, leaf.stored_shape, strict=True))
+    return frozenset(at for at, (one, other) in sizes if one != other) | (
+        {0} if leaf.has_rows else frozenset()
+    )
+
+
+def _describe(changed: Mapping[str, LeafPlacement], why: str) -> str:
+    name, leaf = next(iter(changed.items()))
+    moved = [name for name, leaf in changed.items() if leaf.has_rows]
+    line = (
+        f"the optimizer's update is not proven to go element by element ({why}), so it runs on "
+        f"arrays of their true shapes: {len(changed)} are stored padded or in another order, such "
+        f"as {name} {list(leaf.shape)} as {list(leaf.stored_shape)}"
+    )
+    if moved:
+        line += (
+            f"; the layers of {len(moved)} are exchanged between pipeline stages in every step, "
+            "with their gradients and optimizer state (zerojax.adamw, lion, lamb or sgd do without)"
+        )
+    return line
+
+
+class _Forms:
+    """Parameters, gradients and moments in their true and in their stored shapes, traced."""
+
+    def __init__(
+        self,
+        leaves: Mapping[str, LeafPlacement],
+        axis_sizes: Mapping[str, int],
+        mesh: Mesh | AbstractMesh,
+    ) -> None:
+        self._leaves = leaves
+        # Of the true shape, too: the compiler splits what does not divide as if it were padded, so
+        # that each device has the same part of both.
+        self._lies = {name: NamedSharding(mesh, leaf.stored_spec) for name, leaf in leaves.items()}
+        self._rows = {
+            name: LayerRows(leaf.layer_rows, NamedSharding(mesh, leaf.exchange_spec(axis_sizes)))
+            for name, leaf in leaves.items()
+            if leaf.has_rows and leaf.layer_rows is not None
+        }
+
+    def cut(self, name: str, x: jax.Array) -> jax.Array:
+        return self._fit(name, x, to_rows=False)
+
+    def pad(self, name: str, x: jax.Array) -> jax.Array:
+        return self._fit(name, x, to_rows=True)
+
+    def _fit(self, name: str, x: jax.Array, *, to_rows: bool) -> jax.Array:
+        if name not in self._leaves:
+            return x
+        leaf = self._leaves[name]
+        shape = leaf.stored_shape if to_rows else leaf.shape
+        x = lax.with_sharding_constraint(x, self._lies[name])
+        x = fit(x, shape, self._rows.get(name), to_rows=to_rows)
+        return lax.with_sharding_constraint(x, self._lies[name])
+
+
+def _fit_keywords(
+    tx: optax.GradientTransformation, true: Structs, layers: frozenset[str]
+) -> tuple[optax.GradientTransformation, ClosedJaxpr]:
+    """The transformation without the keywords that it does not take, and its update, traced.
+
+    Raises:
+      ValueError: it needs a keyword that a step does not have, fails on these parameters, or
+        returns something else than it was given.
+    """
+    refused: frozenset[str] = frozenset()
+    while True:
+        fitted = _without_keywords(tx, refused) if refused else tx
+        try:
+            state = jax.eval_shape(fitted.init, true)
+            found = trace_update(fitted, true, layers)
+            break
+        except Exception as error:
+            name = re.search(r"got an unexpected keyword argument '(\w+)'", str(error))
+            if name is None or name[1] in refused or name[1] not in KEYWORDS:
+                raise ValueError(_why_not(error)) from error
+            refused |= {name[1]}
+    wanted = [x.shape for x in (*jax.tree.leaves(true), *jax.tree.leaves(state))]
+    shapes = [x.shape for x in found.out_avals]
+    if wanted != shapes:
+        at = next((i for i, (a, b) in enumerate(zip(wanted, shapes)) if a != b), None)  # noqa: B905
+        what = (
+            f"{len(wanted)} arrays become {len(shapes)}"
+            if at is None
+            else f"an array {list(wanted[at])} becomes {list(shapes[at])}"
+        )
+        raise ValueError(
+            "the optimizer's update returns other shapes than the gradients and the state that it "
+            f"is given ({what}); transformations of gradients of single examples have no place "
+            "here, and others return updates like the parameters and a state like that of init"
+        )
+    return fitted, found
+
+
+def _without_keywords(
+    tx: optax.GradientTransformation, refused: frozenset[str]
+) -> optax.GradientTransformationExtraArgs:
+    inner = optax.with_extra_args_support(tx)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        taken = {name: x for name, x in extra.items() if name not in refused}
+        return inner.update(updates, state, params, **taken)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _why_not(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    missing = re.search(
+        r"missing \d+ required (?:keyword-only|positional) arguments?: (.*)$", words
+    )
+    if missing:
+        return (
+            f"the optimizer needs {missing[1]} at every update, and a step has `value` (the mean "
+            "loss), `grad` and `grad_norm`, of one forward and one backward pass; it does not "
+            "compute the loss again at other parameters (linesearches, Hessians): use an optimizer "
+            "without, such as zerojax.adamw"
+        )
+    return (
+        f"the optimizer cannot update these parameters: {type(error).__name__}: {words[:400]}; "
+        "use another, such as zerojax.adamw"
+    )

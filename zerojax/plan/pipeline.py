@@ -1,0 +1,157 @@
+"""Pipeline decisions of a plan: layers of each stage and their memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.config import MeshConfig
+from zerojax.models import trees
+from zerojax.models.flops import count_program_flops
+from zerojax.models.jaxpr import holds_collectives
+from zerojax.models.loops import LayerLoop, cut_loss, find_layer_loop, split_layers
+from zerojax.models.losses import as_sums
+from zerojax.models.protocol import Loss, Model
+from zerojax.models.trace import ModelTrace
+from zerojax.plan.layer_partition import partition_layers
+from zerojax.plan.mesh import DATA, MODEL, STAGE, num_data_shards
+from zerojax.plan.pipeline_costs import executed_flops
+from zerojax.plan.pipeline_layout import PipelineLayout
+from zerojax.plan.schedules import lower, make_schedule
+
+Arrays = Mapping[str, Any]
+
+
+def plan_pipeline(
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    num_microbatches: int,
+    model: Model,
+    loss: Loss,
+    trace: ModelTrace,
+    arrays: tuple[Arrays, Arrays, Any],
+) -> PipelineLayout:
+    """The layout of a model on `settings.stage` stages.
+
+    Args:
+      settings: the mesh options; mesh: made from them.
+      num_microbatches: of a step.
+      model, loss: what is trained; trace: of one microbatch.
+      arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: the model has no layers that could be divided, or something in it that does not
+        go over stages; `ScheduleError`: the schedule cannot run with these numbers.
+    """
+    params, extras, batch = arrays
+    if model.overwritten:
+        raise ValueError(
+            f"stage={settings.stage} does not go with 8-bit products: their scales (such as "
+            f"{min(model.overwritten)}) are gradients of a whole step; use matmul_dtype=None or "
+            "stage=1"
+        )
+    names = [*sorted(params), *[None] * len(jax.tree.leaves((extras, batch)))]
+    loop = find_layer_loop(trace.jaxpr, names)
+    source: Any = settings.pipeline_schedule
+    schedule = make_schedule(source, stages=settings.stage, microbatches=num_microbatches)
+    draft = PipelineLayout(
+        table=lower(schedule, stash=settings.stash),
+        layers=(loop.num_layers,) * schedule.num_virtual_stages,
+        stacked=loop.stacked,
+        activations=loop.activations,
+        embed_flops=count_program_flops(loop.embed),
+        layer_flops=count_program_flops(loop.layer),
+        head_flops=count_program_flops(loop.head),
+        stash_bytes=0,
+        skips_padding=_may_skip(settings, mesh, loop),
+    )
+    layers = _divide(settings.partition, loop, params, draft)
+    padding = len(set(layers)) > 1
+    skips = padding and draft.skips_padding
+
+    def run(values: Any, extras: Any, key: Any, batch: Any) -> Any:
+        result, after = model.run(values, extras, key, lambda bound: loss(bound, batch))
+        return as_sums(result), after
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    arguments = run, dict(params), dict(extras), key, batch
+    pieces = cut_loss(*arguments, padding=padding, skips=skips)
+    stash = sum(x.size * x.dtype.itemsize for x in pieces.activations)
+    if settings.stash == "residuals":
+        stash = split_layers(pieces, params, dict(extras), key, batch, max(layers)).num_bytes
+    return dataclasses.replace(
+        draft,
+        layers=layers,
+        activations=pieces.activations,
+        stash_bytes=stash,
+        skips_padding=skips,
+    )
+
+
+def _may_skip(settings: MeshConfig, mesh: Mesh | AbstractMesh, loop: LayerLoop) -> bool:
+    """Whether layers that a stage does not have may be passed over: see `cut_loss`."""
+    gathers = settings.zero > 1 and mesh.shape[DATA] > 1
+    collective = mesh.shape[MODEL] > 1 or gathers or holds_collectives(loop.layer)
+    return not collective and (settings.stash == "input" or loop.is_checkpointed)
+
+
+def choose_microbatches(
+    given: int | None, mesh: Mesh | AbstractMesh, batch: Any
+) -> tuple[int, list[str]]:
+    """(number of microbatches, reasons): what was given, or a default.
+
+    More microbatches leave stages idle for a smaller part of a step; what each costs is smaller
+    matrices. Groups of as many as there are stages go first: some schedules need them.
+    """
+    stages = mesh.shape[STAGE]
+    if given is not None or stages == 1:
+        return (1 if given is None else given), []
+    rows = jax.tree.leaves(batch)[0].shape[0] // num_data_shards(mesh)
+    fitting = [n for n in range(1, 4 * stages + 1) if rows % n == 0]
+    number = max(fitting, key=lambda n: (n % stages == 0, n), default=1)
+    idle = (stages - 1) / (number + stages - 1)
+    return number, [
+        f"num_microbatches={number}: of {rows} rows on a data shard, up to 4 for each of {stages} "
+        f"stages; with 1f1b {idle:.0%} of a step is idle"
+    ]
+
+
+def _divide(method: Any, loop: LayerLoop, params: Arrays, draft: PipelineLayout) -> tuple[int, ...]:
+    """Layers of each virtual stage.
+
+    "flops" is the division that the executor goes through fastest. In every tick it does a forward
+    slot, in which the last virtual stage does all of the head, and a backward slot, and each takes
+    as long as its slowest stage: so the head counts for more than its part of a whole step, or, if
+    padding is computed, for nothing. The best divisions for several weights of it are compared.
+    """
+    divide = functools.partial(
+        partition_layers, method, loop.num_layers, draft.schedule.num_virtual_stages
+    )
+    if method != "flops":
+        return divide(**_sizes(loop, params))
+    costs = {"layer_cost": draft.layer_flops, "embed_cost": draft.embed_flops}
+    weights = [weight * draft.head_flops / 2 for weight in range(7)]
+    candidates = dict.fromkeys(divide(**costs, head_cost=head) for head in weights)
+
+    def time(layers: tuple[int, ...]) -> float:
+        skips = draft.skips_padding and len(set(layers)) > 1
+        return executed_flops(dataclasses.replace(draft, layers=layers, skips_padding=skips))
+
+    return min(candidates, key=time)
+
+
+def _sizes(loop: LayerLoop, params: Arrays) -> dict[str, float]:
+    """The number of parameters of a layer, of the embedding, and of what else there is."""
+    sizes = {name: trees.num_elements(leaf.shape) for name, leaf in params.items()}
+    before = loop.names_of(loop.embed_piece.inputs)
+    rest = {name: size for name, size in sizes.items() if name not in loop.stacked}
+    return {
+        "layer_cost": sum(sizes[name] for name in loop.stacked) / loop.num_layers,
+        "embed_cost": sum(size for name, size in rest.items() if name in before),
+        "head_cost": sum(size for name, size in rest.items() if name not in before),
+    }

@@ -1,0 +1,29 @@
+"""The plan: shape, dtype, sharding and reason of every array, and the pages that show them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from zerojax.plan.decisions import Decisions
+from zerojax.plan.show import plan_dict, plan_line, plan_table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(Decisions):
+    """Every decision about a run before its first array exists; fields as `Decisions` has them."""
+
+    def __repr__(self) -> str:
+        return f"Plan({plan_line(self)}; plan.table() has every parameter and reason)"
+
+    def table(self) -> str:
+        """The plan for people: bytes per device by role, each parameter, every exception."""
+        return plan_table(self)
+
+    def describe(self) -> str:
+        """One line."""
+        return plan_line(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for programs, as JSON takes it."""
+        return plan_dict(self)

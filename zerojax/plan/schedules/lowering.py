@@ -1,0 +1,322 @@
+"""Executor tables of a schedule: integer columns, buffer slots and directions of messages.
+
+A tick is, on every stage: the gradients that neighbours sent in the tick before are received; the F
+slot; the B slot; the W slot; the activations that were sent behind the F slot are received. (They
+may travel while B is computed.) Buffers have one slot more than is needed, the last one, for
+everything that an idle stage reads and writes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from zerojax.plan.schedules.checks import check_schedule
+from zerojax.plan.schedules.table import Event, Schedule, ScheduleError
+
+STASHES = ("residuals", "input")
+DIRECTIONS = ("right", "left", "local")
+_RECEIVE_GRADIENT, _F, _B, _W, _RECEIVE_ACTIVATION, _MOMENTS = range(6)
+
+_Item = tuple[int, int]
+"""(virtual stage, microbatch)."""
+
+
+class Run(NamedTuple):
+    """Ticks start to stop - 1, which one loop goes through with the same slots in its body.
+
+    forward, backward, weight: whether the body has the slot; embed, head: whether the first and
+    the last virtual stage do F in it; embed_backward: whether the first does B; receives: (what,
+    direction) of the permutes in the body, what being activation or gradient. A gradient that is
+    sent in the last tick of a run is received in the first one of the next.
+    """
+
+    start: int
+    stop: int
+    forward: bool
+    backward: bool
+    weight: bool
+    embed: bool
+    head: bool
+    embed_backward: bool
+    receives: frozenset[tuple[str, str]]
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutorTable:
+    """A schedule as numbers.
+
+    Attributes:
+      schedule: where it comes from.
+      stash: `residuals`, what the backward of a chunk needs is kept from F on; or `input`, only the
+        chunk's input is kept and F is computed again in B.
+      columns: name -> int32 [ticks, stages]. For x in forward, backward, weight: `x_active` (0 or
+        1), `x_microbatch`, `x_chunk` (0 where idle), `x_input`, `x_residual`, `x_gradient` (slots;
+        the spare slot where idle or not used). `forward_first`, `forward_last`, `backward_first`: 1
+        where the first or last virtual stage works. The input of the first virtual stage is made
+        by the embedding; with stash `input` it is written to `forward_input`, elsewhere that slot
+        is read. `forward_gradient` is written by the head of the last virtual stage, all others
+        are read. `receive_activation_D` and `receive_gradient_D` for D in right, left, local: the
+        slot into which what comes travelling to the right (from stage s - 1, round the ring), to
+        the left, or from the stage itself is put in this tick.
+      num_inputs, num_gradients, num_residuals: slots of each buffer without the spare one, which
+        has this number. Residuals are 0 with stash `input`.
+      runs: the ticks, cut where the slots in use change.
+    """
+
+    schedule: Schedule
+    stash: str
+    columns: Mapping[str, np.ndarray]
+    num_inputs: int
+    num_gradients: int
+    num_residuals: int
+    runs: tuple[Run, ...]
+
+    @property
+    def directions(self) -> frozenset[tuple[str, str]]:
+        """(what, direction) of everything that is received in any tick."""
+        return frozenset().union(*(run.receives for run in self.runs))
+
+    @property
+    def wraps(self) -> bool:
+        """Whether something travels between the last and the first stage."""
+        chunks, placement = self.schedule.num_chunks, self.schedule.placement
+        return placement == "loop" and chunks > 1 and self.schedule.num_stages > 1
+
+
+def lower(
+    schedule: Schedule, *, stash: str = "residuals", max_runs: int | None = 8
+) -> ExecutorTable:
+    """Turns a schedule into what the executor reads.
+
+    Args:
+      schedule: any table; it is checked.
+      stash: `residuals` or `input`.
+      max_runs: most runs, each of which is compiled by itself. Where the table changes its slots
+        more often, neighbouring runs are joined and work in masked slots; None joins nothing.
+
+    Raises:
+      ScheduleError: the table cannot run, or stash or max_runs is unknown.
+    """
+    if stash not in STASHES:
+        raise ScheduleError(f"stash={stash!r} is unknown; use {' or '.join(STASHES)}")
+    if max_runs is not None and max_runs < 1:
+        raise ScheduleError(f"max_runs={max_runs} must be at least 1, or None")
+    check_schedule(schedule)
+    lives = _lifetimes(schedule, stash)
+    slots, sizes = {}, {}
+    for buffer, intervals in lives.items():
+        allocated = [_allocate(of_stage) for of_stage in intervals]
+        slots[buffer] = {item: slot for found, _ in allocated for item, slot in found.items()}
+        sizes[buffer] = max(number for _, number in allocated)
+    columns = _empty_columns(schedule, sizes)
+    for event in schedule.events():
+        _write_operation(columns, schedule, event, slots, stash)
+        _write_message(columns, schedule, event, slots)
+    runs = _cut(columns, sizes)
+    if max_runs is not None:
+        runs = _join(runs, max_runs)
+    for column in columns.values():
+        column.setflags(write=False)
+    return ExecutorTable(
+        schedule,
+        stash,
+        columns,
+        sizes["input"],
+        sizes["gradient"],
+        sizes["residual"],
+        tuple(runs),
+    )
+
+
+def _moment(tick: int, phase: int) -> int:
+    return tick * _MOMENTS + phase
+
+
+def _lifetimes(schedule: Schedule, stash: str) -> dict[str, list[list[tuple[int, int, _Item]]]]:
+    """Buffer -> for each stage (first write, last read, item) of everything it keeps."""
+    lives: dict[str, list[list[tuple[int, int, _Item]]]] = {
+        buffer: [[] for _ in range(schedule.num_stages)]
+        for buffer in ("input", "gradient", "residual")
+    }
+    last_virtual = schedule.num_virtual_stages - 1
+    tick = schedule.tick_of
+    for virtual in range(schedule.num_virtual_stages):
+        stage, _ = schedule.locate(virtual)
+        for microbatch in range(schedule.num_microbatches):
+            item = virtual, microbatch
+            forward = _moment(tick["F", *item], _F)
+            last = (
+                _moment(tick["W", *item], _W)
+                if schedule.splits_backward
+                else _moment(tick["B", *item], _B)
+            )
+            arrival = (
+                _moment(tick["F", virtual - 1, microbatch], _RECEIVE_ACTIVATION)
+                if virtual
+                else forward
+            )
+            if virtual or stash == "input":
+                end = last if stash == "input" else forward
+                lives["input"][stage].append((arrival, end, item))
+            if stash == "residuals":
+                lives["residual"][stage].append((forward, last, item))
+            gradient = (
+                forward
+                if virtual == last_virtual
+                else _moment(tick["B", virtual + 1, microbatch] + 1, _RECEIVE_GRADIENT)
+            )
+            lives["gradient"][stage].append((gradient, last, item))
+    return lives
+
+
+def _allocate(intervals: list[tuple[int, int, _Item]]) -> tuple[dict[_Item, int], int]:
+    """A slot for each item, none shared by two that live at the same time, and the number used.
+
+    In the order of first writes each item takes the lowest slot that is free. The number of slots
+    is then the largest number of items alive at one moment, which is the least possible.
+    """
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []
+    slots: dict[_Item, int] = {}
+    number = 0
+    for start, end, item in sorted(intervals):
+        while busy and busy[0][0] < start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            slot = heapq.heappop(free)
+        else:
+            slot, number = number, number + 1
+        slots[item] = slot
+        heapq.heappush(busy, (end, slot))
+    return slots, number
+
+
+_SLOTS = {"F": "forward", "B": "backward", "W": "weight"}
+
+
+def _empty_columns(schedule: Schedule, sizes: dict[str, int]) -> dict[str, np.ndarray]:
+    """All columns, idle everywhere."""
+    spare = {"forward_first": 0, "forward_last": 0, "backward_first": 0}
+    for slot in _SLOTS.values():
+        spare |= {f"{slot}_active": 0, f"{slot}_microbatch": 0, f"{slot}_chunk": 0}
+        spare |= {f"{slot}_{buffer}": number for buffer, number in sizes.items()}
+    for direction in DIRECTIONS:
+        spare[f"receive_activation_{direction}"] = sizes["input"]
+        spare[f"receive_gradient_{direction}"] = sizes["gradient"]
+    shape = (schedule.num_ticks, schedule.num_stages)
+    return {name: np.full(shape, value, np.int32) for name, value in spare.items()}
+
+
+def _write_operation(
+    columns: dict[str, np.ndarray],
+    schedule: Schedule,
+    event: Event,
+    slots: dict[str, dict[_Item, int]],
+    stash: str,
+) -> None:
+    kind, microbatch, chunk = event.operation
+    slot, place = _SLOTS[kind], (event.tick, event.stage)
+    item = event.virtual_stage, microbatch
+    is_first = event.virtual_stage == 0
+    is_last = event.virtual_stage == schedule.num_virtual_stages - 1
+    columns[f"{slot}_active"][place] = 1
+    columns[f"{slot}_microbatch"][place] = microbatch
+    columns[f"{slot}_chunk"][place] = chunk
+    if kind == "F":
+        columns["forward_first"][place] = is_first
+        columns["forward_last"][place] = is_last
+    if kind == "B":
+        columns["backward_first"][place] = is_first
+    for buffer, found in slots.items():
+        if buffer == "input" and kind != "F" and stash != "input":
+            continue  # the input has been given up by then
+        if buffer == "gradient" and kind == "F" and not is_last:
+            continue
+        if item in found:
+            columns[f"{slot}_{buffer}"][place] = found[item]
+
+
+def _write_message(
+    columns: dict[str, np.ndarray],
+    schedule: Schedule,
+    event: Event,
+    slots: dict[str, dict[_Item, int]],
+) -> None:
+    """Where the neighbour puts what this operation sends."""
+    kind, microbatch, chunk = event.operation
+    step = {"F": 1, "B": -1, "W": 0}[kind]
+    target = event.virtual_stage + step
+    if not step or not 0 <= target < schedule.num_virtual_stages:
+        return
+    stage, _ = schedule.locate(target)
+    if stage == event.stage:
+        direction = "local"
+    else:
+        # In a loop activations always go to the right, gradients to the left; in a V the second
+        # chunk turns them round. With two stages both are the same neighbour: keep them apart.
+        goes_right = (kind == "F") != (schedule.placement == "v" and chunk == 1)
+        direction = "right" if goes_right else "left"
+    item = target, microbatch
+    if kind == "F":
+        columns[f"receive_activation_{direction}"][event.tick, stage] = slots["input"][item]
+    else:
+        columns[f"receive_gradient_{direction}"][event.tick + 1, stage] = slots["gradient"][item]
+
+
+def _cut(columns: dict[str, np.ndarray], sizes: dict[str, int]) -> list[Run]:
+    """The longest runs in which every tick uses the same slots."""
+    used = np.stack([columns[f"{slot}_active"].any(axis=1) for slot in _SLOTS.values()], axis=1)
+    changes = np.flatnonzero((used[1:] != used[:-1]).any(axis=1)) + 1
+    borders = [0, *changes.tolist(), len(used)]
+    runs = []
+    for start, stop in itertools.pairwise(borders):
+        rows = slice(start, stop)
+        receives = frozenset(
+            (what, direction)
+            for what, buffer in (("activation", "input"), ("gradient", "gradient"))
+            for direction in DIRECTIONS
+            if (columns[f"receive_{what}_{direction}"][rows] != sizes[buffer]).any()
+        )
+        forward, backward, weight = map(bool, used[start])
+        embed = bool(columns["forward_first"][rows].any())
+        head = bool(columns["forward_last"][rows].any())
+        embed_backward = bool(columns["backward_first"][rows].any())
+        runs.append(
+            Run(start, stop, forward, backward, weight, embed, head, embed_backward, receives)
+        )
+    return runs
+
+
+def _join(runs: list[Run], max_runs: int) -> list[Run]:
+    """Neighbours become one, those first that gain the fewest masked slots."""
+    runs = list(runs)
+    while len(runs) > max_runs:
+        place = min(range(len(runs) - 1), key=lambda i: _masked(runs[i], runs[i + 1]))
+        runs[place : place + 2] = [_merge(runs[place], runs[place + 1])]
+    return runs
+
+
+def _merge(left: Run, right: Run) -> Run:
+    return Run(
+        left.start,
+        right.stop,
+        forward=left.forward or right.forward,
+        backward=left.backward or right.backward,
+        weight=left.weight or right.weight,
+        embed=left.embed or right.embed,
+        head=left.head or right.head,
+        embed_backward=left.embed_backward or right.embed_backward,
+        receives=left.receives | right.receives,
+    )
+
+
+def _masked(left: Run, right: Run) -> int:
+    """Slots times ticks that would be computed for nothing if the two were one."""
+    merged = sum(_merge(left, right)[2:5])
+    return sum((run.stop - run.start) * (merged - sum(run[2:5])) for run in (left, right))

@@ -1,0 +1,129 @@
+"""Simulation of a schedule: time, bubble, activations in flight and messages.
+
+See `formulas` for papers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from zerojax.plan.schedules.checks import check_schedule, count_in_flight
+from zerojax.plan.schedules.table import KINDS, Schedule, ScheduleError
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time of one microbatch in one whole stage, in any unit.
+
+    A table without W does B and W in one operation, which costs the sum; a chunk costs its part.
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0
+    weight: float = 1.0
+
+    def __post_init__(self):
+        for name in ("forward", "backward", "weight"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ScheduleError(f"cost {name}={value} must be a number from 0; use 1,1,1")
+        if self.forward + self.backward + self.weight == 0:
+            raise ScheduleError("costs 0,0,0 leave nothing to simulate; use 1,1,1")
+
+    def of(self, schedule: Schedule) -> dict[str, float]:
+        """Kind of operation -> its time in this table, one chunk."""
+        split = schedule.splits_backward
+        whole = {
+            "F": self.forward,
+            "B": self.backward if split else self.backward + self.weight,
+            "W": self.weight if split else 0.0,
+        }
+        return {kind: time / schedule.num_chunks for kind, time in whole.items()}
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What became of a table under given costs. Times have the unit of the costs."""
+
+    num_ticks: int
+    time: float
+    """With all stages in step: a slot that any stage uses takes its time on every stage."""
+    bubble: float
+    """1 - work / time, in step; work is what a stage computes, the same for all stages."""
+    asynchronous_time: float
+    """Where every stage starts an operation of its column as soon as its input is there."""
+    asynchronous_bubble: float
+    """1 - work / asynchronous_time: what the papers count."""
+    in_flight: tuple[int, ...]
+    """Per stage, see `count_in_flight`."""
+    num_messages: int
+    """Activations and gradients that travel between different stages."""
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Runs a table in thought.
+
+    Raises:
+      ScheduleError: it cannot run, see `check_schedule`.
+    """
+    check_schedule(schedule)
+    costs = costs or Costs()
+    times = costs.of(schedule)
+    work = schedule.num_microbatches * schedule.num_chunks * sum(times.values())
+    time = tick_starts(schedule, costs)[-1]
+    asynchronous_time = _run_without_waiting(schedule, times)
+    return Simulation(
+        num_ticks=schedule.num_ticks,
+        time=time,
+        bubble=_idle_share(work, time),
+        asynchronous_time=asynchronous_time,
+        asynchronous_bubble=_idle_share(work, asynchronous_time),
+        in_flight=count_in_flight(schedule),
+        num_messages=_count_messages(schedule),
+    )
+
+
+def _idle_share(work: float, time: float) -> float:
+    return max(0.0, 1 - work / time)  # rounding may make it -1e-16
+
+
+def used_slots(schedule: Schedule) -> list[tuple[str, ...]]:
+    """For each tick, the kinds that at least one stage does."""
+    return [
+        tuple(
+            kind
+            for kind in KINDS
+            if any(operation.kind == kind for cell in row for operation in cell)
+        )
+        for row in schedule.table
+    ]
+
+
+def tick_starts(schedule: Schedule, costs: Costs) -> list[float]:
+    """When each tick begins with all stages in step, and behind them when the last one ends."""
+    times, starts = costs.of(schedule), [0.0]
+    for kinds in used_slots(schedule):
+        starts.append(starts[-1] + sum(times[kind] for kind in kinds))
+    return starts
+
+
+def _run_without_waiting(schedule: Schedule, times: dict[str, float]) -> float:
+    """The end of the last operation if a stage waits for nothing but its inputs."""
+    ends: dict[tuple[str, int, int], float] = {}
+    free = [0.0] * schedule.num_stages
+    # In the order of ticks and slots every input is computed before it is needed.
+    for event in schedule.events():
+        kind, microbatch = event.operation.kind, event.operation.microbatch
+        neighbour = event.virtual_stage + (1 if kind == "B" else -1)
+        arrival = ends.get((kind, neighbour, microbatch), 0.0) if kind != "W" else 0.0
+        end = max(free[event.stage], arrival) + times[kind]
+        ends[kind, event.virtual_stage, microbatch] = free[event.stage] = end
+    return max(free)
+
+
+def _count_messages(schedule: Schedule) -> int:
+    places = [schedule.locate(virtual)[0] for virtual in range(schedule.num_virtual_stages)]
+    borders = sum(here != there for here, there in itertools.pairwise(places))
+    return 2 * borders * schedule.num_microbatches

@@ -1,0 +1,44 @@
+"""Processes of a run: formation, start, hang detection, preemption, shutdown and exit status.
+
+Knows environments, signals, files and memory of the host; never models, arrays or plans.
+JAX is imported by `distributed`, `peers` and `preemption` alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerojax.runtime.distributed import join_processes
+    from zerojax.runtime.peers import PeerLostError
+    from zerojax.runtime.preemption import Interrupted, StopRequest
+    from zerojax.runtime.shutdown import leave
+    from zerojax.runtime.watchdog import Watchdog
+
+__all__ = [
+    "Interrupted",
+    "PeerLostError",
+    "StopRequest",
+    "Watchdog",
+    "join_processes",
+    "leave",
+]
+
+_HOME_OF_NAME = {
+    "Interrupted": "preemption",
+    "PeerLostError": "peers",
+    "StopRequest": "preemption",
+    "Watchdog": "watchdog",
+    "join_processes": "distributed",
+    "leave": "shutdown",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what a name needs when it is first asked for (PEP 562)."""
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,261 @@
+"""JSON reader for untrusted files and connections, with limits of size, depth and digits.
+
+No input, however it was made, takes more than these limits allow or ends in another error than
+`JsonError`, or `OSError` where the system refuses a file:
+
+    kind of file   regular; a pipe, a device or a socket is refused before it is opened
+    size           `max_bytes`, 64 MiB unless the caller says otherwise
+    depth          64 lists and objects inside one another
+    numbers        100 digits; nothing that is infinite as a float, no NaN
+    keys           none twice in one object
+    text           UTF-8 without lone surrogates, so that it can be written again
+
+`json.loads` alone recurses as deep as its input (RecursionError), takes NaN, takes the last of two
+equal keys, and has no limit of size.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import stat
+from typing import Any
+
+from zerojax.config.display import quoted
+
+MAX_BYTES = 64 << 20
+MAX_DEPTH = 64
+MAX_DIGITS = 100
+"""Of one number. A random generator's state has integers of 39, a float 17 and an exponent."""
+
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+}
+
+
+class JsonError(ValueError):
+    """A file or a text is not what is read here.
+
+    Attributes:
+      what: the rest of a sentence whose subject is the file, such as "is nested deeper than ...".
+    """
+
+    def __init__(self, what: str, path: str | os.PathLike[str] | None = None) -> None:
+        super().__init__(what if path is None else f"{os.fspath(path)} {what}")
+        self.what = what
+
+
+def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
+    """Opens a regular file for reading, and nothing else.
+
+    Opening a pipe waits for its other end, and opening a device may do something, so the kind is
+    asked for first, and again of what was opened, in case the name was given away in between.
+
+    Args:
+      path: of the file.
+      follow: whether it may be a symbolic link, as in caches of Hugging Face. Folders on the way to
+        it always may.
+
+    Returns:
+      A descriptor, to be closed.
+
+    Raises:
+      JsonError: it is no regular file.
+      OSError: what the system says.
+    """
+    _check_regular(os.stat(path) if follow else os.lstat(path), path)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        _check_regular(os.fstat(descriptor), path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise JsonError(f"is {kind_of(status)}, not a regular file", path)
+
+
+def kind_of(status: os.stat_result) -> str:
+    """What a file is that is no regular one: "a named pipe"."""
+    return _KINDS.get(stat.S_IFMT(status.st_mode), "of an unknown kind")
+
+
+def read_bytes(
+    path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, follow: bool = True
+) -> bytes:
+    """The bytes of a regular file.
+
+    Args:
+      path: of the file.
+      max_bytes: more are refused, before they are read.
+      follow: as in `open_regular`.
+
+    Raises:
+      JsonError: it is no regular file, or too large.
+      OSError: what the system says.
+    """
+    with open(open_regular(path, follow=follow), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        # Asked for one more: a file may grow meanwhile, and one of /proc says that it has none.
+        content = b"" if size > max_bytes else file.read(max_bytes + 1)
+    if max(size, len(content)) > max_bytes:
+        raise JsonError(f"has more than {max_bytes} bytes, the most that are read of it", path)
+    return content
+
+
+def loads(
+    content: str | bytes,
+    *,
+    max_bytes: int = MAX_BYTES,
+    max_depth: int = MAX_DEPTH,
+    max_digits: int = MAX_DIGITS,
+    finite: bool = True,
+) -> Any:
+    """The value of a JSON text.
+
+    Args:
+      content: the text, bytes in UTF-8.
+      max_bytes: of it.
+      max_depth: lists and objects inside one another.
+      max_digits: characters of one number.
+      finite: False: `NaN`, `Infinity` and numbers that are infinite as a float are taken.
+
+    Returns:
+      dicts, lists, strings, ints, floats, bools and None.
+
+    Raises:
+      JsonError: it is no JSON, or beyond a limit; the text says which.
+    """
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        raw = content if isinstance(content, bytes) else content.encode("utf-8")
+    except UnicodeError as error:
+        raise JsonError(f"is not UTF-8 at byte {getattr(error, 'start', 0)}") from None
+    if len(raw) > max_bytes:
+        raise JsonError(f"has {len(raw)} bytes; at most {max_bytes} are read of it")
+    if depth_of(raw) > max_depth:
+        raise JsonError(f"is nested deeper than {max_depth} levels")
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_without_equal_keys,
+            parse_int=functools.partial(_integer, max_digits),
+            parse_float=functools.partial(_float, max_digits, finite),
+            parse_constant=_refuse_constant if finite else None,
+        )
+    except JsonError:
+        raise
+    except json.JSONDecodeError as error:
+        line, column = error.lineno, error.colno
+        raise JsonError(f"is no JSON at line {line}, column {column}: {error.msg}") from None
+    if rb"\ud" in raw.lower():
+        _check_text(value)
+    return value
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    max_bytes: int = MAX_BYTES,
+    follow: bool = True,
+    finite: bool = True,
+) -> Any:
+    """The value of a file of JSON; arguments as those of `read_bytes` and `loads`.
+
+    Raises:
+      JsonError: it is no regular file, no JSON, or beyond a limit; names the file.
+      OSError: what the system says.
+    """
+    content = read_bytes(path, max_bytes=max_bytes, follow=follow)
+    try:
+        return loads(content, max_bytes=max_bytes, finite=finite)
+    except JsonError as error:
+        raise JsonError(error.what, path) from None
+
+
+def depth_of(text: bytes) -> int:
+    """How many lists and objects of a JSON text are inside one another, without recursion.
+
+    >>> depth_of(b'{"a": [1, "]["]}')
+    2
+    """
+    if text.count(b"[") + text.count(b"{") < 2:
+        return text.count(b"[") + text.count(b"{")
+    brackets = _STRING.sub(b"", text).translate(None, _NOT_BRACKETS)
+    steps = (1 if one in b"[{" else -1 for one in brackets)
+    return max(itertools.accumulate(steps, initial=0))
+
+
+def inside(name: Any) -> bool:
+    """Whether a name that was read is that of a file below a folder: relative, and without "..".
+
+    >>> inside("arrays/d/1"), inside("../../x"), inside("/dev/zero"), inside("")
+    (True, False, False, False)
+    """
+    if not isinstance(name, str) or not name or "\0" in name or name.startswith("/"):
+        return False
+    return all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def _without_equal_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise JsonError(f"has the key {quoted(key)} twice in one object")
+            seen.add(key)
+    return found
+
+
+def _integer(max_digits: int, text: str) -> int:
+    _check_digits(max_digits, text)
+    return int(text)
+
+
+def _float(max_digits: int, finite: bool, text: str) -> float:
+    _check_digits(max_digits, text)
+    value = float(text)
+    if finite and math.isinf(value):
+        raise JsonError(f"has the number {quoted(text)}, which is beyond the range of a float")
+    return value
+
+
+def _check_digits(max_digits: int, text: str) -> None:
+    if len(text) > max_digits:
+        raise JsonError(f"has a number of {len(text)} characters; at most {max_digits} are read")
+
+
+def _refuse_constant(text: str) -> None:
+    raise JsonError(f"has {text}, which JSON does not have")
+
+
+def _check_text(value: Any) -> None:
+    """Refuses lone surrogates. Recursion is bounded: so is the depth."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_text(key)
+            _check_text(item)
+    elif isinstance(value, list):
+        for item in value:
+            _check_text(item)
+    elif isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise JsonError(f"has a text with half a character: {quoted(value)}") from None

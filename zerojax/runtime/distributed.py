@@ -1,0 +1,267 @@
+"""Start of `jax.distributed`: the coordinator is checked, and this process's GPUs are declared."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import sys
+import threading
+import time
+
+import jax
+
+from zerojax.config.keywords import names_keywords
+from zerojax.runtime import last_words
+from zerojax.runtime.exit_codes import FAILED
+from zerojax.runtime.local_gpus import local_device_ids, visible_gpus
+from zerojax.runtime.process_group import ProcessGroup as ProcessGroup
+from zerojax.runtime.process_group import number_of, split_address
+from zerojax.runtime.schedulers import process_group_of
+from zerojax.runtime.shutdown import leave_on_uncaught_errors
+
+HEARTBEAT_SECONDS, JOIN_SECONDS = "ZEROJAX_HEARTBEAT_SECONDS", "ZEROJAX_JOIN_SECONDS"
+DEFAULT_HEARTBEAT_SECONDS = 60
+"""Silence after which a process counts as lost. NCCL notices nothing by itself: on GPUs the others
+wait in a collective for so long."""
+DEFAULT_JOIN_SECONDS = 300
+_OWN_NAME_SECONDS = 60.0
+
+_NUM_CPU_DEVICES, _PLATFORMS = "jax_num_cpu_devices", "jax_platforms"
+# gRPC reads these spellings only, the first before the second.
+_NO_PROXY, _NO_PROXY_AT_ALL = "no_grpc_proxy", "no_proxy"
+BIND_ADDRESS, LOCAL_DEVICES = "JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS"
+
+
+@names_keywords()
+def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
+    """Joins the processes of a run; to be called before JAX touches a device.
+
+    `zerojax train` and `zerojax.train` call it; a script that makes arrays or meshes before that
+    calls it first. A second call does nothing. From then on an uncaught exception ends this process
+    at once with its exit code, where JAX would wait five minutes for the others.
+
+    Args:
+      group: None reads the environment: ZEROJAX_COORDINATOR, ZEROJAX_NUM_PROCESSES and
+        ZEROJAX_PROCESS_ID, or what Slurm, Open MPI, Kubernetes or torchrun have set.
+        ZEROJAX_NUM_PROCESSES=1 keeps every process a run of its own.
+
+    Returns:
+      The group, or None when this process runs alone.
+
+    Raises:
+      ValueError: the variables are incomplete or contradict each other.
+      RuntimeError: JAX has started its devices already.
+      ConnectionError: process 0 was not reached within ZEROJAX_JOIN_SECONDS (300).
+      OSError: process 0 cannot listen on the coordinator's address.
+    """
+    group = process_group_of(os.environ) if group is None else group
+    if group is None or jax.distributed.is_initialized():
+        return group
+    if _devices_have_started():
+        raise RuntimeError(_not_joined(group))
+    # A script may have chosen its platform by `jax.config`, which begins as the variable.
+    num_gpus = visible_gpus({**os.environ, "JAX_PLATFORMS": getattr(jax.config, _PLATFORMS) or ""})
+    if not num_gpus and getattr(jax.config, _NUM_CPU_DEVICES) > 1:
+        # Virtual CPU devices share threads: two programs with collectives can wait for each other.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    heartbeat = _seconds(HEARTBEAT_SECONDS, DEFAULT_HEARTBEAT_SECONDS)
+    limit = _seconds(JOIN_SECONDS, DEFAULT_JOIN_SECONDS)
+    # JAX reads this variable itself.
+    devices = None if os.environ.get(LOCAL_DEVICES) else local_device_ids(group, num_gpus)
+    # JAX's own default are all interfaces of the machine.
+    bind = os.environ.get(BIND_ADDRESS) or group.coordinator
+    _reach_directly(group)
+    began = time.monotonic()
+    if group.process_id == 0:
+        _check_free(bind, group, min(limit, _OWN_NAME_SECONDS))
+    else:
+        _wait_for(group, limit)
+    _initialize(
+        group,
+        coordinator_bind_address=bind,
+        local_device_ids=devices,
+        heartbeat_timeout_seconds=heartbeat,
+        seconds=max(1.0, limit - (time.monotonic() - began)),
+    )
+    last_words.prepare(group.process_id, group.num_processes)
+    leave_on_uncaught_errors(is_coordinator=group.process_id == 0)
+    print(_describe(group, devices, num_gpus), file=sys.stderr, flush=True)
+    return group
+
+
+def check_joined() -> None:
+    """Refuses to go on alone where the environment names a group that nobody has joined.
+
+    Raises:
+      RuntimeError: each of the processes would train by itself.
+    """
+    if jax.distributed.is_initialized():
+        return
+    group = process_group_of(os.environ)
+    if group is not None:
+        raise RuntimeError(_not_joined(group))
+
+
+def _devices_have_started() -> bool:
+    """JAX has no question for it, but refuses to change this setting from then on."""
+    number = getattr(jax.config, _NUM_CPU_DEVICES)
+    try:
+        jax.config.update(_NUM_CPU_DEVICES, abs(number) + 1)
+    except RuntimeError:
+        return True
+    jax.config.update(_NUM_CPU_DEVICES, number)
+    return False
+
+
+def _not_joined(group: ProcessGroup) -> str:
+    return (
+        f"this is process {group.process_id} of {group.num_processes} ({group.source}), but it has "
+        "not joined the others, and each would train by itself; call zerojax.join_processes() "
+        "before anything makes an array or asks for devices, or set ZEROJAX_NUM_PROCESSES=1 if "
+        "each is to be a run of its own"
+    )
+
+
+def _seconds(name: str, default: int) -> int:
+    seconds = number_of(os.environ, name) if os.environ.get(name) else default
+    if seconds < 1:
+        raise ValueError(f"{name}={seconds} is less than a second; the default is {default}")
+    return seconds
+
+
+def _reach_directly(group: ProcessGroup) -> None:
+    """Keeps gRPC from asking a proxy for the coordinator: it takes HTTP proxies from variables."""
+    host, _ = split_address(group.coordinator)
+    around = os.environ.get(_NO_PROXY) or os.environ.get(_NO_PROXY_AT_ALL)
+    os.environ[_NO_PROXY] = ",".join([*(around.split(",") if around else []), host])
+    jax.config.update("jax_check_proxy_envs", False)
+
+
+def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
+    """Whether this process, which coordinates, can listen on `bind`; JAX's errors do not tell.
+
+    Args:
+      limit: seconds until its name has to be known: a cluster publishes it once it has started.
+
+    Raises:
+      ConnectionError: its name is not known.
+      OSError: in use, not an address of this host, or one that other hosts cannot reach.
+    """
+    host, port = split_address(bind)
+    addresses = _resolve(host, port, limit)
+    several_hosts = group.num_local_processes is not None and not group.is_on_one_host
+    is_own_choice = bind != group.coordinator
+    all_local = all(ipaddress.ip_address(address[0]).is_loopback for _, address in addresses)
+    if several_hosts and all_local and not is_own_choice:
+        raise OSError(
+            f"the coordinator {bind} is {addresses[0][1][0]} on this host, which no other host can "
+            "reach; set ZEROJAX_COORDINATOR to an address of the network between the hosts"
+        )
+    failures = []
+    for family, address in addresses:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As a server does: connections of an ended run that linger do not matter.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                failures.append(error.errno or 0)
+    if errno.EADDRINUSE in failures:
+        raise OSError(
+            f"the coordinator's address {bind} is in use by another program of this host; end it, "
+            "or give another port with ZEROJAX_COORDINATOR_PORT or ZEROJAX_COORDINATOR to all "
+            "processes"
+        )
+    if len(failures) == len(addresses):
+        raise OSError(
+            f"process 0 cannot listen on {bind}: {os.strerror(failures[0])}; no network interface "
+            f"of {socket.gethostname()} has that address, or the port is not allowed. Set "
+            f"ZEROJAX_COORDINATOR to an address of the host of process 0, or {BIND_ADDRESS} if "
+            "that host is known under another address to itself"
+        )
+
+
+def _resolve(host: str, port: int, limit: float) -> list[tuple[int, tuple]]:
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return [(family, address) for family, _, _, _, address in found]
+        except OSError as error:
+            if time.monotonic() + 1.0 > deadline:
+                raise ConnectionError(
+                    f"the coordinator's host {host!r} is not known here after {limit:g} seconds "
+                    f"({error.strerror or error}); set ZEROJAX_COORDINATOR to a name or address "
+                    "that every host knows"
+                ) from None
+        time.sleep(1.0)
+
+
+def _wait_for(group: ProcessGroup, limit: float) -> None:
+    """Until process 0 listens. In a cluster its name may become known only when it starts.
+
+    Raises:
+      ConnectionError: it does not within `limit` seconds.
+    """
+    host, port = split_address(group.coordinator)
+    deadline, pause = time.monotonic() + limit, 0.05
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() + pause > deadline:
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
+    raise ConnectionError(
+        f"process {group.process_id} of {group.num_processes} did not reach the coordinator "
+        f"{group.coordinator} within {limit:g} seconds ({reason}); see whether process 0 has "
+        "started there and whether a firewall is between; ZEROJAX_JOIN_SECONDS allows more time"
+    )
+
+
+def _initialize(group: ProcessGroup, *, seconds: float, **options: object) -> None:
+    """`jax.distributed.initialize`, with a sentence where its runtime would abort the process."""
+
+    def give_up() -> None:
+        print(
+            f"zerojax: error: not all {group.num_processes} processes of the run have come to the "
+            f"coordinator {group.coordinator} in time (this is process {group.process_id}); see "
+            "whether one of them has failed or was not started; ZEROJAX_JOIN_SECONDS allows more",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(FAILED)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            group.coordinator,
+            group.num_processes,
+            group.process_id,
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(seconds) + 60,  # later than the sentence
+            **options,  # type: ignore[arg-type]
+        )
+    finally:
+        timer.cancel()
+
+
+def _describe(group: ProcessGroup, devices: list[int] | None, num_gpus: int) -> str:
+    """One line of this process; process 0 begins with what there is in all."""
+    if os.environ.get(LOCAL_DEVICES):
+        where = f"devices [{os.environ[LOCAL_DEVICES]}]"
+    elif devices is not None:
+        where = f"devices {devices}"
+    else:
+        where = f"all {num_gpus} GPUs" if num_gpus else "on CPUs"
+    name = f"rank {group.process_id}/{group.num_processes} on {socket.gethostname()}, {where}"
+    if group.process_id:
+        return name
+    return f"{group.num_processes} processes ({group.source}) at {group.coordinator}; {name}"

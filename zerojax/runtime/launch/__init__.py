@@ -1,0 +1,279 @@
+"""Launcher: one command in several processes, with restarts after failures.
+
+Host 0 decides, the others follow. No JAX is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from zerojax.runtime.exit_codes import FAILED, OK, SAVED_AND_STOPPED
+from zerojax.runtime.launch.children import Children
+from zerojax.runtime.launch.endings import End, describe, exit_code, first_failure, may_restart
+from zerojax.runtime.launch.hosts import Followers, Link, Message, free_address, reach_leader
+from zerojax.runtime.launch.job import Job as Job
+from zerojax.runtime.launch.job import check_gpus as check_gpus
+from zerojax.runtime.launch.output import Printer
+from zerojax.runtime.launch.token import Token
+from zerojax.runtime.process_group import optional_number_of
+
+_DEFAULT_JOIN_SECONDS = 300
+_MAX_FORWARDED = 2
+"""Of the same command: the first asks for a save, the second stops at once, a third kills."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Signalled:
+    """The launcher itself got a signal."""
+
+    number: int
+
+
+def launch(job: Job) -> int:
+    """Runs `job` to its end.
+
+    Returns:
+      0; 75 where a signal stopped the run and everything is saved; else what the first failing
+      process ended with, 128 + n for signal n.
+
+    Raises:
+      ValueError: launchers were told different things. TimeoutError, OSError: they do not meet.
+    """
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    printer = Printer(job.total, show_all=job.show_all)
+    children = Children(job, events, printer)
+    seconds = optional_number_of(os.environ, "ZEROJAX_JOIN_SECONDS") or _DEFAULT_JOIN_SECONDS
+    # Nothing runs yet while launchers meet: a signal ends this one as it ends any program.
+    launcher: _Leader | _Follower
+    if job.host:
+        assert job.coordinator is not None
+        numbers = {
+            "host": job.host,
+            "num_hosts": job.num_hosts,
+            "num_processes": job.num_processes,
+        }
+        link = reach_leader(
+            job.coordinator,
+            hello=numbers,
+            events=events,
+            seconds=seconds,
+            token=Token(os.environ, job.token_file),
+            say=printer.say,
+        )
+        launcher = _Follower(children, events, printer, link, job.num_processes)
+    elif job.num_hosts > 1:
+        assert job.coordinator is not None
+        followers = Followers.gather(
+            job.coordinator,
+            num_hosts=job.num_hosts,
+            num_processes=job.num_processes,
+            events=events,
+            seconds=seconds,
+            token=Token(os.environ, job.token_file),
+            say=printer.say,
+        )
+        launcher = _Leader(job, children, events, printer, followers)
+    else:
+        followers = Followers({})
+        launcher = _Leader(job, children, events, printer, followers)
+    with _signals_into(events):
+        try:
+            return launcher.run()
+        finally:
+            children.kill()
+
+
+class _Launcher:
+    """What the launcher of any host does: it forwards signals to its processes."""
+
+    def __init__(self, children: Children, events: queue.SimpleQueue, printer: Printer):
+        self.children, self.events, self.printer = children, events, printer
+        self.num_signals = 0
+
+    def forward(self, number: int) -> None:
+        self.num_signals += 1
+        name = signal.Signals(number).name
+        if self.num_signals > _MAX_FORWARDED:
+            self.printer.say(f"{name} again; the processes are killed")
+            self.children.kill()
+            return
+        self.printer.say(f"{name}: passed on to the processes, which save and stop")
+        self.children.forward(number)
+
+
+class _Leader(_Launcher):
+    """The launcher of host 0."""
+
+    def __init__(
+        self,
+        job: Job,
+        children: Children,
+        events: queue.SimpleQueue,
+        printer: Printer,
+        followers: Followers,
+    ):
+        super().__init__(children, events, printer)
+        self.job, self.followers = job, followers
+        self.lost: set[int] = set()
+
+    def run(self) -> int:
+        code = FAILED
+        try:
+            code = self._run()
+        finally:
+            self.followers.send(finish=code)
+            self.followers.close()
+        return code
+
+    def _run(self) -> int:
+        restart = 0
+        while True:
+            coordinator = free_address(self.job.coordinator)
+            self.followers.send(start=restart, coordinator=coordinator)
+            self.children.start(coordinator, restart)
+            ends = self._until_all_have_ended()
+            code, sentence = self._outcome(ends)
+            if sentence is None:
+                return code
+            left = self.job.max_restarts - restart
+            if left <= 0 or self.lost or self.num_signals or not may_restart(code):
+                self.printer.say(sentence + self._why_no_restart(code))
+                return code
+            restart += 1
+            self.printer.say(
+                f"{sentence} Restart {restart} of {self.job.max_restarts}, from the last good "
+                "checkpoint."
+            )
+
+    def _until_all_have_ended(self) -> list[End]:
+        ends: list[End] = []
+        waited_for = set(range(self.job.total))
+        while waited_for:
+            event = self.children.next_event(self.events)
+            if isinstance(event, Signalled):
+                self.forward(event.number)
+                continue
+            if isinstance(event, Message):
+                if event.content is None:
+                    self.lost.add(event.host)
+                    self._end_the_others(time.monotonic())
+                    waited_for -= {i for i in waited_for if self.job.host_of(i) == event.host}
+                    continue
+                event = _end_of(event.content)
+            assert isinstance(event, End)
+            ends.append(event)
+            waited_for.discard(event.process_id)
+            if event.failed:
+                self._end_the_others(event.when)
+        return ends
+
+    def _end_the_others(self, since: float) -> None:
+        self.followers.send(end=True)
+        self.children.end_soon(since)
+
+    def _outcome(self, ends: list[End]) -> tuple[int, str | None]:
+        """The exit code of the run, and a sentence where it is a failure."""
+        failure = first_failure(ends)
+        if failure is None and not self.lost:
+            codes = {end.code for end in ends if not end.was_killed}
+            if any(end.was_killed for end in ends):
+                return exit_code(
+                    -signal.SIGKILL
+                ), "the processes were killed before they had saved."
+            return (SAVED_AND_STOPPED if SAVED_AND_STOPPED in codes else OK), None
+        if failure is None:
+            return FAILED, f"the launcher of host {min(self.lost)} was lost first; all were ended."
+        where = f" on host {self.job.host_of(failure.process_id)}" if self.job.num_hosts > 1 else ""
+        others = self.job.total - 1
+        ended = {0: "", 1: " The other one was ended."}.get(
+            others, f" The other {others} were ended."
+        )
+        first = f"rank {failure.process_id}{where} failed first, with {describe(failure.code)}."
+        return exit_code(failure.code), first + ended
+
+    def _why_no_restart(self, code: int) -> str:
+        if not self.job.max_restarts:
+            return ""
+        if self.num_signals:
+            return " No restart: a signal asked for the end."
+        if self.lost:
+            return " No restart without that host."
+        if not may_restart(code):
+            return " No restart: it would end the same way."
+        return f" All {self.job.max_restarts} restarts are used up."
+
+
+class _Follower(_Launcher):
+    """The launcher of another host: does what host 0 says."""
+
+    def __init__(
+        self,
+        children: Children,
+        events: queue.SimpleQueue,
+        printer: Printer,
+        leader: Link,
+        num_processes: int,
+    ):
+        super().__init__(children, events, printer)
+        self.leader, self.num_processes = leader, num_processes
+
+    def run(self) -> int:
+        running = 0
+        while True:
+            event = self.children.next_event(self.events)
+            if isinstance(event, Signalled):
+                self.forward(event.number)
+                if not running:
+                    return exit_code(-event.number)
+            elif isinstance(event, End):
+                running -= 1
+                self.leader.send(
+                    ended=event.process_id,
+                    code=event.code,
+                    was_killed=event.was_killed,
+                    ago=time.monotonic() - event.when,
+                )
+            else:
+                assert isinstance(event, Message)
+                content = event.content
+                if content is None:
+                    self.printer.say("the launcher of host 0 is lost; the processes here are ended")
+                    return FAILED
+                if "finish" in content:
+                    return int(content["finish"])
+                if "start" in content:
+                    self.children.start(content["coordinator"], content["start"])
+                    running = self.num_processes
+                if "end" in content:
+                    self.children.end_soon()
+
+
+def _end_of(content: dict) -> End:
+    """An end on another host, on the clock of this one."""
+    when = time.monotonic() - float(content["ago"])
+    return End(int(content["ended"]), int(content["code"]), when, bool(content["was_killed"]))
+
+
+@contextlib.contextmanager
+def _signals_into(events: queue.SimpleQueue) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP (a lost terminal, as SIGTERM) become events meanwhile."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        events.put(Signalled(signal.SIGTERM if number == signal.SIGHUP else number))
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

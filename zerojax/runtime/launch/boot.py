@@ -1,0 +1,94 @@
+"""Start of a script, a module or a program as one process of a group.
+
+    python -m zerojax.runtime.launch.boot script.py ... | -m module ... | --exec program ...
+
+Knows how Python runs scripts; imports no JAX. A failure ends the process at once with its own exit
+code, where JAX would wait for the other processes; with the launcher the process ends too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from zerojax.runtime.exit_codes import BAD_INPUT, FAILED, OK
+from zerojax.runtime.shutdown import AGREED, end_with_parent, exit_code_of, in_group, leave, say
+
+_LAUNCHER = "--launcher="
+
+
+def main() -> int:
+    """Runs what the words of this process name, and returns its exit code if it may end in order.
+
+    Returns:
+      The exit code; with another than those of `AGREED` a process of a group does not return.
+    """
+    words = sys.argv[1:]
+    if words and words[0].startswith(_LAUNCHER):
+        end_with_parent(int(words.pop(0).removeprefix(_LAUNCHER)))
+    if not words or words == ["-m"] or words == ["--exec"]:
+        print(f"zerojax: error: nothing to run; {__doc__.splitlines()[2].strip()}", file=sys.stderr)
+        return BAD_INPUT
+    if words[0] == "--exec":
+        return _become(words[1:])
+    code = OK
+    try:
+        _run(words)
+    except SystemExit as error:
+        code = exit_code_of(error)
+        if code == FAILED and isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        code = exit_code_of(error)
+        say(_without_boot(error))
+    if code not in AGREED and in_group():
+        leave(code)
+    return code
+
+
+def _run(words: list[str]) -> None:
+    """As `python script.py ...` or `python -m module ...` would."""
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    if not Path(words[0]).is_file():
+        print(f"zerojax: error: there is no script {words[0]!r}", file=sys.stderr)
+        raise SystemExit(BAD_INPUT)
+    sys.argv = words
+    with _first_on_path(str(Path(words[0]).resolve().parent)):
+        runpy.run_path(words[0], run_name="__main__")
+
+
+@contextlib.contextmanager
+def _first_on_path(folder: str) -> Iterator[None]:
+    """Modules beside the script are found, in place of those in the working folder."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+    yield
+
+
+def _become(words: list[str]) -> int:
+    """Another program in place of this one; what the kernel was told about the parent stays."""
+    try:
+        os.execvp(words[0], words)
+    except OSError as error:
+        print(f"zerojax: error: {words[0]}: {error.strerror}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _without_boot(error: BaseException) -> BaseException:
+    """Leaves out the frames of this module and of `runpy`, which say nothing of the script."""
+    outside = (__file__, runpy.run_path.__code__.co_filename)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in outside:
+        trace = trace.tb_next
+    return error.with_traceback(trace)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

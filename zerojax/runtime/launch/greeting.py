@@ -1,0 +1,134 @@
+"""Handshake between two launchers: each proves that it has the token (HMAC-SHA256, RFC 2104).
+
+The token itself never travels. What follows on the connection is not encrypted: who can change what
+other hosts send to each other can still do harm, whoever can only connect cannot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import time
+from typing import Any
+
+from zerojax.runtime.bounded_json import JsonError, loads
+
+SECONDS = 10.0
+"""For all of it together, however slowly the bytes come."""
+_LONGEST = 4096
+_NAME = "zerojax_launch"
+_NUMBERS = ("host", "num_hosts", "num_processes")
+
+
+class Stranger(Exception):
+    """Whoever is at the other end is no launcher of this run."""
+
+
+@dataclasses.dataclass
+class Greeting:
+    """One exchange of greetings, to be ended in time.
+
+    Args:
+      connection: just made.
+      token: the secret of this run's launchers.
+      seconds: for the whole exchange.
+    """
+
+    connection: socket.socket
+    token: bytes
+    seconds: float = SECONDS
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + self.seconds
+
+    def hear(self) -> tuple[dict[str, int], bytes]:
+        """What a follower says of itself, and its nonce, which `accept` takes.
+
+        Raises:
+          Stranger: it said something else, too slowly, or without the token. OSError.
+        """
+        nonce = secrets.token_hex(16)
+        self._send({_NAME: {"nonce": nonce}})
+        said = self._read()
+        numbers, other, proof = _numbers(said.get("hello")), said.get("nonce"), said.get("proof")
+        if numbers is None or not (isinstance(other, str) and isinstance(proof, str)):
+            raise Stranger("it says what no launcher says")
+        if not hmac.compare_digest(
+            proof.encode(), self._proof("host", nonce, other, numbers).encode()
+        ):
+            self._send({"unknown": True})
+            raise Stranger("it has another token")
+        return numbers, other.encode()
+
+    def accept(self, numbers: dict[str, int], nonce: bytes, refused: str | None = None) -> None:
+        """Tells a follower that it has come to the right place, or why it is not wanted."""
+        proof = self._proof("leader", nonce.decode(), refused or "", numbers)
+        self._send({"proof": proof, "refused": refused})
+
+    def introduce(self, numbers: dict[str, int]) -> str | None:
+        """Says to a leader who this is.
+
+        Returns:
+          Why it refuses; None: it does not.
+
+        Raises:
+          Stranger: the other one is no leader, or has another token. OSError.
+        """
+        said = self._read().get(_NAME)
+        nonce = said.get("nonce") if isinstance(said, dict) else None
+        if not isinstance(nonce, str):
+            raise Stranger("what listens there is no launcher of this version")
+        mine = secrets.token_hex(16)
+        proof = self._proof("host", nonce, mine, numbers)
+        self._send({"hello": numbers, "nonce": mine, "proof": proof})
+        answer = self._read()
+        proof, refused = answer.get("proof"), answer.get("refused")
+        wanted = self._proof("leader", mine, refused if isinstance(refused, str) else "", numbers)
+        if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(), wanted.encode()):
+            raise Stranger("host 0 has another token")
+        return refused if isinstance(refused, str) else None
+
+    def _proof(self, role: str, nonce: str, more: str, numbers: dict[str, int]) -> str:
+        text = json.dumps([role, nonce, more, {name: numbers[name] for name in _NUMBERS}])
+        return hmac.new(self.token, text.encode(), hashlib.sha256).hexdigest()
+
+    def _send(self, content: dict[str, Any]) -> None:
+        self.connection.settimeout(self._left())
+        self.connection.sendall(json.dumps(content).encode() + b"\n")
+
+    def _read(self) -> dict[str, Any]:
+        text = b""
+        while not text.endswith(b"\n"):
+            if len(text) == _LONGEST:
+                raise Stranger(f"it says more than {_LONGEST} bytes")
+            self.connection.settimeout(self._left())
+            # What comes behind the line belongs to whoever reads the connection next.
+            got = self.connection.recv(1)
+            if not got:
+                raise Stranger("it has gone without a word" if not text else "it has gone")
+            text += got
+        try:
+            said = loads(text)
+        except JsonError as error:
+            raise Stranger(f"what it says {error}") from None
+        if not isinstance(said, dict):
+            raise Stranger("it says what no launcher says")
+        return said
+
+    def _left(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise Stranger(f"it took longer than {self.seconds:g} s to say who it is")
+        return left
+
+
+def _numbers(value: Any) -> dict[str, int] | None:
+    """What a launcher says of its job, if it is that."""
+    if not isinstance(value, dict) or set(value) != set(_NUMBERS):
+        return None
+    are_numbers = all(type(number) is int and 0 <= number < 2**31 for number in value.values())
+    return value if are_numbers else None

@@ -1,0 +1,359 @@
+"""Connections between the launchers of several hosts: JSON lines over TCP.
+
+Launchers prove to each other that they have the run's token; whoever else connects to host 0 is
+dropped, and the start goes on. JAX's own coordinator, which the processes use later, knows no
+token: it is for a network that is trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+from zerojax.config.display import printable
+from zerojax.runtime.bounded_json import JsonError, loads
+from zerojax.runtime.launch.greeting import Greeting, Stranger
+from zerojax.runtime.launch.token import REMEDY, Token
+from zerojax.runtime.process_group import split_address
+
+_LONGEST_LINE = 65536
+_MAX_GREETINGS = 32
+"""At the same time; whoever else comes meanwhile is dropped."""
+_MAX_NAMED = 10
+"""Connections that are dropped with a line of their own."""
+_POLL_SECONDS = 0.1
+
+Say = Callable[[str], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """What the launcher of another host has said; None: its connection is lost."""
+
+    host: int
+    content: dict[str, Any] | None
+
+
+class Link:
+    """A connection to the launcher of `host`; what comes goes into `events`.
+
+    Args:
+      connection: over which greetings were exchanged.
+      host: number of the other one.
+      events: for a `Message` each.
+      is_known: whether a message is one that the other one may send; anything else counts as the
+        loss of the connection.
+      say: takes the sentence about that.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        host: int,
+        events: queue.SimpleQueue,
+        *,
+        is_known: Callable[[dict[str, Any]], bool],
+        say: Say,
+    ):
+        self._connection, self._host, self._events = connection, host, events
+        self._is_known, self._say = is_known, say
+        connection.settimeout(None)
+        # A host that vanishes without a word is noticed within half a minute.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+            if hasattr(socket, name):  # Linux
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            with self._connection.makefile("rb") as lines:
+                for line in iter(lambda: lines.readline(_LONGEST_LINE), b""):
+                    content = loads(line)
+                    if not (isinstance(content, dict) and self._is_known(content)):
+                        raise JsonError("is no message that it may send")
+                    self._events.put(Message(self._host, content))
+        except JsonError as error:
+            self._say(f"what the launcher of host {self._host} sends {error}; it counts as lost")
+            self.close()
+        except (OSError, ValueError):  # the connection is gone, or was closed here
+            pass
+        finally:
+            self._events.put(Message(self._host, None))
+
+    def send(self, **content: Any) -> None:
+        """Sends one message; a lost connection is told by `Message`, not here."""
+        with contextlib.suppress(OSError):
+            self._connection.sendall(_line(content))
+
+    def close(self) -> None:
+        """Ends the connection."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+class Followers:
+    """The launchers of all other hosts, as host 0 sees them; none on a single host."""
+
+    def __init__(self, links: dict[int, Link]):
+        self._links = links
+
+    @classmethod
+    def gather(
+        cls,
+        address: str,
+        *,
+        num_hosts: int,
+        num_processes: int,
+        events: queue.SimpleQueue,
+        seconds: float,
+        token: Token,
+        say: Say,
+    ) -> Self:
+        """Waits until the launchers of hosts 1 to `num_hosts` - 1 have come to `address`.
+
+        Raises:
+          OSError: the address cannot be listened on.
+          TimeoutError: not all have come within `seconds`.
+          ValueError: one with the token was told other numbers.
+        """
+        links: dict[int, Link] = {}
+        deadline = time.monotonic() + seconds
+        token.make()
+        secret = token.read()
+        assert secret is not None
+        with listen(address) as listener:
+            door = _Door(secret, say)
+            listener.settimeout(_POLL_SECONDS)
+            while len(links) < num_hosts - 1:
+                if time.monotonic() > deadline:
+                    missing = sorted(set(range(1, num_hosts)) - set(links))
+                    raise TimeoutError(
+                        f"no launcher has come from host {', '.join(map(str, missing))} to "
+                        f"{address} within {seconds:g} seconds; start it there with --node-rank "
+                        f"{missing[0]}, or set ZEROJAX_JOIN_SECONDS to wait longer"
+                    )
+                with contextlib.suppress(TimeoutError):
+                    door.open(*listener.accept())
+                while door.come_in:
+                    guest = door.come_in.pop(0)
+                    refusal = _check_hello(guest.numbers, num_hosts, num_processes, set(links))
+                    try:
+                        guest.greeting.accept(guest.numbers, guest.nonce, refusal)
+                    except (OSError, Stranger):  # it has gone, and may come again
+                        guest.greeting.connection.close()
+                        continue
+                    if refusal is not None:
+                        guest.greeting.connection.close()
+                        raise ValueError(refusal)
+                    host = guest.numbers["host"]
+                    first = host * num_processes
+                    links[host] = Link(
+                        guest.greeting.connection,
+                        host,
+                        events,
+                        is_known=_EndsOf(range(first, first + num_processes)),
+                        say=say,
+                    )
+        return cls(links)
+
+    def send(self, **content: Any) -> None:
+        """Says the same to all."""
+        for link in self._links.values():
+            link.send(**content)
+
+    def close(self) -> None:
+        """Ends all connections."""
+        for link in self._links.values():
+            link.close()
+
+
+@dataclasses.dataclass
+class _Guest:
+    """A launcher that has proved to be one of this run's."""
+
+    greeting: Greeting
+    numbers: dict[str, int]
+    nonce: bytes
+
+
+class _Door:
+    """Greets whoever connects, each in a thread of its own, so that nobody holds up another.
+
+    Attributes:
+      come_in: those who have the token, in order.
+    """
+
+    def __init__(self, token: bytes, say: Say) -> None:
+        self._token, self._say = token, say
+        self._free = threading.Semaphore(_MAX_GREETINGS)
+        self._dropped = 0
+        self.come_in: list[_Guest] = []
+
+    def open(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
+        """Begins with one; returns at once."""
+        where = str(address[0])
+        if not self._free.acquire(blocking=False):
+            self._drop(connection, where, f"{_MAX_GREETINGS} others are being asked who they are")
+            return
+        threading.Thread(target=self._greet, args=(connection, where), daemon=True).start()
+
+    def _greet(self, connection: socket.socket, where: str) -> None:
+        try:
+            greeting = Greeting(connection, self._token)
+            self.come_in.append(_Guest(greeting, *greeting.hear()))
+        except (Stranger, OSError) as error:
+            self._drop(connection, where, getattr(error, "strerror", None) or str(error))
+        finally:
+            self._free.release()
+
+    def _drop(self, connection: socket.socket, where: str, reason: str) -> None:
+        self._dropped += 1
+        if self._dropped <= _MAX_NAMED:
+            last = "; further ones are dropped without a word" * (self._dropped == _MAX_NAMED)
+            self._say(f"a connection from {where} was dropped: {printable(reason)}{last}")
+        connection.close()
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens on this address only.
+
+    Raises:
+      OSError: it is in use, or not an address of this host.
+    """
+    host, port = split_address(address)
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            f"host 0 cannot listen on --coordinator {address} ({error.strerror}); give an address "
+            "and a free port of this host"
+        ) from None
+    return listener
+
+
+def free_address(address: str | None) -> str:
+    """A port that is free now on the host of `address`, for JAX's coordinator."""
+    host = "127.0.0.1" if address is None else split_address(address)[0]
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def reach_leader(
+    address: str,
+    *,
+    hello: dict[str, int],
+    events: queue.SimpleQueue,
+    seconds: float,
+    token: Token,
+    say: Say,
+) -> Link:
+    """The connection to the launcher of host 0, waited for.
+
+    Raises:
+      TimeoutError: it was not there within `seconds`, or has another token.
+      ValueError: it was told other numbers.
+    """
+    host, port = split_address(address)
+    deadline = time.monotonic() + seconds
+    said: set[str] = set()
+    while True:
+        try:
+            secret = token.read()
+            if secret is None:
+                raise Stranger(f"there is no token at {token.place} yet")
+            connection = socket.create_connection((host, port), timeout=5)
+            try:
+                refusal = Greeting(connection, secret).introduce(hello)
+            except BaseException:
+                connection.close()
+                raise
+            if refusal is not None:
+                connection.close()
+                raise ValueError(refusal)
+            return Link(connection, 0, events, is_known=_is_order, say=say)
+        except Stranger as error:
+            reason = f"{error}; {REMEDY}" if "token" in str(error) else str(error)
+            if reason not in said:
+                said.add(reason)
+                say(f"not with host 0 yet: {printable(reason)}")
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"the launcher of host 0 was not reached at {address} within {seconds:g} seconds "
+                f"({reason}); start it there with --node-rank 0, or set ZEROJAX_JOIN_SECONDS to "
+                "wait longer"
+            )
+        time.sleep(0.2)
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content).encode() + b"\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class _EndsOf:
+    """Whether a message is the end of one of these processes, as a follower tells it."""
+
+    process_ids: range
+
+    def __call__(self, content: dict[str, Any]) -> bool:
+        ago = content.get("ago")
+        return (
+            set(content) == {"ended", "code", "was_killed", "ago"}
+            and type(content["ended"]) is int
+            and content["ended"] in self.process_ids
+            and type(content["code"]) is int
+            and abs(content["code"]) < 2**31
+            and type(content["was_killed"]) is bool
+            and isinstance(ago, int | float)
+            and math.isfinite(ago)
+            and ago >= 0
+        )
+
+
+def _is_order(content: dict[str, Any]) -> bool:
+    """Whether a message is one of host 0: start, end or finish."""
+    kinds = {"start": int, "coordinator": str, "end": bool, "finish": int}
+    return (
+        set(content) in ({"start", "coordinator"}, {"end"}, {"finish"})
+        and all(type(value) is kinds[name] for name, value in content.items())
+        and all(abs(value) < 2**31 for value in content.values() if not isinstance(value, str))
+    )
+
+
+def _check_hello(
+    hello: dict[str, int], num_hosts: int, num_processes: int, known: set[int]
+) -> str | None:
+    """Why a launcher with the token is refused; None: it is not."""
+    host = hello["host"]
+    for option, name, mine in (
+        ("--nnodes", "num_hosts", num_hosts),
+        ("--nprocs", "num_processes", num_processes),
+    ):
+        if hello[name] != mine:
+            return (
+                f"host {host} was launched with {option} {hello[name]}, host 0 with {option} "
+                f"{mine}; give the same to all"
+            )
+    if not 0 < host < num_hosts or host in known:
+        return f"two launchers have --node-rank {host}; give each host its own"
+    return None

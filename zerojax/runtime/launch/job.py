@@ -1,0 +1,196 @@
+"""Job of the launcher: command line and environment of each process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from zerojax.runtime.launch.token import TOKEN
+from zerojax.runtime.local_gpus import local_device_ids, visible_gpus
+from zerojax.runtime.process_group import (
+    COORDINATOR,
+    LOCAL_PROCESS_ID,
+    NUM_LOCAL_PROCESSES,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    ProcessGroup,
+    split_address,
+)
+
+RESTART = "ZEROJAX_RESTART"
+"""How many times the run has been started before, by this launcher."""
+
+OF_ONE_PROCESS = ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS", TOKEN)
+"""Variables that cannot be true of several processes, or are the launcher's secret: they are not
+handed down."""
+
+DEFAULT_GRACE = 3.0
+MAX_GRACE = 4.0
+"""Seconds; within five after a failure all processes are to have ended."""
+
+_BOOT = "zerojax.runtime.launch.boot"
+_OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One command, run by several processes on one or a few hosts.
+
+    Attributes:
+      command: the words, such as ("zerojax", "train", "x.yaml") or ("python", "train.py").
+      num_processes: on this host, as on every other.
+      num_hosts, host: how many there are, and which one this is, from 0.
+      coordinator: "host:port" of host 0, on which its launcher waits for those of the others; None
+        on a single host.
+      token_file: of several hosts, where the secret of their launchers is; None: see
+        `runtime.launch.token`.
+      cpu_devices: virtual CPU devices of each process; None: GPUs, or what the command says.
+      max_restarts: how often all processes are started again after a failure.
+      grace: seconds between the first failure and the end of the others.
+      show_all: print also what is known to be noise.
+    """
+
+    command: tuple[str, ...]
+    num_processes: int
+    num_hosts: int = 1
+    host: int = 0
+    coordinator: str | None = None
+    token_file: str | None = None
+    cpu_devices: int | None = None
+    max_restarts: int = 0
+    grace: float = DEFAULT_GRACE
+    show_all: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ValueError(
+                "no command to launch; write it after --, such as: zerojax launch --nprocs 2 -- "
+                "zerojax train configs/tiny_shakespeare.yaml"
+            )
+        for name, least in (("num_processes", 1), ("num_hosts", 1), ("max_restarts", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{_OPTIONS[name]} {getattr(self, name)} is less than {least}")
+        if self.cpu_devices is not None and self.cpu_devices < 1:
+            raise ValueError(f"--cpu-devices {self.cpu_devices} is less than 1")
+        if not 0 <= self.grace <= MAX_GRACE:
+            raise ValueError(
+                f"--grace {self.grace:g} is not in [0, {MAX_GRACE:g}] seconds, so that all "
+                "processes have ended five seconds after a failure"
+            )
+        if not 0 <= self.host < self.num_hosts:
+            raise ValueError(
+                f"--node-rank {self.host} is not in [0, {self.num_hosts}); number the hosts from 0"
+            )
+        if self.num_hosts > 1 and self.coordinator is None:
+            raise ValueError(
+                f"--nnodes {self.num_hosts} needs --coordinator HOST:PORT, an address of host 0 "
+                "that the others reach; give the same to every launcher"
+            )
+        if self.coordinator is not None:
+            split_address(self.coordinator)
+
+    @property
+    def total(self) -> int:
+        """Processes on all hosts."""
+        return self.num_processes * self.num_hosts
+
+    @property
+    def process_ids(self) -> range:
+        """Numbers of those on this host."""
+        first = self.host * self.num_processes
+        return range(first, first + self.num_processes)
+
+    def host_of(self, process_id: int) -> int:
+        """On which host a process is."""
+        return process_id // self.num_processes
+
+
+_OPTIONS = {
+    "num_processes": "--nprocs",
+    "num_hosts": "--nnodes",
+    "max_restarts": "--max-restarts",
+}
+
+
+def check_gpus(job: Job, environment: Mapping[str, str]) -> None:
+    """Refuses numbers of processes that cannot share this host's GPUs, before any is started.
+
+    Raises:
+      ValueError: with the numbers that can.
+    """
+    if job.cpu_devices is not None:
+        return
+    group = ProcessGroup(
+        coordinator="127.0.0.1:1",
+        num_processes=job.total,
+        process_id=job.process_ids[0],
+        local_process_id=0,
+        num_local_processes=job.num_processes,
+        source="zerojax launch",
+    )
+    num_gpus = visible_gpus(environment)
+    if num_gpus == 1 and job.num_processes > 1:
+        raise ValueError(
+            f"--nprocs {job.num_processes} processes cannot share the one visible GPU; start one, "
+            "or try it on CPUs with --cpu-devices 1"
+        )
+    local_device_ids(group, num_gpus)
+
+
+def variables_of(job: Job, process_id: int, coordinator: str, restart: int) -> dict[str, str]:
+    """What one process is told, besides the environment of the launcher."""
+    told = {
+        COORDINATOR: coordinator,
+        NUM_PROCESSES: str(job.total),
+        PROCESS_ID: str(process_id),
+        LOCAL_PROCESS_ID: str(process_id - job.process_ids[0]),
+        NUM_LOCAL_PROCESSES: str(job.num_processes),
+        RESTART: str(restart),
+        # Whole lines are to come when they are printed, also from processes that are killed.
+        "PYTHONUNBUFFERED": "1",
+    }
+    if job.cpu_devices is not None:
+        told |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(job.cpu_devices)}
+    return told
+
+
+def command_line(job: Job, launcher: int | None = None) -> list[str]:
+    """The words that start one process: the job's command inside `zerojax.runtime.launch.boot`.
+
+    `zerojax` is this very installation, and `python` its Python; another Python is named by its
+    path or version (python3.12); any other program takes the place of the boot.
+
+    Args:
+      launcher: the process whose end ends the started one; None: this process.
+    """
+    own = [f"--launcher={os.getpid() if launcher is None else launcher}"]
+    first, *rest = job.command
+    name = Path(first).name
+    if name == "zerojax":
+        is_train = job.cpu_devices is not None and rest[:1] == ["train"]
+        devices = [f"cpu_devices={job.cpu_devices}"] if is_train else []
+        return [sys.executable, "-m", _BOOT, *own, "-m", "zerojax", *rest, *devices]
+    if re.fullmatch(r"python(\d(\.\d+)?)?", name):
+        options, script = _split_options(rest)
+        if script[:1] in ([], ["-c"]):
+            raise ValueError(
+                f"{' '.join(job.command)!r} names neither a script nor a module (-m) to launch"
+            )
+        # Without an environment that was activated, `python` is one that has no zerojax.
+        interpreter = sys.executable if first in ("python", "python3") else first
+        return [interpreter, *options, "-m", _BOOT, *own, *script]
+    if first.endswith(".py"):
+        return [sys.executable, "-m", _BOOT, *own, *job.command]
+    return [sys.executable, "-m", _BOOT, *own, "--exec", *job.command]
+
+
+def _split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Options of the interpreter, and the script or module with its own words."""
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-c", "-"):
+        at += 2 if words[at] in _OPTIONS_WITH_VALUE else 1
+    return list(words[:at]), list(words[at:])

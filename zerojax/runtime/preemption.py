@@ -1,0 +1,417 @@
+"""Preemption: a signal requests a stop between two steps, agreed by all processes."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType, TracebackType
+from typing import Self
+
+import jax
+from jax.experimental import multihost_utils
+
+from zerojax.runtime import exit_codes, last_words
+
+SAME_REQUEST_SECONDS = 1.0
+"""Signals so close together are one request that came by two ways, as when a scheduler tells a
+launcher and its processes alike."""
+
+STOP_SECONDS = 60.0
+"""For what is under way outside of the steps when a signal comes, such as compiling."""
+AGAIN_SECONDS = 3.0
+"""For Python to raise what a second signal asks for, before the process is ended without it."""
+_POLL_SECONDS = 1.0
+_TELL_SECONDS = 3.0
+"""For the last sentence. The disk that it asks, or the reader of standard error, may hang."""
+
+_MARK = b"Stack ("
+_SERVICE = "jax_enable_preemption_service"
+# Calls of this process, over all runs in it: JAX compares these numbers between processes, and one
+# that is not below the next would be waited for in vain.
+_calls = itertools.count(1)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was stopped by a signal after a step was finished and, where asked for, saved.
+
+    Attributes:
+      signal_name: "SIGINT" (Ctrl-C) or "SIGTERM".
+      saved: whether the state of that step is on disk.
+      exit_code: of a process that ends with this.
+    """
+
+    def __init__(self, message: str, signal_name: str, *, saved: bool = False):
+        super().__init__(message)
+        self.signal_name = signal_name
+        self.saved = saved
+        number = signal.Signals[signal_name]
+        self.exit_code = exit_codes.SAVED_AND_STOPPED if saved else 128 + number
+
+
+class StopRequest:
+    """While entered, the first Ctrl-C or SIGTERM is noted instead of raised; a second acts at once.
+
+    With several processes one that is told to any of them stops all of them, after the same step:
+    JAX's coordinator finds the moment, within about a second. JAX's own handler of SIGTERM passes
+    it on, so it stays installed, and Ctrl-C becomes a SIGTERM. Where JAX's preemption service is
+    switched off nobody can agree, and signals act at once.
+
+    With one process, outside the main thread, where Python allows no signal handlers, it notes
+    nothing.
+
+    Python runs its handlers only when the main thread comes back from compiled code, which one step
+    may keep for half an hour. So another thread hears of signals as well, and ends the process when
+    what was under way has not come to its end within `limit`, or when a second signal comes.
+
+    Args:
+      limit: asked at the first signal: seconds until the step that is under way must be over; None:
+        however long it takes.
+      describe: what is lost where it is not, and what is not: a sentence for the last words.
+      end: ends the process, with an exit code, without any cleaning up.
+
+    Attributes:
+      signal_name: what came, to this process; None: nothing yet.
+      is_due: whether the run ends now: with several processes since `due` has said so.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: Callable[[], float | None] = lambda: STOP_SECONDS,
+        describe: Callable[[], str] = lambda: "what was saved is whole",
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self.signal_name: str | None = None
+        self._previous: dict[int, object] = {}
+        self._processes = jax.process_count()
+        self._agreed = False
+        self._listener: _Listener | None = None
+        self._watcher = _Watcher(limit, describe, end, heard=self._heard)
+
+    @property
+    def is_due(self) -> bool:
+        return self._agreed if self._processes > 1 else self.signal_name is not None
+
+    def due(self) -> bool:
+        """Whether to stop now. With several processes all ask, once before each step."""
+        if self._processes > 1 and getattr(jax.config, _SERVICE):
+            self._agreed = self._agreed or multihost_utils.reached_preemption_sync_point(
+                next(_calls)
+            )
+        return self.is_due
+
+    def step_over(self) -> None:
+        """Nothing is under way on the devices: where a stop is due, nothing limits what follows."""
+        if self.is_due:
+            self._watcher.cancel()
+
+    def unhurried(self) -> contextlib.AbstractContextManager[None]:
+        """In which no limit ends the process, as while it saves."""
+        return self._watcher.paused()
+
+    def interrupted(self, step: int, text: str, *, saved: bool = False) -> Interrupted:
+        """What a run raises that ends for this, after a step.
+
+        Args:
+          text: what became of the state of that step.
+          saved: whether it is on disk.
+        """
+        _say_in_one_line()
+        name = self.signal_name or "SIGTERM"
+        where = "" if self.signal_name else ", sent to one of the run's processes,"
+        return Interrupted(f"{name}{where} after step {step}: {text}", name, saved=saved)
+
+    def __enter__(self) -> Self:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        if self._processes > 1:
+            if not getattr(jax.config, _SERVICE):
+                return self
+            self._listener = _Listener(signal.SIGTERM, self._note_term)
+            numbers = (signal.SIGINT,)
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                self._previous[number] = signal.signal(number, self._note)
+        self._watcher.open(self._previous)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._restore()
+        self._watcher.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _restore(self) -> None:
+        """Gives the signals back to who had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal_name = signal.Signals(number).name
+        for again, handler in self._previous.items():
+            # Python's own handlers only act once the main thread comes back from where it hangs.
+            at_once = signal.SIG_DFL if again == signal.SIGTERM else handler
+            signal.signal(again, at_once)  # type: ignore[arg-type]
+
+    def _heard(self, number: int) -> None:
+        """In the thread of the watcher, at the first signal."""
+        self.signal_name = self.signal_name or signal.Signals(number).name
+        if self._listener is not None and number == signal.SIGINT:
+            os.kill(os.getpid(), signal.SIGTERM)  # to JAX's handler, which tells the others
+
+    def _note_term(self, is_first: bool) -> None:
+        if is_first:
+            self._watcher.note(signal.SIGTERM)
+        else:
+            self._watcher.end_now(signal.SIGTERM)
+
+
+class _OneLine:
+    """`sys.excepthook`: of an `Interrupted` its sentence, of anything else what was said before.
+
+    Somebody who pressed Ctrl-C wants to know what was saved, not where in the loop it was.
+    """
+
+    previous = staticmethod(sys.__excepthook__)
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Interrupted) and error.__context__ is None:
+            print(f"\nzerojax: {error}", file=sys.stderr, flush=True)
+        else:
+            self.previous(kind, error, trace)
+
+
+_one_line = _OneLine()
+
+
+def _say_in_one_line() -> None:
+    """From now on, where nobody else has a hook for uncaught errors."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _one_line
+
+
+@contextlib.contextmanager
+def sigterm_raised() -> Iterator[None]:
+    """SIGTERM raises `Interrupted` where nothing else is done about it, as Ctrl-C raises.
+
+    With several processes, or outside the main thread, it changes nothing.
+    """
+    if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    watcher = _Watcher(
+        lambda: STOP_SECONDS, lambda: "nothing was saved of it; what was saved is whole", os._exit
+    )
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        watcher.cancel()
+        text = "SIGTERM outside of the steps: nothing was under way; what was saved is whole"
+        raise Interrupted(text, "SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    watcher.open([signal.SIGTERM])
+    try:
+        yield
+    finally:
+        watcher.close()
+        signal.signal(signal.SIGTERM, before)
+
+
+_watchers: list[_Watcher] = []
+"""Those that have Python's pipe, one inside of the other."""
+
+
+class _Watcher:
+    """Hears signals in a thread of its own, and ends the process when the main thread does not.
+
+    Python writes the number of every signal that it handles into a pipe, at once, also while the
+    main thread is inside of compiled code (`signal.set_wakeup_fd`).
+
+    Args:
+      limit, describe, end: as `StopRequest` takes them.
+      heard: called in the thread at the first signal.
+    """
+
+    def __init__(
+        self,
+        limit: Callable[[], float | None],
+        describe: Callable[[], str],
+        end: Callable[[int], object],
+        heard: Callable[[int], object] = lambda number: None,
+    ) -> None:
+        self._limit, self._describe, self._end, self._heard = limit, describe, end, heard
+        self._numbers: Collection[int] = ()
+        self._writer, self._foreign, self._before = -1, -1, -1
+        self._has_pipe = self._is_cancelled = False
+        self._num_paused = 0
+
+    def open(self, numbers: Collection[int]) -> None:
+        """Listens to these signals, which Python handles; with any, in the main thread."""
+        self._numbers = tuple(int(number) for number in numbers)
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        if self._numbers:
+            before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            # One of ours must not count down beside this one; somebody else's is told further.
+            outer = next((x for x in _watchers if x._writer == before), None)
+            self._foreign = before if outer is None else outer._foreign
+            self._before = before
+            self._has_pipe = True
+            _watchers.append(self)
+        threading.Thread(
+            target=self._watch, args=(reader,), name="zerojax-stop", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """Gives the signals back."""
+        if self._has_pipe:
+            signal.set_wakeup_fd(self._before)
+            _watchers.remove(self)
+            self._has_pipe = False
+        writer, self._writer = self._writer, -1
+        os.close(writer)
+
+    def note(self, number: int) -> None:
+        """A signal that Python does not handle; from any thread."""
+        with contextlib.suppress(OSError):
+            os.write(self._writer, bytes([number]))
+
+    def cancel(self) -> None:
+        """The signal is obeyed: nothing is ended any more, but by a second one."""
+        self._is_cancelled = True
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is ended meanwhile, but by a second signal."""
+        self._num_paused += 1
+        try:
+            yield
+        finally:
+            self._num_paused -= 1
+
+    def _watch(self, reader: int) -> None:
+        first: tuple[int, float] | None = None
+        deadline: float | None = None
+        last: int | None = None  # the second signal
+        with open(reader, "rb", buffering=0) as stream:
+            while True:
+                wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not select.select([stream], [], [], wait)[0]:
+                    if last is not None:
+                        self.end_now(last)
+                        return
+                    assert first is not None
+                    if not (self._num_paused or self._is_cancelled):
+                        self._give_up(first[0], time.monotonic() - first[1])
+                        return
+                    deadline = time.monotonic() + _POLL_SECONDS
+                    continue
+                if not (numbers := stream.read(4096)):
+                    return
+                if self._foreign >= 0:
+                    with contextlib.suppress(OSError):
+                        os.write(self._foreign, numbers)
+                now = time.monotonic()
+                for number in numbers:
+                    if number not in (*self._numbers, signal.SIGTERM):
+                        continue
+                    if first is None:
+                        first = number, now
+                        self._heard(number)
+                        limit = self._limit()
+                        deadline = None if limit is None else now + limit
+                    elif now - first[1] > SAME_REQUEST_SECONDS and not _is_kept(number):
+                        # The main thread may be able to raise a Ctrl-C, and to clean up.
+                        waits = number == signal.SIGINT and last is None
+                        last, deadline = number, now + AGAIN_SECONDS * waits
+
+    def end_now(self, number: int) -> None:
+        """A second signal has come."""
+        self._say(f"{signal.Signals(number).name} again: ended at once, without saving", number)
+
+    def _give_up(self, number: int, waited: float) -> None:
+        name = signal.Signals(number).name
+        found: list[str] = []
+        # It asks a disk for what is saved, and writes out what was printed.
+        ask = threading.Thread(target=lambda: found.append(self._describe()), daemon=True)
+        ask.start()
+        ask.join(_TELL_SECONDS)
+        told = found[0] if found else "what was saved is whole"
+        self._say(
+            f"{name}: what was under way did not end within {waited:.0f} s and cannot be saved, so "
+            f"the process ends with code {128 + number}; {told}",
+            number,
+        )
+
+    def _say(self, sentence: str, number: int) -> None:
+        def tell() -> None:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            with contextlib.suppress(OSError):
+                os.write(2, f"zerojax: {sentence}\n".encode())
+
+        telling = threading.Thread(target=tell, daemon=True)
+        telling.start()
+        telling.join(_TELL_SECONDS)
+        last_words.silence()
+        self._end(128 + number)
+
+
+def _is_kept(number: int) -> bool:
+    """Whether a process stays where a second Ctrl-C comes: somebody is at its prompt."""
+    return number == signal.SIGINT and hasattr(sys, "ps1")
+
+
+class _Listener:
+    """Hears a signal whose handler is not Python's, and leaves it to that handler.
+
+    `signal.signal` would put itself in the place of JAX's handler. `faulthandler` calls the one
+    before it: what it writes into a pipe says that the signal came, also while the main thread is
+    inside of C++.
+
+    Args:
+      number: of the signal.
+      heard: called in another thread, with whether this was the first.
+    """
+
+    def __init__(self, number: int, heard: Callable[[bool], object]) -> None:
+        self._number, self._heard = number, heard
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)  # a full pipe must not stop the handler
+        faulthandler.register(number, file=self._writer, all_threads=False, chain=True)
+        thread = threading.Thread(
+            target=self._listen, args=(reader,), name="zerojax-signals", daemon=True
+        )
+        thread.start()
+
+    def _listen(self, reader: int) -> None:
+        last = None
+        with open(reader, "rb", buffering=0) as stream:
+            while text := stream.read(65536):
+                if _MARK not in text:
+                    continue
+                now = time.monotonic()
+                if last is None or now - last > SAME_REQUEST_SECONDS:
+                    self._heard(last is None)
+                    last = now
+
+    def close(self) -> None:
+        """Gives the signal back."""
+        faulthandler.unregister(self._number)
+        os.close(self._writer)

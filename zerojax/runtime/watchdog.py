@@ -1,0 +1,280 @@
+"""Watchdog: ends a process without progress and writes its stacks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from zerojax.config.watch import WatchConfig
+from zerojax.runtime import last_words
+from zerojax.runtime.exit_codes import HUNG
+
+POLL_SECONDS = 1.0
+STOPPED_SECONDS = 5.0
+"""A poll that comes so much later than it should: the process was stopped (Ctrl-Z, SIGSTOP, a
+closed laptop), so that nothing in it could get further, and nothing is to blame."""
+TELL_SECONDS = 10.0
+"""For writing the stacks. The disk, or the reader of standard error, may be what hangs."""
+PEERS_SECONDS = 3.0
+"""When a process goes, those that wait for it fail: their own watchdogs, whose times differ by a
+poll or two, tell first where everybody stands."""
+FIRST_PROCESS_SECONDS = 2.0
+"""By how much longer process 0 waits: when it goes JAX aborts the others."""
+NET_SECONDS = 15.0
+"""By how much later than this thread the net below it ends the process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phase:
+    """What the process is at.
+
+    Attributes:
+      what: such as "waiting for data".
+      is_long: whether `long_timeout` applies.
+      since: seconds of the clock at the last sign of life.
+    """
+
+    what: str
+    is_long: bool
+    since: float
+
+
+class Watchdog:
+    """While entered, ends the process when it shows no sign of life for longer than it may.
+
+    A sign of life is a finished step, and the begin and the end of whatever `during` is told of.
+    All times are of the monotonic clock: one that somebody sets changes nothing. Enter it as often
+    as you like; inside of another time it only goes on.
+
+    A second net, with several processes: C code that needs no interpreter ends the process (with
+    code 1) when the thread of this class itself gets no turn. Not with a single process: it could
+    not tell that from Ctrl-Z.
+
+    Args:
+      config: the limits.
+      folder: of the run, for the stacks; None: to standard error only.
+      process: which one this is; processes: how many there are.
+      resume_hint: how the run goes on.
+      sign: asked at every look: what it answers changes with every sign of life besides those that
+        the methods are told of; None: there is nothing to wait for now.
+      clock: seconds, monotonic.
+      end: ends the process, with an exit code, without any cleaning up.
+    """
+
+    def __init__(
+        self,
+        config: WatchConfig | None = None,
+        *,
+        folder: Path | None = None,
+        process: int = 0,
+        processes: int = 1,
+        resume_hint: str = "run the same command again to resume",
+        sign: Callable[[], int | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        config = config or WatchConfig(step_timeout=0)
+        self._is_interactive = hasattr(sys, "ps1")
+        is_watched_by_somebody = config.step_timeout is None and self._is_interactive
+        self._config, self._is_off = config, config.is_off or is_watched_by_somebody
+        self._folder, self._resume_hint = folder, resume_hint
+        self._process, self._processes = process, processes
+        self._sign, self._clock, self._end = sign, clock, end
+        # Of the thread: the last sign, when it came, and since when there is nothing to wait for.
+        self._last_sign: int | None = None
+        self._sign_at = -math.inf
+        self._quiet_since: float | None = None
+        self._phase = _Phase("starting", True, clock())
+        self._said: _Phase | None = None
+        self._step: int | None = None
+        self._longest: float | None = None
+        self._step_ended: float | None = None
+        self._entered = 0
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._entered += 1
+        if self._entered == 1 and not self._is_off:
+            self._phase = _Phase("starting", True, self._clock())
+            self._step_ended = None
+            self._stopping = threading.Event()
+            self._thread = threading.Thread(
+                target=self._watch, args=(self._stopping,), name="zerojax-watchdog", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._entered -= 1
+        if self._entered == 0 and self._thread is not None:
+            self._stopping.set()
+            self._thread.join()
+            self._thread = None
+
+    def stop(self) -> None:
+        """Ends the watch without waiting for its thread; from any thread."""
+        self._stopping.set()
+
+    # --- signs of life ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def during(self, what: str, *, is_long: bool = False, is_apart: bool = False) -> Iterator[None]:
+        """Names what the process is at, as it reads in "it was ...".
+
+        Args:
+          what: such as "waiting for data".
+          is_long: whether `long_timeout` applies, not `step_timeout`.
+          is_apart: whether it is no part of a step, as an evaluation; what is long is none.
+        """
+        outer = self._phase
+        self._phase = _Phase(what, is_long, self._clock())
+        try:
+            yield
+        finally:
+            self._phase = dataclasses.replace(outer, since=self._clock())
+            if is_long or is_apart:  # the next step would look as long as this was
+                self._step_ended = None
+
+    def alive(self) -> None:
+        """Something has come to its end, such as one batch of many."""
+        self._phase = dataclasses.replace(self._phase, since=self._clock())
+
+    def finished(self, step: int) -> None:
+        """The numbers of a step are there, and so those of every step before it."""
+        now, ended = self._clock(), self._step_ended
+        if ended is not None and self._step is not None and step > self._step:
+            seconds = (now - ended) / (step - self._step)
+            self._longest = max(self._longest or 0.0, seconds)
+        self._step, self._step_ended = step, now
+        self.alive()
+
+    def plan_changed(self) -> None:
+        """The next step compiles, and how long steps take is not known any more."""
+        self._longest = self._step_ended = None
+
+    def stop_limit(self) -> float | None:
+        """Seconds that what is under way may still take after a signal; None: any number."""
+        if self._config.stop_timeout is None and self._is_interactive:
+            return None
+        return self._config.stop_limit(self._longest)
+
+    def doing(self) -> str:
+        """What the process is at, such as "compiling, or in step 1"."""
+        return self._phase.what
+
+    # --- the watch --------------------------------------------------------------------------------
+
+    def _watch(self, stopping: threading.Event) -> None:
+        shortest = min(self._config.step_timeout or POLL_SECONDS, self._config.long_timeout)
+        poll = min(POLL_SECONDS, shortest / 10)
+        before = time.monotonic()
+        try:
+            while not stopping.wait(poll):
+                late = time.monotonic() - before - poll
+                before += poll + late
+                if late > STOPPED_SECONDS:
+                    phase = self._phase
+                    self._phase = dataclasses.replace(phase, since=phase.since + late)
+                    self._step_ended = None
+                if not self._is_quiet():
+                    self._look(self._phase)
+        finally:
+            if self._processes > 1:
+                faulthandler.cancel_dump_traceback_later()
+
+    def _is_quiet(self) -> bool:
+        """Whether there is nothing to wait for; takes note of the sign."""
+        if self._sign is None:
+            return False
+        sign, now = self._sign(), self._clock()
+        if sign is None or sign != self._last_sign:
+            self._last_sign, self._sign_at = sign, now
+        if sign is not None:
+            self._quiet_since = None
+        elif self._quiet_since is None:
+            self._quiet_since = now
+            if self._processes > 1:
+                faulthandler.cancel_dump_traceback_later()
+        elif now - self._quiet_since > STOPPED_SECONDS:
+            self._step_ended = None  # the next step would look as long as this was
+        return sign is None
+
+    def _look(self, phase: _Phase) -> None:
+        since = max(phase.since, self._sign_at)
+        waited, limit = self._clock() - since, self._limit(phase)
+        if self._processes > 1:
+            later = max(limit - waited, 0.0) + NET_SECONDS
+            faulthandler.dump_traceback_later(later, exit=True, file=sys.__stderr__ or 2)
+        if waited > limit:
+            self._bark(phase, waited, limit)
+        elif waited > limit / 2 and phase is not self._said:
+            self._said = phase
+            self._say(f"{self._standstill(phase, waited)}; after {limit:g} s it is ended")
+
+    def _limit(self, phase: _Phase) -> float:
+        longest = None if phase.is_long else self._longest
+        config = self._config
+        return config.long_timeout if phase.is_long else config.step_limit(longest)
+
+    def _bark(self, phase: _Phase, waited: float, limit: float) -> None:
+        tell = threading.Thread(target=self._tell, args=(phase, waited, limit), daemon=True)
+        tell.start()
+        tell.join(TELL_SECONDS)
+        if self._processes > 1:
+            time.sleep(PEERS_SECONDS + (FIRST_PROCESS_SECONDS if self._process == 0 else 0.0))
+        last_words.silence()
+        self._end(HUNG)
+        self.alive()  # only where `end` has not ended anything
+
+    def _tell(self, phase: _Phase, waited: float, limit: float) -> None:
+        option = "long_timeout" if phase.is_long else "step_timeout"
+        # First to the screen: there is always one, and a folder may be what hangs.
+        _dump_stacks(sys.__stderr__)
+        remedy = f"{self._resume_hint}, with watch.{option} raised if it only needs longer"
+        folder = self._folder
+        file = None if folder is None else folder / f"stacks-process-{self._process}.txt"
+        where = "" if file is None else f" and in {file}"
+        self._say(
+            f"{self._standstill(phase, waited)}, and may for {limit:g} s (watch.{option}); the "
+            f"watchdog ends it with code {HUNG}; what each thread was doing is above{where}; "
+            f"{remedy}"
+        )
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("a", encoding="utf-8") as opened:
+                    opened.write(f"{self._standstill(phase, waited)}\n")
+                    opened.flush()
+                    _dump_stacks(opened)
+
+    def _standstill(self, phase: _Phase, waited: float) -> str:
+        several = f"process {self._process} of {self._processes}"
+        who = "this run" if self._processes == 1 else several
+        after = "" if self._step is None else f" after step {self._step}"
+        return f"{who} has got no further for {waited:.0f} s{after}: it is {phase.what}"
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"zerojax: {text}", file=sys.stderr, flush=True)
+
+
+def _dump_stacks(file: object) -> None:
+    # `sys.__stderr__` is None without a terminal, and a stream without a descriptor has no place.
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+        faulthandler.dump_traceback(file=file, all_threads=True)  # type: ignore[arg-type]

@@ -1,0 +1,518 @@
+"""The engine: DeepSpeed's calls on a zerojax step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+from zerojax import models, optim
+from zerojax.checkpoint import Checkpointer
+from zerojax.config import MeshConfig, WatchConfig
+from zerojax.config.keywords import names_keywords
+from zerojax.data import abstract_global, shard_batch
+from zerojax.forecasting.out_of_memory import explaining_memory
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import reshard_state
+from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.plan import mesh as meshes
+from zerojax.plan.host_budget import check_offload
+from zerojax.plan.make import make_plan
+from zerojax.plan.plan import Plan
+from zerojax.plan.state import TrainState
+from zerojax.runtime.distributed import join_processes
+from zerojax.runtime.folder_lock import Hold
+from zerojax.runtime.system_memory import TRAINING_STEP, allocating_for
+from zerojax.training import deepspeed
+from zerojax.training.checkpointing import end_state, model_of, restore_state
+from zerojax.training.deepspeed.engine_absent import Absent
+from zerojax.training.deepspeed.engine_batches import as_arrays, as_batch
+from zerojax.training.deepspeed.engine_closing import close_at_exit
+from zerojax.training.deepspeed.engine_guard import Guard
+from zerojax.training.deepspeed.engine_journal import Journal
+from zerojax.training.deepspeed.engine_progress import Progress
+from zerojax.training.deepspeed.engine_tags import (
+    check_tag,
+    client_state_of,
+    find_tag,
+    hold_tags,
+    save_tagged,
+)
+from zerojax.training.metrics.stopwatch import DATA, EVAL, SAVE
+from zerojax.training.run import with_disk_folder
+
+_AXES = "axes are in the configuration: tensor_parallel.autotp_size and pipeline.stages"
+_DATA = (
+    "hand each batch to engine.train_batch(batch), or micro-batches of a loader: "
+    "engine.train_batch(data_iter=iter(loader))"
+)
+_OF_DEEPSPEED = {
+    "model_parameters": "all parameters of the model are trained: leave it out; freeze='regex' "
+    "names those that stay as they are",
+    "training_data": _DATA,
+    "collate_fn": _DATA,
+    "lr_scheduler": "a schedule is a part of the optimizer, optimizer=zerojax.adamw(schedule), or "
+    "of the configuration, scheduler",
+    "mpu": _AXES,
+    "mesh_param": _AXES,
+    "distributed_port": "processes find each other as their launcher says; leave it out",
+}
+"""Keywords of DeepSpeed's `initialize` without a meaning here: {name: what to write instead}."""
+_WHOLE = (
+    "a checkpoint is read whole; to begin anew with trained weights, initialize an engine with the "
+    "model that to_model() gave"
+)
+_NO_STATE = "there is no state before the first batch"
+_OF_LOADING = dict.fromkeys(
+    (
+        "load_module_strict",
+        "load_optimizer_states",
+        "load_lr_scheduler_states",
+        "load_module_only",
+        "custom_load_fn",
+    ),
+    _WHOLE,
+)
+
+
+@names_keywords(elsewhere=_OF_DEEPSPEED)
+def initialize(
+    model: models.ModelLike,
+    config: str | Path | Mapping[str, Any] | None = None,
+    *,
+    args: Any = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
+    dist_init_required: bool | None = None,
+    loss: models.Loss | None = None,
+    optimizer: Any = None,
+    steps: int | None = None,
+    example_batch: Any = None,
+    freeze: str | Sequence[str] = (),
+    run_dir: str | Path | None = None,
+    watch: WatchConfig | None = None,
+    seed: int = 0,
+) -> Engine:
+    """An engine for a loop that was written for DeepSpeed.
+
+    It joins the processes that the environment names, as `train` does. Batches are planned for when
+    the first one comes, or `example_batch`; until then nothing lies on the devices.
+
+    Args:
+      model: as `zerojax.train` takes it.
+      config: the path of a ds_config.json, its text, or its content as a dict; see `zerojax
+        deepspeed explain`.
+      args: in place of config: an object with an attribute `deepspeed_config`, as `argparse` gives
+        it; its `local_rank` is not needed.
+      config_params: an older name of config.
+      dist_init_required: changes nothing, since processes are joined where they have not been.
+      loss: as `zerojax.train` takes it, own metrics (`engine.metrics`) included; None: the model's
+        method `loss(batch)`.
+      optimizer: an optax transformation or an `OptimizerConfig`, where the file has none. A
+        schedule is a part of it.
+      steps: length of the run, for what the file leaves to "auto".
+      example_batch: what `train_batch` will get, as arrays or `ShapeDtypeStruct`s.
+      freeze: regular expressions, or one, on names of parameters that stay as they are.
+      run_dir: folder of metrics and plan; None: the one that the file's monitors name, or none.
+      watch: how long a call, or a step under way between two calls, may stand still before the
+        process is ended with code 79.
+      seed: of parameters and dropout.
+
+    Raises:
+      ConfigError: a key of the file, with value, limit and remedy.
+      ValueError, TypeError: bad input, before device memory is taken.
+    """
+    if hasattr(model, "deepspeed_config"):
+        raise TypeError(
+            "the first argument of initialize is the model; pass what argparse gave as args=args"
+        )
+    source = _configuration(config, args, config_params)
+    join_processes()
+    internal = models.as_model(model)
+    width = models.width_of(internal)
+    optim.check_optimizer(optimizer)
+    given = deepspeed.Given(optimizer=optimizer, steps=steps, hidden_size=width)
+    ported = deepspeed.Ported(source, jax.device_count(), given)
+    translation = ported.translate()
+    deepspeed.warn_of(translation, stacklevel=3)
+    engine = Engine(
+        internal,
+        ported,
+        translation,
+        loss=loss,
+        steps=translation.total_steps if steps is None else steps,
+        watch=watch,
+        freeze=freeze,
+        run_dir=translation.run_dir if run_dir is None else Path(run_dir),
+        seed=seed,
+    )
+    if example_batch is not None:
+        engine.prepare(example_batch)
+    return engine
+
+
+def _configuration(config: Any, args: Any, config_params: Any) -> Any:
+    """The one that was given of three ways of DeepSpeed to give a configuration."""
+    ways = {
+        "config": config,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "config_params": config_params,
+    }
+    given = {name: value for name, value in ways.items() if value is not None}
+    if len(given) != 1:
+        found = f"both {' and '.join(given)} were given" if given else "no configuration was given"
+        raise TypeError(f"{found}; pass one: zerojax.initialize(model, config='ds_config.json')")
+    return next(iter(given.values()))
+
+
+class Engine(Progress, Absent):
+    """A run that is stepped by its user. Made by `zerojax.initialize`.
+
+    Attributes:
+      translation: what the configuration means here, key by key.
+      mesh: the devices of the run.
+      plan: of the run; None before the first batch.
+      state: the current state; donated to each step, so do not keep references to its arrays. None
+        before the first batch.
+      global_steps: batches consumed, those before a resume included.
+      metrics: of the last step, still on the devices; {} before the first.
+    """
+
+    def __init__(
+        self,
+        model: models.Model,
+        ported: deepspeed.Ported,
+        translation: deepspeed.Translation,
+        *,
+        loss: models.Loss | None,
+        steps: int | None,
+        watch: WatchConfig | None,
+        freeze: str | Sequence[str],
+        run_dir: Path | None,
+        seed: int,
+    ) -> None:
+        self._settings = with_disk_folder(translation.mesh, run_dir)
+        super().__init__(translation, meshes.make_mesh(self._settings))
+        self._model, self._loss, self._freeze, self._seed = model, loss, freeze, seed
+        self._ported, self._steps, self._run_dir = ported, steps, run_dir
+        self._source: Path | None = None
+        self._holds: set[Hold] = set()  # the folders into which this process saves
+        self._guard = Guard(watch, run_dir)
+        self._journal = Journal(translation, run_dir, steps, self._guard.finished)
+        self._called: set[str] = set()
+        self._step: Any = None
+        self._evaluate: Any = None
+        close_at_exit(self)
+
+    # --- stepping ---------------------------------------------------------------------------------
+
+    @names_keywords()
+    def train_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> Any:
+        """Trains on one global batch: all micro-batches, forward, backward and update.
+
+        Args:
+          batch: tree of arrays [rows, ...]. A process passes its own rows, `local_rows()`; with one
+            process these are all `train_batch_size()`.
+          data_iter: instead: an iterator of which `gradient_accumulation_steps()` micro-batches are
+            taken and joined.
+
+        Returns:
+          The mean loss over the global batch, float32 [] on the devices; `float` waits for it.
+
+        Raises:
+          ValueError, TypeError: the batch is not what the configuration says.
+          StopIteration: of `data_iter`.
+          FloatingPointError: loss or gradients stayed non-finite.
+        """
+        batch = self._take(batch, data_iter)
+        plan, step = self.prepare(batch), self.global_steps + 1
+        in_step = allocating_for(TRAINING_STEP)
+        with self._calling("in step", step), self._explaining(plan), in_step:
+            placed = shard_batch(plan, batch, vocab_size=plan.vocab_size)
+            with self._journal.pace.stepping():
+                self.state, self.metrics = self._step(self.state, placed)
+            self.global_steps = step
+            self._guard.begun(step, self.metrics["loss"])
+            self._journal.follow(plan, step, self.metrics)
+        return self.metrics["loss"]
+
+    @names_keywords()
+    def eval_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> Any:
+        """The mean loss over one global batch in evaluation mode; arguments as `train_batch`."""
+        batch = self._take(batch, data_iter)
+        plan, step = self.prepare(batch), self.global_steps
+        timed, evaluating = self._journal.pace.during(EVAL), allocating_for("an evaluation")
+        what = "evaluating after step"
+        with timed, self._calling(what, step), self._explaining(plan), evaluating:
+            placed = shard_batch(plan, batch, vocab_size=plan.vocab_size)
+            sums = self._evaluate(self.state, placed)
+            loss = sums["loss"] / sums["weight"]
+            self._guard.follow(loss)
+        return loss
+
+    def prepare(self, example_batch: Any) -> Plan:
+        """Plans for batches like this one and makes the state, or reads the loaded one.
+
+        `train_batch` and `eval_batch` do this with their first batch.
+        """
+        example = as_arrays(example_batch)
+        if self.plan is None:
+            self._settle_rows(example)
+        self._check_rows(example)
+        if self.plan is None:
+            with self._guard.during("planning, and making the state", is_long=True):
+                plan = self._make_plan(self._settings, abstract_global(example, self.mesh))
+                check_offload(plan)
+                self._step, self._evaluate = build_step(plan), build_evaluation(plan)
+                self._make_state(plan)
+                self.plan = plan
+        return self.plan
+
+    def reshard(self, mesh_config: MeshConfig | Mapping[str, Any]) -> Self:
+        """Changes ZeRO stage or mesh between two steps; batch, optimizer and counters stay.
+
+        Args:
+          mesh_config: a `MeshConfig` or its fields as a dict, such as {"zero": 3}. What it leaves
+            out has the defaults of `MeshConfig`, not what the configuration says.
+
+        Raises:
+          ValueError: there is no state yet, or it lies in durable files.
+        """
+        if self.plan is None or self.state is None:
+            raise ValueError(f"{_NO_STATE}; before that, change the configuration")
+        if (disk := self.state.get("disk")) and disk.store.is_durable:
+            raise ValueError(
+                "the state is in durable files, which belong to one mesh; save_checkpoint, "
+                "initialize another engine with the other mesh, and load_checkpoint"
+            )
+        with self._guard.during("changing the mesh", is_long=True), self._explaining(self.plan):
+            self._journal.wait(self.plan)
+            settings = with_disk_folder(mesh_config, self._run_dir)
+            plan = self._make_plan(settings, self.plan.abstract_batch)
+            check_offload(plan)
+            self.state = reshard_state(self.plan, plan, self.state)
+            self.plan, self.mesh = plan, meshes.make_mesh(plan.settings)
+            self._settings = plan.settings
+            self.translation = dataclasses.replace(self.translation, mesh=plan.settings)
+            self._step, self._evaluate = build_step(plan), build_evaluation(plan)
+            self._called.clear()
+            self._guard.plan_changed()
+        return self
+
+    def _calling(self, what: str, step: int) -> contextlib.AbstractContextManager[None]:
+        """Around a step or an evaluation; the first of each compiles."""
+        is_first = what not in self._called
+        self._called.add(what)
+        text = f"{'compiling, or ' * is_first}{what} {step}"
+        return self._guard.during(text, is_long=is_first, is_apart=what != "in step")
+
+    def _take(self, batch: Any, data_iter: Iterator[Any] | None) -> Any:
+        parts = self.gradient_accumulation_steps()
+        with self._journal.pace.during(DATA), self._guard.during("waiting for data"):
+            return as_batch(batch, data_iter, parts)
+
+    def _settle_rows(self, example: Any) -> None:
+        """What the configuration leaves to the first batch."""
+        self.translation = self._ported.with_rows(self._rows_of(example))
+        self._num_rows = self.translation.train_batch_size
+
+    def _rows_of(self, batch: Any) -> int | None:
+        leaves = jax.tree.leaves(abstract_global(batch, self.mesh))
+        return next((leaf.shape[0] for leaf in leaves if leaf.shape), None)
+
+    def _check_rows(self, batch: Any) -> None:
+        rows = self._rows_of(batch)
+        if rows in (None, self._num_rows):
+            return
+        wanted, micro, parts = self.get_batch_info()
+        low, high = self.local_rows()
+        raise ValueError(
+            f"the batch has {rows} rows over all processes, and train_batch_size is {wanted} "
+            f"({micro} rows x {parts} micro-batches x {meshes.num_data_shards(self.mesh)} data "
+            f"shards); pass {high - low} rows from each process"
+        )
+
+    def _make_plan(self, settings: Any, batch: Any) -> Plan:
+        """Of global batches of these shapes."""
+        found = self.translation
+        plan = make_plan(
+            self._model,
+            settings,
+            example_batch=batch,
+            loss=self._loss,
+            optimizer=found.optimizer,
+            precision=found.precision,
+            num_microbatches=found.num_microbatches,
+            freeze=self._freeze,
+            steps=self._steps,
+        )
+        deepspeed.check_rules(plan.settings, plan.placement.leaves)
+        return plan
+
+    def _make_state(self, plan: Plan) -> None:
+        end_state(self.state)
+        self.state = None  # so that two states never live together
+        with self._explaining(plan):
+            self.state = state = self._first_state(plan)
+        self.global_steps, self.metrics = int(state["step"]), {}
+        self._called.clear()
+        self._guard.plan_changed()
+        self._journal.begin(plan, self.global_steps, int(state["skipped"]))
+
+    def _first_state(self, plan: Plan) -> TrainState:
+        """New, or of the checkpoint that was asked for."""
+        source, self._source = self._source, None
+        if source is None:
+            return init_state(plan, self._seed)
+        with Checkpointer(source) as checkpointer:
+            return restore_state(checkpointer, plan)[1]
+
+    def _explaining(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
+        """In which an error for lack of memory says what took it."""
+        return explaining_memory(
+            lambda: (plan, self.state, self.global_steps, self._step), self._run_dir
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something to `close`, which the end of the script does otherwise."""
+        return self._guard.is_open
+
+    def close(self) -> None:
+        """Reports the last steps, and closes files. May be called twice.
+
+        Raises:
+          FloatingPointError: of one of these steps. After another such error, or after one of the
+            devices, nothing is read from them any more, so that it is not told again.
+        """
+        self._close(is_broken=self._guard.is_broken)
+
+    def _close(self, *, is_broken: bool) -> None:
+        try:
+            if self.plan is not None:
+                with self._guard.during("waiting for the last step"):
+                    self._journal.close(self.plan, self.global_steps, is_broken=is_broken)
+        finally:
+            self._guard.close()
+            end_state(self.state)
+            for held in self._holds:
+                held.release()
+
+    def destroy(self) -> None:
+        """DeepSpeed's name for `close`."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # Other processes may not have come as far as this one.
+        is_broken = self._guard.is_broken or jax.process_count() > 1
+        try:
+            self._close(is_broken=is_broken)
+        except Exception as failure:
+            error.add_note(f"Also: {failure}")
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    @names_keywords(elsewhere={"exclude_frozen_parameters": "a checkpoint holds all parameters"})
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        save_latest: bool = True,
+    ) -> bool:
+        """Saves parameters, optimizer state and counters; on disk and whole when this returns.
+
+        Every process calls it. Any ZeRO stage, mesh and number of processes can load it.
+
+        Args:
+          save_dir: holds a folder per tag, and the file `latest`.
+          tag: None: "global_step" and the number.
+          client_state: JSON values that `load_checkpoint` hands back; those of process 0 are kept.
+          save_latest: whether `load_checkpoint` without a tag finds it.
+
+        Returns:
+          True: what else DeepSpeed's would tell is an error here.
+
+        Raises:
+          CheckpointError: nothing was saved; another process may be saving there.
+          TypeError: client_state is not made of JSON values.
+          ValueError: there is nothing to save yet, or the tag is no name of a folder.
+        """
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        check_tag(tag)
+        if self.plan is None or self.state is None:
+            raise ValueError(
+                f"{_NO_STATE}; call save_checkpoint after it, or give initialize an example_batch"
+            )
+        what = f"saving step {self.global_steps}"
+        with self._journal.pace.during(SAVE), self._guard.during(what, is_long=True):
+            self._journal.wait(self.plan)
+            if (held := hold_tags(Path(save_dir))) is not None:
+                self._holds.add(held)
+            save_tagged(
+                Path(save_dir),
+                tag,
+                self.plan,
+                self.state,
+                client_state=client_state or {},
+                description=self.plan.as_dict(),
+                make_latest=save_latest,
+            )
+        self._guard.saved(self.global_steps)
+        return True
+
+    @names_keywords(elsewhere=_OF_LOADING)
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Goes on from a checkpoint. Before the first batch, its arrays are read with that batch.
+
+        Args:
+          load_dir: as `save_dir` of `save_checkpoint`.
+          tag: None: the latest.
+
+        Returns:
+          (its folder, the client state); (None, {}) and a warning where no tag is given and nothing
+          was saved.
+
+        Raises:
+          CheckpointError: no such tag; damaged; or of another model, which may show only with the
+            first batch.
+        """
+        found = find_tag(Path(load_dir), None if tag is None else str(tag))
+        if found is None:
+            return None, {}
+        with self._guard.during("reading a checkpoint", is_long=True):
+            with Checkpointer(found) as checkpointer:
+                checkpointer.check_step()
+                metadata = checkpointer.metadata(checkpointer.usable_step())
+            self.global_steps, self._source = metadata.step, found
+            if self.plan is not None:
+                self._make_state(self.plan)
+        self._guard.saved(metadata.step)
+        return str(found), client_state_of(metadata.config)
+
+    def to_model(self) -> Any:
+        """The trained model as the user's kind of object: `nnx.Module`, linen variables or tree.
+
+        Every process gets whole arrays, so the model has to fit on one device.
+        """
+        if self.plan is None or self.state is None:
+            raise ValueError(_NO_STATE)
+        return model_of(self.plan, self.state)

@@ -1,0 +1,195 @@
+"""Checkpoints by tag, in DeepSpeed's layout: a folder per tag and a file `latest`.
+
+runs/a/latest              the tag of the last save
+runs/a/global_step20/20    a checkpoint of step 20, as `zerojax.Checkpointer` writes it
+runs/a/.best.new           being written
+runs/a/.best.replaced      what a tag was until a moment ago
+runs/a/writer.lock         says which process saves here, as long as it may
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zerojax.checkpoint import Checkpointer, CheckpointError, agreement
+from zerojax.checkpoint.errors import FolderInUseError
+from zerojax.checkpoint.files import to_disk
+from zerojax.checkpoint.folders import unwritable
+from zerojax.checkpoint.saving import is_first_process
+from zerojax.plan.plan import Plan
+from zerojax.plan.state import TrainState
+from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
+from zerojax.runtime.private_files import not_for_everybody
+from zerojax.training.checkpointing import save_state
+
+LATEST = "latest"
+_CLIENT_STATE = "client_state"
+_OF_DEEPSPEED = "*_states.pt"
+
+
+def check_tag(tag: str) -> None:
+    """Refuses a tag that is no name of a folder.
+
+    Raises:
+      ValueError: naming the tag.
+    """
+    if not tag or tag.startswith(".") or "/" in tag or os.sep in tag or tag == LATEST:
+        raise ValueError(
+            f"tag={tag!r} has to be the name of a folder: not empty, without slashes, without a "
+            f"dot in front, and not {LATEST!r}; for example 'global_step100'"
+        )
+
+
+@not_for_everybody()
+@not_for_everybody()
+def hold_tags(folder: Path) -> Hold | None:
+    """Takes the folder that holds the tags, for all processes of this run.
+
+    Returns:
+      To be released at the end of the run; None in all processes but the first.
+
+    Raises:
+      CheckpointError: another process saves there, or it cannot be written.
+    """
+    held: Hold | None = None
+    error: CheckpointError | None = None
+    if is_first_process():
+        try:
+            held = hold(folder, twice="share")
+        except FolderTakenError as taken:
+            error = FolderInUseError(str(taken))
+        except OSError as failure:
+            error = unwritable(failure)
+    agreement.raise_together(error)
+    return held
+
+
+def save_tagged(
+    folder: Path,
+    tag: str,
+    plan: Plan,
+    state: TrainState,
+    *,
+    client_state: Mapping[str, Any],
+    description: Mapping[str, Any],
+    make_latest: bool,
+) -> None:
+    """Saves a state under a tag; on disk and whole when this returns.
+
+    What the tag was before is there until the new one is whole.
+
+    Args:
+      folder: that holds the tags.
+      tag: the same on all processes.
+      plan: which `state` follows.
+      state: its "step" is that of the checkpoint.
+      client_state: JSON values; those of process 0 are stored.
+      description: of the plan; JSON values.
+      make_latest: whether `find_tag` finds it from now on.
+
+    Raises:
+      CheckpointError: nothing was saved: the disk, or another tag on another process.
+      ValueError: see `check_tag`.
+      TypeError: client_state is not made of JSON values.
+    """
+    check_tag(tag)
+    agreement.same_everywhere(tag, what="the tag of the checkpoint")
+    about = {
+        "data_state": {},
+        "config": {_CLIENT_STATE: dict(client_state)},
+        "plan": dict(description),
+    }
+    new = folder / f".{tag}.new"
+    _in_first_process(f"{folder / tag} is not saved", _remove, new)
+    with Checkpointer(new, keep=1, asynchronous=False) as checkpointer:
+        save_state(checkpointer, plan, state, step=int(state["step"]), about=about)
+    _in_first_process(f"{folder / tag} is not replaced by {new}", _replace, new, folder / tag)
+    if make_latest:
+        what = f"{folder / tag} is saved, but not named in {folder / LATEST}; load it by its tag"
+        _in_first_process(what, _write_whole, folder / LATEST, tag + "\n")
+
+
+def _in_first_process(failure: str, action: Callable[..., None], *arguments: Any) -> None:
+    """Changes files in one process, while the others wait for the end of it."""
+    error: CheckpointError | None = None
+    if is_first_process():
+        try:
+            action(*arguments)
+        except OSError as reason:
+            error = CheckpointError(f"{failure}: {reason}")
+    agreement.raise_together(error)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _replace(new: Path, target: Path) -> None:
+    """Two renames; between them `find_tag` takes what is replaced."""
+    replaced = _replaced(target)
+    if target.exists():
+        _remove(replaced)
+        target.rename(replaced)
+    new.rename(target)
+    to_disk(target.parent)
+    _remove(replaced)
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """The file has its old text or all of the new one, whenever the machine stops."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    to_disk(partial)
+    os.replace(partial, path)
+    to_disk(path.parent)
+
+
+def find_tag(folder: Path, tag: str | None) -> Path | None:
+    """The folder of a tag; None, with a warning, where no tag is asked for and none is latest.
+
+    Raises:
+      CheckpointError: there is no such tag, or it was written by DeepSpeed.
+    """
+    if tag is None:
+        try:
+            tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            warnings.warn(
+                f"nothing is loaded: there is no file {folder / LATEST}; the run starts anew "
+                "unless load_checkpoint gets a tag",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return None
+    found = folder / tag
+    if any(found.glob(_OF_DEEPSPEED)):
+        raise CheckpointError(
+            f"{found} was written by DeepSpeed; make safetensors of it with DeepSpeed's own "
+            f"`python {folder}/zero_to_fp32.py {folder} OUT --safe_serialization -t {tag}`, and "
+            "begin with these weights: model=zerojax.from_hugging_face(OUT). Its optimizer's "
+            "moments cannot be taken over"
+        )
+    if not found.is_dir() and _replaced(found).is_dir():
+        return _replaced(found)
+    if not found.is_dir():
+        entries = folder.glob("[!.]*/") if folder.is_dir() else ()
+        there = sorted(entry.name for entry in entries)
+        raise CheckpointError(
+            f"there is no checkpoint {tag!r} in {folder}, which has {', '.join(there) or 'none'}"
+        )
+    return found
+
+
+def client_state_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What `save_tagged` was given, from a checkpoint's configuration; {} where it was another."""
+    return dict(config.get(_CLIENT_STATE, {}))

@@ -1,0 +1,81 @@
+"""Text page of all ds_config keys: treatment, default and reason."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from zerojax.optim import DEEPSPEED_SCHEDULES
+from zerojax.training.deepspeed.keys import Absent, Key, Table
+from zerojax.training.deepspeed.optimizers import OPTIMIZERS
+from zerojax.training.deepspeed.result import VERDICTS
+from zerojax.training.deepspeed.table import TABLE
+
+_WIDTH, _INDENT = 100, " " * 14
+_HEAD = """\
+# The keys of a ds_config
+
+Every key that DeepSpeed 0.19 reads, the default of its code, and what becomes of it here.
+`zerojax deepspeed keys --markdown` prints this page, and `zerojax deepspeed explain FILE` says the
+same of the keys of a file, with their values. A key that is not in this table is refused inside a
+section, and at the top of a file where it looks like a misspelt one; the nearest known key is
+named. Any other unknown key at the top, such as a comment, has no effect and gives a warning.
+
+{verdicts}
+
+| key | default | verdict | what becomes of it |
+|---|---|---|---|
+"""
+
+
+def entries() -> Iterator[tuple[str, Any, str, str]]:
+    """(key, default, verdict, why) of every key there is."""
+    yield from _entries(TABLE, "")
+    for name, table in OPTIMIZERS.items():
+        yield from _entries(table, f"optimizer.params ({name}) ")
+    for name in DEEPSPEED_SCHEDULES:
+        why = "its parameters, by DeepSpeed's formulas"
+        yield f"scheduler.params ({name})", None, "honoured", why
+
+
+def _entries(table: Table, prefix: str) -> Iterator[tuple[str, Any, str, str]]:
+    for name, entry in table.items():
+        path = f"{prefix}{name}"
+        if isinstance(entry, Key):
+            refused = ""
+            if entry.only is not None:
+                taken = ", ".join(json.dumps(value) for value in entry.only)
+                refused = f"; other values than {taken} are refused: {entry.otherwise}"
+            yield path, entry.default, entry.verdict, f"{entry.why}{refused}"
+        elif isinstance(entry, Absent):
+            yield path, None, "refused", f"where it is on: {entry.why}"
+        else:
+            yield from _entries(entry, f"{path}.")
+
+
+def keys_page(word: str | None = None) -> str:
+    """A paragraph for each key that a word stands in, or for every key."""
+    blocks = []
+    for key, default, verdict, why in entries():
+        if word is not None and word.lower() not in f"{key} {why}".lower():
+            continue
+        head = f"{verdict:<9} {key}{_default(default)}"
+        body = textwrap.wrap(why, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+        blocks.append("\n".join([head, *body]))
+    return "\n".join(blocks) if blocks else f"no key of DeepSpeed mentions {word!r}"
+
+
+def _default(default: Any) -> str:
+    return "" if default is None else f" (default {json.dumps(default)})"
+
+
+def keys_markdown() -> str:
+    """The same as a page of Markdown: docs/ds_config_keys.md."""
+    verdicts = "\n".join(f"- **{verdict}**: {meaning}" for verdict, meaning in VERDICTS.items())
+    rows = [
+        f"| `{key}` | {'' if default is None else f'`{json.dumps(default)}`'} | {verdict} | {why} |"
+        for key, default, verdict, why in entries()
+    ]
+    return _HEAD.format(verdicts=verdicts) + "\n".join(rows) + "\n"

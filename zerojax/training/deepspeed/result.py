@@ -1,0 +1,124 @@
+"""Result of a translation: zerojax settings and one line per key."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import optax
+
+from zerojax.config import ElasticityConfig, LogConfig, MeshConfig, OptimizerConfig
+from zerojax.optim import Schedule
+from zerojax.optim.precision import Precision
+
+Verdict = Literal["honoured", "mapped", "compiler", "ignored", "refused"]
+VERDICTS: dict[Verdict, str] = {
+    "honoured": "means here what it means in DeepSpeed",
+    "mapped": "the same end by other means",
+    "compiler": "nothing to set: XLA decides, or the thing does not exist here",
+    "ignored": "without effect in DeepSpeed, and so here; a warning says so",
+    "refused": "the run would not be what the file says",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What becomes of one key.
+
+    Attributes:
+      key: path in the file, such as "zero_optimization.stage".
+      value: as it stands in the file, or what "auto" became.
+      verdict: one of `VERDICTS`.
+      why: one sentence.
+    """
+
+    key: str
+    value: Any
+    verdict: Verdict
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a caller says beside the file: it fills "auto", and must not contradict the file.
+
+    Attributes:
+      optimizer: an optax transformation, or an `OptimizerConfig`, which fills "auto" of the file's.
+      precision: "bf16", "fp16", "fp32" or a `Precision`; reduce_dtype, accumulate_dtype: of it.
+      num_microbatches: gradient_accumulation_steps.
+      global_batch_size: train_batch_size, rows of one step over all devices.
+      steps: of the run; total_num_steps of a schedule.
+      default_steps: of the run where neither the caller nor the file says a number.
+      log: what is reported; its `every` is steps_per_print.
+      hidden_size: width of the model, from which Hugging Face's "auto" makes bucket sizes.
+    """
+
+    optimizer: optax.GradientTransformation | OptimizerConfig | None = None
+    precision: Precision | str | None = None
+    reduce_dtype: str | None = None
+    accumulate_dtype: str | None = None
+    num_microbatches: int | None = None
+    global_batch_size: int | None = None
+    steps: int | None = None
+    default_steps: int | None = None
+    log: LogConfig | None = None
+    hidden_size: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Translation:
+    """A ds_config in zerojax's words.
+
+    Attributes:
+      source: what to call it in messages.
+      mesh: axes, ZeRO stage, buckets and offload.
+      optimizer: what `zerojax.train` takes; clipping is inside.
+      learning_rate: the rate over updates applied; None where only the caller's optimizer knows it.
+      precision: the dtypes.
+      train_batch_size: rows of one step; None: as many as the batches have.
+      micro_batch_size: rows of a data shard that go through the model at once; None: see above.
+      num_microbatches: DeepSpeed's gradient_accumulation_steps.
+      num_data_shards: into how many parts the batch goes; None: the number of devices is open.
+      gradient_clipping: limit of the global gradient norm; 0: none.
+      total_steps: length of the run that the schedule is made for; None: the file does not say.
+      log: how often and where metrics go.
+      steps_per_print: None: the file does not say.
+      run_dir: folder of events, where a monitor names one.
+      elasticity: the batch on changing numbers of devices, enabled or not.
+      tag_validation: "WARN", "IGNORE" or "FAIL": what becomes of tags that differ over processes.
+      resolved: the file with every "auto" filled.
+      lines: one for every key of the file.
+      warnings: what a reader should see even without asking.
+      reasons: one sentence for each default that the file left open.
+    """
+
+    source: str
+    mesh: MeshConfig
+    optimizer: optax.GradientTransformation | OptimizerConfig
+    learning_rate: Schedule | None
+    precision: Precision
+    train_batch_size: int | None
+    micro_batch_size: int | None
+    num_microbatches: int
+    num_data_shards: int | None
+    gradient_clipping: float
+    total_steps: int | None
+    log: LogConfig
+    steps_per_print: int | None
+    run_dir: Path | None
+    elasticity: ElasticityConfig
+    tag_validation: str
+    resolved: Mapping[str, Any]
+    lines: tuple[Line, ...]
+    warnings: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def zero_stage(self) -> int:
+        return self.mesh.zero
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.num_microbatches

@@ -1,0 +1,353 @@
+"""Export of a trained model or its adapters as Hugging Face files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.checkpoint.agreement import failing_together
+from zerojax.checkpoint.drafts import new_folder
+from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.export import Exported, Layers, read_whole
+from zerojax.checkpoint.inspection import SavedStep, find_step, open_arrays
+from zerojax.checkpoint.metadata import as_abstract
+from zerojax.config.keywords import names_keywords
+from zerojax.config.offload import HOST_KIND
+from zerojax.data.tokenizer import hugging_face_json, load_tokenizer
+from zerojax.models.hugging_face.folder import CONFIG, read_json
+from zerojax.models.hugging_face.peft import write_adapter
+from zerojax.models.hugging_face.safetensors import SHARD_BYTES, write_files
+from zerojax.models.hugging_face.writing import (
+    Description,
+    Outgoing,
+    Read,
+    describe_model,
+    merging,
+    outgoing,
+)
+from zerojax.models.zoo.lora import adapter_names
+from zerojax.parallel.reshard import model_parts
+from zerojax.training.run import DESCRIPTION_FILE, TOKENIZER_FILE
+
+_TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "generation_config.json",
+)
+_PARTS = ("params/", "frozen/")
+
+
+class Trained(Protocol):
+    """A run in memory: a `Trainer`, or an `Engine` that has had a batch."""
+
+    @property
+    def plan(self) -> Any:
+        """The `Plan` that the state follows."""
+        ...
+
+    @property
+    def state(self) -> Any:
+        """The `TrainState`."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Batches consumed."""
+        ...
+
+
+@names_keywords()
+def to_hugging_face(
+    trained: Trained | str | Path,
+    folder: str | Path,
+    *,
+    step: int | str | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Exported:
+    """Writes a model for transformers: config.json, safetensors, the tokenizer if one is known.
+
+    One tensor is in host memory at a time, besides what it is made of; from a checkpoint with small
+    layers, or from before 2026-11-22, one stack of the layers' tensors. Adapters are merged into
+    the kernels they belong to.
+
+    With several processes all of them call it; the first one writes. Where it cannot, the others
+    are told by a CheckpointError, and all may go on.
+
+    Args:
+      trained: a `Trainer` or `Engine`, or the folder of a run, of its checkpoints, or of one step.
+      folder: new, or empty; it gets its name when everything is in it.
+      step: of a run's folder, or the name of a kept one, such as "best"; None: the newest.
+      dtype: of all tensors, such as "bfloat16"; None: as parameters are stored (float32, unless
+        param_dtype says otherwise).
+      shard_bytes: of one file at most, unless a single tensor is larger.
+
+    Raises:
+      UnsupportedError: a ValueError: the model has no form in Hugging Face's files.
+      FileExistsError: something is at `folder`.
+      CheckpointError: no such step, or a damaged one. OSError: what the disk says.
+    """
+    out = Path(folder).expanduser().absolute()
+    if not isinstance(trained, str | Path):
+        _check_there(trained, step)
+        return _from_trainer(trained, out, dtype=dtype, shard_bytes=shard_bytes)
+    saved = find_step(trained, step)
+    return export_step(
+        saved, run_folders(trained, saved), out, dtype=dtype, shard_bytes=shard_bytes
+    )
+
+
+@names_keywords()
+def to_peft(
+    trained: Trained | str | Path, folder: str | Path, *, step: int | str | None = None
+) -> Path:
+    """Writes a model's adapters for `peft.PeftModel.from_pretrained`, without the base model.
+
+    With several processes all of them call it; the first one writes.
+
+    Args:
+      trained: a `Trainer` or `Engine`, or the folder of a run, of its checkpoints, or of one step.
+      folder: new, or empty.
+      step: of a run's folder, or the name of a kept one, such as "best"; None: the newest.
+
+    Returns:
+      The folder, with adapter_model.safetensors and adapter_config.json in it.
+
+    Raises:
+      UnsupportedError: a ValueError: there are no adapters, or the model has no form in Hugging
+        Face's files.
+      FileExistsError: something is at `folder`.
+      CheckpointError: no such step, or a damaged one.
+    """
+    out = Path(folder).expanduser().absolute()
+    if isinstance(trained, str | Path):
+        saved = find_step(trained, step)
+        return export_adapters(saved, run_folders(trained, saved), out)
+    _check_there(trained, step)
+    description = describe_model(trained.plan.model)
+    params = model_parts(trained.plan, trained.state)
+    params = {**params["params"], **params["frozen"]}
+    read = _reader(params, NamedSharding(trained.plan.mesh, P()))
+    adapters = {name: read(name, None) for name in adapter_names(params)}
+    return _write_adapters(out, description, adapters)
+
+
+def _check_there(trained: Trained, step: int | str | None) -> None:
+    if step is not None:
+        raise ValueError(f"step={step}: a trainer has only its own; give the run's folder")
+    if trained.state is None:
+        raise ValueError(
+            "the engine has no state before its first batch; call engine.prepare(example_batch)"
+        )
+
+
+def export_adapters(saved: SavedStep, folders: Sequence[Path], out: Path) -> Path:
+    """The adapters of a saved step; arguments as `export_step` takes them."""
+    metadata = saved.whole_metadata()
+    description = _description_in(folders)
+    names = {name.partition("/")[2]: name for name in metadata.arrays if name.startswith(_PARTS)}
+    unread = open_arrays(saved.folder, metadata)
+    adapters = {
+        name: read_whole(saved, full, unread[full], as_abstract(metadata.arrays[full]).shape)
+        for name, full in names.items()
+        if name in adapter_names(names)
+    }
+    return _write_adapters(out, description, adapters)
+
+
+def _write_adapters(
+    out: Path, description: Description, adapters: Mapping[str, np.ndarray]
+) -> Path:
+    total = sum(array.nbytes for array in adapters.values())
+    with failing_together():
+        if jax.process_index() == 0:
+            with new_folder(out, total, remedy="or free some") as draft:
+                sizes, scales = description.config, description.scales
+                write_adapter(draft, sizes, adapters, scales=scales, base=description.source)
+    return out
+
+
+def run_folders(run: str | Path, saved: SavedStep) -> Sequence[Path]:
+    """Where what belongs to a run may lie, besides its checkpoints."""
+    return Path(run).expanduser(), saved.folder.parent, saved.folder.parent.parent
+
+
+def export_step(
+    saved: SavedStep,
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Exported:
+    """A saved step as a folder of Hugging Face; arguments as `to_hugging_face` takes them.
+
+    Args:
+      folders: in which the run's description and tokenizer are looked for.
+    """
+    metadata = saved.whole_metadata()
+    description = _description_in(folders)
+    names = {name.partition("/")[2]: name for name in metadata.arrays if name.startswith(_PARTS)}
+    params = {name: as_abstract(metadata.arrays[full]) for name, full in names.items()}
+    unread = open_arrays(saved.folder, metadata)
+    held: dict[str, Layers] = {}
+
+    def read(name: str, layer: int | None) -> np.ndarray:
+        full = names[name]
+        if layer is None:
+            return read_whole(saved, full, unread[full], params[name].shape)
+        if name not in held:
+            held[name] = Layers(saved, full, unread[full], params[name].shape)
+        return held[name].layer(layer)
+
+    def values(tensor: Outgoing) -> np.ndarray:
+        wanted = {leaf.name for leaf in tensor.leaves}
+        for name in [name for name in held if not _belongs(name, wanted)]:
+            del held[name]
+        return tensor.values(merging(description, params, read))
+
+    found = outgoing(description, params, dtype=dtype)
+    tokenizer = next((x / TOKENIZER_FILE for x in folders if (x / TOKENIZER_FILE).is_file()), None)
+    return _write(
+        out, description, found, values, shard_bytes, tokenizer=tokenizer, step=saved.step
+    )
+
+
+def _belongs(name: str, kernels: set[str]) -> bool:
+    """Whether an array is one of these, or of an adapter beside one."""
+    return any(name == kernel or name.startswith(f"{kernel[:-7]}/lora/") for kernel in kernels)
+
+
+def _from_trainer(trainer: Trained, out: Path, *, dtype: str | None, shard_bytes: int) -> Exported:
+    plan = trainer.plan
+    description = describe_model(plan.model)
+    parts = model_parts(plan, trainer.state)
+    params: Mapping[str, Any] = {**parts["params"], **parts["frozen"]}
+    read = merging(description, params, _reader(params, NamedSharding(plan.mesh, P())))
+    found = outgoing(description, params, dtype=dtype)
+    return _write(
+        out, description, found, lambda x: x.values(read), shard_bytes, step=trainer.num_steps
+    )
+
+
+def _reader(params: Mapping[str, jax.Array], whole: NamedSharding) -> Read:
+    """A layer of a parameter, or a parameter that is no stack, in the memory of every process.
+
+    One process alone fetches each shard; several have to gather it on their devices first.
+    """
+    gathered = whole if jax.process_count() > 1 else None
+
+    def read(name: str, layer: int | None) -> np.ndarray:
+        array = params[name]
+        if array.sharding.memory_kind == HOST_KIND:
+            array = jax.device_put(array, array.sharding.with_memory_kind("device"))
+        taken = _take(gathered, layer is not None)(array, np.int32(layer or 0))
+        return np.asarray(taken if gathered is None else taken.addressable_data(0))
+
+    return read
+
+
+@functools.lru_cache(maxsize=16)
+def _take(gathered: NamedSharding | None, is_layer: bool) -> Callable[..., jax.Array]:
+    """A jitted function: an array, or a layer of one, anew, so that no state keeps a host copy."""
+
+    def take(array: jax.Array, layer: jax.Array) -> jax.Array:
+        if not is_layer:
+            return array
+        return lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
+
+    return jax.jit(take, out_shardings=gathered)
+
+
+def _write(
+    out: Path,
+    description: Description,
+    found: Sequence[Outgoing],
+    values: Callable[[Outgoing], np.ndarray],
+    shard_bytes: int,
+    *,
+    tokenizer: Path | None = None,
+    step: int,
+) -> Exported:
+    """The folder, from tensors that are made one by one, by all processes together."""
+    with failing_together() as agree:
+
+        def agreed(tensor: Outgoing) -> np.ndarray:
+            agree()
+            return values(tensor)
+
+        if jax.process_index() == 0:
+            return _write_alone(
+                out, description, found, agreed, shard_bytes, tokenizer=tokenizer, step=step
+            )
+        for tensor in found:
+            agreed(tensor)  # takes part in gathering it
+    total = sum(one.tensor.num_bytes for one in found)
+    return Exported(folder=out, files=(), num_arrays=len(found), num_bytes=total)
+
+
+def _write_alone(
+    out: Path,
+    description: Description,
+    found: Sequence[Outgoing],
+    values: Callable[[Outgoing], np.ndarray],
+    shard_bytes: int,
+    *,
+    tokenizer: Path | None,
+    step: int,
+) -> Exported:
+    by_name = {one.tensor.name: one for one in found}
+    tensors = [one.tensor for one in found]
+    total = sum(tensor.num_bytes for tensor in tensors)
+    with new_folder(out, total, remedy="or write fewer bytes with dtype bfloat16") as draft:
+        names = write_files(
+            draft,
+            tensors,
+            lambda tensor: values(by_name[tensor.name]),
+            shard_bytes=shard_bytes,
+            metadata={"format": "pt", "step": str(step)},
+        )
+        kinds = {tensor.dtype for tensor in tensors}
+        about = description.config_json(kinds.pop() if len(kinds) == 1 else None)
+        (draft / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        _copy_tokenizer(draft, description, tokenizer)
+    return Exported(folder=out, files=tuple(names), num_arrays=len(tensors), num_bytes=total)
+
+
+def _copy_tokenizer(draft: Path, description: Description, tokenizer: Path | None) -> None:
+    """The tokenizer files of the folder that the model came from, else the run's own."""
+    source = None if description.source is None else Path(description.source)
+    if source is not None and (source / TOKENIZER_FILE).is_file():
+        for name in _TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, draft / name)
+        return
+    bare = None if tokenizer is None else hugging_face_json(load_tokenizer(tokenizer))
+    if bare is not None:
+        text = json.dumps(bare, ensure_ascii=False) + "\n"
+        (draft / TOKENIZER_FILE).write_text(text, encoding="utf-8")
+
+
+def _description_in(folders: Sequence[Path]) -> Description:
+    for folder in folders:
+        if (folder / DESCRIPTION_FILE).is_file():
+            return Description.from_dict(read_json(folder / DESCRIPTION_FILE))
+    raise CheckpointError(
+        f"there is no {DESCRIPTION_FILE} in {folders[0]}, which a run writes for models that have "
+        "a form in Hugging Face's files (GPT-2, Llama, BERT of zerojax.models); `zerojax "
+        "checkpoint export` without --format writes any model's parameters under their own names"
+    )

@@ -1,0 +1,409 @@
+"""`zerojax.load_run`: runs read back in shards, for evaluation, generation and export."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from zerojax import models, optim
+from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
+from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
+from zerojax.config.keywords import names_keywords
+from zerojax.config.offload import HOST
+from zerojax.data import TokenSource, abstract_global, as_source, load_tokenizer
+from zerojax.models import trees
+from zerojax.models.losses import next_token
+from zerojax.models.zoo import text_generation
+from zerojax.models.zoo.decoder import Decoder
+from zerojax.parallel.reshard import from_model_parts, model_parts
+from zerojax.parallel.step import build_evaluation
+from zerojax.plan import mesh as meshes
+from zerojax.plan.make import make_plan, plan_options
+from zerojax.plan.plan import Plan
+from zerojax.runtime import bounded_json
+from zerojax.training.checkpointing import model_of
+from zerojax.training.evaluating import mean_loss
+from zerojax.training.run import CHECKPOINT_FOLDER, CONFIG_FILE, TOKENIZER_FILE
+from zerojax.training.run_record import RECORD_FILE, RunRecord, abstract_of, read_record
+
+_EXAMPLE_TOKENS = 8
+"""Tokens of a row in the trace of a model that only generates."""
+
+
+class LoadedRun:
+    """A finished or interrupted run, read back. Made by `zerojax.load_run`.
+
+    Attributes:
+      plan: how its arrays lie on this machine's devices, in the run's precision.
+      state: parameters and the model's own state, without an optimizer's.
+      step: of the checkpoint; also `num_steps`, as a `Trainer` has it.
+      tokenizer: None for runs that were not trained on text.
+      config: the `RunConfig` of `zerojax train`; None for a run of Python's `train`.
+      record: what the run's folder says of it.
+      plan_dict: the plan under which the step was saved.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        state: Any,
+        *,
+        replan: Callable[[Any], Plan],
+        record: RunRecord,
+        folder: Path,
+        step: int,
+        config: RunConfig | None,
+        plan_dict: dict[str, Any],
+        has_loss: bool,
+    ) -> None:
+        self.plan, self.state, self.step, self.config = plan, state, step, config
+        self.record, self.plan_dict = record, plan_dict
+        tokenizer_path = folder / TOKENIZER_FILE
+        self.tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path.is_file() else None
+        self._folder, self._replan, self._has_loss = folder, replan, has_loss
+        self._evaluations: dict[Any, tuple[Plan, Any]] = {}
+
+    @property
+    def num_steps(self) -> int:
+        """Batches that were trained on."""
+        return self.step
+
+    def __repr__(self) -> str:
+        return (
+            f"LoadedRun({str(self._folder)!r}, step {self.step}, {self.record.model_name} on "
+            f"{meshes.describe_mesh(self.plan.mesh)}, zero={self.plan.zero})"
+        )
+
+    def validation(self) -> TokenSource:
+        """The part of the run's text that training left out.
+
+        Raises:
+          ValueError: there is none, or the run's batches came from Python.
+        """
+        data = self.record.data
+        if data is None:
+            raise ValueError(
+                f"{self._folder} was trained on batches that came from Python, which its folder "
+                "does not hold; give some to the run that was loaded: evaluate(batches)"
+            )
+        example = abstract_of(self.record.batch)
+        _, validation, _ = as_source(
+            data.path,
+            tokenizer=self.tokenizer or "bytes",
+            seq_len=data.seq_len,
+            global_batch_size=jax.tree.leaves(example)[0].shape[0],
+            validation_fraction=data.validation_fraction,
+        )
+        if validation is None:
+            raise ValueError(
+                f"data.validation_fraction={data.validation_fraction} left nothing to evaluate "
+                "on; train with a fraction above 0"
+            )
+        return validation
+
+    def evaluate(self, batches: Any = None, num_batches: int | None = None) -> dict[str, float]:
+        """Mean loss in evaluation mode, as `Trainer.evaluate` computes it.
+
+        Args:
+          batches: an iterable of host batches of one shape, or a `TokenSource`; None: the text that
+            training left out.
+          num_batches: at most this many; None: of a source as many as the run took, else all.
+
+        Raises:
+          ValueError: there is nothing to evaluate on, or the run's loss was a function that has to
+            be given.
+        """
+        if not self._has_loss:
+            raise ValueError(
+                f"{self._folder} was trained with a loss function of your own, which its folder "
+                f"does not hold; give it: zerojax.load_run({str(self._folder)!r}, loss=LOSS)"
+            )
+        batches = self.validation() if batches is None else batches
+        if isinstance(batches, TokenSource):
+            first = batches.batch(0)
+        else:
+            iterator = iter(batches)
+            first = next(iterator, None)
+            if first is None:
+                raise ValueError("nothing to evaluate: there is no batch")
+            batches = itertools.chain([first], iterator)
+        plan, evaluate = self._evaluation(first)
+        default = self.record.eval_batches
+        return mean_loss(evaluate, plan, self.state, batches, num_batches, default)
+
+    def _evaluation(self, batch: Any) -> tuple[Plan, Any]:
+        """A plan for batches of this shape, over the same arrays, and its compiled evaluation."""
+        example = abstract_global(batch, self.plan.mesh)
+        leaves, structure = jax.tree.flatten(example)
+        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in self._evaluations:
+            plan = self._replan(example)
+            self._evaluations[key] = plan, build_evaluation(plan)
+        return self._evaluations[key]
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The model as the user's kind of object, its arrays in shards and in the run's precision.
+
+        No device holds more than its part; what is computed with it under `jax.jit` is split by
+        XLA. `to_model` gives whole arrays in the dtype in which they are stored.
+        """
+        parts = model_parts(self.plan, self.state)
+        read = {**parts["params"], **parts["frozen"]}
+        dtype = self.plan.precision.compute_dtype
+
+        def cast(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+            return {n: x.astype(dtype) if is_float(x) else x for n, x in arrays.items()}
+
+        shardings = {name: x.sharding for name, x in read.items()}
+        params = jax.jit(cast, out_shardings=shardings)(read)
+        return self.plan.model.to_source(params, parts["extras"])
+
+    def to_model(self) -> Any:
+        """The model with whole arrays on one device, as `Trainer.to_model` gives it."""
+        return model_of(self.plan, self.state)
+
+    def generate(
+        self,
+        prompt: str,
+        num_tokens: int | None = None,
+        *,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> str:
+        """The prompt and its continuation, drawn token by token.
+
+        Args:
+          prompt: text of at least one token.
+          num_tokens: how many to add; None: 200, or as many as the model's context holds.
+          temperature: 0 takes the likeliest token, 1 samples as the model believes.
+          top_k: sample among so many likeliest tokens; None: among all.
+          seed: of the sampling.
+
+        Raises:
+          ValueError: no tokenizer, an empty prompt, or one that fills the context.
+          TypeError: the model is no decoder of zerojax.
+        """
+        return text_generation.continue_text(
+            self.model,
+            self.tokenizer,
+            prompt,
+            num_tokens=num_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+        )
+
+
+@names_keywords()
+def load_run(
+    run_dir: str | Path,
+    step: int | str | None = None,
+    *,
+    model: models.ModelLike | None = None,
+    loss: models.Loss | None = None,
+    mesh: MeshConfig | Mapping[str, Any] | Mesh | None = None,
+    example_batch: Any = None,
+) -> LoadedRun:
+    """Reads a run's model from its folder, in shards.
+
+    Works for every run with checkpoints, of `zerojax train` and of `zerojax.train`. GPT-2, Llama
+    and BERT of zerojax, also with weights of Hugging Face or with adapters, are described in the
+    folder; any other model has to be given.
+
+    Nothing of it is offloaded: masters and moments that waited on the host or in files are not read
+    at all, and parameters that did lie on the devices, with a warning that says how many bytes of
+    each. What streams layers from the host is a training step with its update.
+
+    Args:
+      run_dir: folder of the run.
+      step: a saved step, or the name of a kept one, such as "best"; None takes the newest.
+      model: as `zerojax.train` takes it; its values are replaced by those of the checkpoint. None:
+        as the folder describes it.
+      loss: as `zerojax.train` takes it; needed to evaluate where the run had a function.
+      mesh: a `MeshConfig`, its fields as a dict, or a `Mesh`; one of fewer devices takes the first
+        ones. None: the run's own, or where this machine has fewer devices, as many on `data` as
+        divide the batch.
+      example_batch: arrays or `ShapeDtypeStruct`s; needed where the run's batch was neither a dict,
+        a list nor a tuple.
+
+    Raises:
+      FileNotFoundError: no run there.
+      ValueError: the model or the loss has to be given.
+      CheckpointError: no such checkpoint, or one of another model.
+    """
+    folder = Path(run_dir)
+    record = _read_record(folder)
+    if model is None and not record.architecture:
+        function = "" if record.loss != "own" else ", loss=LOSS"
+        raise ValueError(
+            f"{folder} was trained on a model of your own ({record.model_name}), which its folder "
+            f"cannot describe; in Python: zerojax.load_run({str(folder)!r}, model=MODEL{function})"
+            " with what `zerojax.train` was given"
+        )
+    checkpoints = record.checkpoints or str(folder / CHECKPOINT_FOLDER)
+    if not Path(checkpoints).is_dir():
+        raise CheckpointError(
+            f"{folder} has no saved weights; train with checkpoint={str(folder)!r} to save some"
+        )
+    internal = models.as_model(record.factory() if model is None else model)
+    example = example_batch if example_batch is not None else abstract_of(record.batch)
+    chosen, has_loss = _loss(internal, record, loss, given_model=model is not None)
+    if not has_loss:
+        if not isinstance(getattr(internal, "template", None), Decoder):
+            raise ValueError(
+                f"{folder} was trained with a loss function of your own; give it: "
+                f"zerojax.load_run({str(folder)!r}, loss=LOSS)"
+            )
+        example = None  # whatever that loss took; the model itself takes tokens
+    elif example is None:
+        raise ValueError(
+            f"the batches of {folder} are a tree that its folder cannot describe; pass one: "
+            f"zerojax.load_run({str(folder)!r}, example_batch=BATCH)"
+        )
+    settings, devices = _mesh(record, mesh, example)
+    if example is None:
+        tokens = jax.ShapeDtypeStruct((devices.size, _EXAMPLE_TOKENS), jnp.int32)
+        example = {"tokens": tokens, "targets": tokens}
+
+    def replan(batch: Any) -> Plan:
+        return make_plan(
+            internal,
+            devices,
+            example_batch=batch,
+            loss=chosen,
+            optimizer=optim.sgd(1.0),  # its state is not read
+            zero=settings.zero,
+            precision=record.as_precision(),
+            freeze=tuple(f"^{name}$" for name in map(_escaped, record.frozen)),
+            **plan_options(settings),
+        )
+
+    plan = replan(example)
+    if record.mesh.offload.params == HOST:
+        _warn_of_parameters(folder, plan)
+    names = "params", "frozen", "extras", "rng"
+    abstract: dict[str, Any] = {**plan.abstract_canonical}
+    with Checkpointer(checkpoints) as checkpointer:
+        if isinstance(step, str):
+            step = named_step(checkpointer.kept_steps(), step)
+        restored = checkpointer.restore({n: abstract[n] for n in names}, step, subset=True)
+    return LoadedRun(
+        plan,
+        from_model_parts(plan, restored.state),
+        replan=replan,
+        record=record,
+        folder=folder,
+        step=restored.step,
+        config=_run_config(folder),
+        plan_dict=restored.plan,
+        has_loss=has_loss,
+    )
+
+
+def _warn_of_parameters(folder: Path, plan: Plan) -> None:
+    leaves = jax.tree.leaves([plan.abstract_stored[part] for part in ("params", "frozen")])
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    warnings.warn(
+        f"{folder} trained with its parameters in host memory (offload.params: host); they are "
+        f"read onto the devices, {trees.format_bytes(held)} of each, since only a training step "
+        "streams layers. Where that is too much, split them over more devices: mesh={'zero': 3}",
+        stacklevel=4,
+    )
+
+
+def _read_record(folder: Path) -> RunRecord:
+    path = folder / RECORD_FILE
+    if path.is_file():
+        return read_record(bounded_json.load(path), str(path))
+    if (folder / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{folder} has no {RECORD_FILE}, which runs write since it can be read back; train on "
+            "in it, with the command or the call that made it, and it is written"
+        )
+    raise FileNotFoundError(
+        f"{folder} holds no run: there is no {RECORD_FILE} in it; give the folder that training "
+        "named as its run folder"
+    )
+
+
+def _run_config(folder: Path) -> RunConfig | None:
+    """The settings of a run of `zerojax train`; other runs have a config.json of another form."""
+    path = folder / CONFIG_FILE
+    values = bounded_json.load(path) if path.is_file() else None
+    if not isinstance(values, dict) or "run_dir" not in values:
+        return None
+    return from_dict(RunConfig, values)
+
+
+def _loss(
+    model: models.Model, record: RunRecord, loss: models.Loss | None, *, given_model: bool
+) -> tuple[models.Loss, bool]:
+    """(a loss to trace the model with, whether it is the run's)."""
+    if loss is not None:
+        return loss, True
+    if record.loss == "own" and given_model:
+        raise ValueError(
+            "the run was trained with a loss function of your own; give it too: "
+            "zerojax.load_run(..., model=MODEL, loss=LOSS)"
+        )
+    by_tokens = lambda bound, batch: next_token(bound(batch["tokens"]), batch["targets"])  # noqa: E731
+    if record.loss == "model":
+        return models.default_loss(model), True
+    return by_tokens, record.loss == "next_token"
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"\\{c}" if c in r".^$*+?{}[]\|()" else c for c in name)
+
+
+def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]:
+    """The options of the plan, and the devices it is for."""
+    own = dataclasses.replace(record.mesh, offload=OffloadConfig())
+    if isinstance(mesh, Mesh):
+        return own, meshes.normalise_mesh(mesh)
+    there = jax.devices()
+    if mesh is None:
+        settings = own
+        if record.num_devices != len(there):
+            axes = own.stage * own.model
+            settings = dataclasses.replace(own, data=-1, replica=1)
+            if len(there) % axes:
+                settings = dataclasses.replace(settings, stage=1, model=1)
+            pieces = own.virtual_shards if own.deterministic else 0
+            axes = settings.stage * settings.model
+            there = there[: _usable(len(there), axes, example, pieces)]
+    else:
+        settings = as_mesh_config(mesh)
+        if not isinstance(mesh, MeshConfig):  # of a dict what it does not say is the run's
+            base = dataclasses.replace(own, data=-1, model=1, stage=1, replica=1)
+            settings = dataclasses.replace(base, **{name: getattr(settings, name) for name in mesh})
+        asked = settings.data * settings.model * settings.stage * settings.replica
+        if 0 < asked < len(there) and jax.process_count() == 1:
+            there = there[:asked]
+    settings = dataclasses.replace(settings, offload=OffloadConfig())
+    return settings, meshes.make_mesh(settings, there)
+
+
+def _usable(count: int, axes: int, example: Any, pieces: int) -> int:
+    """The most devices that divide a batch and its pieces (0: it has none).
+
+    Several processes have to use all they have.
+    """
+    if example is None or jax.process_count() > 1:
+        return count
+    rows = jax.tree.leaves(example)[0].shape[0]
+    fits = lambda shards: rows % shards == 0 and pieces % shards == 0  # noqa: E731
+    return max((n for n in range(axes, count + 1, axes) if fits(n // axes)), default=count)

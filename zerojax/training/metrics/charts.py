@@ -1,0 +1,203 @@
+"""Line charts as HTML and SVG, without scripts.
+
+Curves are drawn in a 1000 x 1000 box that the page stretches, and labels are HTML beside it, so
+that a chart fits any width.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zerojax.config.display import as_html
+
+BOX = 1000
+MAX_POINTS = 800
+FEW_POINTS = 12
+"""A curve of no more values has a dot on each of them."""
+
+Points = list[tuple[float, float | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve."""
+
+    label: str
+    points: Points
+    """(step, value), ascending; None where the value was not finite."""
+    style: str
+    """CSS class: "first", "second"; "faint" for what another curve smooths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Curves over steps, on common axes."""
+
+    title: str
+    unit: str
+    series: Sequence[Series]
+    text: Callable[[float], str]
+    """How a value is written beside the axis and above the curve."""
+    from_zero: bool = False
+    log_above: float = math.inf
+    """A highest over lowest value from which the axis is logarithmic."""
+    wide: bool = False
+
+
+def thin(points: Points, limit: int = MAX_POINTS) -> Points:
+    """At most about `limit` points that keep peaks: lowest, highest and gaps of each bucket."""
+    if len(points) <= limit:
+        return points
+    buckets = limit // 2
+    kept: Points = []
+    for i in range(buckets):
+        bucket = points[len(points) * i // buckets : len(points) * (i + 1) // buckets]
+        finite = [(value, step) for step, value in bucket if value is not None]
+        if not finite:
+            kept.append(bucket[0])
+            continue
+        extremes = {(step, value) for value, step in (min(finite), max(finite))}
+        lost = {point for point in bucket if point[1] is None}
+        kept.extend(sorted(extremes | lost, key=lambda point: point[0]))
+    if kept[-1] != points[-1]:
+        kept.append(points[-1])
+    return kept
+
+
+def smooth(points: Points, *, half_width: int) -> Points:
+    """Means over a window around each point: no lag behind a falling curve, as averages of the past
+    have. The window shrinks at both ends, so that it stays centred."""
+    smoothed: Points = []
+    for i, (step, _) in enumerate(points):
+        reach = min(half_width, i, len(points) - 1 - i)
+        window = [v for _, v in points[i - reach : i + reach + 1] if v is not None]
+        smoothed.append((step, sum(window) / len(window) if window else None))
+    return smoothed
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers, about `count` of them, that lie in [low, high]."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    unit = 10.0 ** math.floor(math.log10(raw))
+    spacing = unit * next(m for m in (1, 2, 2.5, 5, 10) if m * unit >= raw * 0.999)
+    first = math.ceil(low / spacing - 1e-9)
+    last = math.floor(high / spacing + 1e-9)
+    return [round(i * spacing, 12) for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, count: int = 7) -> list[float]:
+    """Round numbers in [low, high], at most `count`, about equally far apart as ratios."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 3), (1,)):
+        ticks = [m * 10.0**power for power in powers for m in steps]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if len(inside) <= count:
+            return inside
+    return inside[:: -(-len(inside) // count)]
+
+
+def draw(chart: Chart, steps: tuple[float, float]) -> str:
+    """The chart as a `<figure>`; `steps` are the ends of the horizontal axis."""
+    shown = [s for s in chart.series if any(value is not None for _, value in s.points)]
+    low, high, log = _value_axis(chart, shown)
+    first, last = steps
+    scale = math.log if log else float
+
+    def x(step: float) -> float:
+        return BOX * (step - first) / ((last - first) or 1)
+
+    def y(value: float) -> float:
+        return BOX * (scale(high) - scale(value)) / (scale(high) - scale(low))
+
+    rows = log_ticks(low, high) if log else nice_ticks(low, high)
+    columns = nice_ticks(first, last, 6)
+    grid = "".join(f'<path d="M0 {y(t):.1f}H{BOX}"/>' for t in rows)
+    left = "".join(
+        f'<span style="top:{100 * y(t) / BOX:.2f}%">{as_html(chart.text(t))}</span>' for t in rows
+    )
+    columns_shown = [
+        f'<span style="left:{100 * x(t) / BOX:.2f}%"{_label_class(x(t), index, len(columns))}>'
+        f"{t:,.0f}</span>"
+        for index, t in enumerate(columns)
+    ]
+    lost = "".join(f"M{x(step):.1f} 0v{BOX // 25}" for step in _lost_steps(shown))
+    curves = "".join(
+        f'<path class="curve {series.style}" d="{_path(series.points, x, y)}"/>'
+        f'<path class="dots {series.style}" d="{_dots(series.points, x, y)}"/>'
+        for series in shown
+    )
+    legend = "".join(_legend_entry(chart, series) for series in shown if series.style != "faint")
+    size = " wide" if chart.wide else ""
+    notes = [chart.unit, "log scale" if log else "", "red: not finite" if lost else ""]
+    unit = ", ".join(filter(None, notes))
+    return f"""<figure class="chart{size}">
+<figcaption><b>{as_html(chart.title)}</b> <i>{as_html(unit)}</i>
+<span class="legend">{legend}</span></figcaption>
+<div class="frame"><div class="left">{left}</div>
+<div class="plot"><svg viewBox="0 0 {BOX} {BOX}" preserveAspectRatio="none" role="img"
+ aria-label="{as_html(chart.title)} over steps"><g class="grid">{grid}</g>{curves}
+<path class="lost" d="{lost}"/></svg>
+<div class="cursor"></div></div><div class="below">{"".join(columns_shown)}</div></div>
+</figure>
+"""
+
+
+def _value_axis(chart: Chart, shown: Sequence[Series]) -> tuple[float, float, bool]:
+    """Lowest and highest value of the axis, and whether it is logarithmic."""
+    values = [value for series in shown for _, value in series.points if value is not None]
+    low, high = min(values), max(values)
+    if low > 0 and high / low >= chart.log_above:
+        margin = (high / low) ** 0.06
+        return low / margin, high * margin, True
+    if chart.from_zero:
+        low = min(0.0, low)
+    margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+    return (low if chart.from_zero else low - margin), high + margin, False
+
+
+def _lost_steps(shown: Sequence[Series]) -> list[float]:
+    return sorted({step for series in shown for step, value in series.points if value is None})
+
+
+def _label_class(place: float, index: int, count: int) -> str:
+    """The outermost labels stay inside the frame; a narrow chart shows every second one."""
+    names = [] if (count - 1 - index) % 2 == 0 else ["second-label"]
+    if not 0.03 * BOX < place < 0.97 * BOX:
+        names.append("start" if place < BOX / 2 else "end")
+    return f' class="{" ".join(names)}"' if names else ""
+
+
+def _path(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    """Lines through neighbours; a missing value is a gap."""
+    parts, pen_down = [], False
+    for step, value in points:
+        if value is None:
+            pen_down = False
+            continue
+        place = f"{x(step):.1f} {y(value):.1f}"
+        parts.append(f"L{place}" if pen_down else f"M{place}")
+        pen_down = True
+    return "".join(parts)
+
+
+def _dots(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    """A dot on each value that no line reaches, and on all of a curve of a few points."""
+    values = [value for _, value in points]
+    few = sum(value is not None for value in values) <= FEW_POINTS
+    around = [None, *values, None]
+    return "".join(
+        f"M{x(step):.1f} {y(value):.1f}h0"
+        for index, (step, value) in enumerate(points)
+        if value is not None and (few or around[index] is around[index + 2] is None)
+    )
+
+
+def _legend_entry(chart: Chart, series: Series) -> str:
+    last = next(value for _, value in reversed(series.points) if value is not None)
+    label = as_html(series.label)
+    return (
+        f'<span class="entry {series.style}"><span class="swatch"></span>{label} '
+        f'<output data-series="{label}">{as_html(chart.text(last))}</output></span>'
+    )

@@ -1,0 +1,439 @@
+"""Log of a run: derived rates, and the writers that receive each record."""
+
+import contextlib
+import importlib
+import json
+import math
+import operator
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from zerojax.config import ConfigError, LogConfig
+from zerojax.config.display import printable
+from zerojax.runtime.private_files import open_to_everybody
+from zerojax.runtime.redaction import redact
+from zerojax.training.metrics import console
+from zerojax.training.metrics.events import EventWriter
+from zerojax.training.metrics.jsonl import FILE_NAME, MetricsFile, read_metrics, set_aside
+from zerojax.training.metrics.peaks import peak_flops
+from zerojax.training.metrics.spikes import SpikeDetector
+from zerojax.training.metrics.spread import ProcessTimes, Stragglers, spread
+
+TAGS = {
+    "tokens_per_second_per_device": "speed/tokens_per_second_per_device",
+    "tflops_per_device": "speed/tflops_per_device",
+    "mfu": "speed/mfu",
+    "step_seconds": "speed/step_seconds",
+    "memory_in_use": "memory/in_use_bytes",
+    "memory_peak": "memory/peak_bytes",
+}
+SPENT = "spent_"
+"""Before an activity of `stopwatch.ACTIVITIES`: seconds spent on it since the last report."""
+MAX_REASONS = 20
+STILL_COMPILING_SECONDS = 30.0
+"""Between two lines that say that a compilation goes on."""
+
+
+class RunLog:
+    """Writes what a run reports to the terminal and to `run_dir`.
+
+    Args:
+      run_dir: made if missing; see `start` for metrics that are in it.
+      config: where to and how often.
+      total_steps: step at which the run ends.
+      tokens_per_step: over all devices; None where examples are not made of tokens.
+      loss_unit: of the mean loss, see `zerojax.losses`; None: not known.
+      flops_per_step: over all devices, forward and backward, without what remat repeats; None:
+        not known.
+      num_devices: over all processes.
+      device_kind: as the device calls itself; MFU is reported where its peak is published.
+      precision: "bf16" or "fp32": which peak.
+      read_memory: `hardware.devices.device_memory` or alike; None: memory is not reported.
+      process_index: only process 0 writes and prints.
+      stream: terminal; None: standard output.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        config: LogConfig,
+        *,
+        total_steps: int,
+        tokens_per_step: int | None = None,
+        loss_unit: str | None = None,
+        flops_per_step: float | None = None,
+        num_devices: int = 1,
+        device_kind: str = "",
+        precision: str = "bf16",
+        read_memory: Callable[[], Mapping[str, Any]] | None = None,
+        process_index: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.run_dir, self._config = Path(run_dir), config
+        self.is_enabled, self.traced_steps = process_index == 0, config.profile
+        self._spikes, self._stragglers = SpikeDetector(config.spike), Stragglers(config.straggler)
+        self._stream, self._clock, self._read_memory = stream, clock, read_memory
+        self._total_steps, self._num_devices = total_steps, num_devices
+        self._tokens_per_step, self._flops_per_step = tokens_per_step, flops_per_step
+        self._loss_unit = loss_unit
+        self._device_kind, self._peak = device_kind, peak_flops(device_kind, precision)
+        self._display: console.Display = console.QuietDisplay()
+        self._file: MetricsFile | None = None
+        self._events: EventWriter | None = None
+        self._wandb: Any = None
+        self._began = self._last_time = self._steady_since = clock()
+        self._start_step = self._last_step = self._steady_step = 0
+        self._first_interval: tuple[int, float] | None = None
+        self._untimed = 0.0
+
+    def start(
+        self,
+        plan_line: str,
+        reasons: Sequence[str],
+        plan_table: str,
+        plan_dict: Mapping[str, Any],
+        config_dict: Mapping[str, Any],
+        *,
+        start_step: int = 0,
+        is_new: bool = False,
+    ) -> None:
+        """Says what will run and why, writes it to the run folder, and starts the clock.
+
+        Args:
+          plan_line: the resolved plan in one line.
+          reasons: why each default is what it is, one sentence each.
+          plan_table: the plan, many lines.
+          plan_dict: the plan, JSON-able.
+          config_dict: the configuration, JSON-able. Passwords and keys in any of these are left
+            out (`zerojax.runtime.redaction`).
+          start_step: steps already done, when the run resumes.
+          is_new: whether metrics in the folder are of another run: they are renamed, and the new
+            name is said. False: this run goes on with them.
+
+        Raises:
+          OSError: the run folder cannot be written, and what to do.
+        """
+        if not self.is_enabled:
+            return
+        plan_line, plan_table = redact(plan_line), redact(plan_table)
+        reasons, plan_dict, config_dict = redact([*reasons]), redact(plan_dict), redact(config_dict)
+        shown = (f"- {printable(reason)}" for reason in reasons)
+        summary = printable("\n".join([plan_line, "", *shown, "", plan_table]), is_page=True)
+        self._make_folder()
+        earlier = set_aside(self.run_dir / FILE_NAME) if is_new else None
+        (self.run_dir / "plan.txt").write_text(summary + "\n", encoding="utf-8")
+        for name, value in (("plan.json", plan_dict), ("config.json", config_dict)):
+            (self.run_dir / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        self._open_files(start_step, config_dict)
+        self._display = console.make_display(
+            self._config.console,
+            self._stream or sys.stdout,
+            total_steps=self._total_steps,
+            start_step=start_step,
+        )
+        self._announce(plan_line, reasons, start_step)
+        if earlier is not None:
+            self._display.message(f"the metrics of an earlier run there are now {earlier.name}")
+        if (warning := open_to_everybody(self.run_dir)) is not None:
+            self._display.message(warning)
+        self._start_step = self._last_step = self._steady_step = start_step
+        self._began = self._last_time = self._clock()
+
+    def write(
+        self, step: int, values: Mapping[str, Any], spent: Mapping[str, float] | None = None
+    ) -> None:
+        """Reports a finished step.
+
+        Args:
+          step: batches consumed, this one included.
+          values: numbers; "loss", "grad_norm", "learning_rate" and "skipped" (steps left out so
+            far, since they were not finite) have their places, others follow by name.
+          spent: seconds since the last report, by activity of `stopwatch.ACTIVITIES`.
+        """
+        if not self.is_enabled:
+            return
+        numbers = {key: _number(value) for key, value in values.items()}
+        spent = {f"{SPENT}{key}": round(value, 6) for key, value in (spent or {}).items()}
+        now = self._clock()
+        measured = {**self._speed(step, now), **self._memory()}
+        report = {**numbers, **measured}
+        self._record("train", step, {**report, **spent})
+        tagged = {f"train/{key}": value for key, value in numbers.items()}
+        tagged.update((tag, measured[key]) for key, tag in TAGS.items() if key in measured)
+        self._send(step, tagged)
+        self._display.update(step, report, self._seconds_left(step, now))
+
+    def write_eval(self, step: int, values: Mapping[str, Any]) -> None:
+        """Reports an evaluation of the model after `step` batches."""
+        if not self.is_enabled:
+            return
+        numbers = {key: _number(value) for key, value in values.items()}
+        self._record("eval", step, numbers)
+        self._send(step, {f"eval/{key}": value for key, value in numbers.items()})
+        line = console.format_line(step, numbers, total_steps=self._total_steps)
+        self._display.message(f"{line}  (validation)")
+
+    def see_loss(self, step: int, loss: float) -> str | None:
+        """To be told the loss of every step; in words, how far it jumped if it did."""
+        spike = self._spikes.see(loss)
+        if spike is None:
+            return None
+        around = f"{spike.median:.4g} at the median of the steps before"
+        times = f", {spike.times:.3g} times their spread" if math.isfinite(spike.times) else ""
+        return f"step {step}: loss {spike.value:.4g} jumped from {around}{times}"
+
+    def event(self, kind: str, step: int, text: str, *, say: bool = True, **facts: Any) -> None:
+        """Something that happened at a step: to metrics.jsonl, and in one line to the terminal.
+
+        Args:
+          kind: "loss_spike", "not_finite", "slow_process", "fast_again", "failed" or
+            "interrupted".
+          facts: JSON-able, such as the parameter to blame as `leaf`.
+        """
+        if not self.is_enabled:
+            return
+        self._record("event", step, {"event": kind, "text": text, **facts})
+        if say:
+            self._display.message(text)
+
+    def write_processes(self, step: int, rows: Sequence[ProcessTimes]) -> None:
+        """Reports how far processes are apart, and names those that the others wait for."""
+        if not self.is_enabled:
+            return
+        found = spread(rows)
+        self._record("processes", step, found)
+        self._send(step, {f"processes/{key}": value for key, value in found.items()})
+        for finding in self._stragglers.see(rows):
+            kind = "slow_process" if finding.is_slow else "fast_again"
+            text = f"step {step}: {finding.text}"
+            self.event(kind, step, text, process=finding.process, host=rows[finding.process].name)
+
+    def end(self, step: int, spent: Mapping[str, float]) -> None:
+        """Notes where the time after the last report went, such as the last save."""
+        if self.is_enabled:
+            seconds = {f"{SPENT}{key}": round(value, 6) for key, value in spent.items()}
+            self._record("end", step, seconds)
+
+    def message(self, text: str) -> None:
+        """Prints a line above the live display."""
+        if self.is_enabled:
+            self._display.message(text)
+
+    @contextlib.contextmanager
+    def compiling(self, what: str) -> Iterator[None]:
+        """Around the first call of a program: says that it is being compiled, and how long it took.
+
+        Args:
+          what: such as "the training step".
+        """
+        if not self.is_enabled:
+            yield
+            return
+        began = self._clock()
+        self._display.waiting(f"compiling {what} ...")
+        with _every(STILL_COMPILING_SECONDS, lambda: self._still_compiling(what, began)):
+            yield
+        self._display.message(f"compiled {what} in {self._clock() - began:.1f} s")
+
+    def _still_compiling(self, what: str, began: float) -> None:
+        seconds = console.format_seconds(self._clock() - began)
+        self._display.waiting(f"still compiling {what}, {seconds} so far")
+
+    @contextlib.contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Time inside the block (evaluation, saving) does not count as time of a training step."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._untimed += self._clock() - began
+
+    def close(self) -> None:
+        """Leaves the terminal as it was and closes the files; a second call does nothing."""
+        self._display.close()
+        self._display = console.QuietDisplay()
+        _close(self._file)
+        _close(self._events)
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._file = self._events = self._wandb = None
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The folder and the files
+
+    def _make_folder(self) -> None:
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.run_dir / FILE_NAME).open("ab").close()
+        except OSError as error:
+            raise type(error)(
+                f"cannot write to the run folder '{self.run_dir}' ({error.strerror}); "
+                "choose another with run_dir="
+            ) from None
+
+    def _open_files(self, start_step: int, config_dict: Mapping[str, Any]) -> None:
+        if start_step:
+            first = _first_loss(self.run_dir)
+            self._spikes = SpikeDetector(self._config.spike, first=first)
+        if self._config.wandb is not None:
+            self._wandb = _start_wandb(self._config.wandb, self.run_dir, config_dict)
+        self._file = MetricsFile(self.run_dir / FILE_NAME)
+        if self._config.tensorboard:
+            self._events = EventWriter(self.run_dir, first_step=start_step + 1)
+        start = {
+            "total_steps": self._total_steps,
+            "num_devices": self._num_devices,
+            "device_kind": self._device_kind,
+            "tokens_per_step": self._tokens_per_step,
+            "loss_unit": self._loss_unit,
+            "flops_per_step": self._flops_per_step,
+            "peak_flops_per_device": self._peak,
+        }
+        self._record("start", start_step, start)
+
+    def _record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        seconds = round(self._clock() - self._began, 3) if kind != "start" else 0.0
+        record = {"kind": kind, "step": step, "time": time.time(), "seconds": seconds, **values}
+        try:
+            if self._file is not None:
+                self._file.write(record)
+        except OSError as error:
+            self._give_up(self._file, "metrics.jsonl", error)
+            self._file = None
+
+    def _send(self, step: int, tagged: Mapping[str, float]) -> None:
+        try:
+            if self._events is not None:
+                self._events.scalars(step, tagged)
+        except OSError as error:
+            self._give_up(self._events, "the TensorBoard file", error)
+            self._events = None
+        if self._wandb is not None:
+            self._wandb.log(dict(tagged), step=step)
+
+    def _give_up(self, writer: MetricsFile | EventWriter | None, what: str, error: OSError) -> None:
+        """A full disk ends the reports to a file, said once, and not the training."""
+        self._display.message(
+            f"warning: cannot write {what} ({error.strerror}); training goes on without it"
+        )
+        _close(writer)
+
+    # Words
+
+    def _announce(self, plan_line: str, reasons: Sequence[str], start_step: int) -> None:
+        say = self._display.message
+        say(plan_line)
+        for reason in reasons[:MAX_REASONS]:
+            wrapped = textwrap.wrap(reason, 96, break_long_words=False, break_on_hyphens=False)
+            say("  - " + "\n    ".join(wrapped))
+        if len(reasons) > MAX_REASONS:
+            rest = len(reasons) - MAX_REASONS
+            say(f"  - and {rest} more: {self.run_dir / 'plan.txt'}")
+        if start_step and not 0 < self._total_steps <= start_step:
+            say(f"resuming after step {start_step} of {self._total_steps}")
+        say(f"run folder {self.run_dir}")
+
+    # Numbers that follow from the clock
+
+    def _speed(self, step: int, now: float) -> dict[str, float]:
+        """Throughput since the last report; not of the first interval, which holds compilation."""
+        steps, seconds = step - self._last_step, now - self._last_time - self._untimed
+        self._last_step, self._last_time, self._untimed = step, now, 0.0
+        if self._first_interval is None:
+            self._first_interval = (steps, seconds)
+            self._steady_step, self._steady_since = step, now
+            return {"first_interval_seconds": seconds}
+        if steps < 1 or seconds <= 0:
+            return {}
+        report = {"step_seconds": seconds / steps}
+        if self._first_interval[0] > 0:
+            count, first = self._first_interval
+            self._first_interval = (0, 0.0)
+            report["compile_seconds"] = max(0.0, first - count * report["step_seconds"])
+        per_device = steps / seconds / self._num_devices
+        if self._tokens_per_step:
+            report["tokens_per_second_per_device"] = self._tokens_per_step * per_device
+        if self._flops_per_step:
+            flops = self._flops_per_step * per_device
+            report["tflops_per_device"] = flops / 1e12
+            if self._peak:
+                report["mfu"] = flops / self._peak
+        return report
+
+    def _memory(self) -> dict[str, Any]:
+        if self._read_memory is None:
+            return {}
+        return {f"memory_{key}": value for key, value in self._read_memory().items()}
+
+    def _seconds_left(self, step: int, now: float) -> float | None:
+        done = step - self._steady_step
+        if done < 1:
+            return None
+        return (now - self._steady_since) / done * max(0, self._total_steps - step)
+
+
+@contextlib.contextmanager
+def _every(seconds: float, say: Callable[[], object]) -> Iterator[None]:
+    """Calls `say` every so many seconds from a thread while the block runs."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(seconds):
+            say()
+
+    thread = threading.Thread(target=repeat, name="zerojax-compiling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _number(value: Any) -> int | float:
+    """A Python number from one of Python, NumPy or JAX (a scalar already on the host)."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value)
+
+
+def _first_loss(run_dir: Path) -> float | None:
+    """The first loss that a resumed run reported; None where its file does not have it."""
+    try:
+        train = read_metrics(run_dir).train
+    except OSError:
+        return None
+    return next((r["loss"] for r in train if r.get("loss") is not None), None)
+
+
+def _close(writer: MetricsFile | EventWriter | None) -> None:
+    with contextlib.suppress(OSError):  # what a full disk still holds back was reported before
+        if writer is not None:
+            writer.close()
+
+
+def _start_wandb(project: str, run_dir: Path, config_dict: Mapping[str, Any]) -> Any:
+    try:
+        # Optional and heavy, so only for those who ask for it.
+        wandb = importlib.import_module("wandb")
+    except ImportError:
+        raise ConfigError(
+            f"{project!r} needs the package wandb; pip install wandb, or set log.wandb=null",
+            ("log", "wandb"),
+        ) from None
+    return wandb.init(
+        project=project, name=run_dir.name, dir=str(run_dir), config=dict(config_dict)
+    )

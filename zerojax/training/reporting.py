@@ -1,0 +1,304 @@
+"""Reports of a run: metrics read from the devices one step late, and their warnings."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.hardware import compile_client
+from zerojax.models import trees
+from zerojax.plan.plan import Plan
+from zerojax.runtime.system_memory import TRAINING_STEP, allocating_for
+from zerojax.training.metrics import RunLog
+from zerojax.training.metrics.stopwatch import STEP
+from zerojax.training.process_times import Pace
+from zerojax.training.profiler_trace import Trace
+
+Metrics = dict[str, Any]
+"""Numbers, but for names of parameters: "bad_leaf" and "largest_leaf"."""
+
+MAX_STEPS_UNDER_WAY = 16
+"""Steps that may be started before the first of them is finished. Enough to hide the host's work;
+without a limit a host that is much faster than its devices queues without end, and XLA on CPU
+stands still after some hundred steps (seen with JAX 0.10.2 on 8 virtual devices)."""
+
+_SPIKE_HINT = (
+    "Look at this step's batch; if the loss stays there, go back to the checkpoint before it and "
+    "lower the learning rate or optimizer.clip_norm"
+)
+
+SHOWN = ("loss", "grad_norm", "learning_rate", "loss_scale")
+"""Metrics of a step that the log has, where there are such, beside the loss's own ones."""
+
+
+class Reports:
+    """Metrics of a step are held until a later step is under way, so that reading them waits less.
+
+    Args:
+      max_skipped: reports in a row with a step that was not finite, after which the run ends. Not
+        under a dynamic loss scale, which ends such a run by itself, at its minimum.
+      skipped: steps skipped before, when the run resumes.
+      pace: the clock of the loop.
+      finished: told the number of each step whose numbers are there.
+    """
+
+    def __init__(
+        self,
+        max_skipped: int,
+        *,
+        skipped: int = 0,
+        pace: Pace | None = None,
+        finished: Callable[[int], object] = lambda step: None,
+    ) -> None:
+        self._max_skipped, self._finished = max_skipped, finished
+        self._pace = pace or Pace()
+        self._trace = Trace()
+        self._skipped = skipped
+        self._in_a_row = 0
+        self._was_skipped = False
+        self._held: tuple[int, Mapping[str, Any]] | None = None
+        self._reported: int | None = None
+        self._under_way: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
+        self._unseen: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
+
+    @allocating_for(TRAINING_STEP)  # whoever waits for a step meets its error
+    def follow(
+        self, plan: Plan, step: int, metrics: Mapping[str, Any], log: RunLog | None = None
+    ) -> None:
+        """To be told of every step: waits for the one `MAX_STEPS_UNDER_WAY` before it.
+
+        Steps that are over by now are looked at: one whose loss has jumped, or that was not finite,
+        is said in the log whether it is reported or not.
+
+        Raises:
+          FloatingPointError: that one overflowed at the smallest loss scale.
+        """
+        while self._unseen and self._unseen[0][1]["loss"].is_ready():
+            self._look(plan, log)  # before this step, so that it is known whether one is reported
+        self._pace.dispatched(metrics["loss"])
+        self._under_way.append((step, metrics))
+        if log is not None and log.is_enabled:
+            self._unseen.append((step, metrics))
+            written = self._trace.follow(step, metrics["loss"], log.traced_steps, log.run_dir)
+            if written is not None:
+                first, last = log.traced_steps
+                log.message(f"step {step}: a trace of steps {first} to {last} is in {written}")
+        if len(self._under_way) > MAX_STEPS_UNDER_WAY:
+            self._settle(plan)
+
+    @allocating_for(TRAINING_STEP)
+    def settle(self, plan: Plan, log: RunLog | None = None) -> None:
+        """Waits for all steps that `follow` was told of, and for what processes told each other.
+
+        Raises:
+          FloatingPointError: one of them overflowed at the smallest loss scale.
+        """
+        self.wait(plan)
+        if log is not None:
+            self._trace.stop(None, log.run_dir)
+        while self._unseen:
+            self._look(plan, log)
+        self._write_processes(self._pace.last_exchange(), log)
+
+    @allocating_for(TRAINING_STEP)
+    def wait(self, plan: Plan) -> None:
+        """Waits for all steps that `follow` was told of, one by one.
+
+        Raises:
+          FloatingPointError: one of them overflowed at the smallest loss scale.
+        """
+        while self._under_way:
+            self._settle(plan)
+
+    def _settle(self, plan: Plan) -> None:
+        step, metrics = self._under_way.popleft()
+        with self._pace.during(STEP):
+            metrics["loss"].block_until_ready()
+        self._finished(step)
+        # One scalar, and only in float16: a run may be at the floor between two reports.
+        if "at_floor" in metrics and bool(metrics["at_floor"]):
+            self._under_way.clear()
+            self._held = None
+            raise _floor_error(plan, _read(step, metrics))
+
+    def _look(self, plan: Plan, log: RunLog | None) -> None:
+        """At a step that is over: two scalars of it are read, more only where something is odd."""
+        step, metrics = self._unseen.popleft()
+        assert log is not None
+        loss, skipped = jax.device_get((metrics["loss"], metrics["skipped"]))
+        if skipped:
+            values = _read(step, metrics)
+            found, leaf = _what_was_not_finite(plan, values), _leaf(plan, values, "bad_leaf")
+            text = f"step {step}: {found}: not finite, the update was skipped"
+            # A reported step is said with its report, a loss scale that is being searched for is no
+            # news, and the first step of several in a row speaks for all: reports count the rest.
+            say = step not in (self._reported, self._held and self._held[0])
+            say = say and not _scale_is_dynamic(plan) and not self._was_skipped
+            self._was_skipped = True
+            log.event("not_finite", step, text, say=say, leaf=leaf)
+            return
+        self._was_skipped = False
+        jumped = log.see_loss(step, float(loss))
+        if jumped is None:
+            return
+        values = _read(step, metrics)
+        leaf, share = _leaf(plan, values, "largest_leaf"), values.get("largest_share", math.nan)
+        text = f"{jumped}; gradient norm {values['grad_norm']:.4g}"
+        if leaf is not None and math.isfinite(share):
+            text += f", {share:.0%} of its square in '{leaf}'"
+        log.event(
+            "loss_spike",
+            step,
+            f"{text}. {_SPIKE_HINT}",
+            loss=values["loss"],
+            grad_norm=values["grad_norm"],
+            leaf=leaf,
+            share=share,
+        )
+
+    def _write_processes(self, exchanged: Any, log: RunLog | None) -> None:
+        if exchanged is not None and log is not None:
+            log.write_processes(*exchanged)
+
+    def hold(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Keeps the metrics of a step, still on the devices."""
+        self._held = step, metrics
+
+    @allocating_for(TRAINING_STEP)
+    def read(self, plan: Plan, log: RunLog | None) -> Metrics | None:
+        """The held metrics on the host, written to the log; None when none are held.
+
+        Raises:
+          FloatingPointError: too many reports in a row were not finite, or this step overflowed at
+            the smallest loss scale.
+        """
+        if self._held is None:
+            return None
+        step, metrics = self._held
+        while self._under_way and self._under_way[0][0] < step:
+            self._settle(plan)
+        self._held, self._reported = None, step
+        with self._pace.during(STEP):
+            values = _read(step, metrics)
+        self._finished(step)
+        before, self._skipped = self._skipped, int(values["num_skipped"])
+        if plan.learning_rate is not None:
+            updates = step - 1 - (self._skipped - int(values["skipped"]))
+            values["learning_rate"] = float(plan.learning_rate(updates))
+        if log is not None:
+            shown = (*SHOWN, *plan.traced.metric_names)
+            numbers = {name: values[name] for name in shown if name in values}
+            spent, times = self._pace.take()
+            log.write(step, {**numbers, "skipped": self._skipped}, spent)
+            if jax.process_count() > 1:
+                self._write_processes(self._pace.exchange(plan.mesh, step, times), log)
+        self._check_finite(plan, values, self._skipped - before, log)
+        return values
+
+    def _check_finite(self, plan: Plan, values: Metrics, newly: int, log: RunLog | None) -> None:
+        if not values["skipped"]:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        step, found = int(values["step"]), _what_was_not_finite(plan, values)
+        if log is not None:
+            log.message(
+                f"step {step}: {found}: not finite, the update was skipped "
+                f"({newly} skipped since the last report, {self._skipped} in all)"
+            )
+        if values.get("at_floor"):
+            self._under_way.clear()
+            raise _floor_error(plan, values)
+        if self._in_a_row >= self._max_skipped and not _scale_is_dynamic(plan):
+            raise FloatingPointError(
+                f"{found} at step {step}: not finite at {self._in_a_row} reports in a row, "
+                f"{self._skipped} updates skipped. The parameters are those before the first of "
+                f"them. {_remedy(plan)}"
+            )
+
+
+def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
+    return {"step": step} | {name: float(x) for name, x in metrics.items()}
+
+
+def with_names(plan: Plan, values: Metrics) -> Metrics:
+    """Metrics with the names of the parameters that a step numbers; without those of none."""
+    named = {name: _leaf(plan, values, name) for name in ("bad_leaf", "largest_leaf")}
+    rest = {name: value for name, value in values.items() if name not in named}
+    return rest | {name: leaf for name, leaf in named.items() if leaf is not None}
+
+
+def _scale_is_dynamic(plan: Plan) -> bool:
+    scaling = plan.precision.loss_scale
+    return scaling is not None and scaling.static is None
+
+
+def _leaf(plan: Plan, values: Metrics, number: str) -> str | None:
+    """The parameter that a metric of a step numbers; None where it names none."""
+    index = int(values.get(number, -1))
+    return list(plan.abstract_state["params"])[index] if index >= 0 else None
+
+
+def _what_was_not_finite(plan: Plan, values: Metrics) -> str:
+    """The numbers of a skipped step, and the parameter whose gradient is to blame, if known."""
+    found = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+    leaf = _leaf(plan, values, "bad_leaf")
+    if leaf is not None:
+        found += f", first in the gradient of '{leaf}'"
+    if "loss_scale" in values:
+        found += f", loss scale {values['loss_scale']:g}"
+    return found
+
+
+def _floor_error(plan: Plan, values: Metrics) -> FloatingPointError:
+    """What ends a run whose loss scale cannot be lowered any more."""
+    layer = _leaf(plan, values, "bad_leaf")
+    if not math.isfinite(values["loss"]):
+        reason = "the loss itself is not finite, and no loss scale changes that"
+        remedy = "Look at the data and at the largest activations"
+    else:
+        reason = "that is the smallest allowed, and a smaller one is needed"
+        remedy = "Lower the learning rate"
+    look = f", or look at '{layer}' and what it is multiplied with" if layer else ""
+    return FloatingPointError(
+        f"step {int(values['step'])} overflowed: {_what_was_not_finite(plan, values)}: {reason}. "
+        f"{int(values['num_skipped'])} updates skipped, this one too. {remedy}, use "
+        f"precision='bf16', which has the range of float32{look}"
+    )
+
+
+def _remedy(plan: Plan) -> str:
+    if plan.precision.loss_scale is not None:
+        return "Lower loss_scale.static or make it dynamic (null), or use precision='bf16'"
+    if plan.precision.compute_dtype == jnp.float32:
+        return "Lower the learning rate, or look at the data"
+    return "Lower the learning rate, use precision='fp32', or look at the data"
+
+
+def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None:
+    """One line: the device's measured peak beside what the compiled step was predicted to need.
+
+    The prediction is the compiler's account of this very step (no second compilation: JAX keeps
+    it), the same that `zerojax.forecast` gives for absent GPUs. The measured peak is
+    that of the whole process: batches read ahead and the evaluation belong to it.
+
+    Args:
+      step: from `build_step(plan)`, and called before.
+      memory: from `hardware.devices.device_memory`.
+
+    Returns:
+      None where devices do not count their memory (virtual CPU devices).
+    """
+    if memory["source"] != "device":
+        return None
+    compiled = step.lower(plan.abstract_state, plan.abstract_batch).compile()
+    predicted, measured = compile_client.memory_of(compiled).peak, memory["peak"]
+    return (
+        f"peak memory of a device: {trees.format_bytes(measured)} measured, "
+        f"{trees.format_bytes(predicted)} predicted ({measured / predicted - 1:+.1%})"
+    )

@@ -1,0 +1,300 @@
+"""`run_from_config`: runs described by a file."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.config import DataConfig, ModelConfig, RunConfig, to_dict
+from zerojax.config.keywords import names_keywords
+from zerojax.data import as_feed, as_source
+from zerojax.data.tokenizer import as_tokenizer, bpe_size
+from zerojax.data.tokens import is_token_path, open_tokens
+from zerojax.models import build_model
+from zerojax.models.hugging_face import Pretrained, from_hugging_face
+from zerojax.optim.precision import Precision, as_precision, default_precision
+from zerojax.plan import mesh as meshes
+from zerojax.plan.counts import tokens_per_step
+from zerojax.plan.make import make_plan, plan_options
+from zerojax.plan.plan import Plan
+from zerojax.runtime.distributed import join_processes
+from zerojax.runtime.private_files import not_for_everybody
+from zerojax.training.cadence import Habits
+from zerojax.training.run import (
+    CHECKPOINT_FOLDER,
+    PLANNING,
+    TOKENIZER_FILE,
+    RunFiles,
+    absolute,
+    apart,
+    rows_of_process,
+    saying_if_slow,
+    start_run,
+    with_disk_folder,
+)
+from zerojax.training.run_record import Notes, TextData
+from zerojax.training.trainer import Trainer
+
+
+@names_keywords()
+@not_for_everybody()
+def run_from_config(
+    config: RunConfig, *, resume_hint: str = "run the same command again to resume"
+) -> Trainer:
+    """Trains as a run file says, and leaves everything in `config.run_dir`.
+
+    Args:
+      config: the settings.
+      resume_hint: what to tell a user whose run was interrupted.
+
+    Raises:
+      ValueError, TypeError: bad input. CheckpointError: a checkpoint of another model is in the
+        way.
+    """
+    join_processes()
+    config = config.on_devices(jax.device_count())
+    folder = Path(config.run_dir)
+    train_source, validation, tokenizer = as_source(
+        config.data.path,
+        tokenizer=tokenizer_spec(config),
+        seq_len=config.data.seq_len,
+        global_batch_size=config.global_batch_size,
+        seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
+        validation_fraction=config.data.validation_fraction,
+        vocab_size=config.model.vocab_size,
+    )
+    vocab_size = train_source.vocab_size
+    if vocab_size is None and config.model.pretrained is not None:
+        vocab_size = vocab_size_of(config)
+    if vocab_size is None:
+        raise ValueError(
+            f"{config.data.path} does not say how many different tokens it may hold; set "
+            "model.vocab_size to that number"
+        )
+
+    def replan(mesh_config: Any) -> Plan:
+        mesh_config = with_disk_folder(mesh_config, folder)
+        platform = jax.devices()[0].platform
+        return _make_plan(config, mesh_config, train_source.batch(0), vocab_size, platform=platform)
+
+    with saying_if_slow(folder, config.log, PLANNING):
+        plan = replan(config.mesh)
+    model_config = dataclasses.replace(config.model, vocab_size=vocab_size)
+    resolved = dataclasses.replace(config, mesh=plan.settings, model=model_config)
+    checkpoint = config.checkpoint
+    if checkpoint.path is None:
+        checkpoint = dataclasses.replace(checkpoint, path=str(folder / CHECKPOINT_FOLDER))
+    run = RunFiles(
+        folder=folder,
+        log=config.log,
+        watch=config.watch,
+        checkpoint=checkpoint,
+        config=to_dict(resolved),
+        reasons=(
+            *_pretrained_reasons(config, plan),
+            train_source.describe(),
+            *_elastic_reasons(config),
+        ),
+        steps=config.steps,
+        tokens_per_step=tokens_per_step(plan),
+        notes=Notes(
+            loss="model",
+            data=TextData(
+                path=absolute(config.data.path),
+                seq_len=config.data.seq_len,
+                validation_fraction=config.data.validation_fraction,
+            ),
+            eval_batches=config.eval_batches,
+            checkpoints=apart(checkpoint.path, folder),
+            tokenizer=tokenizer,
+        ),
+    )
+    habits = Habits(
+        log_every=config.log.every,
+        eval_every=config.eval_every,
+        eval_batches=config.eval_batches,
+        save_every=checkpoint.every,
+        save_on_exit=checkpoint.save_on_exit,
+        resume_hint=resume_hint,
+    )
+    feed = as_feed(train_source, rows=rows_of_process(train_source, plan.mesh))
+    if jax.process_index() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise type(error)(
+                f"cannot make the run folder '{folder}' ({error.strerror}); choose another with "
+                "run_dir="
+            ) from None
+    return start_run(run, plan, replan, habits, feed, config.seed, validation)
+
+
+def _pretrained_reasons(config: RunConfig, plan: Plan) -> list[str]:
+    """What a run that begins with given weights says of them."""
+    if not isinstance(plan.model, Pretrained):
+        return []
+    spec = tokenizer_spec(config)
+    known = [] if spec == config.data.tokenizer else [f"data.tokenizer: that of {spec}"]
+    return [plan.model.describe(), *known]
+
+
+def tokenizer_spec(config: RunConfig) -> str:
+    """`data.tokenizer`, or the folder of a pretrained model that brings its own."""
+    folder = config.model.pretrained
+    if folder is None or config.data.tokenizer != DataConfig.tokenizer:
+        return config.data.tokenizer
+    path = Path(folder).expanduser()
+    return str(path) if (path / TOKENIZER_FILE).is_file() else config.data.tokenizer
+
+
+def _model_of(config: ModelConfig, vocab_size: int) -> Any:
+    """What a run trains: a factory, or weights with the settings that a run may change.
+
+    Raises:
+      ValueError: more tokens than the pretrained model has, or what `from_hugging_face` refuses.
+    """
+    if config.pretrained is None:
+        return build_model(config, vocab_size)
+    model = from_hugging_face(config.pretrained)
+    fields = {field.name for field in dataclasses.fields(model.config)}
+    names = [name for name in ("dropout", "remat", "loss_chunk", "matmul_dtype") if name in fields]
+    model = model.with_changes(**{name: getattr(config, name) for name in names})
+    if vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the data have {vocab_size} different tokens, but {config.pretrained} has rows for "
+            f"{model.config.vocab_size}; set data.tokenizer to the folder's tokenizer.json"
+        )
+    return model.with_lora(config.lora) if config.lora.rank else model
+
+
+def _elastic_reasons(config: RunConfig) -> list[str]:
+    """What an elastic run says of its batch."""
+    if not config.elasticity.enabled:
+        return []
+    counts = config.elasticity.choose_batch(config.mesh.stage * config.mesh.model).device_counts
+    return [
+        f"elasticity: batch {config.global_batch_size} in {config.num_microbatches} microbatches "
+        f"on {jax.device_count()} devices; valid on {len(counts)} numbers of devices from "
+        f"{counts[0]} to {counts[-1]}, which `zerojax elastic` lists"
+    ]
+
+
+def _make_plan(
+    config: RunConfig,
+    mesh: Any,
+    batch: Any,
+    vocab_size: int,
+    *,
+    platform: str | None,
+    **options: Any,
+) -> Plan:
+    """The plan of a run file.
+
+    Args:
+      platform: of the devices, as JAX names it; None where they are not here.
+    """
+    precision, reasons = _precision(config, platform)
+    plan = make_plan(
+        _model_of(config.model, vocab_size),
+        mesh,
+        example_batch=batch,
+        optimizer=config.optimizer,
+        precision=precision,
+        num_microbatches=config.num_microbatches,
+        freeze=(*config.freeze, *config.model.lora.freeze),
+        steps=config.steps,
+        **options,
+    )
+    return dataclasses.replace(plan, reasons=(*reasons, *plan.reasons))
+
+
+def _precision(config: RunConfig, platform: str | None) -> tuple[Precision, list[str]]:
+    """(the dtypes of a run, why it has these where its file does not say)."""
+    name, reasons = config.precision, []
+    if name is None:
+        name, why = default_precision(platform)
+        reasons.append(why)
+    scaled = "fp16" in (name, config.reduce_dtype)
+    precision = as_precision(
+        name,
+        reduce_dtype=config.reduce_dtype,
+        accumulate_dtype=config.accumulate_dtype,
+        param_dtype=config.param_dtype,
+        moments_dtype=config.moments_dtype,
+        loss_scale=config.loss_scale if scaled else None,
+    )
+    return precision, reasons
+
+
+def plan_from_config(config: RunConfig, num_devices: int) -> Plan:
+    """The plan that `run_from_config` makes on so many devices, none of which has to be here.
+
+    Reads no data: a batch is `global_batch_size` rows of `seq_len` tokens and as many targets.
+    Where the file names no precision it is that of accelerators.
+
+    Raises:
+      ValueError: sizes that do not fit together, or a vocabulary that only the data could tell.
+    """
+    config = config.on_devices(num_devices)
+    mesh = meshes.make_abstract_mesh(config.mesh, num_devices)
+    _check_pieces(config, meshes.num_data_shards(mesh))
+    tokens = jax.ShapeDtypeStruct((config.global_batch_size, config.data.seq_len), jnp.int32)
+    return _make_plan(
+        config,
+        mesh,
+        {"tokens": tokens, "targets": tokens},
+        vocab_size_of(config),
+        platform=None,
+        zero=config.mesh.zero,
+        **plan_options(config.mesh),
+    )
+
+
+def _check_pieces(config: RunConfig, shards: int) -> None:
+    """Refuses a batch that so many shards cannot cut, naming both settings that would mend it."""
+    parts = config.num_microbatches or 1
+    batch, pieces = config.global_batch_size, shards * parts
+    if batch % pieces == 0:
+        return
+    fewer = [n for n in range(1, parts) if batch % (shards * n) == 0]
+    remedies = [f"num_microbatches={fewer[-1]}"] if fewer else []
+    remedies.append(f"global_batch_size={-(-batch // pieces) * pieces}")
+    raise ValueError(
+        f"global_batch_size={batch} is not divisible by {shards} data shards x num_microbatches="
+        f"{parts} = {pieces}; use {' or '.join(remedies)}"
+    )
+
+
+def vocab_size_of(config: RunConfig) -> int:
+    """How many different tokens a run has, from its settings and, at most, the head of a file.
+
+    A "bpe:SIZE" counts as SIZE, though a small corpus may hold fewer merges than that.
+
+    Raises:
+      ValueError: only the data could tell. FileNotFoundError: no such tokenizer file.
+    """
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    if config.model.pretrained is not None:
+        return from_hugging_face(config.model.pretrained).config.vocab_size
+    spec, path = config.data.tokenizer, config.data.path
+    file = None if path is None else Path(path).expanduser()
+    size = None
+    if file is not None and file.exists() and is_token_path(file):  # brings its own tokenizer
+        parts = [part for part in open_tokens([file]) if part is not None]
+        size = parts[0].vocab_size if parts else None
+    elif bpe_size(spec) is not None:
+        size = bpe_size(spec)
+    elif spec != "bytes" or file is None or file.exists():
+        size = as_tokenizer(spec).vocab_size
+    if size is None:
+        known = "does not say" if file is not None and file.exists() else "does not exist to say"
+        raise ValueError(
+            f"data.path={path} {known} how many different tokens there are; set model.vocab_size "
+            "to that number"
+        )
+    return size

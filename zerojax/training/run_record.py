@@ -1,0 +1,348 @@
+"""run.json: the record from which a run can be read back.
+
+Written as run.json when training starts. Values only: it names no class to import and no code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+
+from zerojax.config import LoraConfig, MeshConfig, from_dict, to_dict
+from zerojax.config.loader import ConfigError, coerce_fields
+from zerojax.models import Bert, add_lora
+from zerojax.models.hugging_face import ARCHITECTURES
+from zerojax.models.trees import path_name
+from zerojax.models.zoo.gpt2 import GPT2
+from zerojax.models.zoo.layers import Projection
+from zerojax.models.zoo.llama import Llama
+from zerojax.models.zoo.lora import LowRank
+from zerojax.models.zoo.rope import RopeScaling
+from zerojax.optim.precision import Precision
+from zerojax.plan.plan import Plan
+from zerojax.runtime.redaction import redact
+
+RECORD_FILE = "run.json"
+_CLASSES = {"gpt2": GPT2, "llama": Llama, "bert": Bert}
+_DTYPE_NAMES = ("param_dtype", "compute_dtype", "reduce_dtype", "accumulate_dtype", "moments_dtype")
+
+LossKind = Literal["model", "next_token", "own"]
+"""The model's method `loss`, next-token cross-entropy of `model(tokens)`, or a function of the
+user's, which no file holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextData:
+    """The text that a run took its batches from."""
+
+    path: str | None = None
+    """A file or folder; None: the text inside the package."""
+    seq_len: int = 128
+    """Tokens of a row."""
+    validation_fraction: float = 0.05
+    """Part of the text, from its end, that was not trained on."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Equal adapters of a model."""
+
+    rank: int
+    """Of both matrices."""
+    scale: float
+    """Factor of their product."""
+    dropout: float
+    """Probability, on their input."""
+    names: tuple[str, ...]
+    """Of the projections that have them."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notes:
+    """What only the caller of a run knows: which loss, which text."""
+
+    loss: LossKind
+    data: TextData | None = None
+    eval_batches: int = 8
+    checkpoints: str | None = None
+    tokenizer: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a run folder says of a run.
+
+    Attributes:
+      architecture: key of `models.hugging_face.ARCHITECTURES`; "" for a model of the user's own.
+      model_name: of the model's class, for people.
+      sizes: fields of the architecture's configuration.
+      adapters: of the model, equal ones together.
+      loss: see `LossKind`.
+      precision: {field of `Precision`: dtype name}.
+      frozen: names of parameters that were not trained.
+      mesh: its options, every size resolved.
+      platform, num_devices: what it ran on.
+      batch: the global batch as JSON, see `abstract_of`; None: not expressible.
+      data: the text, or None where batches came from Python.
+      eval_batches: batches of an evaluation.
+      checkpoints: their folder where it is not inside the run's.
+    """
+
+    architecture: str
+    model_name: str
+    sizes: Mapping[str, Any]
+    adapters: tuple[Adapters, ...]
+    loss: LossKind
+    precision: Mapping[str, str]
+    frozen: tuple[str, ...]
+    mesh: MeshConfig
+    platform: str
+    num_devices: int
+    batch: Any
+    data: TextData | None
+    eval_batches: int
+    checkpoints: str | None
+
+    def as_precision(self) -> Precision:
+        """The run's dtypes; a loss scale is none of evaluation's business."""
+        dtypes: dict[str, Any] = {name: np.dtype(value) for name, value in self.precision.items()}
+        return Precision(**dtypes)
+
+    def factory(self) -> Callable[[nnx.Rngs], nnx.Module]:
+        """Makes the model; for one of the architectures only."""
+        return _factory(self.architecture, self.sizes, self.adapters)
+
+
+def record_of(plan: Plan, notes: Notes) -> RunRecord:
+    """The record of a run under this plan."""
+    template = getattr(plan.model, "template", None) or plan.model.source
+    architecture, sizes, adapters = _describe(template)
+    devices = plan.mesh.devices
+    settings = plan.settings
+    if not isinstance(settings.pipeline_schedule, str):  # its layers lie otherwise when read back
+        settings = dataclasses.replace(
+            settings,
+            pipeline_schedule=MeshConfig.pipeline_schedule,
+            partition=MeshConfig.partition,
+        )
+    return RunRecord(
+        architecture=architecture,
+        model_name=getattr(template, "__qualname__", None) or type(template).__qualname__,
+        sizes=sizes,
+        adapters=adapters,
+        loss=notes.loss,
+        precision={name: np.dtype(getattr(plan.precision, name)).name for name in _DTYPE_NAMES},
+        frozen=tuple(name for name, leaf in plan.placement.leaves.items() if leaf.frozen),
+        mesh=settings,
+        platform=devices.flat[0].platform,
+        num_devices=devices.size,
+        batch=_as_json(plan.abstract_batch),
+        data=notes.data,
+        eval_batches=notes.eval_batches,
+        checkpoints=notes.checkpoints,
+    )
+
+
+def write_record(folder: Path, record: RunRecord) -> None:
+    """Puts run.json into a run's folder, without passwords and keys."""
+    text = json.dumps(redact(to_dict(record)), indent=1)
+    (folder / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_record(values: Any, where: str) -> RunRecord:
+    """The record that a run.json holds.
+
+    Args:
+      values: its JSON.
+      where: what it is called in messages.
+
+    Raises:
+      ConfigError: an unknown or missing key, or a value of another kind.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"holds a {type(values).__name__} in place of an object", (), where)
+    known = [field.name for field in dataclasses.fields(RunRecord)]
+    unknown, missing = sorted(values.keys() - set(known)), sorted(set(known) - values.keys())
+    if unknown or missing:
+        problem = "unknown key" if unknown else "missing key"
+        name = str((unknown or missing)[0])
+        raise ConfigError(f"{problem}; known keys: {', '.join(known)}", (name,), where)
+    checked = _Checked(**{name: values[name] for name in _hints_of(_Checked)})
+    architecture = checked.architecture
+    if architecture and architecture not in ARCHITECTURES:
+        raise ConfigError(f"none of {', '.join(ARCHITECTURES)}", ("architecture",), where)
+    sizes, precision = values["sizes"], values["precision"]
+    fields = _hints_of(ARCHITECTURES[architecture].config_class) if architecture else ()
+    for key, found, allowed in (("sizes", sizes, fields), ("precision", precision, _DTYPE_NAMES)):
+        if not isinstance(found, Mapping) or not set(found) <= set(allowed):
+            raise ConfigError(
+                f"known keys: {', '.join(allowed)}; got {found!r:.200}", (key,), where
+            )
+    return RunRecord(
+        **{name: getattr(checked, name) for name in _hints_of(_Checked)},
+        sizes=sizes,
+        precision=precision,
+        adapters=tuple(from_dict(Adapters, each) for each in _listed(values["adapters"], where)),
+        mesh=from_dict(MeshConfig, values["mesh"]),
+        batch=values["batch"],
+        data=None if values["data"] is None else from_dict(TextData, values["data"]),
+    )
+
+
+def _listed(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ConfigError(f"expected a list; got {value!r:.200}", ("adapters",), where)
+    return value
+
+
+def abstract_of(batch: Any) -> Any:
+    """The batch of a record as `ShapeDtypeStruct`s; None where the record has none.
+
+    Raises:
+      ConfigError: it is no such form.
+    """
+    if batch is None:
+        return None
+    try:
+        return _from_json(batch)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ConfigError(f"no description of a batch: {batch!r:.200}", ("batch",)) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checked:
+    """The fields of a record whose kinds the loader of configurations can check."""
+
+    architecture: str
+    model_name: str
+    loss: Literal["model", "next_token", "own"]
+    frozen: tuple[str, ...]
+    platform: str
+    num_devices: int
+    eval_batches: int
+    checkpoints: str | None
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+
+
+def _hints_of(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+def _describe(template: Any) -> tuple[str, dict[str, Any], tuple[Adapters, ...]]:
+    """(architecture, sizes, adapters) of a model of ours; ("", {}, ()) of any other.
+
+    A subclass, or a module that was changed after it was made, may compute something else, so it
+    counts as the user's own.
+    """
+    name = next((name for name, cls in _CLASSES.items() if type(template) is cls), None)
+    if name is None:
+        return "", {}, ()
+    sizes, adapters = dataclasses.asdict(template.config), _adapters_of(template)
+    made = nnx.eval_shape(lambda: _factory(name, sizes, adapters)(nnx.Rngs(0)))
+    return (name, sizes, adapters) if _structure(made) == _structure(template) else ("", {}, ())
+
+
+def _factory(
+    architecture: str, sizes: Mapping[str, Any], adapters: tuple[Adapters, ...]
+) -> Callable[[nnx.Rngs], nnx.Module]:
+    row = ARCHITECTURES[architecture]
+    values = dict(sizes)
+    if values.get("rope_scaling") is not None:
+        values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+    config = row.config_class(**values)
+    make: Callable[[nnx.Rngs], nnx.Module] = lambda rngs: row.build(config, rngs)  # noqa: E731
+    for each in adapters:
+        make = _with_adapters(make, each)
+    return make
+
+
+def _structure(module: nnx.Module) -> dict[str, Any]:
+    """What a module computes with: {path: (class, its attributes that are no arrays)}."""
+    found = {}
+    for path, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Module):
+            plain = {k: v for k, v in vars(node).items() if _is_plain(k, v)}
+            found[path_name(path)] = type(node), plain
+    return found
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    # Random state is made anew: no evaluation reads it. Train or eval mode is the caller's.
+    if name.startswith("_") or name in ("rngs", "deterministic", "use_running_average"):
+        return False
+    return not isinstance(value, nnx.Module | nnx.Variable | nnx.RngStream) and not hasattr(
+        value, "shape"
+    )
+
+
+def _adapters_of(module: nnx.Module) -> tuple[Adapters, ...]:
+    groups: dict[tuple[int, float, float], list[str]] = {}
+    for path, node in nnx.iter_graph(module):
+        if isinstance(node, Projection) and isinstance(node.lora, LowRank):
+            key = int(node.lora.a.shape[-1]), float(node.lora.scale), float(node.lora.dropout.rate)
+            groups.setdefault(key, []).append(path_name(path))
+    return tuple(
+        Adapters(rank=rank, scale=scale, dropout=dropout, names=tuple(sorted(names)))
+        for (rank, scale, dropout), names in groups.items()
+    )
+
+
+def _with_adapters(
+    make: Callable[[nnx.Rngs], nnx.Module], adapters: Adapters
+) -> Callable[[nnx.Rngs], nnx.Module]:
+    config = LoraConfig(
+        rank=adapters.rank,
+        alpha=adapters.scale * adapters.rank,
+        dropout=adapters.dropout,
+        targets=tuple(f"^{re.escape(name)}$" for name in adapters.names),
+    )
+
+    def factory(rngs: nnx.Rngs) -> nnx.Module:
+        module = add_lora(make, config)(rngs)
+        for path, node in nnx.iter_graph(module):
+            if path_name(path) in adapters.names:
+                node.lora.scale = adapters.scale  # alpha / rank may be off in the last place
+        return module
+
+    return factory
+
+
+def _as_json(tree: Any) -> Any:
+    """A batch of dicts, lists and tuples with arrays as leaves; None for any other container."""
+    if isinstance(tree, jax.ShapeDtypeStruct):
+        return {"shape": list(tree.shape), "dtype": np.dtype(tree.dtype).name}
+    if type(tree) is dict and all(isinstance(key, str) for key in tree):
+        parts = {key: _as_json(value) for key, value in tree.items()}
+        return None if None in parts.values() else {"dict": parts}
+    if type(tree) in (list, tuple):
+        items = [_as_json(value) for value in tree]
+        return None if None in items else {type(tree).__name__: items}
+    return None
+
+
+def _from_json(value: Any) -> Any:
+    if "dict" in value:
+        return {str(key): _from_json(part) for key, part in value["dict"].items()}
+    if "list" in value:
+        return [_from_json(part) for part in value["list"]]
+    if "tuple" in value:
+        return tuple(_from_json(part) for part in value["tuple"])
+    shape = tuple(int(size) for size in value["shape"])
+    return jax.ShapeDtypeStruct(shape, np.dtype(value["dtype"]))

@@ -1,0 +1,568 @@
+"""`Trainer`: the training loop with its state, batches, log and checkpoints.
+
+Written with the five public calls a user has as well: `make_mesh` and `make_plan` (behind
+`replan`), `init_state`, `build_step`, `shard_batch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Self
+
+import jax
+
+from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
+from zerojax.checkpoint.store import StoreError
+from zerojax.data import Feed, TokenSource, as_feed, local_rows, one_pass, prefetch, shard_batch
+from zerojax.hardware.devices import device_memory
+from zerojax.parallel.reshard import reshard_state
+from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.plan.host_budget import check_offload
+from zerojax.plan.plan import Plan
+from zerojax.runtime.peers import PeerLostError, is_peer_loss
+from zerojax.runtime.preemption import Interrupted, StopRequest
+from zerojax.runtime.system_memory import TRAINING_STEP, allocating_for
+from zerojax.runtime.watchdog import Watchdog
+from zerojax.training.cadence import Habits
+from zerojax.training.checkpointing import (
+    end_state,
+    first_state,
+    model_of,
+    restore_state,
+    save_state,
+)
+from zerojax.training.evaluating import mean_loss
+from zerojax.training.metrics import RunLog
+from zerojax.training.metrics.stopwatch import DATA, EVAL, SAVE
+from zerojax.training.process_times import Pace
+from zerojax.training.reporting import Metrics, Reports, compare_peak, with_names
+
+Callback = Callable[["Trainer", Metrics], Any]
+CALLBACKS = "callbacks"
+"""Where the configuration in a checkpoint has what callbacks want to remember."""
+
+
+class Trainer:
+    """One run. Made by `zerojax.train`.
+
+    Attributes:
+      plan: the current plan (changes with `reshard`).
+      state: the current state; donated to each step, so do not keep references to its arrays.
+      num_steps: batches consumed.
+      metrics: the last report, on the host.
+      history: every report, oldest first.
+      evaluations: every evaluation on the run's validation data, oldest first, each with its
+        "step".
+      jitted_step: of the current plan.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        replan: Callable[[Any], Plan],
+        seed: int = 0,
+        habits: Habits | None = None,
+        open_log: Callable[[Plan, int, int | None], RunLog] | None = None,
+        checkpointer: Checkpointer | None = None,
+        config: Mapping[str, Any] | None = None,
+        validation: TokenSource | Iterable[Any] | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self.plan = plan
+        self.habits = habits or Habits()
+        self.state: Any = None
+        self.num_steps = 0
+        self.metrics: Metrics = {}
+        self.history: list[Metrics] = []
+        self.evaluations: list[Metrics] = []
+        self._replan = replan
+        self._open_log = open_log
+        self._log: RunLog | None = None
+        self._checkpointer = checkpointer
+        self._config = dict(config or {})
+        self._validation = validation
+        self._data_state: dict[str, Any] | None = None
+        self._feed: tuple[Any, Feed] | None = None
+        self._saved_step: int | None = None
+        self._said_unsaved = False
+        self._pace = Pace()
+        self._stop: StopRequest | None = None
+        self._watchdog = watchdog or Watchdog()
+        self._reports = self._new_reports()
+        self._build()
+        latest = None if checkpointer is None else checkpointer.usable_step()
+        first = first_state(plan, seed, latest)
+        if first is None:
+            self.restore()  # instead of a new state, so that two states never live together
+        else:
+            self.state, self._data_state = first
+            self.num_steps = int(self.state["step"])
+            self._saved_step = latest if self.num_steps == latest else None
+            self._reports = self._new_reports()
+
+    def _build(self) -> None:
+        self.jitted_step, self._step_was_called = build_step(self.plan), False
+        self._evaluate, self._evaluate_was_called = build_evaluation(self.plan), False
+        self._watchdog.plan_changed()
+
+    def __repr__(self) -> str:
+        loss = self.metrics.get("loss")
+        parts = [f"{self.num_steps} steps", *([] if loss is None else [f"loss {loss:.4g}"])]
+        saved = "no checkpoints" if self._checkpointer is None else self._checkpointer.path
+        return f"Trainer({', '.join(parts)}, {self.plan.describe()}, {saved})"
+
+    # --- stepping ---------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> dict[str, jax.Array]:
+        """One step on one host batch; its metrics stay on the devices: `float(...)` waits."""
+        return self._step_on_devices(self._place(self.plan, batch))
+
+    def _place(self, plan: Plan, batch: Any) -> Any:
+        return shard_batch(plan, batch, vocab_size=plan.vocab_size)
+
+    def _new_reports(self) -> Reports:
+        skipped = 0 if self.state is None else int(self.state["skipped"])
+        limit, finished = self.habits.max_skipped, self._watchdog.finished
+        return Reports(limit, skipped=skipped, pace=self._pace, finished=finished)
+
+    @allocating_for(TRAINING_STEP)
+    def _step_on_devices(self, batch: Any, data_state: Any = None) -> dict[str, jax.Array]:
+        if disk := self.state.get("disk"):
+            disk.data_state = data_state
+        first = not self._step_was_called
+        what = f"{'compiling, or ' * first}in step {self.num_steps + 1}"
+        compiling = self._compiling("the training step") if first else contextlib.nullcontext()
+        with compiling, self._pace.stepping(), self._watchdog.during(what, is_long=first):
+            self.state, metrics = self.jitted_step(self.state, batch)
+        self._step_was_called = True
+        self.num_steps += 1
+        return metrics
+
+    def _compiling(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._log is None else self._log.compiling(what)
+
+    def fit(self, batches: Any, steps: int | None = None) -> Self:
+        """Trains until `steps` batches are consumed in the whole run, or the batches end.
+
+        Args:
+          batches: what `zerojax.data.as_feed` takes.
+          steps: total of the run, counting those before a resume; None: until the batches end, a
+            list when each was given once, and those of a text or a function never (a callback that
+            returns True ends the run).
+
+        Raises:
+          Interrupted: Ctrl-C or SIGTERM; the state was saved first if the run has checkpoints.
+          FloatingPointError: loss or gradients stayed non-finite.
+        """
+        if steps is None:
+            batches, count = one_pass(batches)
+            steps = count if count is None else self.num_steps - self.num_steps % count + count
+        feed = self._as_feed(batches)
+        with self._watchdog, self._logging(steps), self._failing_well():
+            self._say_if_done(steps)
+            for start in self._methods("on_start"):
+                start(self)
+            with self._stopping() as stop:
+                with self._watchdog.during("in a step"):
+                    while self._fit_plan(feed, steps, stop):
+                        pass
+                    self._report()
+                    self._reports.settle(self.plan, self._log)
+                stop.step_over()
+                self._compare_peak()
+                if self._validation is not None and not (self._is_evaluated() or stop.is_due):
+                    self._evaluate_validation()
+                if self.habits.save_on_exit:
+                    self.save()
+                if stop.is_due:
+                    raise self._interrupted(stop)
+                self._say_if_nothing_is_saved()
+        return self
+
+    @contextlib.contextmanager
+    def _stopping(self) -> Iterator[StopRequest]:
+        """In which a signal asks for the end of the run."""
+        limit, describe = self._watchdog.stop_limit, self._what_a_signal_costs
+        with StopRequest(limit=limit, describe=describe) as stop:
+            self._stop = stop
+            try:
+                yield stop
+            finally:
+                self._stop = None
+
+    def _what_a_signal_costs(self) -> str:
+        """For the last words of a process whose step did not end in time."""
+        doing = f"it was {self._watchdog.doing()}"
+        if self._checkpointer is None:
+            return f"{doing}, and the run has no checkpoints"
+        saved = self._checkpointer.steps()
+        if not saved:
+            return f"{doing}, and no checkpoint was written before"
+        where = self._checkpointer.path
+        hint = self.habits.resume_hint
+        return f"{doing}; the last checkpoint is step {saved[-1]} in {where}: {hint}"
+
+    def _unhurried(self) -> contextlib.AbstractContextManager[None]:
+        """In which a signal ends nothing: what is written becomes whole."""
+        return contextlib.nullcontext() if self._stop is None else self._stop.unhurried()
+
+    @contextlib.contextmanager
+    def _logging(self, steps: int | None) -> Iterator[None]:
+        """The run's log, open while the loop runs."""
+        if self._open_log is None:
+            yield
+            return
+        self._log = self._open_log(self.plan, self.num_steps, steps)
+        for text in self._checkpointer.take_notes() if self._checkpointer else ():
+            self._log.message(text)
+        try:
+            yield
+        except BaseException as error:
+            kind = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+            text = str(error) or type(error).__name__
+            self._log.event(kind, self.num_steps, text, say=False, error=type(error).__name__)
+            raise
+        finally:
+            log, self._log = self._log, None
+            log.end(self.num_steps, self._pace.take()[0])
+            log.close()
+
+    @contextlib.contextmanager
+    def _failing_well(self) -> Iterator[None]:
+        """An error of the data or of a callback loses no finished step in a single process.
+
+        With several processes nothing is saved: that needs all of them, and the others know nothing
+        of an error here. Where one of them has ended, that is what is told.
+        """
+        try:
+            yield
+        except Exception as error:
+            if jax.process_count() > 1:
+                if is_peer_loss(error):
+                    saved = () if self._checkpointer is None else self._checkpointer.steps()
+                    hint = self.habits.resume_hint
+                    raise PeerLostError(self.num_steps, saved, hint) from error
+                raise
+            is_ours = isinstance(error, (CheckpointError, FloatingPointError, StoreError))
+            # A step that fails, as for lack of memory, has used its state up, and made none.
+            is_lost = isinstance(error, jax.errors.JaxRuntimeError)
+            is_lost = is_lost or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+            if self.habits.save_on_exit and not (is_ours or is_lost):
+                try:
+                    self.save()
+                except (CheckpointError, FloatingPointError) as failure:
+                    error.add_note(f"Also: {failure}")
+            raise
+
+    def _say_if_done(self, steps: int | None) -> None:
+        if steps is not None and self.num_steps >= steps and self._log is not None:
+            self._log.message(
+                f"nothing to train: the run is at step {self.num_steps} of {steps}; raise steps= "
+                "to go on, or choose another folder to start anew"
+            )
+
+    def _say_if_nothing_is_saved(self) -> None:
+        if self._checkpointer is None and self._log is not None and not self._said_unsaved:
+            self._said_unsaved = True
+            self._log.message(
+                "no weights were saved: pass checkpoint='runs/NAME' to train, or take them from "
+                "trainer.to_model() now"
+            )
+
+    def _say_if_short(self, steps: int | None) -> None:
+        if steps is not None and self.num_steps < steps and self._log is not None:
+            self._log.message(
+                f"the batches ended after {self.num_steps} of {steps} steps; give a list, or what "
+                "can be iterated anew, to have them repeated"
+            )
+
+    def _as_feed(self, batches: Any) -> Feed:
+        """The batches, at the position that follows the last consumed one.
+
+        The feed of an earlier call goes on when the same object comes again: a generator has moved.
+        """
+        if isinstance(batches, Feed):
+            feed = batches
+        elif self._feed is not None and self._feed[0] is batches:
+            feed = self._feed[1]
+        else:
+            rows = local_rows(self.plan) if isinstance(batches, TokenSource) else None
+            feed = as_feed(batches, start=self.num_steps, rows=rows)
+        self._feed = batches, feed
+        if self._data_state is not None and feed.state() != self._data_state:
+            feed.restore(self._data_state)
+        return feed
+
+    def _fit_plan(self, feed: Feed, steps: int | None, stop: StopRequest) -> bool:
+        """Steps under one plan; True when the plan has changed and there is more to do."""
+        plan = self.plan
+        with prefetch(feed, put=functools.partial(self._place, plan)) as incoming:
+            while (steps is None or self.num_steps < steps) and not stop.due():
+                try:
+                    with self._pace.during(DATA), self._watchdog.during("waiting for data"):
+                        batch, data_state = next(incoming)
+                except StopIteration:
+                    self._say_if_short(steps)
+                    return False
+                metrics = self._step_on_devices(batch, data_state)
+                self._data_state = data_state
+                self._reports.follow(plan, self.num_steps, metrics, self._log)
+                done = self._report()
+                last = self.num_steps == steps
+                if self.num_steps % self.habits.log_every == 0 or self.num_steps == 1 or last:
+                    self._reports.hold(self.num_steps, metrics)
+                done = self._evaluate_and_save_if_due(last) or done
+                if done:
+                    return False
+                if self.plan is not plan:
+                    return True
+        return False
+
+    def _compare_peak(self) -> None:
+        # A step that was never called is not compiled for the sake of this line.
+        if self._log is None or not self._step_was_called:
+            return
+        line = compare_peak(self.jitted_step, self.plan, device_memory())
+        if line is not None:
+            self._log.message(line)
+
+    def _evaluate_and_save_if_due(self, last: bool) -> bool:
+        """True when a callback ends the run for an evaluation."""
+        habits, done = self.habits, False
+        if last:
+            return False
+        every = habits.eval_every if self._validation is not None else None
+        if every is not None and self.num_steps % every == 0:
+            done = self._report()
+            with self._untimed():
+                done = self._evaluate_validation() or done
+        if self._checkpointer is not None and self.num_steps % habits.save_every == 0:
+            with self._untimed():
+                self.save()
+        return done
+
+    def _evaluate_validation(self) -> bool:
+        """An evaluation of the run itself; True when a callback ends the run for it."""
+        values = {"step": float(self.num_steps)} | self.evaluate()
+        self.evaluations.append(values)
+        with self._watchdog.during("in a callback", is_long=True):
+            return True in [see(self, values) for see in self._methods("on_evaluation")]
+
+    def _is_evaluated(self) -> bool:
+        """Whether the state of this step was evaluated already, or is that of no step."""
+        last = self.evaluations[-1]["step"] if self.evaluations else 0
+        return self.num_steps == last
+
+    def _methods(self, name: str) -> list[Any]:
+        """Of the callbacks that have such a method, the method."""
+        found = (getattr(callback, name, None) for callback in self.habits.callbacks)
+        return [method for method in found if callable(method)]
+
+    def _untimed(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._log is None else self._log.untimed()
+
+    def _report(self) -> bool:
+        """Reads the metrics of an earlier step; True when a callback ends the run."""
+        values = self._reports.read(self.plan, self._log)
+        if values is None:
+            return False
+        values = with_names(self.plan, values)
+        self.metrics = values
+        self.history.append(values)
+        with self._watchdog.during("in a callback", is_long=True):
+            # A list: every callback is called, also after one that ends the run.
+            return True in [callback(self, values) for callback in self.habits.callbacks]
+
+    # --- evaluation -------------------------------------------------------------------------------
+
+    def evaluate(self, batches: Any = None, num_batches: int | None = None) -> Metrics:
+        """Mean loss over batches in evaluation mode, weighted by each batch's weight.
+
+        The result has "loss", "weight" (the sum of weights) and the loss's own metrics.
+
+        Args:
+          batches: an iterable of host batches, or a `TokenSource`; None takes the run's validation
+            data.
+          num_batches: at most this many; None takes `habits.eval_batches` for a source, all
+            otherwise.
+
+        Raises:
+          ValueError: there is nothing to evaluate on.
+        """
+        batches = self._validation if batches is None else batches
+        default = self.habits.eval_batches
+        self._reports.wait(self.plan)
+        options = {"is_long": not self._evaluate_was_called, "is_apart": True}
+        with self._pace.during(EVAL), self._watchdog.during("evaluating", **options):
+            evaluate = self._evaluate_one
+            result = mean_loss(evaluate, self.plan, self.state, batches, num_batches, default)
+        if self._log is not None:
+            shown = {name: value for name, value in result.items() if name != "weight"}
+            self._log.write_eval(self.num_steps, shown)
+        return result
+
+    def _evaluate_one(self, state: Any, batch: Any) -> Any:
+        self._watchdog.alive()  # the batch before this one was read back
+        first, self._evaluate_was_called = not self._evaluate_was_called, True
+        with self._compiling("the evaluation") if first else contextlib.nullcontext():
+            return self._evaluate(state, batch)
+
+    # --- saving, moving, handing over -------------------------------------------------------------
+
+    def save(self) -> None:
+        """Saves the state now, if the run has checkpoints and this step is not saved yet."""
+        if self._checkpointer is None or self._saved_step == self.num_steps:
+            return
+        self._reports.wait(self.plan)
+        saving, self._saved_step = self.num_steps, None
+        about = {"data_state": self._data_state or {}, "config": self._config}
+        about["plan"] = self.plan.as_dict()
+        if states := {name: callback.state() for name, callback in self._stateful().items()}:
+            about["config"] = {**self._config, CALLBACKS: states}
+        what = f"saving step {saving}"
+        watched = self._watchdog.during(what, is_long=True)
+        with self._pace.during(SAVE), watched, self._unhurried():
+            save_state(self._checkpointer, self.plan, self.state, step=saving, about=about)
+        self._saved_step = saving
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether the run evaluates."""
+        return self._validation is not None
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether the run saves."""
+        return self._checkpointer is not None
+
+    def kept_steps(self) -> dict[str, dict[str, Any]]:
+        """{name: {"step": number, ...}} of saved steps that stay beside the newest ones."""
+        return {} if self._checkpointer is None else self._checkpointer.kept_steps()
+
+    def keep(self, name: str, about: Mapping[str, Any] | None = None) -> int:
+        """Saves the state, if it is not saved yet, and keeps it under a name.
+
+        The step that had the name is an ordinary one again, and goes when it is too old. Waits
+        until the step is on disk.
+
+        Args:
+          name: such as "best"; `restore` and `zerojax.load_run` take it in place of a step.
+          about: JSON-able; what `kept_steps` is to say of it.
+
+        Returns:
+          The step.
+
+        Raises:
+          ValueError: the run has no checkpoints. CheckpointError: it cannot be saved.
+        """
+        if self._checkpointer is None:
+            raise ValueError("this run has no checkpoints; pass checkpoint='runs/name' to train")
+        self.save()
+        with self._watchdog.during(f"saving step {self.num_steps}", is_long=True):
+            self._checkpointer.keep_step(name, self.num_steps, about)
+        return self.num_steps
+
+    def say(self, text: str) -> None:
+        """A line in the run's log, while the loop runs; else nothing."""
+        if self._log is not None:
+            self._log.message(text)
+
+    def _stateful(self) -> dict[str, Any]:
+        """{name in a checkpoint: callback} of those that have a state."""
+        found: dict[str, Any] = {}
+        for callback in self.habits.callbacks:
+            if callable(getattr(callback, "state", None)) and hasattr(callback, "load_state"):
+                kind = type(callback).__name__
+                number = sum(name.partition(" ")[0] == kind for name in found)
+                found[f"{kind} {number}"] = callback
+        return found
+
+    def restore(self, step: int | str | None = None) -> Self:
+        """Goes back to a checkpoint, which may come from any stage, mesh and number of devices.
+
+        Args:
+          step: a saved step, or the name of a kept one, such as "best"; None: the newest.
+
+        Raises:
+          ValueError: the run has no checkpoints.
+          CheckpointError: there is none, or it belongs to another model.
+        """
+        if self._checkpointer is None:
+            raise ValueError("this run has no checkpoints; pass checkpoint='runs/name' to train")
+        if isinstance(step, str):
+            step = named_step(self._checkpointer.kept_steps(), step)
+        self._checkpointer.wait()  # the save in flight may still read the files of this state
+        self._checkpointer.check_step(step)  # refuses before the current state is dropped
+        at_start = self.state is None
+        end_state(self.state)
+        self.state = None
+        with self._watchdog.during("reading a checkpoint", is_long=True):
+            restored, self.state = restore_state(
+                self._checkpointer, self.plan, step, at_start=at_start
+            )
+        self.num_steps = restored.step
+        is_saved = restored.step in self._checkpointer.steps()
+        self._saved_step = restored.step if is_saved else None
+        self._data_state = restored.data_state or None
+        self._reports = self._new_reports()
+        states = restored.config.get(CALLBACKS, {})
+        for name, callback in self._stateful().items():
+            if name in states:
+                callback.load_state(states[name])
+        return self
+
+    def reshard(self, mesh_config: Any) -> Self:
+        """Changes ZeRO stage or mesh in the middle of a run, without a restart.
+
+        Args:
+          mesh_config: as `zerojax.train` takes it; the batch stays the same.
+        """
+        self._report()
+        plan = self._replan(mesh_config)
+        check_offload(plan)
+        if (disk := self.state.get("disk")) and disk.store.is_durable:
+            self.save()  # its files are given up before those of the new plan are whole
+            if self._checkpointer is not None:
+                self._checkpointer.wait()
+        self.state = reshard_state(self.plan, plan, self.state, data_state=self._data_state)
+        self.plan = plan
+        self._build()
+        if self._log is not None:
+            self._log.message(f"step {self.num_steps}: resharded to {plan.describe()}")
+        return self
+
+    def to_model(self) -> Any:
+        """The trained model as the user's kind of object: `nnx.Module`, linen variables or tree.
+
+        Every process gets whole arrays, so the model has to fit on one device.
+        """
+        return model_of(self.plan, self.state)
+
+    def close(self) -> None:
+        """Waits for the last checkpoint to be on disk, and closes files. May be called twice."""
+        try:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+        finally:  # only now: the save in flight may read the files of this state
+            end_state(self.state)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _interrupted(self, stop: StopRequest) -> Interrupted:
+        if self._checkpointer is None:
+            return stop.interrupted(self.num_steps, "not saved, since the run has no checkpoints")
+        if not self.habits.save_on_exit:
+            text = "not saved, since checkpoint.save_on_exit is off"
+            return stop.interrupted(self.num_steps, text)
+        saving = self._watchdog.during(f"saving step {self.num_steps}", is_long=True)
+        with saving, self._unhurried():
+            self._checkpointer.wait()
+        text = f"saved in {self._checkpointer.path}; {self.habits.resume_hint}"
+        return stop.interrupted(self.num_steps, text, saved=True)
