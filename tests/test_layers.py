@@ -1,4 +1,4 @@
-"""The sources keep to the floors of zerojax/README.md."""
+"""The sources keep to the line of packages in zerojax/README.md."""
 
 from __future__ import annotations
 
@@ -13,22 +13,29 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("zerojax", "pallas_kernels")
 MAX_LINES = 700
+MAX_ENTRIES = 16
+LAZY = "cli"
+"""The package that may import inside functions: it answers without JAX."""
+MODULES_AT_THE_TOP = {"__init__", "__main__"}
+IMPORTERS = {"import_module", "__import__", "find_spec"}
 
 
-def read_floors(text: str) -> dict[str, int]:
-    """Room -> floor, from the rows `| 2 | `mesh` `models/` | ... |` of the table."""
-    floors = {}
-    for number, rooms in re.findall(r"^\| (-?\d+) \| ([^|]*) \|", text, flags=re.MULTILINE):
-        for room in re.findall(r"`([\w/]+)`", rooms):
-            floors[room.rstrip("/")] = int(number)
-    return floors
+def read_line(text: str) -> list[str]:
+    """The packages, lowest first, from the line `a < b < c` that is a paragraph of its own."""
+    [line] = re.findall(r"^    (\w+(?: < \w+)+)$", text, flags=re.MULTILINE)
+    return line.split(" < ")
 
 
-def room_of(module: str) -> str:
-    """`zerojax.data.tokens` is in room `data`; `zerojax` itself is the room `__init__`."""
-    package, _, rest = module.partition(".")
-    if package == "pallas_kernels":
-        return package
+def read_table(text: str) -> dict[str, str]:
+    """Package -> its sentence, from the rows `| `plan` | Decisions made ... |` of the table."""
+    return dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, flags=re.MULTILINE))
+
+
+def package_of(module: str) -> str:
+    """`zerojax.data.tokens` is in package `data`; `zerojax` itself is `__init__`."""
+    root, _, rest = module.partition(".")
+    if root == "pallas_kernels":
+        return root
     return rest.split(".")[0] or "__init__"
 
 
@@ -38,7 +45,7 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def imports_of(module: str, is_package: bool, tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Every module that an import statement names, as an absolute name, and the statement."""
+    """Every module that a statement or a call of importlib names, absolute, and the node."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
@@ -50,6 +57,22 @@ def imports_of(module: str, is_package: bool, tree: ast.AST) -> Iterator[tuple[s
                 base = ".".join([*above, base]) if base else ".".join(above)
             # `from zerojax.data import tokens` may name a module or a name inside one.
             yield from ((f"{base}.{alias.name}", node) for alias in node.names)
+        elif isinstance(node, ast.Call) and (named := module_of_call(node)):
+            yield named, node
+
+
+def module_of_call(node: ast.Call) -> str | None:
+    """The module that `import_module("zerojax.x")` names, as far as its text is written."""
+    called = getattr(node.func, "attr", getattr(node.func, "id", None))
+    if called not in IMPORTERS or not node.args:
+        return None
+    text: ast.expr | None = node.args[0]
+    if isinstance(text, ast.JoinedStr):
+        text = text.values[0] if text.values else None
+    if isinstance(text, ast.BinOp):
+        text = text.left
+    value = getattr(text, "value", None)
+    return value.rstrip(".") if isinstance(value, str) else None
 
 
 def known_module(name: str, modules: set[str]) -> str | None:
@@ -64,49 +87,72 @@ class Sources:
 
     def __init__(self, root: Path):
         paths = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
+        text = (root / "zerojax" / "README.md").read_text()
         self.root = root
-        self.floors = read_floors((root / "zerojax" / "README.md").read_text())
+        self.line = read_line(text)
+        self.table = read_table(text)
         self.paths = {module_name(path, root): path for path in paths}
         self.trees = {name: ast.parse(path.read_text()) for name, path in self.paths.items()}
 
-    def internal_imports(self, module: str) -> Iterator[tuple[str, ast.AST]]:
+    def internal_imports(self, module: str) -> Iterator[tuple[str, str, ast.AST]]:
+        """(module of ours, full name in the statement, statement)"""
         is_package = self.paths[module].name == "__init__.py"
         for name, node in imports_of(module, is_package, self.trees[module]):
             target = known_module(name, set(self.paths))
             if target and target != module:
-                yield target, node
+                yield target, name, node
+
+    def height(self, package: str) -> float:
+        """The place in the line. The public names stand below the command line, which uses them."""
+        if package == "pallas_kernels":
+            return -1
+        above = {"__init__": len(self.line) - 1.5, "__main__": len(self.line)}
+        return above[package] if package in above else self.line.index(package)
 
     def where(self, module: str, node: ast.AST) -> str:
         return f"{self.paths[module].relative_to(self.root)}:{getattr(node, 'lineno', 0)}"
 
 
-def rooms_without_floor(sources: Sources) -> list[str]:
-    rooms = {room_of(module) for module in sources.paths}
-    return [
-        f"{room}: not in the table of zerojax/README.md" for room in rooms - set(sources.floors)
+def packages_outside_the_line(sources: Sources) -> list[str]:
+    found = {package_of(module) for module in sources.paths} - {"pallas_kernels"}
+    found -= MODULES_AT_THE_TOP
+    files = [name for name in found if (sources.root / "zerojax" / f"{name}.py").exists()]
+    problems = [f"zerojax/{name}.py: belongs into one of the packages" for name in files]
+    problems += [
+        f"{name}: not in the line of zerojax/README.md"
+        for name in sorted(found - set(sources.line) - set(files))
     ]
+    return problems + [f"{name}: no such package" for name in sorted(set(sources.line) - found)]
+
+
+def entries_at_the_top(sources: Sources) -> list[str]:
+    folder = sources.root / "zerojax"
+    entries = sorted(path.name for path in folder.iterdir() if path.name != "__pycache__")
+    if len(entries) <= MAX_ENTRIES:
+        return []
+    return [f"zerojax/ has {len(entries)} entries; {MAX_ENTRIES} is the limit: {entries}"]
 
 
 def upward_imports(sources: Sources) -> list[str]:
     problems = []
+    known = {*sources.line, *MODULES_AT_THE_TOP, "pallas_kernels"}
     for module in sources.paths:
-        room = room_of(module)
-        for target, node in sources.internal_imports(module):
-            other = room_of(target)
-            if other == room or room not in sources.floors or other not in sources.floors:
+        mine = package_of(module)
+        for target, _, node in sources.internal_imports(module):
+            theirs = package_of(target)
+            if theirs == mine or not {mine, theirs} <= known:
                 continue
-            mine, theirs = sources.floors[room], sources.floors[other]
-            if theirs >= mine:
+            if sources.height(theirs) > sources.height(mine):
                 problems.append(
-                    f"{sources.where(module, node)}: {room} (floor {mine}) imports "
-                    f"{other} (floor {theirs}); only lower floors may be imported"
+                    f"{sources.where(module, node)}: {mine} imports {theirs}, which is to the "
+                    "right of it in the line of zerojax/README.md"
                 )
     return problems
 
 
 def circles(sources: Sources) -> list[str]:
     graph = {
-        module: {target for target, _ in sources.internal_imports(module)}
+        module: {target for target, _, _ in sources.internal_imports(module)}
         for module in sources.paths
     }
     # A package's __init__ and its own submodules: importing the submodule runs __init__ anyway.
@@ -118,9 +164,11 @@ def circles(sources: Sources) -> list[str]:
 
 
 def hidden_imports(sources: Sources) -> list[str]:
-    """Imports of our own modules inside a function: a circle in disguise."""
+    """Imports of our own modules inside a function: a circle in disguise. The command line may."""
     problems = []
     for module, tree in sources.trees.items():
+        if package_of(module) in (LAZY, "__init__"):  # zerojax/__init__.py imports on request alone
+            continue
         inside = {
             id(inner)
             for function in ast.walk(tree)
@@ -129,10 +177,91 @@ def hidden_imports(sources: Sources) -> list[str]:
         }
         problems += [
             f"{sources.where(module, node)}: {target} is imported inside a function"
-            for target, node in sources.internal_imports(module)
+            for target, _, node in sources.internal_imports(module)
             if id(node) in inside
         ]
     return problems
+
+
+def private_names(sources: Sources) -> list[str]:
+    """Names with a leading underscore that another package imports, or reads off a module."""
+    problems = []
+    for module, tree in sources.trees.items():
+        mine, modules = package_of(module), {}
+        for target, name, node in sources.internal_imports(module):
+            if package_of(target) == mine:
+                continue
+            if any(part.startswith("_") and not part.startswith("__") for part in name.split(".")):
+                problems.append(f"{sources.where(module, node)}: {name} is private to its package")
+            if target == name:
+                modules |= {
+                    alias.asname or alias.name: name
+                    for alias in getattr(node, "names", ())
+                    if name.endswith("." + alias.name)
+                }
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in modules
+                and re.match(r"_(?!_)", node.attr)
+            ):
+                name = f"{modules[node.value.id]}.{node.attr}"
+                problems.append(f"{sources.where(module, node)}: {name} is private to its package")
+    return problems
+
+
+def deep_packages(sources: Sources) -> list[str]:
+    return [
+        f"{path.parent.relative_to(sources.root)}: packages have one level of sub-packages"
+        for module, path in sources.paths.items()
+        if path.name == "__init__.py" and module.count(".") > 2
+    ]
+
+
+def packages_named_like_functions(sources: Sources) -> list[str]:
+    """Importing such a package would put it in the place of the function."""
+    functions = {
+        node.value
+        for statement in sources.trees["zerojax"].body
+        if isinstance(statement, ast.Assign)
+        and [getattr(target, "id", None) for target in statement.targets] == ["__all__"]
+        for node in ast.walk(statement.value)
+        if isinstance(node, ast.Constant) and node.value == node.value.lower()
+    }
+    return [
+        f"{path.parent.relative_to(sources.root)}: zerojax.{path.parent.name} is a public name"
+        for path in sources.paths.values()
+        if path.name == "__init__.py" and path.parent.name in functions
+    ]
+
+
+def doors_hidden_by_modules(sources: Sources) -> list[str]:
+    """A name that a door imports on request is the module of that name once that is imported."""
+    problems = []
+    for package in sources.line:
+        homes = [
+            node.value
+            for node in sources.trees[f"zerojax.{package}"].body
+            if isinstance(node, ast.Assign) and "_HOME" in ast.unparse(node.targets[0])
+        ]
+        names = {key.value for home in homes for key in home.keys if isinstance(key, ast.Constant)}
+        problems += [
+            f"zerojax/{package}/__init__.py: {name} is a module beside it as well"
+            for name in sorted(names)
+            if f"zerojax.{package}.{name}" in sources.paths
+        ]
+    return problems
+
+
+def doors_that_say_something_else(sources: Sources) -> list[str]:
+    problems = []
+    for package, sentence in sources.table.items():
+        text = ast.get_docstring(sources.trees[f"zerojax.{package}"]) or ""
+        if text.splitlines()[:1] != [sentence]:
+            problems.append(f"zerojax/{package}/__init__.py: its first line has to be: {sentence}")
+    missing = set(sources.line) ^ set(sources.table)
+    return problems + [f"{name}: in the line or in the table alone" for name in sorted(missing)]
 
 
 def private_jax(sources: Sources) -> list[str]:
@@ -156,7 +285,20 @@ def long_files(sources: Sources) -> list[str]:
     ]
 
 
-RULES = [rooms_without_floor, upward_imports, circles, hidden_imports, private_jax, long_files]
+RULES = [
+    packages_outside_the_line,
+    entries_at_the_top,
+    upward_imports,
+    circles,
+    hidden_imports,
+    private_names,
+    deep_packages,
+    packages_named_like_functions,
+    doors_hidden_by_modules,
+    doors_that_say_something_else,
+    private_jax,
+    long_files,
+]
 
 
 @pytest.fixture(scope="module")
@@ -170,43 +312,58 @@ def test_the_sources_keep_the_rule(rule, sources):
     assert not problems, "\n" + "\n".join(problems)
 
 
-def test_the_table_names_only_rooms_that_exist(sources):
-    rooms = {room_of(module) for module in sources.paths}
-    assert set(sources.floors) - rooms == set()
-
-
 @pytest.mark.parametrize(
     ("rule", "file", "text"),
     [
-        (rooms_without_floor, "zerojax/attic.py", ""),
-        (upward_imports, "zerojax/low.py", "import zerojax.high"),
-        (upward_imports, "zerojax/low.py", "from zerojax import high"),
-        (upward_imports, "zerojax/low.py", "from . import high"),
-        (upward_imports, "zerojax/low.py", "from zerojax.high import x"),
-        (upward_imports, "zerojax/low.py", "import zerojax.level"),
-        (upward_imports, "zerojax/low.py", "import zerojax"),
-        (upward_imports, "zerojax/box/inner.py", "from ..high import x"),
+        (packages_outside_the_line, "zerojax/attic.py", ""),
+        (packages_outside_the_line, "zerojax/attic/__init__.py", ""),
+        (entries_at_the_top, "zerojax/notes.txt", ""),
+        (upward_imports, "zerojax/low/a.py", "import zerojax.high"),
+        (upward_imports, "zerojax/low/a.py", "from zerojax import high"),
+        (upward_imports, "zerojax/low/a.py", "from .. import high"),
+        (upward_imports, "zerojax/low/a.py", "from zerojax.high import x"),
+        (upward_imports, "zerojax/low/a.py", "from zerojax.high.box import inner"),
+        (upward_imports, "zerojax/low/a.py", "import zerojax"),
+        (upward_imports, "zerojax/low/a.py", "importlib.import_module('zerojax.high')"),
+        (upward_imports, "zerojax/low/a.py", "importlib.import_module(f'zerojax.high.{1}')"),
+        (upward_imports, "zerojax/low/a.py", "__import__('zerojax.high.' + 'box')"),
+        (upward_imports, "zerojax/high/box/inner.py", "from ... import cli"),
         (upward_imports, "pallas_kernels/adam.py", "import zerojax.low"),
-        (circles, "zerojax/box/inner.py", "from zerojax.box import other"),
-        (hidden_imports, "zerojax/high.py", "def f():\n    from zerojax import low\n"),
-        (private_jax, "zerojax/low.py", "from jax._src import core"),
-        (private_jax, "zerojax/low.py", "import jax\nx = jax._src.core"),
-        (long_files, "zerojax/low.py", "x = 1\n" * (MAX_LINES + 1)),
+        (circles, "zerojax/high/box/inner.py", "from zerojax.high.box import other"),
+        (hidden_imports, "zerojax/high/a.py", "def f():\n    from zerojax import low\n"),
+        (hidden_imports, "zerojax/high/a.py", "def f():\n    import_module('zerojax.low')\n"),
+        (private_names, "zerojax/high/a.py", "from zerojax.low.a import _x"),
+        (private_names, "zerojax/high/a.py", "from zerojax.low import _hidden"),
+        (private_names, "zerojax/high/a.py", "from zerojax.low import a as lows\nlows._x"),
+        (deep_packages, "zerojax/high/box/deep/__init__.py", ""),
+        (packages_named_like_functions, "zerojax/high/train/__init__.py", ""),
+        (doors_hidden_by_modules, "zerojax/low/__init__.py", '_HOME_OF_NAME = {"a": "b"}'),
+        (doors_that_say_something_else, "zerojax/low/__init__.py", '"""Something else."""'),
+        (private_jax, "zerojax/low/a.py", "from jax._src import core"),
+        (private_jax, "zerojax/low/a.py", "import jax\nx = jax._src.core"),
+        (long_files, "zerojax/low/a.py", "x = 1\n" * (MAX_LINES + 1)),
     ],
 )
 def test_each_rule_can_fail(rule, file, text, tmp_path):
-    table = "| 0 | `pallas_kernels/` | |\n| 1 | `low` `level` `box/` | |\n"
+    line = "    low < high < cli\n\n"
+    table = "| `low` | Low things. |\n| `high` | High things. |\n| `cli` | Words. |\n"
     tree = {
-        "zerojax/README.md": table + "| 2 | `high` | |\n| 3 | `__init__` | |\n",
-        "zerojax/__init__.py": "",
-        "zerojax/low.py": "",
-        "zerojax/level.py": "",
-        "zerojax/high.py": "from zerojax import low\n",
-        "zerojax/box/__init__.py": "",
-        "zerojax/box/inner.py": "",
-        "zerojax/box/other.py": "import zerojax.box.inner\n",
+        "zerojax/README.md": line + table,
+        "zerojax/__init__.py": '__all__ = ["Plan", "train"]\n',
+        "zerojax/__main__.py": "from zerojax.cli import main\n",
+        "zerojax/low/__init__.py": '"""Low things."""\n',
+        "zerojax/low/a.py": "_x = 1\n",
+        "zerojax/low/_hidden.py": "",
+        "zerojax/low/b.py": "from zerojax.low.a import _x\n",
+        "zerojax/high/__init__.py": '"""High things."""\n',
+        "zerojax/high/a.py": "from zerojax.low import a as lows\nlows.__name__\n",
+        "zerojax/high/box/__init__.py": "",
+        "zerojax/high/box/inner.py": "",
+        "zerojax/high/box/other.py": "import zerojax.high.box.inner\n",
+        "zerojax/cli/__init__.py": '"""Words."""\n\n\ndef main():\n    import zerojax.high\n',
         "pallas_kernels/__init__.py": "",
     }
+    tree |= {f"zerojax/extra{number}": "" for number in range(MAX_ENTRIES - 6)}
 
     def problems_with(contents: dict[str, str], root: Path) -> list[str]:
         for name, content in contents.items():

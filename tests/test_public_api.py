@@ -116,3 +116,29 @@ def test_every_exception_that_is_documented_is_public():
     named = set(re.findall(r"\b[A-Z]\w+\b", documented()))
     missing = sorted((exceptions_of_zerojax() & named) - set(NAMES))
     assert not missing, f"documented, and not to be caught as zerojax.NAME: {missing}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in sorted(Path(zerojax.__file__).parent.glob("*/__init__.py"))
+        if "_HOME_OF_NAME" in path.read_text()
+    ],
+    ids=lambda path: path.parent.name,
+)
+def test_a_package_offers_the_same_names_to_type_checkers_and_on_request(path):
+    package = importlib.import_module(f"zerojax.{path.parent.name}")
+    block = next(node for node in ast.parse(path.read_text()).body if isinstance(node, ast.If))
+    seen = {
+        alias.name: statement.module.removeprefix(f"{package.__name__}.")
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom) and statement.module
+        for alias in statement.names
+    }
+    assert seen == package._HOME_OF_NAME
+    assert sorted(seen) == sorted(package.__all__)
+    for name in seen:
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        package.trian  # noqa: B018

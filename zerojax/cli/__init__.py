@@ -1,4 +1,4 @@
-"""The `zerojax` command: dispatch of its subcommands, and errors as one line.
+"""The `zerojax` command: one module for each sub-command, and one sentence for each mistake.
 
 Only the subcommand that runs imports JAX.
 """

@@ -1,4 +1,4 @@
-"""Data pipeline: text or token files to global arrays, in an order that survives restarts."""
+"""Batches: from text or token files to global arrays, resumable by one integer."""
 
 from zerojax.data.corpus import read_text
 from zerojax.data.feed import Feed, as_feed, has_no_end, one_pass

@@ -1,4 +1,4 @@
-"""Forecasts for GPUs that the machine does not have: memory, communication and a bound on time.
+"""Memory, traffic and time of a step on GPUs you do not have; causes of failed and slow steps.
 
 Nothing is run.
 """

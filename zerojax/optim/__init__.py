@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedules, and their application to shards."""
+"""Optimizers, learning-rate schedules, dtypes and the loss scale."""
 
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.building import (
