@@ -163,8 +163,9 @@ def parts_of_script(path: str, steps: int) -> Parts:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_run_as_script(path))
             for name, (module, stand_in) in readers.items():
-                stack.enter_context(mock.patch.object(module, name, stand_in))
+                # This one first: it is undone last, when `zerojax` finds the function itself again.
                 stack.enter_context(mock.patch.object(zerojax, name, stand_in))
+                stack.enter_context(mock.patch.object(module, name, stand_in))
             runpy.run_path(path, run_name="__main__")
     except _Captured as captured_call:
         return captured_call.parts
