@@ -12,9 +12,9 @@ from tests.pipelines import layout_of
 from tests.pipelines import plan_of as pipelined
 from tests.small_models import reference_model
 from zerojax import make_plan
-from zerojax.forecasting import formulas
 from zerojax.plan import counts
 from zerojax.plan.mesh import make_abstract_mesh
+from zerojax.plan.wire import wire_bytes, wire_unit
 
 DEVICES = 8
 
@@ -48,31 +48,31 @@ def plan_of(zero: int, microbatches: int = 1, model: int = 1, **options):
 )
 def test_wire_bytes_in_units_of_all_parameters(zero, microbatches, units):
     plan = plan_of(zero, microbatches)
-    assert formulas.wire_bytes(plan) == pytest.approx(units * formulas.wire_unit(plan), rel=1e-9)
+    assert wire_bytes(plan) == pytest.approx(units * wire_unit(plan), rel=1e-9)
 
 
 def test_the_unit_is_two_bytes_per_parameter_and_tensor_parallelism_divides_it():
     plan = plan_of(1)
-    assert formulas.wire_unit(plan) == 2 * plan.placement.num_parameters() * 7 / 8
+    assert wire_unit(plan) == 2 * plan.placement.num_parameters() * 7 / 8
     split = plan_of(1, model=2)
     sharded = [leaf for leaf in split.placement.leaves.values() if any(leaf.axes)]
     assert sharded
     whole = split.placement.num_parameters() - sum(
         jnp.prod(jnp.array(leaf.shape)).item() // 2 for leaf in sharded
     )
-    assert formulas.wire_unit(split) == 2 * whole * 3 / 4
+    assert wire_unit(split) == 2 * whole * 3 / 4
 
 
 def test_a_float32_reduction_doubles_its_bytes():
     bf16, fp32 = plan_of(1, reduce_dtype="bf16"), plan_of(1, reduce_dtype="fp32")
-    unit = formulas.wire_unit(bf16)
-    assert formulas.wire_bytes(fp32) - formulas.wire_bytes(bf16) == pytest.approx(unit)
+    unit = wire_unit(bf16)
+    assert wire_bytes(fp32) - wire_bytes(bf16) == pytest.approx(unit)
 
 
 def test_frozen_parameters_are_gathered_and_never_reduced():
     frozen = plan_of(2, freeze=("blocks",))
     share = frozen.placement.num_parameters(frozen=True) / frozen.placement.num_parameters()
-    units = formulas.wire_bytes(frozen) / formulas.wire_unit(frozen)
+    units = wire_bytes(frozen) / wire_unit(frozen)
     assert units == pytest.approx(2 - share)
 
 
@@ -83,7 +83,7 @@ def test_one_device_sends_nothing():
         make_abstract_mesh({"data": 1}, 1),
         example_batch={"tokens": shape, "targets": shape},
     )
-    assert formulas.wire_bytes(plan) == 0
+    assert wire_bytes(plan) == 0
 
 
 def test_model_flops_are_three_forward_passes_over_the_global_batch():
@@ -106,7 +106,7 @@ BF16 = 2
 
 def test_a_pipeline_has_the_layers_of_one_stage_in_its_unit():
     plan = pipelined(layout_of(stages=4, microbatches=8, layers=(2, 2, 2, 2)), data=2)
-    assert formulas.wire_unit(plan) == BF16 * (2 * LAYERS * 1 / 2 + OTHERS * 7 / 8)
+    assert wire_unit(plan) == BF16 * (2 * LAYERS * 1 / 2 + OTHERS * 7 / 8)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_under_a_pipeline_zero_sends_in_every_tick_that_has_the_slot(zero, units
     plan = pipelined(layout_of(stages=4, microbatches=8, layers=(2, 2, 2, 2)), data=2, zero=zero)
     # What every stage reads goes over data x stage = 8 devices once per step at any stage of ZeRO.
     expected = BF16 * (units * 2 * LAYERS * 1 / 2 + 2 * OTHERS * 7 / 8)
-    assert formulas.wire_bytes(plan) == expected
+    assert wire_bytes(plan) == expected
 
 
 def test_a_chunk_is_the_unit_of_a_slot():
@@ -130,7 +130,7 @@ def test_a_chunk_is_the_unit_of_a_slot():
     plan = pipelined(layout, data=2, zero=2)
     # 2m + p - 1 ticks have B, each of one of two layers.
     layers = 2 * LAYERS + 9 * LAYERS
-    assert formulas.wire_bytes(plan) == BF16 * (layers * 1 / 2 + 2 * OTHERS * 3 / 4)
+    assert wire_bytes(plan) == BF16 * (layers * 1 / 2 + 2 * OTHERS * 3 / 4)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_every_pass_over_the_layers_gathers_them_at_stage_3(schedule, stash, gat
     plan = pipelined(layout, data=2, zero=3)
     scatters = 4 if schedule == "zb_h1" else 5
     expected = BF16 * ((gathers + scatters) * LAYERS * 1 / 2 + 2 * OTHERS * 3 / 4)
-    assert formulas.wire_bytes(plan) == expected
+    assert wire_bytes(plan) == expected
 
 
 def test_model_flops_do_not_know_of_stages():

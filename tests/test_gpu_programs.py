@@ -13,12 +13,12 @@ from tests import gpu_programs
 from tests.gpu_programs import BF16, LAYERS, SEQ, WIDTH, Case, compile_case
 from tests.program_claims import Claims
 from tests.test_plan import list_plan
-from zerojax.forecasting import formulas
 from zerojax.hardware import compile_client, gpus
 from zerojax.parallel import collectives
 from zerojax.parallel.step import build_step
 from zerojax.plan.counts import role_bytes
 from zerojax.plan.mesh import make_mesh
+from zerojax.plan.wire import wire_bytes
 
 MISSING = compile_client.missing()
 pytestmark = [
@@ -77,7 +77,7 @@ def units_sent(built):
 def wire_bytes_are_those_of_the_stage(built):
     assert built.program.unknown_loops == ()
     assert units_sent(built) == pytest.approx(gpu_programs.wire_units(built.case), rel=0.03)
-    assert wire(built.over_data()) == pytest.approx(formulas.wire_bytes(built.plan), rel=0.005)
+    assert wire(built.over_data()) == pytest.approx(wire_bytes(built.plan), rel=0.005)
 
 
 @claim()

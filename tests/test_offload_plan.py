@@ -15,7 +15,6 @@ from forecast_samples import sample_card
 import zerojax
 from zerojax.config import ModelConfig, OffloadConfig
 from zerojax.config.offload import DEVICE, HOST, NVME
-from zerojax.forecasting import formulas
 from zerojax.forecasting.remedies import find_remedies
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
@@ -44,6 +43,7 @@ from zerojax.plan.offload_costs import (
     slice_bytes,
 )
 from zerojax.plan.plan import Plan
+from zerojax.plan.wire import wire_bytes
 
 WIDTH = 100
 LAYERS, EMBED, SEQ, ROWS = 4, 64, 32, 64
@@ -199,7 +199,7 @@ def test_streamed_layers_are_gathered_and_reduced_in_every_microbatch():
     leaves = [plan.placement.leaves[name] for name in plan.offload.streamed]
     ring = 7 / 8 * COPY * sum(8 * plan.placement.shard_elements(leaf) for leaf in leaves)
     more = (2 * 7 / 4 - 1) + (2 - 1)  # gathers, reductions, in place of one each
-    assert formulas.wire_bytes(plan) - formulas.wire_bytes(near) == pytest.approx(more * ring)
+    assert wire_bytes(plan) - wire_bytes(near) == pytest.approx(more * ring)
 
 
 # What hides it

@@ -10,7 +10,7 @@ import pytest
 
 from tests.small_models import reference_model
 from zerojax import make_mesh, make_plan
-from zerojax.forecasting import formulas, hlo
+from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.models.flops import count_program_flops
@@ -19,6 +19,7 @@ from zerojax.parallel.step import build_step
 from zerojax.plan import counts
 from zerojax.plan import pipeline_costs as costs
 from zerojax.plan.mesh import make_abstract_mesh
+from zerojax.plan.wire import wire_bytes
 
 STAGES, DATA, MICROBATCHES = 2, 2, 4
 SIZES = {"num_layers": 4, "embed_dim": 64, "tie_embeddings": False}
@@ -110,7 +111,7 @@ def test_a_pipelined_step_sends_what_the_formulas_say(zero):
     sent = sum(one.times * one.wire_bytes for one in messages)
     assert sent == costs.message_bytes(plan.pipeline)
     rest = sum(one.times * one.wire_bytes for one in found if one not in messages)
-    assert 0 <= rest - formulas.wire_bytes(plan) <= NORMS
+    assert 0 <= rest - wire_bytes(plan) <= NORMS
     gathers = [one for one in found if one.kind == "all-gather"]
     assert (max((one.loop_depth for one in gathers), default=0) > 0) == (zero == 3)
     assert hlo.find_in_branches(program, plan.mesh.size) == []

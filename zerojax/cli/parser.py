@@ -43,6 +43,7 @@ examples:
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 8 zero=2 --json
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 64 --search
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 1 opt_state=host
+  zerojax plan configs/llama_7b_zero3_8xh100.yaml --devices 8 --parameter blocks/mlp/up/kernel
 
 exit codes: 0 it fits, 1 it does not fit, 2 invalid input, 3 only formulas are available and they do
 not decide. ZEROJAX_CACHE is the folder of cached results (or off)."""
@@ -151,12 +152,14 @@ def _add_plan(commands) -> None:
     )
     add_settings(parser)
     parser.add_argument(
-        "--gpu",
-        required=True,
-        metavar="NAME",
-        help="GPU, such as h200, or a YAML file that describes one",
+        "--gpu", metavar="NAME", help="GPU, such as h200, or a YAML file that describes one"
     )
-    parser.add_argument("--devices", required=True, type=int, metavar="N", help="number of GPUs")
+    parser.add_argument("--devices", type=int, metavar="N", help="number of GPUs")
+    parser.add_argument(
+        "--parameter",
+        metavar="NAME",
+        help="explain one parameter: sharding, collectives, update, memory, names in a checkpoint",
+    )
     parser.add_argument("--json", action="store_true", help="print every number as JSON")
     parser.add_argument(
         "--no-compile", action="store_true", help="estimates by formula only, in a second"

@@ -23,9 +23,26 @@ def run(args: argparse.Namespace) -> int:
     """
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, overrides)
+    devices = args.devices
+    if devices is None and args.parameter is not None:
+        devices = config.cpu_devices
+    missing = [
+        option
+        for option, value in (("--gpu", args.gpu or args.parameter), ("--devices", devices))
+        if value is None
+    ]
+    if missing:
+        raise ValueError(
+            f"required: {', '.join(missing)}; an example is --gpu h100 --devices 8, or --devices 8 "
+            "--parameter NAME"
+        )
+    if devices < 1:
+        raise ValueError(f"--devices {devices}: at least 1 GPU is needed")
+    if args.parameter is not None:
+        _start_on_the_cpu()
+        planning = importlib.import_module("zerojax.cli.planning")
+        return planning.explain(config, devices, args.parameter)
     gpu = find_gpu(args.gpu)
-    if args.devices < 1:
-        raise ValueError(f"--devices {args.devices}: at least 1 GPU is needed")
     if args.budget <= 0:
         raise ValueError(f"--budget {args.budget:g}: give seconds above 0, such as 300")
     if args.search and args.no_compile:
@@ -37,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return importlib.import_module("zerojax.cli.planning").plan(
         config,
         gpu,
-        args.devices,
+        devices,
         as_json=args.json,
         no_compile=args.no_compile,
         fast=args.fast,

@@ -75,6 +75,19 @@ def plan(
     return {True: EXIT_FITS, False: EXIT_DOES_NOT_FIT, None: EXIT_NOT_DECIDED}[fits]
 
 
+def explain(config: RunConfig, devices: int, name: str) -> int:
+    """Prints the explanation of one parameter of a run.
+
+    Returns:
+      0.
+
+    Raises:
+      ValueError: settings that cannot be, or no such parameter.
+    """
+    show(plan_from_config(config, devices).explain(name))
+    return EXIT_FITS
+
+
 def _search(
     config: RunConfig,
     gpu: Gpu,

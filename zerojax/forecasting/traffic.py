@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerojax.forecasting import formulas
 from zerojax.forecasting.hlo.collectives import PERMUTE
 from zerojax.forecasting.result import Traffic, TrafficRow
 from zerojax.forecasting.roofline import link_bandwidth
@@ -15,6 +14,7 @@ from zerojax.hardware.gpus import Gpu
 from zerojax.plan.mesh import DATA_AXES, STAGE
 from zerojax.plan.pipeline_costs import message_bytes
 from zerojax.plan.plan import Plan
+from zerojax.plan.wire import wire_bytes, wire_unit
 
 Facts = dict[str, Any]
 
@@ -30,12 +30,12 @@ def find_traffic(
       dtype: of the matrix products, behind which collectives hide.
       facts: what was read from the compiled step; None where nothing was compiled.
     """
-    unit = formulas.wire_unit(plan)
+    unit = wire_unit(plan)
     by_formula = Traffic(
         rows=(),
         wire_bytes=None,
         data_wire_bytes=None,
-        formula_bytes=formulas.wire_bytes(plan),
+        formula_bytes=wire_bytes(plan),
         unit=unit,
         message_formula_bytes=message_bytes(plan.pipeline) if plan.pipeline else 0,
     )

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from zerojax.plan.decisions import Decisions
+from zerojax.plan.explain import explain_parameter
 from zerojax.plan.show import plan_dict, plan_line, plan_table
 
 
@@ -19,6 +20,18 @@ class Plan(Decisions):
     def table(self) -> str:
         """The plan for people: bytes per device by role, each parameter, every exception."""
         return plan_table(self)
+
+    def explain(self, name: str) -> str:
+        """One parameter as a page: sharding, collectives and their bytes, update, memory tier,
+        names in a checkpoint.
+
+        Args:
+          name: of the parameter, as `table` has it: "blocks/mlp/up/kernel".
+
+        Raises:
+          ValueError: there is no such parameter; names the nearest one.
+        """
+        return explain_parameter(self, name)
 
     def describe(self) -> str:
         """One line."""

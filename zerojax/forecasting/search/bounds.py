@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from zerojax.forecasting import formulas
 from zerojax.forecasting.roofline import estimate, memory_limit
 from zerojax.forecasting.search.candidates import REMATS, Candidate
 from zerojax.hardware.gpus import Gpu
@@ -16,6 +15,7 @@ from zerojax.plan.counts import role_bytes, state_bytes
 from zerojax.plan.offload_costs import hiding
 from zerojax.plan.pipeline_costs import executed_flops, message_bytes, useful_flops
 from zerojax.plan.plan import Plan
+from zerojax.plan.wire import wire_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
         model_flops=flops,
         hbm_bytes=None,
         rows=(),
-        formula_bytes=formulas.wire_bytes(plan),
+        formula_bytes=wire_bytes(plan),
         message_bytes=message_bytes(plan.pipeline) if plan.pipeline else 0,
         hiding=hiding(plan, gpu),
     )

@@ -1,0 +1,152 @@
+"""Explanation of one parameter: sharding, collectives, update, memory tier, checkpoint names."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.config.display import printable
+from zerojax.config.offload import DEVICE
+from zerojax.models import trees
+from zerojax.optim.optimizer import Optimizer
+from zerojax.optim.state_leaves import map_state
+from zerojax.plan.decisions import Decisions
+from zerojax.plan.leaf import LeafPlacement
+from zerojax.plan.mesh import describe_mesh
+from zerojax.plan.wire import Transfer, leaf_transfers
+
+_WIDTH = 11
+
+
+def explain_parameter(plan: Decisions, name: str) -> str:
+    """The life of one parameter in a step, as a page of text.
+
+    Args:
+      plan: of the run; name: of a parameter, as `plan.table()` has it.
+
+    Raises:
+      ValueError: there is no such parameter; names the nearest one.
+    """
+    leaf = _find(plan, name)
+    stored = _abstract(plan, leaf)
+    rows = [
+        ("stored", f"{_array(leaf.stored_shape, stored.dtype)} split as {_spec(leaf)}"),
+        ("", f"{_array(_shard(stored), stored.dtype)} on each device, {_bytes(plan, leaf)}"),
+        ("computed", _access(plan, leaf)),
+        *[(phase, _words(transfer)) for phase, transfer in _phases(plan, leaf)],
+        ("update", _update(plan, leaf)),
+        *[("", line) for line in _state_lines(plan, leaf)],
+        ("memory", _tiers(plan, leaf)),
+        ("checkpoint", ", ".join(checkpoint_names(plan, name))),
+        *[("because", printable(reason)) for reason in leaf.reasons],
+    ]
+    head = f"{printable(name)}: {_array(leaf.shape, stored.dtype)}, mesh {describe_mesh(plan.mesh)}"
+    lines = [f"{head}, zero={plan.zero}"]
+    previous = None
+    for label, text in rows:
+        shown = "" if label == previous else label
+        lines.append(f"  {shown:<{_WIDTH}}{text}")
+        previous = label or previous
+    return "\n".join(lines)
+
+
+def checkpoint_names(plan: Decisions, name: str) -> list[str]:
+    """Names of the arrays in a checkpoint that belong to a parameter, the parameter first."""
+    role = "frozen" if plan.placement.leaves[name].frozen else "params"
+    marked = map_state(
+        plan.tx,
+        lambda leaf, of: of,
+        plan.abstract_canonical["opt_state"],
+        {trained: trained for trained in plan.abstract_canonical["params"]},
+    )
+    moments = trees.flatten_names({"opt_state": marked})
+    return [f"{role}/{name}", *(path for path, of in moments.items() if of == name)]
+
+
+def _find(plan: Decisions, name: str) -> LeafPlacement:
+    leaves = plan.placement.leaves
+    if name not in leaves:
+        near = difflib.get_close_matches(name, leaves, n=1, cutoff=0.3)
+        hint = f"did you mean {near[0]!r}?" if near else "plan.table() lists all"
+        raise ValueError(f"{name!r} is no parameter of this plan; {hint}")
+    return leaves[name]
+
+
+def _abstract(plan: Decisions, leaf: LeafPlacement) -> jax.ShapeDtypeStruct:
+    return plan.abstract_stored["frozen" if leaf.frozen else "params"][leaf.name]
+
+
+def _shard(stored: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    assert stored.sharding is not None
+    return stored.sharding.shard_shape(stored.shape)
+
+
+def _array(shape: Sequence[int], dtype: Any) -> str:
+    return f"{jnp.dtype(dtype).name}[{', '.join(map(str, shape))}]"
+
+
+def _spec(leaf: LeafPlacement) -> str:
+    axes = ("+".join(a) if isinstance(a, tuple) else a or "-" for a in leaf.stored_spec)
+    return f"({', '.join(axes)})" if any(leaf.stored_spec) else "nothing: every device has all"
+
+
+def _bytes(plan: Decisions, leaf: LeafPlacement) -> str:
+    stored = _abstract(plan, leaf)
+    return trees.format_bytes(math.prod(_shard(stored)) * stored.dtype.itemsize)
+
+
+def _access(plan: Decisions, leaf: LeafPlacement) -> str:
+    dtype = jnp.dtype(plan.precision.compute_dtype).name
+    slices = f", one of {leaf.num_slices} layers at a time" if leaf.num_slices > 1 else ""
+    whole = _array(leaf.shape[leaf.stack_dims :] if slices else leaf.shape, dtype)
+    return f"{leaf.access.value}, as {whole}{slices}"
+
+
+def _phases(plan: Decisions, leaf: LeafPlacement) -> list[tuple[str, Transfer | None]]:
+    found: list[tuple[str, Transfer | None]] = [(t.phase, t) for t in leaf_transfers(plan, leaf)]
+    return found or [("wire", None)]
+
+
+def _words(transfer: Transfer | None) -> str:
+    if transfer is None:
+        return "nothing is sent"
+    times = "once" if transfer.times == 1 else f"{transfer.times:g} times"
+    size = trees.format_bytes(transfer.num_bytes)
+    return (
+        f"{transfer.kind} over {' x '.join(transfer.over)} in {transfer.dtype}, {times}: "
+        f"{size} sent by each device"
+    )
+
+
+def _update(plan: Decisions, leaf: LeafPlacement) -> str:
+    if leaf.frozen:
+        return "none: it is frozen"
+    if not isinstance(plan.tx, Optimizer):
+        return "an optax transformation, compiled by XLA over the shards"
+    chosen = plan.program.kernels["update"].implementation
+    by = "compiled by XLA" if chosen == "xla" else f"by the kernel {chosen}"
+    return f"in place on each device's shard, {by}"
+
+
+def _state_lines(plan: Decisions, leaf: LeafPlacement) -> list[str]:
+    leaves = trees.flatten_names(plan.abstract_stored)
+    lines = []
+    for path in checkpoint_names(plan, leaf.name)[1:]:
+        if path in leaves:
+            array = leaves[path]
+            lines.append(f"{_array(_shard(array), array.dtype)} {path} on each device")
+    return lines
+
+
+def _tiers(plan: Decisions, leaf: LeafPlacement) -> str:
+    if plan.offload is None or leaf.name not in plan.offload.leaves:
+        return DEVICE
+    sliced = plan.offload.leaves[leaf.name]
+    counts = ", ".join(f"{count} on {tier}" for tier, count in sliced.counts.items() if count)
+    weights = "; its weights wait on host" if leaf.name in plan.offload.streamed else ""
+    return f"optimizer state in {sliced.num_slices} slices: {counts}{weights}"
