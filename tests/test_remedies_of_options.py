@@ -98,7 +98,9 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "pattern", "then"), SETTINGS, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(
+    ("given", "pattern", "then"), SETTINGS, ids=[" ".join(row[0]) for row in SETTINGS]
+)
 def test_settings_of_a_run(given, pattern, then):
     read = functools.partial(load_dataclass, zerojax.RunConfig, None)
     sentence = sentence_of(read, given)
