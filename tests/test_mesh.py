@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
 from zerojax.config import MeshConfig
+from zerojax.plan import mesh as meshes
 from zerojax.plan.mesh import (
     AXES,
     describe_mesh,
@@ -77,3 +80,20 @@ def test_an_abstract_mesh_needs_no_devices():
     mesh = make_abstract_mesh({"model": 8}, 4096)
     assert mesh.shape["data"] == 512
     assert mesh.axis_names == AXES
+
+
+def test_every_list_of_axes_is_read_from_the_table():
+    """A row is all that a further axis needs to be in these lists."""
+    assert (*meshes.DATA_AXES, *meshes.AUTO_AXES) == meshes.AXES
+    assert (*meshes.PIPELINE_AXES, *meshes.COMPILER_AXES) == meshes.AXES
+    assert set(meshes.STATE_AXES) <= set(meshes.DATA_AXES)
+    row = meshes.Axis(name="group", splits="batch", shards_state=True, manual="always")
+    table = (row, *meshes.AXIS_TABLE)
+    assert meshes.names_of(table) == ("group", *meshes.AXES)
+    assert meshes.names_of(table, splits="batch", manual="always") == ("group", *meshes.DATA_AXES)
+    assert meshes.names_of(table, shards_state=True) == ("group", *meshes.STATE_AXES)
+
+
+def test_every_axis_has_its_size_in_the_mesh_config():
+    fields = {field.name for field in dataclasses.fields(MeshConfig)}
+    assert set(meshes.AXES) <= fields

@@ -221,13 +221,13 @@ MUTATIONS = (
         "tests/test_schedules.py",
     ),
     Mutation(
-        "return 2 * _ring(shards * replicas) * whole * reduce * trained * times",
-        "return _ring(shards * replicas) * whole * reduce * trained * times",
+        "size = 2 * _ring(shards * replicas) * whole",
+        "size = _ring(shards * replicas) * whole",
         "tests/test_forecast_formulas.py",
     ),
     Mutation(
-        "gathers = microbatches * (1 + plan.program.regather) if lazily else 1",
-        "gathers = microbatches if lazily else 1",
+        "again = microbatches * plan.program.regather if lazily else 0",
+        "again = 0",
         "tests/test_forecast_formulas.py",
     ),
     Mutation(

@@ -11,7 +11,7 @@ from zerojax.forecasting.hlo.collectives import PERMUTE
 from zerojax.forecasting.result import Traffic, TrafficRow
 from zerojax.forecasting.roofline import link_bandwidth
 from zerojax.hardware.gpus import Gpu
-from zerojax.plan.mesh import DATA_AXES, STAGE
+from zerojax.plan.mesh import PIPELINE_AXES, STAGE
 from zerojax.plan.pipeline_costs import message_bytes
 from zerojax.plan.plan import Plan
 from zerojax.plan.wire import wire_bytes, wire_unit
@@ -43,7 +43,7 @@ def find_traffic(
         return by_formula
     rows = _rows(facts["collectives"], gpu, mesh, dtype)
     messages = [row for row in rows if (row.kind, row.axis) == (PERMUTE, STAGE)]
-    shards = {*DATA_AXES, STAGE}
+    shards = {*PIPELINE_AXES}
     ours = [row for row in rows if set(row.axis.split("+")) <= shards and row not in messages]
     return dataclasses.replace(
         by_formula,

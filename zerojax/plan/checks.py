@@ -74,7 +74,7 @@ def check_deterministic(
     if settings.deterministic is None:
         return num_microbatches
     asked, count = "deterministic='mesh'", settings.virtual_shards
-    for axis in (meshes.REPLICA, meshes.STAGE, meshes.MODEL):
+    for axis in [name for name in meshes.AXES if name not in meshes.STATE_AXES]:
         if mesh.shape[axis] > 1:
             raise ValueError(
                 f"{asked} with {axis}={mesh.shape[axis]}: sums over `{axis}` depend on its size; "

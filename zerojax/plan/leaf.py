@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from zerojax.plan.mesh import DATA, MODEL, STAGE
+from zerojax.plan.mesh import COMPILER_AXES, DATA, MODEL, STAGE, STATE_AXES
 
 Shape = tuple[int, ...]
 
@@ -108,12 +108,12 @@ class LeafPlacement:
     @property
     def data_spec(self) -> P:
         """The part of `stored_spec` that a region sees that is manual over `data` alone."""
-        return P(*(axis if axis == DATA else None for axis in self.stored_spec))
+        return P(*(axis if axis in STATE_AXES else None for axis in self.stored_spec))
 
     @property
     def manual_spec(self) -> P:
         """The part of `stored_spec` that a region sees that is manual over `data` and `stage`."""
-        return P(*(None if axis == MODEL else axis for axis in self.stored_spec))
+        return P(*(None if axis in COMPILER_AXES else axis for axis in self.stored_spec))
 
     def canonical_spec(self, axis_sizes: Mapping[str, int]) -> P:
         """A spec that divides the true shape evenly: on disk and between two placements.

@@ -1,13 +1,14 @@
 """Device meshes: axes and their sizes.
 
-The only room besides `distributed` that asks JAX for devices. Knows nothing of parameters.
+Only this module and `zerojax.runtime.distributed` ask JAX for devices.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,15 +18,62 @@ from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.keywords import names_keywords
 
 REPLICA, DATA, STAGE, MODEL = "replica", "data", "stage", "model"
-# Outermost first: neighbours along the last axis are the closest devices, so that tensor
-# parallelism, which talks most, gets the fastest links, and replicas are the groups furthest apart
-# (nodes).
-AXES = (REPLICA, DATA, STAGE, MODEL)
-DATA_AXES = (REPLICA, DATA)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One axis of every mesh: the row from which the rest of the package reads its kind.
+
+    Attributes:
+      name: also of its size in `MeshConfig`.
+      splits: "batch", "layers" or "matrices".
+      shards_state: whether ZeRO shards parameters, gradients and optimizer state over it.
+      manual: when its collectives are written in a `shard_map`: "always", in a "pipeline", or
+        "never", so that the compiler places them.
+    """
+
+    name: str
+    splits: Literal["batch", "layers", "matrices"]
+    shards_state: bool
+    manual: Literal["always", "pipeline", "never"]
+
+
+AXIS_TABLE = (
+    # Outermost first: neighbours along the last axis are the closest devices, so that tensor
+    # parallelism, which talks most, gets the fastest links, and replicas are the groups furthest
+    # apart (nodes).
+    Axis(name=REPLICA, splits="batch", shards_state=False, manual="always"),
+    Axis(name=DATA, splits="batch", shards_state=True, manual="always"),
+    Axis(name=STAGE, splits="layers", shards_state=False, manual="pipeline"),
+    Axis(name=MODEL, splits="matrices", shards_state=False, manual="never"),
+)
+
+
+def names_of(table: Sequence[Axis], **wanted: Any) -> tuple[str, ...]:
+    """Names of the axes of a table that have all these attributes, outermost first.
+
+    >>> names_of(AXIS_TABLE, splits="batch")
+    ('replica', 'data')
+    """
+    return tuple(
+        axis.name
+        for axis in table
+        if all(getattr(axis, name) == value for name, value in wanted.items())
+    )
+
+
+AXES = names_of(AXIS_TABLE)
+DATA_AXES = names_of(AXIS_TABLE, splits="batch")
 """Axes over which the batch is split. Parameters are sharded over `data` alone."""
-AUTO_AXES = (STAGE, MODEL)
+STATE_AXES = names_of(AXIS_TABLE, shards_state=True)
+"""Axes over which ZeRO shards every parameter."""
+AUTO_AXES = tuple(name for name in AXES if name not in names_of(AXIS_TABLE, manual="always"))
 """Axes that stay with the compiler while `replica` and `data` are manual; under a pipeline `stage`
 is manual, too."""
+COMPILER_AXES = names_of(AXIS_TABLE, manual="never")
+"""Axes whose collectives only the compiler places."""
+PIPELINE_AXES = tuple(name for name in AXES if name not in COMPILER_AXES)
+"""Axes that are manual in a pipeline."""
 
 
 def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
@@ -34,22 +82,23 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     Raises:
       ValueError: the sizes do not multiply to `num_devices`.
     """
-    fixed = config.replica * config.stage * config.model
-    data = config.data
-    if data == -1:
+    sizes = {name: getattr(config, name) for name in AXES}
+    others = {name: size for name, size in sizes.items() if name != DATA}
+    fixed = math.prod(others.values())
+    if sizes[DATA] == -1:
         if num_devices % fixed:
+            named = " x ".join(f"{name}={size}" for name, size in others.items())
             raise ValueError(
-                f"mesh replica={config.replica} x stage={config.stage} x model={config.model} = "
-                f"{fixed} does not divide the {num_devices} devices; choose sizes whose product "
-                f"divides {num_devices}"
+                f"mesh {named} = {fixed} does not divide the {num_devices} devices; choose sizes "
+                f"whose product divides {num_devices}"
             )
-        data = num_devices // fixed
-    sizes = {REPLICA: config.replica, DATA: data, STAGE: config.stage, MODEL: config.model}
-    if data * fixed != num_devices:
+        sizes[DATA] = num_devices // fixed
+    product = math.prod(sizes.values())
+    if product != num_devices:
         raise ValueError(
             f"mesh {' x '.join(f'{axis}={size}' for axis, size in sizes.items())} needs "
-            f"{data * fixed} devices, found {num_devices}; use data=-1 to take what is there"
-            + (_on_fewer(config, sizes) if data * fixed < num_devices else "")
+            f"{product} devices, found {num_devices}; use data=-1 to take what is there"
+            + (_on_fewer(config, sizes) if product < num_devices else "")
         )
     return sizes
 
@@ -92,13 +141,13 @@ def make_mesh(
 def make_abstract_mesh(
     config: MeshConfig | Mapping[str, Any] | None, num_devices: int
 ) -> AbstractMesh:
-    """The same mesh without devices: enough to plan for `num_devices` that are not here."""
+    """The same mesh without devices: enough to plan for `num_devices` devices."""
     sizes = resolve_axis_sizes(as_mesh_config(config), num_devices)
     return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def normalise_mesh(mesh: Mesh) -> Mesh:
-    """A user's own `jax.sharding.Mesh` with zerojax's four axes in zerojax's order.
+    """A user's own `jax.sharding.Mesh` with zerojax's axes in zerojax's order.
 
     Args:
       mesh: axes named `data` and optionally `replica`, `stage`, `model`, in any order and of any

@@ -42,13 +42,11 @@ from zerojax.parallel.zero import (
     values_to_read,
 )
 from zerojax.plan.leaf import LeafPlacement
-from zerojax.plan.mesh import DATA_AXES, MODEL, STAGE
+from zerojax.plan.mesh import MODEL, PIPELINE_AXES, STAGE
 from zerojax.plan.pipeline_layout import PipelineLayout
 from zerojax.plan.schedules import ExecutorTable, forward_schedule, lower
 
 Arrays = dict[str, Any]
-
-MANUAL_AXES = (*DATA_AXES, STAGE)
 
 
 def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
@@ -77,14 +75,14 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         grads = {**found.chunks, **found.outer}
         grads = reduce_gradients(config, {name: grads[name] for name in params})
         after = {**_agree_on_extras(layout, extras, found), **counted}
-        sums = replicated_sums.sum_replicated(found.sums, over=MANUAL_AXES)
+        sums = replicated_sums.sum_replicated(found.sums, over=PIPELINE_AXES)
         return (
             sums,
             grads,
             model_state.agree(extras, after, config.model.overwritten, config.counted),
         )
 
-    return map_gradients(config, local, spec_of=_manual_spec, axes=MANUAL_AXES)
+    return map_gradients(config, local, spec_of=_manual_spec, axes=PIPELINE_AXES)
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
@@ -103,9 +101,9 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
         counts, _ = _count(pieces, extras, count)
         work = weights.work(pieces, counts, key_data, microbatches, None)
         found = weights.execute(table, work, extras, backward=False)
-        return replicated_sums.sum_replicated(found.sums, over=MANUAL_AXES)
+        return replicated_sums.sum_replicated(found.sums, over=PIPELINE_AXES)
 
-    return map_forward(config, local, spec_of=_manual_spec, axes=MANUAL_AXES)
+    return map_forward(config, local, spec_of=_manual_spec, axes=PIPELINE_AXES)
 
 
 def _layout(config: PassConfig) -> PipelineLayout:

@@ -15,7 +15,13 @@ from zerojax.parallel.fusion_barriers import seal_on
 from zerojax.parallel.zero.microbatch import Arrays, PassConfig
 from zerojax.parallel.zero.rewrite import Rewriting
 from zerojax.plan.leaf import Access, LeafPlacement
-from zerojax.plan.mesh import DATA_AXES, REPLICA, STAGE, communicates_through_gloo
+from zerojax.plan.mesh import (
+    DATA_AXES,
+    PIPELINE_AXES,
+    REPLICA,
+    STAGE,
+    communicates_through_gloo,
+)
 
 
 def _of_access(config: PassConfig, names: Any, *accesses: Access) -> list[str]:
@@ -165,7 +171,7 @@ def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
     wholes = {n: grads[n].astype(dtype) for n in _of_access(config, grads, Access.WHOLE)}
     everywhere = [n for n in wholes if config.pipeline and leaves[n].layer_rows is None]
     reduced: Arrays = {}
-    for over in (DATA_AXES, (*DATA_AXES, STAGE)):
+    for over in (DATA_AXES, PIPELINE_AXES):
         chosen = {n: x for n, x in wholes.items() if (n in everywhere) == (STAGE in over)}
         reduced |= collectives.sum_buckets(chosen, axes, bucket_size, over)
     once = {n: grads[n] for n in _of_access(config, grads, Access.GATHER_ONCE)}
