@@ -240,7 +240,7 @@ def _build_update(plan: Plan) -> Any:
 
 
 def _passes(plan: Plan) -> Any:
-    """The room that goes through the layers: in one piece, one by one, or over stages."""
+    """The package whose pass runs the layers: in one piece, one by one, or over stages."""
     if plan.pipeline is not None:
         return pipeline
     return streaming if plan.offload is not None and plan.offload.streamed else zero
