@@ -82,7 +82,8 @@ def settings(*words: str) -> RunConfig:
 def test_it_plans_what_train_would_run(words, monkeypatch):
     config = settings("precision=bf16", *words)  # here are CPUs, whose default is another one
     seen = []
-    monkeypatch.setattr(run_file, "start_run", lambda run, plan, *rest: seen.append(plan))
+    monkeypatch.setattr(run_file, "open_run", lambda files, plan, **rest: seen.append(plan))
+    monkeypatch.setattr(run_file, "fit", lambda run: None)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     run_file.run_from_config(config)
     planned = plan_from_config(config, 8)
@@ -95,7 +96,8 @@ def test_it_plans_what_train_would_run(words, monkeypatch):
 
 def test_a_run_file_without_precision_has_that_of_its_devices_and_says_so(monkeypatch):
     seen = []
-    monkeypatch.setattr(run_file, "start_run", lambda run, plan, *rest: seen.append(plan))
+    monkeypatch.setattr(run_file, "open_run", lambda files, plan, **rest: seen.append(plan))
+    monkeypatch.setattr(run_file, "fit", lambda run: None)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     run_file.run_from_config(settings())
     for plan, dtype in ((seen[0], "fp32"), (plan_from_config(settings(), 8), "bf16")):

@@ -120,11 +120,11 @@ def planned(way, model, config, monkeypatch, tmp_path):
     batch = {"x": x, "y": x[:, :5]}
     found = []
 
-    def stop(*arguments):
+    def stop(*arguments, **more):
         found.append(next(x for x in arguments if isinstance(x, zerojax.Plan)))
         raise Stopped
 
-    monkeypatch.setattr(entry, "start_run", stop)
+    monkeypatch.setattr(entry, "open_run", stop)
     monkeypatch.setattr(Engine, "_make_state", stop)
     monkeypatch.setattr(engines, "build_step", lambda plan: None)
     monkeypatch.setattr(engines, "build_evaluation", lambda plan: None)

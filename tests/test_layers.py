@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("zerojax", "pallas_kernels")
 MAX_LINES = 700
+MAX_FUNCTION_LINES = 80
 MAX_ENTRIES = 16
 LAZY = "cli"
 """The package that may import inside functions: it answers without JAX."""
@@ -286,6 +287,25 @@ def long_files(sources: Sources) -> list[str]:
     ]
 
 
+def long_functions(sources: Sources) -> list[str]:
+    """Functions that are too long, from `def` to the last line, without the docstring."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    return [
+        f"{sources.where(module, node)}: {node.name} has {lines} lines of code; "
+        f"{MAX_FUNCTION_LINES} is the limit, name its steps"
+        for module, tree in sources.trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, functions) and (lines := lines_of_code(node)) > MAX_FUNCTION_LINES
+    ]
+
+
+def lines_of_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first, lines = function.body[0], (function.end_lineno or 0) - function.lineno + 1
+    if ast.get_docstring(function, clean=False) is None:
+        return lines
+    return lines - ((first.end_lineno or 0) - first.lineno + 1)
+
+
 RULES = [
     packages_outside_the_line,
     entries_at_the_top,
@@ -299,6 +319,7 @@ RULES = [
     doors_that_say_something_else,
     private_jax,
     long_files,
+    long_functions,
 ]
 
 
@@ -343,6 +364,7 @@ def test_the_sources_keep_the_rule(rule, sources):
         (private_jax, "zerojax/low/a.py", "from jax._src import core"),
         (private_jax, "zerojax/low/a.py", "import jax\nx = jax._src.core"),
         (long_files, "zerojax/low/a.py", "x = 1\n" * (MAX_LINES + 1)),
+        (long_functions, "zerojax/low/a.py", "def f():\n" + " x = 1\n" * MAX_FUNCTION_LINES),
     ],
 )
 def test_each_rule_can_fail(rule, file, text, tmp_path):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import numbers
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
 
-from zerojax import models, optim
+from zerojax import models
 from zerojax.config import (
     CheckpointConfig,
     LogConfig,
@@ -24,12 +22,10 @@ from zerojax.config import (
     as_mesh_config,
     to_dict,
 )
-from zerojax.config.checks import check_folder, check_kind, check_whole_number
+from zerojax.config.checks import check_folder
 from zerojax.config.keywords import names_keywords
-from zerojax.config.recognition import is_deepspeed
 from zerojax.data import (
     Feed,
-    TokenSource,
     abstract_global,
     as_feed,
     as_source,
@@ -45,16 +41,19 @@ from zerojax.plan.make import make_plan
 from zerojax.plan.plan import Plan
 from zerojax.runtime.distributed import join_processes
 from zerojax.training import deepspeed
+from zerojax.training.arguments import Arguments, check_validation, checked
 from zerojax.training.cadence import Habits
 from zerojax.training.run import (
     CHECKPOINT_FOLDER,
     PLANNING,
+    Run,
     RunFiles,
     absolute,
     apart,
+    fit,
+    open_run,
     rows_of_process,
     saying_if_slow,
-    start_run,
     with_disk_folder,
 )
 from zerojax.training.run_record import LossKind, Notes, TextData
@@ -165,156 +164,200 @@ def train(
       Interrupted: Ctrl-C or SIGTERM, after saving.
     """
     join_processes()
-    internal = models.as_model(model)
-    for name, number, limit in (
-        ("steps", steps, 0),
-        ("num_microbatches", num_microbatches, 1),
-        ("global_batch_size", global_batch_size, 1),
-        ("seq_len", seq_len, 1),
-        ("eval_every", eval_every, 1),
-        ("eval_batches", eval_batches, 1),
-    ):
-        check_whole_number(name, number, limit)
-    check_kind("loss", loss, Callable, "a function loss(model, batch) -> scalar | (sum, weight)")
-    callbacks = _as_callbacks(callbacks)
-    check_kind("seed", seed, numbers.Integral, "a whole number")
-    check_kind("log", log, LogConfig, "a zerojax.config.LogConfig")
-    check_kind("watch", watch, WatchConfig, "a zerojax.config.WatchConfig")
-    kinds = CheckpointConfig, str, os.PathLike
-    check_kind("checkpoint", checkpoint, kinds, "a folder, or a zerojax.config.CheckpointConfig")
-    reasons: list[str] = []
-    default_steps, why_steps = None, ""
-    if steps is None:
-        batches, default_steps, why_steps = _default_steps(batches)
-    ported = None
-    source = _deepspeed_source(mesh_config)
-    if source is not None:
-        optim.check_optimizer(optimizer)
-        ported = deepspeed.Ported(
-            source,
-            jax.device_count(),
-            deepspeed.Given(
-                optimizer=optimizer,
-                precision=precision,
-                reduce_dtype=reduce_dtype,
-                accumulate_dtype=accumulate_dtype,
-                num_microbatches=num_microbatches,
-                global_batch_size=global_batch_size,
-                steps=steps,
-                default_steps=default_steps,
-                log=log,
-                hidden_size=models.width_of(internal),
-            ),
-        )
-        says = ported.translate()
-        mesh_config, num_microbatches = says.mesh, says.num_microbatches
-        global_batch_size = says.train_batch_size
-        if steps is None and says.total_steps is not None:
-            steps = says.total_steps
-            reasons.append(f"steps={steps}: the schedule of {says.source} is made for so many")
-        if run_dir == "auto" and checkpoint is None:
-            run_dir = says.run_dir or run_dir
-    mesh = _as_mesh(mesh_config)
-    exact: dict[str, Any] = {} if deterministic is None else {"deterministic": deterministic}
-    unit = _rows_that_divide(mesh, mesh_config, num_microbatches, deterministic)
-    loss, loss_kind = _loss(internal, loss, is_text=batches is None)
-    text_data, tokenizer = None, None
-    if batches is None:
-        text = _TextDefaults(internal, data, global_batch_size, seq_len, unit, seed)
-        batches, validation_source, tokenizer, text_data, reason = text.sources()
-        validation = validation_source if validation is None else validation
-        reasons.append(reason)
-    elif data is not None:
-        raise ValueError("both batches and data were given; pass one of them")
-    check_validation(validation)
-    feed = as_feed(batches, rows=rows_of_process(batches, mesh))
-    example = _first_batch(feed, mesh)
-    if ported is not None:
-        rows = [leaf.shape[0] for leaf in jax.tree.leaves(example) if leaf.shape]
-        says = ported.with_rows(rows[0] if rows else None)
-        deepspeed.warn_of(says, stacklevel=3)
-        optimizer, precision, num_microbatches = (
-            says.optimizer,
-            says.precision,
-            says.num_microbatches,
-        )
-        reduce_dtype = accumulate_dtype = None
-        log = says.log
-        reasons += [*says.warnings, *says.reasons]
-    if steps is None and default_steps is not None:
-        steps = default_steps
-        reasons.append(f"steps={steps}: {why_steps}")
+    arguments = Arguments(
+        model=model,
+        mesh_config=mesh_config,
+        batches=batches,
+        data=data,
+        loss=loss,
+        optimizer=optimizer,
+        precision=precision,
+        reduce_dtype=reduce_dtype,
+        accumulate_dtype=accumulate_dtype,
+        num_microbatches=num_microbatches,
+        deterministic=deterministic,
+        steps=steps,
+        global_batch_size=global_batch_size,
+        seq_len=seq_len,
+        freeze=freeze,
+        checkpoint=checkpoint,
+        run_dir=run_dir,
+        log=log,
+        watch=watch,
+        validation=validation,
+        eval_every=eval_every,
+        eval_batches=eval_batches,
+        callbacks=callbacks,
+        seed=seed,
+    )
+    given = _normalise(arguments)
+    plan = _plan_run(given)
+    run = _open_run(plan, given)
+    return fit(run)
 
-    checkpoint_config = _as_checkpoint(checkpoint)
-    folder = _run_folder(run_dir, checkpoint_config)
-    files = folder if folder is not None else _beside_checkpoints(checkpoint_config)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Given:
+    """What a run needs to be planned and opened; nothing of it is open or unchecked any more.
+
+    Attributes:
+      arguments: checked; a ds_config translated; model, loss, steps, checkpoint and validation as
+        they hold.
+      feed: the batches, of which none is taken yet.
+      example_batch: shapes and dtypes of the first one, globally.
+      loss_kind: how a record calls the loss.
+      text: what a record says of the text; None where none was read here.
+      tokenizer: of the text.
+      folder: of the run; None: nothing is written.
+      files: where offloaded state may lie; None: nowhere.
+    """
+
+    arguments: Arguments
+    feed: Feed
+    example_batch: Any
+    loss_kind: LossKind
+    text: TextData | None
+    tokenizer: Tokenizer | None
+    folder: Path | None
+    files: Path | None
+
+
+def _normalise(arguments: Arguments) -> _Given:
+    """Checks what was given, translates a ds_config, and finds batches, loss and folders."""
+    arguments = dataclasses.replace(arguments, model=models.as_model(arguments.model))
+    arguments = checked(arguments)
+    default_steps, why_steps = None, ""
+    if arguments.steps is None:
+        batches, default_steps, why_steps = _default_steps(arguments.batches)
+        arguments = dataclasses.replace(arguments, batches=batches)
+    arguments = deepspeed.as_arguments(arguments, default_steps=default_steps)
+    mesh = _as_mesh(arguments.mesh_config)
+    unit = _rows_that_divide(mesh, arguments)
+    is_text = arguments.batches is None
+    loss, loss_kind = _loss(arguments.model, arguments.loss, is_text=is_text)
+    text, tokenizer = None, None
+    if is_text:
+        arguments, text, tokenizer = _with_text(arguments, unit)
+    elif arguments.data is not None:
+        raise ValueError("both batches and data were given; pass one of them")
+    check_validation(arguments.validation)
+    feed = as_feed(arguments.batches, rows=rows_of_process(arguments.batches, mesh))
+    example = _first_batch(feed, mesh)
+    rows = [leaf.shape[0] for leaf in jax.tree.leaves(example) if leaf.shape]
+    # Frames of a warning: this one, `train`, its decorator, the user's.
+    arguments = arguments.with_rows(rows[0] if rows else None, stacklevel=4)
+    steps, reasons = arguments.steps, arguments.reasons
+    if steps is None and default_steps is not None:
+        steps, reasons = default_steps, (*reasons, f"steps={default_steps}: {why_steps}")
+    checkpoint = _as_checkpoint(arguments.checkpoint)
+    folder = _run_folder(arguments.run_dir, checkpoint)
+    return _Given(
+        arguments=dataclasses.replace(
+            arguments, loss=loss, steps=steps, checkpoint=checkpoint, reasons=reasons
+        ),
+        feed=feed,
+        example_batch=example,
+        loss_kind=loss_kind,
+        text=text,
+        tokenizer=tokenizer,
+        folder=folder,
+        files=folder if folder is not None else _beside_checkpoints(checkpoint),
+    )
+
+
+def _plan_run(given: _Given) -> Plan:
+    """The plan of the run on the mesh that was given."""
+    arguments = given.arguments
+    mesh_config = arguments.mesh_config
+    is_given = given.text is None or arguments.data is not None
+    with (
+        _saying_where_batches_come_from(is_given=is_given),
+        saying_if_slow(given.folder, arguments.log, PLANNING),
+    ):
+        if isinstance(mesh_config, Mapping):
+            mesh_config = as_mesh_config(mesh_config)
+        plan = _replan_of(given)(mesh_config)
+    arguments.check_plan(plan)
+    return plan
+
+
+def _replan_of(given: _Given) -> Callable[[Any], Plan]:
+    """A function from a mesh, or its settings, to the plan; it keeps no batches alive."""
+    arguments, files = given.arguments, given.files
+    model, exact = arguments.model, {}
+    if arguments.deterministic is not None:
+        exact["deterministic"] = arguments.deterministic
+    options = {
+        "example_batch": given.example_batch,
+        "loss": arguments.loss,
+        "optimizer": arguments.optimizer,
+        "precision": arguments.precision,
+        "reduce_dtype": arguments.reduce_dtype,
+        "accumulate_dtype": arguments.accumulate_dtype,
+        "num_microbatches": arguments.num_microbatches,
+        "freeze": arguments.freeze,
+        "steps": arguments.steps,
+    }
 
     def replan(mesh_config: Any) -> Plan:
-        return make_plan(
-            internal,
-            with_disk_folder(mesh_config, files),
-            example_batch=example,
-            loss=loss,
-            optimizer=optimizer,
-            precision=precision,
-            reduce_dtype=reduce_dtype,
-            accumulate_dtype=accumulate_dtype,
-            num_microbatches=num_microbatches,
-            freeze=freeze,
-            steps=steps,
-            **exact,
-        )
+        return make_plan(model, with_disk_folder(mesh_config, files), **options, **exact)
 
-    is_given = text_data is None or data is not None
-    with _saying_where_batches_come_from(is_given=is_given), saying_if_slow(folder, log, PLANNING):
-        plan = replan(
-            mesh_config if not isinstance(mesh_config, Mapping) else as_mesh_config(mesh_config)
-        )
-    if ported is not None:
-        deepspeed.check_rules(plan.settings, plan.placement.leaves)
-    run = RunFiles(
+    return replan
+
+
+def _open_run(plan: Plan, given: _Given) -> Run:
+    """The run with its files and habits."""
+    arguments, folder = given.arguments, given.folder
+    log, checkpoint = arguments.log or LogConfig(), arguments.checkpoint
+    files = RunFiles(
         folder=folder,
-        log=log or LogConfig(),
-        watch=watch or WatchConfig(),
-        checkpoint=checkpoint_config,
-        config={"seed": seed, "steps": steps, "zero": plan.zero, "mesh": to_dict(plan.settings)},
-        reasons=tuple(reasons),
-        steps=steps,
+        log=log,
+        watch=arguments.watch or WatchConfig(),
+        checkpoint=checkpoint,
+        config={
+            "seed": arguments.seed,
+            "steps": arguments.steps,
+            "zero": plan.zero,
+            "mesh": to_dict(plan.settings),
+        },
+        reasons=arguments.reasons,
+        steps=arguments.steps,
         tokens_per_step=tokens_per_step(plan),
         notes=Notes(
-            loss=loss_kind,
-            data=text_data,
-            eval_batches=eval_batches,
-            checkpoints=apart(checkpoint_config.path if checkpoint_config else None, folder),
-            tokenizer=tokenizer,
+            loss=given.loss_kind,
+            data=given.text,
+            eval_batches=arguments.eval_batches,
+            checkpoints=apart(checkpoint.path if checkpoint else None, folder),
+            tokenizer=given.tokenizer,
         ),
     )
     habits = Habits(
-        log_every=run.log.every,
-        eval_every=eval_every,
-        eval_batches=eval_batches,
-        save_every=checkpoint_config.every if checkpoint_config else 500,
-        save_on_exit=checkpoint_config.save_on_exit if checkpoint_config else True,
-        callbacks=callbacks,
+        log_every=log.every,
+        eval_every=arguments.eval_every,
+        eval_batches=arguments.eval_batches,
+        save_every=checkpoint.every if checkpoint else 500,
+        save_on_exit=checkpoint.save_on_exit if checkpoint else True,
+        callbacks=arguments.callbacks,
     )
-    return start_run(run, plan, replan, habits, feed, seed, validation)
+    return open_run(
+        files,
+        plan,
+        replan=_replan_of(given),
+        habits=habits,
+        feed=given.feed,
+        seed=arguments.seed,
+        validation=arguments.validation,
+    )
 
 
-def _deepspeed_source(mesh_config: Any) -> deepspeed.Source | None:
-    """The second argument of `train` where it is a DeepSpeed configuration: a path, or a dict."""
-    if isinstance(mesh_config, Mapping):
-        return mesh_config if is_deepspeed(mesh_config) else None
-    return mesh_config if isinstance(mesh_config, (str, Path)) else None
-
-
-def _rows_that_divide(
-    mesh: Mesh, mesh_config: Any, num_microbatches: int | None, deterministic: str | None
-) -> int:
+def _rows_that_divide(mesh: Mesh, arguments: Arguments) -> int:
     """The number of rows of which a global batch has to be a multiple."""
-    settings = MeshConfig() if isinstance(mesh_config, Mesh) else as_mesh_config(mesh_config)
-    if deterministic or settings.deterministic:
+    given = arguments.mesh_config
+    settings = MeshConfig() if isinstance(given, Mesh) else as_mesh_config(given)
+    if arguments.deterministic or settings.deterministic:
         return settings.virtual_shards
-    return meshes.num_data_shards(mesh) * (num_microbatches or mesh.shape[meshes.STAGE])
+    num_microbatches = arguments.num_microbatches or mesh.shape[meshes.STAGE]
+    return meshes.num_data_shards(mesh) * num_microbatches
 
 
 def _as_mesh(mesh_config: Any) -> Mesh:
@@ -323,42 +366,39 @@ def _as_mesh(mesh_config: Any) -> Mesh:
     return meshes.make_mesh(as_mesh_config(mesh_config))
 
 
-@dataclasses.dataclass(frozen=True)
-class _TextDefaults:
-    """Sizes of text batches that the user left open."""
+def _with_text(
+    arguments: Arguments, unit: int
+) -> tuple[Arguments, TextData | None, Tokenizer | None]:
+    """(the arguments with batches of text, what a record says of the text, the tokenizer).
 
-    model: models.Model
-    data: Any
-    global_batch_size: int | None
-    seq_len: int | None
-    unit: int
+    A record says nothing of text that came as an array or a source.
 
-    seed: int
-
-    def sources(
-        self,
-    ) -> tuple[TokenSource, TokenSource | None, Tokenizer | None, TextData | None, str]:
-        """(to train on, to validate on, the tokenizer, what a record says of the text, a reason).
-
-        A record says nothing of text that came as an array or a source.
-        """
-        config = models.bound_attribute(self.model, "config")
-        vocab = getattr(config, "vocab_size", None)
-        seq_len = self.seq_len or getattr(config, "max_seq_len", None) or 128
-        size = self.global_batch_size or -(-DEFAULT_BATCH // self.unit) * self.unit
-        train_source, validation, tokenizer = as_source(
-            self.data,
-            seq_len=seq_len,
-            global_batch_size=size,
-            seed=self.seed,
-            vocab_size=vocab,
-        )
-        origin = "the text inside the package" if self.data is None else str(self.data)
-        reason = f"data: {origin}, batches of {size} x {seq_len} tokens"
-        known = None
-        if self.data is None or isinstance(self.data, str | Path):
-            known = TextData(path=absolute(self.data), seq_len=seq_len)
-        return train_source, validation, tokenizer, known, reason
+    Args:
+      unit: rows of which the global batch has to be a multiple.
+    """
+    data, validation = arguments.data, arguments.validation
+    config = models.bound_attribute(arguments.model, "config")
+    seq_len = arguments.seq_len or getattr(config, "max_seq_len", None) or 128
+    size = arguments.global_batch_size or -(-DEFAULT_BATCH // unit) * unit
+    batches, rest, tokenizer = as_source(
+        data,
+        seq_len=seq_len,
+        global_batch_size=size,
+        seed=arguments.seed,
+        vocab_size=getattr(config, "vocab_size", None),
+    )
+    origin = "the text inside the package" if data is None else str(data)
+    reason = f"data: {origin}, batches of {size} x {seq_len} tokens"
+    text = None
+    if data is None or isinstance(data, str | Path):
+        text = TextData(path=absolute(data), seq_len=seq_len)
+    with_text = dataclasses.replace(
+        arguments,
+        batches=batches,
+        validation=rest if validation is None else validation,
+        reasons=(*arguments.reasons, reason),
+    )
+    return with_text, text, tokenizer
 
 
 @contextlib.contextmanager
@@ -404,19 +444,6 @@ def _next_token_loss(bound: Any, batch: Any) -> Any:
     return next_token(bound(batch["tokens"]), batch["targets"])
 
 
-def check_validation(validation: Any) -> None:
-    """Refuses validation data that can be read only once: every evaluation reads them anew.
-
-    Raises:
-      TypeError: an iterator.
-    """
-    if isinstance(validation, Iterator):
-        raise TypeError(
-            f"validation is a {type(validation).__name__}, which can be read only once, but every "
-            "evaluation reads it anew; give a list of batches or a TokenSource"
-        )
-
-
 def _first_batch(feed: Feed, mesh: Mesh) -> Any:
     """The shapes of the first batch, globally; the batch itself stays in the feed."""
     before = feed.state()
@@ -434,14 +461,6 @@ def _default_steps(batches: Any) -> tuple[Any, int | None, str]:
         return batches, DEFAULT_STEPS, "the default where batches have no end"
     batches, count = one_pass(batches)
     return batches, count, "the batches once; with more steps they are repeated"
-
-
-def _as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    check_kind("callbacks", callbacks, Iterable, "a list of functions (trainer, metrics)")
-    callbacks = tuple(callbacks)
-    for number, callback in enumerate(callbacks):
-        check_kind(f"callbacks[{number}]", callback, Callable, "a function (trainer, metrics)")
-    return callbacks
 
 
 def _as_checkpoint(checkpoint: CheckpointConfig | str | Path | None) -> CheckpointConfig | None:

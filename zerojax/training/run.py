@@ -66,42 +66,82 @@ class RunFiles:
     notes: Notes | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that is planned, and whose checkpoints are open; no arrays exist yet.
+
+    Attributes:
+      replan: the plan on another mesh, for a checkpoint that was saved on one.
+      checkpointer: None: the run has no checkpoints.
+    """
+
+    files: RunFiles
+    plan: Plan
+    replan: Callable[[Any], Plan]
+    habits: Habits
+    feed: Feed
+    seed: int
+    validation: Any
+    checkpointer: Checkpointer | None
+
+
 @not_for_everybody()
-def start_run(
-    run: RunFiles,
+def open_run(
+    files: RunFiles,
     plan: Plan,
+    *,
     replan: Callable[[Any], Plan],
     habits: Habits,
     feed: Feed,
     seed: int,
     validation: Any,
-) -> Trainer:
-    """Checks offload, opens checkpoints, resumes if there is something to resume, and trains."""
+) -> Run:
+    """Checks offload and opens the checkpoints; what it returns goes to `fit` at once.
+
+    Raises:
+      ValueError, CheckpointError: before anything is on a device.
+    """
     check_offload(plan)
-    checkpointer, trainer = _open_checkpoints(run, plan), None
+    return Run(
+        files=files,
+        plan=plan,
+        replan=replan,
+        habits=habits,
+        feed=feed,
+        seed=seed,
+        validation=validation,
+        checkpointer=_open_checkpoints(files, plan),
+    )
+
+
+@not_for_everybody()
+def fit(run: Run) -> Trainer:
+    """Makes or resumes the state, trains to the end of the run, and closes it after an error."""
+    files, checkpointer, trainer = run.files, run.checkpointer, None
     watchdog = Watchdog(
-        run.watch,
-        folder=run.folder,
+        files.watch,
+        folder=files.folder,
         process=jax.process_index(),
         processes=jax.process_count(),
-        resume_hint=habits.resume_hint,
+        resume_hint=run.habits.resume_hint,
     )
+    logs = None if files.folder is None else functools.partial(open_log, files)
     with watchdog:
         try:
-            with explaining_memory(lambda: _under_way(plan, trainer), run.folder):
-                with saying_if_slow(run.folder, run.log, "preparing the initial state ..."):
+            with explaining_memory(lambda: _under_way(run.plan, trainer), files.folder):
+                with saying_if_slow(files.folder, files.log, "preparing the initial state ..."):
                     trainer = Trainer(
-                        plan,
-                        replan=replan,
-                        seed=seed,
-                        habits=habits,
-                        open_log=None if run.folder is None else functools.partial(open_log, run),
+                        run.plan,
+                        replan=run.replan,
+                        seed=run.seed,
+                        habits=run.habits,
+                        open_log=logs,
                         checkpointer=checkpointer,
-                        config=redact(run.config),
-                        validation=validation,
+                        config=redact(files.config),
+                        validation=run.validation,
                         watchdog=watchdog,
                     )
-                trainer.fit(feed, run.steps)
+                trainer.fit(run.feed, files.steps)
                 if checkpointer is not None:
                     with watchdog.during("waiting for the last checkpoint", is_long=True):
                         checkpointer.wait()

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from zerojax.config import DataConfig, ModelConfig, RunConfig, to_dict
 from zerojax.config.keywords import names_keywords
-from zerojax.data import as_feed, as_source
-from zerojax.data.tokenizer import as_tokenizer, bpe_size
+from zerojax.data import TokenSource, as_feed, as_source
+from zerojax.data.tokenizer import Tokenizer, as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
 from zerojax.models import build_model
 from zerojax.models.hugging_face import Pretrained, from_hugging_face
@@ -31,9 +31,10 @@ from zerojax.training.run import (
     RunFiles,
     absolute,
     apart,
+    fit,
+    open_run,
     rows_of_process,
     saying_if_slow,
-    start_run,
     with_disk_folder,
 )
 from zerojax.training.run_record import Notes, TextData
@@ -67,14 +68,7 @@ def run_from_config(
         validation_fraction=config.data.validation_fraction,
         vocab_size=config.model.vocab_size,
     )
-    vocab_size = train_source.vocab_size
-    if vocab_size is None and config.model.pretrained is not None:
-        vocab_size = vocab_size_of(config)
-    if vocab_size is None:
-        raise ValueError(
-            f"{config.data.path} does not say how many different tokens it may hold; set "
-            "model.vocab_size to that number"
-        )
+    vocab_size = _vocab_size_of_data(config, train_source)
 
     def replan(mesh_config: Any) -> Plan:
         mesh_config = with_disk_folder(mesh_config, folder)
@@ -83,22 +77,67 @@ def run_from_config(
 
     with saying_if_slow(folder, config.log, PLANNING):
         plan = replan(config.mesh)
+    files = _files_of(config, plan, vocab_size, train_source.describe(), tokenizer)
+    habits = Habits(
+        log_every=config.log.every,
+        eval_every=config.eval_every,
+        eval_batches=config.eval_batches,
+        save_every=config.checkpoint.every,
+        save_on_exit=config.checkpoint.save_on_exit,
+        resume_hint=resume_hint,
+    )
+    feed = as_feed(train_source, rows=rows_of_process(train_source, plan.mesh))
+    _make_folder(folder)
+    run = open_run(
+        files,
+        plan,
+        replan=replan,
+        habits=habits,
+        feed=feed,
+        seed=config.seed,
+        validation=validation,
+    )
+    return fit(run)
+
+
+def _vocab_size_of_data(config: RunConfig, source: TokenSource) -> int:
+    """How many different tokens a run has, as its opened data say.
+
+    Raises:
+      ValueError: neither the data nor the settings say it.
+    """
+    vocab_size = source.vocab_size
+    if vocab_size is None and config.model.pretrained is not None:
+        vocab_size = vocab_size_of(config)
+    if vocab_size is None:
+        raise ValueError(
+            f"{config.data.path} does not say how many different tokens it may hold; set "
+            "model.vocab_size to that number"
+        )
+    return vocab_size
+
+
+def _files_of(
+    config: RunConfig, plan: Plan, vocab_size: int, text: str, tokenizer: Tokenizer | None
+) -> RunFiles:
+    """What the run writes and where.
+
+    Args:
+      text: one sentence about the data.
+    """
+    folder = Path(config.run_dir)
     model_config = dataclasses.replace(config.model, vocab_size=vocab_size)
     resolved = dataclasses.replace(config, mesh=plan.settings, model=model_config)
     checkpoint = config.checkpoint
     if checkpoint.path is None:
         checkpoint = dataclasses.replace(checkpoint, path=str(folder / CHECKPOINT_FOLDER))
-    run = RunFiles(
+    return RunFiles(
         folder=folder,
         log=config.log,
         watch=config.watch,
         checkpoint=checkpoint,
         config=to_dict(resolved),
-        reasons=(
-            *_pretrained_reasons(config, plan),
-            train_source.describe(),
-            *_elastic_reasons(config),
-        ),
+        reasons=(*_pretrained_reasons(config, plan), text, *_elastic_reasons(config)),
         steps=config.steps,
         tokens_per_step=tokens_per_step(plan),
         notes=Notes(
@@ -113,24 +152,19 @@ def run_from_config(
             tokenizer=tokenizer,
         ),
     )
-    habits = Habits(
-        log_every=config.log.every,
-        eval_every=config.eval_every,
-        eval_batches=config.eval_batches,
-        save_every=checkpoint.every,
-        save_on_exit=checkpoint.save_on_exit,
-        resume_hint=resume_hint,
-    )
-    feed = as_feed(train_source, rows=rows_of_process(train_source, plan.mesh))
-    if jax.process_index() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise type(error)(
-                f"cannot make the run folder '{folder}' ({error.strerror}); choose another with "
-                "run_dir="
-            ) from None
-    return start_run(run, plan, replan, habits, feed, config.seed, validation)
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes the folder of the run, on the first process."""
+    if jax.process_index() != 0:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(
+            f"cannot make the run folder '{folder}' ({error.strerror}); choose another with "
+            "run_dir="
+        ) from None
 
 
 def _pretrained_reasons(config: RunConfig, plan: Plan) -> list[str]:

@@ -3,7 +3,7 @@
 from zerojax.training.deepspeed.keys_page import keys_markdown, keys_page
 from zerojax.training.deepspeed.page import explanation
 from zerojax.training.deepspeed.placing import check_rules
-from zerojax.training.deepspeed.ported import Ported, warn_of
+from zerojax.training.deepspeed.ported import Ported, as_arguments, warn_of
 from zerojax.training.deepspeed.result import Given, Line, Translation
 from zerojax.training.deepspeed.translating import Source, explain, translate
 
@@ -13,6 +13,7 @@ __all__ = [
     "Ported",
     "Source",
     "Translation",
+    "as_arguments",
     "check_rules",
     "explain",
     "explanation",

@@ -1,0 +1,117 @@
+"""Arguments of `zerojax.train` as one value: what a call says, before anything is made of it.
+
+Knows their kinds and limits; reads neither batches nor devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from zerojax.config import CheckpointConfig, LogConfig, WatchConfig
+from zerojax.config.checks import check_kind, check_whole_number
+from zerojax.plan.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What `train` is given, under the names that it has there.
+
+    Another way to say the same, as a ds_config is, is a subclass: what it says stands in the fields
+    from the beginning, and the methods add what it knows later.
+
+    Attributes:
+      model: as it was given, later as a `models.Model`.
+      reasons: one sentence for each argument that the call did not say.
+    """
+
+    model: Any
+    mesh_config: Any
+    batches: Any
+    data: Any
+    loss: Any
+    optimizer: Any
+    precision: Any
+    reduce_dtype: str | None
+    accumulate_dtype: str | None
+    num_microbatches: int | None
+    deterministic: str | None
+    steps: int | None
+    global_batch_size: int | None
+    seq_len: int | None
+    freeze: Any
+    checkpoint: Any
+    run_dir: Any
+    log: LogConfig | None
+    watch: WatchConfig | None
+    validation: Any
+    eval_every: int | None
+    eval_batches: int
+    callbacks: Any
+    seed: int
+    reasons: tuple[str, ...] = ()
+
+    def with_rows(self, rows: int | None, *, stacklevel: int) -> Arguments:
+        """What holds for batches with so many rows over all devices.
+
+        Args:
+          rows: None: the batches have none.
+          stacklevel: of warnings: frames from the caller of this to the user's line.
+        """
+        del rows, stacklevel
+        return self
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuses what only shows once the model is planned."""
+
+
+def checked(arguments: Arguments) -> Arguments:
+    """The same, refused where a kind or a number is not valid, with the callbacks as a tuple.
+
+    Raises:
+      ValueError, TypeError: with the argument's name, its value and what to give.
+    """
+    limits = {
+        "steps": 0,
+        "num_microbatches": 1,
+        "global_batch_size": 1,
+        "seq_len": 1,
+        "eval_every": 1,
+        "eval_batches": 1,
+    }
+    for name, limit in limits.items():
+        check_whole_number(name, getattr(arguments, name), limit)
+    wanted = "a function loss(model, batch) -> scalar | (sum, weight)"
+    check_kind("loss", arguments.loss, Callable, wanted)
+    callbacks = _as_callbacks(arguments.callbacks)
+    check_kind("seed", arguments.seed, numbers.Integral, "a whole number")
+    check_kind("log", arguments.log, LogConfig, "a zerojax.config.LogConfig")
+    check_kind("watch", arguments.watch, WatchConfig, "a zerojax.config.WatchConfig")
+    kinds = CheckpointConfig, str, os.PathLike
+    wanted = "a folder, or a zerojax.config.CheckpointConfig"
+    check_kind("checkpoint", arguments.checkpoint, kinds, wanted)
+    return dataclasses.replace(arguments, callbacks=callbacks)
+
+
+def _as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
+    check_kind("callbacks", callbacks, Iterable, "a list of functions (trainer, metrics)")
+    callbacks = tuple(callbacks)
+    for number, callback in enumerate(callbacks):
+        check_kind(f"callbacks[{number}]", callback, Callable, "a function (trainer, metrics)")
+    return callbacks
+
+
+def check_validation(validation: Any) -> None:
+    """Refuses validation data that can be read only once: every evaluation reads them anew.
+
+    Raises:
+      TypeError: an iterator.
+    """
+    if isinstance(validation, Iterator):
+        raise TypeError(
+            f"validation is a {type(validation).__name__}, which can be read only once, but every "
+            "evaluation reads it anew; give a list of batches or a TokenSource"
+        )
