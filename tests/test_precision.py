@@ -61,7 +61,11 @@ def test_description():
             ValueError,
             "reduce_dtype='f32' is not one of fp32, bf16, fp16",
         ),
-        (lambda: as_precision(jnp.float32), TypeError, "use 'fp32', 'bf16', 'fp16' or Precision"),
+        (
+            lambda: as_precision(jnp.float32),
+            TypeError,
+            "use 'fp32', 'bf16', 'fp16' or zerojax.Precision",
+        ),
         (
             lambda: Precision(compute_dtype=jnp.int8),
             ValueError,
