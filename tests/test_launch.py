@@ -24,11 +24,19 @@ LIMIT = 60.0
 
 SCRIPT = """
 import os, signal, sys, time
+from pathlib import Path
 me, restart = int(os.environ["ZEROJAX_PROCESS_ID"]), int(os.environ["ZEROJAX_RESTART"])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as JAX's runtime does
 def wait():
     print("waiting", flush=True)
     time.sleep(100)
+def meet(processes):
+    # Returns when so many processes of this start have come here, so have printed their lines.
+    sys.stdout.flush()
+    folder = Path(__file__).parent
+    (folder / f"{restart}-{me}").touch()
+    while len(list(folder.glob(f"{restart}-*"))) < processes:
+        time.sleep(0.02)
 """
 
 
@@ -397,6 +405,7 @@ def test_what_a_process_has_started_ends_with_it(tmp_path):
         "import subprocess\n"
         "helper = subprocess.Popen(['sleep', '100'])\n"
         "print('pid', helper.pid, flush=True)\n"
+        "meet(2)\n"
         "if me == 0: sys.exit(4)\nwait()"
     )
     result = launch(tmp_path, script)
@@ -469,6 +478,7 @@ class TestTwoHosts:
     def test_the_first_failure_ends_both_and_both_start_again(self, start):
         script = (
             "print('process', me, restart, os.environ['ZEROJAX_COORDINATOR'])\n"
+            "meet(4)\n"
             "if me == 3 and restart == 0: sys.exit(5)\n"
             "if restart == 0: wait()"
         )
