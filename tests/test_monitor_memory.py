@@ -210,7 +210,7 @@ def test_what_lives_has_the_names_of_the_state():
     ],
 )
 def test_an_error_says_what_the_memory_was_for(purpose, failing):
-    with pytest.raises((AttributeError, KeyError, ValueError, RuntimeError)) as raised:
+    with pytest.raises((AttributeError, KeyError, TypeError, ValueError, RuntimeError)) as raised:
         failing()
     assert purpose_of(raised.value) == purpose
 

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import zerojax
+from zerojax.config import ConfigError, load
 from zerojax.models.adapt import as_model
 
 
@@ -356,3 +357,58 @@ def test_stopping_early_and_keeping_the_best(tmp_path, monkeypatch):
 )
 def test_arguments_of_another_kind(options, part):
     assert part in sentence_of(train, **options)
+
+
+def a_plan():
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows())
+    return zerojax.make_plan(Line, {"zero": 1}, example_batch=shapes, loss=squared)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "options"),
+    [
+        (zerojax.init_state, "init_state", {}),
+        (zerojax.build_step, "build_step", {}),
+        (zerojax.build_evaluation, "build_evaluation", {}),
+        (zerojax.forecast, "forecast", {"gpu": "h100"}),
+    ],
+)
+def test_a_model_in_place_of_its_plan(function, name, options):
+    with pytest.raises(TypeError, match=f"^{name} takes a Plan, not Line; make one") as raised:
+        function(Line, **options)
+    assert "zerojax.make_plan(model, mesh_config, " in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("seed", "kind", "message"),
+    [
+        ("x", TypeError, "seed='x' is not an integer; use one, as in seed=0"),
+        (1.5, TypeError, "seed=1.5 is not an integer"),
+        (2**70, ValueError, f"seed={2**70} does not fit into 64 bits; use 0 to {2**63 - 1}"),
+    ],
+)
+def test_seeds_of_a_state(seed, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        zerojax.init_state(a_plan(), seed=seed)
+
+
+def test_the_name_of_a_run_file_in_place_of_what_it_holds(tmp_path):
+    remedy = 'zerojax.config.load(zerojax.RunConfig, "{}")'
+    with pytest.raises(TypeError, match=re.escape(remedy.format("FILE.yaml"))):
+        zerojax.run_from_config("run.yaml")
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 3", encoding="utf-8")
+    assert eval(remedy.format(file)).steps == 3
+
+
+def test_a_key_below_a_value():
+    with pytest.raises(ConfigError, match="mesh.zero is a value and has no keys; write mesh.zero="):
+        load(zerojax.RunConfig, None, ["mesh.zero.x=3"])
+
+
+def test_a_stage_of_deepspeed_that_does_not_exist_is_refused_once(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 5}}', encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        zerojax.train(Line, file, [rows()], loss=squared, steps=1)
+    assert str(raised.value).count("use 0, 1, 2 or 3") == 1

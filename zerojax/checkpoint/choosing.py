@@ -157,6 +157,6 @@ def _none_left(lost: Mapping[int, str]) -> DamagedError:
     others = ", ".join(str(step) for step in sorted(lost)[:-1])
     also = f"so are the earlier steps ({others})" if others else "no earlier step is saved"
     return DamagedError(
-        f"{lost[max(lost)]}; {also}; nothing was changed; bring back a copy of a step, or start in"
-        " an empty checkpoint folder"
+        f"{lost[max(lost)]}; {also}; nothing was changed; restore a step from a"
+        " copy, or start again in another, empty folder"
     )

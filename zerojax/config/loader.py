@@ -255,6 +255,11 @@ def _resolve(cls: type, text: str) -> Key:
     if matches:
         choices = " or ".join(".".join(match) for match in matches)
         raise ConfigError(f"ambiguous key; write {choices}", key, _COMMAND_LINE)
+    for value in (prefix for prefix in _prefixes(key[:-1]) if prefix in leaves):
+        name = ".".join(value)
+        raise ConfigError(
+            f"{name} is a value and has no keys; write {name}=...", key, _COMMAND_LINE
+        )
     raise ConfigError(f"unknown key; {_nearest(key[-1], cls, (), cls)}", key, _COMMAND_LINE)
 
 

@@ -42,7 +42,7 @@ from zerojax.plan.counts import (
     tokens_per_step,
 )
 from zerojax.plan.offload_costs import hiding
-from zerojax.plan.plan import Plan
+from zerojax.plan.plan import Plan, require_plan
 
 FACTS_VERSION = 5
 """Raised when the readers find something else in the same program: what is cached is not reused."""
@@ -94,7 +94,9 @@ def forecast(
       ValueError: an unknown card, or a number of devices that the mesh cannot make.
       CompilerMissing: JAX has dropped the installed client; CompileError: the compiler refused the
         step.
+      TypeError: `plan` is no plan.
     """
+    require_plan(plan, "forecast")
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     count = plan.mesh.size if devices is None else devices
     settings = dataclasses.replace(plan.settings, data=-1)

@@ -18,7 +18,7 @@ from zerojax.parallel.offload.disk_weights import build_weights
 from zerojax.parallel.offload.state import cut_new_param, cut_new_state
 from zerojax.parallel.place import place
 from zerojax.plan.abstract_state import LayerRows, fit, rows_of_state
-from zerojax.plan.plan import Plan
+from zerojax.plan.plan import Plan, require_plan
 from zerojax.plan.state import TrainState, run_key_data, zero_counter
 from zerojax.runtime.system_memory import allocating_for
 
@@ -37,8 +37,10 @@ def init_state(plan: Plan, seed: int = 0) -> TrainState:
       seed: of parameters and dropout.
 
     Raises:
-      ValueError: the plan is over an `AbstractMesh`.
+      ValueError: the plan is over an `AbstractMesh`, or the seed does not fit into 64 bits.
+      TypeError: `plan` is no plan, or `seed` no integer.
     """
+    require_plan(plan, "init_state")
     if not isinstance(plan.mesh, jax.sharding.Mesh):
         raise ValueError(
             "this plan is over an abstract mesh, for absent devices; plan with "

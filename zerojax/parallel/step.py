@@ -24,7 +24,7 @@ from zerojax.parallel.offload.streaming_update import build_updating_gradients
 from zerojax.parallel.offload.update import build_offload_update
 from zerojax.parallel.update import ThisStep, build_norm, build_update
 from zerojax.plan import mesh as meshes
-from zerojax.plan.plan import Plan
+from zerojax.plan.plan import Plan, require_plan
 from zerojax.plan.state import TrainState, step_key
 
 Metrics = dict[str, jax.Array]
@@ -50,7 +50,11 @@ def build_step(plan: Plan) -> Any:
       was not finite, and nothing changed, or when a gradient was not: layers after it were updated.
       `step.lower(...)` gives the program. A loop that never waits queues steps without end: wait
       for a metric at least every 64 steps (`Trainer` does).
+
+    Raises:
+      TypeError: `plan` is no plan.
     """
+    require_plan(plan, "build_step")
     gradients = _build_gradients(plan)
     replicated = NamedSharding(plan.mesh, P())
     read_norm = build_fixed_norm(plan) if plan.settings.deterministic else build_norm(plan)
@@ -188,7 +192,11 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
       batch; with own metrics also `"metrics": {name: {"sum": ..., "weight": ...}}`. The model runs
       in evaluation mode; the state is not donated and does not change. One that was given to a step
       is refused with a ValueError.
+
+    Raises:
+      TypeError: `plan` is no plan.
     """
+    require_plan(plan, "build_evaluation")
     config = pass_config(plan)
     fixed = config.virtual_shards is not None
     build = zero.build_virtual_forward if fixed else _passes(plan).build_forward

@@ -40,3 +40,21 @@ class Plan(Decisions):
     def as_dict(self) -> dict[str, Any]:
         """The plan for programs, as JSON takes it."""
         return plan_dict(self)
+
+
+def require_plan(plan: Any, taker: str) -> Plan:
+    """The plan itself.
+
+    Args:
+      taker: the public function that was given it.
+
+    Raises:
+      TypeError: it is something else, for example a model.
+    """
+    if not isinstance(plan, Plan):
+        given = plan.__name__ if isinstance(plan, type) else f"a {type(plan).__name__}"
+        raise TypeError(
+            f"{taker} takes a Plan, not {given}; make one: "
+            "zerojax.make_plan(model, mesh_config, ...)"
+        )
+    return plan

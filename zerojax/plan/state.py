@@ -6,6 +6,7 @@ from it. Updates applied are `step - skipped`; optax's own counts follow those.
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NotRequired, TypedDict
 
 import jax
@@ -51,9 +52,29 @@ def step_key(rng: jax.Array, step: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.wrap_key_data(rng), step)
 
 
+def as_seed(seed: Any) -> int:
+    """A seed as an integer.
+
+    Raises:
+      TypeError: it is none.
+      ValueError: it does not fit into 64 bits.
+    """
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"seed={seed!r} is not an integer; use one, as in seed=0") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"seed={number} does not fit into 64 bits; use 0 to {2**63 - 1}")
+    return number
+
+
 def run_key_data(seed: int) -> jax.Array:
-    """uint32 [2]: the stored key data of a run's seed."""
-    return jax.random.key_data(jax.random.key(seed))
+    """uint32 [2]: the stored key data of a run's seed.
+
+    Raises:
+      TypeError, ValueError: as of `as_seed`.
+    """
+    return jax.random.key_data(jax.random.key(as_seed(seed)))
 
 
 def zero_counter() -> jax.Array:

@@ -56,6 +56,11 @@ def run_from_config(
       ValueError, TypeError: bad input. CheckpointError: a checkpoint of another model is in the
         way.
     """
+    if not isinstance(config, RunConfig):
+        raise TypeError(
+            f"run_from_config takes a RunConfig, not {type(config).__name__}; read a run file "
+            'with zerojax.config.load(zerojax.RunConfig, "FILE.yaml")'
+        )
     join_processes()
     config = config.on_devices(jax.device_count())
     folder = Path(config.run_dir)

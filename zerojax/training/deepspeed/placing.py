@@ -37,7 +37,8 @@ def mesh_of(file: File, num_devices: int | None) -> MeshConfig:
     try:
         return MeshConfig(**fields)
     except ConfigError as error:
-        file.notes.refuse(ZERO, ".".join(error.key), error.message)
+        if not any(line.key.startswith(f"{ZERO}.") for line in file.notes.refused):
+            file.notes.refuse(ZERO, ".".join(error.key), error.message)
         return MeshConfig()
 
 
