@@ -15,10 +15,10 @@ import yaml
 
 import zerojax
 from tests.cli_complaints import fails
-from zerojax.cli import keys, main
+from zerojax.cli import keys_command, main
+from zerojax.cli.arguments import split_words
 from zerojax.cli.complaints import explain
-from zerojax.cli.devices import use_cpu_devices
-from zerojax.cli.train import split_words
+from zerojax.cli.jax_environment import use_cpu_devices
 from zerojax.config import ConfigError, RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,7 +62,8 @@ def test_help_and_bad_input_do_not_wait_for_jax():
     """Below one second: measured 0.04 s for --help; JAX alone takes more than one to import."""
     program = (
         "import sys; from zerojax.cli import main\n"
-        "for words in (['--version'], ['train', '--help'], ['train', 'learning_rat=1']):\n"
+        "for words in (['--help'], ['--version'], ['train', '--help'], ['plan', '--help'],\n"
+        "              ['launch', '--help'], ['train', 'learning_rat=1']):\n"
         "    try: main(words)\n"
         "    except SystemExit: pass\n"
         "sys.exit('jax' in sys.modules)"
@@ -161,7 +162,7 @@ def test_a_defect_shows_its_traceback_and_exits_1(capsys, monkeypatch):
     def broken(*_):
         raise KeyError("surprise")
 
-    monkeypatch.setattr(keys, "all_keys", broken)
+    monkeypatch.setattr(keys_command, "all_keys", broken)
     assert main(["keys"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
@@ -195,9 +196,9 @@ def test_every_run_file_loads(file):
 
 
 def test_keys_lists_every_setting_with_its_meaning(capsys):
-    listed = {key for key, _, _ in keys.all_keys()}
+    listed = {key for key, _, _ in keys_command.all_keys()}
     assert {"mesh.zero", "optimizer.learning_rate", "steps", "cpu_devices"} <= listed
-    assert [key for key, _, text in keys.all_keys() if not text] == []
+    assert [key for key, _, text in keys_command.all_keys() if not text] == []
     assert main(["keys", "microbatch"]) == 0
     out = capsys.readouterr().out
     assert "num_microbatches=null\n" in out

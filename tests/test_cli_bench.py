@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli_complaints import fails
 from zerojax.checkpoint.store.rates import THREADS, Rates, measure_rates
-from zerojax.cli import bench_link, main
+from zerojax.cli import machine_commands, main
 from zerojax.hardware import link_rates
 from zerojax.hardware.machine_rates import (
     MeasuredDisk,
@@ -55,7 +55,7 @@ def test_a_line_for_each_number_of_threads(tmp_path, capsys):
 
 def test_rates_as_json_keep_every_number(tmp_path, capsys, monkeypatch):
     rows = [Rates(1, True, 3.5, 2.5, 3.25), Rates(2, True, 3.0, 2.0, 4.75)]
-    monkeypatch.setattr("zerojax.cli.bench.measure_rates", lambda *_, **__: iter(rows))
+    monkeypatch.setattr("zerojax.checkpoint.store.rates.measure_rates", lambda *_, **__: iter(rows))
     assert main(["bench", "io", str(tmp_path), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert [row["num_threads"] for row in values["rates"]] == [1, 2]
@@ -139,12 +139,12 @@ def test_on_a_cpu_the_link_is_said_to_be_none(capsys):
     assert head.split()[:3] == ["MiB", "to", "device"]
     assert row.split()[0] == "1"
     assert min(map(float, row.split()[1:])) > 0
-    assert remark == bench_link.REMARK
+    assert remark == machine_commands.REMARK
     assert measured_links() == []
 
 
 def test_a_link_is_kept_for_plans(capsys, monkeypatch):
-    monkeypatch.setattr(bench_link, "shares_host_memory", lambda device: False)
+    monkeypatch.setattr(link_rates, "shares_host_memory", lambda device: False)
     assert main(["bench", "link", "--size", "1", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     (link,) = measured_links()

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from tests.cli_complaints import fails
-from zerojax.cli import checking
+from zerojax.cli import check_targets
 from zerojax.runtime.exit_codes import DIFFERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,7 +83,7 @@ def run_cli(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_script_is_run_up_to_its_first_call(name, tmp_path):
-    parts = checking.parts_of_script(str(write(tmp_path, CALLS[name])), steps=2)
+    parts = check_targets.parts_of_script(str(write(tmp_path, CALLS[name])), steps=2)
     _, apply = parts["model"]
     batch = parts["batch"](0) if callable(parts["batch"]) else parts["batch"]
     assert apply({"w": np.ones((4, 3))}, batch["x"]).shape == (8, 3)
@@ -97,25 +97,25 @@ def test_a_script_without_a_call_is_refused(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("x = 1")
     with pytest.raises(ValueError, match=r"calls none of zerojax\.train.*zerojax check .*NAME"):
-        checking.parts_of_script(str(path), steps=1)
+        check_targets.parts_of_script(str(path), steps=1)
     path.write_text("raise SystemExit(3)")
     with pytest.raises(ValueError, match=r"ended \(3\) before it gave zerojax a model"):
-        checking.parts_of_script(str(path), steps=1)
+        check_targets.parts_of_script(str(path), steps=1)
 
 
 def test_a_function_of_a_script_gives_the_parts(tmp_path):
     path = write(tmp_path, CALLS["train"])
-    parts = checking.parts_by_name(str(path), "parts")
+    parts = check_targets.parts_by_name(str(path), "parts")
     assert set(parts) == {"model", "batch", "loss"}
     with pytest.raises(ValueError, match="has no 'other'"):
-        checking.parts_by_name(str(path), "other")
+        check_targets.parts_by_name(str(path), "other")
     with pytest.raises(ValueError, match="has to give a dict with model and batch"):
-        checking.parts_by_name(str(path), "np")
+        check_targets.parts_by_name(str(path), "np")
 
 
 def test_a_run_file_gives_its_model_and_text():
     words = ["model.num_layers=1", "data.seq_len=16", "model.max_seq_len=16"]
-    parts = checking.parts_of_run_file(str(ROOT / "configs/tiny_shakespeare.yaml"), words, 1)
+    parts = check_targets.parts_of_run_file(str(ROOT / "configs/tiny_shakespeare.yaml"), words, 1)
     batch = parts["batch"](0)
     assert batch["tokens"].shape == (16, 16)
     assert parts["model"].source is not None
@@ -161,8 +161,8 @@ SAME_MODEL = ("03", "04", "09", "10")
     "script", [p for p in EXAMPLES if p.name[:2] in SAME_MODEL], ids=lambda path: path.stem
 )
 def test_examples_of_one_model_are_read(script):
-    model = checking.parts_of_script(str(script), steps=1)["model"]
-    first = checking.parts_of_script(str(EXAMPLES[0]), steps=1)["model"]
+    model = check_targets.parts_of_script(str(script), steps=1)["model"]
+    first = check_targets.parts_of_script(str(EXAMPLES[0]), steps=1)["model"]
     made, expected = (nnx.eval_shape(lambda f=f: f(nnx.Rngs(0))) for f in (model, first))
     assert type(made) is type(expected)
     assert made.config.num_layers == expected.config.num_layers

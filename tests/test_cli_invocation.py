@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from zerojax.cli.invocation import command_name
+from zerojax.cli.arguments import command_name
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import jax
 import pytest
 from forecast_samples import sample_forecast, sample_memory, sample_plan
 
-from zerojax.cli import main, planning
+from zerojax import forecasting
+from zerojax.cli import build_parser, main, plan_command
 from zerojax.cli.complaints import explain
-from zerojax.cli.parser import build_parser
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig, load
 from zerojax.forecasting.result import FORMULA
@@ -58,7 +58,7 @@ def forecasts(monkeypatch):
         return sample_forecast(planned, gpu, memory=asked_memory[0])
 
     asked_memory = [sample_memory()]
-    monkeypatch.setattr(planning, "compile_forecast", compile_)
+    monkeypatch.setattr(forecasting, "forecast", compile_)
     asked.append(asked_memory)
     return asked
 
@@ -141,7 +141,7 @@ def test_a_vocabulary_that_only_the_data_could_tell(known, tmp_path):
 
 def test_the_settings_of_a_candidate():
     candidate = Candidate(zero=3, model=2, num_microbatches=4, remat="dots")
-    config = planning.with_candidate(settings("mesh.data=8"), candidate)
+    config = plan_command.with_candidate(settings("mesh.data=8"), candidate)
     assert config == settings(*candidate.words())
 
 
@@ -272,7 +272,7 @@ def test_a_search_that_finds_nothing_looks_once_more_with_the_state_on_the_host(
         seen.append((plan.settings.offload.opt_state, budget))
         return found if plan.offload else nothing
 
-    monkeypatch.setattr(planning, "search", search)
+    monkeypatch.setattr(forecasting.search, "search", search)
     words = [*FEW, "num_layers=1", "--search", "--budget", "200"]
     assert main(words) == 0
     assert seen == [("device", 200), ("host", 199)]
@@ -282,7 +282,7 @@ def test_a_search_that_finds_nothing_looks_once_more_with_the_state_on_the_host(
     assert len(commands) == 2
     assert all("mesh.offload.opt_state=host" in line for line in commands)
     seen.clear()
-    monkeypatch.setattr(planning, "search", lambda *_, **__: seen.append(1) or nothing)
+    monkeypatch.setattr(forecasting.search, "search", lambda *_, **__: seen.append(1) or nothing)
     assert main([*words, "opt_state=host"]) == 1
     assert len(seen) == 1, "it was on the host already"
 
@@ -339,7 +339,7 @@ def test_a_failure_of_the_compiler_is_its_first_cause_and_exit_code_1(monkeypatc
     def fail(*_, **__):
         raise CompileError("INTERNAL: no PTX compiler (install it)")
 
-    monkeypatch.setattr(planning, "compile_forecast", fail)
+    monkeypatch.setattr(forecasting, "forecast", fail)
     assert main([*WORDS]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         "zerojax: error: INTERNAL: no PTX compiler (install it)"

@@ -19,8 +19,8 @@ import yaml
 
 from tests.test_processes import CONFIG, LIMIT, losses_of, train
 from tests.trajectories import TOLERANCE
-from zerojax.cli.parser import build_parser
-from zerojax.cli.train import split_words
+from zerojax.cli import build_parser
+from zerojax.cli.arguments import split_words
 from zerojax.config import RunConfig, load
 from zerojax.runtime.local_gpus import local_device_ids
 from zerojax.runtime.schedulers import process_group_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from zerojax.cli import keys, main
+from zerojax.cli import keys_command, main
 from zerojax.config import (
     ConfigError,
     MeshConfig,
@@ -149,7 +149,7 @@ def test_what_is_written_is_read_back(config, through):
 
 
 def test_keys_lists_the_section_with_its_whole_name(capsys):
-    listed = {key for key, _, _ in keys.all_keys()}
+    listed = {key for key, _, _ in keys_command.all_keys()}
     assert {"mesh.offload.opt_state", "mesh.offload.durable", "mesh.zero"} <= listed
     assert main(["keys", "mesh.offload.params"]) == 0
     out = capsys.readouterr().out

@@ -17,7 +17,7 @@ from zerojax.checkpoint import Checkpointer, folders
 from zerojax.checkpoint.errors import DiskFullError
 from zerojax.checkpoint.store import StoreError
 from zerojax.cli.complaints import explain
-from zerojax.cli.devices import allow_pinned_memory
+from zerojax.cli.jax_environment import allow_pinned_memory
 from zerojax.config import CheckpointConfig, MeshConfig, OffloadConfig
 from zerojax.plan import host_budget
 from zerojax.plan.host_budget import (
@@ -243,7 +243,9 @@ def test_a_step_that_used_its_state_up_is_told_as_it_failed(tmp_path, monkeypatc
 
 
 def test_the_command_sets_the_limit_where_something_is_offloaded(monkeypatch):
-    monkeypatch.setattr("zerojax.cli.devices.least_room", lambda: Room(GIB, 100 * GIB, "a test"))
+    monkeypatch.setattr(
+        "zerojax.cli.jax_environment.least_room", lambda: Room(GIB, 100 * GIB, "a test")
+    )
     monkeypatch.setenv(PINNED_LIMIT, "")
     monkeypatch.delenv(PINNED_LIMIT)
     allow_pinned_memory(OffloadConfig())

@@ -562,7 +562,7 @@ class TestTwoHosts:
 
 def test_the_launcher_does_without_jax():
     """A process of the launcher holds no device and starts in a tenth of a second."""
-    modules = "zerojax.cli.launch, zerojax.runtime.launch.boot, zerojax.runtime.shutdown, "
-    modules += "zerojax.runtime.schedulers"
+    modules = "zerojax.cli.launch_command, zerojax.runtime.launch, zerojax.runtime.launch.boot, "
+    modules += "zerojax.runtime.shutdown, zerojax.runtime.schedulers"
     program = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, env=environment(), timeout=LIMIT)

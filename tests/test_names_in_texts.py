@@ -27,7 +27,7 @@ import numpy
 import optax
 
 import zerojax
-from zerojax.cli.parser import build_parser
+from zerojax.cli import build_parser
 from zerojax.config import OffloadConfig
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,7 +22,7 @@ from tests.small_models import (
     regression_loss,
 )
 from zerojax.cli import main
-from zerojax.cli.profile import measured
+from zerojax.cli.profile_command import measured
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.forecasting.profiling import (

@@ -1,21 +1,43 @@
 """The `zerojax` command: one module for each sub-command, and one sentence for each mistake.
 
-Only the subcommand that runs imports JAX.
+Its modules import JAX, and what needs JAX, inside the functions that run a command, so that help
+and mistakes are answered without it.
 """
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
+import zerojax
+from zerojax.cli import (
+    check_command,
+    checkpoint_command,
+    convert_command,
+    data_command,
+    deepspeed_command,
+    keys_command,
+    launch_command,
+    machine_commands,
+    plan_command,
+    profile_command,
+    run_commands,
+    schedule_command,
+    train_command,
+)
+from zerojax.cli.arguments import Parser
 from zerojax.cli.complaints import explain
-from zerojax.cli.parser import build_parser
 from zerojax.config.display import show
 from zerojax.runtime.exit_codes import BAD_INPUT, FAILED
 from zerojax.runtime.shutdown import AGREED, exit_code_of, in_group, leave
+
+_EXIT_CODES = """\
+exit codes: 0 success, 1 failure, 2 invalid input, 75 stopped by a signal with everything
+saved, 79 ended by the watchdog, 130 stopped with Ctrl-C.
+ZEROJAX_DEBUG=1 shows the traceback of an error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +68,7 @@ def _run(argv: Sequence[str] | None) -> int:
     # With its own frames removed JAX's errors would look as if they came from our code.
     os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
     try:
-        return importlib.import_module(args.module).run(args)
+        return args.command(args)
     except KeyboardInterrupt as error:
         show("\nzerojax: interrupted", file=sys.stderr)
         return exit_code_of(error)
@@ -55,6 +77,36 @@ def _run(argv: Sequence[str] | None) -> int:
         return FAILED
     except Exception as error:
         return _complain(error)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command; `args.command(args)` carries it out."""
+    parser = Parser(
+        prog="zerojax",
+        description="Train JAX models with ZeRO, pipelines, tensor parallelism and offload.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"zerojax {zerojax.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    train_command.add(commands)
+    launch_command.add(commands)
+    plan_command.add(commands)
+    check_command.add(commands)
+    schedule_command.add(commands)
+    deepspeed_command.add_elastic(commands)
+    deepspeed_command.add_deepspeed(commands)
+    checkpoint_command.add(commands)
+    profile_command.add(commands)
+    convert_command.add(commands)
+    run_commands.add_generate(commands)
+    run_commands.add_eval(commands)
+    run_commands.add_report(commands)
+    keys_command.add(commands)
+    machine_commands.add_env(commands)
+    data_command.add(commands)
+    machine_commands.add_bench(commands)
+    return parser
 
 
 def _complain(error: Exception) -> int:

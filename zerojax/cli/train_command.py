@@ -1,29 +1,71 @@
-"""`zerojax train` after its settings are read: the run, a text sample, and the next commands."""
+"""`zerojax train`: a run, a sample of its text, and the next commands."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-import jax
+import yaml
 
-from zerojax.cli.devices import run_one_program_at_a_time
-from zerojax.cli.invocation import command_name
-from zerojax.config import RunConfig
+from zerojax.cli.arguments import add_command, add_settings, command_name, split_words
+from zerojax.cli.jax_environment import (
+    allow_pinned_memory,
+    run_one_program_at_a_time,
+    use_cpu_devices,
+)
+from zerojax.config import RunConfig, load, to_dict
 from zerojax.config.display import show
-from zerojax.data.tokenizer import load_tokenizer
-from zerojax.models.zoo.text_generation import continue_text, prompt_ids
 from zerojax.runtime import exit_codes
-from zerojax.runtime.distributed import join_processes
-from zerojax.runtime.preemption import sigterm_raised
-from zerojax.training.run_file import run_from_config
+from zerojax.runtime.host_memory import keep_freed_memory
 
 # An empty line: the start of a paragraph in any text.
 SAMPLE_PROMPT = "\n\n"
 SAMPLE_TOKENS = 160
+
+_HELP = """\
+CONFIG is a YAML file; without one the defaults train a small GPT on Shakespeare.
+KEY=VALUE changes one setting: mesh.zero=3, or zero=3 where no setting as near the top ends so.
+
+examples:
+  zerojax train configs/tiny_shakespeare.yaml
+  zerojax train configs/tiny_shakespeare.yaml zero=3 steps=100 run_dir=runs/mine
+  zerojax train data.path=my_text.txt tokenizer=bpe:2048
+
+The same command continues a run that was stopped: it looks for checkpoints in the run folder.
+
+exit codes: 0 success, 1 failure, 2 invalid input, 75 stopped by a signal with everything saved (the
+same command resumes), 79 a step hung and the watchdog ended it (watch.step_timeout), 130 Ctrl-C and
+143 SIGTERM with nothing saved.
+`zerojax keys` lists every setting."""
+
+
+def add(commands) -> None:
+    """Declares the command."""
+    parser = add_command(commands, "train", run, "train a model, or continue a run", _HELP)
+    add_settings(parser)
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved settings and stop"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads the settings, then trains or prints them."""
+    path, overrides = split_words(args.config, args.overrides)
+    config = load(RunConfig, path, overrides)
+    if args.print_config:
+        show(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
+        return 0
+    if config.cpu_devices is not None:
+        use_cpu_devices(config.cpu_devices)
+        keep_freed_memory()
+    allow_pinned_memory(config.mesh.offload)
+    words = shlex.join(["train", *([path] if path else []), *overrides])
+    command = f"{command_name()} {words}"
+    return train(config, command)
 
 
 def train(config: RunConfig, command: str) -> int:
@@ -35,6 +77,12 @@ def train(config: RunConfig, command: str) -> int:
     Returns:
       0; 75 when a signal stopped the run and everything is saved; 128 + its number when not.
     """
+    import jax
+
+    from zerojax.runtime.distributed import join_processes
+    from zerojax.runtime.preemption import sigterm_raised
+    from zerojax.training.run_file import run_from_config
+
     if config.cpu_devices is not None:
         run_one_program_at_a_time()
     join_processes()
@@ -60,6 +108,9 @@ def train(config: RunConfig, command: str) -> int:
 
 def draw_sample(trainer: Any, config: RunConfig) -> str | None:
     """Text written by the trained model; None when its tokens have no text."""
+    from zerojax.data.tokenizer import load_tokenizer
+    from zerojax.models.zoo.text_generation import continue_text, prompt_ids
+
     file = Path(config.run_dir) / "tokenizer.json"
     if not file.exists():
         return None

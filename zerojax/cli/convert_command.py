@@ -1,9 +1,14 @@
-"""Arguments of `zerojax convert`."""
+"""`zerojax convert`: weights of other formats as a Hugging Face folder."""
 
 from __future__ import annotations
 
-from zerojax.cli.parser_parts import add_command
+import argparse
 
+from zerojax.cli.arguments import add_command
+from zerojax.config.display import show
+from zerojax.runtime.exit_codes import OK
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _GGUF = """\
 FILE.gguf is a Llama model of llama.cpp, of any quantisation that the package gguf reads. Its
 weights become float32 (or bfloat16) as they are: what quantisation rounded away does not come back.
@@ -24,9 +29,28 @@ def add(commands) -> None:
         description="Make a folder of Hugging Face from other files.",
     )
     inner = convert.add_subparsers(metavar="KIND", required=True)
-    parser = add_command(inner, "gguf", "convert", "convert a file of llama.cpp", _GGUF)
+    parser = add_command(inner, "gguf", run, "convert a file of llama.cpp", _GGUF)
     parser.add_argument("source", metavar="FILE.gguf", help="the file")
     parser.add_argument("target", metavar="OUT", help="a new folder")
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (%(default)s)"
     )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the folder and says what is in it."""
+    import jax
+
+    from zerojax.cli.llama_cpp import convert_gguf
+    from zerojax.models.trees import format_bytes
+
+    jax.config.update("jax_platforms", "cpu")  # takes no accelerator from a run
+    made = convert_gguf(args.source, args.target, dtype=_DTYPES[args.dtype])
+    kinds = ", ".join(f"{count} {kind}" for kind, count in made.kinds.items())
+    show(
+        f"{made.num_tensors} tensors ({kinds}) as {args.dtype}, {format_bytes(made.num_bytes)}, "
+        f"in {made.folder}"
+    )
+    if made.no_tokenizer is not None:
+        show(f"no tokenizer.json: {made.no_tokenizer}; take the model's own")
+    return OK

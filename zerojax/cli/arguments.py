@@ -1,10 +1,15 @@
-"""Parts of the argument parsers: errors, groups and common options."""
+"""Common parts of the command line: the parser, shared arguments, and the words that are typed."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import os
+import shlex
+import shutil
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from zerojax.config.display import show
@@ -38,14 +43,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(
-    commands, name: str, module: str, help_line: str, epilog: str = ""
+    commands,
+    name: str,
+    command: Callable[[argparse.Namespace], int],
+    help_line: str,
+    epilog: str = "",
 ) -> argparse.ArgumentParser:
     """Declares a command.
 
     Args:
       commands: what `add_subparsers` returned.
       name: what is typed.
-      module: of `zerojax.cli`, whose `run(args)` carries it out.
+      command: carries it out and returns the exit code; it becomes `args.command`.
       help_line: what it does, from a lower-case verb on.
       epilog: more of it, with examples.
     """
@@ -57,7 +66,7 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(module=f"zerojax.cli.{module}")
+    parser.set_defaults(command=command)
     return parser
 
 
@@ -67,14 +76,16 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings laid over it")
 
 
+def split_words(config: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
+    """CONFIG may be left out: a first word with `=` in it that is no file is an override."""
+    if config is not None and "=" in config and not Path(config).exists():
+        return None, [config, *overrides]
+    return config, overrides
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Declares RUN, the folder of a run."""
     parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/tiny_shakespeare")
-
-
-def step_or_name(word: str) -> int | str:
-    """A step as a number, or the name under which one is kept."""
-    return int(word) if word.isdigit() else word
 
 
 def add_run_settings(parser: argparse.ArgumentParser) -> None:
@@ -91,3 +102,28 @@ def add_run_settings(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         help="cpu_devices and mesh.*, laid over what the run had",
     )
+
+
+def step_or_name(word: str) -> int | str:
+    """A step as a number, or the name under which one is kept."""
+    return int(word) if word.isdigit() else word
+
+
+def command_name() -> str:
+    """What to type for this `zerojax`: its name where the shell finds it, else where it lies.
+
+    `make train` runs inside a virtual environment that is not on the user's PATH.
+    """
+    installed = Path(sys.executable).parent / "zerojax"
+    if not installed.exists():
+        return f"{shlex.quote(_short(Path(sys.executable)))} -m zerojax"
+    found = shutil.which("zerojax")
+    if found is not None and Path(found).samefile(installed):
+        return "zerojax"
+    return shlex.quote(_short(installed))
+
+
+def _short(path: Path) -> str:
+    """Relative to the working folder where the path is below it."""
+    here = Path.cwd()
+    return os.path.relpath(path, here) if path.is_relative_to(here) else str(path)

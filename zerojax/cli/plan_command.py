@@ -1,35 +1,131 @@
-"""`zerojax plan` after its settings are read: one forecast, or the search for the cheapest plan."""
+"""`zerojax plan`: the forecast of a run, the explanation of one parameter, or the cheapest plan."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import shlex
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from zerojax.cli.invocation import command_name
+from zerojax.cli.arguments import add_command, add_settings, command_name, split_words
+from zerojax.cli.jax_environment import use_the_cpu_alone
 from zerojax.cli.progress import Progress
-from zerojax.config import RunConfig
+from zerojax.config import RunConfig, load
 from zerojax.config.display import show
 from zerojax.config.offload import HOST
-from zerojax.forecasting import forecast as compile_forecast
-from zerojax.forecasting.page import forecast_dict, forecast_page
-from zerojax.forecasting.search import (
-    Candidate,
-    SearchResult,
-    list_candidates,
-    search,
-    search_dict,
-    search_page,
-)
-from zerojax.hardware import compile_client
-from zerojax.hardware.gpus import Gpu
-from zerojax.plan import mesh as meshes
-from zerojax.training.run_file import plan_from_config
+from zerojax.hardware.gpus import Gpu, find_gpu
+
+if TYPE_CHECKING:
+    from zerojax.forecasting.search import Candidate, SearchResult
 
 EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_NOT_DECIDED = 0, 1, 3
 OFFLOADED = "mesh.offload.opt_state=host"
 NO_COMPILE = "--no-compile was given"
+
+_HELP = """\
+Compiles the training step of `zerojax train CONFIG.yaml KEY=VALUE ...` for GPUs that you do not
+have, and prints the needs of one device: memory by role, communication, and a lower bound on time.
+Nothing is run and no GPU is needed: pip install 'zerojax[plan]'. Without it, estimates by formula
+are printed.
+
+examples:
+  zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 8
+  zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 8 zero=2 --json
+  zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 64 --search
+  zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 1 opt_state=host
+  zerojax plan configs/llama_7b_zero3_8xh100.yaml --devices 8 --parameter blocks/mlp/up/kernel
+
+exit codes: 0 it fits, 1 it does not fit, 2 invalid input, 3 only formulas are available and they do
+not decide. ZEROJAX_CACHE is the folder of cached results (or off)."""
+
+
+def add(commands) -> None:
+    """Declares the command."""
+    parser = add_command(
+        commands,
+        "plan",
+        run,
+        "predict memory, communication and time on GPUs that you do not have",
+        _HELP,
+    )
+    add_settings(parser)
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="GPU, such as h200, or a YAML file that describes one"
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="number of GPUs")
+    parser.add_argument(
+        "--parameter",
+        metavar="NAME",
+        help="explain one parameter: sharding, collectives, update, memory, names in a checkpoint",
+    )
+    parser.add_argument("--json", action="store_true", help="print every number as JSON")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="estimates by formula only, in a second"
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="compile faster, with the same memory and communication"
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="find zero, model, stage, num_microbatches and remat that fit and cost the least",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="time limit of the search (%(default)g)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads the settings, then plans.
+
+    Raises:
+      ValueError: a setting, card or number that cannot be.
+    """
+    path, overrides = split_words(args.config, args.overrides)
+    config = load(RunConfig, path, overrides)
+    devices = args.devices
+    if devices is None and args.parameter is not None:
+        devices = config.cpu_devices
+    missing = [
+        option
+        for option, value in (("--gpu", args.gpu or args.parameter), ("--devices", devices))
+        if value is None
+    ]
+    if missing:
+        raise ValueError(
+            f"required: {', '.join(missing)}; an example is --gpu h100 --devices 8, or --devices 8 "
+            "--parameter NAME"
+        )
+    if devices < 1:
+        raise ValueError(f"--devices {devices}: at least 1 GPU is needed")
+    if args.parameter is not None:
+        use_the_cpu_alone()
+        return explain(config, devices, args.parameter)
+    gpu = find_gpu(args.gpu)
+    if args.budget <= 0:
+        raise ValueError(f"--budget {args.budget:g}: give seconds above 0, such as 300")
+    if args.search and args.no_compile:
+        raise ValueError(
+            "--search needs the compiler to know what fits, and --no-compile forbids it; "
+            "leave out one of them"
+        )
+    use_the_cpu_alone()
+    return plan(
+        config,
+        gpu,
+        devices,
+        as_json=args.json,
+        no_compile=args.no_compile,
+        fast=args.fast,
+        budget=args.budget if args.search else None,
+        words=[*([path] if path else []), *overrides],
+    )
 
 
 def plan(
@@ -54,8 +150,13 @@ def plan(
     Raises:
       ValueError: settings that cannot be. CompileError: the compiler refused the step.
     """
+    from zerojax.forecasting import forecast
+    from zerojax.forecasting.page import forecast_dict, forecast_page
+    from zerojax.plan.mesh import make_abstract_mesh
+    from zerojax.training.run_file import plan_from_config
+
     try:
-        meshes.make_abstract_mesh(config.mesh, devices)
+        make_abstract_mesh(config.mesh, devices)
     except ValueError as error:
         if budget is None:
             raise ValueError(f"--devices {devices}: {error}") from None
@@ -63,15 +164,15 @@ def plan(
         return _search(config, gpu, devices, as_json=as_json, budget=budget, words=words)
     with Progress(quiet=as_json) as progress:
         progress(f"planning for {devices} x {gpu.title}")
-        forecast = compile_forecast(
+        found = forecast(
             plan_from_config(config, devices),
             gpu=gpu,
             fast=fast,
             why_formula=NO_COMPILE if no_compile else None,
             progress=progress,
         )
-    show(json.dumps(forecast_dict(forecast), indent=2) if as_json else forecast_page(forecast))
-    fits = forecast.verdict.fits
+    show(json.dumps(forecast_dict(found), indent=2) if as_json else forecast_page(found))
+    fits = found.verdict.fits
     return {True: EXIT_FITS, False: EXIT_DOES_NOT_FIT, None: EXIT_NOT_DECIDED}[fits]
 
 
@@ -84,6 +185,8 @@ def explain(config: RunConfig, devices: int, name: str) -> int:
     Raises:
       ValueError: settings that cannot be, or no such parameter.
     """
+    from zerojax.training.run_file import plan_from_config
+
     show(plan_from_config(config, devices).explain(name))
     return EXIT_FITS
 
@@ -102,6 +205,9 @@ def _search(
     Where nothing fits it looks once more, with the optimizer's state in host memory, for what is
     left of the budget.
     """
+    from zerojax.forecasting.search import list_candidates, search_dict, search_page
+    from zerojax.hardware import compile_client
+
     if config.elasticity.enabled:
         raise ValueError(
             "--search chooses num_microbatches, and so does elasticity; set elasticity.enabled="
@@ -154,6 +260,10 @@ def _find(
     budget: float,
     quiet: bool,
 ) -> SearchResult:
+    from zerojax.forecasting import forecast
+    from zerojax.forecasting.search import search
+    from zerojax.training.run_file import plan_from_config
+
     where = " with the optimizer's state on the host" * config.mesh.offload.moves_opt_state
     with Progress(quiet=quiet) as progress:
         progress(f"searching {len(candidates)} candidates{where}, for {budget:.0f} s at most")
@@ -161,7 +271,7 @@ def _find(
             lambda candidate: plan_from_config(with_candidate(config, candidate), devices),
             candidates,
             gpu,
-            forecast_of=lambda plan: compile_forecast(plan, gpu=gpu, fast=True, progress=progress),
+            forecast_of=lambda plan: forecast(plan, gpu=gpu, fast=True, progress=progress),
             budget=budget,
             report=progress,
         )

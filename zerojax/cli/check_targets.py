@@ -1,16 +1,14 @@
-"""`zerojax check` after JAX has started: the model to check, the check, and its report.
+"""Targets of `zerojax check`: model, batches and optimizer of a run file, a function or a script.
 
-The model comes from a run file, a function of a module, or the first call of zerojax in a script.
+Of a script they are the arguments of its first call of zerojax. Imports JAX.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
 import inspect
-import json
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -22,19 +20,15 @@ import jax
 import numpy as np
 
 import zerojax
-from zerojax.cli.devices import run_one_program_at_a_time
-from zerojax.cli.progress import Progress
 from zerojax.config import MeshConfig, RunConfig, load
-from zerojax.config.display import show
 from zerojax.config.recognition import is_deepspeed
 from zerojax.data import as_feed, as_source
 from zerojax.models.adapt import as_model, bound_attribute, default_loss
 from zerojax.models.losses import next_token
 from zerojax.plan import make
-from zerojax.runtime.exit_codes import DIFFERS, OK
 from zerojax.training import deepspeed, entry
 from zerojax.training.deepspeed import engine
-from zerojax.training.equality import check_here, make_request
+from zerojax.training.equality import make_request
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
 
 ROWS = 16
@@ -46,28 +40,24 @@ Parts = dict[str, Any]
 """Keyword arguments of `zerojax.training.equality.make_request`."""
 
 
-def run(args: argparse.Namespace, target: str, name: str) -> int:
-    """Checks and prints.
+def read_target(target: str, name: str, *, overrides: list[str], steps: int) -> Parts:
+    """What a target gives to a check.
 
-    Returns:
-      0 all agree, 4 they do not.
+    Args:
+      target: path of a run file or script, or the dotted name of a module.
+      name: of a function or mapping in it; "" for a run file and for a script that is run.
+      overrides: KEY=VALUE laid over a run file.
+      steps: of each run of the check.
+
+    Raises:
+      ValueError: the target gives no model.
     """
-    run_one_program_at_a_time()
-    with contextlib.redirect_stdout(sys.stderr):  # what a script prints is not the result
-        if target.endswith((".yaml", ".yml")):
-            parts = parts_of_run_file(target, args.overrides, args.steps)
-        elif name:
-            parts = parts_by_name(target, name)
-        else:
-            parts = parts_of_script(target, args.steps)
-            parts["batch"] = _fewer_rows(parts["batch"])
-    devices = min(args.devices, len(jax.devices("cpu")))
-    options = {"steps": args.steps, "thorough": args.thorough, "strict": args.strict}
-    request = make_request(**parts, devices=devices, **options)
-    with Progress(quiet=args.json) as progress:
-        result = check_here(request, progress)
-    show(json.dumps(result.as_dict(), indent=2) if args.json else result.table())
-    return OK if result.agrees else DIFFERS
+    if target.endswith((".yaml", ".yml")):
+        return parts_of_run_file(target, overrides, steps)
+    if name:
+        return parts_by_name(target, name)
+    parts = parts_of_script(target, steps)
+    return {**parts, "batch": _fewer_rows(parts["batch"])}
 
 
 def _fewer_rows(batch: Any) -> Any:

@@ -9,33 +9,125 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-
-from zerojax.checkpoint import Checkpointer, CheckpointError, Verification
-from zerojax.checkpoint.differences import Difference, compare
-from zerojax.checkpoint.export import export
-from zerojax.checkpoint.inspection import (
-    SavedStep,
-    find_checkpoints,
-    find_step,
-    leftovers,
-    saved_steps,
-)
-from zerojax.checkpoint.pruning import Removal, alone_in, removals, remove
-from zerojax.cli.parser_parts import step_or_name
+from zerojax.checkpoint.errors import CheckpointError
+from zerojax.cli.arguments import Parser, add_command, add_run, step_or_name
 from zerojax.config.display import show
-from zerojax.models.trees import format_bytes
 from zerojax.runtime.exit_codes import FAILED, OK
-from zerojax.training.hugging_face_export import export_adapters, export_step, run_folders
+
+if TYPE_CHECKING:
+    from zerojax.checkpoint import Verification
+    from zerojax.checkpoint.differences import Difference
+    from zerojax.checkpoint.inspection import SavedStep
+    from zerojax.checkpoint.pruning import Removal
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _TOKENIZER = "tokenizer.json"
 
+_HELP = """\
+RUN is the folder of a run, its folder of checkpoints, or that of one step. No model and no
+accelerator is needed, and a run that is training is not disturbed.
+
+examples:
+  zerojax checkpoint list runs/mine
+  zerojax checkpoint verify runs/mine --all
+  zerojax checkpoint diff runs/mine 100 200
+  zerojax checkpoint export runs/mine exported --dtype bf16
+  zerojax checkpoint export runs/mine for_transformers --format hugging_face
+  zerojax checkpoint export runs/mine adapters --format peft
+  zerojax checkpoint prune runs/mine --keep 2 --every 1000 --dry-run
+
+exit codes: 0 it worked, 1 it failed (verify: damage was found; diff: something differs), 2 the
+input was wrong."""
+
+
+def add(commands) -> None:
+    """Declares the command and those below it."""
+    parser = add_command(
+        commands, "checkpoint", run, "look at, check, compare, export, delete", _HELP
+    )
+    actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
+    _add_list(actions)
+    _add_verify(actions)
+    _add_diff(actions)
+    _add_export(actions)
+    _add_prune(actions)
+
+
+def _add(actions, name: str, help_line: str) -> Parser:
+    parser = actions.add_parser(
+        name,
+        help=help_line,
+        description=help_line[0].upper() + help_line[1:] + ".",
+        allow_abbrev=False,
+    )
+    add_run(parser)
+    return parser
+
+
+def _add_json(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _add_list(actions) -> None:
+    parser = _add(actions, "list", "the saved steps, and what stopped saves have left")
+    _add_json(parser)
+
+
+def _add_verify(actions) -> None:
+    parser = _add(actions, "verify", "read a step whole and compare it with what was saved")
+    parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="default: the newest")
+    parser.add_argument("--all", action="store_true", help="every saved step")
+    _add_json(parser)
+
+
+def _add_diff(actions) -> None:
+    parser = _add(actions, "diff", "what tells two steps apart: settings, plan, versions, values")
+    parser.add_argument(
+        "others",
+        metavar="STEP",
+        nargs="+",
+        help="two steps of RUN, or another RUN, whose newest step is compared with RUN's",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", default=20, help="lines per part (20)")
+    _add_json(parser)
+
+
+def _add_export(actions) -> None:
+    parser = _add(actions, "export", "write a step's parameters as safetensors")
+    parser.add_argument(
+        "places", metavar="[STEP] OUT", nargs="+", help="a step or a kept name (best), a new folder"
+    )
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="default: as it was saved")
+    parser.add_argument(
+        "--format",
+        choices=("zerojax", "hugging_face", "peft"),
+        default="zerojax",
+        help="zerojax: arrays under their own names; hugging_face: what transformers loads, of "
+        "GPT-2, Llama and BERT, adapters merged; peft: the adapters alone",
+    )
+    parser.add_argument(
+        "--shard-gb", type=float, default=5.0, metavar="GB", help="size of one file at most (5)"
+    )
+
+
+def _add_prune(actions) -> None:
+    parser = _add(actions, "prune", "delete steps; never the newest whole one")
+    parser.add_argument("--keep", type=int, metavar="N", help="the newest N whole steps stay")
+    parser.add_argument("--every", type=int, metavar="K", help="steps divisible by K stay")
+    parser.add_argument(
+        "--damaged",
+        action="store_true",
+        help="also damaged steps and what stopped saves left, while a whole step stays",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+
 
 def run(args: argparse.Namespace) -> int:
     """Carries out one of the actions."""
+    import jax
+
     jax.config.update("jax_platforms", "cpu")  # takes no accelerator from a run
     return _ACTIONS[args.action](args)
 
@@ -44,6 +136,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
+    from zerojax.checkpoint.inspection import find_checkpoints, leftovers, saved_steps
+    from zerojax.models.trees import format_bytes
+
     path, _ = find_checkpoints(args.run)
     steps, rest = saved_steps(path), leftovers(path)
     if args.json:
@@ -74,6 +169,8 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _row(one: SavedStep) -> tuple[str, ...]:
+    from zerojax.models.trees import format_bytes
+
     size, found = format_bytes(one.num_bytes), one.metadata
     state = "ok" if one.error is None else _wrong(one)
     if found is None:
@@ -119,6 +216,9 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from zerojax.checkpoint import Checkpointer
+    from zerojax.checkpoint.inspection import find_checkpoints
+
     path, named = find_checkpoints(args.run)
     with Checkpointer(path) as checkpointer:
         if args.all:
@@ -139,6 +239,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _tell(found: Verification) -> None:
+    from zerojax.models.trees import format_bytes
+
     checked = f"{found.num_files} files ({format_bytes(found.num_bytes)})"
     if found.has_fingerprints:
         checked += f" and {found.num_leaves} arrays"
@@ -167,6 +269,8 @@ def _verified(found: Verification) -> dict[str, Any]:
 
 
 def _diff(args: argparse.Namespace) -> int:
+    from zerojax.checkpoint.differences import compare
+
     first, second = _two_steps(args.run, args.others)
     found = compare(first, second)
     if args.json:
@@ -177,6 +281,8 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _two_steps(run: str, others: Sequence[str]) -> tuple[SavedStep, SavedStep]:
+    from zerojax.checkpoint.inspection import find_step
+
     if len(others) == 2 and all(word.isdigit() for word in others):
         return find_step(run, int(others[0])), find_step(run, int(others[1]))
     if len(others) == 1 and not others[0].isdigit():
@@ -229,6 +335,11 @@ def _short(value: Any) -> str:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from zerojax.checkpoint.export import export
+    from zerojax.checkpoint.inspection import find_step
+    from zerojax.models.trees import format_bytes
+    from zerojax.training.hugging_face_export import export_adapters, run_folders
+
     *steps, out = args.places
     if len(steps) > 1:
         raise CheckpointError(
@@ -268,6 +379,9 @@ def _export(args: argparse.Namespace) -> int:
 def _export_for_hugging_face(
     args: argparse.Namespace, saved: SavedStep, runs: Sequence[Path], out: str
 ) -> int:
+    from zerojax.models.trees import format_bytes
+    from zerojax.training.hugging_face_export import export_step
+
     done = export_step(
         saved,
         runs,
@@ -287,12 +401,19 @@ def _export_for_hugging_face(
 
 
 def _prune(args: argparse.Namespace) -> int:
+    from zerojax.checkpoint.inspection import find_checkpoints
+    from zerojax.checkpoint.pruning import alone_in
+
     path, _ = find_checkpoints(args.run)
     with contextlib.nullcontext() if args.dry_run else alone_in(path):
         return _prune_alone(path, args)
 
 
 def _prune_alone(path: Path, args: argparse.Namespace) -> int:
+    from zerojax.checkpoint.inspection import saved_steps
+    from zerojax.checkpoint.pruning import removals, remove
+    from zerojax.models.trees import format_bytes
+
     found = removals(path, keep=args.keep, every=args.every, damaged=args.damaged)
     word = "would delete" if args.dry_run else "deleted"
     failed = 0

@@ -1,12 +1,13 @@
-"""Arguments of `zerojax launch`."""
+"""`zerojax launch`: a command in several processes that form one run."""
 
 from __future__ import annotations
 
 import argparse
+import os
 
-from zerojax.cli.parser_parts import add_command
+from zerojax.cli.arguments import add_command
 
-_LAUNCH = """\
+_HELP = """\
 Runs COMMAND in N processes that form one run: `zerojax ...`, `python script.py ...`,
 `python -m module ...`, or any program. Every line that they print stands behind the number of its
 process. When one fails it is named, and the others are ended within 5 seconds. Ctrl-C and SIGTERM
@@ -31,9 +32,7 @@ stopped the run and everything is saved. Neither 75 nor 2, a wrong input, is sta
 
 def add(commands) -> None:
     """Declares the command."""
-    parser = add_command(
-        commands, "launch", "launch", "run a command in several processes", _LAUNCH
-    )
+    parser = add_command(commands, "launch", run, "run a command in several processes", _HELP)
     parser.add_argument(
         "--nprocs",
         type=int,
@@ -82,3 +81,40 @@ def add(commands) -> None:
     parser.add_argument(
         "words", metavar="-- COMMAND ...", nargs=argparse.REMAINDER, help="what each process runs"
     )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks the options, then runs the command in all processes of this host."""
+    from zerojax.runtime.launch import Job, check_gpus, launch
+    from zerojax.runtime.launch.job import command_line
+
+    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    job = Job(
+        command=tuple(words),
+        num_processes=_num_processes(args),
+        num_hosts=args.nnodes,
+        host=args.node_rank,
+        coordinator=args.coordinator,
+        token_file=args.token_file,
+        cpu_devices=args.cpu_devices,
+        max_restarts=args.max_restarts,
+        grace=args.grace,
+        show_all=args.show_all,
+    )
+    check_gpus(job, os.environ)
+    command_line(job)  # says what cannot be launched before anything is
+    return launch(job)
+
+
+def _num_processes(args: argparse.Namespace) -> int:
+    from zerojax.runtime.local_gpus import visible_gpus
+
+    if args.nprocs is not None:
+        return args.nprocs
+    number = visible_gpus(os.environ) if args.cpu_devices is None else 0
+    if number == 0:
+        raise ValueError(
+            "how many processes? No GPU is visible here, for each of which there would be one; "
+            "give --nprocs, such as --nprocs 2 --cpu-devices 2"
+        )
+    return number

@@ -1,7 +1,4 @@
-"""Devices that JAX will start with, chosen before it starts.
-
-This module imports no JAX.
-"""
+"""Environment with which JAX starts: platform, virtual CPU devices and pinned host memory."""
 
 from __future__ import annotations
 
@@ -34,6 +31,14 @@ def use_cpu_devices(number: int | None) -> None:
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(number)
+
+
+def use_the_cpu_alone() -> None:
+    """Nothing is run on an accelerator, so none has to be free, nor to work."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's remarks on memory: the page says it
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
 def allow_pinned_memory(offload: OffloadConfig) -> None:

@@ -1,0 +1,152 @@
+"""`zerojax deepspeed` and `zerojax elastic`: keys of DeepSpeed, and its elastic batches."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+from zerojax.cli.arguments import add_command, add_settings, split_words
+from zerojax.config import ConfigError, ElasticBatch, RunConfig, load, to_dict
+from zerojax.config.display import show
+from zerojax.runtime.exit_codes import BAD_INPUT, OK
+
+if TYPE_CHECKING:
+    from zerojax.training.deepspeed import Translation
+
+
+_EXPLAIN = """\
+A line for every key of the file: honoured (means here what it means in DeepSpeed), mapped (the same
+end by other means), compiler (XLA decides), or refused, each with why. Nothing is run.
+
+examples:
+  zerojax deepspeed explain ds_config.json
+  zerojax deepspeed explain ds_config.json --devices 8 --steps 1000 --hidden-size 4096
+  zerojax deepspeed explain ds_config.json --json
+
+then, in Python: zerojax.train(model, "ds_config.json", batches)
+
+exit codes: 0 a run can take the file, 2 something in it is refused."""
+
+_ELASTIC = """\
+Chooses the batch of an elastic run from the section `elasticity` of the settings, by DeepSpeed's
+arithmetic: the same on all the numbers of devices that are listed. For a scheduler: --json.
+
+examples:
+  zerojax elastic CONFIG.yaml max_global_batch_size=512
+  zerojax elastic micro_batch_sizes=[2,4,8] max_global_batch_size=512 --devices 24
+  zerojax train CONFIG.yaml elasticity.enabled=true max_global_batch_size=512"""
+
+
+def add_elastic(commands) -> None:
+    """Declares `zerojax elastic`."""
+    parser = add_command(
+        commands,
+        "elastic",
+        choose,
+        "choose a batch that stays valid when devices come and go",
+        _ELASTIC,
+    )
+    add_settings(parser)
+    parser.add_argument("--devices", type=int, metavar="N", help="only this number of devices")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def add_deepspeed(commands) -> None:
+    """Declares `zerojax deepspeed` and the two commands below it."""
+    deepspeed = commands.add_parser(
+        "deepspeed",
+        help="tell what a ds_config.json means here",
+        description="Tell what a ds_config.json means here.",
+    )
+    inner = deepspeed.add_subparsers(metavar="COMMAND", required=True)
+    parser = add_command(
+        inner, "explain", explain, "say what becomes of every key of a ds_config.json", _EXPLAIN
+    )
+    parser.add_argument(
+        "file", metavar="FILE", help="JSON, hjson, or the base64 of either, as text"
+    )
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="GPUs of the run, which decide the batch"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help='length of the run, where the file has "auto"'
+    )
+    parser.add_argument(
+        "--hidden-size", type=int, metavar="N", help='width of the model, where the file has "auto"'
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser = add_command(
+        inner, "keys", list_keys, "list every key of DeepSpeed and what becomes of it"
+    )
+    parser.add_argument("word", metavar="WORD", nargs="?", help="only keys that mention it")
+    parser.add_argument("--markdown", action="store_true", help="as docs/ds_config_keys.md has it")
+
+
+def choose(args: argparse.Namespace) -> int:
+    """Prints the batch of the settings, whatever batch they name besides."""
+    path, overrides = split_words(args.config, args.overrides)
+    config = load(RunConfig, path, [*overrides, "elasticity.enabled=false"])
+    batch = config.elasticity.choose_batch(config.mesh.stage * config.mesh.model)
+    counts = list(batch.device_counts) if args.devices is None else [args.devices]
+    if args.json:
+        rows = {str(count): batch.num_microbatches(count) for count in counts}
+        show(json.dumps({"global_batch_size": batch.global_batch_size, "num_microbatches": rows}))
+    else:
+        show(_table(batch, counts))
+    return OK
+
+
+def _table(batch: ElasticBatch, counts: list[int]) -> str:
+    """The batch, and a line for each of these numbers of devices."""
+    known = batch.device_counts
+    lines = [
+        f"batch      {batch.global_batch_size} rows, the same on every number of devices",
+        f"devices    {len(known)} numbers from {known[0]} to {known[-1]} can cut it",
+        "",
+        f"{'devices':>9}{'rows per shard':>16}{'microbatches':>14}{'rows each':>11}",
+    ]
+    for count in counts:
+        rows = batch.global_batch_size * batch.devices_per_shard // count
+        size, parts = batch.micro_batch_size(count), batch.num_microbatches(count)
+        lines.append(f"{count:>9}{rows:>16}{parts:>14}{size:>11}")
+    return "\n".join(lines)
+
+
+def explain(args: argparse.Namespace) -> int:
+    """Prints the page, whatever is refused; the exit code says whether something is."""
+    from zerojax.training import deepspeed
+
+    for name in ("devices", "steps", "hidden_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    given = deepspeed.Given(steps=args.steps, hidden_size=args.hidden_size)
+    translation = deepspeed.explain(args.file, num_devices=args.devices, given=given)
+    show(json.dumps(_as_dict(translation)) if args.json else deepspeed.explanation(translation))
+    return BAD_INPUT if any(line.verdict == "refused" for line in translation.lines) else OK
+
+
+def _as_dict(translation: Translation) -> dict[str, object]:
+    return {
+        "lines": [dataclasses.asdict(line) for line in translation.lines],
+        "mesh": to_dict(translation.mesh),
+        "train_batch_size": translation.train_batch_size,
+        "micro_batch_size": translation.micro_batch_size,
+        "num_microbatches": translation.num_microbatches,
+        "gradient_clipping": translation.gradient_clipping,
+        "precision": translation.precision.describe(),
+        "warnings": translation.warnings,
+        "reasons": translation.reasons,
+    }
+
+
+def list_keys(args: argparse.Namespace) -> int:
+    """Prints all keys of a ds_config.json."""
+    from zerojax.training.deepspeed import keys_markdown, keys_page
+
+    show(keys_markdown() if args.markdown else keys_page(args.word), end="")
+    if not args.markdown:
+        show()
+    return OK

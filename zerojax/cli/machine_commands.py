@@ -1,0 +1,350 @@
+"""`zerojax env` and `zerojax bench`: packages, devices and measured bandwidths of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zerojax
+from zerojax.cli.arguments import add_command
+from zerojax.config.display import show
+from zerojax.runtime.redaction import redact
+from zerojax.runtime.system_memory import PINNED_LIMIT, least_room
+
+if TYPE_CHECKING:
+    from zerojax.checkpoint.store.rates import Rates
+    from zerojax.hardware.link_rates import LinkRates
+
+REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+OPTIONAL = {
+    "tokenizers": ("byte-pair vocabularies (tokenizer=bpe:2048)", "pip install tokenizers"),
+    "tensorboard": ("looking at the event files of a run", "pip install tensorboard"),
+    "wandb": ("log.wandb=PROJECT", "pip install wandb"),
+    "jax-cuda13-plugin": ("NVIDIA GPUs", "pip install 'zerojax[cuda]'"),
+    "nvidia-cuda-nvcc": (
+        "compiling for GPUs that this machine does not have (zerojax plan)",
+        "pip install 'zerojax[plan]'",
+    ),
+}
+VARIABLES = (
+    "JAX_PLATFORMS",
+    "JAX_NUM_CPU_DEVICES",
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    PINNED_LIMIT,
+)
+GIB = 2**30
+_GB = 1e9
+_MIB = 2**20
+REMARK = "host and device memory are one memory here, so this is how fast it is copied, not a link"
+
+_BENCH_IO = """\
+Writes and reads a file below PATH past the page cache, with 1 to 8 transfers at once, with the same
+code that offloads state to a disk; then removes it.
+
+`zerojax plan` uses the best rate for offload to this disk.
+
+examples:
+  zerojax bench io runs
+  zerojax bench io /mnt/nvme --size 8192"""
+
+_BENCH_LINK = """\
+Copies arrays between the first accelerator and pinned host memory: each way, and both at once.
+`zerojax plan` uses the best rate for offload on such a card.
+
+examples:
+  zerojax bench link
+  zerojax bench link --size 2048 --json"""
+
+
+def add_env(commands) -> None:
+    """Declares `zerojax env`."""
+    parser = add_command(
+        commands, "env", show_environment, "show versions, devices, memory and missing packages"
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def add_bench(commands) -> None:
+    """Declares `zerojax bench` and the two commands below it."""
+    bench = commands.add_parser(
+        "bench", help="measure this machine", description="Measure this machine."
+    )
+    inner = bench.add_subparsers(metavar="COMMAND", required=True)
+    parser = add_command(inner, "io", bench_io, "measure the bandwidth of a disk", _BENCH_IO)
+    parser.add_argument("path", metavar="PATH", help="folder on the disk to be measured")
+    parser.add_argument(
+        "--size", type=int, default=1024, metavar="MIB", help="bytes to write (%(default)s MiB)"
+    )
+    parser.add_argument("--json", action="store_true", help="print every number as JSON")
+    parser = add_command(
+        inner, "link", bench_link, "measure the bandwidth between host and device", _BENCH_LINK
+    )
+    parser.add_argument(
+        "--size", type=int, metavar="MIB", help="size of an array (16, 128 and 1024)"
+    )
+    parser.add_argument("--json", action="store_true", help="print every number as JSON")
+
+
+# --- env ------------------------------------------------------------------------------------------
+
+
+def show_environment(args: argparse.Namespace) -> int:
+    """Prints the table, or the facts as JSON. Nothing that is missing makes it fail."""
+    facts = redact(collect())
+    show(json.dumps(facts, indent=2) if args.json else format_table(facts))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Everything that `zerojax env` shows, as JSON-able values."""
+    from zerojax.hardware import compile_client
+
+    devices, failure = describe_devices()
+    return {
+        "zerojax": zerojax.__version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "packages": {name: version_of(name) for name in REQUIRED},
+        "host": describe_host(),
+        "devices": devices,
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "optional": {name: version_of(name) for name in OPTIONAL},
+        "plan": compile_client.missing() or f"compiles with {compile_client.compiler_version()}",
+        "advice": find_advice(devices, failure),
+    }
+
+
+def version_of(package: str) -> str | None:
+    """Installed version; None when it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def describe_host() -> dict[str, Any]:
+    """Cores this process may use, memory and free disk, in bytes."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    room = least_room()
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_bytes": pages,
+        "free_memory_bytes": None if room is None else room.free,
+        "memory_limit": None if room is None else room.source,
+        "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
+    }
+
+
+def describe_devices() -> tuple[list[dict[str, Any]], str | None]:
+    """What JAX starts with, grouped by kind, and why it could not start."""
+    import jax
+
+    from zerojax.hardware.link_rates import has_pinned_host
+
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        return [], str(error).splitlines()[0]
+    except AssertionError:  # what JAX 0.10 says about a platform it has no plugin for
+        platforms = os.environ.get("JAX_PLATFORMS")
+        return [], f"JAX_PLATFORMS={platforms} names nothing that is installed here; unset it"
+    groups: dict[str, dict[str, Any]] = {}
+    for device in devices:
+        stats = device.memory_stats() or {}
+        group = groups.setdefault(
+            device.device_kind,
+            {
+                "kind": device.device_kind,
+                "platform": device.platform,
+                "number": 0,
+                "memory_bytes": stats.get("bytes_limit"),
+                "pinned_host": has_pinned_host(device),
+            },
+        )
+        group["number"] += 1
+    return list(groups.values()), None
+
+
+def find_advice(devices: list[dict[str, Any]], failure: str | None) -> list[str]:
+    """One line for everything that could be better, with what to do."""
+    advice = []
+    if failure:
+        advice.append(f"JAX could not start its devices: {failure}")
+    has_gpu = any(device["platform"] in ("gpu", "cuda") for device in devices)
+    if Path("/dev/nvidiactl").exists() and not has_gpu:
+        advice.append(
+            "there is an NVIDIA GPU but JAX does not use it: pip install 'zerojax[cuda]'"
+            + (", and unset JAX_PLATFORMS" if os.environ.get("JAX_PLATFORMS") else "")
+        )
+    if not has_gpu:
+        advice.append("training runs on the CPU; cpu_devices=8 makes 8 virtual devices of it")
+    if sys.version_info < (3, 12):
+        advice.append("Python 3.12 or newer would bring a newer JAX")
+    return advice
+
+
+def format_table(facts: dict[str, Any]) -> str:
+    """The facts for people, two columns."""
+    host = facts["host"]
+    rows = [("zerojax", facts["zerojax"]), ("python", facts["python"])]
+    rows += [(name, version or "MISSING") for name, version in facts["packages"].items()]
+    rows.append(("system", host["system"]))
+    rows.append(
+        (
+            "host",
+            f"{host['cores']} cores, {host['memory_bytes'] / GIB:.0f} GiB memory, "
+            f"{host['free_disk_bytes'] / GIB:.0f} GiB of disk free here",
+        )
+    )
+    if host["free_memory_bytes"] is not None:
+        free = f"{host['free_memory_bytes'] / GIB:.0f} GiB, by {host['memory_limit']}"
+        rows.append(("free memory", free))
+    for device in facts["devices"] or [None]:
+        rows.append(("devices", _format_device(device) if device else "none"))
+    rows += list(facts["variables"].items())
+    for name, version in facts["optional"].items():
+        purpose, command = OPTIONAL[name]
+        rows.append((name, version or f"not installed; for {purpose}: {command}"))
+    rows.append(("zerojax plan", facts["plan"]))
+    width = max(len(name) for name, _ in rows) + 2
+    lines = [f"{name:<{width}}{text}" for name, text in rows]
+    return "\n".join(lines + [f"* {line}" for line in facts["advice"]])
+
+
+def _format_device(device: dict[str, Any]) -> str:
+    memory = device["memory_bytes"]
+    each = f", {memory / GIB:.0f} GiB each" if memory else ""
+    pinned = ", pinned host memory" if device["pinned_host"] else ", no pinned host memory"
+    return f"{device['number']} x {device['kind']} ({device['platform']}{each}{pinned})"
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+
+def bench_io(args: argparse.Namespace) -> int:
+    """Prints a line for each number of threads, and the best of them; or all as JSON."""
+    from zerojax.checkpoint.store.rates import measure_rates
+    from zerojax.hardware.machine_rates import MeasuredDisk, disk_name, keep
+
+    folder = Path(args.path)
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder}: no such folder; name one on the disk to be measured")
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{folder}: not a folder; name one on the disk to be measured")
+    if args.size < 1:
+        raise ValueError(f"--size {args.size}: at least 1 MiB is needed")
+    found = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*refuses O_DIRECT")  # said below, once
+        for rates in measure_rates(folder, num_bytes=args.size * _MIB):
+            if not args.json:
+                _print_disk(rates, folder, args.size, is_first=not found)
+            found.append(rates)
+    best = max(found, key=lambda rates: rates.both)
+    disk = MeasuredDisk(disk=disk_name(folder), write=best.write, read=best.read, both=best.both)
+    kept = keep(disk) if best.is_direct else None
+    if args.json:
+        show(json.dumps(_disk_dict(folder, found, best, disk.disk, kept), indent=2))
+        return 0
+    if not best.is_direct:
+        show(
+            "this file system refuses O_DIRECT: these are rates of the page cache as much as of a "
+            "disk; another disk would tell more"
+        )
+    plural = "" if best.num_threads == 1 else "s"
+    show(f"best: {best.both / _GB:.2f} GB/s read + write, with {best.num_threads} thread{plural}")
+    if kept is not None:
+        show(f"kept for plans: {disk.disk}, in {kept}")
+    return 0
+
+
+def _print_disk(rates: Rates, folder: Path, size: int, *, is_first: bool) -> None:
+    if is_first:
+        show(f"{folder}: GB/s (10^9 bytes), best of three passes over {size} MiB")
+        show(f"{'threads':>7}  {'write':>7}  {'read':>7}  {'read + write':>12}")
+    show(
+        f"{rates.num_threads:>7}  {rates.write / _GB:>7.2f}  {rates.read / _GB:>7.2f}  "
+        f"{rates.both / _GB:>12.2f}",
+        flush=True,
+    )
+
+
+def _disk_dict(
+    folder: Path, found: Sequence[Rates], best: Rates, disk: str, kept: Path | None
+) -> dict[str, object]:
+    """Rates in bytes per second."""
+    return {
+        "folder": str(folder),
+        "disk": disk,
+        "is_direct": best.is_direct,
+        "rates": [dataclasses.asdict(rates) for rates in found],
+        "best": dataclasses.asdict(best),
+        "kept": None if kept is None else str(kept),
+    }
+
+
+def bench_link(args: argparse.Namespace) -> int:
+    """Prints a line for each size, and what is kept of them; or all as JSON."""
+    import jax
+
+    from zerojax.hardware.link_rates import SIZES, measure_link, shares_host_memory
+    from zerojax.hardware.machine_rates import MeasuredLink, keep
+
+    if args.size is not None and args.size < 1:
+        raise ValueError(f"--size {args.size}: at least 1 MiB is needed")
+    device = jax.local_devices()[0]
+    is_one_memory = shares_host_memory(device)
+    sizes = SIZES if args.size is None else (args.size * _MIB,)
+    found = []
+    for num_bytes in sizes:
+        rates = measure_link(num_bytes=num_bytes, device=device)
+        if not args.json:
+            _print_link(rates, device.device_kind, is_first=not found)
+        found.append(rates)
+    best = max(found, key=lambda rates: rates.both)
+    measured = MeasuredLink(
+        device_kind=device.device_kind,
+        to_device=best.to_device,
+        to_host=best.to_host,
+        both=best.both,
+    )
+    kept = None if is_one_memory else keep(measured)
+    if args.json:
+        values = {
+            "device_kind": device.device_kind,
+            "is_one_memory": is_one_memory,
+            "rates": [dataclasses.asdict(rates) for rates in found],
+            "best": dataclasses.asdict(best),
+            "kept": None if kept is None else str(kept),
+        }
+        show(json.dumps(values, indent=2))
+        return 0
+    if is_one_memory:
+        show(REMARK)
+    if kept is not None:
+        show(f"kept for plans: {device.device_kind}, in {kept}")
+    return 0
+
+
+def _print_link(rates: LinkRates, device_kind: str, *, is_first: bool) -> None:
+    if is_first:
+        show(f"{device_kind} and pinned host memory: GB/s (10^9 bytes), best of five passes")
+        show(f"{'MiB':>7}  {'to device':>9}  {'to host':>9}  {'both at once':>12}")
+    show(
+        f"{rates.num_bytes / _MIB:>7.0f}  {rates.to_device / _GB:>9.2f}  "
+        f"{rates.to_host / _GB:>9.2f}  {rates.both / _GB:>12.2f}",
+        flush=True,
+    )

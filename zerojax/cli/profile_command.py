@@ -1,0 +1,193 @@
+"""`zerojax profile`: a short measured run and its report."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerojax.cli.arguments import add_command, add_settings, split_words
+from zerojax.cli.jax_environment import (
+    allow_pinned_memory,
+    run_one_program_at_a_time,
+    use_cpu_devices,
+)
+from zerojax.config import RunConfig, load
+from zerojax.config.display import show
+from zerojax.runtime.host_memory import keep_freed_memory
+
+if TYPE_CHECKING:
+    from zerojax.forecasting.profiling import StepProfile
+
+
+NEVER = 1_000_000_000
+
+_HELP = """\
+Runs the very step of `zerojax train CONFIG.yaml KEY=VALUE ...`: N steps to warm up, N that are
+measured, N that are traced; then one save. Prints the time per step and where it goes, the
+operations that take most of a device's time, and the FLOPs of every parameter.
+
+examples:
+  zerojax profile configs/tiny_shakespeare.yaml
+  zerojax profile configs/tiny_shakespeare.yaml zero=3 --steps 10 --out runs/looked_at
+  zerojax profile configs/tiny_shakespeare.yaml --json
+
+A trace of a run as it goes on: zerojax train CONFIG.yaml log.profile=[100,103]"""
+
+
+def add(commands) -> None:
+    """Declares the command."""
+    parser = add_command(
+        commands, "profile", run, "measure a few training steps, by operation", _HELP
+    )
+    add_settings(parser)
+    parser.add_argument(
+        "--steps", type=int, default=5, metavar="N", help="steps to measure (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="new folder of trace and numbers (RUN_DIR/profile)"
+    )
+    parser.add_argument("--no-save", action="store_true", help="do not time a save of the state")
+    parser.add_argument("--json", action="store_true", help="print every number as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads the settings, then measures.
+
+    Raises:
+      ValueError: a setting or number that cannot be.
+    """
+    path, overrides = split_words(args.config, args.overrides)
+    config = load(RunConfig, path, overrides)
+    if args.steps < 2:
+        raise ValueError(f"--steps {args.steps}: at least 2 are needed to tell one from another")
+    config = measured(config, args.steps, free_folder(args.out, config), save=not args.no_save)
+    if config.cpu_devices is not None:
+        use_cpu_devices(config.cpu_devices)
+        keep_freed_memory()
+    allow_pinned_memory(config.mesh.offload)
+    return profile(config, args.steps, as_json=args.json)
+
+
+def free_folder(out: str | None, config: RunConfig) -> Path:
+    """A folder that is not there yet, so that nothing is resumed.
+
+    Raises:
+      ValueError: the one that was asked for is there.
+    """
+    if out is not None:
+        if Path(out).exists():
+            raise ValueError(f"--out {out} is there already; name a folder that is not")
+        return Path(out)
+    first = Path(config.run_dir) / "profile"
+    return next(
+        path
+        for number in range(1, NEVER)
+        if not (path := first if number == 1 else first.with_name(f"profile-{number}")).exists()
+    )
+
+
+def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunConfig:
+    """The same run, short: steps to warm up, as many that are measured, as many that are traced."""
+    total = 3 * steps
+    warmup = config.optimizer.warmup_steps
+    offload = config.mesh.offload
+    if offload.on_disk:  # the run's own files are its state: others, on the same disk
+        own = None if offload.folder is None else str(Path(offload.folder) / folder.name)
+        offload = dataclasses.replace(offload, folder=own, durable=False)
+    return dataclasses.replace(
+        config,
+        mesh=dataclasses.replace(config.mesh, offload=offload),
+        steps=total,
+        run_dir=str(folder),
+        eval_every=None,
+        data=dataclasses.replace(config.data, validation_fraction=0.0),
+        optimizer=dataclasses.replace(
+            config.optimizer, warmup_steps=None if warmup is None else min(warmup, total)
+        ),
+        checkpoint=dataclasses.replace(
+            config.checkpoint, path=None, every=NEVER, save_on_exit=save
+        ),
+        log=dataclasses.replace(
+            config.log,
+            every=steps,
+            profile=(2 * steps + 1, total),
+            console="quiet",
+            tensorboard=False,
+            wandb=None,
+        ),
+    )
+
+
+def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
+    """Runs `config`, of which a third of the steps is traced, and prints the page."""
+    import jax
+
+    from zerojax.forecasting.profiling import draw, profile_dict
+    from zerojax.runtime.distributed import join_processes
+    from zerojax.training.run import OFFLOAD_FOLDER
+    from zerojax.training.run_file import run_from_config
+
+    if config.cpu_devices is not None:
+        run_one_program_at_a_time()
+    join_processes()
+    show(f"running {config.steps} steps, the last {steps} of them traced ...", file=sys.stderr)
+    trainer = run_from_config(config)
+    trainer.close()
+    folder = Path(config.run_dir)
+    offload = config.mesh.offload
+    if offload.on_disk:
+        shutil.rmtree(offload.folder or folder / OFFLOAD_FOLDER, ignore_errors=True)
+    if jax.process_index() != 0:
+        return 0
+    page = measure(trainer, folder, steps)
+    # What was written was written to be timed.
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    (folder / "profile.json").write_text(json.dumps(profile_dict(page), indent=2) + "\n")
+    show(json.dumps(profile_dict(page), indent=2) if as_json else draw(page))
+    return 0
+
+
+def measure(trainer: Any, folder: Path, steps: int) -> StepProfile:
+    """The profile of a run that is over, from its files and its compiled step."""
+    from zerojax.forecasting import profiling
+    from zerojax.forecasting.hlo.program import read_program
+    from zerojax.models.flops import count_program_flops
+    from zerojax.training.metrics import read_metrics
+    from zerojax.training.metrics.stopwatch import ACTIVITIES
+
+    metrics = read_metrics(folder)
+    plan, start = trainer.plan, metrics.starts[-1]
+    record = next(row for row in metrics.train if row["step"] == 2 * steps)
+    lowered = trainer.jitted_step.lower(plan.abstract_state, plan.abstract_batch)
+    trace = profiling.newest_trace(folder)
+    text = lowered.compile().as_text()
+    name = text.split(maxsplit=2)[1].rstrip(",")  # "HloModule jit_step, is_scheduled=true, ..."
+    ops = [] if trace is None else [op for op in profiling.read_trace(trace) if op.module == name]
+    ops = profiling.with_programs(ops, read_program(text))
+    spent = {name: record[f"spent_{name}"] for name in ACTIVITIES}
+    tokens, seconds = start["tokens_per_step"], record["step_seconds"]
+    saves = [end["spent_save"] for end in metrics.ends if end["spent_save"] > 0]
+    traced = trainer.jitted_step.trace(plan.abstract_state, plan.abstract_batch)
+    return profiling.StepProfile(
+        steps=steps,
+        devices=start["num_devices"],
+        device_kind=start["device_kind"],
+        step_seconds=seconds,
+        spent=spent,
+        save_seconds=saves[-1] if saves else None,
+        tokens_per_second=None if tokens is None else tokens / seconds,
+        tflops=record.get("tflops_per_device"),
+        mfu=record.get("mfu"),
+        memory={key: record.get(f"memory_{key}") for key in ("peak", "limit", "source")},
+        ops=ops,
+        traced_steps=steps,
+        traced_devices=max((op.devices for op in ops), default=1),
+        flops=profiling.flops_by_parameter(plan, trainer.jitted_step),
+        counted_flops=count_program_flops(traced.jaxpr),
+        trace=trace,
+    )

@@ -1,0 +1,168 @@
+"""`zerojax generate`, `eval` and `report`: text, loss and report of a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerojax.cli.arguments import add_command, add_run, add_run_settings
+from zerojax.cli.jax_environment import run_one_program_at_a_time, use_cpu_devices
+from zerojax.config import MeshConfig
+from zerojax.config.display import show
+from zerojax.config.loader import coerce_fields, load_dataclass
+from zerojax.runtime import bounded_json
+from zerojax.runtime.host_memory import keep_freed_memory
+
+RECORD_FILE = "run.json"
+
+_GENERATE = """\
+examples:
+  zerojax generate runs/tiny_shakespeare "To be, or"
+  zerojax generate runs/tiny_shakespeare "ROMEO:" --tokens 100 --temperature 0.5 --seed 7"""
+
+_EVAL = """\
+The run is loaded with its own mesh, if this machine has as many devices as it was trained on.
+
+examples:
+  zerojax eval runs/tiny_shakespeare
+  zerojax eval runs/mine --step best
+  zerojax eval runs/tiny_shakespeare mesh.zero=3 mesh.data=4 --batches 20"""
+
+
+def add_generate(commands) -> None:
+    """Declares `zerojax generate`."""
+    parser = add_command(
+        commands, "generate", generate, "continue a text with a trained model", _GENERATE
+    )
+    add_run(parser)
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
+    add_run_settings(parser)
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="tokens to add (200, or as many as the model holds)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0 takes the likeliest token, 1 samples from the model's distribution (%(default)s)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="sample among the K likeliest tokens (all)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the sampling (%(default)s)"
+    )
+
+
+def add_eval(commands) -> None:
+    """Declares `zerojax eval`."""
+    parser = add_command(commands, "eval", evaluate, "measure the loss of a trained model", _EVAL)
+    add_run(parser)
+    add_run_settings(parser)
+    parser.add_argument(
+        "--batches", type=int, metavar="N", help="validation batches (the run's eval_batches)"
+    )
+
+
+def add_report(commands) -> None:
+    """Declares `zerojax report`."""
+    parser = add_command(commands, "report", report, "write the HTML report of a run")
+    add_run(parser)
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Prints the prompt and its continuation."""
+    loaded = open_run(args.run, args.overrides, args.step)
+    text = loaded.generate(
+        args.prompt,
+        args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+    )
+    show(text)
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Prints the loss; of text also perplexity and bits per token."""
+    if args.batches is not None and args.batches < 1:
+        raise ValueError(f"--batches {args.batches}: at least 1 is needed")
+    loaded = open_run(args.run, args.overrides, args.step)
+    found = loaded.evaluate(num_batches=args.batches)
+    loss = found["loss"]
+    show(
+        f"step {loaded.step}: loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.2f}, "
+        f"{loss / math.log(2):.3f} bits per token, over {int(found['weight']):,} validation tokens"
+    )
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """Writes the page and prints its path."""
+    from zerojax.training.metrics.report import write_report
+
+    show(write_report(args.run))
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSettings:
+    """Settings of a run that is read back."""
+
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    """Options laid over the run's own."""
+    cpu_devices: int | None = None
+    """Virtual CPU devices to make. Not given: as many as the run had, where it ran on CPUs."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+
+
+def open_run(run: str, overrides: Sequence[str], step: int | str | None = None) -> Any:
+    """The `LoadedRun` in a folder.
+
+    Args:
+      run: the folder.
+      overrides: KEY=VALUE of `ReadSettings`.
+      step: as `zerojax.load_run` takes it.
+
+    Raises:
+      ConfigError: an unknown key or a wrong value; else what `zerojax.load_run` raises.
+    """
+    settings = load_dataclass(ReadSettings, None, overrides)
+    given = {part for word in overrides for part in word.partition("=")[0].strip().split(".")}
+    names = [field.name for field in dataclasses.fields(MeshConfig) if field.name in given]
+    count = settings.cpu_devices if "cpu_devices" in given else _cpu_devices_of(Path(run))
+    if count is not None:
+        try:
+            use_cpu_devices(count)
+        except RuntimeError:  # within a program whose devices are there already
+            if "cpu_devices" in given:
+                raise
+        else:
+            keep_freed_memory()
+            run_one_program_at_a_time()
+    # Imports JAX, whose number of CPU devices is set above.
+    from zerojax.training.loading import load_run
+
+    mesh = {name: getattr(settings.mesh, name) for name in names}
+    return load_run(run, step, mesh=mesh or None)
+
+
+def _cpu_devices_of(folder: Path) -> int | None:
+    """How many CPU devices a run had; None where it ran on others, or does not say."""
+    try:
+        record = bounded_json.load(folder / RECORD_FILE)
+    except (OSError, ValueError):
+        return None  # `load_run` says what is wrong with it
+    if not isinstance(record, dict) or record.get("platform") != "cpu":
+        return None
+    count = record.get("num_devices")
+    return count if isinstance(count, int) and 0 < count <= 4096 else None

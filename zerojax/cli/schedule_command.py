@@ -1,0 +1,108 @@
+"""`zerojax schedule`: drawing, bubble and memory of a pipeline schedule."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zerojax.cli.arguments import add_command
+from zerojax.config.display import show
+
+if TYPE_CHECKING:
+    from zerojax.plan.schedules.simulation import Costs
+
+
+_HELP = """\
+Without NAME all schedules are listed. NAME may be a CSV file: one line per tick, one column per
+stage, cells such as F4+B0; --csv writes one to start from.
+
+examples:
+  zerojax schedule 1f1b --stages 4 --microbatches 8
+  zerojax schedule interleaved --stages 4 --microbatches 8 --chunks 2 --svg interleaved.svg
+  zerojax schedule zb_h1 --stages 4 --microbatches 8 --costs 1,1.2,0.8 --csv mine.csv
+  zerojax schedule mine.csv"""
+
+
+def add(commands) -> None:
+    """Declares the command."""
+    parser = add_command(
+        commands,
+        "schedule",
+        run,
+        "draw a pipeline schedule, its bubble and memory",
+        _HELP,
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="such as 1f1b, or a CSV file")
+    parser.add_argument("--stages", type=int, metavar="N", help="pipeline stages")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches in a step")
+    parser.add_argument(
+        "--chunks", type=int, metavar="V", help="parts of the model on a stage (interleaved: 2)"
+    )
+    parser.add_argument(
+        "--costs",
+        default="1,1,1",
+        metavar="F,B,W",
+        help="times of a microbatch: forward, gradient of the input, of the weights (%(default)s)",
+    )
+    parser.add_argument("--svg", metavar="FILE", help="also write the picture as SVG")
+    parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the names, or one picture; writes the files that were asked for."""
+    from zerojax.plan.schedules.catalog import make_schedule
+    from zerojax.plan.schedules.files import write_csv
+    from zerojax.plan.schedules.picture import describe, draw
+    from zerojax.plan.schedules.simulation import simulate
+    from zerojax.plan.schedules.svg import draw_svg
+
+    if args.name is None:
+        show(list_names())
+        return 0
+    costs = parse_costs(args.costs)
+    schedule = make_schedule(
+        args.name, stages=args.stages, microbatches=args.microbatches, chunks=args.chunks
+    )
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    lines = [
+        f"{schedule.name}: {stages} stage{'s' * (stages != 1)}, "
+        f"{microbatches} microbatch{'es' * (microbatches != 1)}",
+        "",
+        draw(schedule),
+        "",
+        describe(schedule, simulate(schedule, costs)),
+    ]
+    if args.svg:
+        Path(args.svg).write_text(draw_svg(schedule, costs), encoding="utf-8")
+        lines.append(f"written    {args.svg}")
+    if args.csv:
+        lines.append(f"written    {write_csv(schedule, args.csv)}")
+    show("\n".join(lines))
+    return 0
+
+
+def list_names() -> str:
+    """Every name and what it is good for."""
+    from zerojax.plan.schedules.catalog import SCHEDULES
+
+    width = max(map(len, SCHEDULES)) + 2
+    lines = [f"{name:<{width}}{text}" for name, text in SCHEDULES.items()]
+    return "\n".join([*lines, "", "draw one: zerojax schedule 1f1b --stages 4 --microbatches 8"])
+
+
+def parse_costs(text: str) -> Costs:
+    """`F,B,W` as three numbers.
+
+    Raises:
+      ValueError: it is anything else.
+    """
+    from zerojax.plan.schedules.simulation import Costs
+
+    try:
+        forward, backward, weight = (float(word) for word in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"--costs {text!r} must be the times of F, B and W, such as --costs 1,1,1"
+        ) from None
+    return Costs(forward, backward, weight)
