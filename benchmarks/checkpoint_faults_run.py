@@ -27,9 +27,8 @@ from zerojax.models.losses import mean_squared_error
 from zerojax.optim import adamw
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_step
-from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_mesh
-from zerojax.plan.plan import Plan
+from zerojax.plan.device_mesh import make_mesh
+from zerojax.plan.make import Plan, make_plan
 from zerojax.runtime.distributed import ProcessGroup, join_processes
 from zerojax.training.checkpointing import restore_state, save_state
 

@@ -26,9 +26,8 @@ from zerojax.models.losses import mean_squared_error
 from zerojax.optim import adamw
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_step
-from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_mesh
-from zerojax.plan.plan import Plan
+from zerojax.plan.device_mesh import make_mesh
+from zerojax.plan.make import Plan, make_plan
 from zerojax.training.checkpointing import end_state
 
 WIDTH, INNER = 512, 2048

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from benchmarks.measuring import Side, interleave, least_of, sample
 from benchmarks.recording import Goal, Record
-from zerojax.parallel.replicated_sums import over_auto_axes
+from zerojax.parallel.sums import over_auto_axes
 from zerojax.plan.schedules import Costs, simulate
 
 NUM_DEVICES = 4

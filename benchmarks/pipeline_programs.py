@@ -21,9 +21,8 @@ from zerojax.forecasting.hlo.live import LiveAtPeak, read_live
 from zerojax.hardware import compile_client, gpus
 from zerojax.models import GPT2, GPT2Config
 from zerojax.parallel.step import build_step
-from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_mesh
-from zerojax.plan.plan import Plan
+from zerojax.plan.device_mesh import make_mesh
+from zerojax.plan.make import Plan, make_plan
 
 BF16 = 2
 GPT_1B = GPT2Config(

@@ -19,7 +19,7 @@ from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from zerojax.config import RunConfig, load
 from zerojax.hardware import compile_client
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
 from zerojax.training.run_file import plan_from_config
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

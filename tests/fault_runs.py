@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerojax.training.metrics.jsonl import read_metrics
+from zerojax.training.metrics.metric_files import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = """

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config import ModelConfig
-from zerojax.forecasting.result import (
+from zerojax.forecasting.forecast_numbers import (
     COMPILED,
     ForecastNumbers,
     Memory,
@@ -21,9 +21,8 @@ from zerojax.forecasting.result import (
 from zerojax.forecasting.roofline import estimate, verdict
 from zerojax.hardware.gpus import Gpu, find_gpu
 from zerojax.models import build_model
-from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_abstract_mesh
-from zerojax.plan.plan import Plan
+from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.plan.make import Plan, make_plan
 
 GIB = 2**30
 

@@ -16,9 +16,8 @@ from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
 from zerojax.models import GPT2, GPT2Config
 from zerojax.parallel.step import build_step
-from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_mesh
-from zerojax.plan.plan import Plan
+from zerojax.plan.device_mesh import make_mesh
+from zerojax.plan.make import Plan, make_plan
 
 LAYERS, WIDTH, HEADS, VOCAB, SEQ = 24, 2048, 16, 50304, 1024
 LAYER_PARAMETERS = 12 * WIDTH * WIDTH

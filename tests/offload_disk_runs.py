@@ -20,9 +20,8 @@ from zerojax.optim import adamw
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import to_canonical
 from zerojax.parallel.step import build_step
-from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_mesh
-from zerojax.plan.plan import Plan
+from zerojax.plan.device_mesh import make_mesh
+from zerojax.plan.make import Plan, make_plan
 
 SHARES = {"device": 0.3, "host": 0.3, "nvme": 0.4}
 

@@ -21,7 +21,7 @@ from zerojax.models.losses import next_token
 from zerojax.models.zoo.layers import Dropout
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_step
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
 
 THRESHOLD = 50
 """Elements; far below the default, so that ZeRO splits what these tiny models have."""

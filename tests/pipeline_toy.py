@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.parallel.pipeline.executor import execute
+from zerojax.parallel.pipeline.passes import execute
 from zerojax.parallel.pipeline.stage import StageWork
-from zerojax.plan.pipeline_layout import layer_rows
 from zerojax.plan.schedules import lower
+from zerojax.plan.state_layout import layer_rows
 
 WIDTH, ROWS, VOCAB = 6, 3, 11
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from tests.small_models import reference_model
 from zerojax import make_plan
+from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.leaf import Access
-from zerojax.plan.mesh import make_abstract_mesh
-from zerojax.plan.pipeline_layout import PipelineLayout
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
 from zerojax.plan.schedules import lower, make_schedule
+from zerojax.plan.state_layout import PipelineLayout
 
 
 @functools.cache

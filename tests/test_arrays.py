@@ -15,8 +15,8 @@ from tests.trajectories import advance, optimizer, plan_for, regression_batch, t
 from zerojax.parallel.initialization import build_initialiser, init_state
 from zerojax.parallel.reshard import from_canonical, reshard_state, to_canonical
 from zerojax.plan.counts import shard_bytes
+from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_abstract_mesh
 from zerojax.plan.state import run_key_data
 
 USER = {

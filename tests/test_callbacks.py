@@ -17,7 +17,7 @@ from zerojax.checkpoint import CheckpointError
 from zerojax.checkpoint.pruning import removals
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.models.losses import mean_squared_error
-from zerojax.training.callbacks import EarlyStopping, KeepBest
+from zerojax.training.evaluation import EarlyStopping, KeepBest
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,14 +15,14 @@ import pytest
 import zerojax
 from tests import checked_models as cases
 from tests.checked_models import Counting, Normalised, batch
-from zerojax.training.equality import checking, make_request
-from zerojax.training.equality.checking import check_here
+from zerojax.training.equality import check_in_child, make_request
+from zerojax.training.equality.check_in_child import check_here
 from zerojax.training.equality.experiments import Experiments
 from zerojax.training.equality.runs import (
+    CheckInputs,
     Configuration,
-    Given,
     PlainRun,
-    Run,
+    RunOutcome,
     differing_state,
     plan_of,
 )
@@ -32,14 +32,16 @@ STEEP = optax.adamw(1e-2, eps=1e-4)
 
 
 def experiments(model, loss) -> Experiments:
-    given = Given(zerojax.models.adapt.as_model(model), loss, STEEP, [batch(0)], freeze=(), seed=0)
+    given = CheckInputs(
+        zerojax.models.adapt.as_model(model), loss, STEEP, [batch(0)], freeze=(), seed=0
+    )
     return Experiments(PlainRun(given, plan_of(given, Configuration(1))), DEVICES)
 
 
 def found_here(model, loss, monkeypatch=None, *, only=None, **options):
     """The result of a check in this process; `only`: of these runs."""
     if only is not None:
-        monkeypatch.setattr(checking, "configurations", lambda devices, thorough: only)
+        monkeypatch.setattr(check_in_child, "configurations", lambda devices, thorough: only)
     options = {"optimizer": STEEP, "devices": DEVICES, **options}
     return check_here(make_request(model, batch, loss=loss, **options))
 
@@ -165,7 +167,7 @@ def test_the_line_of_refused_state_is_named(monkeypatch):
 def test_infinities_in_state_hide_no_difference():
     def run(last):
         mask = np.array([-np.inf, 0.0, np.nan, last], np.float32)
-        return Run(np.zeros(1), np.zeros(1), {}, {"mask": [mask]})
+        return RunOutcome(np.zeros(1), np.zeros(1), {}, {"mask": [mask]})
 
     assert differing_state(run(1.0), run(1.0)) == ()
     assert differing_state(run(1.01), run(1.0)) == ("mask",)
@@ -205,7 +207,7 @@ def test_an_optimizer_that_sees_padding_is_found(optimizer):
 
 def test_an_optimizer_that_depends_on_the_split_is_told_from_a_wrong_gradient(monkeypatch):
     """No known optimizer does any more, so one run's update is changed by hand."""
-    take = checking.run_zerojax
+    take = check_in_child.run_zerojax
 
     def changed(given, configuration, **options):
         run = take(given, configuration, **options)
@@ -214,7 +216,7 @@ def test_an_optimizer_that_depends_on_the_split_is_told_from_a_wrong_gradient(mo
         after = {**run.after, "last": 1.01 * run.after["last"] - 0.01 * given.before["last"]}
         return dataclasses.replace(run, after=after)
 
-    monkeypatch.setattr(checking, "run_zerojax", changed)
+    monkeypatch.setattr(check_in_child, "run_zerojax", changed)
     result = found_here(cases.PAIR, cases.mean, monkeypatch, only=[LAST])
     (reason,) = result.reasons
     assert reason.kind == "optimizer"

@@ -18,8 +18,8 @@ from tests.small_models import linen_loss, reference_model, regression_loss
 from tests.test_lora import FlaxLora
 from tests.test_stand_ins import Tied
 from tests.trajectories import regression_batch, text_batch
-from zerojax.training.equality import checking, make_request
-from zerojax.training.equality.checking import check_here
+from zerojax.training.equality import check_in_child, make_request
+from zerojax.training.equality.check_in_child import check_here
 from zerojax.training.equality.runs import Configuration
 
 DEVICES = 4
@@ -77,7 +77,7 @@ BY_DESIGN = {
 
 def checked(name, monkeypatch, **options):
     """The result of a check of one run beside plain JAX."""
-    monkeypatch.setattr(checking, "configurations", lambda devices, thorough: [LAST])
+    monkeypatch.setattr(check_in_child, "configurations", lambda devices, thorough: [LAST])
     request: dict[str, Any] = {"optimizer": STEEP, "devices": DEVICES, **MODELS[name], **options}
     return check_here(make_request(request.pop("model"), request.pop("batch"), **request))
 

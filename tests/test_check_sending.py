@@ -18,7 +18,7 @@ import zerojax
 from tests import checked_models as cases
 from tests.checked_models import batch
 from zerojax.training.equality import sending
-from zerojax.training.equality.result import CheckResult, ComparedRun, Reason
+from zerojax.training.equality.check_result import CheckResult, ComparedRun, Reason
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -157,7 +157,7 @@ if __name__ == "__main__":
 READER = """
 import sys
 from zerojax.training.equality import sending
-from zerojax.training.equality.result import CheckResult, ComparedRun, Reason
+from zerojax.training.equality.check_result import CheckResult, ComparedRun, Reason
 
 with open(sys.argv[1], "rb") as file:
     things = sending.loads(file.read())

@@ -224,7 +224,7 @@ def test_a_second_run_is_refused_before_it_writes_or_makes_arrays(
     command = ["train", *TINY, f"run_dir={tmp_path}"]
     assert main([*command, "steps=1"]) == 0
     before = listing(tmp_path)
-    monkeypatch.setattr("zerojax.training.run.Trainer", None)
+    monkeypatch.setattr("zerojax.training.run_lifecycle.Trainer", None)
     capsys.readouterr()
     with release_own(tmp_path / "checkpoints"), holder(tmp_path / "checkpoints") as first:
         assert main([*command, "steps=2", "data.tokenizer=bpe:300"]) == 2

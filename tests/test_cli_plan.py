@@ -20,7 +20,7 @@ from zerojax.cli import build_parser, main, plan_command
 from zerojax.cli.complaints import explain
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig, load
-from zerojax.forecasting.result import FORMULA
+from zerojax.forecasting.forecast_numbers import FORMULA
 from zerojax.forecasting.search import Candidate, SearchResult, Trial
 from zerojax.hardware import compile_client
 from zerojax.hardware.compile_client import CompileError

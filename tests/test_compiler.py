@@ -20,7 +20,7 @@ from zerojax.config import MeshConfig
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.plan.compiler_options import PREFETCH_OPTIONS, choose_options
-from zerojax.plan.mesh import make_abstract_mesh
+from zerojax.plan.device_mesh import make_abstract_mesh
 
 H100 = find_gpu("h100")
 needs_compiler = pytest.mark.skipif(

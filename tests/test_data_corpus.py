@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zerojax.data import corpus, prepare, subwords
+from zerojax.data import corpus, preparation, subwords
 from zerojax.data.corpus import find_text_files, read_documents, read_text
 from zerojax.data.tokenizer import (
     BpeTokenizer,
@@ -133,7 +133,7 @@ def test_cutting_text_into_pieces_leaves_the_ids_as_they_are(
     monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 500)
     file = tmp_path / "text.txt"
     file.write_bytes(text.encode())
-    pieces = list(prepare.encode_files([file], bpe))
+    pieces = list(preparation.encode_files([file], bpe))
     assert len(pieces) > 20
     assert sum(starts for starts, _ in pieces) == 1
     assert np.array_equal(np.concatenate([ids for _, ids in pieces]), whole)

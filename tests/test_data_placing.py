@@ -22,7 +22,7 @@ ROWS, SEQ_LEN = 8, 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyPlan:
-    """What `zerojax.plan.plan.Plan` tells the data room."""
+    """What `zerojax.plan.make.Plan` tells the data room."""
 
     abstract_batch: Any
     batch_sharding: NamedSharding

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zerojax.data import TokenSource, as_source, tokens_of_array
-from zerojax.data.prepare import prepare as write_token_files
+from zerojax.data.preparation import prepare as write_token_files
 from zerojax.data.tokens import TokenPart, Tokens
 
 SEQ_LEN = 4

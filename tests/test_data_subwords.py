@@ -20,7 +20,7 @@ from zerojax.data import (
     save_tokenizer,
     subwords,
 )
-from zerojax.data.prepare import prepare
+from zerojax.data.preparation import prepare
 from zerojax.models.zoo import text_generation as generating
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")

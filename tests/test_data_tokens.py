@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from zerojax.data import Tokens, as_source, open_tokens, read_text, tokens_of_array, verify_tokens
-from zerojax.data import prepare as writing
-from zerojax.data.prepare import prepare
+from zerojax.data import preparation as writing
+from zerojax.data.preparation import prepare
 from zerojax.data.tokens import TokenPart, check_ids, gather_windows, smallest_dtype
 
 

@@ -20,10 +20,10 @@ from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.training import deepspeed
 from zerojax.training.deepspeed import Given
-from zerojax.training.deepspeed.file import OLD_NAMES
-from zerojax.training.deepspeed.keys import Absent, Key, paths
-from zerojax.training.deepspeed.optimizers import OPTIMIZERS
-from zerojax.training.deepspeed.table import TABLE
+from zerojax.training.deepspeed.ds_config import OLD_NAMES
+from zerojax.training.deepspeed.key_schema import AbsentFeature, Key, paths
+from zerojax.training.deepspeed.keys_table import TABLE
+from zerojax.training.deepspeed.optimizer_keys import OPTIMIZERS
 
 
 def nested(path: str, value) -> dict:
@@ -88,7 +88,7 @@ DEEPSPEEDS = json.loads((Path(__file__).parent / "data" / "deepspeed_keys.json")
 def test_the_table_has_every_key_and_default_of_deepspeeds_classes(section):
     kind = section.removeprefix("optimizer ")
     table = OPTIMIZERS[kind] if section != kind else entry_of(section)
-    if isinstance(table, Absent):
+    if isinstance(table, AbsentFeature):
         assert set(table.known) == set(DEEPSPEEDS["sections"][section])
         return
     for name, default in DEEPSPEEDS["sections"][section].items():
@@ -109,7 +109,9 @@ def test_a_value_outside_of_what_a_key_takes_is_refused_by_name(path):
     assert path in refusal(nested(path, wrong))
 
 
-@pytest.mark.parametrize("path", [path for path in ALL if isinstance(entry_of(path), Absent)])
+@pytest.mark.parametrize(
+    "path", [path for path in ALL if isinstance(entry_of(path), AbsentFeature)]
+)
 def test_a_feature_that_is_not_here_is_refused_where_it_is_on(path):
     on = next(v for v in ({"enabled": True}, {"mode": "fixed"}) if entry_of(path).is_on(v))
     assert f"{path}=" in refusal(nested(path, on))

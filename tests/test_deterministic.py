@@ -25,11 +25,11 @@ from tests.trajectories import regression_batch, text_batch
 from zerojax.config import LossScale, MeshConfig
 from zerojax.optim import adamw, lamb
 from zerojax.optim.precision import as_precision
-from zerojax.parallel.deterministic_sums import TreeOrder, tree_sum, tree_total
 from zerojax.parallel.step import build_step
+from zerojax.parallel.sums import TreeOrder, tree_sum, tree_total
+from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.leaf import Access
 from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_mesh
 
 slow = pytest.mark.slow
 

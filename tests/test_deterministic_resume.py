@@ -18,7 +18,7 @@ from zerojax.optim.precision import as_precision
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import to_canonical
 from zerojax.parallel.step import build_step
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
 from zerojax.training.checkpointing import restore_state, save_state
 
 SCALE = LossScale(initial=2.0**11, window=4, hysteresis=1)

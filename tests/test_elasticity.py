@@ -137,7 +137,7 @@ TINY = [
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_same_batch_on_other_devices(tmp_path, monkeypatch):
     """8 devices, then 6 (which 8 is no multiple of): the losses are those of 8 throughout."""
-    from zerojax.plan import mesh
+    from zerojax.plan import device_mesh
     from zerojax.training import run_file
 
     def losses(run: str, counts: list[int]) -> list[float]:
@@ -149,7 +149,7 @@ def test_a_run_goes_on_with_the_same_batch_on_other_devices(tmp_path, monkeypatc
             config = load(RunConfig, None, words)
             with run_file.run_from_config(config) as trainer:
                 assert trainer.plan.global_batch_size == 24
-                assert mesh.num_data_shards(trainer.plan.mesh) == count
+                assert device_mesh.num_data_shards(trainer.plan.mesh) == count
         lines = (tmp_path / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
         return [row["loss"] for row in rows if row["kind"] == "train"]

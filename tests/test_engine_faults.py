@@ -18,7 +18,7 @@ from zerojax.config import WatchConfig
 from zerojax.runtime import exit_codes
 from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.deepspeed.engine_guard import Guard, _UnderWay
-from zerojax.training.metrics.jsonl import read_metrics
+from zerojax.training.metrics.metric_files import read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:scheduler WarmupDecayLR")
 CONFIG = {

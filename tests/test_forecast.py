@@ -16,7 +16,7 @@ from zerojax.forecasting import COMPILED, FORMULA
 from zerojax.forecasting.compiled_step import cache_key
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.plan.mesh import make_abstract_mesh
+from zerojax.plan.device_mesh import make_abstract_mesh
 
 needs_compiler = pytest.mark.skipif(
     compile_client.missing() is not None, reason=str(compile_client.missing())

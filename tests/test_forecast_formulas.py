@@ -13,7 +13,7 @@ from tests.pipelines import plan_of as pipelined
 from tests.small_models import reference_model
 from zerojax import make_plan
 from zerojax.plan import counts
-from zerojax.plan.mesh import make_abstract_mesh
+from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.wire import wire_bytes, wire_unit
 
 DEVICES = 8

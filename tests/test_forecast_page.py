@@ -18,8 +18,8 @@ from forecast_samples import (
 )
 
 from tests.pipelines import layout_of, plan_of
-from zerojax.forecasting.page import WIDTH, forecast_dict, forecast_page, round_to_sum
-from zerojax.forecasting.result import FORMULA
+from zerojax.forecasting.forecast_numbers import FORMULA
+from zerojax.forecasting.forecast_page import WIDTH, forecast_dict, forecast_page, round_to_sum
 
 WHY = "the compile-only CUDA client is not installed: pip install 'zerojax[plan]'"
 

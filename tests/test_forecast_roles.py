@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 import zerojax
 from zerojax.forecasting import roles
-from zerojax.forecasting.hlo.dataflow import Dataflow, Link
+from zerojax.forecasting.hlo.dataflow import Dataflow, Edge
 from zerojax.forecasting.hlo.live import LiveAtPeak, read_live
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.forecasting.roles import Roles, argument_roles, bytes_by_role
@@ -23,7 +23,7 @@ from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.models import GPT2, GPT2Config, Llama, LlamaConfig
 from zerojax.plan.counts import role_bytes
-from zerojax.plan.mesh import AXES
+from zerojax.plan.device_mesh import AXES
 
 # --- by hand --------------------------------------------------------------------------------------
 
@@ -174,13 +174,13 @@ def test_a_product_that_adds_to_an_accumulator_in_place_makes_a_gradient():
 def test_links_say_what_moves_what_adds_and_what_computes():
     flow = Dataflow(read_program(PROGRAM))
     assert flow.sources(("saved_f", ())) == [
-        (("f", (2,)), Link.SAME),
-        (("f", (1,)), Link.SAME),
-        (("f", (0,)), Link.USED),
+        (("f", (2,)), Edge.SAME),
+        (("f", (1,)), Edge.SAME),
+        (("f", (0,)), Edge.USED),
     ]
-    assert (("sum_b", ()), Link.ADDED) in flow.targets(("cotangent_b", ()))
-    assert (("mean", ()), Link.SAME) in flow.targets(("reduced", ()))
-    assert (("p.2", ()), Link.SAME) in flow.targets(("mean", ()))
+    assert (("sum_b", ()), Edge.ADDED) in flow.targets(("cotangent_b", ()))
+    assert (("mean", ()), Edge.SAME) in flow.targets(("reduced", ()))
+    assert (("p.2", ()), Edge.SAME) in flow.targets(("mean", ()))
     assert flow.sources(("product_f", (1,))) == []
     carried = {source for source, _ in flow.sources(("b", (4,)))}
     assert carried == {("into_b", (4,)), ("next_b", (4,))}

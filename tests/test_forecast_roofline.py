@@ -8,7 +8,7 @@ import re
 import pytest
 from forecast_samples import GIB, sample_memory, sample_plan, sample_row
 
-from zerojax.forecasting import page
+from zerojax.forecasting import forecast_page
 from zerojax.forecasting.remedies import accumulation_bytes
 from zerojax.forecasting.roofline import (
     estimate,
@@ -19,7 +19,7 @@ from zerojax.forecasting.roofline import (
 )
 from zerojax.hardware.gpus import find_gpu
 from zerojax.plan.counts import role_bytes
-from zerojax.plan.offload_costs import Hiding, Rates
+from zerojax.plan.offload_costs import Hiding, TierRates
 from zerojax.plan.schedules import lower, make_schedule
 
 MESH = {"replica": 1, "data": 8, "stage": 1, "model": 1}
@@ -123,7 +123,7 @@ def test_by_formula_a_pipeline_sends_to_its_neighbours():
 )
 def test_offload_comes_on_top_and_may_bound_the_step(update, stream, disk, expected):
     hiding = Hiding(
-        rates=Rates(to_device=1, to_host=1, both=2, link="", disk=1, disk_source=""),
+        rates=TierRates(to_device=1, to_host=1, both=2, link="", disk=1, disk_source=""),
         update_seconds=update,
         stream_seconds=stream,
         disk_seconds=disk,
@@ -132,7 +132,7 @@ def test_offload_comes_on_top_and_may_bound_the_step(update, stream, disk, expec
     )
     result = roofline(hiding=hiding)
     assert (result.step_seconds, result.bound_by) == expected
-    lines = [" ".join(row) for row in page._step_rows(result, scale=1.0, digits=1)]
+    lines = [" ".join(row) for row in forecast_page._step_rows(result, scale=1.0, digits=1)]
     assert f"step {expected[0]:.1f}" in lines[-1]
 
 

@@ -24,8 +24,8 @@ from zerojax.models.jaxpr import inner_programs
 from zerojax.models.zoo import fp8
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_mesh
 
 HISTORY = "blocks/mlp/up/amax_history"
 PROJECTIONS = {"gpt2": 6, "llama": 7}

@@ -1,4 +1,4 @@
-"""Sums by exchange, which stand in for reduce-scatters where collectives go through gloo."""
+"""Sums by permutes, which stand in for reduce-scatters where collectives go through gloo."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from zerojax import make_abstract_mesh, make_mesh
-from zerojax.parallel import exchanged_sums as exchange
+from zerojax.parallel import sums
 from zerojax.parallel.collectives import LeafCollectives, scatter_buckets
-from zerojax.plan.mesh import DATA, DATA_AXES, communicates_through_gloo
+from zerojax.plan.device_mesh import DATA, DATA_AXES, communicates_through_gloo
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,7 +26,7 @@ SHAPES = {"first": (16, 3), "last": (3, 16), "padded": (4, 13, 5), "vector": (24
 DIMS = {"first": -2, "last": -1, "padded": -2, "vector": -1}
 
 
-def leaf(name: str, exchange: bool) -> LeafCollectives:
+def leaf(name: str, by_permutes: bool) -> LeafCollectives:
     shape, dim = SHAPES[name], DIMS[name]
     return LeafCollectives(
         zero_dim=dim,
@@ -37,7 +37,7 @@ def leaf(name: str, exchange: bool) -> LeafCollectives:
         over=(DATA,),
         compute_dtype="float32",
         reduce_dtype="float32",
-        exchange=exchange,
+        by_permutes=by_permutes,
     )
 
 
@@ -63,8 +63,8 @@ def run_on_shards(function, values: dict[str, np.ndarray]) -> tuple[dict, str]:
 
 @pytest.mark.parametrize("bucket_size", [1, 10**9], ids=["leaf by leaf", "one bucket"])
 @pytest.mark.parametrize(("limit", "way"), [(7, "collective_permute"), (6, "all_to_all")])
-def test_an_exchange_gives_what_a_reduce_scatter_gives(limit, way, bucket_size, monkeypatch):
-    monkeypatch.setattr(exchange, "MAX_PERMUTES", limit)
+def test_sums_by_permutes_give_what_a_reduce_scatter_gives(limit, way, bucket_size, monkeypatch):
+    monkeypatch.setattr(sums, "MAX_PERMUTES", limit)
     values = {
         name: np.random.default_rng(0).integers(-99, 99, (8, *shape)).astype(np.float32)
         for name, shape in SHAPES.items()  # whole numbers: every order of sums is exact

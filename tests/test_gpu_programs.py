@@ -17,7 +17,7 @@ from zerojax.hardware import compile_client, gpus
 from zerojax.parallel import collectives
 from zerojax.parallel.step import build_step
 from zerojax.plan.counts import role_bytes
-from zerojax.plan.mesh import make_mesh
+from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.wire import wire_bytes
 
 MISSING = compile_client.missing()

@@ -21,8 +21,8 @@ from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.parallel.step import build_step
+from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_mesh
 
 MISSING = compile_client.missing()
 pytestmark = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from zerojax.forecasting.hlo import find_collectives, read_program
-from zerojax.forecasting.hlo.groups import connected, read_groups
+from zerojax.forecasting.hlo.communication import connected, read_groups
 
 ALL = tuple(range(8))
 

@@ -30,8 +30,8 @@ from zerojax.forecasting.hlo import (
 from zerojax.hardware import compile_client, gpus
 from zerojax.models import build_model
 from zerojax.parallel.step import build_step
+from zerojax.plan.device_mesh import AXES
 from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import AXES
 
 ON_GPU = [
     pytest.mark.gpu_programs,

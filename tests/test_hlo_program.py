@@ -8,7 +8,7 @@ import time
 import pytest
 
 from zerojax.forecasting.hlo import Array, read_program
-from zerojax.forecasting.hlo.types import HOST_MEMORY_SPACE, arrays_of, read_type
+from zerojax.forecasting.hlo.program import HOST_MEMORY_SPACE, arrays_of, read_type
 
 
 def trips(text: str) -> str:

@@ -27,8 +27,7 @@ from zerojax.plan.host_budget import (
     disk_bytes,
     host_bytes,
 )
-from zerojax.plan.make import make_plan
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan, make_plan
 from zerojax.runtime import system_memory
 from zerojax.runtime.system_memory import (
     PINNED_LIMIT,

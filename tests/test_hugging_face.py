@@ -15,11 +15,10 @@ from tests.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.trajectories import advance
 from zerojax.config import MeshConfig, OptimizerConfig
 from zerojax.models.hugging_face import UnsupportedError, from_hugging_face
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.place import fill_on_devices
+from zerojax.parallel.initialization import fill_on_devices, init_state
 from zerojax.parallel.reshard import to_canonical
+from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan, plan_options
-from zerojax.plan.mesh import make_mesh
 from zerojax.training.checkpointing import end_state, model_of
 
 

@@ -23,17 +23,17 @@ from zerojax.models.hugging_face.writing import merging, outgoing
 from zerojax.models.zoo.lora import merged_kernel
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import model_parts
-from zerojax.plan.mesh import make_mesh
+from zerojax.plan.device_mesh import make_mesh
 from zerojax.training.checkpointing import end_state, model_of
 from zerojax.training.hugging_face_export import to_hugging_face
 from zerojax.training.loading import load_run
-from zerojax.training.run import DESCRIPTION_FILE
 from zerojax.training.run_file import (
     plan_from_config,
     run_from_config,
     tokenizer_spec,
     vocab_size_of,
 )
+from zerojax.training.run_lifecycle import DESCRIPTION_FILE
 from zerojax.training.trainer import Trainer
 
 TOKENS = np.random.default_rng(0).integers(0, 20, (8, 8), np.int32)

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from zerojax.config import MeshConfig
-from zerojax.plan import mesh as meshes
-from zerojax.plan.mesh import (
+from zerojax.plan import device_mesh as meshes
+from zerojax.plan.device_mesh import (
     AXES,
     describe_mesh,
     make_abstract_mesh,

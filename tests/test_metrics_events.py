@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from zerojax.training.metrics.events import EventWriter, crc32c
+from zerojax.training.metrics.metric_files import EventWriter, crc32c
 
 
 @pytest.fixture

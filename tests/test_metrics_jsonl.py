@@ -8,7 +8,7 @@ import math
 import pytest
 
 from zerojax.training.metrics import read_metrics
-from zerojax.training.metrics.jsonl import FILE_NAME, MetricsFile
+from zerojax.training.metrics.metric_files import FILE_NAME, MetricsFile
 
 
 def write(folder, *records):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zerojax.hardware.gpus import find_gpu, gpu_names
-from zerojax.training.metrics.peaks import find_peak, peak_flops
+from zerojax.training.metrics.runlog import find_peak, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from zerojax.config import LogConfig, RunConfig, to_dict
 from zerojax.models.losses import NATS_PER_TOKEN
 from zerojax.plan.schedules import make_schedule
-from zerojax.plan.schedules.table import format_cell
+from zerojax.plan.schedules.schedule_table import format_cell
 from zerojax.training.metrics import RunLog, read_metrics, write_report
 from zerojax.training.metrics.charts import Chart, Series, draw, log_ticks, nice_ticks, smooth, thin
 from zerojax.training.metrics.report import make_charts

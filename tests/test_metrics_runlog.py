@@ -15,7 +15,7 @@ import pytest
 
 from zerojax.config import ConfigError, LogConfig, RunConfig, to_dict
 from zerojax.training.metrics import RunLog, read_metrics
-from zerojax.training.metrics.jsonl import MetricsFile
+from zerojax.training.metrics.metric_files import MetricsFile
 
 MEMORY = {"source": "device", "in_use": 2**30, "peak": 2**31, "limit": 2**33}
 

@@ -14,9 +14,20 @@ import pytest
 from zerojax.config import ConfigError, LogConfig
 from zerojax.training.metrics import RunLog, read_metrics
 from zerojax.training.metrics.spikes import LEAST, SpikeDetector
-from zerojax.training.metrics.spread import IN_A_ROW, ProcessTimes, Stragglers, spread
-from zerojax.training.metrics.stopwatch import DATA, EVAL, HOST, SAVE, STEP, Stopwatch, difference
-from zerojax.training.process_times import Pace
+from zerojax.training.metrics.stragglers import (
+    DATA,
+    EVAL,
+    HOST,
+    IN_A_ROW,
+    SAVE,
+    STEP,
+    ProcessTimes,
+    Stopwatch,
+    Stragglers,
+    difference,
+    spread,
+)
+from zerojax.training.process_times import LoopClock
 
 # --- the stopwatch --------------------------------------------------------------------------------
 
@@ -102,39 +113,39 @@ def test_only_the_time_in_which_devices_had_nothing_to_do_is_late(monkeypatch):
     """Data that take a little longer than the devices, which were busy most of that time."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     clock = Clock()
-    pace = Pace(Stopwatch(clock))
-    with pace.stepping():
+    loop_clock = LoopClock(Stopwatch(clock))
+    with loop_clock.stepping():
         clock.now = 1.0
     first = Result()
-    pace.dispatched(first)
-    with pace.during(DATA):
+    loop_clock.dispatched(first)
+    with loop_clock.during(DATA):
         clock.now = 10.0
         first.over.set()
         deadline = time.monotonic() + 20
-        while pace._devices.idle_at() is None and time.monotonic() < deadline:
+        while loop_clock._devices.idle_at() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         clock.now = 11.0
-    with pace.stepping():
+    with loop_clock.stepping():
         clock.now = 12.0
     second = Result()
-    pace.dispatched(second)
-    with pace.during(DATA):
+    loop_clock.dispatched(second)
+    with loop_clock.during(DATA):
         clock.now = 20.0
-    with pace.stepping():  # the devices are still at work
+    with loop_clock.stepping():  # the devices are still at work
         pass
     second.over.set()
-    spent, times = pace.take()
+    spent, times = loop_clock.take()
     assert spent[DATA] == 18.0
     assert (times.late_data, times.late_host, times.steps) == (1.0, 0.0, 3)
 
 
-def test_the_thread_that_waits_for_devices_ends_with_its_pace(monkeypatch):
+def test_the_thread_that_waits_for_devices_ends_with_its_clock(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     before = set(threading.enumerate())
-    pace = Pace()
-    pace.dispatched(jax.numpy.zeros(()))
+    loop_clock = LoopClock()
+    loop_clock.dispatched(jax.numpy.zeros(()))
     (thread,) = set(threading.enumerate()) - before
-    del pace
+    del loop_clock
     thread.join(timeout=20)
     assert not thread.is_alive()
 

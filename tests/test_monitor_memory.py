@@ -15,12 +15,16 @@ import pytest
 import zerojax
 from tests.small_models import reference_model
 from zerojax.cli.complaints import explain as complain
-from zerojax.forecasting.out_of_memory import explaining_memory, what_was_asked
-from zerojax.forecasting.out_of_memory.explaining import cheapest, what_was_done
-from zerojax.forecasting.out_of_memory.living import largest_arrays
+from zerojax.forecasting.out_of_memory import (
+    cheapest,
+    explaining_memory,
+    largest_arrays,
+    what_was_asked,
+    what_was_done,
+)
 from zerojax.runtime.system_memory import TRAINING_STEP, allocating_for, purpose_of
 from zerojax.training import checkpointing
-from zerojax.training.evaluating import mean_loss
+from zerojax.training.evaluation import mean_loss
 from zerojax.training.reporting import Reports
 from zerojax.training.trainer import Trainer
 

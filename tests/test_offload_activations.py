@@ -20,8 +20,8 @@ from zerojax.hardware import compile_client
 from zerojax.models.activation_offload import find_layer_scans, keep_inputs_on_host
 from zerojax.models.jaxpr import inner_programs, is_checkpoint
 from zerojax.parallel.step import build_step
+from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_abstract_mesh
 
 HOST = OffloadConfig(activations="host")
 STEPS = 4

@@ -29,8 +29,8 @@ from zerojax.optim.precision import as_precision
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import reshard_state
 from zerojax.parallel.step import build_step
+from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_mesh
 
 STEPS = 5
 

@@ -12,7 +12,7 @@ import pytest
 from tests.offload_disk_runs import SHARES, canonical, close, differing, offload, plan_of, train
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError
 from zerojax.checkpoint.fingerprint_math import as_text, of_array
-from zerojax.parallel.offload import state as offload_state
+from zerojax.parallel.offload import sliced_state as offload_state
 from zerojax.parallel.offload.disk_saving import saved_names, write_pieces
 from zerojax.parallel.reshard import from_canonical, to_canonical
 

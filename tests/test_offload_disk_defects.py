@@ -40,8 +40,8 @@ from zerojax.parallel.offload import disk_step
 from zerojax.parallel.offload.disk import owners_of
 from zerojax.parallel.offload.disk_durable import resume, resume_step
 from zerojax.parallel.reshard import model_parts, reshard_state
+from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_mesh
 from zerojax.training.checkpointing import first_state, restore_state
 from zerojax.training.entry import train as train_run
 

@@ -21,7 +21,7 @@ from zerojax.config import MeshConfig
 from zerojax.optim import adamw
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.parallel.offload.disk_durable import resume, resume_step
-from zerojax.plan.disk_checks import check_durable
+from zerojax.plan.offload_tiers import check_durable
 from zerojax.training.checkpointing import first_state
 from zerojax.training.entry import train as train_run
 

@@ -27,9 +27,8 @@ from zerojax.models import GPT2, GPT2Config
 from zerojax.optim import adamw
 from zerojax.parallel.step import build_step
 from zerojax.plan.compiler_options import choose_options
-from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_mesh
-from zerojax.plan.plan import Plan
+from zerojax.plan.device_mesh import make_mesh
+from zerojax.plan.make import Plan, make_plan
 
 MISSING = compile_client.missing()
 pytestmark = [

@@ -15,7 +15,7 @@ from tests.small_models import reference_model
 from tests.trajectories import text_batch
 from zerojax.config import OffloadConfig
 from zerojax.optim.precision import Precision
-from zerojax.plan.offload import plan_offload, slice_elements
+from zerojax.plan.offload_tiers import plan_offload, slice_elements
 
 SMALL = {"min_elements": 64, "slice_elements": 256}
 

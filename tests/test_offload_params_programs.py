@@ -23,9 +23,8 @@ from zerojax.models import GPT2, GPT2Config
 from zerojax.parallel.offload import streaming
 from zerojax.parallel.step import build_step, pass_config
 from zerojax.plan.compiler_options import choose_options
-from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_abstract_mesh, make_mesh
-from zerojax.plan.plan import Plan
+from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
+from zerojax.plan.make import Plan, make_plan
 
 WIDTH, SEQ, ROWS = 256, 128, 2
 MIB = 2**20

@@ -31,18 +31,17 @@ from zerojax.plan.counts import (
     state_bytes,
     tokens_per_step,
 )
-from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_abstract_mesh
+from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.plan.make import Plan, make_plan
 from zerojax.plan.offload_costs import (
     ATTAINED,
-    Rates,
+    TierRates,
     hiding,
     link_seconds,
     moved_bytes,
     rates_of,
     slice_bytes,
 )
-from zerojax.plan.plan import Plan
 from zerojax.plan.wire import wire_bytes
 
 WIDTH = 100
@@ -205,7 +204,7 @@ def test_streamed_layers_are_gathered_and_reduced_in_every_microbatch():
 # What hides it
 
 
-RATES = Rates(to_device=4e9, to_host=2e9, both=5e9, link="by hand", disk=1e9, disk_source="too")
+RATES = TierRates(to_device=4e9, to_host=2e9, both=5e9, link="by hand", disk=1e9, disk_source="too")
 CARD = dataclasses.replace(sample_card(), bf16_flops=1e12, host_bandwidth=1e9)
 
 

@@ -13,7 +13,7 @@ import zerojax
 from tests.test_offload_layout import SMALL, plan_of
 from zerojax.hardware import compile_client
 from zerojax.optim.precision import Precision
-from zerojax.parallel.offload.update import build_offload_update
+from zerojax.parallel.offload.sliced_update import build_offload_update
 from zerojax.parallel.reshard import from_canonical, to_canonical
 from zerojax.parallel.update import ThisStep, build_update
 

@@ -24,7 +24,7 @@ from zerojax.hardware.gpus import find_gpu
 from zerojax.models import trees
 from zerojax.optim import adam8bit, coding_of
 from zerojax.optim.optimizer import UpdateContext
-from zerojax.plan.mesh import make_mesh
+from zerojax.plan.device_mesh import make_mesh
 
 MISSING = choice.missing() or compile_client.missing()
 pytestmark = [

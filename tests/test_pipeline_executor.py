@@ -20,7 +20,7 @@ from tests.pipeline_toy import (
 )
 from zerojax.config import MeshConfig
 from zerojax.models.loops.split import split_passes
-from zerojax.plan.mesh import make_mesh
+from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.schedules import check_schedule, forward_schedule, make_schedule
 
 KEY = jnp.uint32(7)

@@ -18,7 +18,7 @@ from zerojax.models.jaxpr import collectives_in_branches
 from zerojax.parallel.step import build_step
 from zerojax.plan import counts
 from zerojax.plan import pipeline_costs as costs
-from zerojax.plan.mesh import make_abstract_mesh
+from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.wire import wire_bytes
 
 STAGES, DATA, MICROBATCHES = 2, 2, 4

@@ -11,8 +11,8 @@ from tests.pipelines import layout_of, plan_of
 from zerojax.plan import pipeline_costs as costs
 from zerojax.plan.counts import role_bytes, whole_elements
 from zerojax.plan.schedules import Schedule, simulate
-from zerojax.plan.schedules.formulas import bubble_formula
-from zerojax.plan.schedules.picture import GAP, SHORT_ROWS, WIDTH, draw, draw_short
+from zerojax.plan.schedules.drawing import GAP, SHORT_ROWS, WIDTH, draw, draw_short
+from zerojax.plan.schedules.simulation import bubble_formula
 from zerojax.plan.show_pipeline import pipeline_dict, pipeline_lines
 
 SIZES = [(2, 2), (2, 8), (4, 4), (4, 16)]

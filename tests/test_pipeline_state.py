@@ -23,8 +23,7 @@ from zerojax.parallel import reshard
 from zerojax.parallel.initialization import build_initialiser, init_state
 from zerojax.parallel.reshard import from_canonical, reshard_state, to_canonical
 from zerojax.parallel.update import ThisStep, build_update
-from zerojax.plan.abstract_state import rows_of_state
-from zerojax.plan.state import run_key_data
+from zerojax.plan.state import rows_of_state, run_key_data
 
 TENSOR_PARALLEL = [("blocks/kernel", ("model",)), ("blocks/bias", ("model",))]
 LAYOUTS = {

@@ -8,9 +8,8 @@ import math
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zerojax.plan.leaf import Access
-from zerojax.plan.placement_rules import PlacementRules
-from zerojax.plan.placement_table import place_parameters
+from zerojax.plan.leaf import Access, PlacementRules
+from zerojax.plan.placement import place_parameters
 
 AXES = {"replica": 1, "data": 8, "stage": 1, "model": 1}
 TENSOR_PARALLEL = {**AXES, "data": 4, "model": 2}
@@ -283,7 +282,7 @@ def test_the_canonical_form_divides_evenly_and_rows_change_places_in_parts(
 ):
     leaf = place_stack(shape, rows)["stack"]
     assert leaf.canonical_spec(PIPELINE) == canonical
-    assert leaf.exchange_spec(PIPELINE) == exchange
+    assert leaf.reorder_spec(PIPELINE) == exchange
     for spec, sizes in ((canonical, leaf.shape), (exchange, leaf.stored_shape)):
         for entry, size in zip(spec, sizes, strict=True):
             names = [entry] if isinstance(entry, str) else entry or []

@@ -19,9 +19,9 @@ from zerojax.config import MeshConfig
 from zerojax.models.trees import flatten_names
 from zerojax.parallel.step import build_step
 from zerojax.plan.counts import role_bytes
+from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
 from zerojax.plan.leaf import Access
 from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_abstract_mesh, make_mesh
 
 
 class Plain(nnx.Module):

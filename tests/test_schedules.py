@@ -17,13 +17,13 @@ from zerojax.plan.schedules import (
     make_schedule,
     simulate,
 )
-from zerojax.plan.schedules.formulas import (
+from zerojax.plan.schedules.schedule_table import format_cell, parse_cell, virtual_stage
+from zerojax.plan.schedules.simulation import (
     asynchronous_bubble_formula,
     bubble_formula,
     in_flight_formula,
+    tick_starts,
 )
-from zerojax.plan.schedules.simulation import tick_starts
-from zerojax.plan.schedules.table import format_cell, parse_cell, virtual_stage
 
 SIZES = [
     (1, 1),

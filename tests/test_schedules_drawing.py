@@ -17,8 +17,7 @@ from zerojax.plan.schedules import (
     simulate,
     write_csv,
 )
-from zerojax.plan.schedules.picture import MAX_LINES, WIDTH, describe, draw
-from zerojax.plan.schedules.svg import LEFT, draw_svg
+from zerojax.plan.schedules.drawing import LEFT, MAX_LINES, WIDTH, describe, draw, draw_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 CASES = [

@@ -21,7 +21,7 @@ from zerojax.plan.schedules import (
     lower,
     make_schedule,
 )
-from zerojax.plan.schedules.table import virtual_stage
+from zerojax.plan.schedules.schedule_table import virtual_stage
 
 SHIFTS = {"right": 1, "left": -1, "local": 0}
 

@@ -15,8 +15,8 @@ from zerojax.plan.schedules import (
     check_schedule,
     make_schedule,
 )
-from zerojax.plan.schedules.catalog import MAX_OPERATIONS
-from zerojax.plan.schedules.table import locate, parse_cell
+from zerojax.plan.schedules.known_schedules import MAX_OPERATIONS
+from zerojax.plan.schedules.schedule_table import locate, parse_cell
 
 # Broken tables
 

@@ -13,11 +13,10 @@ import pytest
 from forecast_samples import GIB, sample_card, sample_forecast, sample_plan
 
 import zerojax
-from zerojax.forecasting.result import FORMULA, RoleBytes
+from zerojax.forecasting.forecast_numbers import FORMULA, RoleBytes
 from zerojax.forecasting.search import Candidate, list_candidates, search, search_dict, search_page
-from zerojax.forecasting.search.bounds import Bounds, bounds_of, bounds_on, repeated
-from zerojax.forecasting.search.candidates import REMATS
-from zerojax.forecasting.search.result import (
+from zerojax.forecasting.search.candidates import REMATS, Bounds, bounds_of, bounds_on, repeated
+from zerojax.forecasting.search.search_result import (
     BEATEN,
     CHOSEN,
     FAILED,

@@ -18,8 +18,8 @@ from tests.small_models import linen_loss, reference_model
 from tests.test_zero_program import lower
 from tests.trajectories import plan_for, text_batch
 from zerojax.config import LogConfig
-from zerojax.training.metrics.jsonl import read_metrics
-from zerojax.training.metrics.stopwatch import ACTIVITIES
+from zerojax.training.metrics.metric_files import read_metrics
+from zerojax.training.metrics.stragglers import ACTIVITIES
 
 
 def temporaries(**changes) -> int:

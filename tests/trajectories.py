@@ -17,9 +17,8 @@ from tests.small_models import VOCAB
 from zerojax.config import MeshConfig
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_step
-from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_mesh
-from zerojax.plan.plan import Plan
+from zerojax.plan.device_mesh import make_mesh
+from zerojax.plan.make import Plan, make_plan
 
 TOLERANCE = 4e-6
 """|difference of losses| of float32 runs of 20 steps: the noise of summing one device's batch in

@@ -29,17 +29,16 @@ if TYPE_CHECKING:
     from zerojax.parallel.initialization import init_state
     from zerojax.parallel.reshard import from_canonical, reshard_state, to_canonical
     from zerojax.parallel.step import build_evaluation, build_step
-    from zerojax.plan.make import make_plan
-    from zerojax.plan.mesh import make_abstract_mesh, make_mesh
-    from zerojax.plan.plan import Plan
+    from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
+    from zerojax.plan.make import Plan, make_plan
     from zerojax.plan.state import TrainState
     from zerojax.runtime.distributed import join_processes
     from zerojax.runtime.peers import PeerLostError
     from zerojax.runtime.preemption import Interrupted
-    from zerojax.training.callbacks import EarlyStopping, KeepBest
     from zerojax.training.deepspeed.engine import Engine, initialize
     from zerojax.training.entry import train
     from zerojax.training.equality import CheckResult, DisagreementError, check
+    from zerojax.training.evaluation import EarlyStopping, KeepBest
     from zerojax.training.hugging_face_export import to_hugging_face, to_peft
     from zerojax.training.loading import LoadedRun, load_run
     from zerojax.training.run_file import run_from_config
@@ -117,11 +116,11 @@ _HOME_OF_NAME = {
     "ConfigError": "config",
     "DamagedError": "checkpoint.errors",
     "DisagreementError": "training.equality",
-    "EarlyStopping": "training.callbacks",
+    "EarlyStopping": "training.evaluation",
     "Engine": "training.deepspeed.engine",
     "FolderInUseError": "checkpoint.errors",
     "Interrupted": "runtime.preemption",
-    "KeepBest": "training.callbacks",
+    "KeepBest": "training.evaluation",
     "LoadedRun": "training.loading",
     "LoraConfig": "config",
     "LossScale": "config",
@@ -129,7 +128,7 @@ _HOME_OF_NAME = {
     "MeshConfig": "config",
     "OptimizerConfig": "config",
     "PeerLostError": "runtime.peers",
-    "Plan": "plan.plan",
+    "Plan": "plan.make",
     "Precision": "optim.precision",
     "Pretrained": "models.hugging_face",
     "RunConfig": "config",
@@ -153,8 +152,8 @@ _HOME_OF_NAME = {
     "lamb": "optim",
     "lion": "optim",
     "load_run": "training.loading",
-    "make_abstract_mesh": "plan.mesh",
-    "make_mesh": "plan.mesh",
+    "make_abstract_mesh": "plan.device_mesh",
+    "make_mesh": "plan.device_mesh",
     "make_plan": "plan.make",
     "merge_lora": "models",
     "reshard_state": "parallel.reshard",

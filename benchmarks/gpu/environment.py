@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from benchmarks.machine import installed_versions, load_average
 from benchmarks.recording import Record, parse_arguments, write_record
-from zerojax.training.metrics.peaks import find_peak
+from zerojax.training.metrics.runlog import find_peak
 
 QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit"
 

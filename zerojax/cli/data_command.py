@@ -41,7 +41,7 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the token files and says what is in them and how to train on them."""
-    from zerojax.data.prepare import prepare
+    from zerojax.data.preparation import prepare
 
     made = prepare(
         args.source,

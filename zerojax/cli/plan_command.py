@@ -151,8 +151,8 @@ def plan(
       ValueError: settings that cannot be. CompileError: the compiler refused the step.
     """
     from zerojax.forecasting import forecast
-    from zerojax.forecasting.page import forecast_dict, forecast_page
-    from zerojax.plan.mesh import make_abstract_mesh
+    from zerojax.forecasting.forecast_page import forecast_dict, forecast_page
+    from zerojax.plan.device_mesh import make_abstract_mesh
     from zerojax.training.run_file import plan_from_config
 
     try:

@@ -129,8 +129,8 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
 
     from zerojax.forecasting.profiling import draw, profile_dict
     from zerojax.runtime.distributed import join_processes
-    from zerojax.training.run import OFFLOAD_FOLDER
     from zerojax.training.run_file import run_from_config
+    from zerojax.training.run_lifecycle import OFFLOAD_FOLDER
 
     if config.cpu_devices is not None:
         run_one_program_at_a_time()
@@ -158,7 +158,7 @@ def measure(trainer: Any, folder: Path, steps: int) -> StepProfile:
     from zerojax.forecasting.hlo.program import read_program
     from zerojax.models.flops import count_program_flops
     from zerojax.training.metrics import read_metrics
-    from zerojax.training.metrics.stopwatch import ACTIVITIES
+    from zerojax.training.metrics.stragglers import ACTIVITIES
 
     metrics = read_metrics(folder)
     plan, start = trainer.plan, metrics.starts[-1]

@@ -51,11 +51,9 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the names, or one picture; writes the files that were asked for."""
-    from zerojax.plan.schedules.catalog import make_schedule
-    from zerojax.plan.schedules.files import write_csv
-    from zerojax.plan.schedules.picture import describe, draw
+    from zerojax.plan.schedules.drawing import describe, draw, draw_svg
+    from zerojax.plan.schedules.known_schedules import make_schedule, write_csv
     from zerojax.plan.schedules.simulation import simulate
-    from zerojax.plan.schedules.svg import draw_svg
 
     if args.name is None:
         show(list_names())
@@ -84,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def list_names() -> str:
     """Every name and what it is good for."""
-    from zerojax.plan.schedules.catalog import SCHEDULES
+    from zerojax.plan.schedules.known_schedules import SCHEDULES
 
     width = max(map(len, SCHEDULES)) + 2
     lines = [f"{name:<{width}}{text}" for name, text in SCHEDULES.items()]

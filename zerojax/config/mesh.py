@@ -14,7 +14,7 @@ from zerojax.config.offload import OffloadConfig
 Rules = tuple[tuple[str, tuple[str | None, ...]], ...]
 
 PARTITIONS = ("uniform", "parameters", "flops")
-"""Names of ways to divide layers; `zerojax.plan.layer_partition` does it."""
+"""Names of ways to divide layers; `zerojax.plan.pipeline` does it."""
 
 
 @names_keywords()

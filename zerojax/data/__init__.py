@@ -1,9 +1,9 @@
 """Batches: from text or token files to global arrays, resumable by one integer."""
 
+from zerojax.data.batch_sharding import abstract_global, local_rows, local_rows_of_mesh, shard_batch
 from zerojax.data.corpus import read_text
 from zerojax.data.feed import Feed, as_feed, has_no_end, one_pass
 from zerojax.data.masking import MaskedSource, as_masked_source
-from zerojax.data.placing import abstract_global, local_rows, local_rows_of_mesh, shard_batch
 from zerojax.data.prefetching import Prefetch, prefetch
 from zerojax.data.source import TokenSource, as_source
 from zerojax.data.subwords import BpeTokenizer, HuggingFaceTokenizer

@@ -12,7 +12,7 @@ import numpy as np
 
 from zerojax.config.keywords import names_keywords
 from zerojax.data.corpus import existing_path
-from zerojax.data.prepare import tokens_of_text
+from zerojax.data.preparation import tokens_of_text
 from zerojax.data.shuffle import permute
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, bpe_size, tokenizer_from_dict
 from zerojax.data.tokens import (

@@ -4,7 +4,7 @@ Nothing is run.
 """
 
 from zerojax.forecasting.compiled_step import Forecast, forecast
-from zerojax.forecasting.result import (
+from zerojax.forecasting.forecast_numbers import (
     COMPILED,
     FORMULA,
     Estimate,

@@ -15,23 +15,28 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax.config.keywords import names_keywords
 from zerojax.config.offload import HOST
 from zerojax.forecasting import cache
-from zerojax.forecasting.hlo.collectives import Collective, find_collectives
+from zerojax.forecasting.forecast_numbers import (
+    COMPILED,
+    FORMULA,
+    ForecastNumbers,
+    Memory,
+    RoleBytes,
+)
+from zerojax.forecasting.forecast_page import forecast_dict, forecast_page
+from zerojax.forecasting.hlo.communication import Collective, find_collectives
+from zerojax.forecasting.hlo.costs import hbm_bytes
 from zerojax.forecasting.hlo.host_copies import HostCopy, find_host_copies
 from zerojax.forecasting.hlo.live import read_live
 from zerojax.forecasting.hlo.overlap import find_overlap
 from zerojax.forecasting.hlo.program import read_program
-from zerojax.forecasting.hlo.traffic import hbm_bytes
-from zerojax.forecasting.offloading import offload_numbers
-from zerojax.forecasting.page import forecast_dict, forecast_page
-from zerojax.forecasting.result import COMPILED, FORMULA, ForecastNumbers, Memory, RoleBytes
 from zerojax.forecasting.roles import bytes_by_role
 from zerojax.forecasting.roofline import estimate, verdict
-from zerojax.forecasting.traffic import find_traffic
+from zerojax.forecasting.transfers import find_traffic, offload_numbers
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, find_gpu, target_text
 from zerojax.models.flops import count_program_flops
 from zerojax.parallel.step import build_step
-from zerojax.plan import mesh as meshes
+from zerojax.plan import device_mesh as meshes
 from zerojax.plan.counts import (
     PIPELINE_BUFFERS,
     model_flops,
@@ -41,8 +46,8 @@ from zerojax.plan.counts import (
     state_bytes,
     tokens_per_step,
 )
+from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.offload_costs import hiding
-from zerojax.plan.plan import Plan, require_plan
 
 FACTS_VERSION = 5
 """Raised when the readers find something else in the same program: what is cached is not reused."""

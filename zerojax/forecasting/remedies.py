@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax.config.offload import HOST
-from zerojax.forecasting.result import Memory
+from zerojax.forecasting.forecast_numbers import Memory
 from zerojax.hardware.gpus import Gpu
 from zerojax.models import jaxpr
 from zerojax.models.adapt import bound_attribute
@@ -30,11 +30,11 @@ from zerojax.plan.counts import (
     kept_activation_bytes,
     whole_elements,
 )
+from zerojax.plan.device_mesh import DATA, MODEL, STAGE, num_data_shards
 from zerojax.plan.leaf import Access
-from zerojax.plan.mesh import DATA, MODEL, STAGE, num_data_shards
+from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import link_seconds, rates_of
 from zerojax.plan.pipeline_costs import activation_bytes, total_buffer_bytes
-from zerojax.plan.plan import Plan
 from zerojax.plan.schedules import lower, make_schedule
 
 STATE = (MASTERS, OPTIMIZER, "optimizer temporaries")

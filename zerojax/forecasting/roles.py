@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax
 
-from zerojax.forecasting.hlo.dataflow import MATMULS, MOVES, Dataflow, Link, Value
+from zerojax.forecasting.hlo.dataflow import MATMULS, MOVES, Dataflow, Edge, Value
 from zerojax.forecasting.hlo.live import LiveAtPeak
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
 
 MASTERS = "master weights"
 OPTIMIZER = "optimizer state"
@@ -160,7 +160,7 @@ class Roles:
                 source
                 for value in self._model
                 for source, link in flow.sources(value)
-                if link is Link.USED
+                if link is Edge.USED
             ),
             flow.sources,
         )
@@ -201,7 +201,7 @@ class Roles:
         for found in waiting:
             yield found
             for target, link in self._flow.targets(found):
-                if link is not Link.USED and target not in seen:
+                if link is not Edge.USED and target not in seen:
                     seen.add(target)
                     waiting.append(target)
 
@@ -224,7 +224,7 @@ class Roles:
         while waiting:
             value = waiting.pop()
             for target, link in flow.targets(value):
-                if link is Link.SAME and origins[value] not in origins[target]:
+                if link is Edge.SAME and origins[value] not in origins[target]:
                     origins[target] |= origins[value]
                     waiting.append(target)
         return origins
@@ -232,7 +232,7 @@ class Roles:
     def _computes(self, value: Value) -> bool:
         """Whether its numbers are others than those that went in."""
         links = [link for _, link in self._flow.sources(value)]
-        return bool(links) and Link.SAME not in links
+        return bool(links) and Edge.SAME not in links
 
     def _find_model(self) -> set[Value]:
         """What forward and backward compute, without what they only move or add."""
@@ -244,7 +244,7 @@ class Roles:
             lambda value: [
                 (target, link)
                 for target, link in flow.targets(value)
-                if target[0] in nameless or link is Link.SAME
+                if target[0] in nameless or link is Edge.SAME
             ],
         )
         found = set()
@@ -265,7 +265,7 @@ class Roles:
             if value in read or value in self._model:
                 continue
             for source, link in flow.sources(value):
-                if link is not Link.SAME and self._origin[source] is _Origin.PARAMETER:
+                if link is not Edge.SAME and self._origin[source] is _Origin.PARAMETER:
                     starts.append(value)
         return self._closure(
             starts,
@@ -273,7 +273,7 @@ class Roles:
         )
 
     def _closure(
-        self, starts: Iterable[Value], neighbours: Callable[[Value], Iterable[tuple[Value, Link]]]
+        self, starts: Iterable[Value], neighbours: Callable[[Value], Iterable[tuple[Value, Edge]]]
     ) -> set[Value]:
         found = set(starts)
         waiting = list(found)

@@ -6,12 +6,18 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
+from zerojax.forecasting.forecast_numbers import (
+    MEMORY_FRACTION,
+    Estimate,
+    Memory,
+    TrafficRow,
+    Verdict,
+)
 from zerojax.forecasting.remedies import find_remedies, largest_role
-from zerojax.forecasting.result import MEMORY_FRACTION, Estimate, Memory, TrafficRow, Verdict
 from zerojax.hardware.gpus import Gpu
 from zerojax.models.trees import format_bytes
+from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import Hiding
-from zerojax.plan.plan import Plan
 
 FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """What JAX reads its share of the card from; the second is its older name."""

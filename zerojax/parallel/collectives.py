@@ -25,12 +25,17 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.models import trees
 from zerojax.models.jaxpr import mark_read
-from zerojax.parallel.deterministic_sums import TreeOrder
-from zerojax.parallel.exchanged_sums import cut_flat, exchange_in_tree, exchange_pieces
-from zerojax.parallel.fusion_barriers import Seal, seal_values
-from zerojax.parallel.replicated_sums import over_auto_axes
+from zerojax.parallel.sums import (
+    Seal,
+    TreeOrder,
+    cut_flat,
+    over_auto_axes,
+    scatter_by_permutes,
+    scatter_in_tree,
+    seal_values,
+)
+from zerojax.plan.device_mesh import DATA_AXES
 from zerojax.plan.leaf import LeafPlacement
-from zerojax.plan.mesh import DATA_AXES
 
 Arrays = dict[str, Any]
 
@@ -47,7 +52,7 @@ class LeafCollectives:
       over: the mesh axes over which they lie, outermost first.
       compute_dtype: dtype of a gathered value, by name.
       reduce_dtype: dtype of a gradient on the wire, by name.
-      exchange: sum gradients by exchanging pieces, see `exchange_pieces`.
+      by_permutes: sum gradients by permutes, see `scatter_by_permutes`.
       tree: sum gradients in float32 in this fixed order; None leaves the order to the collective.
       seal: keep what is gathered and scattered apart from what the model computes with it, so that
         the latter compiles to the same code on any number of devices; None does not.
@@ -61,7 +66,7 @@ class LeafCollectives:
     over: tuple[str, ...]
     compute_dtype: str
     reduce_dtype: str
-    exchange: bool = False
+    by_permutes: bool = False
     tree: TreeOrder | None = None
     seal: Seal | None = None
 
@@ -92,8 +97,8 @@ class LeafCollectives:
             if self.tree is not None:
                 return _scatter_in_tree({"": whole}, {"": self})[""]
             whole = whole.astype(self.reduce_dtype)
-            if self.exchange:
-                return exchange_pieces({"": whole}, {"": self})[""]
+            if self.by_permutes:
+                return scatter_by_permutes({"": whole}, {"": self})[""]
             dim = whole.ndim + self.zero_dim
             padded = pad_dim(whole, dim, self.padded_size)
             return lax.psum_scatter(padded, self.over, scatter_dimension=dim, tiled=True)
@@ -141,7 +146,7 @@ def leaf_collectives(
     *,
     compute_dtype: Any,
     reduce_dtype: Any,
-    exchange: bool = False,
+    by_permutes: bool = False,
     tree: TreeOrder | None = None,
     seal: Seal | None = None,
 ) -> LeafCollectives:
@@ -157,7 +162,7 @@ def leaf_collectives(
         over=leaf.zero_axes,
         compute_dtype=np.dtype(compute_dtype).name,
         reduce_dtype=np.dtype(reduce_dtype).name,
-        exchange=exchange,
+        by_permutes=by_permutes,
         tree=tree,
         seal=seal,
     )
@@ -334,8 +339,8 @@ def _scatter_bucket(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Ar
         if leaves[next(iter(wholes))].tree is not None:
             return _scatter_in_tree(wholes, leaves)
         wholes = {name: whole.astype(leaves[name].reduce_dtype) for name, whole in wholes.items()}
-        if any(leaves[name].exchange for name in wholes):
-            return exchange_pieces(wholes, leaves)
+        if any(leaves[name].by_permutes for name in wholes):
+            return scatter_by_permutes(wholes, leaves)
         rows = [leaves[name].split_rows(whole) for name, whole in wholes.items()]
         over = leaves[next(iter(wholes))].over
         flat = lax.psum_scatter(jnp.concatenate(rows, axis=1), over, scatter_dimension=0)
@@ -349,7 +354,7 @@ def _scatter_bucket(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Ar
 def _scatter_in_tree(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arrays:
     first = leaves[next(iter(wholes))]
     assert first.tree is not None
-    return exchange_in_tree(first.keep_apart(wholes), leaves, first.tree, first.reduce_dtype)
+    return scatter_in_tree(first.keep_apart(wholes), leaves, first.tree, first.reduce_dtype)
 
 
 def sum_buckets(

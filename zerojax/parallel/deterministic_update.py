@@ -2,7 +2,7 @@
 
 A parameter's stored dimension has `virtual_shards` pieces, of which each device has some. Sums of
 squares are taken of each piece by the same sealed computation and added up in the tree of
-`parallel.deterministic_sums`. Each piece is updated in a loop of one iteration, of which XLA does
+`parallel.sums`. Each piece is updated in a loop of one iteration, of which XLA does
 not know that it
 is one: the loop is neither unrolled nor fused with what is around it, and it updates in place.
 """
@@ -18,8 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax.optim import Optimizer, UpdateContext
-from zerojax.parallel.deterministic_sums import TreeOrder, tree_sum
-from zerojax.parallel.fusion_barriers import run_sealed, seal_on, zero_at_run_time
+from zerojax.parallel.sums import TreeOrder, run_sealed, seal_on, tree_sum, zero_at_run_time
 from zerojax.parallel.update import (
     GradientNorm,
     describe_squares,
@@ -27,13 +26,13 @@ from zerojax.parallel.update import (
     specs_of_leaves,
     true_shapes,
 )
-from zerojax.plan.mesh import DATA, DATA_AXES
-from zerojax.plan.plan import Plan
+from zerojax.plan.device_mesh import DATA, DATA_AXES
+from zerojax.plan.make import Plan
 
 Arrays = dict[str, jax.Array]
 
 
-class Pieces:
+class ParameterPieces:
     """How the parameters of a plan are cut into pieces of one shape each."""
 
     def __init__(self, plan: Plan):
@@ -73,7 +72,7 @@ class Pieces:
 
 def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
     """As `zerojax.parallel.update.build_norm`, with the same bits on any number of devices."""
-    pieces, specs = Pieces(plan), specs_of_leaves(plan.abstract_state["params"])
+    pieces, specs = ParameterPieces(plan), specs_of_leaves(plan.abstract_state["params"])
     kind, order = seal_on(plan.mesh), list(specs)
 
     def squares_of(grads: Arrays, scale: jax.Array) -> jax.Array:
@@ -117,7 +116,7 @@ def build_chunked_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
     tx = plan.tx
     assert isinstance(tx, Optimizer)
     assert tx.begin is not None
-    begin, pieces = tx.begin, Pieces(plan)
+    begin, pieces = tx.begin, ParameterPieces(plan)
     shapes = true_shapes(plan)
     whole_shapes = {
         name: jax.ShapeDtypeStruct(shapes[name], leaf.dtype)

@@ -7,7 +7,7 @@ of 8-bit products follow from. Several new values become one by Flax's own rule 
 of all its microbatches and shards, and all of a step is computed with the same scales.
 
 Some are **counted**: what a pass adds to them is a sum over the rows of the batch, as far as the
-trace of the model shows it (`zerojax.plan.piece_checks`). What each shard adds is added up, so they
+trace of the model shows it (`zerojax.plan.loss_checks`). What each shard adds is added up, so they
 are those of one device with the whole batch.
 """
 
@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.parallel import replicated_sums
-from zerojax.plan.mesh import DATA, REPLICA
+from zerojax.parallel.sums import max_replicated, sum_replicated
+from zerojax.plan.device_mesh import DATA, REPLICA
 
 Arrays = dict[str, Any]
 
@@ -74,11 +74,11 @@ def agree(before: Arrays, after: Arrays, overwritten: Set[str], counted: Set[str
     their changes; other floating-point values change by their mean change.
     """
     chosen = pick(after, overwritten)
-    largest = replicated_sums.max_replicated(chosen) if chosen else {}
+    largest = max_replicated(chosen) if chosen else {}
     count = lax.axis_size(DATA) * lax.axis_size(REPLICA)
     changed = changes(before, after, overwritten)
     changed |= added(before, after, counted)
-    summed = replicated_sums.sum_replicated(changed) if changed else {}
+    summed = sum_replicated(changed) if changed else {}
     return {**after, **add_changes(before, summed, count, counted), **largest}
 
 

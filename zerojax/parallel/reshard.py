@@ -10,14 +10,19 @@ from jax.sharding import NamedSharding
 
 from zerojax.config.keywords import names_keywords
 from zerojax.optim import StateCoding, coding_of
+from zerojax.parallel.offload.disk import fill_disk
 from zerojax.parallel.offload.disk_durable import rest_writer
-from zerojax.parallel.offload.disk_fill import fill_disk
 from zerojax.parallel.offload.disk_saving import restore_pieces
-from zerojax.parallel.offload.state import cut_state, join_params, join_state
-from zerojax.plan.abstract_offload import canonical_on_host
-from zerojax.plan.abstract_state import LayerRows, canonical_opt_state, fit, rows_of_state
-from zerojax.plan.plan import Plan
-from zerojax.plan.state import TrainState
+from zerojax.parallel.offload.sliced_state import cut_state, join_params, join_state
+from zerojax.plan.make import Plan
+from zerojax.plan.state import (
+    StageRows,
+    TrainState,
+    canonical_on_host,
+    canonical_opt_state,
+    fit,
+    rows_of_state,
+)
 from zerojax.runtime.system_memory import allocating_for
 
 Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
@@ -186,7 +191,7 @@ def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False
     programs with collectives that do not wait for each other can block each other for good.
 
     Args:
-      rows: `LayerRows` of the leaves whose rows change places, None for the others; or just None.
+      rows: `StageRows` of the leaves whose rows change places, None for the others; or just None.
       to_rows: from layers in order to rows, or back.
     """
     leaves, structure = jax.tree.flatten(tree)
@@ -231,7 +236,7 @@ def _devices(sharding: NamedSharding) -> list[jax.Device]:
 
 @functools.lru_cache(maxsize=16)
 def _resizer(
-    wanted: tuple[tuple[tuple[int, ...], NamedSharding, LayerRows | None], ...], to_rows: bool
+    wanted: tuple[tuple[tuple[int, ...], NamedSharding, StageRows | None], ...], to_rows: bool
 ) -> Any:
     """A jitted function of arrays that gives them new shapes and shardings."""
 

@@ -20,11 +20,11 @@ from zerojax.parallel.deterministic_update import build_chunked_update, build_fi
 from zerojax.parallel.offload import streaming
 from zerojax.parallel.offload.disk_durable import write_rest
 from zerojax.parallel.offload.disk_step import DiskStep, pending_of, pending_shardings
+from zerojax.parallel.offload.sliced_update import build_offload_update
 from zerojax.parallel.offload.streaming_update import build_updating_gradients
-from zerojax.parallel.offload.update import build_offload_update
 from zerojax.parallel.update import ThisStep, build_norm, build_update
-from zerojax.plan import mesh as meshes
-from zerojax.plan.plan import Plan, require_plan
+from zerojax.plan import device_mesh as meshes
+from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.state import TrainState, step_key
 
 Metrics = dict[str, jax.Array]

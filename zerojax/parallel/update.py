@@ -17,8 +17,8 @@ from pallas_kernels.gradients import GRADIENT_STATS, StatsScalars
 from pallas_kernels.update import update as update_leaf
 from zerojax.models.loops import find_stacks
 from zerojax.optim import Optimizer, UpdateContext, told
-from zerojax.plan.placement_table import axes_of_spec
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
+from zerojax.plan.placement import axes_of_spec
 from zerojax.plan.state import TrainState
 
 Arrays = dict[str, jax.Array]

@@ -10,9 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerojax.plan.make import make_plan
-    from zerojax.plan.mesh import make_abstract_mesh, make_mesh
-    from zerojax.plan.plan import Plan
+    from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
+    from zerojax.plan.make import Plan, make_plan
     from zerojax.plan.state import TrainState
 
 __all__ = [
@@ -24,10 +23,10 @@ __all__ = [
 ]
 
 _HOME_OF_NAME = {
-    "Plan": "plan",
+    "Plan": "make",
     "TrainState": "state",
-    "make_abstract_mesh": "mesh",
-    "make_mesh": "mesh",
+    "make_abstract_mesh": "device_mesh",
+    "make_mesh": "device_mesh",
     "make_plan": "make",
 }
 

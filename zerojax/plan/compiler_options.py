@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.hardware import compile_client
-from zerojax.plan.mesh import STAGE, are_here
+from zerojax.plan.device_mesh import STAGE, are_here
 
 PREFETCH_OPTIONS = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
 """Starts the gathers of the next layer before this layer's matrix products end (ZeRO-3 prefetch).

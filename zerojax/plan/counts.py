@@ -13,11 +13,10 @@ from zerojax.config.offload import DEVICE, HOST, HOST_KIND, NVME
 from zerojax.models import jaxpr, trees
 from zerojax.models.flops import TRAINING_FACTOR, count_program_flops
 from zerojax.plan.decisions import Decisions
+from zerojax.plan.device_mesh import DATA, MODEL, REPLICA, STAGE
 from zerojax.plan.leaf import Access, LeafPlacement
-from zerojax.plan.liveness import straight_pieces, unrolled
-from zerojax.plan.mesh import DATA, MODEL, REPLICA, STAGE
 from zerojax.plan.pipeline_costs import total_buffer_bytes
-from zerojax.plan.placement_table import Placement
+from zerojax.plan.placement import Placement, straight_pieces, unrolled
 
 MASTERS, OPTIMIZER, STORED = "master weights", "optimizer state", "weights"
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered weights", "gradients", "activations"
@@ -43,7 +42,7 @@ def _on_host(leaf: Any) -> bool:
 def state_tiers(plan: Decisions) -> dict[str, Tiers]:
     """{role: {tier: bytes}} of what the state holds between steps; exact.
 
-    A role whose parameters are sliced (`zerojax.plan.offload_layout`) has bytes in several tiers;
+    A role whose parameters are sliced (`zerojax.plan.state_layout`) has bytes in several tiers;
     what lies in files is what is missing in memory of the state in one piece.
 
     Returns:
@@ -191,7 +190,7 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
     weights wait on the host (`offload.streamed`) a device has two, gathered, and the gradients of
     one; all gradients are on the host, or with an update in the backward pass nowhere. Of what is
     gathered where it is read, all that one straight piece of the loss reads lives together: a layer
-    of a loop, or all layers that a Python loop calls (`zerojax.plan.liveness.straight_pieces`).
+    of a loop, or all layers that a Python loop calls (`zerojax.plan.placement.straight_pieces`).
     Gradients of such layers wait for one another at stage 2, whole: with one microbatch weights are
     freed meanwhile, and half of these gradients are beside them. Compiled for 8 H100 (JAX 0.12, 12
     matrices of 1 MiB in float32): 19.1 MiB of temporaries, 19.5 here; in bfloat16 9.6 and 9.8, and

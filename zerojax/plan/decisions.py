@@ -22,11 +22,10 @@ from zerojax.models.index_limits import IndexLimit
 from zerojax.models.protocol import Loss, Model
 from zerojax.optim import Schedule
 from zerojax.optim.precision import Precision
-from zerojax.plan.mesh import DATA_AXES
-from zerojax.plan.offload_layout import OffloadLayout
-from zerojax.plan.pipeline_layout import PipelineLayout
-from zerojax.plan.placement_table import Placement
+from zerojax.plan.device_mesh import DATA_AXES
+from zerojax.plan.placement import Placement
 from zerojax.plan.state import TrainState
+from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
 
 Tree = Any
 

@@ -16,9 +16,9 @@ from zerojax.models import trees
 from zerojax.optim.optimizer import Optimizer
 from zerojax.optim.state_leaves import map_state
 from zerojax.plan.decisions import Decisions
+from zerojax.plan.device_mesh import describe_mesh
 from zerojax.plan.leaf import LeafPlacement
-from zerojax.plan.mesh import describe_mesh
-from zerojax.plan.wire import Transfer, leaf_transfers
+from zerojax.plan.wire import LeafTransfer, leaf_transfers
 
 _WIDTH = 11
 
@@ -107,12 +107,14 @@ def _access(plan: Decisions, leaf: LeafPlacement) -> str:
     return f"{leaf.access.value}, as {whole}{slices}"
 
 
-def _phases(plan: Decisions, leaf: LeafPlacement) -> list[tuple[str, Transfer | None]]:
-    found: list[tuple[str, Transfer | None]] = [(t.phase, t) for t in leaf_transfers(plan, leaf)]
+def _phases(plan: Decisions, leaf: LeafPlacement) -> list[tuple[str, LeafTransfer | None]]:
+    found: list[tuple[str, LeafTransfer | None]] = [
+        (t.phase, t) for t in leaf_transfers(plan, leaf)
+    ]
     return found or [("wire", None)]
 
 
-def _words(transfer: Transfer | None) -> str:
+def _words(transfer: LeafTransfer | None) -> str:
     if transfer is None:
         return "nothing is sent"
     times = "once" if transfer.times == 1 else f"{transfer.times:g} times"

@@ -14,11 +14,11 @@ from zerojax.config.offload import DEVICE, HOST, NVME
 from zerojax.hardware.link_rates import shares_host_memory
 from zerojax.models.trees import format_bytes, num_bytes
 from zerojax.plan.counts import GRADIENTS, STORED, role_tiers, state_bytes
-from zerojax.plan.mesh import DATA
-from zerojax.plan.offload import plan_offload
+from zerojax.plan.device_mesh import DATA
+from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import buffer_bytes, file_bytes, slice_bytes
-from zerojax.plan.offload_layout import OffloadLayout, store_folder
-from zerojax.plan.plan import Plan
+from zerojax.plan.offload_tiers import plan_offload
+from zerojax.plan.state_layout import OffloadLayout, store_folder
 from zerojax.runtime.system_memory import PINNED_LIMIT, SPARE, Room, free_disk, least_room
 
 GIB = 2**30

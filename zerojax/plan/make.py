@@ -1,4 +1,4 @@
-"""Construction of a plan from a model, a mesh and an example batch, by tracing alone.
+"""The plan, and its construction from a model, a mesh and an example batch by tracing alone.
 
 An `AbstractMesh` of absent devices does as well. No step is run.
 """
@@ -24,33 +24,28 @@ from zerojax.models.activation_offload import describe_layer_inputs
 from zerojax.models.loops import find_stacks
 from zerojax.models.losses import split_result
 from zerojax.optim.precision import Precision, as_precision, default_precision
-from zerojax.plan import mesh as meshes
-from zerojax.plan.abstract_model import abstract, abstract_model, as_read, slice_batch
-from zerojax.plan.abstract_offload import abstract_offloaded, canonical_on_host
-from zerojax.plan.abstract_state import abstract_state
-from zerojax.plan.checks import (
-    check_batch,
-    check_deterministic,
-    check_elementwise,
-    check_not_per_example,
-    check_reads,
-    check_trained,
-    naming_the_call,
-)
+from zerojax.plan import device_mesh as meshes
 from zerojax.plan.compiler_options import choose_options
-from zerojax.plan.decisions import ProgramChoices, TracedLoss
-from zerojax.plan.disk_checks import check_durable
-from zerojax.plan.liveness import straight_pieces, unrolled
-from zerojax.plan.loss_checks import check_loss, check_weight, choose_batch_weight
-from zerojax.plan.mesh import DATA, DATA_AXES, STAGE
-from zerojax.plan.offload import plan_offload
+from zerojax.plan.decisions import Decisions, ProgramChoices, TracedLoss
+from zerojax.plan.device_mesh import DATA, DATA_AXES, STAGE
+from zerojax.plan.explain import explain_parameter
+from zerojax.plan.loss_checks import (
+    check_loss,
+    check_pieces,
+    check_weight,
+    choose_batch_weight,
+    describe_pieces,
+    look_at_pieces,
+)
+from zerojax.plan.offload_tiers import (
+    check_durable,
+    check_update_in_backward,
+    find_stacked,
+    plan_offload,
+)
 from zerojax.plan.optimizer_shapes import fit_padding
-from zerojax.plan.piece_checks import check_pieces, describe_pieces, look_at_pieces
 from zerojax.plan.pipeline import choose_microbatches, plan_pipeline
-from zerojax.plan.pipeline_layout import PipelineLayout
-from zerojax.plan.placement import place_model
-from zerojax.plan.placement_table import Placement
-from zerojax.plan.plan import Plan
+from zerojax.plan.placement import Placement, place_model, straight_pieces, unrolled
 from zerojax.plan.reasons import (
     describe_choices,
     describe_deterministic,
@@ -59,8 +54,78 @@ from zerojax.plan.reasons import (
     describe_options,
     describe_update,
 )
-from zerojax.plan.streaming_checks import check_update_in_backward, find_stacked
+from zerojax.plan.refusals import (
+    check_batch,
+    check_deterministic,
+    check_elementwise,
+    check_not_per_example,
+    check_reads,
+    check_trained,
+    naming_the_call,
+)
+from zerojax.plan.show import plan_dict, plan_line, plan_table
+from zerojax.plan.state import (
+    abstract,
+    abstract_model,
+    abstract_offloaded,
+    abstract_state,
+    as_read,
+    canonical_on_host,
+    slice_batch,
+)
+from zerojax.plan.state_layout import PipelineLayout
 from zerojax.runtime.distributed import check_joined
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(Decisions):
+    """Every decision about a run before its first array exists; fields as `Decisions` has them."""
+
+    def __repr__(self) -> str:
+        return f"Plan({plan_line(self)}; plan.table() has every parameter and reason)"
+
+    def table(self) -> str:
+        """The plan for people: bytes per device by role, each parameter, every exception."""
+        return plan_table(self)
+
+    def explain(self, name: str) -> str:
+        """One parameter as a page: sharding, collectives and their bytes, update, memory tier,
+        names in a checkpoint.
+
+        Args:
+          name: of the parameter, as `table` has it: "blocks/mlp/up/kernel".
+
+        Raises:
+          ValueError: there is no such parameter; names the nearest one.
+        """
+        return explain_parameter(self, name)
+
+    def describe(self) -> str:
+        """One line."""
+        return plan_line(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for programs, as JSON takes it."""
+        return plan_dict(self)
+
+
+def require_plan(plan: Any, taker: str) -> Plan:
+    """The plan itself.
+
+    Args:
+      taker: the public function that was given it.
+
+    Raises:
+      TypeError: it is something else, for example a model.
+    """
+    if not isinstance(plan, Plan):
+        given = plan.__name__ if isinstance(plan, type) else f"a {type(plan).__name__}"
+        raise TypeError(
+            f"{taker} takes a Plan, not {given}; make one: "
+            "zerojax.make_plan(model, mesh_config, ...)"
+        )
+    return plan
+
 
 Tree = Any
 

@@ -29,7 +29,7 @@ from zerojax.plan.counts import (
     tokens_per_step,
 )
 from zerojax.plan.decisions import Decisions
-from zerojax.plan.offload_layout import OffloadLayout
+from zerojax.plan.state_layout import OffloadLayout
 from zerojax.runtime.system_memory import nearest_folder
 
 UPDATE, WEIGHTS = "update of the state", "weights"
@@ -55,7 +55,7 @@ class Moved:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rates:
+class TierRates:
     """Bytes per second.
 
     Attributes:
@@ -89,7 +89,7 @@ class Hiding:
         where no rate of a disk in use is known.
     """
 
-    rates: Rates
+    rates: TierRates
     update_seconds: float
     stream_seconds: float
     disk_seconds: float | None
@@ -183,7 +183,7 @@ def slice_bytes(plan: Decisions, layout: OffloadLayout) -> dict[str, int]:
     return {name: size * layout.leaves[name].slice_elements for name, size in sizes.items()}
 
 
-def rates_of(gpu: Gpu, folder: str | None = None) -> Rates:
+def rates_of(gpu: Gpu, folder: str | None = None) -> TierRates:
     """What the link of a card and the disk of a folder do: as measured here, or as published.
 
     Args:
@@ -202,7 +202,7 @@ def rates_of(gpu: Gpu, folder: str | None = None) -> Rates:
     for link in measured_links():
         card = gpu_of_device(link.device_kind)
         if card is not None and card.name == gpu.name:
-            return Rates(
+            return TierRates(
                 to_device=link.to_device,
                 to_host=link.to_host,
                 both=link.both,
@@ -210,7 +210,7 @@ def rates_of(gpu: Gpu, folder: str | None = None) -> Rates:
                 **known,
             )
     each = gpu.host_bandwidth
-    return Rates(
+    return TierRates(
         to_device=each,
         to_host=each,
         both=2 * each,
@@ -219,13 +219,13 @@ def rates_of(gpu: Gpu, folder: str | None = None) -> Rates:
     )
 
 
-def link_seconds(rates: Rates, to_device: float, to_host: float) -> float:
+def link_seconds(rates: TierRates, to_device: float, to_host: float) -> float:
     """Of so many bytes at best: both directions at once for as long as there are both."""
     alone = max(to_device / rates.to_device, to_host / rates.to_host)
     return max(alone, (to_device + to_host) / rates.both)
 
 
-def hiding(plan: Decisions, gpu: Gpu, rates: Rates | None = None) -> Hiding | None:
+def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding | None:
     """How long a plan's offload takes on a card, and the tokens that hide it.
 
     Args:
@@ -267,7 +267,7 @@ def hiding(plan: Decisions, gpu: Gpu, rates: Rates | None = None) -> Hiding | No
     )
 
 
-def _seconds(rates: Rates, parts: list[Moved]) -> float:
+def _seconds(rates: TierRates, parts: list[Moved]) -> float:
     return link_seconds(
         rates, sum(part.to_device for part in parts), sum(part.to_host for part in parts)
     )

@@ -22,9 +22,9 @@ from zerojax.optim import (
     with_raw_keys,
 )
 from zerojax.optim.precision import Precision
-from zerojax.plan.abstract_state import LayerRows, fit
 from zerojax.plan.leaf import LeafPlacement
-from zerojax.plan.placement_table import Placement
+from zerojax.plan.placement import Placement
+from zerojax.plan.state import StageRows, fit
 
 Structs = dict[str, jax.ShapeDtypeStruct]
 
@@ -127,7 +127,7 @@ class _Forms:
         # that each device has the same part of both.
         self._lies = {name: NamedSharding(mesh, leaf.stored_spec) for name, leaf in leaves.items()}
         self._rows = {
-            name: LayerRows(leaf.layer_rows, NamedSharding(mesh, leaf.exchange_spec(axis_sizes)))
+            name: StageRows(leaf.layer_rows, NamedSharding(mesh, leaf.reorder_spec(axis_sizes)))
             for name, leaf in leaves.items()
             if leaf.has_rows and leaf.layer_rows is not None
         }

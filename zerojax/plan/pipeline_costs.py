@@ -10,9 +10,9 @@ import functools
 import math
 from collections.abc import Sequence
 
-from zerojax.plan.pipeline_layout import PipelineLayout
-from zerojax.plan.schedules import SCHEDULES, Costs, Run, Simulation, simulate
-from zerojax.plan.schedules.formulas import bubble_formula
+from zerojax.plan.schedules import SCHEDULES, Costs, Simulation, TickRun, simulate
+from zerojax.plan.schedules.simulation import bubble_formula
+from zerojax.plan.state_layout import PipelineLayout
 
 TRAINING_FACTOR = 3
 """Forward and backward of a model over its forward."""
@@ -41,7 +41,7 @@ def ticks_of(layout: PipelineLayout, slot: str) -> int:
 
     Args:
       slot: "forward", "backward", "weight", "embed", "head" or "embed_backward" (attributes
-        of `Run`).
+        of `TickRun`).
     """
     return sum(_length(run) for run in layout.table.runs if getattr(run, slot))
 
@@ -221,10 +221,10 @@ def message_bytes(layout: PipelineLayout) -> int:
     return num_permutes(layout) * activation_bytes(layout)
 
 
-def _length(run: Run) -> int:
+def _length(run: TickRun) -> int:
     return run.stop - run.start
 
 
-def _kinds(run: Run) -> list[str]:
+def _kinds(run: TickRun) -> list[str]:
     slots = (("F", run.forward), ("B", run.backward), ("W", run.weight))
     return [kind for kind, used in slots if used]

@@ -16,12 +16,11 @@ from zerojax.models.protocol import Model
 from zerojax.models.trace import ModelTrace
 from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
-from zerojax.plan import mesh as meshes
+from zerojax.plan import device_mesh as meshes
+from zerojax.plan.device_mesh import DATA, MODEL, STAGE
 from zerojax.plan.leaf import Access
-from zerojax.plan.liveness import straight_pieces, unrolled
-from zerojax.plan.mesh import DATA, MODEL, STAGE
-from zerojax.plan.offload_layout import OffloadLayout
-from zerojax.plan.placement_table import Placement
+from zerojax.plan.placement import Placement, straight_pieces, unrolled
+from zerojax.plan.state_layout import OffloadLayout
 
 
 def describe_choices(

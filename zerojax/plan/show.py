@@ -1,21 +1,25 @@
-"""Text, table and JSON of a plan."""
+"""Text, table and JSON of a plan, with its offload section."""
 
 from __future__ import annotations
 
+import dataclasses
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from zerojax.config.display import printable
+from zerojax.config.offload import DEVICE, HOST, NVME, TIERS
 from zerojax.models import trees
-from zerojax.plan.counts import role_bytes, role_tiers, state_bytes
+from zerojax.plan.counts import Tiers, role_bytes, role_tiers, state_bytes, tokens_per_step
 from zerojax.plan.decisions import Decisions
+from zerojax.plan.device_mesh import MODEL, describe_mesh
 from zerojax.plan.leaf import Access
-from zerojax.plan.liveness import straight_pieces, unrolled
-from zerojax.plan.mesh import MODEL, describe_mesh
-from zerojax.plan.placement_table import Placement
-from zerojax.plan.show_offload import offload_dict, offload_lines, offload_words, tier_lines
+from zerojax.plan.offload_costs import Hiding, Moved, card_of, hiding, moved_bytes
+from zerojax.plan.placement import Placement, straight_pieces, unrolled
 from zerojax.plan.show_pipeline import pipeline_dict, pipeline_line, pipeline_lines
+from zerojax.plan.state_layout import OffloadLayout
 
 _NAMES = 3
 """Of a reason that several parameters share, so many are named."""
@@ -146,3 +150,149 @@ def plan_dict(plan: Decisions) -> dict[str, Any]:
         ],
         "reasons": list(plan.reasons),
     }
+
+
+WIDTH = 98
+"""Of the section; a forecast's page puts two spaces before it."""
+NAMES = {DEVICE: "device", HOST: "host", NVME: "disk"}
+ROLE, CELL = 18, 11
+
+
+def offload_words(plan: Decisions) -> str:
+    """For a plan's line: what of its state lies elsewhere; "" where nothing does."""
+    if plan.offload is None:
+        return ""
+    places = {HOST: "in host memory", NVME: "on disk"}
+    sizes = {tier: state_bytes(plan, tier) for tier in places}
+    return "".join(
+        f", {trees.format_bytes(size)} {places[tier]}" for tier, size in sizes.items() if size
+    )
+
+
+def tier_lines(roles: Mapping[str, Tiers]) -> list[str]:
+    """Bytes per device by role and tier, and their sums."""
+    used = [tier for tier in TIERS if tier == DEVICE or any(t.get(tier) for t in roles.values())]
+    head = "".join(f" {NAMES[tier]:>{CELL}}" for tier in used)
+    lines = [f"{'bytes per device':<{ROLE + 2}}{head}"]
+    for role, tiers in roles.items():
+        if any(tiers.values()):
+            lines.append(f"  {role:<{ROLE}}{_cells(tiers, used)}".rstrip())
+    total = {tier: sum(tiers.get(tier, 0) for tiers in roles.values()) for tier in used}
+    return [*lines, f"  {'sum':<{ROLE}}{_cells(total, used)}  + activations on the device"]
+
+
+def _cells(tiers: Tiers, used: Sequence[str]) -> str:
+    sizes = [trees.format_bytes(tiers[tier]) if tiers.get(tier) else "-" for tier in used]
+    return "".join(f" {size:>{CELL}}" for size in sizes)
+
+
+def offload_lines(plan: Decisions) -> list[str]:
+    """The section of a plan's page: what moves, in which pieces, and what hides it, if known."""
+    layout, moved = plan.offload, moved_bytes(plan)
+    assert layout is not None
+    lines = moved_lines(moved)
+    if layout.leaves:
+        lines += _wrap(_slices_sentence(layout))
+    card = card_of(plan)
+    found = None if card is None else hiding(plan, card)
+    if found is not None:
+        lines += hiding_lines(found, tokens_per_step(plan))
+    elif moved:
+        lines += _wrap("what hides it depends on the card: see `zerojax plan --gpu NAME`")
+    return lines
+
+
+def moved_lines(moved: Sequence[Moved]) -> list[str]:
+    """What one device moves per step."""
+    head = "".join(f" {name:>{CELL}}" for name in ("to device", "to host"))
+    lines = [f"{'offload, per step':<{ROLE + 2}}{head}"]
+    rows = [(part.what, (part.to_device, part.to_host)) for part in moved]
+    sums = sum(part.to_device for part in moved), sum(part.to_host for part in moved)
+    for what, sizes in [*rows, ("sum", sums)]:
+        cells = [trees.format_bytes(size) if size else "-" for size in sizes]
+        lines.append(f"  {what:<{ROLE}}" + "".join(f" {cell:>{CELL}}" for cell in cells))
+    read, written = sum(part.read for part in moved), sum(part.written for part in moved)
+    if read or written:
+        lines.append(
+            f"  files: {trees.format_bytes(read)} read, {trees.format_bytes(written)} written"
+        )
+    return lines
+
+
+def hiding_lines(found: Hiding, tokens: int | None) -> list[str]:
+    """How long it takes at best, and with how many tokens the products last as long."""
+    rates = found.rates
+    sentence = f"link at {_rate(rates.to_device)} and {_rate(rates.to_host)} ({rates.link})"
+    if found.disk_seconds is None:
+        sentence += f"; {rates.disk_source}"
+    elif found.disk_seconds:
+        assert rates.disk is not None
+        sentence += f"; disk at {_rate(rates.disk)}, {rates.disk_source}"
+    lines = _wrap(sentence)
+    seconds = []
+    if found.update_seconds:
+        seconds.append(f"{_seconds(found.update_seconds)} for the update, after the backward pass")
+    if found.stream_seconds:
+        seconds.append(f"{_seconds(found.stream_seconds)} beside forward and backward")
+    lines += _wrap(f"at best {', '.join(seconds)}")
+    rate = f"{found.flops / 1e12:.0f} TFLOP/s, half of the card's peak"
+    if found.disk_seconds is None:
+        return lines
+    if found.tokens is None:
+        return [*lines, *_wrap(f"no number of tokens hides it at {rate}")]
+    if not found.tokens:
+        return [*lines, *_wrap(f"products at {rate}, last longer with any number of tokens")]
+    now = "" if tokens is None else f" (now {trees.format_count(tokens)})"
+    return lines + _wrap(
+        f"products at {rate}, last as long with {trees.format_count(found.tokens)} tokens "
+        f"per step{now}"
+    )
+
+
+def _slices_sentence(layout: OffloadLayout) -> str:
+    leaves = layout.leaves.values()
+    number = sum(leaf.num_slices for leaf in leaves)
+    largest = max(leaf.slice_elements for leaf in leaves)
+    plural = "" if len(leaves) == 1 else "s"
+    sentence = (
+        f"state of {len(leaves)} parameter{plural} in {number} slices of {', '.join(layout.arrays)}"
+        f", at most {largest:,} elements; two of each array are on the device in the update"
+    )
+    if layout.kept:
+        number, (name, why) = len(layout.kept), layout.kept[0]
+        plural = "" if number == 1 else "s"
+        sentence += f"; {number} parameter{plural} as without offload ({name}: {why})"
+    return sentence
+
+
+def offload_dict(plan: Decisions) -> dict[str, Any] | None:
+    """Everything that the page says of offload, as JSON takes it; bytes per device."""
+    layout = plan.offload
+    if layout is None:
+        return None
+    card = card_of(plan)
+    found = None if card is None else hiding(plan, card)
+    return {
+        "bytes_by_tier": role_tiers(plan),
+        "moved": [dataclasses.asdict(part) for part in moved_bytes(plan)],
+        "arrays": list(layout.arrays),
+        "slices": {
+            leaf.name: {"elements": leaf.slice_elements, **leaf.counts}
+            for leaf in layout.leaves.values()
+        },
+        "streamed": sorted(layout.streamed),
+        "kept": [list(pair) for pair in layout.kept],
+        "hiding": None if found is None else dataclasses.asdict(found),
+    }
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e9:.3g} GB/s"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")

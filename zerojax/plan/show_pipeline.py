@@ -8,11 +8,11 @@ from typing import Any
 
 from zerojax.models import trees
 from zerojax.plan import pipeline_costs as costs
-from zerojax.plan.mesh import DATA
-from zerojax.plan.pipeline_layout import PipelineLayout
-from zerojax.plan.placement_table import Placement
-from zerojax.plan.schedules.picture import WIDTH, draw_short
-from zerojax.plan.schedules.table import format_cell
+from zerojax.plan.device_mesh import DATA
+from zerojax.plan.placement import Placement
+from zerojax.plan.schedules.drawing import WIDTH, draw_short
+from zerojax.plan.schedules.schedule_table import format_cell
+from zerojax.plan.state_layout import PipelineLayout
 
 MAX_CELLS = 20_000
 """Ticks x stages of the largest table that goes into the dictionary."""

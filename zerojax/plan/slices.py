@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.offload import DEVICE, HOST, HOST_KIND, NVME
-from zerojax.plan.offload_layout import SlicedLeaf
+from zerojax.plan.state_layout import SlicedLeaf
 
 MEMORY_TIERS = (DEVICE, HOST)
 """The tiers whose slices are arrays."""

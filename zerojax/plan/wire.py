@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from zerojax.plan.counts import layers_of, whole_elements
 from zerojax.plan.decisions import Decisions
+from zerojax.plan.device_mesh import DATA_AXES, REPLICA
 from zerojax.plan.leaf import Access, LeafPlacement
-from zerojax.plan.mesh import DATA_AXES, REPLICA
 from zerojax.plan.pipeline_costs import ticks_of
 
 WIRE_UNIT_BYTES = 2
@@ -23,7 +23,7 @@ WIRE_UNIT_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Transfer:
+class LeafTransfer:
     """One kind of collective of a parameter in a step.
 
     Attributes:
@@ -67,7 +67,7 @@ def wire_bytes(plan: Decisions) -> int:
     return round(math.fsum(t.num_bytes for leaf in leaves for t in leaf_transfers(plan, leaf)))
 
 
-def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[Transfer]:
+def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
     """The collectives of one parameter in a step, in their order.
 
     They follow from how it is read (`zerojax.plan.leaf.Access`):
@@ -87,14 +87,14 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[Transfer]:
         jnp.dtype(dtype) for dtype in (plan.precision.compute_dtype, plan.precision.reduce_dtype)
     )
     whole = whole_elements(placement, leaf)
-    made: list[Transfer] = []
+    made: list[LeafTransfer] = []
 
     def add(
         phase: str, kind: str, over: tuple[str, ...], dtype: jnp.dtype, times: float, size: float
     ) -> None:
         if size:
             made.append(
-                Transfer(
+                LeafTransfer(
                     phase=phase,
                     kind=kind,
                     over=tuple(axis for axis in over if placement.axis_sizes[axis] > 1) or over,

@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerojax.training.callbacks import EarlyStopping, KeepBest
     from zerojax.training.deepspeed.engine import Engine, initialize
     from zerojax.training.entry import train
     from zerojax.training.equality import CheckResult, DisagreementError, check
+    from zerojax.training.evaluation import EarlyStopping, KeepBest
     from zerojax.training.hugging_face_export import to_hugging_face, to_peft
     from zerojax.training.loading import LoadedRun, load_run
     from zerojax.training.run_file import run_from_config
@@ -39,9 +39,9 @@ __all__ = [
 _HOME_OF_NAME = {
     "CheckResult": "equality",
     "DisagreementError": "equality",
-    "EarlyStopping": "callbacks",
+    "EarlyStopping": "evaluation",
     "Engine": "deepspeed.engine",
-    "KeepBest": "callbacks",
+    "KeepBest": "evaluation",
     "LoadedRun": "loading",
     "Trainer": "trainer",
     "check": "equality",

@@ -1,6 +1,7 @@
 """Arguments of `zerojax.train` as one value: what a call says, before anything is made of it.
 
-Knows their kinds and limits; reads neither batches nor devices.
+Knows their kinds and limits; reads neither batches nor devices. `LoopSettings` are those that the
+training loop needs.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from zerojax.config import CheckpointConfig, LogConfig, WatchConfig
 from zerojax.config.checks import check_kind, check_whole_number
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,3 +116,30 @@ def check_validation(validation: Any) -> None:
             f"validation is a {type(validation).__name__}, which can be read only once, but every "
             "evaluation reads it anew; give a list of batches or a TokenSource"
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """What a run does besides stepping, and how often.
+
+    Attributes:
+      log_every: steps between reports.
+      eval_every: steps between evaluations; None evaluates at the end only.
+      eval_batches: batches per evaluation.
+      save_every: steps between checkpoints.
+      save_on_exit: also save at the end and when interrupted.
+      max_skipped: consecutive reports in which every step was skipped as non-finite before the run
+        stops.
+      callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the
+        run.
+      resume_hint: what to tell a user whose run was interrupted.
+    """
+
+    log_every: int = 10
+    eval_every: int | None = None
+    eval_batches: int = 8
+    save_every: int = 500
+    save_on_exit: bool = True
+    max_skipped: int = 5
+    callbacks: Sequence[Callable[[Any, dict[str, float]], Any]] = ()
+    resume_hint: str = "call train again with the same checkpoint to resume"

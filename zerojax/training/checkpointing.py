@@ -17,7 +17,7 @@ from zerojax.parallel.initialization import init_state
 from zerojax.parallel.offload.disk_durable import resume, resume_step
 from zerojax.parallel.offload.disk_saving import saved_names, write_pieces
 from zerojax.parallel.reshard import from_canonical, model_parts, to_canonical
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState
 from zerojax.runtime.system_memory import allocating_for
 

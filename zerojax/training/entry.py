@@ -35,15 +35,13 @@ from zerojax.data import (
 from zerojax.data.tokenizer import Tokenizer
 from zerojax.models.losses import NATS_PER_TOKEN, LossWithUnit, next_token
 from zerojax.optim.precision import Precision
-from zerojax.plan import mesh as meshes
+from zerojax.plan import device_mesh as meshes
 from zerojax.plan.counts import tokens_per_step
-from zerojax.plan.make import make_plan
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan, make_plan
 from zerojax.runtime.distributed import join_processes
 from zerojax.training import deepspeed
-from zerojax.training.arguments import Arguments, check_validation, checked
-from zerojax.training.cadence import Habits
-from zerojax.training.run import (
+from zerojax.training.arguments import Arguments, LoopSettings, check_validation, checked
+from zerojax.training.run_lifecycle import (
     CHECKPOINT_FOLDER,
     PLANNING,
     Run,
@@ -56,7 +54,7 @@ from zerojax.training.run import (
     saying_if_slow,
     with_disk_folder,
 )
-from zerojax.training.run_record import LossKind, Notes, TextData
+from zerojax.training.run_record import LossKind, RunNotes, TextData
 from zerojax.training.trainer import Callback, Trainer
 
 DEFAULT_STEPS = 200
@@ -306,7 +304,7 @@ def _replan_of(given: _Given) -> Callable[[Any], Plan]:
 
 
 def _open_run(plan: Plan, given: _Given) -> Run:
-    """The run with its files and habits."""
+    """The run with its files and loop_settings."""
     arguments, folder = given.arguments, given.folder
     log, checkpoint = arguments.log or LogConfig(), arguments.checkpoint
     files = RunFiles(
@@ -323,7 +321,7 @@ def _open_run(plan: Plan, given: _Given) -> Run:
         reasons=arguments.reasons,
         steps=arguments.steps,
         tokens_per_step=tokens_per_step(plan),
-        notes=Notes(
+        notes=RunNotes(
             loss=given.loss_kind,
             data=given.text,
             eval_batches=arguments.eval_batches,
@@ -331,7 +329,7 @@ def _open_run(plan: Plan, given: _Given) -> Run:
             tokenizer=given.tokenizer,
         ),
     )
-    habits = Habits(
+    loop_settings = LoopSettings(
         log_every=log.every,
         eval_every=arguments.eval_every,
         eval_batches=arguments.eval_batches,
@@ -343,7 +341,7 @@ def _open_run(plan: Plan, given: _Given) -> Run:
         files,
         plan,
         replan=_replan_of(given),
-        habits=habits,
+        loop_settings=loop_settings,
         feed=given.feed,
         seed=arguments.seed,
         validation=arguments.validation,

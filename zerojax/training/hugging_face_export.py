@@ -37,7 +37,7 @@ from zerojax.models.hugging_face.writing import (
 )
 from zerojax.models.zoo.lora import adapter_names
 from zerojax.parallel.reshard import model_parts
-from zerojax.training.run import DESCRIPTION_FILE, TOKENIZER_FILE
+from zerojax.training.run_lifecycle import DESCRIPTION_FILE, TOKENIZER_FILE
 
 _TOKENIZER_FILES = (
     TOKENIZER_FILE,

@@ -27,13 +27,12 @@ from zerojax.models.zoo import text_generation
 from zerojax.models.zoo.decoder import Decoder
 from zerojax.parallel.reshard import from_model_parts, model_parts
 from zerojax.parallel.step import build_evaluation
-from zerojax.plan import mesh as meshes
-from zerojax.plan.make import make_plan, plan_options
-from zerojax.plan.plan import Plan
+from zerojax.plan import device_mesh as meshes
+from zerojax.plan.make import Plan, make_plan, plan_options
 from zerojax.runtime import bounded_json
 from zerojax.training.checkpointing import model_of
-from zerojax.training.evaluating import mean_loss
-from zerojax.training.run import CHECKPOINT_FOLDER, CONFIG_FILE, TOKENIZER_FILE
+from zerojax.training.evaluation import mean_loss
+from zerojax.training.run_lifecycle import CHECKPOINT_FOLDER, CONFIG_FILE, TOKENIZER_FILE
 from zerojax.training.run_record import RECORD_FILE, RunRecord, abstract_of, read_record
 
 _EXAMPLE_TOKENS = 8

@@ -1,4 +1,4 @@
-"""Step times of each process, exchanged without waiting."""
+"""Step times of each process, gathered without waiting."""
 
 from __future__ import annotations
 
@@ -14,13 +14,21 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.training.metrics.spread import ProcessTimes
-from zerojax.training.metrics.stopwatch import DATA, EVAL, HOST, SAVE, STEP, Stopwatch, difference
+from zerojax.training.metrics.stragglers import (
+    DATA,
+    EVAL,
+    HOST,
+    SAVE,
+    STEP,
+    ProcessTimes,
+    Stopwatch,
+    difference,
+)
 
 _AXIS = "device"
 
 
-class Pace:
+class LoopClock:
     """The clock of one process's loop.
 
     A step that is dispatched while the one before is still under way costs its process nothing:
@@ -80,7 +88,7 @@ class Pace:
         self._late, self._steps = {DATA: 0.0, HOST: 0.0}, 0
         return spent, times
 
-    def exchange(
+    def gather(
         self, mesh: Mesh | AbstractMesh, step: int, times: ProcessTimes
     ) -> tuple[int, list[ProcessTimes]] | None:
         """Sends this process's times; every process has to call it after the same step.
@@ -89,12 +97,12 @@ class Pace:
           The step of the call before, and what all processes sent then; None at the first call.
         """
         assert isinstance(mesh, Mesh), "a run has devices"
-        before = self.last_exchange()
+        before = self.last_gathered()
         self._sent = step, _Rows(mesh, times.as_bytes())
         return before
 
-    def last_exchange(self) -> tuple[int, list[ProcessTimes]] | None:
-        """What was sent at the last `exchange`, once; None when nothing is on its way."""
+    def last_gathered(self) -> tuple[int, list[ProcessTimes]] | None:
+        """What was sent at the last `gather`, once; None when nothing is on its way."""
         if self._sent is None:
             return None
         (step, rows), self._sent = self._sent, None
@@ -110,7 +118,9 @@ class _Devices:
         self._idle: list[tuple[int, dict[str, float]]] = []
         self._results: queue.SimpleQueue = queue.SimpleQueue()
         wait = _wait_for_each, (watch, self._results, self._idle)
-        threading.Thread(target=wait[0], args=wait[1], name="zerojax-pace", daemon=True).start()
+        threading.Thread(
+            target=wait[0], args=wait[1], name="zerojax-device-idle", daemon=True
+        ).start()
         weakref.finalize(self, self._results.put, None)
 
     def follow(self, result: jax.Array) -> None:

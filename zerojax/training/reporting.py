@@ -1,10 +1,11 @@
-"""Reports of a run: metrics read from the devices one step late, and their warnings."""
+"""Reports of a run: metrics read one step late, their warnings, and profiler traces."""
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,12 +13,11 @@ import jax.numpy as jnp
 
 from zerojax.hardware import compile_client
 from zerojax.models import trees
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
 from zerojax.runtime.system_memory import TRAINING_STEP, allocating_for
 from zerojax.training.metrics import RunLog
-from zerojax.training.metrics.stopwatch import STEP
-from zerojax.training.process_times import Pace
-from zerojax.training.profiler_trace import Trace
+from zerojax.training.metrics.stragglers import STEP
+from zerojax.training.process_times import LoopClock
 
 Metrics = dict[str, Any]
 """Numbers, but for names of parameters: "bad_leaf" and "largest_leaf"."""
@@ -43,7 +43,7 @@ class Reports:
       max_skipped: reports in a row with a step that was not finite, after which the run ends. Not
         under a dynamic loss scale, which ends such a run by itself, at its minimum.
       skipped: steps skipped before, when the run resumes.
-      pace: the clock of the loop.
+      clock: the clock of the loop.
       finished: told the number of each step whose numbers are there.
     """
 
@@ -52,11 +52,11 @@ class Reports:
         max_skipped: int,
         *,
         skipped: int = 0,
-        pace: Pace | None = None,
+        clock: LoopClock | None = None,
         finished: Callable[[int], object] = lambda step: None,
     ) -> None:
         self._max_skipped, self._finished = max_skipped, finished
-        self._pace = pace or Pace()
+        self._clock = clock or LoopClock()
         self._trace = Trace()
         self._skipped = skipped
         self._in_a_row = 0
@@ -80,7 +80,7 @@ class Reports:
         """
         while self._unseen and self._unseen[0][1]["loss"].is_ready():
             self._look(plan, log)  # before this step, so that it is known whether one is reported
-        self._pace.dispatched(metrics["loss"])
+        self._clock.dispatched(metrics["loss"])
         self._under_way.append((step, metrics))
         if log is not None and log.is_enabled:
             self._unseen.append((step, metrics))
@@ -103,7 +103,7 @@ class Reports:
             self._trace.stop(None, log.run_dir)
         while self._unseen:
             self._look(plan, log)
-        self._write_processes(self._pace.last_exchange(), log)
+        self._write_processes(self._clock.last_gathered(), log)
 
     @allocating_for(TRAINING_STEP)
     def wait(self, plan: Plan) -> None:
@@ -117,7 +117,7 @@ class Reports:
 
     def _settle(self, plan: Plan) -> None:
         step, metrics = self._under_way.popleft()
-        with self._pace.during(STEP):
+        with self._clock.during(STEP):
             metrics["loss"].block_until_ready()
         self._finished(step)
         # One scalar, and only in float16: a run may be at the floor between two reports.
@@ -161,9 +161,9 @@ class Reports:
             share=share,
         )
 
-    def _write_processes(self, exchanged: Any, log: RunLog | None) -> None:
-        if exchanged is not None and log is not None:
-            log.write_processes(*exchanged)
+    def _write_processes(self, gathered: Any, log: RunLog | None) -> None:
+        if gathered is not None and log is not None:
+            log.write_processes(*gathered)
 
     def hold(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keeps the metrics of a step, still on the devices."""
@@ -183,7 +183,7 @@ class Reports:
         while self._under_way and self._under_way[0][0] < step:
             self._settle(plan)
         self._held, self._reported = None, step
-        with self._pace.during(STEP):
+        with self._clock.during(STEP):
             values = _read(step, metrics)
         self._finished(step)
         before, self._skipped = self._skipped, int(values["num_skipped"])
@@ -193,10 +193,10 @@ class Reports:
         if log is not None:
             shown = (*SHOWN, *plan.traced.metric_names)
             numbers = {name: values[name] for name in shown if name in values}
-            spent, times = self._pace.take()
+            spent, times = self._clock.take()
             log.write(step, {**numbers, "skipped": self._skipped}, spent)
             if jax.process_count() > 1:
-                self._write_processes(self._pace.exchange(plan.mesh, step, times), log)
+                self._write_processes(self._clock.gather(plan.mesh, step, times), log)
         self._check_finite(plan, values, self._skipped - before, log)
         return values
 
@@ -302,3 +302,42 @@ def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None
         f"peak memory of a device: {trees.format_bytes(measured)} measured, "
         f"{trees.format_bytes(predicted)} predicted ({measured / predicted - 1:+.1%})"
     )
+
+
+FOLDER = "trace"
+
+
+class Trace:
+    """Starts behind the step before the first one, and stops when the last one is over."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+
+    def follow(self, step: int, result: Any, wanted: Sequence[int], folder: Path) -> Path | None:
+        """To be told of every step when it is under way.
+
+        Args:
+          result: of the step, on the devices.
+          wanted: (first, last) steps; empty: none.
+          folder: of the run.
+
+        Returns:
+          Where the trace is, when it has just been written.
+        """
+        if wanted and not self._is_on and step == wanted[0] - 1:
+            result.block_until_ready()
+            jax.profiler.start_trace(str(folder / FOLDER))
+            self._is_on = True
+        elif self._is_on and step >= wanted[1]:
+            return self.stop(result, folder)
+        return None
+
+    def stop(self, result: Any, folder: Path) -> Path | None:
+        """Ends a trace that is under way, after its last step."""
+        if not self._is_on:
+            return None
+        if result is not None:
+            result.block_until_ready()
+        self._is_on = False
+        jax.profiler.stop_trace()
+        return folder / FOLDER

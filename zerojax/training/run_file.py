@@ -17,14 +17,13 @@ from zerojax.data.tokens import is_token_path, open_tokens
 from zerojax.models import build_model
 from zerojax.models.hugging_face import Pretrained, from_hugging_face
 from zerojax.optim.precision import Precision, as_precision, default_precision
-from zerojax.plan import mesh as meshes
+from zerojax.plan import device_mesh as meshes
 from zerojax.plan.counts import tokens_per_step
-from zerojax.plan.make import make_plan, plan_options
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan, make_plan, plan_options
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.private_files import not_for_everybody
-from zerojax.training.cadence import Habits
-from zerojax.training.run import (
+from zerojax.training.arguments import LoopSettings
+from zerojax.training.run_lifecycle import (
     CHECKPOINT_FOLDER,
     PLANNING,
     TOKENIZER_FILE,
@@ -37,7 +36,7 @@ from zerojax.training.run import (
     saying_if_slow,
     with_disk_folder,
 )
-from zerojax.training.run_record import Notes, TextData
+from zerojax.training.run_record import RunNotes, TextData
 from zerojax.training.trainer import Trainer
 
 
@@ -83,7 +82,7 @@ def run_from_config(
     with saying_if_slow(folder, config.log, PLANNING):
         plan = replan(config.mesh)
     files = _files_of(config, plan, vocab_size, train_source.describe(), tokenizer)
-    habits = Habits(
+    loop_settings = LoopSettings(
         log_every=config.log.every,
         eval_every=config.eval_every,
         eval_batches=config.eval_batches,
@@ -97,7 +96,7 @@ def run_from_config(
         files,
         plan,
         replan=replan,
-        habits=habits,
+        loop_settings=loop_settings,
         feed=feed,
         seed=config.seed,
         validation=validation,
@@ -145,7 +144,7 @@ def _files_of(
         reasons=(*_pretrained_reasons(config, plan), text, *_elastic_reasons(config)),
         steps=config.steps,
         tokens_per_step=tokens_per_step(plan),
-        notes=Notes(
+        notes=RunNotes(
             loss="model",
             data=TextData(
                 path=absolute(config.data.path),

@@ -28,7 +28,7 @@ from zerojax.models.zoo.llama import Llama
 from zerojax.models.zoo.lora import LowRank
 from zerojax.models.zoo.rope import RopeScaling
 from zerojax.optim.precision import Precision
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
 from zerojax.runtime.redaction import redact
 
 RECORD_FILE = "run.json"
@@ -73,7 +73,7 @@ class Adapters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notes:
+class RunNotes:
     """What only the caller of a run knows: which loss, which text."""
 
     loss: LossKind
@@ -128,7 +128,7 @@ class RunRecord:
         return _factory(self.architecture, self.sizes, self.adapters)
 
 
-def record_of(plan: Plan, notes: Notes) -> RunRecord:
+def record_of(plan: Plan, notes: RunNotes) -> RunRecord:
     """The record of a run under this plan."""
     template = getattr(plan.model, "template", None) or plan.model.source
     architecture, sizes, adapters = _describe(template)

@@ -20,12 +20,12 @@ from zerojax.hardware.devices import device_memory
 from zerojax.parallel.reshard import reshard_state
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.host_budget import check_offload
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
 from zerojax.runtime.peers import PeerLostError, is_peer_loss
 from zerojax.runtime.preemption import Interrupted, StopRequest
 from zerojax.runtime.system_memory import TRAINING_STEP, allocating_for
 from zerojax.runtime.watchdog import Watchdog
-from zerojax.training.cadence import Habits
+from zerojax.training.arguments import LoopSettings
 from zerojax.training.checkpointing import (
     end_state,
     first_state,
@@ -33,10 +33,10 @@ from zerojax.training.checkpointing import (
     restore_state,
     save_state,
 )
-from zerojax.training.evaluating import mean_loss
+from zerojax.training.evaluation import mean_loss
 from zerojax.training.metrics import RunLog
-from zerojax.training.metrics.stopwatch import DATA, EVAL, SAVE
-from zerojax.training.process_times import Pace
+from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
+from zerojax.training.process_times import LoopClock
 from zerojax.training.reporting import Metrics, Reports, compare_peak, with_names
 
 Callback = Callable[["Trainer", Metrics], Any]
@@ -64,7 +64,7 @@ class Trainer:
         *,
         replan: Callable[[Any], Plan],
         seed: int = 0,
-        habits: Habits | None = None,
+        loop_settings: LoopSettings | None = None,
         open_log: Callable[[Plan, int, int | None], RunLog] | None = None,
         checkpointer: Checkpointer | None = None,
         config: Mapping[str, Any] | None = None,
@@ -72,7 +72,7 @@ class Trainer:
         watchdog: Watchdog | None = None,
     ) -> None:
         self.plan = plan
-        self.habits = habits or Habits()
+        self.loop_settings = loop_settings or LoopSettings()
         self.state: Any = None
         self.num_steps = 0
         self.metrics: Metrics = {}
@@ -88,7 +88,7 @@ class Trainer:
         self._feed: tuple[Any, Feed] | None = None
         self._saved_step: int | None = None
         self._said_unsaved = False
-        self._pace = Pace()
+        self._clock = LoopClock()
         self._stop: StopRequest | None = None
         self._watchdog = watchdog or Watchdog()
         self._reports = self._new_reports()
@@ -125,8 +125,8 @@ class Trainer:
 
     def _new_reports(self) -> Reports:
         skipped = 0 if self.state is None else int(self.state["skipped"])
-        limit, finished = self.habits.max_skipped, self._watchdog.finished
-        return Reports(limit, skipped=skipped, pace=self._pace, finished=finished)
+        limit, finished = self.loop_settings.max_skipped, self._watchdog.finished
+        return Reports(limit, skipped=skipped, clock=self._clock, finished=finished)
 
     @allocating_for(TRAINING_STEP)
     def _step_on_devices(self, batch: Any, data_state: Any = None) -> dict[str, jax.Array]:
@@ -135,7 +135,7 @@ class Trainer:
         first = not self._step_was_called
         what = f"{'compiling, or ' * first}in step {self.num_steps + 1}"
         compiling = self._compiling("the training step") if first else contextlib.nullcontext()
-        with compiling, self._pace.stepping(), self._watchdog.during(what, is_long=first):
+        with compiling, self._clock.stepping(), self._watchdog.during(what, is_long=first):
             self.state, metrics = self.jitted_step(self.state, batch)
         self._step_was_called = True
         self.num_steps += 1
@@ -175,7 +175,7 @@ class Trainer:
                 self._compare_peak()
                 if self._validation is not None and not (self._is_evaluated() or stop.is_due):
                     self._evaluate_validation()
-                if self.habits.save_on_exit:
+                if self.loop_settings.save_on_exit:
                     self.save()
                 if stop.is_due:
                     raise self._interrupted(stop)
@@ -202,7 +202,7 @@ class Trainer:
         if not saved:
             return f"{doing}, and no checkpoint was written before"
         where = self._checkpointer.path
-        hint = self.habits.resume_hint
+        hint = self.loop_settings.resume_hint
         return f"{doing}; the last checkpoint is step {saved[-1]} in {where}: {hint}"
 
     def _unhurried(self) -> contextlib.AbstractContextManager[None]:
@@ -227,7 +227,7 @@ class Trainer:
             raise
         finally:
             log, self._log = self._log, None
-            log.end(self.num_steps, self._pace.take()[0])
+            log.end(self.num_steps, self._clock.take()[0])
             log.close()
 
     @contextlib.contextmanager
@@ -243,14 +243,14 @@ class Trainer:
             if jax.process_count() > 1:
                 if is_peer_loss(error):
                     saved = () if self._checkpointer is None else self._checkpointer.steps()
-                    hint = self.habits.resume_hint
+                    hint = self.loop_settings.resume_hint
                     raise PeerLostError(self.num_steps, saved, hint) from error
                 raise
             is_ours = isinstance(error, (CheckpointError, FloatingPointError, StoreError))
             # A step that fails, as for lack of memory, has used its state up, and made none.
             is_lost = isinstance(error, jax.errors.JaxRuntimeError)
             is_lost = is_lost or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
-            if self.habits.save_on_exit and not (is_ours or is_lost):
+            if self.loop_settings.save_on_exit and not (is_ours or is_lost):
                 try:
                     self.save()
                 except (CheckpointError, FloatingPointError) as failure:
@@ -302,7 +302,7 @@ class Trainer:
         with prefetch(feed, put=functools.partial(self._place, plan)) as incoming:
             while (steps is None or self.num_steps < steps) and not stop.due():
                 try:
-                    with self._pace.during(DATA), self._watchdog.during("waiting for data"):
+                    with self._clock.during(DATA), self._watchdog.during("waiting for data"):
                         batch, data_state = next(incoming)
                 except StopIteration:
                     self._say_if_short(steps)
@@ -312,7 +312,11 @@ class Trainer:
                 self._reports.follow(plan, self.num_steps, metrics, self._log)
                 done = self._report()
                 last = self.num_steps == steps
-                if self.num_steps % self.habits.log_every == 0 or self.num_steps == 1 or last:
+                if (
+                    self.num_steps % self.loop_settings.log_every == 0
+                    or self.num_steps == 1
+                    or last
+                ):
                     self._reports.hold(self.num_steps, metrics)
                 done = self._evaluate_and_save_if_due(last) or done
                 if done:
@@ -331,15 +335,15 @@ class Trainer:
 
     def _evaluate_and_save_if_due(self, last: bool) -> bool:
         """True when a callback ends the run for an evaluation."""
-        habits, done = self.habits, False
+        loop_settings, done = self.loop_settings, False
         if last:
             return False
-        every = habits.eval_every if self._validation is not None else None
+        every = loop_settings.eval_every if self._validation is not None else None
         if every is not None and self.num_steps % every == 0:
             done = self._report()
             with self._untimed():
                 done = self._evaluate_validation() or done
-        if self._checkpointer is not None and self.num_steps % habits.save_every == 0:
+        if self._checkpointer is not None and self.num_steps % loop_settings.save_every == 0:
             with self._untimed():
                 self.save()
         return done
@@ -358,7 +362,7 @@ class Trainer:
 
     def _methods(self, name: str) -> list[Any]:
         """Of the callbacks that have such a method, the method."""
-        found = (getattr(callback, name, None) for callback in self.habits.callbacks)
+        found = (getattr(callback, name, None) for callback in self.loop_settings.callbacks)
         return [method for method in found if callable(method)]
 
     def _untimed(self) -> contextlib.AbstractContextManager[None]:
@@ -374,7 +378,7 @@ class Trainer:
         self.history.append(values)
         with self._watchdog.during("in a callback", is_long=True):
             # A list: every callback is called, also after one that ends the run.
-            return True in [callback(self, values) for callback in self.habits.callbacks]
+            return True in [callback(self, values) for callback in self.loop_settings.callbacks]
 
     # --- evaluation -------------------------------------------------------------------------------
 
@@ -386,17 +390,17 @@ class Trainer:
         Args:
           batches: an iterable of host batches, or a `TokenSource`; None takes the run's validation
             data.
-          num_batches: at most this many; None takes `habits.eval_batches` for a source, all
+          num_batches: at most this many; None takes `loop_settings.eval_batches` for a source, all
             otherwise.
 
         Raises:
           ValueError: there is nothing to evaluate on.
         """
         batches = self._validation if batches is None else batches
-        default = self.habits.eval_batches
+        default = self.loop_settings.eval_batches
         self._reports.wait(self.plan)
         options = {"is_long": not self._evaluate_was_called, "is_apart": True}
-        with self._pace.during(EVAL), self._watchdog.during("evaluating", **options):
+        with self._clock.during(EVAL), self._watchdog.during("evaluating", **options):
             evaluate = self._evaluate_one
             result = mean_loss(evaluate, self.plan, self.state, batches, num_batches, default)
         if self._log is not None:
@@ -424,7 +428,7 @@ class Trainer:
             about["config"] = {**self._config, CALLBACKS: states}
         what = f"saving step {saving}"
         watched = self._watchdog.during(what, is_long=True)
-        with self._pace.during(SAVE), watched, self._unhurried():
+        with self._clock.during(SAVE), watched, self._unhurried():
             save_state(self._checkpointer, self.plan, self.state, step=saving, about=about)
         self._saved_step = saving
 
@@ -473,7 +477,7 @@ class Trainer:
     def _stateful(self) -> dict[str, Any]:
         """{name in a checkpoint: callback} of those that have a state."""
         found: dict[str, Any] = {}
-        for callback in self.habits.callbacks:
+        for callback in self.loop_settings.callbacks:
             if callable(getattr(callback, "state", None)) and hasattr(callback, "load_state"):
                 kind = type(callback).__name__
                 number = sum(name.partition(" ")[0] == kind for name in found)
@@ -558,11 +562,11 @@ class Trainer:
     def _interrupted(self, stop: StopRequest) -> Interrupted:
         if self._checkpointer is None:
             return stop.interrupted(self.num_steps, "not saved, since the run has no checkpoints")
-        if not self.habits.save_on_exit:
+        if not self.loop_settings.save_on_exit:
             text = "not saved, since checkpoint.save_on_exit is off"
             return stop.interrupted(self.num_steps, text)
         saving = self._watchdog.during(f"saving step {self.num_steps}", is_long=True)
         with saving, self._unhurried():
             self._checkpointer.wait()
-        text = f"saved in {self._checkpointer.path}; {self.habits.resume_hint}"
+        text = f"saved in {self._checkpointer.path}; {self.loop_settings.resume_hint}"
         return stop.interrupted(self.num_steps, text, saved=True)

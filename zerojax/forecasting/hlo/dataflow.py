@@ -9,14 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from zerojax.forecasting.hlo.program import Instruction, Program
-from zerojax.forecasting.hlo.types import Array, Type
+from zerojax.forecasting.hlo.program import Array, Instruction, Program, Type
 
 Value: TypeAlias = tuple[str, tuple[int, ...]]
 """(name of an instruction, element of its result), element () being the whole result."""
 
 
-class Link(enum.Enum):
+class Edge(enum.Enum):
     """How a value goes into another."""
 
     SAME = "same"
@@ -76,8 +75,8 @@ class Dataflow:
             for computation in program.computations.values()
             for instruction in computation.instructions
         }
-        self._into: dict[Value, list[tuple[Value, Link]]] = defaultdict(list)
-        self._out_of: dict[Value, list[tuple[Value, Link]]] = defaultdict(list)
+        self._into: dict[Value, list[tuple[Value, Edge]]] = defaultdict(list)
+        self._out_of: dict[Value, list[tuple[Value, Edge]]] = defaultdict(list)
         self.values = tuple(
             (name, index)
             for name, instruction in self.instructions.items()
@@ -86,11 +85,11 @@ class Dataflow:
         for instruction in self.instructions.values():
             self._connect(instruction)
 
-    def sources(self, value: Value) -> list[tuple[Value, Link]]:
+    def sources(self, value: Value) -> list[tuple[Value, Edge]]:
         """What goes into a value, and how."""
         return self._into.get(value, [])
 
-    def targets(self, value: Value) -> list[tuple[Value, Link]]:
+    def targets(self, value: Value) -> list[tuple[Value, Edge]]:
         """What a value goes into, and how."""
         return self._out_of.get(value, [])
 
@@ -112,9 +111,9 @@ class Dataflow:
 
     # --- links ------------------------------------------------------------------------------------
 
-    def _link(self, source: Value, target: Value, link: Link) -> None:
-        self._into[target].append((source, link))
-        self._out_of[source].append((target, link))
+    def _add_edge(self, source: Value, target: Value, edge: Edge) -> None:
+        self._into[target].append((source, edge))
+        self._out_of[source].append((target, edge))
 
     def _pass_on(self, source: Value, target: Value) -> None:
         """All elements of `source` are those of `target`."""
@@ -122,7 +121,7 @@ class Dataflow:
         for element, _ in _elements(self.instructions[name].type):
             if element[: len(index)] == index:
                 rest = element[len(index) :]
-                self._link((name, element), (target[0], target[1] + rest), Link.SAME)
+                self._add_edge((name, element), (target[0], target[1] + rest), Edge.SAME)
 
     def _connect(self, instruction: Instruction) -> None:
         opcode, operands = instruction.opcode, self._operands(instruction.name)
@@ -181,46 +180,46 @@ class Dataflow:
                 self._pass_on(operand, (name, (0, position)))
             self._call(callees[0], operands, (name, (1,)))
         elif opcode == "copy-start":
-            self._link(operands[0], (name, (0,)), Link.SAME)
+            self._add_edge(operands[0], (name, (0,)), Edge.SAME)
         else:
             for position, operand in enumerate(operands):
                 place = (position,) if len(operands) > 1 else ()
-                self._link(operand, (name, (0, *place)), Link.SAME)
-                self._link(operand, (name, (1, *place)), Link.SAME)
+                self._add_edge(operand, (name, (0, *place)), Edge.SAME)
+                self._add_edge(operand, (name, (1, *place)), Edge.SAME)
 
     def _connect_operation(self, instruction: Instruction, operands: list[Value]) -> None:
         name, opcode = instruction.name, instruction.opcode
         elements = [index for index, _ in _elements(instruction.type)]
         if opcode in _MOVES_ALL and len(elements) > 1:
             for index, operand in zip(elements, operands, strict=True):
-                self._link(operand, (name, index), Link.SAME)
+                self._add_edge(operand, (name, index), Edge.SAME)
             return
         for position, operand in enumerate(operands):
             for index in elements:
-                link = self._kind(instruction, position, index)
-                if link is not None:
-                    self._link(operand, (name, index), link)
+                edge = self._kind(instruction, position, index)
+                if edge is not None:
+                    self._add_edge(operand, (name, index), edge)
 
-    def _kind(self, instruction: Instruction, position: int, index: tuple[int, ...]) -> Link | None:
+    def _kind(self, instruction: Instruction, position: int, index: tuple[int, ...]) -> Edge | None:
         """How operand number `position` goes into element `index` of an operation's result."""
         opcode = instruction.opcode
         if opcode in _MOVES_ALL or position < _MOVES_FIRST.get(opcode, 0):
-            return Link.SAME
+            return Edge.SAME
         if opcode == "broadcast":
-            return Link.SAME if self._is_scalar((instruction.name, ())) else Link.USED
+            return Edge.SAME if self._is_scalar((instruction.name, ())) else Edge.USED
         if opcode in ("add", "subtract") or (opcode == "scatter" and position == 0):
-            return Link.ADDED
+            return Edge.ADDED
         if opcode in _SCALES:
             first, second = (self._is_scalar(value) for value in self._operands(instruction.name))
             scaled = {(True, False): 1, (False, True): 0}.get((first, second))
-            return Link.SAME if position == scaled else Link.USED
+            return Edge.SAME if position == scaled else Edge.USED
         if opcode == "custom-call":
             if self.is_workspace((instruction.name, index)):
                 return None
             into = self._accumulates(instruction).get(position)
             if into is not None:
-                return Link.ADDED if into == index else None
-        return Link.USED
+                return Edge.ADDED if into == index else None
+        return Edge.USED
 
     def _accumulates(self, instruction: Instruction) -> dict[int, tuple[int, ...]]:
         """Operand of a custom call -> the element of the result that overwrites it."""

@@ -13,8 +13,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from zerojax.forecasting.hlo.overlap import Overlap, find_overlap
-from zerojax.forecasting.hlo.program import Computation, Instruction, Program
-from zerojax.forecasting.hlo.types import HOST_MEMORY_SPACE, Array
+from zerojax.forecasting.hlo.program import (
+    HOST_MEMORY_SPACE,
+    Array,
+    Computation,
+    Instruction,
+    Program,
+)
 
 TO_DEVICE, TO_HOST = "to device", "to host"
 

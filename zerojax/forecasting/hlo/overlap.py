@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Protocol
 
-from zerojax.forecasting.hlo.matmuls import Matmuls
+from zerojax.forecasting.hlo.costs import HbmTraffic, Matmuls, ScheduleSum
 from zerojax.forecasting.hlo.program import Computation, Instruction, Program
-from zerojax.forecasting.hlo.schedule import Total
-from zerojax.forecasting.hlo.traffic import Traffic
 
 _Path = tuple[int, ...]
 # Their value is their operand's, a started collective included.
@@ -86,7 +84,7 @@ class _Flight:
 class _Finder:
     def __init__(self, program: Program):
         self._program = program
-        matmuls, traffic = Matmuls(program), Traffic(program)
+        matmuls, traffic = Matmuls(program), HbmTraffic(program)
         self._count, self._flops = matmuls.total_count, matmuls.total_flops
         self._bytes = traffic.total
 
@@ -109,7 +107,7 @@ class _Finder:
             stretches=tuple((where.name, begin, end) for where, begin, end in flight.stretches),
         )
 
-    def _sum(self, total: Total, flight: _Flight) -> int:
+    def _sum(self, total: ScheduleSum, flight: _Flight) -> int:
         return sum(
             total.of_instruction(where, instruction)
             for where, begin, end in flight.stretches

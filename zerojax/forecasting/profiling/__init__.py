@@ -1,8 +1,15 @@
 """Profiles of a training step: time and FLOPs, from a trace and its program."""
 
-from zerojax.forecasting.profiling.page import StepProfile, draw, profile_dict
 from zerojax.forecasting.profiling.parameter_flops import ParameterFlops, flops_by_parameter
-from zerojax.forecasting.profiling.trace import OpTime, newest_trace, read_trace, with_programs
+from zerojax.forecasting.profiling.step_profile import (
+    OpTime,
+    StepProfile,
+    draw,
+    newest_trace,
+    profile_dict,
+    read_trace,
+    with_programs,
+)
 
 __all__ = [
     "OpTime",

@@ -17,11 +17,17 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from zerojax.forecasting.profiling.needs import Needs, is_call
-from zerojax.forecasting.profiling.origins import NOTHING, Origin, join, moved
+from zerojax.forecasting.profiling.jaxpr_dataflow import (
+    NOTHING,
+    Needs,
+    Origin,
+    is_call,
+    join,
+    moved,
+)
 from zerojax.models.flops import equation_flops, times_run, without_waste
 from zerojax.models.jaxpr import inner_programs, split_scan
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
 
 NO_PARAMETER = "between activations"
 _PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")

@@ -1,8 +1,7 @@
 """Search for the cheapest plan that fits."""
 
 from zerojax.forecasting.search.candidates import Candidate, list_candidates
-from zerojax.forecasting.search.page import search_dict, search_page
-from zerojax.forecasting.search.result import SearchResult, Trial
+from zerojax.forecasting.search.search_result import SearchResult, Trial, search_dict, search_page
 from zerojax.forecasting.search.searching import search
 
 __all__ = [

@@ -26,10 +26,10 @@ from zerojax.checkpoint.store.manifest import NAME as MANIFEST
 from zerojax.checkpoint.store.manifest import load_manifest
 from zerojax.models.trees import flatten_names, unflatten_like
 from zerojax.parallel.offload.disk import DiskState, disk_leaves
-from zerojax.parallel.offload.disk_weights import build_weights
-from zerojax.plan.offload_layout import store_folder
-from zerojax.plan.plan import Plan
+from zerojax.parallel.offload.disk_step import build_weights
+from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState
+from zerojax.plan.state_layout import store_folder
 from zerojax.runtime.bounded_json import loads, open_regular
 
 _FROZEN, _OF_GENERATION = "frozen.npz", re.compile(r"state-(\d+)\.npz")

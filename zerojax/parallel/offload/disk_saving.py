@@ -19,14 +19,20 @@ from jax.sharding import Mesh, NamedSharding
 from zerojax.checkpoint.store.boxes import Box, Shape, parts_of_run
 from zerojax.checkpoint.store.pieces import Block, PieceWriter
 from zerojax.models.trees import path_name
-from zerojax.parallel.offload.disk import DiskLeaf, DiskState, Source, places_of
+from zerojax.parallel.offload.disk import (
+    DiskLeaf,
+    DiskState,
+    Source,
+    arrays_of,
+    filled_disk,
+    places_of,
+)
 from zerojax.parallel.offload.disk_durable import rest_writer
-from zerojax.parallel.offload.disk_fill import arrays_of, filled_disk
-from zerojax.parallel.offload.disk_weights import build_weights
-from zerojax.plan.offload_layout import MASTER, SlicedLeaf
-from zerojax.plan.plan import Plan
+from zerojax.parallel.offload.disk_step import build_weights
+from zerojax.plan.make import Plan
 from zerojax.plan.slices import Tiers, abstract_tiers, array_of_shards, map_moments, shards_of
 from zerojax.plan.state import TrainState
+from zerojax.plan.state_layout import MASTER, SlicedLeaf
 
 Read = Callable[[Box], np.ndarray]
 """The part of a saved array in a box: where it begins, and its sizes."""

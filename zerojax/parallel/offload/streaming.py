@@ -10,27 +10,51 @@ its gradient is reduced in every microbatch and goes back to the host.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
+from zerojax.models.loops import cut_loss
 from zerojax.models.losses import no_sums
 from zerojax.models.protocol import Loss
-from zerojax.parallel import model_state, replicated_sums
-from zerojax.parallel.offload.streaming_pass import StreamedPass
-from zerojax.parallel.offload.streaming_totals import GradientTotals
+from zerojax.parallel import model_state
+from zerojax.parallel.offload.streaming_layers import (
+    Inputs,
+    LayerWork,
+    floating,
+    join,
+    run_backward,
+    run_forward,
+)
+from zerojax.parallel.offload.streaming_rows import (
+    GradientTotals,
+    LayerRows,
+    Sink,
+    apart,
+    device_inputs,
+    host_inputs,
+)
+from zerojax.parallel.sums import sum_replicated
 from zerojax.parallel.zero import (
     PassConfig,
+    build_reads,
+    build_rewriting,
     for_evaluation,
     map_forward,
     map_gradients,
+    prepare_parameters,
     reduce_gradients,
+    run_microbatch,
     shard_key,
     split_batch,
+    values_to_read,
 )
+from zerojax.plan.device_mesh import MODEL
 
 Arrays = dict[str, Any]
 
@@ -60,7 +84,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         sums, outer, totals, after = _all_microbatches(weights, *given)
         resident = reduce_gradients(config, {**outer, **totals["device"]})
         grads = {**resident, **totals["host"]}
-        sums = replicated_sums.sum_replicated(sums)
+        sums = sum_replicated(sums)
         sums["squares"] = weights.rows.sum_squares(totals["squares"])
         agreed = model_state.agree(extras, after, config.model.overwritten, config.counted)
         return sums, {name: grads[name] for name in params}, agreed
@@ -109,7 +133,7 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
         evaluation = for_evaluation(config, {**params, **frozen}, extras, batch)
         one = one_of(split_batch(batch, 1))
         weights = StreamedPass(evaluation, params, frozen, extras, key_data, one, train=False)
-        return replicated_sums.sum_replicated(weights.evaluate(extras, shard_key(key_data), batch))
+        return sum_replicated(weights.evaluate(extras, shard_key(key_data), batch))
 
     return map_forward(config, local)
 
@@ -117,3 +141,185 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
 def one_of(microbatches: Arrays) -> Arrays:
     """One microbatch, as `ShapeDtypeStruct`s."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches)
+
+
+class StreamedPass:
+    """The parameters of a device inside a pass, and the pieces of the loss that read them.
+
+    Attributes:
+      rows: the stacks of the layers; outer: {name: what is differentiated}, of everything else.
+    """
+
+    def __init__(
+        self,
+        config: PassConfig,
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        *,
+        train: bool,
+    ) -> None:
+        assert config.offload is not None
+        self.config, self.frozen = config, frozen
+        waiting, here = apart({**params, **frozen}, config.offload.streamed)
+        of = lambda names: {name: here[name] for name in names if name in here}  # noqa: E731
+        inputs, constants = prepare_parameters(config, of(params), of(frozen))
+        abstract = _abstract(extras), jax.eval_shape(shard_key, key_data), batch
+        whole = {name: self._whole(name, x) for name, x in {**params, **frozen}.items()}
+        stacked = self._stacked(whole, *abstract, train=train)
+        resident, self.outer = apart(inputs, stacked)
+        fixed, self.constants = apart(constants, stacked)
+        self.rows = LayerRows(config, waiting, resident, fixed, frozenset(frozen))
+        self.on_read = apart(build_reads(config, frozen), stacked)[1]
+        self.rewriting = build_rewriting(config, frozen)
+        values = {name: _abstract(x) for name, x in self.bind(self.outer).items()}
+        values |= {name: whole[name] for name in self.rows.names}
+        self.pieces = cut_loss(self._run(self.on_read, train), values, *abstract)
+        pieces = self.pieces
+        self.embed = self._rewritten(pieces.embed, pieces.embed_reads)
+        self.surround = self._rewritten(pieces.surroundings, pieces.layers_reads_outer)
+        self.head = self._rewritten(pieces.head, pieces.head_reads)
+        self.activation_specs = [
+            P(None, MODEL, None) if config.sequence_sharding and x.ndim == 3 else P()
+            for x in self.pieces.activations
+        ]
+
+    def _whole(self, name: str, stored: Any) -> jax.ShapeDtypeStruct:
+        """A parameter as the model reads it."""
+        dtype = stored.dtype
+        if jnp.issubdtype(dtype, jnp.floating):
+            dtype = self.config.precision.compute_dtype
+        return jax.ShapeDtypeStruct(self.config.placement.leaves[name].shape, dtype)
+
+    def _run(self, on_read: Arrays, train: bool) -> Callable[..., Any]:
+        def run(values: Arrays, extras: Arrays, key: jax.Array, batch: Arrays) -> Any:
+            return run_microbatch(self.config, values, extras, key, batch, on_read, train=train)
+
+        return run
+
+    def _rewritten(self, piece: Callable[..., Any], reads: frozenset[str]) -> Callable[..., Any]:
+        return self.rewriting(piece) if reads & self.on_read.keys() else piece
+
+    def _stacked(
+        self, whole: Arrays, extras: Arrays, key: Any, batch: Arrays, *, train: bool
+    ) -> frozenset[str]:
+        """Names of the parameters that the loop over layers slices."""
+        stacked = cut_loss(self._run({}, train), whole, extras, key, batch).stacked
+        assert self.config.offload is not None
+        outside = self.config.offload.streamed - stacked
+        if outside:
+            raise ValueError(
+                f"{min(outside)} waits in host memory for the loop over layers, but this loss does "
+                "not slice it there; evaluate a function that runs the same layers, or set "
+                "offload.params: device"
+            )
+        return stacked
+
+    def bind(self, outer: Arrays) -> Arrays:
+        """What the model is given of parameters around the layers."""
+        frozen = {name: None for name in self.constants if name in self.frozen}
+        return values_to_read(self.config, outer, self.constants, frozen)
+
+    # --- layers -----------------------------------------------------------------------------------
+
+    def work(self, consts: Any, others: Any, *, around: bool) -> LayerWork:
+        return LayerWork(
+            num_layers=self.pieces.num_layers,
+            load=self.rows.load,
+            layer=self.pieces.layer,
+            consts=consts,
+            others=others,
+            trained=self.rows.trained,
+            around=around,
+        )
+
+    def inputs(self) -> Inputs:
+        """Where layers' inputs wait for the backward pass."""
+        assert self.config.offload is not None
+        if not self.config.offload.activations:
+            return device_inputs()
+        return host_inputs(self.activation_specs)
+
+    # --- a microbatch -----------------------------------------------------------------------------
+
+    def evaluate(self, extras: Arrays, key: Any, batch: Arrays) -> Arrays:
+        """The sums of a batch, see `zerojax.losses.as_sums`."""
+        context, bound = (extras, key, batch), self.bind(self.outer)
+        activations, _ = self.embed(bound, *context)
+        around = self.surround(bound, *context)
+        work = self.work(*around, around=False)
+        outputs, _, _ = run_forward(work, activations, None)
+        return self.head(bound, *context, outputs)[0]
+
+    def differentiate(
+        self,
+        extras: Arrays,
+        key: Any,
+        batch: Arrays,
+        loss_factor: jax.Array | None,
+        sink: Sink,
+        totals: Any,
+    ) -> tuple[Arrays, Arrays, Any, Arrays]:
+        """(sums, gradients around the layers, the sink's totals, extras afterwards)."""
+        context = extras, key, batch
+        pieces, trained = self.pieces, self.outer.keys()
+        reads = {
+            "embed": trained & pieces.embed_reads,
+            "around": trained & pieces.layers_reads_outer,
+            "head": trained & pieces.head_reads,
+        }
+        given = {piece: {n: self.outer[n] for n in sorted(reads[piece])} for piece in reads}
+        bind = lambda chosen: self.bind({**self.outer, **chosen})  # noqa: E731
+
+        def embed(chosen: Arrays) -> Any:
+            activations, changes = self.embed(bind(chosen), *context)
+            return floating(activations), (activations, changes)
+
+        def surround(chosen: Arrays) -> Any:
+            consts, others = self.surround(bind(chosen), *context)
+            return (floating(consts), floating(others)), (consts, others)
+
+        _, pull_embed, (activations, embed_changes) = jax.vjp(embed, given["embed"], has_aux=True)
+        if reads["around"]:
+            _, pull_around, around = jax.vjp(surround, given["around"], has_aux=True)
+        else:
+            pull_around, around = None, surround({})[1]
+        work, inputs = self.work(*around, around=pull_around is not None), self.inputs()
+        outputs, layer_changes, last = run_forward(work, activations, inputs)
+
+        def head(chosen: Arrays, floats: list) -> Any:
+            joined = tuple(join(floats, outputs))
+            sums, changes = self.head(bind(chosen), *context, joined)
+            scaled = sums["loss"] if loss_factor is None else sums["loss"] * loss_factor
+            return scaled, (sums, changes)
+
+        scaled, pull_head, (sums, head_changes) = jax.vjp(
+            head, given["head"], floating(outputs), has_aux=True
+        )
+        of_head, gradients = pull_head(jnp.ones_like(scaled))
+        totals = sink.start(totals, sums)
+        gradients, consts, others, totals = run_backward(
+            work, last, inputs, gradients, totals, sink.take, sink.load
+        )
+        found = [of_head]
+        if pull_around is not None:
+            found += pull_around((consts, others))
+        found += pull_embed(gradients)
+        grads = {
+            name: _sum([f[name] for f in found if name in f], x) for name, x in self.outer.items()
+        }
+        written = embed_changes | layer_changes | head_changes | pieces.count(extras)
+        return sums, grads, totals, {**extras, **written}
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _sum(parts: list[jax.Array], like: jax.Array) -> jax.Array:
+    """The sum of a parameter's gradients; zeros where nothing reads it."""
+    if not parts:
+        return jnp.zeros_like(like)
+    return functools.reduce(jnp.add, parts)

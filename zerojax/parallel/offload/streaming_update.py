@@ -19,17 +19,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.offload import HOST
-from zerojax.parallel import model_state, replicated_sums
-from zerojax.parallel.offload.streaming import one_of
-from zerojax.parallel.offload.streaming_pass import StreamedPass
-from zerojax.parallel.offload.streaming_rows import LayerRows, apart
-from zerojax.parallel.offload.streaming_totals import put_rows
-from zerojax.parallel.offload.update import begin, context_of, update_slice
-from zerojax.parallel.replicated_sums import over_auto_axes
+from zerojax.parallel import model_state
+from zerojax.parallel.offload.sliced_update import begin, context_of, update_slice
+from zerojax.parallel.offload.streaming import StreamedPass, one_of
+from zerojax.parallel.offload.streaming_rows import LayerRows, apart, put_rows
+from zerojax.parallel.sums import over_auto_axes, sum_replicated
 from zerojax.parallel.zero import PassConfig, reduce_gradients, shard_key, specs_of, split_batch
-from zerojax.plan.mesh import DATA, DATA_AXES, MODEL
-from zerojax.plan.offload_layout import SlicedLeaf
-from zerojax.plan.plan import Plan
+from zerojax.plan.device_mesh import DATA, DATA_AXES, MODEL
+from zerojax.plan.make import Plan
 from zerojax.plan.slices import (
     map_moments,
     put_slice,
@@ -39,6 +36,7 @@ from zerojax.plan.slices import (
     without_moments,
 )
 from zerojax.plan.state import TrainState
+from zerojax.plan.state_layout import SlicedLeaf
 
 Arrays = dict[str, Any]
 
@@ -77,7 +75,7 @@ def build_updating_gradients(
         given = extras, shard_key(key_data), batch, None, sink, sink.totals(slices)
         sums, outer, totals, after = weights.differentiate(*given)
         grads = reduce_gradients(config, {**outer, **totals["device"]})
-        sums = replicated_sums.sum_replicated(sums)
+        sums = sum_replicated(sums)
         sums["squares"] = totals["squares"]
         agreed = model_state.agree(extras, after, config.model.overwritten, config.counted)
         grads = {name: grads[name] for name in params if name in grads}
@@ -117,7 +115,7 @@ def build_updating_gradients(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerUpdates:
-    """A sink (see `zerojax.parallel.offload.streaming_totals.Sink`) that updates layers.
+    """A sink (see `zerojax.parallel.offload.streaming_rows.Sink`) that updates layers.
 
     Its totals: "weights" {name: stack on the host}, "slices" {name: [master where there is one,
     moments], each {tier: slices}}, "device" {name: gradients of a small stack}, "squares", and what
@@ -143,7 +141,7 @@ class LayerUpdates:
 
     def start(self, totals: Arrays, sums: Arrays) -> Arrays:
         """Divides by the weight of the whole batch; skips where its loss is not finite."""
-        summed = replicated_sums.sum_replicated(sums)
+        summed = sum_replicated(sums)
         loss = summed["loss"] / summed["weight"]
         return {**totals, "scale": 1 / summed["weight"], "skip": ~jnp.isfinite(loss)}
 

@@ -20,7 +20,7 @@ from zerojax.models.loops.split import (
     with_gradient,
     without_gradient,
 )
-from zerojax.plan.schedules import ExecutorTable, Run
+from zerojax.plan.schedules import ExecutorTable, TickRun
 
 Arrays = dict[str, Any]
 Several = list[jax.Array]
@@ -151,7 +151,7 @@ class Stage:
             "outer grads": accumulators(self.outer),
         }
 
-    def tick(self, state: Arrays, row: Arrays, run: Run) -> Arrays:
+    def tick(self, state: Arrays, row: Arrays, run: TickRun) -> Arrays:
         """One tick, in the order that `zerojax.schedules.lowering` describes."""
         state, received = dict(state), run.receives
         if self.backward:
@@ -258,7 +258,7 @@ class Stage:
 
     # Slots
 
-    def forward(self, state: Arrays, row: Arrays, run: Run) -> Several:
+    def forward(self, state: Arrays, row: Arrays, run: TickRun) -> Several:
         """One chunk of layers; the embedding before it, or the head behind it. What is sent on."""
         index, number = row["forward_microbatch"], row["forward_chunk"]
         active, first = row["forward_active"] > 0, row["forward_first"] > 0
@@ -342,7 +342,7 @@ class Stage:
         state["extras"] = {**extras, **changed}
         state["gradients"] = _put(state["gradients"], row["forward_gradient"], gradients)
 
-    def backward_slot(self, state: Arrays, row: Arrays, run: Run) -> None:
+    def backward_slot(self, state: Arrays, row: Arrays, run: TickRun) -> None:
         """Gradients of one chunk: of its inputs, and of its weights where W does not follow."""
         grads, sent = self.pull(state, row, "backward")
         if not self.table.schedule.splits_backward:

@@ -8,9 +8,16 @@ model only as something to run and parameters only by their placement; never see
 which runs outside on global arrays.
 """
 
-from zerojax.parallel.zero.evaluation import build_forward, for_evaluation
-from zerojax.parallel.zero.gradients import build_gradients
-from zerojax.parallel.zero.microbatch import PassConfig, run_microbatch, shard_key, split_batch
+from zerojax.parallel.zero.gradients import build_forward, build_gradients, for_evaluation
+from zerojax.parallel.zero.microbatch import (
+    PassConfig,
+    map_forward,
+    map_gradients,
+    run_microbatch,
+    shard_key,
+    specs_of,
+    split_batch,
+)
 from zerojax.parallel.zero.parameters import (
     build_reads,
     build_rewriting,
@@ -18,7 +25,6 @@ from zerojax.parallel.zero.parameters import (
     reduce_gradients,
     values_to_read,
 )
-from zerojax.parallel.zero.regions import map_forward, map_gradients, specs_of
 from zerojax.parallel.zero.virtual import build_virtual_forward, build_virtual_gradients
 
 __all__ = [

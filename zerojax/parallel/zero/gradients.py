@@ -1,7 +1,8 @@
-"""Forward and backward pass of a batch over its microbatches, at each ZeRO stage."""
+"""Forward and backward pass of a batch over its microbatches at each ZeRO stage, and evaluation."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.models.activation_offload import keep_inputs_on_host
-from zerojax.models.losses import no_sums
-from zerojax.parallel import model_state, replicated_sums
+from zerojax.models.losses import no_sums, split_result
+from zerojax.models.protocol import Loss
+from zerojax.models.trace import trace_model
+from zerojax.parallel import model_state
+from zerojax.parallel.sums import sum_replicated
 from zerojax.parallel.zero.microbatch import (
     Arrays,
     PassConfig,
+    map_forward,
+    map_gradients,
     run_microbatch,
     shard_key,
     split_batch,
@@ -22,11 +28,12 @@ from zerojax.parallel.zero.microbatch import (
 from zerojax.parallel.zero.parameters import (
     build_reads,
     build_rewriting,
+    cast,
     prepare_parameters,
     reduce_gradients,
     values_to_read,
 )
-from zerojax.parallel.zero.regions import map_gradients
+from zerojax.plan.leaf import Access, LeafPlacement
 
 
 def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
@@ -57,7 +64,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
         grads = reduce_gradients(config, grads)
         agreed = model_state.agree(extras, after, config.model.overwritten, config.counted)
-        return replicated_sums.sum_replicated(sums), grads, agreed
+        return sum_replicated(sums), grads, agreed
 
     return map_gradients(config, local)
 
@@ -127,3 +134,61 @@ def _accumulate(
     items = jnp.arange(config.num_microbatches), split_batch(batch, config.num_microbatches)
     (sums, grads, extras), _ = lax.scan(one, start, items)
     return sums, grads, extras
+
+
+def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
+    """`(params, frozen, extras, key_data, batch) -> sums`, to be traced.
+
+    Sums are those of `zerojax.losses.as_sums`, over the global batch. Runs `function(model, batch)`
+    in evaluation mode; nothing is differentiated and extras do not change.
+    """
+    config = dataclasses.replace(config, loss=function)
+
+    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+        evaluate, _ = build_evaluating(config, params, frozen, extras, batch)
+        return sum_replicated(evaluate(extras, shard_key(key_data), batch))
+
+    return map_forward(config, local)
+
+
+def build_evaluating(
+    config: PassConfig, params: Arrays, frozen: Arrays, extras: Arrays, batch: Arrays
+) -> tuple[Callable[..., Arrays], tuple[str, ...]]:
+    """(`(extras, key, batch) -> sums` of one device, batches of any size; names of own metrics)."""
+    evaluation = for_evaluation(config, {**params, **frozen}, extras, batch)
+    inputs, constants = prepare_parameters(evaluation, params, frozen)
+    values = values_to_read(evaluation, inputs, constants, frozen)
+    on_read = build_reads(evaluation, frozen)
+
+    def loss_of(values: Arrays, extras: Arrays, key: Any, batch: Arrays):
+        return run_microbatch(evaluation, values, extras, key, batch, on_read, train=False)[0]
+
+    loss_of = build_rewriting(evaluation, frozen)(loss_of) if on_read else loss_of
+    evaluate = lambda extras, key, batch: loss_of(values, extras, key, batch)  # noqa: E731
+    return evaluate, evaluation.metrics
+
+
+def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Arrays) -> PassConfig:
+    """What evaluation does otherwise: nothing is scattered, and the function may read otherwise."""
+    abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    leaves = config.placement.leaves
+    params = {
+        name: jax.ShapeDtypeStruct(
+            leaves[name].shape, cast(x, config.precision.compute_dtype).dtype
+        )
+        for name, x in stored.items()
+    }
+    extras, batch = jax.tree.map(abstract, (extras, batch))
+    trace = trace_model(config.model, params, extras, batch, config.loss, train=False)
+
+    def place(leaf: LeafPlacement) -> LeafPlacement:
+        lazily = leaf.access is Access.GATHER_ON_USE and leaf.name not in trace.barriers
+        if lazily or leaf.access is Access.WHOLE:
+            return leaf
+        return dataclasses.replace(leaf, access=Access.GATHER_ONCE)
+
+    placement = dataclasses.replace(
+        config.placement, leaves={name: place(leaf) for name, leaf in leaves.items()}
+    )
+    names = tuple(sorted(split_result(trace.result).metrics))
+    return dataclasses.replace(config, placement=placement, regather=False, metrics=names)

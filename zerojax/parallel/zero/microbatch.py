@@ -1,24 +1,25 @@
-"""One microbatch through the model, and the inputs of a pass."""
+"""One microbatch through the model, and the `shard_map` region of the pass that runs it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from zerojax.models.losses import as_sums
 from zerojax.models.protocol import Loss, Model
 from zerojax.models.zoo.activations import activation_rules
 from zerojax.optim.precision import Precision
-from zerojax.parallel.deterministic_sums import TreeOrder
-from zerojax.plan.mesh import DATA, MODEL, REPLICA
-from zerojax.plan.offload_layout import OffloadLayout
-from zerojax.plan.pipeline_layout import PipelineLayout
-from zerojax.plan.placement_table import Placement
+from zerojax.parallel.sums import TreeOrder
+from zerojax.plan.device_mesh import DATA, DATA_AXES, MODEL, REPLICA
+from zerojax.plan.leaf import LeafPlacement
+from zerojax.plan.placement import Placement
+from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
 
 Arrays = dict[str, Any]
 
@@ -113,3 +114,81 @@ def run_microbatch(
             on_read=on_read,
         )
     return as_sums(result), after
+
+
+SpecOf = Callable[[LeafPlacement], P]
+
+
+def data_spec(leaf: LeafPlacement) -> P:
+    """How a parameter lies in a region that is manual over the data axes alone."""
+    return leaf.data_spec
+
+
+def map_gradients(
+    config: PassConfig,
+    local: Callable[..., tuple[Arrays, Arrays, Arrays]],
+    *,
+    spec_of: SpecOf = data_spec,
+    axes: tuple[str, ...] = DATA_AXES,
+) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
+    """What `build_gradients` returns, from what one device does.
+
+    Args:
+      config: of the pass.
+      local: (params, frozen, extras, key_data, batch, loss_factor) of one device -> (sums, grads,
+        extras); grads {name: as `params` has it}, the others the same on every device.
+      spec_of: how a parameter lies in the region.
+      axes: the manual axes.
+    """
+
+    def gradients(
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        loss_factor: jax.Array | None = None,
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        specs = specs_of(config, params, spec_of), specs_of(config, frozen, spec_of)
+        mapped = jax.shard_map(
+            local,
+            mesh=config.mesh,
+            in_specs=(*specs, P(), P(), P(DATA_AXES), P()),
+            out_specs=(P(), specs[0], P()),
+            axis_names=set(axes),
+            check_vma=False,
+        )
+        return mapped(params, frozen, extras, key_data, batch, loss_factor)
+
+    return gradients
+
+
+def map_forward(
+    config: PassConfig,
+    local: Callable[..., Arrays],
+    *,
+    spec_of: SpecOf = data_spec,
+    axes: tuple[str, ...] = DATA_AXES,
+) -> Callable[..., Arrays]:
+    """What `build_forward` returns, from what one device does; arguments as in `map_gradients`."""
+
+    def forward(
+        params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays
+    ) -> Arrays:
+        specs = specs_of(config, params, spec_of), specs_of(config, frozen, spec_of)
+        mapped = jax.shard_map(
+            local,
+            mesh=config.mesh,
+            in_specs=(*specs, P(), P(), P(DATA_AXES)),
+            out_specs=P(),
+            axis_names=set(axes),
+            check_vma=False,
+        )
+        return mapped(params, frozen, extras, key_data, batch)
+
+    return forward
+
+
+def specs_of(config: PassConfig, arrays: Arrays, spec_of: SpecOf = data_spec) -> dict[str, P]:
+    """{name: how a parameter lies in the region}."""
+    return {name: spec_of(config.placement.leaves[name]) for name in arrays}

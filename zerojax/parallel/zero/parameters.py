@@ -10,18 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.parallel import collectives
-from zerojax.parallel.deterministic_sums import TreeOrder
-from zerojax.parallel.fusion_barriers import seal_on
+from zerojax.parallel.sums import TreeOrder, seal_on
 from zerojax.parallel.zero.microbatch import Arrays, PassConfig
 from zerojax.parallel.zero.rewrite import Rewriting
-from zerojax.plan.leaf import Access, LeafPlacement
-from zerojax.plan.mesh import (
+from zerojax.plan.device_mesh import (
     DATA_AXES,
     PIPELINE_AXES,
     REPLICA,
     STAGE,
     communicates_through_gloo,
 )
+from zerojax.plan.leaf import Access, LeafPlacement
 
 
 def _of_access(config: PassConfig, names: Any, *accesses: Access) -> list[str]:
@@ -44,7 +43,7 @@ def leaf_collectives(
             config.placement.num_shards(config.placement.leaves[name]),
             compute_dtype=config.precision.compute_dtype,
             reduce_dtype=wire_dtype(config),
-            exchange=communicates_through_gloo(config.mesh) and not fixed,
+            by_permutes=communicates_through_gloo(config.mesh) and not fixed,
             tree=config.tree,
             seal=seal_on(config.mesh) if fixed and in_model else None,
         )

@@ -3,7 +3,7 @@
 The batch has `virtual_shards` pieces of equal rows; each device computes its own ones, consecutive
 in number, one after the other. So each forward and backward pass has the same shapes on every mesh,
 and it is sealed, so that it compiles to the same code. Sums follow the tree of
-`parallel.deterministic_sums`. At stages 0 and 1 a device adds up its pieces before the one
+`parallel.sums`. At stages 0 and 1 a device adds up its pieces before the one
 reduction; from stage 2 on the gradients of each piece are exchanged by themselves, also of
 parameters that are gathered once.
 """
@@ -20,18 +20,29 @@ from jax import lax
 
 from zerojax.models.losses import no_sums
 from zerojax.models.protocol import Loss
-from zerojax.parallel import collectives, model_state, replicated_sums
-from zerojax.parallel.deterministic_sums import TreeOrder, tree_sum, tree_total
-from zerojax.parallel.exchanged_sums import sum_in_tree
-from zerojax.parallel.fusion_barriers import run_sealed, seal_on
-from zerojax.parallel.replicated_sums import over_auto_axes
-from zerojax.parallel.zero.evaluation import build_evaluating
-from zerojax.parallel.zero.gradients import build_differentiation
-from zerojax.parallel.zero.microbatch import Arrays, PassConfig, split_batch
+from zerojax.parallel import collectives, model_state
+from zerojax.parallel.sums import (
+    TreeOrder,
+    max_replicated,
+    over_auto_axes,
+    run_sealed,
+    seal_on,
+    sum_in_tree,
+    sum_replicated,
+    tree_sum,
+    tree_total,
+)
+from zerojax.parallel.zero.gradients import build_differentiation, build_evaluating
+from zerojax.parallel.zero.microbatch import (
+    Arrays,
+    PassConfig,
+    map_forward,
+    map_gradients,
+    split_batch,
+)
 from zerojax.parallel.zero.parameters import leaf_collectives, prepare_parameters, wire_dtype
-from zerojax.parallel.zero.regions import map_forward, map_gradients
+from zerojax.plan.device_mesh import DATA, DATA_AXES
 from zerojax.plan.leaf import Access
-from zerojax.plan.mesh import DATA, DATA_AXES
 
 _EARLY = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
 
@@ -91,10 +102,10 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
         assert config.virtual_shards is not None
         agreed = model_state.add_changes(averaged, changes, config.virtual_shards, config.counted)
         more = model_state.added(extras, rest, config.counted)
-        more = replicated_sums.sum_replicated(more) if more else {}
+        more = sum_replicated(more) if more else {}
         agreed |= {name: extras[name] + x for name, x in more.items()}
         largest = model_state.pick(rest, overwritten)
-        largest = replicated_sums.max_replicated(largest) if largest else {}
+        largest = max_replicated(largest) if largest else {}
         return sums, grads, {**rest, **agreed, **largest}
 
     return map_gradients(config, local)

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zerojax.plan.schedules.checks import check_schedule
-from zerojax.plan.schedules.table import Event, Schedule, ScheduleError
+from zerojax.plan.schedules.schedule_table import Event, Schedule, ScheduleError, check_schedule
 
 STASHES = ("residuals", "input")
 DIRECTIONS = ("right", "left", "local")
@@ -27,7 +26,7 @@ _Item = tuple[int, int]
 """(virtual stage, microbatch)."""
 
 
-class Run(NamedTuple):
+class TickRun(NamedTuple):
     """Ticks start to stop - 1, which one loop goes through with the same slots in its body.
 
     forward, backward, weight: whether the body has the slot; embed, head: whether the first and
@@ -75,7 +74,7 @@ class ExecutorTable:
     num_inputs: int
     num_gradients: int
     num_residuals: int
-    runs: tuple[Run, ...]
+    runs: tuple[TickRun, ...]
 
     @property
     def directions(self) -> frozenset[tuple[str, str]]:
@@ -269,7 +268,7 @@ def _write_message(
         columns[f"receive_gradient_{direction}"][event.tick + 1, stage] = slots["gradient"][item]
 
 
-def _cut(columns: dict[str, np.ndarray], sizes: dict[str, int]) -> list[Run]:
+def _cut(columns: dict[str, np.ndarray], sizes: dict[str, int]) -> list[TickRun]:
     """The longest runs in which every tick uses the same slots."""
     used = np.stack([columns[f"{slot}_active"].any(axis=1) for slot in _SLOTS.values()], axis=1)
     changes = np.flatnonzero((used[1:] != used[:-1]).any(axis=1)) + 1
@@ -288,12 +287,12 @@ def _cut(columns: dict[str, np.ndarray], sizes: dict[str, int]) -> list[Run]:
         head = bool(columns["forward_last"][rows].any())
         embed_backward = bool(columns["backward_first"][rows].any())
         runs.append(
-            Run(start, stop, forward, backward, weight, embed, head, embed_backward, receives)
+            TickRun(start, stop, forward, backward, weight, embed, head, embed_backward, receives)
         )
     return runs
 
 
-def _join(runs: list[Run], max_runs: int) -> list[Run]:
+def _join(runs: list[TickRun], max_runs: int) -> list[TickRun]:
     """Neighbours become one, those first that gain the fewest masked slots."""
     runs = list(runs)
     while len(runs) > max_runs:
@@ -302,8 +301,8 @@ def _join(runs: list[Run], max_runs: int) -> list[Run]:
     return runs
 
 
-def _merge(left: Run, right: Run) -> Run:
-    return Run(
+def _merge(left: TickRun, right: TickRun) -> TickRun:
+    return TickRun(
         left.start,
         right.stop,
         forward=left.forward or right.forward,
@@ -316,7 +315,7 @@ def _merge(left: Run, right: Run) -> Run:
     )
 
 
-def _masked(left: Run, right: Run) -> int:
+def _masked(left: TickRun, right: TickRun) -> int:
     """Slots times ticks that would be computed for nothing if the two were one."""
     merged = sum(_merge(left, right)[2:5])
     return sum((run.stop - run.start) * (merged - sum(run[2:5])) for run in (left, right))

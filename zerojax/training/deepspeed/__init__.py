@@ -1,11 +1,16 @@
 """Translation of DeepSpeed's ds_config.json into zerojax settings, with the reason of each."""
 
 from zerojax.training.deepspeed.keys_page import keys_markdown, keys_page
-from zerojax.training.deepspeed.page import explanation
-from zerojax.training.deepspeed.placing import check_rules
-from zerojax.training.deepspeed.ported import Ported, as_arguments, warn_of
-from zerojax.training.deepspeed.result import Given, Line, Translation
-from zerojax.training.deepspeed.translating import Source, explain, translate
+from zerojax.training.deepspeed.mesh_keys import check_rules
+from zerojax.training.deepspeed.translating import (
+    Ported,
+    Source,
+    as_arguments,
+    explain,
+    translate,
+    warn_of,
+)
+from zerojax.training.deepspeed.translation import Given, Line, Translation, explanation
 
 __all__ = [
     "Given",

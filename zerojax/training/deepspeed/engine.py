@@ -1,15 +1,17 @@
-"""The engine: DeepSpeed's calls on a zerojax step."""
+"""The engine: DeepSpeed's calls on a zerojax step, and the batches of its loop."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from zerojax import models, optim
 from zerojax.checkpoint import Checkpointer
@@ -17,25 +19,23 @@ from zerojax.config import MeshConfig, WatchConfig
 from zerojax.config.keywords import names_keywords
 from zerojax.data import abstract_global, shard_batch
 from zerojax.forecasting.out_of_memory import explaining_memory
+from zerojax.models.trees import check_arrays
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import reshard_state
 from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.plan import mesh as meshes
+from zerojax.plan import device_mesh as meshes
 from zerojax.plan.host_budget import check_offload
-from zerojax.plan.make import make_plan
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan, make_plan
 from zerojax.plan.state import TrainState
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.folder_lock import Hold
 from zerojax.runtime.system_memory import TRAINING_STEP, allocating_for
 from zerojax.training import deepspeed
 from zerojax.training.checkpointing import end_state, model_of, restore_state
-from zerojax.training.deepspeed.engine_absent import Absent
-from zerojax.training.deepspeed.engine_batches import as_arrays, as_batch
-from zerojax.training.deepspeed.engine_closing import close_at_exit
-from zerojax.training.deepspeed.engine_guard import Guard
+from zerojax.training.deepspeed.engine_absent import AbsentMethods
+from zerojax.training.deepspeed.engine_guard import Guard, close_at_exit
 from zerojax.training.deepspeed.engine_journal import Journal
-from zerojax.training.deepspeed.engine_progress import Progress
+from zerojax.training.deepspeed.engine_queries import EngineQueries
 from zerojax.training.deepspeed.engine_tags import (
     check_tag,
     client_state_of,
@@ -43,8 +43,8 @@ from zerojax.training.deepspeed.engine_tags import (
     hold_tags,
     save_tagged,
 )
-from zerojax.training.metrics.stopwatch import DATA, EVAL, SAVE
-from zerojax.training.run import with_disk_folder
+from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
+from zerojax.training.run_lifecycle import with_disk_folder
 
 _AXES = "axes are in the configuration: tensor_parallel.autotp_size and pipeline.stages"
 _DATA = (
@@ -169,7 +169,7 @@ def _configuration(config: Any, args: Any, config_params: Any) -> Any:
     return next(iter(given.values()))
 
 
-class Engine(Progress, Absent):
+class Engine(EngineQueries, AbsentMethods):
     """A run that is stepped by its user. Made by `zerojax.initialize`.
 
     Attributes:
@@ -233,7 +233,7 @@ class Engine(Progress, Absent):
         in_step = allocating_for(TRAINING_STEP)
         with self._calling("in step", step), self._explaining(plan), in_step:
             placed = shard_batch(plan, batch, vocab_size=plan.vocab_size)
-            with self._journal.pace.stepping():
+            with self._journal.clock.stepping():
                 self.state, self.metrics = self._step(self.state, placed)
             self.global_steps = step
             self._guard.begun(step, self.metrics["loss"])
@@ -245,7 +245,7 @@ class Engine(Progress, Absent):
         """The mean loss over one global batch in evaluation mode; arguments as `train_batch`."""
         batch = self._take(batch, data_iter)
         plan, step = self.prepare(batch), self.global_steps
-        timed, evaluating = self._journal.pace.during(EVAL), allocating_for("an evaluation")
+        timed, evaluating = self._journal.clock.during(EVAL), allocating_for("an evaluation")
         what = "evaluating after step"
         with timed, self._calling(what, step), self._explaining(plan), evaluating:
             placed = shard_batch(plan, batch, vocab_size=plan.vocab_size)
@@ -312,7 +312,7 @@ class Engine(Progress, Absent):
 
     def _take(self, batch: Any, data_iter: Iterator[Any] | None) -> Any:
         parts = self.gradient_accumulation_steps()
-        with self._journal.pace.during(DATA), self._guard.during("waiting for data"):
+        with self._journal.clock.during(DATA), self._guard.during("waiting for data"):
             return as_batch(batch, data_iter, parts)
 
     def _settle_rows(self, example: Any) -> None:
@@ -461,7 +461,7 @@ class Engine(Progress, Absent):
                 f"{_NO_STATE}; call save_checkpoint after it, or give initialize an example_batch"
             )
         what = f"saving step {self.global_steps}"
-        with self._journal.pace.during(SAVE), self._guard.during(what, is_long=True):
+        with self._journal.clock.during(SAVE), self._guard.during(what, is_long=True):
             self._journal.wait(self.plan)
             if (held := hold_tags(Path(save_dir))) is not None:
                 self._holds.add(held)
@@ -516,3 +516,55 @@ class Engine(Progress, Absent):
         if self.plan is None or self.state is None:
             raise ValueError(_NO_STATE)
         return model_of(self.plan, self.state)
+
+
+def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int) -> Any:
+    """The rows of this process for one step, as arrays of numpy or JAX, whoever made them.
+
+    Args:
+      batch: all of them, or None.
+      data_iter: in its place: an iterator of which `num_microbatches` are taken and joined.
+
+    Raises:
+      TypeError: both, or neither, or what gives batches. StopIteration: of `data_iter`.
+    """
+    if (batch is None) == (data_iter is None):
+        raise TypeError("pass a batch or data_iter=, one of them")
+    if data_iter is None:
+        _check_is_batch(batch)
+        return as_arrays(batch)
+    if not isinstance(data_iter, Iterator):
+        raise TypeError(
+            f"data_iter is a {type(data_iter).__name__}, which is no iterator; make one before the "
+            "loop, it = iter(loader), and pass data_iter=it"
+        )
+    parts = [as_arrays(next(data_iter)) for _ in range(num_microbatches)]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def _check_is_batch(batch: Any) -> None:
+    """Refuses a loader, a dataset or a generator in the place of one batch."""
+    is_tree = isinstance(batch, Mapping | Sequence) or hasattr(batch, "shape")
+    gives = isinstance(batch, Iterator) or hasattr(batch, "__getitem__")
+    if not is_tree and (gives or isinstance(batch, Iterable)):
+        raise TypeError(
+            f"the batch is a {type(batch).__name__}, which gives batches; make an iterator before "
+            "the loop, it = iter(loader), and pass data_iter=it"
+        )
+
+
+def as_arrays(batch: Any) -> Any:
+    """A batch with arrays of numpy or JAX in the place of others, such as torch's tensors.
+
+    Raises:
+      TypeError: it holds text, or rows as Python lists.
+    """
+    if isinstance(batch, UserDict):  # what tokenizers of Hugging Face return
+        batch = dict(batch)
+    check_arrays(batch)
+    return jax.tree.map(as_array, batch)
+
+
+def as_array(leaf: Any) -> Any:
+    """Arrays of numpy and JAX, and structs, as they are; others, as torch's tensors, as numpy's."""
+    return leaf if hasattr(leaf, "shape") and hasattr(leaf, "sharding") else np.asarray(leaf)

@@ -131,7 +131,7 @@ def sentence_for(name: str) -> str | None:
     return next(found, None) if not name.startswith("_") else None
 
 
-class Absent:
+class AbsentMethods:
     """What a ported loop may still have in it, each refused with a sentence."""
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:

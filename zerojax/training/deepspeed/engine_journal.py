@@ -9,12 +9,12 @@ import jax
 
 from zerojax.config import WatchConfig
 from zerojax.plan.counts import tokens_per_step
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
 from zerojax.training import deepspeed
 from zerojax.training.metrics import RunLog
-from zerojax.training.process_times import Pace
+from zerojax.training.process_times import LoopClock
 from zerojax.training.reporting import Metrics, Reports
-from zerojax.training.run import RunFiles, open_log
+from zerojax.training.run_lifecycle import RunFiles, open_log
 
 _MAX_SKIPPED = 5
 _DEFAULT_EVERY = 10
@@ -30,7 +30,7 @@ class Journal:
       finished: told the number of each step whose numbers are there.
 
     Attributes:
-      pace: the clock of the loop.
+      clock: the clock of the loop.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class Journal:
         steps: int | None,
         finished: Callable[[int], object],
     ) -> None:
-        self.pace = Pace()
+        self.clock = LoopClock()
         self._translation, self._folder, self._steps = translation, folder, steps
         self._log: RunLog | None = None
-        self._reports = Reports(_MAX_SKIPPED, pace=self.pace, finished=finished)
+        self._reports = Reports(_MAX_SKIPPED, clock=self.clock, finished=finished)
         self._finished = finished
 
     def begin(self, plan: Plan, step: int, skipped: int) -> None:
         """Steps follow on `step`, after `skipped` of them that were not finite."""
         finished = self._finished
-        self._reports = Reports(_MAX_SKIPPED, skipped=skipped, pace=self.pace, finished=finished)
+        self._reports = Reports(_MAX_SKIPPED, skipped=skipped, clock=self.clock, finished=finished)
         if self._log is None and self._folder is not None:
             self._log = open_log(self._files(plan, self._folder), plan, step)
 
@@ -110,7 +110,7 @@ class Journal:
         finally:
             log, self._log, self._folder = self._log, None, None
             if log is not None:
-                log.end(step, self.pace.take()[0])
+                log.end(step, self.clock.take()[0])
                 log.close()
 
 

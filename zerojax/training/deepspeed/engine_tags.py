@@ -21,7 +21,7 @@ from zerojax.checkpoint.errors import FolderInUseError
 from zerojax.checkpoint.files import to_disk
 from zerojax.checkpoint.folders import unwritable
 from zerojax.checkpoint.saving import is_first_process
-from zerojax.plan.plan import Plan
+from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
 from zerojax.runtime.private_files import not_for_everybody

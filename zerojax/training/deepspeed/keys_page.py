@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from zerojax.optim import DEEPSPEED_SCHEDULES
-from zerojax.training.deepspeed.keys import Absent, Key, Table
-from zerojax.training.deepspeed.optimizers import OPTIMIZERS
-from zerojax.training.deepspeed.result import VERDICTS
-from zerojax.training.deepspeed.table import TABLE
+from zerojax.training.deepspeed.key_schema import AbsentFeature, Key, Table
+from zerojax.training.deepspeed.keys_table import TABLE
+from zerojax.training.deepspeed.optimizer_keys import OPTIMIZERS
+from zerojax.training.deepspeed.translation import VERDICTS
 
 _WIDTH, _INDENT = 100, " " * 14
 _HEAD = """\
@@ -49,7 +49,7 @@ def _entries(table: Table, prefix: str) -> Iterator[tuple[str, Any, str, str]]:
                 taken = ", ".join(json.dumps(value) for value in entry.only)
                 refused = f"; other values than {taken} are refused: {entry.otherwise}"
             yield path, entry.default, entry.verdict, f"{entry.why}{refused}"
-        elif isinstance(entry, Absent):
+        elif isinstance(entry, AbsentFeature):
             yield path, None, "refused", f"where it is on: {entry.why}"
         else:
             yield from _entries(entry, f"{path}.")

@@ -1,16 +1,28 @@
-"""Translation of a whole ds_config: every key has a line, unsupported keys are refused."""
+"""Translation of a whole ds_config: every key has a line, unsupported keys are refused.
+
+The arguments of the call beside the file are translated with it, and once more when the batches are
+known.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zerojax.config import ConfigError, MeshConfig
+import jax
+
+from zerojax import models, optim
+from zerojax.config import ConfigError, LogConfig, MeshConfig
 from zerojax.config.display import cut, quoted
+from zerojax.config.recognition import is_deepspeed
+from zerojax.plan.make import Plan
+from zerojax.training.arguments import Arguments
 from zerojax.training.deepspeed.auto import Auto
-from zerojax.training.deepspeed.batches import (
+from zerojax.training.deepspeed.batch_keys import (
     TRAIN,
     Batch,
     check_rows,
@@ -18,14 +30,12 @@ from zerojax.training.deepspeed.batches import (
     settle_batch,
     settle_elastic,
 )
-from zerojax.training.deepspeed.dtypes import precision_of
-from zerojax.training.deepspeed.file import File
-from zerojax.training.deepspeed.keys import Notes, as_kind
-from zerojax.training.deepspeed.optimizers import update_of
-from zerojax.training.deepspeed.placing import mesh_of
-from zerojax.training.deepspeed.reading import read
-from zerojax.training.deepspeed.reports import log_of
-from zerojax.training.deepspeed.result import Given, Line, Translation
+from zerojax.training.deepspeed.ds_config import File, read
+from zerojax.training.deepspeed.key_schema import KeyNotes, as_kind
+from zerojax.training.deepspeed.mesh_keys import check_rules, mesh_of
+from zerojax.training.deepspeed.optimizer_keys import update_of
+from zerojax.training.deepspeed.precision_keys import precision_of
+from zerojax.training.deepspeed.translation import Given, Line, Translation
 
 Source = str | Path | Mapping[str, Any]
 _TAGS = ("WARN", "IGNORE", "FAIL")
@@ -71,7 +81,7 @@ def explain(
     """
     given = given or Given()
     values, name = read(source)
-    notes = Notes()
+    notes = KeyNotes()
     resolved = Auto(values, given, notes).fill()
     file = File(resolved, notes)
     mesh = mesh_of(file, num_devices)
@@ -111,7 +121,7 @@ def explain(
     )
 
 
-def _in_order(notes: Notes, values: Mapping[str, Any]) -> tuple[Line, ...]:
+def _in_order(notes: KeyNotes, values: Mapping[str, Any]) -> tuple[Line, ...]:
     """The lines in the order of the file; a section of which each key has a line has none."""
     order = {path: place for place, path in enumerate(_paths(values))}
     lines = notes.lines
@@ -192,3 +202,174 @@ def _check_small_things(file: File, batch: Batch, mesh: MeshConfig) -> None:
             f"pipeline.stages={mesh.stage} with one microbatch: all stages but one stand still; "
             f"set gradient_accumulation_steps to {4 * mesh.stage}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ported:
+    """What `zerojax.train` and `zerojax.initialize` are given, and take in the same way.
+
+    Attributes:
+      source: the file, its text, or its content.
+      num_devices: of the run.
+      given: what the call says beside it.
+    """
+
+    source: Source
+    num_devices: int
+    given: Given
+
+    def translate(self) -> Translation:
+        """What the file says before anything is known of the batches.
+
+        Raises:
+          ConfigError: see `translate`.
+        """
+        return translate(self.source, num_devices=self.num_devices, given=self.given)
+
+    def with_rows(self, rows: int | None) -> Translation:
+        """What it says of batches with so many rows, over all devices.
+
+        Args:
+          rows: None: the batches have none.
+
+        Raises:
+          ConfigError: these are not train_batch_size.
+        """
+        given = dataclasses.replace(self.given, global_batch_size=rows)
+        return dataclasses.replace(self, given=given).translate()
+
+
+def warn_of(translation: Translation, *, stacklevel: int) -> None:
+    """Gives the warnings of a configuration, in the one form that a user meets.
+
+    Args:
+      stacklevel: frames from the caller of this to the user's line; 1 is the caller itself. A
+        decorator of a function in between is one frame.
+    """
+    for text in translation.warnings:
+        warnings.warn(f"{translation.source}: {text}", UserWarning, stacklevel=stacklevel + 1)
+
+
+def as_arguments(arguments: Arguments, *, default_steps: int | None) -> Arguments:
+    """The same arguments, with a ds_config in the place of the mesh translated into them.
+
+    Args:
+      arguments: checked, the model as a `models.Model`; without a ds_config they are returned.
+      default_steps: of the run where neither the call nor the file says a number.
+
+    Raises:
+      ConfigError: see `translate`. TypeError: the optimizer is none.
+    """
+    source = _source_of(arguments.mesh_config)
+    if source is None:
+        return arguments
+    optim.check_optimizer(arguments.optimizer)
+    given = Given(
+        optimizer=arguments.optimizer,
+        precision=arguments.precision,
+        reduce_dtype=arguments.reduce_dtype,
+        accumulate_dtype=arguments.accumulate_dtype,
+        num_microbatches=arguments.num_microbatches,
+        global_batch_size=arguments.global_batch_size,
+        steps=arguments.steps,
+        default_steps=default_steps,
+        log=arguments.log,
+        hidden_size=models.width_of(arguments.model),
+    )
+    ported = Ported(source, jax.device_count(), given)
+    says = ported.translate()
+    changes = _said(says) | {"mesh_config": says.mesh, "global_batch_size": says.train_batch_size}
+    if arguments.steps is None and says.total_steps is not None:
+        reason = f"steps={says.total_steps}: the schedule of {says.source} is made for so many"
+        changes |= {"steps": says.total_steps, "reasons": (*arguments.reasons, reason)}
+    if arguments.run_dir == "auto" and arguments.checkpoint is None:
+        changes["run_dir"] = says.run_dir or arguments.run_dir
+    return PortedArguments(**(vars(arguments) | changes), ported=ported)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PortedArguments(Arguments):
+    """Arguments of `train` of which a ds_config says a part.
+
+    Attributes:
+      ported: the file, which decides about the batch once its rows are known.
+    """
+
+    ported: Ported
+
+    def with_rows(self, rows: int | None, *, stacklevel: int) -> Arguments:
+        """What the file says of such batches; it gives the file's warnings.
+
+        Raises:
+          ConfigError: these rows are not train_batch_size.
+        """
+        says = self.ported.with_rows(rows)
+        warn_of(says, stacklevel=stacklevel + 1)
+        reasons = (*self.reasons, *says.warnings, *says.reasons)
+        return dataclasses.replace(self, **_said(says), reasons=reasons)
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuses rules of the file that split nothing. Raises: ConfigError."""
+        check_rules(plan.settings, plan.placement.leaves)
+
+
+def _source_of(mesh_config: Any) -> Source | None:
+    """The second argument of `train` where it is a DeepSpeed configuration: a path, or a dict."""
+    if isinstance(mesh_config, Mapping):
+        return mesh_config if is_deepspeed(mesh_config) else None
+    return mesh_config if isinstance(mesh_config, (str, Path)) else None
+
+
+def _said(says: Translation) -> dict[str, Any]:
+    """The arguments that a file says; its precision holds the dtypes of sums as well."""
+    return {
+        "optimizer": says.optimizer,
+        "precision": says.precision,
+        "reduce_dtype": None,
+        "accumulate_dtype": None,
+        "num_microbatches": says.num_microbatches,
+        "log": says.log,
+    }
+
+
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def log_of(file: File, given: Given) -> tuple[LogConfig, Path | None]:
+    """What is reported, and the folder of the run where a monitor names one."""
+    every = file.optional("steps_per_print")
+    if every is not None and every < 1:
+        file.notes.refuse("steps_per_print", every, "must be at least 1")
+        every = None
+    if given.log is not None:
+        if every is not None and every != given.log.every:
+            file.notes.refuse(
+                "steps_per_print", every, f"log.every is {given.log.every}: say it in one place"
+            )
+        return given.log, _run_dir(file)
+    log = LogConfig() if every is None else LogConfig(every=every)
+    changes: dict[str, Any] = {}
+    if file.has("tensorboard.enabled"):
+        changes["tensorboard"] = file["tensorboard.enabled"]
+    if file["wandb.enabled"]:
+        changes["wandb"] = file["wandb.project"]
+        for name, variable in (("group", "WANDB_RUN_GROUP"), ("team", "WANDB_ENTITY")):
+            if file.optional(f"wandb.{name}"):
+                file.notes.refuse(
+                    f"wandb.{name}",
+                    file[f"wandb.{name}"],
+                    f"is said by the environment: set {variable}, and take this out",
+                )
+    level = file.optional("log_level")
+    if level is not None and level not in _LEVELS:
+        file.notes.refuse("log_level", level, f"is not one of {', '.join(_LEVELS)}")
+    elif level in ("error", "critical"):
+        changes["console"] = "quiet"
+    return dataclasses.replace(log, **changes), _run_dir(file)
+
+
+def _run_dir(file: File) -> Path | None:
+    for monitor in ("tensorboard", "csv_monitor"):
+        if file[f"{monitor}.enabled"] and file[f"{monitor}.output_path"]:
+            return Path(file[f"{monitor}.output_path"]) / file[f"{monitor}.job_name"]
+    return None

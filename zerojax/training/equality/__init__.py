@@ -24,11 +24,11 @@ import numpy as np
 from zerojax.config.checks import check_kind, check_whole_number
 from zerojax.config.keywords import names_keywords
 from zerojax.models import trees
-from zerojax.training.equality.checking import MICROBATCHES, Request, check_here
-from zerojax.training.equality.result import CheckResult as CheckResult
-from zerojax.training.equality.result import ComparedRun as ComparedRun
-from zerojax.training.equality.result import DisagreementError as DisagreementError
-from zerojax.training.equality.result import Reason as Reason
+from zerojax.training.equality.check_in_child import MICROBATCHES, Request, check_here
+from zerojax.training.equality.check_result import CheckResult as CheckResult
+from zerojax.training.equality.check_result import ComparedRun as ComparedRun
+from zerojax.training.equality.check_result import DisagreementError as DisagreementError
+from zerojax.training.equality.check_result import Reason as Reason
 from zerojax.training.equality.sending import NotSendableError, dumps
 
 _JAX_SETTINGS = (

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.training.equality.lines import lines_of_rules
-from zerojax.training.equality.result import Reason
+from zerojax.training.equality.check_result import Reason
 from zerojax.training.equality.runs import PlainRun, cut_rows, quick_options
 from zerojax.training.equality.tracing import (
     Break,
@@ -23,6 +22,7 @@ from zerojax.training.equality.tracing import (
     Relation,
     compare_pieces,
     compare_scaled,
+    lines_of_rules,
 )
 
 RETURN_A_MEAN = (

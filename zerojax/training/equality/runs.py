@@ -23,11 +23,10 @@ from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import to_canonical
 from zerojax.parallel.step import build_step
 from zerojax.parallel.update import stacks_of
-from zerojax.plan.make import make_plan
-from zerojax.plan.mesh import make_mesh
-from zerojax.plan.plan import Plan
+from zerojax.plan.device_mesh import make_mesh
+from zerojax.plan.make import Plan, make_plan
 from zerojax.plan.state import step_key
-from zerojax.training.equality.result import ComparedRun
+from zerojax.training.equality.check_result import ComparedRun
 
 Arrays = dict[str, Any]
 Prepared = tuple[Plan, Callable[..., Any]]
@@ -81,7 +80,7 @@ class Configuration:
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class CheckInputs:
     """What is checked: a model in its internal form, batches as NumPy arrays, and the rest."""
 
     model: Model
@@ -95,7 +94,7 @@ class Given:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunOutcome:
     """What a run left.
 
     Attributes:
@@ -131,7 +130,7 @@ def quick_options() -> dict[str, Any]:
     return keep_known_options(mesh, QUICK_OPTIONS)[0]
 
 
-def plan_of(given: Given, configuration: Configuration) -> Plan:
+def plan_of(given: CheckInputs, configuration: Configuration) -> Plan:
     """The plan of a run.
 
     Raises:
@@ -157,7 +156,7 @@ def plan_of(given: Given, configuration: Configuration) -> Plan:
     return dataclasses.replace(plan, program=dataclasses.replace(plan.program, options=options))
 
 
-def prepare(given: Given, configuration: Configuration) -> Prepared:
+def prepare(given: CheckInputs, configuration: Configuration) -> Prepared:
     """The plan and the step of a run.
 
     Raises:
@@ -168,12 +167,12 @@ def prepare(given: Given, configuration: Configuration) -> Prepared:
 
 
 def run_zerojax(
-    given: Given,
+    given: CheckInputs,
     configuration: Configuration,
     *,
     prepared: Prepared | None = None,
     steps: int | None = None,
-) -> Run:
+) -> RunOutcome:
     """Takes a step for each batch as zerojax does.
 
     Args:
@@ -192,7 +191,7 @@ def run_zerojax(
         for name, value in state["extras"].items()
     }
     after = _on_host(to_canonical(plan, state)["params"])
-    return Run(np.array(losses), np.array(norms), after, extras)
+    return RunOutcome(np.array(losses), np.array(norms), after, extras)
 
 
 class PlainRun:
@@ -202,7 +201,7 @@ class PlainRun:
       params, frozen, extras: what the run starts from, on one device.
     """
 
-    def __init__(self, given: Given, plan: Plan, *, train: bool = True):
+    def __init__(self, given: CheckInputs, plan: Plan, *, train: bool = True):
         """Takes names and first values from a plan over one device."""
         self.given, self.model = given, given.model
         state = init_state(plan, given.seed)
@@ -254,7 +253,7 @@ class PlainRun:
         moved: Any = optax.apply_updates(params, updates)
         return moved, opt_state, after, loss, norm
 
-    def run(self, reorder: Callable[[Any], Any] = lambda batch: batch) -> Run:
+    def run(self, reorder: Callable[[Any], Any] = lambda batch: batch) -> RunOutcome:
         """Takes a step for each batch, whose rows `reorder` may put in another order."""
         params, extras = self.params, self.extras
         opt_state = self._tx.init(jax.tree.map(jnp.asarray, params))
@@ -267,7 +266,7 @@ class PlainRun:
             norms.append(float(norm))
         state = {name: [np.asarray(value)] for name, value in extras.items()}
         after = _on_host(params)
-        return Run(np.array(losses), np.array(norms), after, state)
+        return RunOutcome(np.array(losses), np.array(norms), after, state)
 
 
 def split_loss(result: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -325,7 +324,7 @@ def with_eight_bits(noise: Noise) -> Noise:
     )
 
 
-def measure_noise(run: Run, reordered: Run, before: Arrays) -> Noise | None:
+def measure_noise(run: RunOutcome, reordered: RunOutcome, before: Arrays) -> Noise | None:
     """The noise between two runs that differ in the order of rows; None where that is no rounding:
     the model looks at the order of rows."""
     loss, norm = _differences(run, reordered)
@@ -335,8 +334,8 @@ def measure_noise(run: Run, reordered: Run, before: Arrays) -> Noise | None:
 
 
 def compare(
-    run: Run,
-    reference: Run,
+    run: RunOutcome,
+    reference: RunOutcome,
     before: Arrays,
     *,
     name: str = "",
@@ -377,7 +376,7 @@ def compare(
     )
 
 
-def differing_state(run: Run, reference: Run) -> tuple[str, ...]:
+def differing_state(run: RunOutcome, reference: RunOutcome) -> tuple[str, ...]:
     """Names of a model's own arrays that are not the reference's on every device."""
     found = []
     for name, copies in run.state.items():
@@ -394,14 +393,14 @@ def differing_state(run: Run, reference: Run) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _differences(run: Run, reference: Run) -> tuple[float, float]:
+def _differences(run: RunOutcome, reference: RunOutcome) -> tuple[float, float]:
     scale = np.maximum(1.0, np.abs(reference.losses))
     loss = float(np.max(np.abs(run.losses - reference.losses) / scale))
     scale = np.maximum(np.abs(reference.norms), 1e-30)
     return loss, float(np.max(np.abs(run.norms - reference.norms) / scale))
 
 
-def relative_changes(run: Run, reference: Run, before: Arrays) -> dict[str, float]:
+def relative_changes(run: RunOutcome, reference: RunOutcome, before: Arrays) -> dict[str, float]:
     """{name: |difference| / |change|} in L2 norms, without what rounding to float32 explains."""
     found = {}
     for name, expected in reference.after.items():

@@ -3,7 +3,7 @@
 The package needs no JAX.
 """
 
-from zerojax.training.metrics.jsonl import read_metrics
+from zerojax.training.metrics.metric_files import read_metrics
 from zerojax.training.metrics.report import write_report
 from zerojax.training.metrics.runlog import RunLog
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from zerojax.config.display import as_html
 from zerojax.training.metrics.console import format_seconds
-from zerojax.training.metrics.jsonl import Metrics
-from zerojax.training.metrics.stopwatch import ACTIVITIES
+from zerojax.training.metrics.metric_files import Metrics
+from zerojax.training.metrics.stragglers import ACTIVITIES
 
 MAX_EVENTS = 200
 NAMES = {

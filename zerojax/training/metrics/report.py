@@ -14,13 +14,13 @@ from typing import Any
 from zerojax.config.display import as_html
 from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, NATS_PER_TOKEN
 from zerojax.plan.schedules import Costs, Schedule
-from zerojax.plan.schedules.svg import draw_svg
+from zerojax.plan.schedules.drawing import draw_svg
 from zerojax.runtime import bounded_json
 from zerojax.runtime.redaction import redact
 from zerojax.training.metrics.charts import Chart, Points, Series, draw, smooth, thin
 from zerojax.training.metrics.console import GIB, format_loss, format_number, format_seconds
 from zerojax.training.metrics.happenings import breakdown, breakdown_table, ending, events_table
-from zerojax.training.metrics.jsonl import Metrics, read_metrics
+from zerojax.training.metrics.metric_files import Metrics, read_metrics
 
 FILE_NAME = "report.html"
 SMOOTHED_FROM = 40

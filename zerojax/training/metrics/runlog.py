@@ -1,4 +1,4 @@
-"""Log of a run: derived rates, and the writers that receive each record."""
+"""Log of a run: derived rates, MFU from published peaks, and the writers of each record."""
 
 import contextlib
 import importlib
@@ -10,19 +10,25 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from zerojax.config import ConfigError, LogConfig
 from zerojax.config.display import printable
+from zerojax.hardware.gpus import gpu_of_device
 from zerojax.runtime.private_files import open_to_everybody
 from zerojax.runtime.redaction import redact
 from zerojax.training.metrics import console
-from zerojax.training.metrics.events import EventWriter
-from zerojax.training.metrics.jsonl import FILE_NAME, MetricsFile, read_metrics, set_aside
-from zerojax.training.metrics.peaks import peak_flops
+from zerojax.training.metrics.metric_files import (
+    FILE_NAME,
+    EventWriter,
+    MetricsFile,
+    read_metrics,
+    set_aside,
+)
 from zerojax.training.metrics.spikes import SpikeDetector
-from zerojax.training.metrics.spread import ProcessTimes, Stragglers, spread
+from zerojax.training.metrics.stragglers import ProcessTimes, Stragglers, spread
 
 TAGS = {
     "tokens_per_second_per_device": "speed/tokens_per_second_per_device",
@@ -437,3 +443,38 @@ def _start_wandb(project: str, run_dir: Path, config_dict: Mapping[str, Any]) ->
     return wandb.init(
         project=project, name=run_dir.name, dir=str(run_dir), config=dict(config_dict)
     )
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One kind of device. Matrix products without sparsity, accumulated in float32."""
+
+    bf16: float | None
+    """TFLOP/s of bfloat16 products; None: the device has no such units."""
+    fp32: float | None
+    """TFLOP/s of float32 products as JAX runs them by default: TF32 units where there are some."""
+    memory: float
+    """GB, as sold (10^9 bytes)."""
+    source: str
+    """Where the numbers are published. Pages that print sparse rates are halved there."""
+
+
+def find_peak(device_kind: str) -> Peak | None:
+    """The published limits of a device kind such as "NVIDIA H100 80GB HBM3"; None if not known."""
+    gpu = gpu_of_device(device_kind)
+    if gpu is None:
+        return None
+    return Peak(
+        bf16=gpu.bf16_flops and gpu.bf16_flops / 1e12,
+        fp32=gpu.fp32_flops and gpu.fp32_flops / 1e12,
+        memory=gpu.memory_gb,
+        source="; ".join(gpu.sources),
+    )
+
+
+def peak_flops(device_kind: str, precision: str = "bf16") -> float | None:
+    """FLOP/s of one device in "bf16" or "fp32"; None if not known."""
+    gpu = gpu_of_device(device_kind)
+    if gpu is None:
+        return None
+    return {"bf16": gpu.bf16_flops, "fp32": gpu.fp32_flops}[precision]

@@ -1,0 +1,293 @@
+"""Transfer of a host batch to global arrays with the plan's shardings."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.config.keywords import names_keywords
+from zerojax.models.index_limits import IndexLimit
+from zerojax.models.trees import check_arrays, flatten_names, unflatten_like
+from zerojax.plan.device_mesh import DATA_AXES, num_data_shards
+from zerojax.runtime.system_memory import allocating_for
+
+# The names of a language-model batch that hold token ids (others, such as labels, are not bounded
+# by the vocabulary).
+TOKEN_NAMES = ("tokens", "targets")
+
+
+class BatchPlan(Protocol):
+    """What placing needs of a `zerojax.plan.make.Plan`."""
+
+    @property
+    def abstract_batch(self) -> Any:
+        """Tree of `jax.ShapeDtypeStruct`: the global batch, with shardings."""
+        ...
+
+    @property
+    def traced(self) -> Any:
+        """Its `index_limits`: {name: bounds of integers that look up rows of a parameter}."""
+        ...
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Dimension 0 over the data axes."""
+        ...
+
+
+@names_keywords()
+@allocating_for("placing a batch on the devices")
+def shard_batch(
+    plan: BatchPlan, batch: Any, *, vocab_size: int | None = None, check_values: bool = True
+) -> Any:
+    """The batch as global arrays, placed as the plan says, after checking it.
+
+    With several processes each passes its own rows, `local_rows(plan)` of the global batch. Arrays
+    that lie already as the plan wants them are passed through.
+
+    A dtype that differs from the plan's is cast where nothing is lost, where the integers fit, and
+    from float64 (numpy's default, which JAX does not use) to float32; every other one is refused.
+
+    Args:
+      plan: the plan of the run.
+      batch: tree of arrays [rows, ...] with the names of the plan's example batch.
+      vocab_size: where given, "tokens" and "targets" must lie in [0, vocab_size). Integers that the
+        model looks up in a parameter must be rows of it in any case.
+      check_values: refuse floating-point values that are not finite.
+
+    Returns:
+      The tree of the plan's batch, of `jax.Array`.
+
+    Raises:
+      ValueError: names, shapes or values differ from what the plan was made for.
+      TypeError: a dtype that is not cast, or something that is no array.
+    """
+    wanted = flatten_names(plan.abstract_batch)
+    given = flatten_names(batch)
+    _check_names(given, wanted)
+    placed = {}
+    for name, abstract in wanted.items():
+        value = given[name]
+        if isinstance(value, jax.Array) and _lies_as_wanted(value, abstract):
+            placed[name] = value
+            continue
+        array = _cast(name, _as_numpy(name, value), np.dtype(abstract.dtype))
+        _check_shape(name, array.shape, abstract)
+        if check_values:
+            check_finite(name, array)
+        if vocab_size is not None and name.split("/")[-1] in TOKEN_NAMES:
+            check_vocabulary(name, array, vocab_size)
+        for limit in plan.traced.index_limits.get(name, ()):
+            check_rows_exist(name, array, limit)
+        placed[name] = jax.make_array_from_process_local_data(
+            abstract.sharding, array, abstract.shape
+        )
+    return unflatten_like(plan.abstract_batch, placed)
+
+
+def local_rows(plan: BatchPlan) -> tuple[int, int]:
+    """`(lo, hi)`: the rows of every global batch that this process has to provide.
+
+    Raises:
+      ValueError: this process has no devices in the mesh, or its rows are not contiguous.
+    """
+    size = jax.tree.leaves(plan.abstract_batch)[0].shape[0]
+    return _local_rows(plan.batch_sharding, size)
+
+
+def local_rows_of_mesh(mesh: Mesh | AbstractMesh, size: int) -> tuple[int, int]:
+    """The same of batches of `size` rows over a mesh, before there is a plan."""
+    return _local_rows(NamedSharding(mesh, P(DATA_AXES)), size)
+
+
+def abstract_global(batch: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """What the global batch is of which this process has these rows, before there is a plan.
+
+    Args:
+      batch: tree of arrays [rows, ...]; a scalar is the same on all processes.
+      mesh: of the run.
+
+    Returns:
+      The tree of `jax.ShapeDtypeStruct`s that `make_plan` takes as an example.
+    """
+    check_arrays(batch)
+    shards = num_data_shards(mesh)
+    low, high = local_rows_of_mesh(mesh, shards)
+
+    def widen(leaf: Any) -> jax.ShapeDtypeStruct:
+        struct = jax.eval_shape(lambda: jnp.asarray(leaf)) if not hasattr(leaf, "shape") else leaf
+        dtype = jax.dtypes.canonicalize_dtype(struct.dtype)
+        if not struct.shape:
+            return jax.ShapeDtypeStruct((), dtype)
+        rows = struct.shape[0] * shards // (high - low)
+        return jax.ShapeDtypeStruct((rows, *struct.shape[1:]), dtype)
+
+    return jax.tree.map(widen, batch)
+
+
+@functools.lru_cache(maxsize=64)
+def _local_rows(sharding: NamedSharding, size: int) -> tuple[int, int]:
+    if isinstance(sharding.mesh, AbstractMesh):
+        raise ValueError(
+            f"the plan was made for a mesh {dict(sharding.mesh.shape)} without devices, so nothing "
+            "can be placed; make the plan with make_mesh(...) on the machine that trains"
+        )
+    places = sharding.addressable_devices_indices_map((size,)).values()
+    rows = sorted({place[0].indices(size)[:2] for place in places if place is not None})
+    if not rows:
+        raise ValueError(
+            f"process {jax.process_index()} has no device in the mesh "
+            f"{dict(sharding.mesh.shape)}; make the mesh of devices of every process"
+        )
+    for (_, before), (after, _) in itertools.pairwise(rows):
+        if after > before:
+            raise ValueError(
+                f"process {jax.process_index()} holds the rows {rows} of {size}, which have a "
+                "hole; order the devices of the mesh by process, as make_mesh does"
+            )
+    return rows[0][0], rows[-1][1]
+
+
+def check_finite(name: str, array: np.ndarray) -> None:
+    """Refuses NaN and infinity in a floating-point array; the reading is a min and a max.
+
+    Raises:
+      ValueError: names the first index and the number of such values.
+    """
+    if not jax.numpy.issubdtype(array.dtype, np.floating) or not array.size:
+        return
+    # Both are NaN if any value is: no temporary array for the good case.
+    with np.errstate(invalid="ignore"):  # bfloat16 warns of the very NaN that is looked for
+        if np.isfinite(array.min()) and np.isfinite(array.max()):
+            return
+    bad = np.argwhere(~np.isfinite(array))
+    first = tuple(int(i) for i in bad[0])
+    count = "1 of {} values is" if len(bad) == 1 else f"{len(bad)} of {{}} values are"
+    raise ValueError(
+        f"batch[{name!r}]: {count.format(array.size)} not finite; the first "
+        f"is {array[first]} at index {first}; clean the data, or, in a loop of your own, "
+        "pass check_values=False to shard_batch: the step then skips such batches"
+    )
+
+
+def check_vocabulary(name: str, array: np.ndarray, vocab_size: int) -> None:
+    """Refuses token ids outside [0, vocab_size).
+
+    Raises:
+      ValueError: names the first index and its id.
+    """
+    if not array.size or (array.min() >= 0 and array.max() < vocab_size):
+        return
+    first = tuple(int(i) for i in np.argwhere((array < 0) | (array >= vocab_size))[0])
+    raise ValueError(
+        f"batch[{name!r}] holds token id {array[first]} at index {first}, outside the model's "
+        f"vocabulary [0, {vocab_size}); use the model's tokenizer, raise vocab_size, or give such "
+        "places an id of 0 and a weight of 0"
+    )
+
+
+def check_rows_exist(name: str, array: np.ndarray, limit: IndexLimit) -> None:
+    """Refuses integers that look up rows which a parameter does not have.
+
+    Raises:
+      ValueError: names the first index, its value and the parameter.
+    """
+    looked_up = array[limit.window]
+    if not looked_up.size or (looked_up.min() >= limit.low and looked_up.max() < limit.high):
+        return
+    wrong = np.argwhere((looked_up < limit.low) | (looked_up >= limit.high))[0]
+    first = tuple(
+        int(i) * (part.step or 1) + (part.start or 0)
+        for i, part in zip(wrong, limit.window, strict=True)
+    )
+    raise ValueError(
+        f"batch[{name!r}] holds {array[first]} at index {first}, and the model looks that up in "
+        f"{limit.parameter}, which has {limit.high} rows; use values in [0, {limit.high}), or give "
+        "the model more rows"
+    )
+
+
+def _check_names(given: dict[str, Any], wanted: dict[str, Any]) -> None:
+    missing = [name for name in wanted if name not in given]
+    unknown = [name for name in given if name not in wanted]
+    if missing or unknown:
+        raise ValueError(
+            f"the batch has arrays {sorted(given)}, the plan was made for {sorted(wanted)}"
+            + (f"; missing {missing}" if missing else "")
+            + (f"; not known {unknown}" if unknown else "")
+            + ": give every batch the names of example_batch"
+        )
+
+
+def _check_shape(name: str, shape: tuple[int, ...], abstract: jax.ShapeDtypeStruct) -> None:
+    lo, hi = _local_rows(abstract.sharding, abstract.shape[0])
+    local = (hi - lo, *abstract.shape[1:])
+    if shape == local:
+        return
+    if shape == abstract.shape:
+        remedy = f"this process holds rows [{lo}, {hi}) only: pass value[{lo}:{hi}] (local_rows)"
+    elif shape[1:] == local[1:]:
+        remedy = (
+            f"every batch needs {local[0]} rows here: drop a smaller last batch, or fill it up "
+            "with rows of weight 0"
+        )
+    else:
+        remedy = "give every batch the shape of example_batch, or make the plan with this one"
+    raise ValueError(
+        f"batch[{name!r}] has shape {shape}, the plan was made for {local}"
+        + (f" in this process ({abstract.shape} in all)" if local != abstract.shape else "")
+        + f"; {remedy}"
+    )
+
+
+def _lies_as_wanted(value: jax.Array, abstract: jax.ShapeDtypeStruct) -> bool:
+    return (
+        value.shape == abstract.shape
+        and value.dtype == abstract.dtype
+        and abstract.sharding is not None
+        and value.sharding.is_equivalent_to(abstract.sharding, value.ndim)
+    )
+
+
+def _as_numpy(name: str, value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.kind in "OSUMmc" or array.ndim == 0:
+        what = f"dtype {array.dtype}" if array.ndim else f"the single value {value!r}"
+        raise TypeError(
+            f"batch[{name!r}] is a {type(value).__name__} with {what}; pass an array [rows, ...] "
+            "of numbers"
+        )
+    return array
+
+
+def _cast(name: str, array: np.ndarray, wanted: np.dtype) -> np.ndarray:
+    """`array` as `wanted` where the rule of `shard_batch` allows it."""
+    dtype = array.dtype
+    if dtype == wanted:
+        return array
+    both_integers = dtype.kind in "iu" and wanted.kind in "iu"
+    if both_integers and not np.can_cast(dtype, wanted):
+        limits = np.iinfo(wanted)
+        if array.size and (array.min() < limits.min or array.max() > limits.max):
+            raise ValueError(
+                f"batch[{name!r}] of dtype {dtype} holds values from {array.min()} to "
+                f"{array.max()}, {wanted} holds {limits.min} to {limits.max}; look at the data"
+            )
+        return array.astype(wanted)
+    same_kind = both_integers or jax.numpy.issubdtype(dtype, np.floating) == jax.numpy.issubdtype(
+        wanted, np.floating
+    )
+    is_default_float = dtype == np.float64 and wanted == np.float32
+    if same_kind and (np.can_cast(dtype, wanted) or is_default_float):
+        return array.astype(wanted)
+    raise TypeError(
+        f"batch[{name!r}] has dtype {dtype}, the plan was made for {wanted}; convert the data with "
+        f".astype({str(wanted)!r}), or make the plan with an example_batch of {dtype}"
+    )

@@ -1,0 +1,412 @@
+"""Page of a forecast, with its offload section: text, or a dictionary for JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from zerojax.forecasting.forecast_numbers import (
+    COMPILED,
+    Estimate,
+    ForecastNumbers,
+    Memory,
+    Offload,
+    Traffic,
+)
+from zerojax.models.trees import format_bytes, format_count
+from zerojax.plan.show import CELL, ROLE, hiding_lines, moved_lines, tier_lines
+from zerojax.plan.show import WIDTH as INNER_WIDTH
+
+WIDTH = 100
+BAR = 60
+BYTE_UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 2), ("KiB", 2**10, 2), ("B", 1, 0))
+TIME_UNITS = (("s", 1.0, 2), ("ms", 1e-3, 2), ("us", 1e-6, 2))
+Rows = list[Sequence[str]]
+
+
+def forecast_page(forecast: ForecastNumbers) -> str:
+    """One page of plain characters, at most 100 columns; the numbers of each table add up."""
+    sections = [
+        _head(forecast),
+        _memory(forecast.memory),
+        _traffic(forecast.traffic, forecast.num_devices),
+        offload_section(forecast),
+        _time(forecast),
+        _notes(forecast),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def forecast_dict(forecast: ForecastNumbers) -> dict[str, Any]:
+    """Every number as it is, unrounded, as JSON takes it; times in seconds, sizes in bytes."""
+    return dataclasses.asdict(forecast)
+
+
+def round_to_sum(parts: Sequence[float], digits: int) -> list[float]:
+    """`parts` rounded to `digits` decimals so that they add up to their rounded sum.
+
+    The largest remainders are rounded up (Hamilton's method), so no part is off by one unit.
+
+    >>> round_to_sum([0.004, 0.004, 0.004], 2)
+    [0.01, 0.0, 0.0]
+    """
+    scale = 10**digits
+    total = round(sum(parts) * scale)
+    floors = [int(part * scale // 1) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda i: floors[i] - parts[i] * scale)
+    for index in by_remainder[: total - sum(floors)]:
+        floors[index] += 1
+    return [floor / scale for floor in floors]
+
+
+def _head(forecast: ForecastNumbers) -> list[str]:
+    plan, gpu = forecast.plan, forecast.gpu
+    parts = f" in {plan['num_microbatches']} microbatches" * (plan["num_microbatches"] > 1)
+    axes = " x ".join(f"{name} {size}" for name, size in forecast.mesh.items() if size > 1)
+    in_node = min(forecast.num_devices, gpu.node_devices)
+    nodes = forecast.num_devices // in_node
+    where = f" ({nodes} nodes of {in_node})" if nodes > 1 else ""
+    return [
+        f"{format_count(plan['num_parameters'])} parameters, zero={plan['zero']}, "
+        f"{plan['precision']['compute_dtype']}, batch {plan['global_batch_size']}{parts}",
+        f"{forecast.num_devices} x {gpu.title}{where}, mesh {axes or '1 device'}",
+        *_pipeline(plan["pipeline"]),
+        *_origin(forecast),
+        "",
+        *_verdict(forecast),
+    ]
+
+
+def _pipeline(pipeline: dict[str, Any] | None) -> list[str]:
+    if pipeline is None:
+        return []
+    words = f"pipeline {pipeline['schedule']}, bubble {pipeline['bubble']:.1%}"
+    larger = pipeline["bubble_of_more"]
+    if larger is not None:
+        words += f" ({larger:.1%} with {2 * pipeline['num_microbatches']} microbatches)"
+    return _wrap(
+        f"{words}, ticks {pipeline['balance']:.2f} times the mean stage, "
+        f"{format_bytes(pipeline['message_bytes'])} to neighbours"
+    )
+
+
+def _origin(forecast: ForecastNumbers) -> list[str]:
+    if forecast.source != COMPILED:
+        return _wrap(f"formulas only: {forecast.why_formula or 'nothing was compiled'}")
+    took = f"{forecast.seconds:.0f} s" if forecast.seconds else "0 s, from the cache"
+    return _wrap(f"compiled for this card by {forecast.compiler} ({took}); nothing was run")
+
+
+def _verdict(forecast: ForecastNumbers) -> list[str]:
+    verdict = forecast.verdict
+    word = {True: "FITS", False: "DOES NOT FIT", None: "NOT DECIDED"}[verdict.fits]
+    more = " + activations" if verdict.fits is None else ""
+    lines = [
+        f"{word}: {format_bytes(verdict.needed)}{more} needed, {format_bytes(verdict.limit)} there "
+        f"on each GPU ({verdict.needed / verdict.limit:.0%})",
+        _bar(verdict.needed, verdict.limit, forecast.gpu.memory_bytes),
+    ]
+    for reason in verdict.reasons:
+        lines += _wrap(f"- {reason}", "  ", "    ")
+    return lines
+
+
+def _bar(needed: int, limit: int, card: int) -> str:
+    """The whole card as a line: # needed, . free for JAX, | the limit, x needed beyond it."""
+    longest = max(card, needed)
+    used = max(1, round(BAR * needed / longest))
+    end = round(BAR * limit / longest)
+    cells = [
+        ("#" if i < end else "x") if i < used else ("." if i < end else " ") for i in range(BAR)
+    ]
+    return f"  [{''.join(cells[:end])}|{''.join(cells[end:])}]"
+
+
+def _memory(memory: Memory) -> list[str]:
+    compiled = memory.peak is not None
+    roles = list(memory.roles)
+    sizes = [row.bytes or 0 for row in roles]
+    formulas = [row.formula or 0 for row in roles]
+    largest = max(memory.peak or 0, memory.formula_peak, 1)
+    unit, scale, digits = _unit(largest, BYTE_UNITS)
+    missing = (memory.peak or 0) - sum(sizes)
+    if compiled and missing:
+        sizes.append(missing)
+    shown = round_to_sum([size / scale for size in sizes], digits)
+    shown_formula = round_to_sum([size / scale for size in formulas], digits)
+    rows: Rows = []
+    for index, row in enumerate(roles):
+        if not (row.bytes or row.formula):
+            continue
+        cells = [row.role]
+        if compiled:
+            cells.append("-" if row.bytes is None else f"{shown[index]:,.{digits}f}")
+        cells.append("-" if row.formula is None else f"{shown_formula[index]:,.{digits}f}")
+        rows.append(cells)
+    if compiled and missing:
+        rows.append(["not accounted for", f"{shown[-1]:,.{digits}f}", "-"])
+    total = [f"{sum(shown):,.{digits}f}"] if compiled else []
+    formula = f"{sum(shown_formula):,.{digits}f}"
+    title = f"MEMORY, {unit} per device" + ", by role at the moment of the peak" * compiled
+    header = ["", *(["compiled"] if compiled else []), "formula"]
+    table = align_columns([header, *rows, ["peak" if compiled else "sum", *total, formula]], left=1)
+    table.insert(-1, "  " + "-" * (len(table[-1]) - 2))
+    return [title, *table, *_compiler_count(memory, scale, digits), *_memory_remarks(memory)]
+
+
+def _compiler_count(memory: Memory, scale: float, digits: int) -> list[str]:
+    """How the compiler comes to the peak."""
+    if memory.peak is None:
+        return []
+    parts = [memory.arguments, memory.outputs, -(memory.aliased or 0), memory.temporary]
+    shown = round_to_sum([(part or 0) / scale for part in parts], digits)
+    texts = [f"{number:,.{digits}f}" for number in map(abs, shown)]
+    return [
+        f"  peak = arguments {texts[0]} + outputs {texts[1]} - aliased {texts[2]} "
+        f"+ temporary {texts[3]}"
+    ]
+
+
+def _memory_remarks(memory: Memory) -> list[str]:
+    host = format_bytes(memory.host) if memory.host else "none"
+    buffers = [row for row in memory.roles if row.role == "pipeline buffers"]
+    buffered = bool(buffers) and memory.peak is not None
+    return [
+        f"  between steps: state {format_bytes(memory.state)}, batch {format_bytes(memory.batch)}; "
+        f"host memory: {host}",
+        "  formulas know no activations and nothing that the compiler adds",
+        *["  pipeline buffers are among the compiled activations"] * buffered,
+    ]
+
+
+def _traffic(traffic: Traffic, num_devices: int) -> list[str]:
+    if num_devices == 1:
+        return ["TRAFFIC: none, there is one device"]
+    title = "TRAFFIC, sent by one device per step"
+    if traffic.wire_bytes is None:
+        by_formula = [
+            f"  {name} by formula: {format_bytes(sent)}, {sent / (traffic.unit or 1.0):.2f} units"
+            for name, sent in _by_formula(traffic)
+        ]
+        return [title, *by_formula, *_traffic_remarks(traffic)]
+    largest = max(traffic.wire_bytes, traffic.formula_bytes, traffic.message_formula_bytes, 1)
+    unit, scale, digits = _unit(largest, BYTE_UNITS)
+    rows: Rows = [
+        ["collective", "axis", "dtype", "times", "in loops", unit, "units", "link", "hidden"]
+    ]
+    unit_bytes = traffic.unit or 1.0
+    shown = round_to_sum([row.wire_bytes / scale for row in traffic.rows], digits)
+    units = round_to_sum([row.wire_bytes / unit_bytes for row in traffic.rows], 2)
+    for row, size, times_unit in zip(traffic.rows, shown, units, strict=True):
+        rows.append(
+            [
+                row.kind,
+                row.axis,
+                row.dtype,
+                f"{row.count:,}",
+                str(row.loop_depth),
+                f"{size:,.{digits}f}",
+                f"{times_unit:.2f}",
+                "network" if row.crosses_nodes else "node",
+                f"{row.hidden:.0%}",
+            ]
+        )
+    blank = ["", "", "", ""]
+    rows.append(["sum", *blank, f"{sum(shown):,.{digits}f}", f"{sum(units):.2f}", "", ""])
+    for name, sent in _by_formula(traffic):
+        size, in_units = f"{sent / scale:,.{digits}f}", f"{sent / unit_bytes:.2f}"
+        rows.append([f"{name} by formula", *blank, size, in_units, "", ""])
+    table = align_columns(rows, left=3)
+    return [title, *table, *_traffic_remarks(traffic)]
+
+
+def _by_formula(traffic: Traffic) -> list[tuple[str, int]]:
+    pipeline = [("messages", traffic.message_formula_bytes)] * bool(traffic.message_formula_bytes)
+    return [("ZeRO", traffic.formula_bytes), *pipeline]
+
+
+def _traffic_remarks(traffic: Traffic) -> list[str]:
+    lines = [f"  1 unit = 2 bytes x parameters x (N-1)/N = {format_bytes(traffic.unit)}"]
+    if traffic.data_wire_bytes is not None and traffic.formula_bytes:
+        ratio = traffic.data_wire_bytes / traffic.formula_bytes
+        lines[0] += f"; the data axes send {ratio:.1%} of the formula"
+    if traffic.message_wire_bytes is not None and traffic.message_formula_bytes:
+        ratio = traffic.message_wire_bytes / traffic.message_formula_bytes
+        lines.append(
+            f"  permutes along stage are messages between neighbours: {ratio:.1%} of the formula"
+        )
+    if traffic.rows:
+        lines += [
+            "  hidden: share of its time that products scheduled beside it last, at peak rates"
+        ]
+    return lines
+
+
+def _time(forecast: ForecastNumbers) -> list[str]:
+    estimate, gpu = forecast.estimate, forecast.gpu
+    title = "TIME, an estimate: the roofline of published peaks. Not measured; no run reaches it"
+    times = [estimate.compute_seconds, estimate.memory_seconds, estimate.wire_seconds]
+    unit, scale, digits = _unit(max((t for t in times if t), default=1e-6), TIME_UNITS)
+
+    def cell(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{seconds / scale:,.{digits}f}"
+
+    repeated = _repeated(forecast)
+    rows: Rows = [["", unit, ""]]
+    rows.append(
+        ["matrix products", cell(times[0]), f"{_si(estimate.flops)}FLOP on a device{repeated}"]
+    )
+    if estimate.hbm_bytes is not None:
+        rate = f"at {_si(gpu.memory_bandwidth)}B/s"
+        rows.append(["device memory", cell(times[1]), f"{_si(estimate.hbm_bytes)}B {rate}"])
+    rows.append(["wire", cell(times[2]), _links(forecast)])
+    rows += _step_rows(estimate, scale, digits)
+    return [title, *align_columns(rows, left=1, last_left=True), *_rates(estimate)]
+
+
+def _repeated(forecast: ForecastNumbers) -> str:
+    """Which part of what is computed the model does not ask for, if any."""
+    estimate = forecast.estimate
+    again = 1 - estimate.model_flops / estimate.flops if estimate.flops else 0.0
+    if not estimate.model_flops or again <= 0.005:
+        return ""
+    if forecast.plan["pipeline"] is None:
+        return f", {again:.0%} of it computed again"
+    return f", {again:.0%} of it not the model's own, idle slots included"
+
+
+def _step_rows(estimate: Estimate, scale: float, digits: int) -> Rows:
+    if estimate.step_seconds is None:
+        return [["step", "-", "the card has no published peak for this dtype"]]
+    exposed, offload_seconds = estimate.exposed_wire_seconds, estimate.offload_seconds
+    busy = estimate.step_seconds - exposed - offload_seconds
+    shown = round_to_sum([busy / scale, exposed / scale, offload_seconds / scale], digits)
+    total = f"{sum(shown):,.{digits}f}"
+    longer = "matrix products" if estimate.bound_by == "compute" else "device memory"
+    if estimate.bound_by in ("wire", "link", "disk"):
+        longer = "the longer of the first two" if estimate.memory_seconds else "matrix products"
+    beside = "longer than the matrix products that the schedule puts beside it"
+    if estimate.hbm_bytes is None:
+        beside = "assumed: all of it is hidden for as long as the matrix products last"
+    offload: Rows = []
+    plus = ""
+    if estimate.offload_seconds:
+        plus = " + offload"
+        words = "the update's link or disk, and what of the rest lasts longer than products"
+        offload = [["offload", f"{shown[2]:,.{digits}f}", words]]
+    return [
+        ["wire not hidden", f"{shown[1]:,.{digits}f}", beside],
+        *offload,
+        ["step", total, f"= {longer} + wire not hidden{plus}; bound by {estimate.bound_by}"],
+    ]
+
+
+def _links(forecast: ForecastNumbers) -> str:
+    gpu = forecast.gpu
+    if forecast.num_devices == 1:
+        return "one device"
+    text = f"{_si(gpu.node_bandwidth)}B/s inside a node"
+    if forecast.num_devices > gpu.node_devices:
+        text += f", {_si(gpu.network_bandwidth)}B/s per GPU between nodes"
+    return text
+
+
+def _rates(estimate: Estimate) -> list[str]:
+    parts = []
+    if estimate.mfu is not None:
+        parts.append(f"MFU at best {estimate.mfu:.0%}")
+    if estimate.tokens_per_second is not None:
+        parts.append(f"{format_count(estimate.tokens_per_second)} tokens/s at best")
+    return [f"  {'; '.join(parts)}"] if parts else []
+
+
+def _notes(forecast: ForecastNumbers) -> list[str]:
+    gpu = forecast.gpu
+    notes = list(forecast.remarks)
+    notes += [f"card: {source.partition(': ')[2] or source}" for source in gpu.sources]
+    notes += [f"assumed: {assumption}" for assumption in gpu.assumptions]
+    notes += [f"option {name} left out: {why}" for name, why in forecast.options_dropped.items()]
+    if forecast.num_devices > gpu.node_devices:
+        notes.append(
+            "between nodes a ring uses the network cards of all its GPUs of a node at once, as NCCL"
+        )
+    lines = ["NOTES"] if notes else []
+    for note in notes:
+        lines += _wrap(f"- {note}", "  ", "    ")
+    return lines
+
+
+def _unit(largest: float, units: Sequence[tuple[str, float, int]]) -> tuple[str, float, int]:
+    """The largest unit of which there is at least one."""
+    return next((unit for unit in units if largest >= unit[1]), units[-1])
+
+
+def _si(value: float) -> str:
+    """Decimal units of rates: `_si(3.35e12) == "3.35 T"`."""
+    for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.4g} {prefix}"
+    return f"{value:.4g} "
+
+
+def align_columns(rows: Rows, *, left: int, last_left: bool = False) -> list[str]:
+    """Columns of equal width; the first `left` ones and, if told, the last align left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width)
+            if i < left or (last_left and i == len(row) - 1)
+            else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return lines
+
+
+def _wrap(text: str, first: str = "", other: str = "  ") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=other)
+
+
+def offload_section(forecast: ForecastNumbers) -> list[str]:
+    """Bytes by tier, what moves by formula and as compiled, and what hides it; [] without any."""
+    offload = forecast.offload
+    if offload is None:
+        return []
+    lines = [*tier_lines(offload.tiers), *_per_node(forecast, offload)]
+    if offload.moved:
+        lines += ["", *moved_lines(offload.moved), *_compiled(offload)]
+    if offload.hiding is not None:
+        estimate = forecast.estimate
+        tokens, step = estimate.tokens_per_second, estimate.step_seconds
+        lines += hiding_lines(offload.hiding, round(tokens * step) if tokens and step else None)
+    return ["OFFLOAD, by formula", *(f"  {line}".rstrip() for line in lines)]
+
+
+def _per_node(forecast: ForecastNumbers, offload: Offload) -> list[str]:
+    """What a machine with several of these GPUs must have."""
+    number = min(forecast.num_devices, forecast.gpu.node_devices)
+    sizes = {"host memory": offload.machine_host, "disk": offload.machine_disk}
+    needed = [f"{format_bytes(size)} of {words}" for words, size in sizes.items() if size]
+    gpus = "one GPU" if number == 1 else f"{number} GPUs"
+    return [f"  a machine with {gpus} needs {' and '.join(needed)}"] if needed else []
+
+
+def _compiled(offload: Offload) -> list[str]:
+    """What the compiled program copies."""
+    if offload.compiled_to_device is None or offload.compiled_to_host is None:
+        return []
+    sizes = (offload.compiled_to_device, offload.compiled_to_host)
+    cells = "".join(f" {format_bytes(size):>{CELL}}" for size in sizes)
+    lines = [f"  {'compiled':<{ROLE}}{cells}"]
+    if offload.by_kernels:
+        sentence = (
+            f"{format_bytes(offload.by_kernels)} of it are copied by kernels, with the processors "
+            "that products need"
+        )
+        lines += textwrap.wrap(sentence, INNER_WIDTH, initial_indent="  ", subsequent_indent="    ")
+    if any(part.read for part in offload.moved):
+        lines.append("  files are read and written behind the compiled program")
+    return lines

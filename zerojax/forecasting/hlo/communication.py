@@ -1,0 +1,366 @@
+"""Collectives of a program: payload, executions and groups of devices in XLA's notations."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Sequence
+
+from zerojax.forecasting.hlo.program import Computation, Instruction, Program
+
+PERMUTE = "collective-permute"
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-broadcast",
+    PERMUTE,
+)
+# With a channel but without global ids, these take a group of replicas to mean all partitions of
+# each (XLA's CollectiveOpGroupMode kCrossReplicaAndPartition); the others name partitions.
+_OVER_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
+_SEND_PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{.*?\}\}|\{\})')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective instruction.
+
+    Attributes:
+      kind: one of `KINDS`.
+      dtype: of what is sent; "bf16/f32" if arrays of several dtypes travel together.
+      payload_bytes: of one execution, whole: gathered for an all-gather, unscattered for a
+        reduce-scatter, what one device holds for the others.
+      wire_bytes: sent by one device in one execution, by the busiest one for a permute. For a ring
+        of g: all-reduce 2 (g-1)/g of the payload; all-gather, reduce-scatter, all-to-all (g-1)/g;
+        permute and broadcast 1. A ragged all-to-all counts as if every row left.
+      group: the first group's devices, as positions in the mesh; for a permute, all that its first
+        pair reaches.
+      group_size: devices in `group`.
+      times: executions per step; loops of `Program.unknown_loops` count as one iteration.
+      loop_depth: loops around it, 0 outside of all.
+      in_branch: whether a conditional decides that it runs.
+      op_name: where in the traced program it comes from.
+      name: of the instruction.
+      start: the instruction that starts it and lets other work go on; None for one that the
+        program waits for.
+      arrays: how many travel together.
+    """
+
+    kind: str
+    dtype: str
+    payload_bytes: int
+    wire_bytes: int
+    group: Group
+    group_size: int
+    times: int = 1
+    loop_depth: int = 0
+    in_branch: bool = False
+    op_name: str
+    name: str
+    start: str | None
+    arrays: int
+
+    @property
+    def is_async(self) -> bool:
+        return self.start is not None
+
+
+def find_collectives(program: Program, num_devices: int) -> list[Collective]:
+    """All collectives that a step executes, in the order in which it first reaches them.
+
+    Looks into loops, calls, fusions and what a start wraps. Of a conditional's branches only the
+    one that sends most counts.
+
+    Args:
+      program: compiled for `num_devices` devices.
+
+    Raises:
+      ValueError: the program says that it is for another number of devices.
+    """
+    stated = program.num_partitions * program.num_replicas
+    if stated not in (1, num_devices):
+        raise ValueError(
+            f"num_devices={num_devices}, but the program was compiled for {stated} "
+            f"({program.num_replicas} replicas of {program.num_partitions} partitions)"
+        )
+    return list(_Finder(program, num_devices).inside(program.entry.name).values())
+
+
+def find_in_branches(program: Program, num_devices: int) -> list[Collective]:
+    """Collectives of which a conditional decides whether they run: all branches, at any depth.
+
+    Devices that take different branches of one wait for each other for ever, so that a pipeline's
+    step must have none. `times` is 1, whatever loops are around.
+
+    Args:
+      program: compiled for `num_devices` devices.
+    """
+    finder = _Finder(program, num_devices)
+    waiting = [
+        name
+        for computation in program.computations.values()
+        if program.times_run(computation.name)
+        for instruction in computation.instructions
+        for name in instruction.branches
+    ]
+    seen = set(waiting)
+    found = []
+    while waiting:
+        computation = program.computations[waiting.pop()]
+        for instruction in computation.instructions:
+            if _kind(instruction):
+                one = finder.read(computation, instruction)
+                found.append(dataclasses.replace(one, in_branch=True))
+            callees = {name for names in instruction.callees.values() for name in names} - seen
+            seen |= callees
+            waiting += callees
+    return sorted(found, key=lambda one: one.name)
+
+
+class _Finder:
+    """Collectives by name, as seen from one run of a computation."""
+
+    def __init__(self, program: Program, num_devices: int):
+        self._program = program
+        self._num_devices = num_devices
+        self._found: dict[str, dict[str, Collective]] = {}
+
+    def inside(self, name: str) -> dict[str, Collective]:
+        if name not in self._found:
+            found: dict[str, Collective] = {}
+            computation = self._program.computations[name]
+            for instruction in computation.instructions:
+                for inner in self._of_instruction(computation, instruction):
+                    earlier = found.get(inner.name)
+                    times = inner.times + (earlier.times if earlier else 0)
+                    found[inner.name] = dataclasses.replace(inner, times=times)
+            self._found[name] = found
+        return self._found[name]
+
+    def _of_instruction(self, where: Computation, instruction: Instruction) -> list[Collective]:
+        if _kind(instruction):
+            return [self.read(where, instruction)]
+        if instruction.opcode == "conditional":
+            branches = [list(self.inside(name).values()) for name in instruction.branches]
+            dearest = max(branches, key=lambda branch: sum(c.wire_bytes * c.times for c in branch))
+            return [dataclasses.replace(c, in_branch=True) for c in dearest]
+        is_loop = instruction.opcode == "while"
+        starts = instruction.name if instruction.opcode.endswith("-start") else None
+        return [
+            dataclasses.replace(
+                inner,
+                times=inner.times * times,
+                loop_depth=inner.loop_depth + is_loop,
+                start=inner.start or starts,
+            )
+            for name, times in instruction.runs()
+            for inner in self.inside(name).values()
+        ]
+
+    def read(self, where: Computation, instruction: Instruction) -> Collective:
+        """One execution of a collective in the computation where it stands."""
+        kind = _kind(instruction)
+        sent = where.operand_arrays(instruction)
+        if instruction.opcode == "send" or kind == "ragged-all-to-all":
+            # What follows the first operand are a token, or where rows come from and go to.
+            sent = list(where[instruction.operands[0]].arrays)
+        held = sum(array.bytes for array in sent)
+        if kind == PERMUTE:
+            pairs = _pairs(instruction)
+            group = connected(pairs)
+            sources = [source for source, target in pairs if source != target]
+            payload, wire = held, held * max(map(sources.count, sources), default=0)
+        else:
+            group = self._group(kind, instruction)
+            payload = held * len(group) if kind == "all-gather" else held
+            wire = ring_bytes(kind, payload, len(group))
+        return Collective(
+            kind=kind,
+            dtype="/".join(sorted({array.dtype for array in sent})),
+            payload_bytes=payload,
+            wire_bytes=wire,
+            group=group,
+            group_size=len(group),
+            op_name=instruction.op_name,
+            name=instruction.name,
+            start=instruction.name if _is_started(instruction) else None,
+            arrays=len(sent),
+        )
+
+    def _group(self, kind: str, instruction: Instruction) -> Group:
+        attributes = instruction.attributes
+        text = attributes.get("replica_groups", "{}")
+        if "device_ids" in attributes:
+            # Part of the mesh's spelling, after a comma.
+            text = f"{text}, device_ids={attributes['device_ids']}"
+        group = read_groups(text, self._num_devices)[0]
+        by_replica = kind in _OVER_REPLICAS and "channel_id" in attributes
+        if by_replica and attributes.get("use_global_device_ids") != "true":
+            partitions = self._program.num_partitions
+            everyone = len(group) == self._num_devices
+            return (
+                group
+                if everyone
+                else tuple(r * partitions + p for r in group for p in range(partitions))
+            )
+        return group
+
+
+def ring_bytes(kind: str, payload: int, group_size: int) -> int:
+    """Bytes that one device of a ring sends: see `Collective.wire_bytes`. Rounded up."""
+    if kind == "collective-broadcast":
+        return payload if group_size > 1 else 0
+    factor = 2 if kind == "all-reduce" else 1
+    return -(-factor * (group_size - 1) * payload // group_size)
+
+
+def _kind(instruction: Instruction) -> str:
+    """The kind of collective that it is or starts; "" for any other instruction."""
+    kind = instruction.opcode.removesuffix("-start")
+    if kind in KINDS:
+        return kind
+    return PERMUTE if kind == "send" and _SEND_PAIRS.search(instruction.attribute_text) else ""
+
+
+def _is_started(instruction: Instruction) -> bool:
+    if instruction.opcode == "send":
+        return True
+    settings = instruction.backend_config.get("collective_backend_config", {})
+    return instruction.opcode.endswith("-start") and not settings.get("is_sync", False)
+
+
+def _pairs(permute: Instruction) -> list[tuple[int, int]]:
+    text = permute.attributes.get("source_target_pairs")
+    if text is None:
+        found = _SEND_PAIRS.search(permute.attribute_text)
+        text = found[1] if found else ""
+    return read_pairs(text)
+
+
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?P<order>.*?)\{(?P<axes>[^{}]*)\}$")
+_MESH_AXIS = re.compile(r"\s*(.+?)=(\d+)\s*")
+_AXIS = re.compile(r"(.+?)(?::\((\d+)\)(\d+))?")
+
+Group = tuple[int, ...]
+
+
+def read_groups(text: str, num_devices: int) -> list[Group]:
+    """The groups of devices of a collective.
+
+    Args:
+      text: of `replica_groups`: `{{0,1},{2,3}}`, `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)` or
+        `mesh['data'=4,'model'=2] {'data'}`; `{}` is one group of all.
+      num_devices: that run the program.
+
+    Returns:
+      Positions of devices in the mesh that the program was compiled for.
+
+    Raises:
+      ValueError: another spelling.
+    """
+    if not text.strip("{} "):
+        return [tuple(range(num_devices))]
+    if text.startswith("mesh"):
+        return _read_mesh(text)
+    if found := _IOTA.fullmatch(text):
+        shape, source, order = (_integers(part or "") for part in found.groups())
+        ids = _transposed(range(math.prod(source)), source, order or range(len(source)))
+        return _cut(ids, shape[-1])
+    if text.startswith("{{"):
+        return [_integers(group) for group in re.findall(r"\{([\d,\s]*)\}", text)]
+    raise ValueError(
+        f"replica_groups={text!r} is a spelling that zerojax does not know; "
+        "add it to zerojax/forecasting/hlo/communication.py"
+    )
+
+
+def read_pairs(text: str) -> list[tuple[int, int]]:
+    """Source and target of each transfer of a permute: `{{0,1},{1,0}}`."""
+    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),\s*(\d+)\}", text)]
+
+
+def connected(pairs: Sequence[tuple[int, int]]) -> Group:
+    """The devices that the first pair reaches, over any number of pairs; () without pairs."""
+    group = set(pairs[0]) if pairs else set()
+    while more := {d for pair in pairs if group.intersection(pair) for d in pair} - group:
+        group |= more
+    return tuple(sorted(group))
+
+
+def _read_mesh(text: str) -> list[Group]:
+    """`mesh['a'=4,'b'=2] {'b','a':(1)2}`: groups along axes, or parts of axes, of a mesh.
+
+    `'a':(2)2` is the part of `a` between strides: an axis of 8 read as [2, 2, 2], the middle one.
+    Between mesh and axes the devices' order may stand, as ids, as `device_ids=([[0,2],[1,3]])`
+    or as `device_ids=([2,4]T(1,0))`, all of them counted in [2, 4] and transposed.
+    Source: MeshAxesReplicaGroupList in OpenXLA's xla/hlo/ir/replica_group.cc.
+    """
+    found = _MESH.fullmatch(text)
+    if found is None:
+        raise ValueError(
+            f"replica_groups={text!r} is no mesh with axes such as mesh['a'=2] {{'a'}}"
+        )
+    axes = [_MESH_AXIS.fullmatch(axis) for axis in found[1].split(",")]
+    sizes = {axis[1]: int(axis[2]) for axis in axes if axis}
+    wanted = [_AXIS.fullmatch(axis.strip()) for axis in found["axes"].split(",")]
+    # Each axis is cut into as many dimensions as its parts need; `grouped` are those asked for.
+    parts = [(part[1], part[2], part[3]) for part in wanted if part]
+    dims: list[int] = []
+    place: dict[tuple[str, int], int] = {}
+    for name, size in sizes.items():
+        for stride, length in _cut_axis(
+            size, [(int(pre), int(n)) for axis, pre, n in parts if axis == name and pre]
+        ):
+            place[name, stride] = len(dims)
+            dims.append(length)
+    grouped = [place[name, int(pre or 1)] for name, pre, _ in parts]
+    rest = [dim for dim in range(len(dims)) if dim not in grouped]
+    ids = _transposed(_mesh_order(found["order"], math.prod(dims)), dims, [*rest, *grouped])
+    return _cut(ids, math.prod(dims[dim] for dim in grouped))
+
+
+def _cut_axis(size: int, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(what is before it, length) of each dimension an axis is cut into."""
+    cut, before = [], 1
+    for pre, length in sorted(parts):
+        if pre > before:
+            cut.append((before, pre // before))
+        cut.append((pre, length))
+        before = pre * length
+    if before < size or not cut:
+        cut.append((before, size // before))
+    return cut
+
+
+def _mesh_order(text: str, count: int) -> Sequence[int]:
+    iota = re.search(r"<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text) or re.search(
+        r"\(\[([\d,]+)\]T\(([\d,]+)\)", text
+    )
+    if iota:
+        source = _integers(iota[1])
+        return _transposed(range(count), source, _integers(iota[2] or "") or range(len(source)))
+    ids = _integers(text.partition("device_ids=")[2])
+    if text.strip() and len(ids) != count:
+        raise ValueError(f"{text!r} between mesh and axes names {len(ids)} devices of {count}")
+    return ids or range(count)
+
+
+def _integers(text: str) -> Group:
+    return tuple(int(n) for n in re.findall(r"\d+", text))
+
+
+def _transposed(ids: Sequence[int], shape: Sequence[int], order: Sequence[int]) -> list[int]:
+    """`numpy.reshape(ids, shape).transpose(order).ravel()`."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    places = itertools.product(*(range(shape[dim]) for dim in order))
+    return [ids[sum(i * strides[dim] for i, dim in zip(p, order, strict=True))] for p in places]
+
+
+def _cut(ids: Sequence[int], size: int) -> list[Group]:
+    return [tuple(ids[start : start + size]) for start in range(0, len(ids), size)]

@@ -1,0 +1,388 @@
+"""Costs of a program: FLOPs of its products, bytes of device memory, and their sums over a step."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from zerojax.forecasting.hlo.program import (
+    HOST_MEMORY_SPACE,
+    Array,
+    Computation,
+    Instruction,
+    Program,
+)
+
+# A start whose computation is a list of instructions of its own. A `fusion-start` is one kernel,
+# like the fusion it starts.
+_CALLS = ("call", "call-start", "async-start")
+
+
+class ScheduleSum:
+    """Adds up what each executed instruction costs.
+
+    A loop counts as often as it runs (once where that is not known, see `Program.unknown_loops`); a
+    conditional as its dearest branch.
+
+    Args:
+      program: what is executed.
+      cost: `cost(computation, instruction)` of one instruction that is not control flow, one time.
+        A fusion is one instruction.
+    """
+
+    def __init__(self, program: Program, cost: Callable[[Computation, Instruction], int]):
+        self._program = program
+        self._cost = cost
+        self._computations: dict[str, int] = {}
+        self._instructions: dict[Instruction, int] = {}
+
+    def of_program(self) -> int:
+        return self.of_computation(self._program.entry.name)
+
+    def of_computation(self, name: str) -> int:
+        """One run of the computation."""
+        if name not in self._computations:
+            computation = self._program.computations[name]
+            self._computations[name] = sum(
+                self.of_instruction(computation, instruction)
+                for instruction in computation.instructions
+            )
+        return self._computations[name]
+
+    def of_instruction(self, computation: Computation, instruction: Instruction) -> int:
+        """One execution of the instruction, with all that it runs."""
+        if instruction.opcode == "conditional":
+            return max(map(self.of_computation, instruction.branches))
+        if instruction.opcode == "while" or (instruction.opcode in _CALLS and instruction.callees):
+            return sum(times * self.of_computation(name) for name, times in instruction.runs())
+        if instruction not in self._instructions:
+            self._instructions[instruction] = self._cost(computation, instruction)
+        return self._instructions[instruction]
+
+
+_DOTS = ("dot", "ragged-dot", "scaled-dot")
+# Gradients of fused attention compute the scores again and then four products.
+_ATTENTION_PRODUCTS = {"forward": 2, "backward": 5}
+
+
+class Matmuls:
+    """Finds the matrix products of a program's instructions.
+
+    Convolutions count as products, and fused attention of cuDNN as one product with the FLOPs of
+    all it holds, masked scores included.
+    """
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._fused: dict[str, list[int]] = {}
+
+    def flops(self, computation: Computation, instruction: Instruction) -> list[int]:
+        """FLOPs (2 m n k) of each product in one execution of the instruction on one device.
+
+        Looks into fusions; not into loops, calls and branches, which `ScheduleSum` follows.
+        """
+        opcode = instruction.opcode.removesuffix("-start")
+        if opcode in _DOTS:
+            return [_dot_flops(computation, instruction)]
+        if opcode == "convolution":
+            return [_convolution_flops(computation, instruction)]
+        if opcode == "custom-call":
+            return _library_flops(computation, instruction)
+        if opcode == "fusion":
+            return [n for name in instruction.callees["calls"] for n in self._of_fusion(name)]
+        return []
+
+    def _of_fusion(self, name: str) -> list[int]:
+        if name not in self._fused:
+            computation = self._program.computations[name]
+            self._fused[name] = [
+                n for i in computation.instructions for n in self.flops(computation, i)
+            ]
+        return self._fused[name]
+
+    @functools.cached_property
+    def total_flops(self) -> ScheduleSum:
+        return ScheduleSum(self._program, lambda where, one: sum(self.flops(where, one)))
+
+    @functools.cached_property
+    def total_count(self) -> ScheduleSum:
+        return ScheduleSum(self._program, lambda where, one: len(self.flops(where, one)))
+
+
+def matmul_flops(program: Program) -> int:
+    """FLOPs of all matrix products of one step on one device, loops counted.
+
+    Products inside kernels that the text does not show are missing: see `opaque_calls`.
+    """
+    return Matmuls(program).total_flops.of_program()
+
+
+def opaque_calls(program: Program) -> dict[str, int]:
+    """Custom calls whose work the text does not tell: target -> calls per step.
+
+    Hand-written kernels, sorts, solvers. What they compute is in no sum of FLOPs; their operands
+    and results are in `hbm_bytes`.
+    """
+    found: dict[str, int] = {}
+    for computation in program.computations.values():
+        for instruction in computation.instructions:
+            if instruction.opcode.removesuffix("-start") != "custom-call":
+                continue
+            times = program.times_run(computation.name)
+            if times and not _library_flops(computation, instruction):
+                target = _target(instruction)
+                found[target] = found.get(target, 0) + times
+    return found
+
+
+def _dot_flops(computation: Computation, dot: Instruction) -> int:
+    left = computation[dot.operands[0]].arrays[0]
+    contracted = math.prod(left.shape[dim] for dim in dot.integers("lhs_contracting_dims"))
+    return 2 * dot.arrays[0].size * contracted
+
+
+def _convolution_flops(computation: Computation, convolution: Instruction) -> int:
+    kernel = computation[convolution.operands[1]].arrays[0]
+    return _products_of_kernel(convolution, kernel, convolution.arrays[0])
+
+
+def _products_of_kernel(convolution: Instruction, kernel: Array, output: Array) -> int:
+    """Each output element meets every kernel element of its own feature, padding included."""
+    labels = re.fullmatch(r"\w+_(\w+)->\w+", convolution.attributes["dim_labels"])
+    if labels is None:
+        raise ValueError(f"dim_labels of {convolution!r} are not like b01f_01io->b01f")
+    return 2 * output.size * kernel.size // kernel.shape[labels[1].index("o")]
+
+
+def _target(call: Instruction) -> str:
+    return call.attributes.get("custom_call_target", "").strip('"')
+
+
+def _library_flops(computation: Computation, call: Instruction) -> list[int]:
+    """One entry for a product of cuBLAS or cuDNN; [] for any other custom call."""
+    target = _target(call)
+    if target.startswith("__cudnn$conv"):
+        return [_cudnn_convolution_flops(computation, call, target)]
+    if target.startswith("__cudnn$fmha"):
+        return _attention_flops(computation, call, target)
+    if not target.startswith("__cublas$"):
+        return []
+    numbers = _find_setting(call.backend_config, "dot_dimension_numbers")
+    if numbers is None:
+        return []
+    left = computation[call.operands[0]].arrays[0]
+    contracted = math.prod(left.shape[int(d)] for d in numbers["lhs_contracting_dimensions"])
+    return [2 * call.arrays[0].size * contracted]
+
+
+def _cudnn_convolution_flops(computation: Computation, call: Instruction, target: str) -> int:
+    first, second = (computation[name].arrays[0] for name in call.operands[:2])
+    kernel, output = {
+        "__cudnn$convBackwardInput": (second, first),
+        "__cudnn$convBackwardFilter": (call.arrays[0], second),
+    }.get(target, (second, call.arrays[0]))
+    return _products_of_kernel(call, kernel, output)
+
+
+def _attention_flops(computation: Computation, call: Instruction, target: str) -> list[int]:
+    scores = _find_setting(call.backend_config, "intermediate_tensor_shape")
+    if scores is None:
+        return []
+    size = math.prod(int(dim) for dim in scores["dimensions"])
+    head_dim = computation[call.operands[0]].arrays[0].shape[-1]
+    products = _ATTENTION_PRODUCTS["backward" if "Backward" in target else "forward"]
+    return [2 * size * head_dim * products]
+
+
+def _find_setting(config: dict[str, Any], key: str) -> dict[str, Any] | None:
+    """The setting `key`, at any depth."""
+    if key in config:
+        return config[key]
+    inner = (_find_setting(value, key) for value in config.values() if isinstance(value, dict))
+    return next((found for found in inner if found is not None), None)
+
+
+# They name values, or order them, without touching memory.
+_FREE = frozenset(
+    """
+    parameter constant tuple get-tuple-element bitcast opt-barrier after-all add-dependency
+    partition-id replica-id send-done
+    """.split()  # noqa: SIM905, as a list it takes a screen
+)
+_SLICES = frozenset(("slice", "dynamic-slice", "gather"))
+_UPDATES = frozenset(("dynamic-update-slice", "scatter"))
+# Every element of their result needs several of their operand.
+_COMBINE = frozenset(
+    """
+    reduce reduce-window select-and-scatter dot ragged-dot scaled-dot convolution sort topk fft
+    cholesky triangular-solve custom-call fusion
+    """.split()  # noqa: SIM905
+)
+_RENAMES = frozenset(("bitcast", "reshape"))
+_SCRATCH_DTYPES = ("s8", "u8")
+
+
+def hbm_bytes(program: Program) -> int:
+    """Bytes of device memory that one step reads and writes on one device, loops counted.
+
+    Each kernel reads its operands once and writes its result once. Of an operand that a fusion only
+    slices, the slice counts; of one it updates in place, the update. Workspaces of libraries, and
+    what caches save or spill, are not in it. Host memory is not device memory.
+    """
+    return HbmTraffic(program).total.of_program()
+
+
+class HbmTraffic:
+    """Bytes per instruction."""
+
+    def __init__(self, program: Program):
+        self._program = program
+
+    @functools.cached_property
+    def total(self) -> ScheduleSum:
+        return ScheduleSum(self._program, self.of_kernel)
+
+    def of_kernel(self, where: Computation, instruction: Instruction) -> int:
+        """One execution of an instruction that is no control flow.
+
+        Of what runs asynchronously the start reads and the done writes, but a fusion does both at
+        its start.
+        """
+        opcode = instruction.opcode
+        if opcode in _FREE:
+            return 0
+        if opcode in ("fusion", "fusion-start"):
+            return self._of_fusion(where, instruction)
+        if opcode.endswith(("-update", "-done")):
+            return 0 if opcode.endswith("-update") else self._of_done(where, instruction)
+        reads = _bytes(where.operand_arrays(instruction))
+        if opcode.endswith("-start") or opcode in ("send", "recv"):
+            return reads
+        if opcode in _SLICES or opcode in _UPDATES:
+            return _of_slice(where, instruction)
+        return reads + _bytes(_without_workspace(instruction))
+
+    def _of_done(self, where: Computation, done: Instruction) -> int:
+        """Nothing if the start wraps a computation: it was counted there."""
+        start = done.operands[0]
+        while start in where and where[start].opcode.endswith("-update"):
+            start = where[start].operands[0]
+        wraps = start in where and where[start].callees.get("calls")
+        return 0 if wraps else _bytes(done.arrays)
+
+    def _of_fusion(self, where: Computation, fusion: Instruction) -> int:
+        body = self._program.computations[fusion.callees["calls"][0]]
+        in_place = _updated_in_place(body)
+        needed = _elements_needed(body, in_place)
+        read = sum(
+            _bytes(operand.arrays) * needed.get(parameter.name, 0) // max(1, _size(parameter))
+            for parameter, operand in zip(body.parameters, where.operands_of(fusion), strict=True)
+        )
+        written = sum(
+            _update_bytes(body, result) if result.name in in_place else _written(body, result)
+            for result in _results(body)
+        )
+        return read + written
+
+
+def _bytes(arrays: tuple[Array, ...] | list[Array]) -> int:
+    return sum(array.bytes for array in arrays if array.memory_space != HOST_MEMORY_SPACE)
+
+
+def _without_workspace(instruction: Instruction) -> tuple[Array, ...]:
+    """The result, less what cuBLAS and cuDNN return as their scratch memory."""
+    arrays = instruction.arrays
+    target = instruction.attributes.get("custom_call_target", "") if len(arrays) > 1 else ""
+    is_library = target.startswith(('"__cublas', '"__cudnn'))
+    return arrays[:-1] if is_library and arrays[-1].dtype in _SCRATCH_DTYPES else arrays
+
+
+def _written(body: Computation, result: Instruction) -> int:
+    """Bytes of a fusion's result that is no update in place."""
+    if result.opcode == "get-tuple-element":
+        source = body[result.operands[0]]
+        if int(result.attributes["index"]) >= len(_without_workspace(source)):
+            return 0
+    return _bytes(_without_workspace(result))
+
+
+def _of_slice(where: Computation, instruction: Instruction) -> int:
+    """A slice, gather, update or scatter that is a kernel of its own."""
+    if instruction.opcode in _UPDATES:
+        return _update_bytes(where, instruction) + _operand_bytes(where, instruction)
+    return 2 * instruction.bytes + _operand_bytes(where, instruction)
+
+
+def _operand_bytes(where: Computation, instruction: Instruction) -> int:
+    """Of all operands but the first: indices and updates."""
+    return sum(_bytes(operand.arrays) for operand in where.operands_of(instruction)[1:])
+
+
+def _update_bytes(where: Computation, update: Instruction) -> int:
+    """What an update in place touches of its first operand: written, for a scatter also read."""
+    is_scatter = update.opcode == "scatter"
+    return (2 if is_scatter else 1) * _bytes(_update_operand(where, update).arrays)
+
+
+def _update_operand(where: Computation, update: Instruction) -> Instruction:
+    index = -1 if update.opcode == "scatter" else 1
+    return where[update.operands[index]]
+
+
+def _results(body: Computation) -> list[Instruction]:
+    """What a fusion writes, one instruction per array, bitcasts removed."""
+    roots = body.operands_of(body.root) if body.root.opcode == "tuple" else [body.root]
+    return [_renamed(body, root) for root in roots]
+
+
+def _renamed(body: Computation, instruction: Instruction) -> Instruction:
+    while instruction.opcode in _RENAMES:
+        instruction = body[instruction.operands[0]]
+    return instruction
+
+
+def _updated_in_place(body: Computation) -> set[str]:
+    """Results of a fusion that write an update into the memory of a parameter."""
+    return {
+        result.name
+        for result in _results(body)
+        if result.opcode in _UPDATES
+        and _renamed(body, body[result.operands[0]]).opcode == "parameter"
+    }
+
+
+def _elements_needed(body: Computation, in_place: set[str]) -> dict[str, int]:
+    """Name -> how many elements of that value a fusion needs to compute its results."""
+    needed = {result.name: _size(result) for result in _results(body)}
+    pieces: dict[str, int] = {}
+    for user in reversed(body.instructions):
+        of_user = needed.get(user.name)
+        if not of_user:
+            continue
+        for index, operand in enumerate(body.operands_of(user)):
+            is_target = index == 0 and user.name in in_place
+            part = 0 if is_target else _part_needed(user, index, operand, of_user)
+            if user.opcode in _SLICES or user.opcode in _RENAMES:
+                # The pieces of a split are different ones; `x * exp(x)` needs the same x twice.
+                part = pieces[operand.name] = pieces.get(operand.name, 0) + part
+            needed[operand.name] = min(_size(operand), max(part, needed.get(operand.name, 0)))
+    return needed
+
+
+def _part_needed(user: Instruction, index: int, operand: Instruction, of_user: int) -> int:
+    """How many elements of its operand an instruction needs for `of_user` of its own."""
+    size = _size(operand)
+    if (user.opcode in _SLICES or user.opcode in _UPDATES) and index > 0:
+        return size
+    if user.opcode in _COMBINE and len(user.arrays) > 1:
+        return size
+    if user.opcode in _COMBINE:
+        return -(-size * of_user // max(1, _size(user)))
+    return min(size, of_user)
+
+
+def _size(instruction: Instruction) -> int:
+    return sum(array.size for array in instruction.arrays)

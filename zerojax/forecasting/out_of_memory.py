@@ -1,0 +1,392 @@
+"""Explanation of out-of-memory errors: the request, the plan, and the settings that help.
+
+It takes no device memory and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zerojax.forecasting.remedies import PRICES, SMALL, Remedy, all_remedies
+from zerojax.hardware import compile_client, devices
+from zerojax.hardware.devices import device_kind
+from zerojax.hardware.gpus import gpu_of_device
+from zerojax.models.trees import format_bytes
+from zerojax.plan.counts import ACTIVATIONS, GATHERED, GRADIENTS, role_bytes
+from zerojax.plan.make import Plan
+from zerojax.runtime import system_memory
+from zerojax.runtime.system_memory import TRAINING_STEP, purpose_of
+
+NUM_REMEDIES = 3
+COMPILING = f"compiling {TRAINING_STEP}"
+_JAX_COMPILER = "jax._src.compiler"
+"""The module of JAX whose frames a traceback has, unless JAX leaves its own out, when compiling
+failed (tests/test_monitor_memory.py compiles one that does)."""
+
+RunNow = Callable[[], tuple[Plan, Any, int, Any]]
+"""() -> (the plan, the state or None, steps done, the jitted step or None)."""
+
+
+@contextlib.contextmanager
+def explaining_memory(now: RunNow, folder: Path | None) -> Iterator[None]:
+    """An error for lack of memory in the block leaves with a note: one page on what to do.
+
+    The error itself stays what it is. Nothing is compiled for the page: where the step has been
+    compiled, JAX still has what the compiler said of it.
+
+    Args:
+      now: asked when it has failed.
+      folder: of the run; a memory profile is written there. None: it has none.
+    """
+    try:
+        yield
+    except Exception as error:
+        asked = what_was_asked(error)
+        if asked is not None:
+            error.add_note(draw(explain(error, asked, now, folder)))
+        raise
+
+
+def explain(error: BaseException, asked: Asked, now: RunNow, folder: Path | None) -> Page:
+    """Everything that the page shows."""
+    plan, state, num_steps, step = now()
+    activity = what_was_done(error, asked)
+    sizes, source = sizes_by_role(plan, asked, None if activity == COMPILING else step, activity)
+    device = device_now()
+    excess = _excess(asked, device.free)
+    if activity == TRAINING_STEP:
+        activity = f"{TRAINING_STEP} (number {max(num_steps, 1)} at the latest)"
+    return Page(
+        asked=asked,
+        activity=activity,
+        device=device,
+        sizes=sizes,
+        source=source,
+        living=tuple(largest_arrays(state)),
+        excess=excess,
+        remedies=tuple(cheapest(plan, sizes, excess)),
+        profile=save_profile(folder),
+    )
+
+
+def what_was_done(error: BaseException, asked: Asked) -> str:
+    """What a run was doing: the block of `allocating_for` that the error left."""
+    purpose = purpose_of(error)
+    if purpose in (TRAINING_STEP, None) and (asked.by_compiler or _left_the_compiler(error)):
+        return COMPILING
+    return purpose or "the run"
+
+
+def _left_the_compiler(error: BaseException) -> bool:
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == _JAX_COMPILER for frame in frames)
+
+
+def sizes_by_role(plan: Plan, asked: Asked, step: Any, activity: str) -> tuple[dict[str, int], str]:
+    """({role: bytes per device at the peak}, where activations are known from).
+
+    State is exact, weights and gradients are by formula. Activations no formula knows: they are
+    what the compiled step needs beyond these, or what was asked for in one piece beyond them.
+    """
+    sizes = {role: size for role, size in role_bytes(plan).items() if size}
+    passing = sizes.get(GATHERED, 0) + sizes.get(GRADIENTS, 0)
+    if activity not in (TRAINING_STEP, COMPILING):
+        return sizes, "by formula, without activations"
+    temporary = _compiled_temporary(plan, step)
+    if temporary is not None:
+        rest, source = temporary - passing, "the compiler's account, the rest by formula"
+    elif asked.size is not None:
+        rest, source = asked.size - passing, "what was asked for, the rest by formula"
+    else:
+        return sizes, "by formula, without activations"
+    return (sizes | {ACTIVATIONS: rest}, source) if rest > 0 else (sizes, source)
+
+
+def _compiled_temporary(plan: Plan, step: Any) -> int | None:
+    if step is None:
+        return None
+    try:
+        compiled = step.lower(plan.abstract_state, plan.abstract_batch).compile()
+        return compile_client.memory_of(compiled).temporary
+    except Exception:  # memory may be short for this, too; the page does without
+        return None
+
+
+def _excess(asked: Asked, free: int | None) -> int | None:
+    if asked.size is None:
+        return None
+    return max(asked.size - (free or 0), 0)
+
+
+def cheapest(plan: Plan, sizes: Mapping[str, int], excess: int | None) -> list[Remedy]:
+    """The three settings that cost the least time, those that suffice by themselves first."""
+    needed = sum(sizes.values())
+    found: dict[str, Remedy] = {}
+    for remedy in all_remedies(plan, gpu_of_device(device_kind()), dict(sizes)):
+        if remedy.price is None or (remedy.saving or 0) < SMALL * needed:
+            continue
+        key = remedy.words.partition("=")[0]
+        # Of several values of one setting the first that suffices, else the one that saves most.
+        if key not in found or not _suffices(found[key], excess):
+            found[key] = remedy
+    order = sorted(found.values(), key=lambda one: (not _suffices(one, excess), one.price))
+    return order[:NUM_REMEDIES]
+
+
+def _suffices(remedy: Remedy, excess: int | None) -> bool:
+    return excess is not None and remedy.saving is not None and remedy.saving >= excess
+
+
+START = "out of memory"
+"""How the page begins: by this it is found among an error's notes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Page:
+    """What is shown.
+
+    Attributes:
+      asked: what did not fit; activity: while this was done.
+      device: where.
+      sizes: {role: bytes per device} of the plan; source: where activations are known from.
+      living: the largest arrays.
+      excess: bytes too many, as far as known.
+      remedies: the cheapest first.
+      profile: file for `pprof`, if one could be written.
+    """
+
+    asked: Asked
+    activity: str
+    device: Device
+    sizes: Mapping[str, int]
+    source: str
+    living: tuple[Living, ...]
+    excess: int | None
+    remedies: tuple[Remedy, ...]
+    profile: Path | None
+
+
+def draw(page: Page) -> str:
+    """At most one screen, 100 columns."""
+    lines = [f"{START} in {page.activity}: {_asked(page.asked)}", ""]
+    lines += _row("device", _device(page.device))
+    total = sum(page.sizes.values())
+    lines += _row("plan", f"{format_bytes(total)} on each device at the peak ({page.source}):")
+    ordered = sorted(page.sizes.items(), key=lambda item: item[1], reverse=True)
+    lines += [f"            {format_bytes(size):>10}  {role}" for role, size in ordered]
+    if page.living:
+        lines += _row("lives now", "the largest arrays, on each device:")
+    for one in page.living:
+        several = f" ({one.count} of them)" if one.count > 1 else ""
+        lines.append(f"            {format_bytes(one.size):>10}  {one.name}{several}")
+    lines += ["", *_remedies(page)]
+    if page.profile is not None:
+        lines += ["", f"What made each array: pprof -top {page.profile}"]
+    return "\n".join(lines)
+
+
+def _row(label: str, text: str) -> list[str]:
+    return [f"{label:<11} {text}"]
+
+
+def _asked(asked: Asked) -> str:
+    if asked.size is None:
+        return asked.text
+    if asked.by_compiler:
+        return f"the compiled step needs {format_bytes(asked.size)}"
+    return f"{format_bytes(asked.size)} ({asked.size:,} bytes) were asked for in one piece"
+
+
+def _device(device: Device) -> str:
+    words = [f"{device.name}: {format_bytes(device.in_use)} in use"]
+    if device.limit is not None:
+        by = f" by {device.source}" if device.source else ""
+        words.append(f"limit {format_bytes(device.limit)}{by}")
+    if device.free is not None:
+        words.append(f"{format_bytes(device.free)} left")
+    return ", ".join(words)
+
+
+def _remedies(page: Page) -> list[str]:
+    if not page.remedies:
+        return [
+            "No setting of this plan takes notably less: use more devices, or ones with more memory"
+        ]
+    lines = ["The cheapest settings that take less (savings by formula, for each device):"]
+    for remedy in page.remedies:
+        assert remedy.saving is not None
+        assert remedy.price is not None
+        enough = page.excess is not None and remedy.saving >= page.excess
+        lines.append(f"  {remedy.words}")
+        saves = f"saves about {format_bytes(remedy.saving)}{', enough' if enough else ''}"
+        lines.append(f"      {saves}: {remedy.why}")
+        lines.append(f"      costs {PRICES[remedy.price]}")
+    return lines
+
+
+PROFILE = "memory.prof"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Living:
+    """One array, or several that are called the same.
+
+    Attributes:
+      name: of the state's leaf; else dtype and shape.
+      size: bytes on the first local device that has some of it.
+      count: arrays.
+    """
+
+    name: str
+    size: int
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """Bytes of the fullest local device, or of the process where devices have no memory of theirs.
+
+    Attributes:
+      name: as the device calls itself; in_use; limit and free: None where they are not known.
+      source: who sets the limit.
+    """
+
+    name: str
+    in_use: int
+    limit: int | None
+    free: int | None
+    source: str
+
+
+def device_now() -> Device:
+    """What the fullest local device holds."""
+    memory = devices.device_memory()
+    if memory["source"] == "device":
+        limit = memory["limit"] or None
+        free = None if limit is None else max(limit - memory["in_use"], 0)
+        name = devices.device_kind()
+        return Device(name=name, in_use=memory["in_use"], limit=limit, free=free, source="JAX")
+    room = system_memory.least_room()
+    return Device(
+        name=f"{devices.device_kind()}, in the memory of this process",
+        in_use=memory["in_use"],
+        limit=None if room is None else room.limit,
+        free=None if room is None else room.free,
+        source="" if room is None else room.source,
+    )
+
+
+def largest_arrays(state: Any, count: int = 5) -> list[Living]:
+    """The arrays that take most of a device now, largest first.
+
+    Args:
+      state: a tree whose leaves have names; None: nothing has.
+    """
+    names: dict[Any, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        names[id(leaf)] = name = jax.tree_util.keystr(path, simple=True, separator="/")
+        # A step that failed leaves arrays without names: those that it was given.
+        names.setdefault((leaf.dtype, leaf.shape), f"{leaf.dtype}{list(leaf.shape)}, like {name}")
+    found: dict[str, Living] = {}
+    for array in jax.live_arrays():
+        if array.is_deleted():
+            continue
+        like = names.get((array.dtype, array.shape), f"{array.dtype}{list(array.shape)}")
+        name = names.get(id(array), like)
+        before = found.get(name, Living(name=name, size=0, count=0))
+        size = before.size + _shard_size(array)
+        found[name] = Living(name=name, size=size, count=before.count + 1)
+    return sorted(found.values(), key=lambda one: one.size, reverse=True)[:count]
+
+
+def _shard_size(array: jax.Array) -> int:
+    shape: tuple[int, ...] = array.sharding.shard_shape(array.shape)
+    return math.prod(shape) * array.dtype.itemsize
+
+
+def save_profile(folder: Path | None) -> Path | None:
+    """Writes what every array was made by, for `pprof`; None where that cannot be done now."""
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.profiler.save_device_memory_profile(str(folder / PROFILE))
+    except Exception:  # it is an extra, and whatever fails here must not hide the first error
+        return None
+    return folder / PROFILE
+
+
+_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"(?P<size>\d+(?:\.\d+)?)\s?(?P<unit>[KMGT]?)(?:i?B|\b)"
+
+_ASKED = (
+    # XLA on CPU: "RESOURCE_EXHAUSTED: Out of memory allocating 3200000000 bytes."
+    re.compile(r"[Oo]ut of memory (?:while trying to allocate|allocating) (?P<bytes>\d+) bytes"),
+    # XLA's allocators on GPUs: https://github.com/patrick-kidger/equinox/issues/737
+    re.compile(r"Failed to allocate request for \S+ \((?P<bytes>\d+)B\) on device ordinal \d+"),
+    re.compile(r"[Oo]ut of memory (?:while trying to allocate|allocating) " + _SIZE),
+    # The compiler for TPUs: https://github.com/LargeWorldModel/LWM/issues/60
+    re.compile(r"Ran out of memory in memory space \w+\. Used " + _SIZE),
+    # NumPy: "Unable to allocate 7.45 GiB for an array with shape (1000, 1000000) and ..."
+    re.compile(r"Unable to allocate " + _SIZE + r" for an array"),
+)
+_KINDS = (
+    "RESOURCE_EXHAUSTED",
+    "Resource exhausted",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "Out of memory while trying to allocate",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What did not fit.
+
+    Attributes:
+      size: bytes; None where the message does not say.
+      by_compiler: the compiler found before anything ran that the whole program does not fit.
+      on_host: memory of the process, not of a device with memory of its own.
+      text: the first line of the message.
+    """
+
+    size: int | None
+    by_compiler: bool
+    on_host: bool
+    text: str
+
+
+def what_was_asked(error: BaseException) -> Asked | None:
+    """What an error says of memory; None when it is about something else."""
+    text = str(error)
+    if not isinstance(error, MemoryError) and not any(kind in text for kind in _KINDS):
+        return None
+    # A quota, a limit of gRPC or of threads is "resource exhausted", too.
+    if not isinstance(error, MemoryError) and "memory" not in text.lower() and "alloc" not in text:
+        return None
+    by_compiler = "Ran out of memory in memory space" in text
+    return Asked(
+        size=_size(text),
+        by_compiler=by_compiler,
+        on_host=isinstance(error, MemoryError),
+        text=next(iter(text.splitlines()), ""),
+    )
+
+
+def _size(text: str) -> int | None:
+    for pattern in _ASKED:
+        match = pattern.search(text)
+        if match is not None:
+            found = match.groupdict()
+            if "bytes" in found:
+                return int(found["bytes"])
+            return round(float(found["size"]) * _UNITS[found["unit"]])
+    return None

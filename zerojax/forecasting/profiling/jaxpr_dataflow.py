@@ -1,0 +1,222 @@
+"""Dataflow of a traced program: parameters that values come from, equations that results need."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal
+
+from zerojax.models.jaxpr import inner_programs, split_scan
+
+_SAME = frozenset(
+    [
+        *("convert_element_type", "reduce_precision", "copy", "copy_p", "name", "clamp"),
+        *("pvary", "pbroadcast", "pcast", "mesh_cast", "sharding_constraint", "reshard"),
+        *("device_put", "dynamic_slice", "pad", "select_n", "mul", "div"),
+    ]
+)
+"""What gives its first operand that is a parameter, element by element. Products and quotients only
+with what a scalar was spread to: a scale."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a value holds.
+
+    Attributes:
+      names: the parameters, in order.
+      sizes: elements of each along `dim`, where several lie one after the other.
+      dim: along which they do; None: there is one, or they can no longer be told apart.
+      is_scalar: the value is a scalar, or what one was spread to; it has no names.
+    """
+
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    dim: int | None = None
+    is_scalar: bool = False
+
+
+NOTHING, SCALAR = Origin(), Origin(is_scalar=True)
+
+
+def join(first: Origin, second: Origin) -> Origin:
+    """What is one or the other."""
+    if first == second or not second.names:
+        return first
+    if not first.names:
+        return second
+    return Origin(tuple(dict.fromkeys([*first.names, *second.names])))
+
+
+def moved(equation: Any, given: Sequence[Origin]) -> Origin:
+    """What the first output of an equation holds, if it only moves what it is given."""
+    kind, params = equation.primitive.name, equation.params
+    if not any(origin.names for origin in given):
+        spread = kind == "broadcast_in_dim" or kind in _SAME
+        shapes = [atom.aval.shape for atom in equation.invars]
+        scalars = [o.is_scalar or shape == () for o, shape in zip(given, shapes, strict=True)]
+        return SCALAR if spread and all(scalars) else NOTHING
+    if kind == "concatenate":
+        return _concatenated(equation, given)
+    origin = next(origin for origin in given if origin.names)
+    if kind in _SAME:
+        others = [
+            o.names or o.is_scalar or atom.aval.shape == ()
+            for o, atom in zip(given, equation.invars, strict=True)
+        ]
+        return origin if kind not in ("mul", "div") or all(others) else NOTHING
+    if kind not in _MOVES:
+        return NOTHING
+    return origin if origin.dim is None else _MOVES[kind](equation, params, origin)
+
+
+def _concatenated(equation: Any, given: Sequence[Origin]) -> Origin:
+    dim = equation.params["dimension"]
+    names: list[str] = []
+    sizes: list[int] = []
+    for origin, atom in zip(given, equation.invars, strict=True):
+        if origin.dim == dim:
+            names += origin.names
+            sizes += origin.sizes
+        elif len(origin.names) <= 1:
+            names.append(origin.names[0] if origin.names else "")
+            sizes.append(atom.aval.shape[dim])
+        else:
+            return Origin(tuple(name for one in given for name in one.names))
+    if len({*names}) == 1:
+        return Origin((names[0],))
+    return Origin(tuple(names), tuple(sizes), dim)
+
+
+def _sliced(equation: Any, params: Any, origin: Origin) -> Origin:
+    assert origin.dim is not None
+    first, last = params["start_indices"][origin.dim], params["limit_indices"][origin.dim]
+    names, sizes, start = [], [], 0
+    for name, size in zip(origin.names, origin.sizes, strict=True):
+        inside = min(last, start + size) - max(first, start)
+        if inside > 0:
+            names.append(name)
+            sizes.append(inside)
+        start += size
+    if len(names) == 1:
+        return Origin((names[0],)) if names[0] else NOTHING
+    return Origin(tuple(names), tuple(sizes), origin.dim)
+
+
+def _reshaped(equation: Any, params: Any, origin: Origin) -> Origin:
+    """The dimension that has as many elements before it, and as many itself."""
+    assert origin.dim is not None
+    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    ahead = math.prod(before[: origin.dim])
+    for dim in range(len(after)):
+        if math.prod(after[:dim]) == ahead and after[dim] == before[origin.dim]:
+            return dataclasses.replace(origin, dim=dim)
+    return Origin(tuple(name for name in origin.names if name))
+
+
+def _transposed(equation: Any, params: Any, origin: Origin) -> Origin:
+    return dataclasses.replace(origin, dim=params["permutation"].index(origin.dim))
+
+
+def _spread(equation: Any, params: Any, origin: Origin) -> Origin:
+    return dataclasses.replace(origin, dim=params["broadcast_dimensions"][origin.dim])
+
+
+def _squeezed(equation: Any, params: Any, origin: Origin) -> Origin:
+    assert origin.dim is not None
+    gone = sum(dim < origin.dim for dim in params["dimensions"])
+    return dataclasses.replace(origin, dim=origin.dim - gone)
+
+
+def _gathered(equation: Any, params: Any, origin: Origin) -> Origin:
+    assert origin.dim is not None
+    if params["tiled"]:
+        return origin if params["all_gather_dimension"] != origin.dim else Origin(origin.names)
+    return dataclasses.replace(
+        origin, dim=origin.dim + (params["all_gather_dimension"] <= origin.dim)
+    )
+
+
+_MOVES = {
+    "slice": _sliced,
+    "reshape": _reshaped,
+    "transpose": _transposed,
+    "broadcast_in_dim": _spread,
+    "squeeze": _squeezed,
+    "all_gather": _gathered,
+    "all_gather_invariant": _gathered,
+    "all_gather_reduced": _gathered,
+}
+
+
+Flags = tuple[bool, ...]
+
+
+class Needs:
+    """Answers for one program and all inside of it, each question once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, Flags], tuple[Flags, list[Flags]]] = {}
+
+    def of(self, program: Jaxpr, outputs: Sequence[bool]) -> tuple[Flags, list[Flags]]:
+        """(which inputs, and of each equation which outputs, the given outputs depend on)."""
+        key = id(program), tuple(outputs)
+        if key not in self._known:
+            self._known[key] = self._find(program, outputs)
+        return self._known[key]
+
+    def _find(self, program: Jaxpr, outputs: Sequence[bool]) -> tuple[Flags, list[Flags]]:
+        needed = {
+            atom
+            for atom, flag in zip(program.outvars, outputs, strict=True)
+            if flag and not isinstance(atom, Literal)
+        }
+        found: list[Flags] = []
+        for equation in reversed(program.eqns):
+            flags = tuple(variable in needed for variable in equation.outvars)
+            found.append(flags)
+            if any(flags):
+                for atom, flag in zip(equation.invars, self._inputs(equation, flags), strict=True):
+                    if flag and not isinstance(atom, Literal):
+                        needed.add(atom)
+        return tuple(variable in needed for variable in program.invars), found[::-1]
+
+    def _inputs(self, equation: Any, outputs: Flags) -> Sequence[bool]:
+        kind, everything = equation.primitive.name, [True] * len(equation.invars)
+        if kind == "scan":
+            return self.of_scan(equation, outputs)[0]
+        if kind == "optimization_barrier":  # it orders, and each output is its own input
+            return outputs
+        programs = list(inner_programs(equation.params))
+        if kind == "cond":
+            each = [self.of(program, outputs)[0] for program in programs]
+            return [True, *(any(flags) for flags in zip(*each, strict=True))]
+        for program in programs:
+            if is_call(equation, program):
+                return self.of(program, outputs)[0]
+        return everything
+
+    def of_scan(self, equation: Any, outputs: Flags) -> tuple[Flags, Flags]:
+        """(which inputs, which outputs of the body): what is carried round counts on the way."""
+        constants, carried = split_scan(equation)
+        body = equation.params["jaxpr"].jaxpr
+        wanted = list(outputs)
+        while True:
+            inputs = self.of(body, wanted)[0]
+            carry = inputs[constants : constants + carried]
+            joined = [old or new for old, new in zip(wanted[:carried], carry, strict=True)]
+            if joined == wanted[:carried]:
+                return inputs, tuple(wanted)
+            wanted[:carried] = joined
+
+
+def is_call(equation: Any, program: Jaxpr) -> bool:
+    """Whether an equation runs a program once, with its own inputs and outputs."""
+    return (
+        equation.primitive.name not in ("scan", "while", "cond", "pallas_call")
+        and len(program.invars) == len(equation.invars)
+        and len(program.outvars) == len(equation.outvars)
+    )

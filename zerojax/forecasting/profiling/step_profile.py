@@ -1,0 +1,285 @@
+"""Profile of a training step as text and JSON, and device time by operation from a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerojax.forecasting.hlo.costs import Matmuls
+from zerojax.forecasting.hlo.program import Program
+from zerojax.forecasting.profiling.parameter_flops import ParameterFlops
+from zerojax.models.trees import format_bytes, format_count
+
+TOP = 15
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """What was measured of some steps of a run on one process's devices.
+
+    Attributes:
+      steps: that were measured, and as many that were traced.
+      devices: of the run; device_kind: as they call themselves.
+      step_seconds: of one step without the trace.
+      spent: {"data", "step", "save", "eval" or "host": seconds of all measured steps}.
+      save_seconds: of one save of the whole state until the run goes on; None: not measured.
+      tokens_per_second: of the run; tflops: of one device, without recomputation; mfu: of its peak.
+      memory: peak, limit and source, as a run reports them.
+      ops: of the step, with their time.
+      traced_steps, traced_devices: what the sums of `ops` are over.
+      flops: by parameter; counted_flops: of the whole step, to which they add up.
+      trace: the file.
+    """
+
+    steps: int
+    devices: int
+    device_kind: str
+    step_seconds: float
+    spent: Mapping[str, float]
+    save_seconds: float | None
+    tokens_per_second: float | None
+    tflops: float | None
+    mfu: float | None
+    memory: Mapping[str, Any]
+    ops: Sequence[OpTime]
+    traced_steps: int
+    traced_devices: int
+    flops: Sequence[ParameterFlops]
+    counted_flops: float
+    trace: Path | None
+
+
+def profile_dict(profile: StepProfile) -> dict[str, Any]:
+    """Every number, unrounded, as JSON takes it."""
+    trace = None if profile.trace is None else str(profile.trace)
+    return {**dataclasses.asdict(profile), "trace": trace}
+
+
+def draw(profile: StepProfile) -> str:
+    """The page, at most 100 columns."""
+    parts = [_speed(profile), _wall_clock(profile), _top_ops(profile), _flops(profile)]
+    if profile.trace is not None:
+        parts.append(
+            f"Trace of {profile.traced_steps} steps: {profile.trace}\n"
+            "  open it at https://ui.perfetto.dev (it stays in the browser), or with XProf:\n"
+            f"  pip install xprof; xprof --logdir {_log_folder(profile.trace)}"
+        )
+    return "\n\n".join(parts)
+
+
+def _log_folder(trace: Path) -> Path:
+    """The folder above plugins/profile/DATE/HOST.trace.json.gz."""
+    return trace.parents[3] if len(trace.parents) > 3 else trace.parent
+
+
+def _speed(profile: StepProfile) -> str:
+    words = [f"{profile.step_seconds * 1e3:.4g} ms per step"]
+    if profile.tokens_per_second is not None:
+        words.append(f"{profile.tokens_per_second:,.0f} tokens/s")
+    if profile.tflops is not None:
+        words.append(f"{profile.tflops:.4g} TFLOP/s per device")
+    if profile.mfu is not None:
+        words.append(f"MFU {profile.mfu:.1%}")
+    else:
+        words.append(f"MFU not known: no peak of '{profile.device_kind}' is published")
+    peak = profile.memory.get("peak")
+    if peak:
+        words.append(f"peak memory {format_bytes(peak)} ({profile.memory.get('source')})")
+    head = f"{profile.steps} steps on {profile.devices} x {profile.device_kind}"
+    return "\n".join([head, *(f"  {word}" for word in words)])
+
+
+def _wall_clock(profile: StepProfile) -> str:
+    total = sum(profile.spent.values())
+    names = {
+        "data": "waiting for data",
+        "step": "the step, dispatched or waited for",
+        "save": "saving",
+        "eval": "evaluating",
+        "host": "the host's own work",
+    }
+    lines = ["Wall clock, per step"]
+    for key, seconds in profile.spent.items():
+        if seconds or key in ("data", "step", "save"):
+            share = seconds / total if total else 0.0
+            lines.append(f"  {seconds / profile.steps * 1e3:>10.3f} ms {share:>6.1%}  {names[key]}")
+    if profile.save_seconds is not None:
+        lines.append(
+            f"  {profile.save_seconds * 1e3:>10.3f} ms         one save, until steps go on"
+        )
+    return "\n".join(lines)
+
+
+def _top_ops(profile: StepProfile) -> str:
+    total = sum(op.seconds for op in profile.ops)
+    if not total:
+        return "Top operations: the trace holds none of this step's"
+    each = profile.traced_steps * profile.traced_devices
+    lines = [
+        f"Top operations, per step and device ({total / each * 1e3:.4g} ms in all)",
+        f"  {'ms':>9} {'share':>6} {'times':>6} {'TFLOP/s':>8}  {'kind':<10} operation, from where",
+    ]
+    for op in profile.ops[:TOP]:
+        rate = op.flops * op.count / op.seconds / 1e12 if op.flops and op.seconds else None
+        lines.append(
+            f"  {op.seconds / each * 1e3:>9.4f} {op.seconds / total:>6.1%} {op.count / each:>6.4g} "
+            f"{'' if rate is None else format(rate, '.4g'):>8}  {op.kind:<10} {op.name}"
+            f"{', ' + op.where if op.where else ''}"[:100]
+        )
+    rest = profile.ops[TOP:]
+    if rest:
+        seconds = sum(op.seconds for op in rest)
+        lines.append(f"  {seconds / each * 1e3:>9.4f} {seconds / total:>6.1%}  {len(rest)} others")
+    kinds = {op.kind: 0.0 for op in profile.ops}
+    for op in profile.ops:
+        kinds[op.kind] += op.seconds
+    shares = (f"{kind or 'other'} {seconds / total:.1%}" for kind, seconds in kinds.items())
+    lines.append(f"  of it: {', '.join(shares)}")
+    return "\n".join(lines)
+
+
+def _flops(profile: StepProfile) -> str:
+    counted = profile.counted_flops
+    lines = [
+        f"FLOPs of one step by parameter ({format_count(counted)} of products, on all devices)",
+        f"  {'forward':>8} {'backward':>8} {'again':>8} {'share':>6}",
+    ]
+    for row in profile.flops:
+        columns = (row.forward, row.backward, row.recomputed)
+        numbers = " ".join(f"{format_count(value) if value else '-':>8}" for value in columns)
+        lines.append(f"  {numbers} {row.total / counted:>6.1%}  {row.name}")
+    sums = [
+        sum(getattr(r, k) for r in profile.flops) for k in ("forward", "backward", "recomputed")
+    ]
+    numbers = " ".join(f"{format_count(value) if value else '-':>8}" for value in sums)
+    lines.append(f"  {numbers} {sum(sums) / counted:>6.1%}  together")
+    return "\n".join(lines)
+
+
+CONTAINERS = ("while", "call", "conditional", "async-start", "async-done")
+"""What only runs other operations, which have their own events."""
+_SUMMARY_LINES = ("XLA Modules", "Steps", "Framework Ops", "Framework Name Scope", "Source code")
+"""Lines of a trace on which operations are shown a second time, in groups."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpTime:
+    """One operation of a compiled program, over all traced steps and devices.
+
+    Attributes:
+      name: in the program, as in "fusion.12"; module: the program.
+      seconds: sum of its events; count: of them; devices: how many had some.
+      kind: "product", "collective", "copy" or "other"; "" before a program was read.
+      flops: of one execution on one device, of its products.
+      where: the operation in the traced model that it comes from.
+    """
+
+    name: str
+    module: str
+    seconds: float
+    count: int
+    devices: int
+    kind: str = ""
+    flops: float = 0.0
+    where: str = ""
+
+
+def newest_trace(folder: str | Path) -> Path | None:
+    """The trace that was written last below a folder."""
+    found = sorted(Path(folder).rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found else None
+
+
+def read_trace(path: str | Path) -> list[OpTime]:
+    """The operations in a trace, those with most time first.
+
+    Raises:
+      ValueError: it is none that jax.profiler writes.
+    """
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"'{path}' is no trace of jax.profiler: {error}") from None
+    hidden = set(_lines(events, _SUMMARY_LINES))
+    seconds: dict[tuple[str, str], float] = {}
+    counts: dict[tuple[str, str], int] = {}
+    devices: dict[tuple[str, str], set[Any]] = {}
+    for event in events:
+        facts = event.get("args") or {}
+        if event.get("ph") != "X" or "hlo_op" not in facts or _line(event) in hidden:
+            continue
+        key = str(facts.get("hlo_module", "")), str(facts["hlo_op"])
+        seconds[key] = seconds.get(key, 0.0) + event.get("dur", 0.0) / 1e6
+        counts[key] = counts.get(key, 0) + 1
+        # Devices of a host share its process in a trace of a CPU; GPUs have one each.
+        devices.setdefault(key, set()).add(facts.get("device_ordinal", event.get("pid")))
+    ops = [
+        OpTime(
+            name=name,
+            module=module,
+            seconds=spent,
+            count=counts[module, name],
+            devices=len(devices[module, name]),
+        )
+        for (module, name), spent in seconds.items()
+    ]
+    return sorted(ops, key=lambda op: -op.seconds)
+
+
+def _line(event: Any) -> tuple[Any, Any]:
+    return event.get("pid"), event.get("tid")
+
+
+def _lines(events: Iterable[Any], names: Sequence[str]) -> Iterable[tuple[Any, Any]]:
+    for event in events:
+        is_name = event.get("ph") == "M" and event.get("name") == "thread_name"
+        if is_name and event["args"].get("name") in names:
+            yield _line(event)
+
+
+def with_programs(ops: Sequence[OpTime], program: Program) -> list[OpTime]:
+    """The operations of one program with what its text says of them, without containers.
+
+    Args:
+      ops: of any programs; only those whose names the program has are kept.
+    """
+    matmuls, found = Matmuls(program), []
+    known = {i.name: (c, i) for c in program.computations.values() for i in c.instructions}
+    for op in ops:
+        if op.name not in known:
+            continue
+        computation, instruction = known[op.name]
+        opcode = instruction.opcode
+        if opcode in CONTAINERS:
+            continue
+        flops = float(sum(matmuls.flops(computation, instruction)))
+        found.append(
+            dataclasses.replace(
+                op,
+                kind=_kind(opcode, flops),
+                flops=flops,
+                where=_short(instruction.op_name or ""),
+            )
+        )
+    return found
+
+
+def _kind(opcode: str, flops: float) -> str:
+    if flops:
+        return "product"
+    kinds = ("all-", "reduce-scatter", "collective-", "ragged-all-", "send", "recv")
+    if opcode.startswith(kinds):
+        return "collective"
+    return "copy" if opcode.startswith(("copy", "transpose", "bitcast")) else "other"
+
+
+def _short(op_name: str) -> str:
+    """The end of "jit(step)/shard_map/while/body/.../dot_general": the last few names."""
+    noise = ("shard_map", "while", "body", "closed_call", "checkpoint", "jit(main)")
+    parts = [part for part in op_name.split("/") if part not in noise]
+    return "/".join(parts[-3:])

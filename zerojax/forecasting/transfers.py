@@ -1,0 +1,126 @@
+"""Transfers of one device per step, by formula and as compiled: communication and offload."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zerojax.config.offload import HOST
+from zerojax.forecasting.forecast_numbers import Offload, Traffic, TrafficRow
+from zerojax.forecasting.hlo.communication import PERMUTE
+from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
+from zerojax.forecasting.roofline import link_bandwidth
+from zerojax.hardware.gpus import Gpu
+from zerojax.plan.counts import role_tiers
+from zerojax.plan.device_mesh import PIPELINE_AXES, STAGE
+from zerojax.plan.make import Plan
+from zerojax.plan.offload_costs import buffer_bytes, file_bytes, hiding, moved_bytes
+from zerojax.plan.pipeline_costs import message_bytes
+from zerojax.plan.wire import wire_bytes, wire_unit
+
+Facts = dict[str, Any]
+
+
+def find_traffic(
+    plan: Plan, gpu: Gpu, mesh: Mapping[str, int], dtype: str, facts: Facts | None
+) -> Traffic:
+    """What one device sends per step, and the formulas beside it.
+
+    Args:
+      plan: whose step it is; gpu: the card.
+      mesh: axis -> size, outermost first.
+      dtype: of the matrix products, behind which collectives hide.
+      facts: what was read from the compiled step; None where nothing was compiled.
+    """
+    unit = wire_unit(plan)
+    by_formula = Traffic(
+        rows=(),
+        wire_bytes=None,
+        data_wire_bytes=None,
+        formula_bytes=wire_bytes(plan),
+        unit=unit,
+        message_formula_bytes=message_bytes(plan.pipeline) if plan.pipeline else 0,
+    )
+    if facts is None:
+        return by_formula
+    rows = _rows(facts["collectives"], gpu, mesh, dtype)
+    messages = [row for row in rows if (row.kind, row.axis) == (PERMUTE, STAGE)]
+    shards = {*PIPELINE_AXES}
+    ours = [row for row in rows if set(row.axis.split("+")) <= shards and row not in messages]
+    return dataclasses.replace(
+        by_formula,
+        rows=rows,
+        wire_bytes=sum(row.wire_bytes for row in rows),
+        data_wire_bytes=sum(row.wire_bytes for row in ours),
+        message_wire_bytes=sum(row.wire_bytes for row in messages),
+    )
+
+
+_ROW_KEYS = ("kind", "axis", "dtype", "loop_depth", "crosses_nodes")
+
+
+def _rows(
+    collectives: Sequence[Facts], gpu: Gpu, mesh: Mapping[str, int], dtype: str
+) -> tuple[TrafficRow, ...]:
+    """One row per kind, axis, dtype and loop depth; the largest first."""
+    grouped: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
+    for one in collectives:
+        grouped[tuple(one[key] for key in _ROW_KEYS)].append(one)
+    rows = []
+    for key, members in grouped.items():
+        row = TrafficRow(
+            **dict(zip(_ROW_KEYS, key, strict=True)),
+            count=sum(one["times"] for one in members),
+            payload_bytes=sum(one["times"] * one["payload_bytes"] for one in members),
+            wire_bytes=round(sum(one["times"] * one["wire_bytes"] for one in members)),
+            hidden=0.0,
+        )
+        hidden = _hidden(members, gpu.peak_flops(dtype), link_bandwidth(gpu, mesh, row))
+        rows.append(dataclasses.replace(row, hidden=hidden))
+    return tuple(sorted(rows, key=lambda row: (-row.wire_bytes, row.kind, row.axis)))
+
+
+def _hidden(members: Sequence[Facts], peak: float | None, bandwidth: float) -> float:
+    """Share of the wire time that products between start and end take, all at published peaks."""
+    if not peak:
+        return 0.0
+    wire = hidden = 0.0
+    for one in members:
+        seconds = one["wire_bytes"] / bandwidth
+        wire += one["times"] * seconds
+        hidden += one["times"] * min(seconds, one["hidden_flops"] / peak)
+    return hidden / wire if wire else 0.0
+
+
+def offload_numbers(plan: Plan, gpu: Gpu, facts: dict[str, Any] | None) -> Offload | None:
+    """None without offload.
+
+    Args:
+      facts: what was read from the compiled step, its `host_copies` among it; None: nothing was
+        compiled.
+    """
+    if plan.offload is None:
+        return None
+    copies = None if facts is None else facts["host_copies"]
+
+    def total(**wanted: Any) -> int | None:
+        if copies is None:
+            return None
+        same = [one for one in copies if all(one[key] == value for key, value in wanted.items())]
+        return sum(one["bytes"] * one["times"] for one in same)
+
+    number, tiers = min(plan.mesh.size, gpu.node_devices), role_tiers(plan)
+    generations = 2 if plan.settings.offload.durable else 1
+    return Offload(
+        tiers=tiers,
+        moved=moved_bytes(plan),
+        hiding=hiding(plan, gpu),
+        compiled_to_device=total(direction=TO_DEVICE),
+        compiled_to_host=total(direction=TO_HOST),
+        by_kernels=total(is_linear=False),
+        machine_host=number * sum(own.get(HOST, 0) for own in tiers.values())
+        + buffer_bytes(plan, plan.offload, number),
+        machine_disk=generations * file_bytes(plan, number),
+    )

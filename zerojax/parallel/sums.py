@@ -1,0 +1,292 @@
+"""Sums over mesh axes: of values held whole, by permutes, or reproducible on any number of devices.
+
+Floating-point sums depend on their association, not on the order of two operands. A sum over `2^k`
+numbered values is therefore fixed by saying which bit of the number is combined first. Devices hold
+consecutive values, so the device's number is the high bits. What is summed on a device before
+devices communicate combines the lowest bit first, what is sent value by value the highest bit
+first; both are the same tree on every number of devices.
+
+Fusion barriers keep the parts of such a sum the same code in any context. What a compiler fuses
+with its neighbours may change last bits: one product more is contracted with an addition, one sum
+is taken in another order. A sealed part is a computation of its own: nothing is fused into it and
+it is fused into nothing. On CPUs `optimization_barrier` does not do that with every JAX (0.10 takes
+it out before it fuses), so there the part is a branch of a `cond` whose predicate is always true,
+which XLA cannot know. Elsewhere a barrier before and behind does it, with no predicate to wait for.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from zerojax.plan.device_mesh import AUTO_AXES, DATA_AXES
+
+
+class TreeOrder(enum.Enum):
+    """Which bit of a value's number the sum combines first."""
+
+    LOWEST_FIRST = "lowest bit first"
+    HIGHEST_FIRST = "highest bit first"
+
+
+def tree_sum(rows: jax.Array, order: TreeOrder) -> jax.Array:
+    """The sum over dimension 0, of a size that is a power of two, in the fixed order."""
+    while rows.shape[0] > 1:
+        half = rows.shape[0] // 2
+        if order is TreeOrder.LOWEST_FIRST:
+            pairs = rows.reshape(half, 2, *rows.shape[1:])
+            rows = pairs[:, 0] + pairs[:, 1]
+        else:
+            rows = rows[:half] + rows[half:]
+    return rows[0]
+
+
+def tree_total(
+    value_of: Callable[[jax.Array, Any], tuple[Any, Any]],
+    count: int,
+    order: TreeOrder,
+    *,
+    like: Any,
+    carried: Any,
+) -> tuple[Any, Any]:
+    """The sum of `count` values that are made one after the other, in the fixed order.
+
+    Loops of two in each other: the program holds one `value_of`, and beside the value that is being
+    made there are at most log2(count) partial sums.
+
+    Args:
+      value_of: (number int32 [], what is carried) -> (value, what is carried on).
+      count: a power of two.
+      order: which bit is combined first.
+      like: shapes and dtypes of a value.
+      carried: goes through all calls, in the order in which they are made.
+
+    Returns:
+      (the sum, what was carried through).
+    """
+    bits = count.bit_length() - 1
+
+    def level(depth: int, number: jax.Array, carried: Any) -> tuple[Any, Any]:
+        if depth == bits:
+            return value_of(number, carried)
+        bit = depth if order is TreeOrder.HIGHEST_FIRST else bits - 1 - depth
+
+        def half(which: jax.Array, carry: Any) -> Any:
+            earlier, carried = carry
+            later, carried = level(depth + 1, number + (which << bit), carried)
+            # Selected, not added to zero: 0 + -0 is not -0.
+            total = jax.tree.map(lambda a, x: jnp.where(which == 0, x, a + x), earlier, later)
+            return total, carried
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return lax.fori_loop(0, 2, half, (zeros, carried))
+
+    return level(0, jnp.int32(0), carried)
+
+
+def over_auto_axes(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`function` on the local shards of the axes that are still with the compiler."""
+    remaining = set(AUTO_AXES) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    if not remaining:
+        return function
+    return jax.shard_map(
+        function,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=remaining,
+        check_vma=False,
+    )
+
+
+def sum_replicated(values: Any, over: tuple[str, ...] = DATA_AXES) -> Any:
+    """Sums a tree of values that are whole on the compiler's axes over manual axes."""
+    specs = jax.tree.map(lambda _: P(), values)
+    return over_auto_axes(lambda tree: lax.psum(tree, over), (specs,), specs)(values)
+
+
+def max_replicated(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The largest of each element over the data axes, by one collective for each dtype."""
+    result = {}
+    for dtype in dict.fromkeys(value.dtype for value in values.values()):
+        result |= _max_of_one_dtype({n: x for n, x in values.items() if x.dtype == dtype})
+    return {name: result[name] for name in values}
+
+
+def _max_of_one_dtype(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    flat = jnp.concatenate([value.reshape(-1) for value in values.values()])
+    flat = over_auto_axes(lambda x: lax.pmax(x, DATA_AXES), P(), P())(flat)
+    result, start = {}, 0
+    for name, value in values.items():
+        piece = lax.slice_in_dim(flat, start, start + value.size)
+        result[name] = piece.reshape(value.shape)
+        start += value.size
+    return result
+
+
+Arrays = dict[str, Any]
+
+MAX_PERMUTES = 3
+"""Most permutes in which CPU processes exchange gradients; with more shards it is one all-to-all,
+since every permute is in the program once per bucket."""
+
+
+class Cut(Protocol):
+    """What is known of an array that is cut; see `zerojax.parallel.collectives.LeafCollectives`."""
+
+    @property
+    def num_shards(self) -> int: ...
+    @property
+    def over(self) -> tuple[str, ...]: ...
+
+    def piece(self, whole: jax.Array, index: jax.Array) -> jax.Array: ...
+    def split_rows(self, whole: jax.Array) -> jax.Array: ...
+    def shard_shape(self, whole_shape: Sequence[int]) -> tuple[int, ...]: ...
+
+
+def scatter_by_permutes(wholes: Arrays, leaves: Mapping[str, Cut]) -> Arrays:
+    """This device's shards of the sums of wholes, without a reduce-scatter; the same bytes.
+
+    For CPU processes: gloo's reduce-scatter sends from a buffer that it already overwrites, so that
+    pieces are wrong now and then (https://github.com/jax-ml/jax/issues/40830; seen with jax 0.10.2
+    and 0.11.2), and for 14 MB between two processes it takes 14 ms of CPU time, an all-to-all 5 and
+    permutes 3.
+
+    Args:
+      wholes: {name: whole value}, all of one dtype and over the same axes.
+    """
+    first = leaves[next(iter(wholes))]
+    size, over = first.num_shards, first.over
+    if size > MAX_PERMUTES + 1:
+        return _scatter_by_all_to_all(wholes, leaves)
+    rank = lax.axis_index(over)
+    sums = {name: leaves[name].piece(whole, rank) for name, whole in wholes.items()}
+    # In each round every device sends to the one so many places after it what that one owns.
+    for shift in range(1, size):
+        owner = lax.rem(rank + shift, size)
+        pieces = [leaves[name].piece(whole, owner).reshape(-1) for name, whole in wholes.items()]
+        around = [(sender, (sender + shift) % size) for sender in range(size)]
+        received = lax.ppermute(jnp.concatenate(pieces), over, around)
+        parts = cut_flat(received, {name: total.shape for name, total in sums.items()})
+        sums = {name: total + parts[name] for name, total in sums.items()}
+    return sums
+
+
+def _scatter_by_all_to_all(wholes: Arrays, leaves: Mapping[str, Cut]) -> Arrays:
+    rows = [leaves[name].split_rows(whole) for name, whole in wholes.items()]
+    received = lax.all_to_all(jnp.concatenate(rows, axis=1), leaves[next(iter(wholes))].over, 0, 0)
+    shapes = {name: leaves[name].shard_shape(whole.shape) for name, whole in wholes.items()}
+    return cut_flat(jnp.sum(received, axis=0), shapes)
+
+
+def cut_flat(flat: jax.Array, shapes: Mapping[str, Sequence[int]]) -> Arrays:
+    """Arrays of these shapes from their elements, one after the other."""
+    result, start = {}, 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        result[name] = lax.slice_in_dim(flat, start, start + size).reshape(shape)
+        start += size
+    return result
+
+
+def scatter_in_tree(
+    wholes: Arrays, leaves: Mapping[str, Cut], order: TreeOrder, wire_dtype: Any
+) -> Arrays:
+    """The same sums in float32, added up in a fixed order: one all-to-all, the same bytes.
+
+    Args:
+      wholes: {name: whole value, any float dtype}, all over the same axes.
+      order: which bit of the device's number is combined first.
+      wire_dtype: in which pieces travel; sums are float32.
+    """
+    rows = [leaves[name].split_rows(whole.astype(wire_dtype)) for name, whole in wholes.items()]
+    over = leaves[next(iter(wholes))].over
+    received = lax.all_to_all(jnp.concatenate(rows, axis=1), over, 0, 0)
+    shapes = {name: leaves[name].shard_shape(whole.shape) for name, whole in wholes.items()}
+    return cut_flat(tree_sum(received.astype(jnp.float32), order), shapes)
+
+
+def sum_in_tree(
+    values: Arrays,
+    order: TreeOrder,
+    wire_dtype: Any = jnp.float32,
+    over: tuple[str, ...] = DATA_AXES,
+) -> Arrays:
+    """Sums in float32 over mesh axes of values that every device has whole, in a fixed order.
+
+    Every device adds up one part of all of them: an all-to-all and an all-gather, in place of an
+    all-reduce, whose order depends on the number of devices.
+
+    Args:
+      values, order, wire_dtype: as in `scatter_in_tree`; what is gathered travels in float32.
+      over: the mesh axes to sum over.
+    """
+    if not values:
+        return {}
+    size = math.prod(lax.axis_size(axis) for axis in over)
+    flat = jnp.concatenate([x.reshape(-1).astype(wire_dtype) for x in values.values()])
+    padded = jnp.pad(flat, (0, -flat.size % size))
+    received = lax.all_to_all(padded.reshape(size, -1), over, 0, 0)
+    summed = tree_sum(received.astype(jnp.float32), order)
+    whole = lax.all_gather(summed, over, tiled=True)
+    return cut_flat(whole, {name: value.shape for name, value in values.items()})
+
+
+Seal = Literal["branch", "barrier"]
+
+
+def seal_on(mesh: Mesh | AbstractMesh) -> Seal:
+    """What seals on these devices; on devices that this machine does not have it is a barrier."""
+    if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "cpu":
+        return "barrier"
+    return "branch"
+
+
+def zero_at_run_time(witness: jax.Array) -> jax.Array:
+    """int32 []: 0, which no compiler pass can know: the second bit of a square is never set.
+
+    Args:
+      witness: any array that is known when the program runs, of at least one element.
+    """
+    first = witness[(0,) * witness.ndim]
+    if jnp.issubdtype(first.dtype, jnp.floating):
+        first = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
+    first = first.astype(jnp.uint32)
+    return ((first * first) & jnp.uint32(2)).astype(jnp.int32)
+
+
+def run_sealed(kind: Seal, witness: jax.Array, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, compiled by itself. Not to be differentiated from outside.
+
+    Args:
+      kind: from `seal_on`.
+      witness: see `zero_at_run_time`.
+      function: of trees of arrays; traced once.
+    """
+    if kind == "barrier":
+        return lax.optimization_barrier(function(*lax.optimization_barrier(args)))
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    leaves, structure = jax.tree.flatten(shape)
+
+    def never(*_: Any) -> list[jax.Array]:
+        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    outputs = lax.cond(
+        zero_at_run_time(witness) == 0, jaxpr_as_fun(closed), never, *jax.tree.leaves(args)
+    )
+    return jax.tree.unflatten(structure, outputs)
+
+
+def seal_values(kind: Seal, witness: jax.Array, values: Any) -> Any:
+    """The same values, in buffers of their own: what makes them and what takes them stay apart."""
+    if kind == "barrier":
+        return lax.optimization_barrier(values)
+    return run_sealed(kind, witness, lambda same: same, values)

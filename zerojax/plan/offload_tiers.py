@@ -1,0 +1,327 @@
+"""Offload decisions of a plan: parameters, number of slices and tier of each, and refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from zerojax.config import MeshConfig
+from zerojax.config.offload import DEVICE, HOST, NVME, TIERS, OffloadConfig
+from zerojax.models import trees
+from zerojax.models.loops import cut_loss
+from zerojax.models.losses import as_sums
+from zerojax.models.protocol import Loss, Model
+from zerojax.optim import Optimizer
+from zerojax.optim.precision import Precision
+from zerojax.plan.leaf import LeafPlacement
+from zerojax.plan.placement import Placement, axes_of_spec
+from zerojax.plan.state_layout import MASTER, OffloadLayout, SlicedLeaf
+
+MAX_SLICES = 2**16
+"""Slices of a device's state, at most. Each is a transfer and an update of its own: measured on a
+CPU, one costs 0.3 ms however small it is, so that so many take 20 s of every step."""
+
+
+def plan_offload(
+    config: OffloadConfig,
+    placement: Placement,
+    precision: Precision,
+    tx: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    *,
+    stacked: frozenset[str] = frozenset(),
+) -> OffloadLayout | None:
+    """The layout of everything that lies outside device memory; None where nothing does.
+
+    Args:
+      config: what was asked for.
+      placement: the table.
+      precision: whether there are float32 masters.
+      tx: the optimizer.
+      mesh: axis sizes.
+      stacked: names of the parameters that the layer loop takes layer by layer.
+
+    Raises:
+      ValueError: the optimizer cannot update a shard in pieces, or there are too many of them.
+    """
+    if config.is_off:
+        return None
+    moved = config.moves_opt_state or config.params == HOST
+    if moved:
+        _check_optimizer(tx, config)
+    trained = [leaf for leaf in placement.leaves.values() if not leaf.frozen]
+    streamed, kept, sliced = [], [], []
+    for leaf in placement.leaves.values() if config.params == HOST else ():
+        if leaf.name not in stacked:
+            continue
+        reason = _why_not_streamed(leaf)
+        if reason is None:
+            streamed.append(leaf)
+        else:
+            kept.append((leaf.name, reason))
+    for leaf in trained if config.moves_opt_state else streamed:
+        shard = _shard_shape(leaf, mesh)
+        if trees.num_elements(shard) < config.min_elements:
+            kept.append((leaf.name, _why_small(trees.num_elements(shard), config.min_elements)))
+        else:
+            sliced.append((leaf, shard))
+    names = {leaf.name for leaf, _ in sliced}
+    _check_number_of_slices(sliced, config)
+    return OffloadLayout(
+        leaves=_share_out(sliced, config, mesh),
+        arrays=(*((MASTER,) if precision.has_masters else ()), *_moments(tx)),
+        streamed=frozenset(leaf.name for leaf in streamed if leaf.name in names),
+        activations=config.activations == HOST,
+        update_in_backward=config.update_in_backward,
+        kept=tuple(kept),
+    )
+
+
+def _why_not_streamed(leaf: LeafPlacement) -> str | None:
+    """Why the weights of a parameter of the layers cannot come layer by layer, if they cannot."""
+    if leaf.frozen:
+        return "frozen: only what is trained waits on the host"
+    if leaf.axes[0] is not None:
+        return f"its layers are split over {leaf.axes[0]}: no device has a whole one to bring"
+    return None
+
+
+def _why_small(elements: int, limit: int) -> str:
+    return f"{elements} elements of a shard < offload.min_elements {limit}: stays on the device"
+
+
+def _check_optimizer(tx: optax.GradientTransformation, config: OffloadConfig) -> None:
+    if isinstance(tx, Optimizer) and tx.begin is not None:
+        return
+    name = tx.kernel if isinstance(tx, Optimizer) else "a plain optax transformation"
+    what = (
+        f"opt_state={dict(config.shares)}" if config.moves_opt_state else f"params={config.params}"
+    )
+    raise ValueError(
+        f"offload {what} updates each parameter in slices, and the optimizer, {name}, may need all "
+        "of a parameter at once; use zerojax.adamw, lion or sgd (not inside optax.chain), or leave "
+        "opt_state and params on the device"
+    )
+
+
+def _moments(tx: optax.GradientTransformation) -> tuple[str, ...]:
+    return tx.moments if isinstance(tx, Optimizer) else ()
+
+
+def _shard_shape(leaf: LeafPlacement, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+    """The shape of a stored parameter on one device."""
+    return NamedSharding(mesh, leaf.stored_spec).shard_shape(leaf.stored_shape)
+
+
+def _share_out(
+    sliced: list[tuple[LeafPlacement, tuple[int, ...]]],
+    config: OffloadConfig,
+    mesh: Mesh | AbstractMesh,
+) -> Mapping[str, SlicedLeaf]:
+    """Slices of every leaf, shared out so that the shares hold for all leaves together."""
+    shares = config.shares if config.moves_opt_state else {DEVICE: 1.0}
+    # Elements that a tier should have and those that it has been given, of the leaves so far.
+    wanted, given = dict.fromkeys(shares, 0.0), dict.fromkeys(shares, 0)
+    result = {}
+    for leaf, shard in sliced:
+        size = trees.num_elements(shard)
+        elements = _elements_of_slice(leaf, shard, config, config.slice_elements)
+        left = count = size // elements
+        counts = dict.fromkeys(TIERS, 0)
+        for tier, share in shares.items():
+            wanted[tier] += share * size
+            fit = round((wanted[tier] - given[tier]) / elements)
+            counts[tier] = min(max(fit, 0), left)
+            left -= counts[tier]
+            given[tier] += counts[tier] * elements
+        last = list(shares)[-1]
+        counts[last] += left
+        given[last] += left * elements
+        assert sum(counts.values()) == count
+        axes = axes_of_spec(leaf.stored_spec)
+        over = tuple(axis for axis in mesh.axis_names if axis in axes and mesh.shape[axis] > 1)
+        result[leaf.name] = SlicedLeaf(
+            name=leaf.name,
+            shard_shape=shard,
+            axes=over,
+            num_shards=math.prod(mesh.shape[axis] for axis in over),
+            slice_elements=elements,
+            counts=counts,
+        )
+    return result
+
+
+def _elements_of_slice(
+    leaf: LeafPlacement, shard: tuple[int, ...], config: OffloadConfig, limit: int
+) -> int:
+    layers = shard[0] if leaf.stack_dims else 1
+    layer = trees.num_elements(shard) // layers
+    return slice_elements(layer, layers, limit, whole_layers=config.update_in_backward)
+
+
+def _check_number_of_slices(
+    sliced: list[tuple[LeafPlacement, tuple[int, ...]]], config: OffloadConfig
+) -> None:
+    def count(limit: int) -> int:
+        return sum(
+            trees.num_elements(shard) // _elements_of_slice(leaf, shard, config, limit)
+            for leaf, shard in sliced
+        )
+
+    found, limit = count(config.slice_elements), config.slice_elements
+    if found <= MAX_SLICES:
+        return
+    while count(limit) > MAX_SLICES and limit < 2**62:
+        limit = 2 ** limit.bit_length()
+    remedy = (
+        f"use slice_elements={limit} or more (the default is {OffloadConfig.slice_elements})"
+        if count(limit) <= MAX_SLICES
+        else "raise min_elements, so that small parameters stay on the device"
+    )
+    raise ValueError(
+        f"offload.slice_elements={config.slice_elements} cuts the state of a device into {found:,} "
+        f"slices, and the limit is {MAX_SLICES:,}: each is a transfer of its own; {remedy}"
+    )
+
+
+def slice_elements(layer: int, layers: int, limit: int, *, whole_layers: bool) -> int:
+    """Elements of one slice: as many as the limit allows.
+
+    Args:
+      layer: elements of one layer of a shard.
+      layers: how many.
+      limit: elements of a slice, at most; a layer that nothing divides is taken whole.
+      whole_layers: never put several layers into one slice.
+
+    >>> slice_elements(1000, 24, 300, whole_layers=False)
+    250
+    >>> slice_elements(1000, 24, 9000, whole_layers=False)
+    8000
+    """
+    if layer > limit:
+        fewest = -(-layer // limit)
+        parts = next((n for n in range(fewest, 8 * fewest + 1) if layer % n == 0), 1)
+        return layer // parts
+    if whole_layers:
+        return layer
+    together = max(n for n in range(1, layers + 1) if layers % n == 0 and n * layer <= limit)
+    return together * layer
+
+
+Arrays = Mapping[str, Any]
+
+
+def find_stacked(
+    settings: MeshConfig, model: Model, loss: Loss, arrays: tuple[Arrays, Arrays, Any]
+) -> frozenset[str]:
+    """Names of the parameters that the loop over layers takes layer by layer.
+
+    Args:
+      settings: the mesh options; unless `offload.params` is host nothing is looked for.
+      model, loss: what is trained.
+      arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: the layers do not run in one loop, or something in the model does not go with it.
+    """
+    if settings.offload.params != HOST:
+        return frozenset()
+    params, extras, batch = arrays
+    if settings.stage > 1:
+        raise ValueError(
+            f"offload.params=host does not go with stage={settings.stage}: a pipeline stage runs "
+            "its layers once per microbatch, and would bring them as often; use stage=1, or leave "
+            "offload.params on the device and put opt_state on the host"
+        )
+    if model.overwritten:
+        raise ValueError(
+            f"offload.params=host does not go with 8-bit products: their scales (such as "
+            f"{min(model.overwritten)}) are gradients of the whole loop over layers; use "
+            "matmul_dtype=None, or leave offload.params on the device"
+        )
+
+    def run(values: Any, extras: Any, key: Any, batch: Any) -> Any:
+        result, after = model.run(values, extras, key, lambda bound: loss(bound, batch))
+        return as_sums(result), after
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        return cut_loss(run, dict(params), dict(extras), key, batch).stacked
+    except ValueError as error:
+        raise ValueError(
+            "offload.params=host brings layers one by one, so it needs what pipeline stages need, "
+            f"and this model does not have it: {error}. Or leave offload.params on the device"
+        ) from error
+
+
+def check_update_in_backward(
+    layout: OffloadLayout | None,
+    num_microbatches: int,
+    precision: Precision,
+    tx: optax.GradientTransformation,
+) -> None:
+    """Refuses what an update before the whole gradient is known cannot do.
+
+    Raises:
+      ValueError: with the remedy.
+    """
+    if layout is None or not layout.update_in_backward:
+        return
+    what = "offload.update_in_backward updates a layer as soon as its gradient exists"
+    if num_microbatches != 1:
+        raise ValueError(
+            f"{what}, so gradients of num_microbatches={num_microbatches} cannot be added up "
+            "before; use num_microbatches=1 and a smaller batch, or more data shards"
+        )
+    clip_norm = getattr(tx, "clip_norm", None)
+    if clip_norm is not None:
+        raise ValueError(
+            f"{what}, when the norm of all gradients is not known, so they cannot be clipped to "
+            f"clip_norm={clip_norm:g}; use clip_norm=None"
+        )
+    if precision.loss_scale is not None:
+        raise ValueError(
+            f"{what}, before an overflow of float16 elsewhere is noticed, so a step cannot be "
+            "taken back; use precision bf16 or fp32"
+        )
+    for name in sorted(layout.streamed & layout.leaves.keys()):
+        counts = layout.leaves[name].counts
+        tiers = [tier for tier, count in counts.items() if count]
+        if len(tiers) > 1 or tiers[0] not in (DEVICE, HOST):
+            raise ValueError(
+                f"{what}, and {name} has its optimizer state in {' and '.join(tiers)}; all layers "
+                "must have it in one memory: use offload.opt_state: host, or device"
+            )
+
+
+def check_durable(config: OffloadConfig, precision: Precision, num_processes: int) -> None:
+    """Refuses `durable` where a killed run could not go on from files alone.
+
+    Raises:
+      ValueError: with what stands against it and what to do.
+    """
+    if not config.durable:
+        return
+    remedy = "leave durable out: a killed run then goes on from its last checkpoint"
+    others = [tier for tier in config.shares if tier != NVME]
+    if others:
+        raise ValueError(
+            f"offload.durable with opt_state={config.shares}: what lies in {' and '.join(others)} "
+            f"memory dies with the process, so files alone are no whole step; set opt_state: nvme, "
+            f"or {remedy}"
+        )
+    if not precision.has_masters:
+        raise ValueError(
+            "offload.durable with param_dtype=bfloat16: weights are made again from float32 "
+            f"masters in the files, and there are none; use param_dtype=float32, or {remedy}"
+        )
+    if num_processes > 1:
+        raise ValueError(
+            f"offload.durable with {num_processes} processes: killed between two of their commits, "
+            f"they would be left with different steps; use one process, or {remedy}"
+        )

@@ -1,0 +1,255 @@
+"""Refusals of a plan: batches that cannot be divided, models without parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import re
+import traceback
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.config import MeshConfig
+from zerojax.models import trees
+from zerojax.optim.precision import Precision
+from zerojax.plan import device_mesh as meshes
+from zerojax.plan.placement import Placement
+
+Tree = Any
+
+
+def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> None:
+    """Refuses a batch that cannot be cut evenly over data shards and microbatches.
+
+    Raises:
+      ValueError: no arrays, different batch sizes, or an uneven cut.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches} must be at least 1; 1 cuts nothing")
+    leaves = trees.flatten_names(batch)
+    if not leaves or any(len(leaf.shape) == 0 for leaf in leaves.values()):
+        raise ValueError(
+            f"example_batch has leaves {list(leaves)}: every leaf needs a leading batch dimension"
+        )
+    sizes = {name: leaf.shape[0] for name, leaf in leaves.items()}
+    first = next(iter(sizes.values()))
+    for name, size in sizes.items():
+        if size != first:
+            raise ValueError(
+                f"batch leaf {name!r} has {size} rows, others have {first}; "
+                "dimension 0 is the batch"
+            )
+    shards = meshes.num_data_shards(mesh)
+    unit = shards * num_microbatches
+    if first % unit or first == 0:
+        low, high = first // unit * unit, (first // unit + 1) * unit
+        near = f"{low} or {high}" if low else f"{high}"
+        fewer = [n for n in range(1, num_microbatches) if first and first % (shards * n) == 0]
+        remedy = f", or num_microbatches={fewer[-1]}" if fewer else ""
+        raise ValueError(
+            f"global batch size {first} is not divisible by data shards ({shards}) x "
+            f"num_microbatches ({num_microbatches}) = {unit}; use {near} rows{remedy}"
+        )
+
+
+def check_deterministic(
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    precision: Precision,
+    num_microbatches: int | None,
+) -> int | None:
+    """Refuses what cannot be made the same on every number of devices.
+
+    Returns:
+      The number of microbatches: what was given, or what the virtual shards make it.
+
+    Raises:
+      ValueError: axes, precision or microbatches under which bits would depend on the mesh.
+    """
+    if settings.deterministic is None:
+        return num_microbatches
+    asked, count = "deterministic='mesh'", settings.virtual_shards
+    for axis in [name for name in meshes.AXES if name not in meshes.STATE_AXES]:
+        if mesh.shape[axis] > 1:
+            raise ValueError(
+                f"{asked} with {axis}={mesh.shape[axis]}: sums over `{axis}` depend on its size; "
+                f"use {axis}=1, or leave deterministic out"
+            )
+    shards = mesh.shape[meshes.DATA]
+    if count % shards:
+        fewer = max(n for n in range(1, shards) if count % n == 0)
+        remedy = f"use {fewer} devices (data={fewer})"
+        if shards == _near_power(shards):
+            remedy = f"use virtual_shards={shards}, or {fewer} devices (data={fewer})"
+        raise ValueError(
+            f"{asked} with data={shards}: virtual_shards={count} is not divisible by {shards} "
+            f"devices; {remedy}"
+        )
+    needed = count // shards
+    if num_microbatches not in (None, needed):
+        raise ValueError(
+            f"num_microbatches={num_microbatches} contradicts {asked}, which computes "
+            f"virtual_shards={count} pieces on {shards} data shards, {needed} on each; leave "
+            f"num_microbatches out, or use virtual_shards={_near_power(num_microbatches * shards)}"
+        )
+    if not settings.offload.is_off:
+        raise ValueError(
+            f"{asked} together with offload: slices of state are not updated in one order on every "
+            "mesh; leave offload or deterministic out"
+        )
+    if precision.accumulate_dtype != jnp.float32:
+        raise ValueError(
+            f"{asked} adds up in float32, and accumulate_dtype is "
+            f"{jnp.dtype(precision.accumulate_dtype).name}; use accumulate_dtype='fp32'"
+        )
+    return needed
+
+
+def _near_power(number: int) -> int:
+    return 1 << (max(number, 1) - 1).bit_length()
+
+
+def check_elementwise(settings: MeshConfig, tx: Any) -> None:
+    """Refuses an optimizer whose update of an element depends on other elements of its shard.
+
+    Raises:
+      ValueError: with the optimizers that do not.
+    """
+    if settings.deterministic is None or getattr(tx, "begin", None) is not None:
+        return
+    kernel = getattr(tx, "kernel", None)
+    what = f"the optimizer {kernel}" if kernel else "a plain optax transformation"
+    raise ValueError(
+        f"deterministic='mesh' needs an update that goes element by element, and {what} may look "
+        "at whole shards, which other meshes cut otherwise; use zerojax.adamw, lion or sgd"
+    )
+
+
+def check_trained(placement: Placement) -> None:
+    """Refuses a plan that trains nothing.
+
+    Raises:
+      ValueError: every parameter is frozen.
+    """
+    if all(leaf.frozen for leaf in placement.leaves.values()):
+        raise ValueError(
+            f"freeze= leaves none of the {len(placement.leaves)} parameters to train; "
+            "freeze fewer, see plan.table() for their names"
+        )
+
+
+def check_reads(names: Collection[str], read: Collection[str]) -> None:
+    """Refuses a loss that computes with none of the model's parameters.
+
+    Args:
+      names: all parameters.
+      read: those that the loss reads.
+
+    Raises:
+      ValueError: nothing is read.
+    """
+    if not read:
+        raise ValueError(
+            f"the loss reads none of the model's {len(names)} parameters (such as "
+            f"{next(iter(names))}): loss(model, batch) has to call the model that it is given, not "
+            "one from outside"
+        )
+
+
+def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
+    """Refuses a loss with a value for each row.
+
+    Args:
+      result: what the loss returned.
+      batch: the global batch.
+      piece: the rows of it that the loss was traced with.
+
+    Raises:
+      ValueError: with the shapes that the user has, not only those of a piece.
+    """
+    first = result[0] if isinstance(result, tuple) and result else result
+    shape: tuple[int, ...] = getattr(first, "shape", ())
+    rows, all_rows = (jax.tree.leaves(each)[0].shape[0] for each in (piece, batch))
+    if len(shape) not in (1, 2) or shape[0] != rows or shape[1:] not in ((), (1,)):
+        return
+    whole = [all_rows, *shape[1:]]
+    raise ValueError(
+        f"the loss returned a value for each row, {first.dtype.name}{whole} of the {all_rows} rows "
+        f"of a batch ({list(shape)} where it is cut over devices and microbatches); return their "
+        "mean, with .mean(), or the pair (values.sum(), values.size)"
+    )
+
+
+@contextlib.contextmanager
+def naming_the_call(batch: Tree) -> Iterator[None]:
+    """Around the tracing of a model: says which of its lines asked for a value.
+
+    Another error of the user's code or of a library passes with a note of what the loss was given.
+
+    Args:
+      batch: the rows that the loss is traced with.
+
+    Raises:
+      TypeError: a line needed the value of an array of which only the shape is known.
+    """
+    try:
+        yield
+    except jax.errors.JAXTypeError as error:
+        frame = _frame_of_user(error)
+        line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+        raise TypeError(
+            f"the model cannot be planned without values: {frame.filename}:{frame.lineno}, "
+            f"`{line}`, needs the value of an array of which only the shape is known "
+            f"({type(error).__name__}); {_instead(line)}"
+        ) from error
+    except Exception as error:
+        if not _is_ours(error):
+            error.add_note(f"The loss was called as loss(model, batch) with {_described(batch)}.")
+        raise
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether zerojax itself has raised an error, which then says what to do."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{os.sep}zerojax{os.sep}" in frames[-1].filename
+
+
+def _described(batch: Tree) -> str:
+    """`batch['x'] float32[2, 8], ...`, at most eight of them."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
+    shown = [
+        f"batch{jax.tree_util.keystr(path)} {leaf.dtype.name}{list(leaf.shape)}"
+        for path, leaf in leaves[:8]
+    ]
+    more = f" and {len(leaves) - 8} more" if len(leaves) > 8 else ""
+    return ", ".join(shown) + more
+
+
+def _instead(line: str) -> str:
+    """What to write in place of a line that asks for a value."""
+    asked = re.search(r"\b(float|int|bool)\(|\.(item|tolist)\(|\bnp\.|\bnumpy\.", line)
+    if asked is not None and not re.match(r"(if|elif|while|assert)\b", line):
+        word = asked[1] or asked[2]
+        what = f"{word}()" if word else "numpy's functions"
+        return f"leave the array as it is, without {what}, or use jax.numpy"
+    return "use jnp.where, jax.lax.cond or a static argument there"
+
+
+def _frame_of_user(error: BaseException) -> traceback.FrameSummary:
+    """The innermost line that is neither a library's nor of zerojax's core."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = [f"{os.sep}{name}{os.sep}" for name in ("jax", "flax", "numpy", "optax", "zerojax")]
+    models = f"{os.sep}zerojax{os.sep}models{os.sep}"
+    theirs = [
+        frame
+        for frame in frames
+        if models in frame.filename or not any(part in frame.filename for part in libraries)
+    ]
+    # Also `contextlib`, through which this very frame is reached, is no user's.
+    theirs = [frame for frame in theirs if not frame.filename.endswith("contextlib.py")]
+    return (theirs or frames)[-1]

@@ -1,0 +1,176 @@
+"""Layouts of a training state: slices of each parameter in tiers, layers of each pipeline stage.
+
+A shard of a parameter, as a device holds it, is read as one long vector and cut into `num_slices`
+slices of `slice_elements`: parts of a layer, or several whole layers. Masters and moments are
+stored so, [slices, elements] on each device: the first `device` slices in device memory, the next
+`host` in pinned host memory, the rest in files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zerojax.config.offload import DEVICE, HOST, NVME, OffloadConfig
+from zerojax.plan.schedules import ExecutorTable, Schedule
+
+MASTER = "master"
+"""What `OffloadLayout.arrays` calls the float32 weights."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlicedLeaf:
+    """The slices of one parameter.
+
+    Attributes:
+      name: of the parameter.
+      shard_shape: of the stored parameter on one device.
+      axes: mesh axes that its shards lie over, outermost first; all of the mesh's axes that split
+        any of its dimensions.
+      num_shards: devices among which these axes divide it.
+      slice_elements: of one slice.
+      counts: {tier: slices of each shard in it}, of every tier, nearest first.
+    """
+
+    name: str
+    shard_shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    num_shards: int
+    slice_elements: int
+    counts: Mapping[str, int]
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of one shard."""
+        return sum(self.counts.values())
+
+    def first(self, tier: str) -> int:
+        """Number of the first slice of a tier."""
+        before = {DEVICE: (), HOST: (DEVICE,), NVME: (DEVICE, HOST)}[tier]
+        return sum(self.counts[nearer] for nearer in before)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadLayout:
+    """What of a plan lies where.
+
+    Attributes:
+      leaves: {name: slices} of the parameters whose masters and moments are offloaded, in the order
+        of the state.
+      arrays: what a slice has of state, the order in which a bucket on disk has them: "master"
+        (where the precision has masters), then names of the optimizer's moments.
+      streamed: names of the parameters whose weights wait on the host and come layer by layer.
+      activations: whether what each layer is given waits on the host.
+      update_in_backward: whether layers are updated as their gradients appear.
+      kept: (name, reason) of every parameter that stays on the device although others leave it.
+    """
+
+    leaves: Mapping[str, SlicedLeaf]
+    arrays: tuple[str, ...]
+    streamed: frozenset[str]
+    activations: bool
+    update_in_backward: bool
+    kept: tuple[tuple[str, str], ...]
+
+    @property
+    def off_device(self) -> tuple[SlicedLeaf, ...]:
+        """The leaves that have slices on the host or in files."""
+        leaves = self.leaves.values()
+        return tuple(leaf for leaf in leaves if leaf.counts[HOST] or leaf.counts[NVME])
+
+    @property
+    def on_disk(self) -> tuple[SlicedLeaf, ...]:
+        """The leaves that have slices in files."""
+        return tuple(leaf for leaf in self.leaves.values() if leaf.counts[NVME])
+
+
+def store_folder(config: OffloadConfig) -> Path:
+    """The folder of the files of this process.
+
+    Raises:
+      ValueError: the settings name no folder.
+    """
+    if config.folder is None:
+        raise ValueError(
+            "offload.opt_state has nvme, and offload.folder is not given: there is no folder of a "
+            "run to put the files into; set offload.folder to one on the disk to be used"
+        )
+    return Path(config.folder).expanduser().absolute() / f"process_{jax.process_index()}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PipelineLayout:
+    """A pipeline, before anything runs.
+
+    "Virtual stages" are the parts of the model in its own order; a stage that holds several calls
+    them chunks (see `zerojax.schedules.Schedule`).
+
+    Attributes:
+      table: the schedule as the executor reads it.
+      layers: number of layers on each virtual stage.
+      stacked: names of the parameters that the layer loop slices; a stage holds only its rows of
+        them. All others are on every stage.
+      activations: what travels from stage to stage for one microbatch of one data shard, as
+        `ShapeDtypeStruct`s.
+      embed_flops, layer_flops, head_flops: of the forward pass of one microbatch of one data shard;
+        matrix products alone.
+      stash_bytes: what one chunk keeps of one microbatch of one data shard between its forward and
+        its backward.
+      skips_padding: whether a stage with fewer layers than another waits instead of computing rows
+        that hold none.
+    """
+
+    table: ExecutorTable
+    layers: tuple[int, ...]
+    stacked: frozenset[str]
+    activations: tuple[Any, ...]
+    embed_flops: float
+    layer_flops: float
+    head_flops: float
+    stash_bytes: int
+    skips_padding: bool = False
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.table.schedule
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.layers)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a stack that each chunk has: as many as the longest needs."""
+        return max(self.layers)
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """For each row of a stored stack the layer in it, -1 for padding.
+
+        Ordered by stage, then chunk, then layer, so that cutting the stack evenly over the stages
+        gives each its own.
+        """
+        return layer_rows(self.schedule, self.layers)
+
+
+def layer_rows(schedule: Schedule, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """See `PipelineLayout.rows`.
+
+    >>> from zerojax.plan.schedules import make_schedule
+    >>> layer_rows(make_schedule("1f1b", stages=2, microbatches=2), (2, 1))
+    (0, 1, 2, -1)
+    """
+    starts = [0, *itertools.accumulate(layers)]
+    longest = max(layers)
+    rows = [-1] * (schedule.num_virtual_stages * longest)
+    for virtual, count in enumerate(layers):
+        stage, chunk = schedule.locate(virtual)
+        place = (stage * schedule.num_chunks + chunk) * longest
+        rows[place : place + count] = range(starts[virtual], starts[virtual] + count)
+    return tuple(rows)

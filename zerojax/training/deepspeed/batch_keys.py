@@ -1,0 +1,161 @@
+"""Batch keys: train_batch_size, micro-batch, accumulation, and elastic batches.
+
+A file says at most what the devices leave to be said: of the three, two give the third, and
+`train_batch_size = micro-batch x accumulation x data shards` has to hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from zerojax.config import ConfigError, ElasticityConfig
+from zerojax.training.deepspeed.ds_config import File
+from zerojax.training.deepspeed.translation import Given
+
+TRAIN, MICRO, PARTS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of a step, rows of a data shard at once, and how many times that; None: still open."""
+
+    train: int | None
+    micro: int | None
+    parts: int | None
+
+
+def settle_batch(file: File, shards: int | None, given: Given) -> Batch:
+    """The batch of a file on so many data shards, with what the caller says where it is "auto".
+
+    Contradictions, and sizes that do not divide, are noted as refusals.
+
+    Args:
+      shards: None: the number of devices is open, so at most what stands in the file is known.
+    """
+    train = _agreed(file, TRAIN, given.global_batch_size, "the call, or its batches, say")
+    parts = _agreed(file, PARTS, given.num_microbatches, "num_microbatches is")
+    micro = file.optional(MICRO)
+    for key, value in ((TRAIN, train), (MICRO, micro), (PARTS, parts)):
+        if value is not None and value < 1:
+            file.notes.refuse(key, value, "must be at least 1")
+            return Batch(None, None, None)
+    if train is None and micro is None:
+        file.notes.reasons.append(
+            f"neither {TRAIN} nor {MICRO} is a number: the batches say how many rows a step has "
+            "(DeepSpeed would refuse the file)"
+        )
+    if parts is None and (train is None or micro is None):
+        parts = 1
+        file.notes.reasons.append(f"{PARTS}=1: neither the file nor the call says it")
+    if shards is None:
+        return Batch(train, micro, parts)
+    return _with_shards(file, Batch(train, micro, parts), shards)
+
+
+def _agreed(file: File, key: str, wanted: int | None, said: str) -> int | None:
+    found = file.optional(key)
+    if found is not None and wanted is not None and found != wanted:
+        rows = (
+            f"; a batch of zerojax holds all rows of a step, over all devices and microbatches: "
+            f"give batches of {found} rows"
+            if key == TRAIN
+            else ""
+        )
+        file.notes.refuse(key, found, f'{said} {wanted}{rows}, or write "auto"')
+    return wanted if found is None else found
+
+
+def _with_shards(file: File, batch: Batch, shards: int) -> Batch:
+    train, micro, parts = batch.train, batch.micro, batch.parts
+    if train is None and micro is None:
+        return batch
+    if train is None:
+        assert micro is not None
+        assert parts is not None
+        return Batch(micro * parts * shards, micro, parts)
+    if micro is None:
+        assert parts is not None
+        return Batch(train, _divide(file, train, shards * parts, f"{PARTS}={parts}", shards), parts)
+    if parts is None:
+        return Batch(train, micro, _divide(file, train, shards * micro, f"{MICRO}={micro}", shards))
+    if train != micro * parts * shards:
+        file.notes.refuse(
+            TRAIN,
+            train,
+            f"is not {MICRO}={micro} x {PARTS}={parts} x {shards} data shards = "
+            f"{micro * parts * shards}; write that, or leave one of the three out",
+        )
+    return batch
+
+
+def _divide(file: File, train: int, unit: int, named: str, shards: int) -> int | None:
+    if train % unit:
+        low = train // unit * unit
+        near = f"{low} or {low + unit}" if low else f"{unit}"
+        file.notes.refuse(
+            TRAIN,
+            train,
+            f"is not divisible by {shards} data shards x {named} = {unit}; use {near}",
+        )
+        return None
+    return train // unit
+
+
+def settle_elastic(
+    file: File, elasticity: ElasticityConfig, num_devices: int | None, devices_per_shard: int
+) -> Batch:
+    """The batch of an elastic file; what its keys say of batches is refused, as in DeepSpeed."""
+    for key in (TRAIN, MICRO, PARTS):
+        if file.has(key) and not file["elasticity.ignore_non_elastic_batch_info"]:
+            file.notes.refuse(
+                key,
+                file[key],
+                "elasticity decides the batch; take the key out, or set "
+                "elasticity.ignore_non_elastic_batch_info",
+            )
+    try:
+        batch = elasticity.choose_batch(devices_per_shard)
+        if num_devices is None:
+            return Batch(batch.global_batch_size, None, None)
+        return Batch(
+            batch.global_batch_size,
+            batch.micro_batch_size(num_devices),
+            batch.num_microbatches(num_devices),
+        )
+    except ConfigError as error:
+        file.notes.refuse("elasticity", elasticity.max_global_batch_size, error.message)
+        return Batch(None, None, None)
+
+
+def check_rows(file: File, batch: Batch, given: Given) -> None:
+    """Refuses a caller's rows that are not those of an elastic batch."""
+    wanted = given.global_batch_size
+    if None not in (wanted, batch.train) and wanted != batch.train:
+        file.notes.refuse(
+            "elasticity.max_train_batch_size",
+            file["elasticity.max_train_batch_size"],
+            f"makes batches of {batch.train} rows, and the call, or its batches, say {wanted}; "
+            f"give batches of {batch.train} rows, over all devices",
+        )
+
+
+def elasticity_of(file: File) -> ElasticityConfig:
+    """The section `elasticity`, in zerojax's words."""
+    nodes = file["elasticity.num_gpus_per_node"]
+    try:
+        return ElasticityConfig(
+            enabled=file["elasticity.enabled"],
+            max_global_batch_size=file["elasticity.max_train_batch_size"],
+            micro_batch_sizes=tuple(file["elasticity.micro_batch_sizes"]),
+            min_devices=file["elasticity.min_gpus"],
+            max_devices=file["elasticity.max_gpus"],
+            devices_per_node=nodes if nodes > 1 else None,
+            prefer_larger_batch=file["elasticity.prefer_larger_batch"],
+        )
+    except ConfigError as error:
+        file.notes.refuse("elasticity", ".".join(error.key), error.message)
+        return ElasticityConfig()

@@ -1,0 +1,224 @@
+"""A ds_config: its source (JSON, hjson, base64 or a dict), and its values with defaults."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerojax.config.display import quoted
+from zerojax.config.loader import (
+    MAX_DEPTH,
+    MAX_DIGITS,
+    MAX_NODES,
+    ConfigError,
+    check_length,
+    read_text,
+)
+from zerojax.runtime.bounded_json import depth_of
+from zerojax.training.deepspeed.key_schema import KeyNotes, check, default_of
+from zerojax.training.deepspeed.keys_table import ALIASES, TABLE
+
+OLD_NAMES = {"bfloat16": "bf16"}
+"""Names at the top of a file that DeepSpeed takes as well: {old: new}."""
+
+
+class File:
+    """The values of a file, by path.
+
+    Args:
+      values: the file, "auto" filled.
+      notes: takes a line for each key.
+
+    Attributes:
+      nested: the file, with old names replaced.
+    """
+
+    def __init__(self, values: Mapping[str, Any], notes: KeyNotes):
+        self.notes = notes
+        self.nested = _with_new_names(values, notes)
+        self._values = check(self.nested, TABLE, notes)
+
+    def __getitem__(self, path: str) -> Any:
+        """The value in the file, or DeepSpeed's default."""
+        return self._values[path] if path in self._values else default_of(TABLE, path)
+
+    def has(self, path: str) -> bool:
+        return path in self._values
+
+    def optional(self, path: str) -> Any:
+        """The value in the file; None where it is absent."""
+        return self._values.get(path)
+
+
+def _with_new_names(values: Mapping[str, Any], notes: KeyNotes) -> dict[str, Any]:
+    """The file with names that DeepSpeed takes as well, or took once, as they are called now."""
+    renamed = dict(values)
+    for old, new in OLD_NAMES.items():
+        if old in renamed and new not in renamed:
+            renamed[new] = renamed.pop(old)
+            notes.reasons.append(f"{old} is read as {new}")
+    zero = renamed.get("zero_optimization")
+    if isinstance(zero, bool):
+        renamed["zero_optimization"] = {"stage": int(zero)}
+        if "allgather_size" in renamed:
+            renamed["zero_optimization"]["allgather_bucket_size"] = renamed["allgather_size"]
+        notes.warnings.append(
+            f"zero_optimization={zero} is an old form, read as stage {int(zero)}; write "
+            f'"zero_optimization": {{"stage": {int(zero)}}}'
+        )
+    elif isinstance(zero, Mapping):
+        renamed["zero_optimization"] = {ALIASES.get(key, key): zero[key] for key in zero}
+    return renamed
+
+
+def read(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The configuration and what to call it in messages.
+
+    Args:
+      source: a file of JSON or hjson, either of them as text or in urlsafe base64 (as DeepSpeed's
+        launcher passes it), or a dict, which is copied.
+
+    Raises:
+      ConfigError: no such file, text that is neither JSON nor hjson, a key given twice, or more
+        text, depth or digits than a configuration has.
+    """
+    if isinstance(source, Mapping):
+        _check_nesting(source, "the dict")
+        return copy.deepcopy(dict(source)), "the dict"
+    path = Path(source).expanduser()
+    if _is_file(path):
+        try:
+            return _parse(read_text(path, encoding="utf-8-sig"), str(path)), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from None
+    text = str(source)
+    if text.lstrip().startswith("{"):
+        return _parse(text, "the text"), "the text"
+    decoded = _from_base64(text)
+    if decoded is None:
+        raise ConfigError(
+            f"{quoted(text)} is no file, nor the base64 of a DeepSpeed configuration; give the "
+            "path of a ds_config.json, or a MeshConfig"
+        )
+    return _parse(decoded, "the base64 text"), "the base64 text"
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # base64 of a whole file is longer than a name may be
+        return False
+
+
+def _from_base64(text: str) -> str | None:
+    """What the base64 text says, if it is one and says a dict."""
+    try:
+        decoded = base64.b64decode(text.encode(), altchars=b"-_", validate=True).decode("utf-8")
+    except (binascii.Error, UnicodeError):
+        return None
+    return decoded if ":" in decoded else None
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    check_length(text, name)
+    if depth_of(text.encode("utf-8", "replace")) > MAX_DEPTH:
+        raise _too_deep(name)
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_int=_integer,
+            parse_float=_finite,
+            parse_constant=_refuse_constant,
+        )
+    except json.JSONDecodeError as error:
+        value = _parse_hjson(text, name, error)
+    except ConfigError as error:
+        raise ConfigError(error.message, error.key, name) from None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"expected {{key: value, ...}}, found {type(value).__name__}; a DeepSpeed "
+            'configuration begins like {"train_batch_size": 32}',
+            where=name,
+        )
+    _check_nesting(value, name)
+    return value
+
+
+def _parse_hjson(text: str, name: str, error: json.JSONDecodeError) -> Any:
+    where = f"{name}:{error.lineno}"
+    try:
+        import hjson  # an extra: only files with comments or bare words need it
+    except ImportError:
+        raise ConfigError(
+            f"not valid JSON: {error.msg}; if it is hjson (comments, bare words), "
+            "pip install 'zerojax[hjson]'",
+            where=where,
+        ) from None
+    try:
+        return hjson.loads(text, object_pairs_hook=_unique, parse_int=_integer, parse_float=_finite)
+    except RecursionError:
+        raise _too_deep(name) from None
+    except ConfigError as refused:
+        raise ConfigError(refused.message, refused.key, name) from None
+    except ValueError as second:
+        raise ConfigError(
+            f"neither JSON ({error.msg}) nor hjson ({str(second).splitlines()[0]})", where=where
+        ) from None
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The dict of a JSON object, which may name a key once; json itself keeps the last silently."""
+    repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if repeated:
+        values = [value for key, value in pairs if key == repeated[0]]
+        raise ConfigError(
+            f"given {len(values)} times, as {quoted(values)}; keep one", (repeated[0],)
+        )
+    return dict(pairs)
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ConfigError(f"{text} is no number that a configuration may hold; write a finite one")
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ConfigError(
+            f"{quoted(text)} has {len(text):,} digits; at most {MAX_DIGITS} are read of a number"
+        )
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(float(text)):
+        _refuse_constant(quoted(text))
+    return float(text)
+
+
+def _too_deep(name: str) -> ConfigError:
+    problem = f"nested more than {MAX_DEPTH} levels deep, which no key of DeepSpeed is"
+    return ConfigError(f"{problem}; write it flat", where=name)
+
+
+def _check_nesting(value: Any, name: str) -> None:
+    """Refuses a value deeper or larger than a configuration, such as a dict that holds itself."""
+    waiting = [(value, 0)]
+    for _ in range(MAX_NODES):
+        if not waiting:
+            return
+        value, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            raise _too_deep(name)
+        if isinstance(value, Mapping):
+            waiting += [(item, depth + 1) for item in value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += [(item, depth + 1) for item in value]
+    raise ConfigError(f"more than {MAX_NODES:,} values, which no configuration has", where=name)

@@ -1,0 +1,210 @@
+"""Queries of DeepSpeed's engine: batch sizes, stage, precision; steps, rates and norms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from zerojax.config import OptimizerConfig
+from zerojax.data import local_rows_of_mesh
+from zerojax.plan import device_mesh as meshes
+from zerojax.plan.make import Plan
+from zerojax.plan.state import TrainState
+from zerojax.training import deepspeed
+
+
+class ConfigQueries:
+    """The part of an engine that is known before anything is planned.
+
+    Attributes:
+      translation: what the configuration means here, key by key.
+      mesh: the devices of the run.
+    """
+
+    def __init__(self, translation: deepspeed.Translation, mesh: Mesh) -> None:
+        self.translation, self.mesh = translation, mesh
+        self._num_rows = translation.train_batch_size
+
+    def train_batch_size(self) -> int:
+        """Rows of a step, over all processes.
+
+        Raises:
+          ValueError: the configuration leaves it open, and there was no batch yet.
+        """
+        if self._num_rows is None:
+            raise ValueError(
+                "the configuration has no batch size, so it is that of the first batch, and there "
+                "was none yet; set train_batch_size in it, or ask later"
+            )
+        return self._num_rows
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Rows that go through one copy of the model at once."""
+        shards = meshes.num_data_shards(self.mesh)
+        return self.train_batch_size() // (shards * self.gradient_accumulation_steps())
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self.translation.num_microbatches
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(rows of a step, rows of a micro-batch on one copy of the model, micro-batches)."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    def local_rows(self) -> tuple[int, int]:
+        """(low, high): the rows of every global batch that this process passes."""
+        return local_rows_of_mesh(self.mesh, self.train_batch_size())
+
+    def gradient_clipping(self) -> float:
+        """Limit of the global gradient norm; 0: none."""
+        return self.translation.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        return self.translation.zero_stage
+
+    def zero_optimization(self) -> bool:
+        """Whether any of the state is sharded: stage 1, 2 or 3."""
+        return self.zero_optimization_stage() > 0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration with every "auto" filled, under DeepSpeed's names."""
+        return copy.deepcopy(dict(self.translation.resolved))
+
+    def optimizer_name(self) -> str | None:
+        """The configuration's optimizer, in lower case as DeepSpeed has it; None: it has none."""
+        name = self._in_section("optimizer", "type")
+        return None if name is None else name.lower()
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """Numbers of the configuration's optimizer; None: it has none."""
+        return self._in_section("optimizer", "params")
+
+    def scheduler_name(self) -> str | None:
+        """The configuration's schedule; None: it has none."""
+        return self._in_section("scheduler", "type")
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """Numbers of the configuration's schedule; None: it has none."""
+        return self._in_section("scheduler", "params")
+
+    def _in_section(self, section: str, key: str) -> Any:
+        return (self.config.get(section) or {}).get(key)
+
+    def elasticity_enabled(self) -> bool:
+        """Whether elasticity decides the batch."""
+        return self.translation.elasticity.enabled
+
+    @property
+    def dp_world_size(self) -> int:
+        """Into how many parts a batch goes: data shards, over all devices."""
+        return meshes.num_data_shards(self.mesh)
+
+    @property
+    def mp_world_size(self) -> int:
+        """Devices that split each matrix."""
+        return self.mesh.shape[meshes.MODEL]
+
+    def steps_per_print(self) -> int | None:
+        """Steps between printed lines; None: none is printed."""
+        return self.translation.steps_per_print
+
+    def fp16_enabled(self) -> bool:
+        """Whether forward and backward are float16."""
+        return self.translation.precision.compute_dtype == jnp.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether forward and backward are bfloat16."""
+        return self.translation.precision.compute_dtype == jnp.bfloat16
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True: every `train_batch` is a whole step."""
+        return True
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this process: 0 prints."""
+        return jax.process_index()
+
+
+class EngineQueries(ConfigQueries):
+    """The part of an engine that is known once there are steps.
+
+    Attributes:
+      plan: of the run; None before the first batch.
+      state: the current state; None before the first batch.
+      global_steps: batches consumed, those before a resume included.
+      metrics: of the last step, still on the devices; {} before the first.
+    """
+
+    def __init__(self, translation: deepspeed.Translation, mesh: Mesh) -> None:
+        super().__init__(translation, mesh)
+        self.plan: Plan | None = None
+        self.state: TrainState | None = None
+        self.global_steps = 0
+        self.metrics: Mapping[str, jax.Array] = {}
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of the next update, in a list as DeepSpeed has it.
+
+        Raises:
+          ValueError: it is inside the user's own optax transformation.
+        """
+        schedule = self.translation.learning_rate if self.plan is None else self.plan.learning_rate
+        if schedule is None and isinstance(self.translation.optimizer, OptimizerConfig):
+            raise ValueError(
+                "the learning rate is known from the first batch on; call "
+                "engine.prepare(example_batch) to ask for it before"
+            )
+        if schedule is None:
+            raise ValueError(
+                "the learning rate is inside the optax transformation that initialize got; ask "
+                "the schedule that it was made of"
+            )
+        return [float(schedule(self.global_steps - self.skipped_steps))]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradients before clipping; None: there was no step."""
+        return float(self.metrics["grad_norm"]) if self.metrics else None
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step changed parameters: not when something was not finite. Waits."""
+        return bool(self.metrics) and not int(self.metrics["skipped"])
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of the run that changed nothing, since something was not finite. Waits."""
+        return 0 if self.state is None else int(self.state["skipped"])
+
+    @property
+    def num_steps(self) -> int:
+        """`global_steps` under `Trainer`'s name, for what takes either."""
+        return self.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Rows consumed."""
+        return self.global_steps * self.train_batch_size()
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches consumed."""
+        return self.global_steps * self.gradient_accumulation_steps()
+
+    def train(self, mode: bool = True) -> Self:
+        """Changes nothing: `train_batch` trains and `eval_batch` evaluates."""
+        return self
+
+    def eval(self) -> Self:
+        """Changes nothing, see `train`."""
+        return self

@@ -1,0 +1,297 @@
+"""Schema of ds_config keys, and validation of a file against it.
+
+DeepSpeed ignores unknown keys at the top of a file and refuses those in its typed sections. So does
+this, with two differences: an unknown key at the top is a warning, and one that looks like a known
+key is refused with that key's name, since a setting without effect is hard to find.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from zerojax.config.display import cut, printable, quoted
+from zerojax.training.deepspeed.translation import Line, Verdict
+
+AUTO = "auto"
+_MAX_NAME = 100
+"""Characters of a key that is looked for among those that there are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key.
+
+    Attributes:
+      kind: of its value: "bool", "int", "float", "text", "list", "dict" or "any".
+      default: DeepSpeed's, where the key is absent.
+      verdict: what becomes of it.
+      why: one sentence.
+      only: values that have this verdict; None: all. Others are refused.
+      otherwise: why others are refused, and what to write instead.
+    """
+
+    kind: str
+    default: Any
+    verdict: Verdict
+    why: str
+    only: tuple[Any, ...] | None = None
+    otherwise: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class AbsentFeature:
+    """A feature that zerojax does not have: its section is refused where it is on.
+
+    Attributes:
+      why: what is missing, and what to do instead.
+      is_on: whether a value turns it on.
+      known: keys of the section; empty: any.
+    """
+
+    why: str
+    is_on: Callable[[Any], bool]
+    known: tuple[str, ...] = ()
+
+
+Table = Mapping[str, "Key | AbsentFeature | Table"]
+
+
+def is_enabled(value: Any) -> bool:
+    """Whether a section says `"enabled": true`."""
+    return bool(value.get("enabled", False)) if isinstance(value, Mapping) else bool(value)
+
+
+def is_enabled_inside(value: Any) -> bool:
+    """Whether a section, or one inside it, says `"enabled": true`."""
+    if not isinstance(value, Mapping):
+        return False
+    return is_enabled(value) or any(map(is_enabled_inside, value.values()))
+
+
+class KeyNotes:
+    """Lines by key while a file is read. Each key has one; a refusal stays what it is."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, Line] = {}
+        self.warnings: list[str] = []
+        self.reasons: list[str] = []
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        return tuple(self._lines.values())
+
+    @property
+    def refused(self) -> tuple[Line, ...]:
+        return tuple(line for line in self.lines if line.verdict == "refused")
+
+    def say(self, key: str, value: Any, verdict: Verdict, why: str) -> None:
+        line = self._lines.get(key)
+        if line is None or line.verdict != "refused":
+            self._lines[key] = Line(key, value, verdict, why)
+
+    def change(self, key: str, verdict: Verdict, why: str) -> None:
+        """Another sentence for a key, if the file has it."""
+        if key in self._lines:
+            self.say(key, self._lines[key].value, verdict, why)
+
+    def refuse(self, key: str, value: Any, why: str) -> None:
+        self.say(key, value, "refused", why)
+
+
+def check(
+    values: Mapping[str, Any], table: Table, notes: KeyNotes, prefix: str = ""
+) -> dict[str, Any]:
+    """{path: value} of all keys that the table knows, with a line for each key of the file.
+
+    Values have their kinds: 5e8 is an integer. null and, in a nested section, "auto" count as
+    absent, as in DeepSpeed; "auto" that means something has been filled before.
+
+    Args:
+      prefix: path of the section that this is, with its dot.
+    """
+    return dict(_check(values, table, prefix, notes, table))
+
+
+def _check(
+    values: Mapping[str, Any], table: Table, prefix: str, notes: KeyNotes, whole: Table
+) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        path, entry = f"{prefix}{name}", table.get(name)
+        if entry is None and not prefix and not _is_misspelt(str(name)[:_MAX_NAME], value, table):
+            _ignore(path, value, table, notes)
+        elif entry is None:
+            notes.refuse(path, value, f"unknown key; {_nearest(name, table, prefix, whole)}")
+        elif isinstance(entry, AbsentFeature):
+            _check_absent(path, value, entry, notes)
+        elif isinstance(entry, Key):
+            if _check_key(path, value, entry, notes):
+                yield path, as_kind(entry.kind, value)
+        elif isinstance(value, Mapping):
+            yield from _check(value, entry, f"{path}.", notes, whole)
+        elif value is not None:
+            notes.refuse(path, value, f"expected a section with the keys {', '.join(entry)}")
+
+
+def _ignore(name: str, value: Any, table: Table, notes: KeyNotes) -> None:
+    notes.say(name, value, "ignored", "unknown key; DeepSpeed ignores it, too")
+    is_comment, text = name.startswith("_"), name[:_MAX_NAME]
+    match = () if is_comment else difflib.get_close_matches(text, [*table], 1, 0.6)
+    near = f"; the nearest key is {match[0]!r}" if match else ""
+    shown = cut(printable(name), _MAX_NAME)
+    notes.warnings.append(f"{shown}: unknown key, which has no effect, as in DeepSpeed{near}")
+
+
+def _is_misspelt(name: str, value: Any, table: Table) -> bool:
+    """Whether an unknown key at the top of a file was probably meant for one that is known.
+
+    It is if it is spelt nearly alike, is the name of a key of some section, has two or more words,
+    all of one known key ("train_micro_batch_size"), or is a section's first word with keys of that
+    section in it ("zero": {"stage": 3}).
+    """
+    if name.startswith("_"):
+        return False
+    nested = {path.rpartition(".")[2] for path in (*paths(table), *_sections(table))}
+    if name in nested or difflib.get_close_matches(name, [*table], 1, 0.8):
+        return True
+    longer = _longer(name, table)
+    if "_" in name:
+        return bool(longer)
+    keys = set(value) if isinstance(value, Mapping) else set()
+    sections = [entry for known in longer if isinstance(entry := table[known], Mapping)]
+    return bool(keys) and any(keys <= {*section} for section in sections)
+
+
+def _check_absent(path: str, value: Any, entry: AbsentFeature, notes: KeyNotes) -> None:
+    strange = [key for key in value if key not in entry.known] if entry.known else []
+    if entry.is_on(value):
+        notes.refuse(path, value, entry.why)
+    elif strange and isinstance(value, Mapping):
+        near = nearest(strange[0], entry.known)
+        notes.refuse(f"{path}.{strange[0]}", value[strange[0]], f"unknown key; {near}")
+    else:
+        notes.say(path, value, "honoured", "off, as here")
+
+
+def _check_key(path: str, value: Any, entry: Key, notes: KeyNotes) -> bool:
+    """Says what becomes of a value; whether there is one to be used."""
+    if value is None or value == AUTO:
+        shown = f"{'null' if value is None else AUTO}: as if it were not there"
+        default = "" if entry.default is None else f" (DeepSpeed's default: {entry.default})"
+        notes.say(path, value, entry.verdict, f"{shown}{default}; {entry.why}")
+        return False
+    try:
+        typed = as_kind(entry.kind, value)
+    except ValueError as error:
+        notes.refuse(path, value, str(error))
+        return False
+    if entry.only is not None and typed not in entry.only:
+        notes.refuse(path, typed, entry.otherwise)
+    elif entry.kind in ("int", "float") and typed < 0 and (entry.default or 0) >= 0:
+        notes.refuse(path, typed, "must be at least 0")
+    else:
+        notes.say(path, typed, entry.verdict, entry.why)
+    return True
+
+
+_WANTED = {
+    "bool": "true or false",
+    "int": "an integer",
+    "float": "a number",
+    "text": "text",
+    "list": "a list",
+    "dict": "a section",
+}
+
+
+def as_kind(kind: str, value: Any) -> Any:
+    """A value as its kind: whole numbers written as floats (5e8) or text ("5e8") are integers.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if kind in ("int", "float"):
+        return _as_number(kind, value)
+    types = {"bool": bool, "text": str, "list": (list, tuple), "dict": Mapping}
+    if kind != "any" and not isinstance(value, types[kind]):
+        raise ValueError(
+            f"expected {_WANTED[kind]}, found {quoted(value)} ({type(value).__name__})"
+        )
+    return value
+
+
+def _as_number(kind: str, value: Any) -> int | float:
+    wrong = ValueError(f"expected {_WANTED[kind]}, found {quoted(value)} ({type(value).__name__})")
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise wrong
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise wrong from None
+    if not math.isfinite(number) or (kind == "int" and not number.is_integer()):
+        raise wrong
+    if kind == "float":
+        return number
+    return value if isinstance(value, int) else int(number)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The end of an unknown-key sentence: the key that was probably meant, or all there are."""
+    match = difflib.get_close_matches(str(name)[:_MAX_NAME], known, 1, 0.6)
+    return f"did you mean '{match[0]}'?" if match else f"known keys here: {', '.join(known)}"
+
+
+def _nearest(name: str, table: Table, prefix: str, whole: Table) -> str:
+    """The nearest key of this section or, where there is none, of the whole file."""
+    name = str(name)[:_MAX_NAME]
+    by_name = {path.rpartition(".")[2]: path for path in (*_sections(whole), *paths(whole))}
+    match = (
+        difflib.get_close_matches(name, [*table], 1, 0.8)
+        or [by_name[name] for _ in range(name in by_name)]
+        or _longer(name, table)
+        or difflib.get_close_matches(name, [*table], 1, 0.6)
+        or [by_name[near] for near in difflib.get_close_matches(name, [*by_name], 1, 0.75)]
+    )
+    if match:
+        return f"did you mean '{match[0]}'?"
+    where = prefix.rstrip(".") or "the top of the file"
+    return f"there is none like it in {where}"
+
+
+def _longer(name: str, table: Table) -> list[str]:
+    """Keys of which a name has some of the words: "micro_batch_size", and "zero" of a section."""
+    words = set(name.split("_"))
+    return [
+        known
+        for known, entry in table.items()
+        if words <= set(known.split("_"))
+        and (len(words) > 1 or (isinstance(entry, Mapping) and known.startswith(f"{name}_")))
+    ]
+
+
+def _sections(table: Table, prefix: str = "") -> Iterator[str]:
+    """Every section of a table, as a path."""
+    for name, entry in table.items():
+        if isinstance(entry, Mapping):
+            yield f"{prefix}{name}"
+            yield from _sections(entry, f"{prefix}{name}.")
+
+
+def paths(table: Table, prefix: str = "") -> Iterator[str]:
+    """Every key of a table, as a path."""
+    for name, entry in table.items():
+        if isinstance(entry, (Key, AbsentFeature)):
+            yield f"{prefix}{name}"
+        else:
+            yield from paths(entry, f"{prefix}{name}.")
+
+
+def default_of(table: Table, path: str) -> Any:
+    """DeepSpeed's default of a key."""
+    entry: Any = table
+    for name in path.split("."):
+        entry = entry[name]
+    return entry.default

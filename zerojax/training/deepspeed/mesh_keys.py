@@ -1,0 +1,257 @@
+"""Mesh, ZeRO, pipeline and offload keys, as a `MeshConfig`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from zerojax.config import ConfigError, MeshConfig, OffloadConfig
+from zerojax.config.offload import DEVICE, HOST, NVME
+from zerojax.training.deepspeed.ds_config import File
+
+_TIERS = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
+_PARTITIONS = {"uniform": "uniform", "parameters": "parameters", "best": "flops"}
+ZERO, OPTIMIZER, PARAM = (
+    "zero_optimization",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+)
+
+
+def mesh_of(file: File, num_devices: int | None) -> MeshConfig:
+    """The mesh options of a file.
+
+    Args:
+      num_devices: None: open, so that a number of replicas stays 1.
+    """
+    fields: dict[str, Any] = {"zero": file[f"{ZERO}.stage"]}
+    fields["model"] = max(1, file["tensor_parallel.autotp_size"])
+    fields["stage"] = max(1, file.optional("pipeline.stages") or 1)
+    fields["data"] = file.optional("data_parallel_size") or -1
+    fields |= _buckets(file) | _partition(file) | _replicas(file, num_devices, fields)
+    if file["activation_checkpointing.partition_activations"] and fields["model"] > 1:
+        fields["sequence_sharding"] = True
+    fields["rules"] = _rules(file)
+    fields["offload"] = _offload(file, fields["zero"])
+    try:
+        return MeshConfig(**fields)
+    except ConfigError as error:
+        if not any(line.key.startswith(f"{ZERO}.") for line in file.notes.refused):
+            file.notes.refuse(ZERO, ".".join(error.key), error.message)
+        return MeshConfig()
+
+
+def _buckets(file: File) -> dict[str, Any]:
+    """Sizes in elements, as in DeepSpeed; where the file says none zerojax's own hold."""
+    fields: dict[str, Any] = {}
+    for name in ("reduce_bucket_size", "allgather_bucket_size"):
+        size = file.optional(f"{ZERO}.{name}")
+        if size is not None:
+            fields[name] = max(1, size)
+    persistent = file.optional(f"{ZERO}.stage3_param_persistence_threshold")
+    if persistent is not None:
+        # DeepSpeed keeps a parameter whole up to this size, zerojax below it.
+        fields["persistence_threshold"] = persistent + 1
+    limit = f"{ZERO}.stage3_model_persistence_threshold"
+    if file.optional(limit) == 0:
+        fields["persistence_threshold"] = 0
+        file.notes.change(limit, "honoured", "mesh.persistence_threshold=0: nothing stays whole")
+    elif file.has(limit) and file[limit] < 2**31:
+        file.notes.refuse(
+            limit,
+            file[limit],
+            "what stays whole is not limited in all; lower stage3_param_persistence_threshold, or "
+            "take this out",
+        )
+    if not file[f"{ZERO}.reduce_scatter"] and file[f"{ZERO}.stage"] >= 2:
+        file.notes.refuse(
+            f"{ZERO}.reduce_scatter",
+            False,
+            "from stage 2 on gradients are never whole, so they are scattered; set it to true",
+        )
+    return fields
+
+
+def _partition(file: File) -> dict[str, Any]:
+    if not file.has("pipeline.partition"):
+        return {}
+    name = file["pipeline.partition"]
+    if name not in _PARTITIONS:
+        file.notes.refuse(
+            "pipeline.partition",
+            name,
+            f"is not one of {', '.join(_PARTITIONS)}: layers of one stack are all of one type",
+        )
+        return {}
+    file.notes.change("pipeline.partition", "mapped", f"mesh.partition={_PARTITIONS[name]}")
+    return {"partition": _PARTITIONS[name]}
+
+
+def _replicas(file: File, num_devices: int | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """MiCS: shards over so many devices, copies of them on the others."""
+    key = f"{ZERO}.mics_shard_size"
+    size = file[key]
+    if size <= 0:
+        file.notes.change(key, "honoured", "off: shards over all devices")
+        return {}
+    if fields["zero"] != 3:
+        file.notes.refuse(key, size, f"needs stage 3, and stage is {fields['zero']}")
+        return {}
+    if num_devices is None:
+        file.notes.reasons.append(f"mesh.data={size}; mesh.replica is what the devices leave")
+        return {"data": size}
+    group = size * fields["model"] * fields["stage"]
+    if num_devices % group:
+        file.notes.refuse(key, size, f"{num_devices} devices are no multiple of {group}")
+        return {}
+    return {"data": size, "replica": num_devices // group}
+
+
+def _rules(file: File) -> tuple[tuple[str, tuple[str | None, ...]], ...] | None:
+    """Tensor-parallel rules of `layer_specs`: torch's names and [out, in] as Flax has them."""
+    key = "tensor_parallel.partition_config.layer_specs"
+    rules = []
+    for spec in file.optional(key) or ():
+        kind = spec.get("partition_type", "column") if isinstance(spec, Mapping) else None
+        strange = isinstance(spec, Mapping) and set(spec) - {"patterns", "partition_type"}
+        if strange:
+            names = ", ".join(sorted(strange))
+            file.notes.refuse(
+                key,
+                spec,
+                f"{names} cuts a torch weight that holds several; zerojax's models keep them apart",
+            )
+            return None
+        if kind == "skip":
+            axes: tuple[str | None, ...] = ()
+        elif kind in ("row", "column"):
+            axes = ("model", None) if kind == "row" else (None, "model")
+        else:
+            file.notes.refuse(key, spec, "partition_type is not one of row, column, skip")
+            return None
+        rules += [(as_flax_pattern(pattern), axes) for pattern in spec.get("patterns", ())]
+    if not rules:
+        return None
+    shown = ", ".join(f"{pattern} {list(axes)}" for pattern, axes in rules)
+    file.notes.change(key, "mapped", f"mesh.rules: {shown}")
+    return tuple(rules)
+
+
+def check_rules(mesh: MeshConfig, names: Iterable[str]) -> None:
+    """Refuses rules of a file that split nothing, since torch's names are not the model's.
+
+    Args:
+      names: of the model's parameters.
+
+    Raises:
+      ConfigError: no parameter has a name that a rule finds.
+    """
+    names = tuple(names)
+    for pattern, _ in mesh.rules or ():
+        if not any(re.search(pattern, name) for name in names):
+            raise ConfigError(
+                f"{pattern!r}, as the pattern is on this model's names, finds none of its "
+                f"{len(names)} parameters (such as {', '.join(names[:3])}); write patterns for "
+                "these names",
+                ("tensor_parallel", "partition_config", "layer_specs"),
+            )
+
+
+def as_flax_pattern(pattern: str) -> str:
+    r"""A regular expression on torch names as one on zerojax's: `\.q_proj\.weight$` becomes
+    `/q_proj/kernel$`."""
+    return re.sub(r"\bweight\b", "kernel", pattern.replace(r"\.", "/"))
+
+
+def _offload(file: File, stage: int) -> OffloadConfig:
+    optimizer = _device(file, OPTIMIZER, "cpu_offload")
+    param = _device(file, PARAM, "cpu_offload_param")
+    optimizer, param = _on_stage(file, optimizer, param, stage)
+    fields: dict[str, Any] = {"opt_state": _shares(file, optimizer, stage)}
+    if param != "none":
+        fields["params"] = HOST
+    if file["activation_checkpointing.cpu_checkpointing"]:
+        fields["activations"] = HOST
+    if optimizer == "nvme":
+        fields["folder"] = file.optional(f"{OPTIMIZER}.nvme_path")
+    if optimizer != "none" and file.has(f"{ZERO}.sub_group_size"):
+        size, why = _slice_of_tile(file[f"{ZERO}.sub_group_size"])
+        fields["slice_elements"] = size
+        file.notes.change(
+            f"{ZERO}.sub_group_size", "mapped", f"mesh.offload.slice_elements={size}: {why}"
+        )
+    for section in (OPTIMIZER, PARAM):
+        key = f"{section}.pin_memory"
+        if file.optional(key) is False:
+            file.notes.warnings.append(f"{key}=false: host memory is pinned all the same")
+    return OffloadConfig(**fields)
+
+
+def _slice_of_tile(sub_group_size: int) -> tuple[int, str]:
+    """(elements of a slice, why) for DeepSpeed's tile.
+
+    DeepSpeed 0.19.8 (`_create_fp16_sub_groups` in `runtime/zero/stage3.py`) puts whole parameters
+    into a tile until it has `sub_group_size` elements, and never cuts one: 0, or less than any
+    parameter, means a tile per parameter. So a small number is no size of a slice.
+    """
+    largest, smallest = OffloadConfig.slice_elements, OffloadConfig.min_elements
+    if sub_group_size < smallest:
+        return largest, (
+            f"a size below {smallest} means one parameter per tile in DeepSpeed, which never cuts "
+            "one; a slice is a part of one parameter"
+        )
+    return min(sub_group_size, largest), (
+        "DeepSpeed's tile lies in host memory, the slice here on the device, so it is never above "
+        f"{largest}"
+    )
+
+
+def _device(file: File, section: str, old_name: str) -> str:
+    """none, cpu or nvme: what the section or its old name says."""
+    device = file[f"{section}.device"]
+    if not file.optional(f"{ZERO}.{old_name}"):
+        return device if device in _TIERS else "none"
+    name = section.rpartition(".")[2]
+    file.notes.warnings.append(f'{old_name} is an old name: write "{name}": {{"device": "cpu"}}')
+    if file.has(f"{section}.device"):
+        file.notes.refuse(
+            f"{ZERO}.{old_name}", True, f"{name} stands there as well; take this old name out"
+        )
+    return "cpu"
+
+
+def _on_stage(file: File, optimizer: str, param: str, stage: int) -> tuple[str, str]:
+    """The devices of optimizer and parameters, where the stage lets DeepSpeed offload them.
+
+    DeepSpeed 0.19.8 hands offload_optimizer to the optimizers of stages 1 to 3 alone, and
+    offload_param to that of stage 3 (`_configure_zero_optimizer` in `runtime/engine.py`); at other
+    stages it reads the section and goes on without a word.
+    """
+    stays = "stays on the device, as in DeepSpeed, which ignores this there"
+    if optimizer != "none" and stage == 0:
+        what = f"works at stage 1, 2 or 3, and stage is 0: the optimizer's state {stays}"
+        file.notes.change(f"{OPTIMIZER}.device", "ignored", what)
+        file.notes.warnings.append(f"{OPTIMIZER}.device={optimizer} {what}")
+        optimizer = "none"
+    if param != "none" and stage != 3:
+        what = f"works at stage 3, and stage is {stage}: what forward and backward read {stays}"
+        file.notes.change(f"{PARAM}.device", "ignored", what)
+        file.notes.warnings.append(f"{PARAM}.device={param} {what}")
+        param = "none"
+    return optimizer, param
+
+
+def _shares(file: File, device: str, stage: int) -> Any:
+    """Tier of the optimizer's state, or shares where only a part leaves the device."""
+    ratio, key = file[f"{OPTIMIZER}.ratio"], f"{OPTIMIZER}.ratio"
+    if device == "none":
+        return DEVICE
+    if not 0 <= ratio <= 1:
+        file.notes.refuse(key, ratio, "must be between 0 and 1")
+        return DEVICE
+    if ratio < 1 and stage != 3:
+        file.notes.refuse(key, ratio, f"needs stage 3, as in DeepSpeed, and stage is {stage}")
+    if ratio in (0, 1):
+        return _TIERS[device] if ratio else DEVICE
+    return {DEVICE: 1 - ratio, _TIERS[device]: ratio}

@@ -1,0 +1,322 @@
+"""Optimizer, scheduler and clipping keys, as arguments of `zerojax.train`.
+
+Which class a name means, and its defaults, are those of `_configure_basic_optimizer` in
+`deepspeed/runtime/engine.py` and of the classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import optax
+
+from zerojax.config import ConfigError, OptimizerConfig
+from zerojax.optim import (
+    DeepSpeedSchedule,
+    Optimizer,
+    Schedule,
+    adamw,
+    build_deepspeed_schedule,
+    clip_by_global_norm,
+    lion,
+    sgd,
+)
+from zerojax.optim.schedules import as_schedule
+from zerojax.training.deepspeed.ds_config import File
+from zerojax.training.deepspeed.key_schema import Key, Table, check, nearest
+from zerojax.training.deepspeed.translation import Given
+from zerojax.training.deepspeed.unfused_optimizers import bounded_lamb, plain_adamw
+
+_EAGER = "how PyTorch runs the update; here it is one compiled program"
+_DECAY = "on every parameter, as in DeepSpeed (Hugging Face's Trainer leaves out biases and norms)"
+
+
+def _adam_table(**more: Key) -> Table:
+    return {
+        "lr": Key("float", 1e-3, "honoured", "the learning rate, of which a scheduler may be made"),
+        "betas": Key("list", [0.9, 0.999], "honoured", "b1 and b2"),
+        "eps": Key("float", 1e-8, "honoured", "added to the root of the second moment"),
+        "weight_decay": Key("float", 0.0, "honoured", _DECAY),
+        "bias_correction": Key("bool", True, "honoured", "of the moments, which begin at 0"),
+        "amsgrad": Key(
+            "bool", False, "honoured", "off", (False,), "no maximum of second moments is kept"
+        ),
+        **{
+            name: Key("any", None, "compiler", _EAGER)
+            for name in ("set_grad_none", "foreach", "fused", "capturable", "differentiable")
+        },
+        **more,
+    }
+
+
+_STATES = Key(
+    "bool",
+    True,
+    "honoured",
+    "moments are float32",
+    (True,),
+    "moments are float32; for bfloat16 set bf16.bf16_optimizer_states",
+)
+_ADAM = _adam_table(
+    torch_adam=Key("bool", False, "compiler", _EAGER),
+    adam_w_mode=Key("bool", True, "honoured", "true: decay beside the moments, which is AdamW"),
+    fp32_optimizer_states=_STATES,
+)
+_LION = {name: _ADAM[name] for name in ("lr", "betas", "weight_decay", "set_grad_none")} | {
+    "fp32_optimizer_states": _STATES
+}
+_LAMB = {
+    **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")},
+    "bias_correction": Key("bool", True, "honoured", "part of the rate, as there"),
+    "eps_inside_sqrt": Key("bool", False, "honoured", "as there"),
+    "max_coeff": Key("float", 10.0, "honoured", "upper bound of the ratio of norms"),
+    "min_coeff": Key("float", 0.01, "honoured", "lower bound of the ratio of norms"),
+}
+_SGD = {
+    **{name: _ADAM[name] for name in ("lr", "weight_decay", "foreach", "fused", "differentiable")},
+    "momentum": Key("float", 0.0, "honoured", "decay of the sum of gradients"),
+    "nesterov": Key("bool", False, "honoured", "one step of the momentum ahead"),
+    "dampening": Key("float", 0.0, "honoured", "none", (0.0,), "momentum is not damped; set 0"),
+    "maximize": Key("bool", False, "honoured", "off", (False,), "a loss is minimised"),
+}
+OPTIMIZERS: Mapping[str, Table] = {
+    "adam": _ADAM,
+    "adamw": _ADAM,
+    "lion": _LION,
+    "lamb": _LAMB,
+    "sgd": _SGD,
+}
+
+_INSTEAD = "take the section out and pass optimizer="
+_ABSENT = {
+    "adagrad": f"is not one of zerojax's; {_INSTEAD}optax.adagrad(lr)",
+    "muon": f"is not one of zerojax's; {_INSTEAD}optax.contrib.muon(lr, "
+    "muon_weight_dimension_numbers=zerojax.optim.muon_dimensions)",
+    "onebitadam": "compresses what is sent, and is not built; use Adam",
+    "zerooneadam": "compresses what is sent, and is not built; use Adam",
+    "onebitlamb": "compresses what is sent, and is not built; use Lamb",
+    "muadam": "comes from the package mup, of torch; use Adam with rates by parameter group",
+    "muadamw": "comes from the package mup, of torch; use AdamW with rates by parameter group",
+    "musgd": "comes from the package mup, of torch; use SGD with rates by parameter group",
+}
+_GROUPS = "max_grad_norm is no parameter of an optimizer (DeepSpeed refuses it, too); write "
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """The optimizer of a file, or the caller's within the file's clipping.
+
+    Attributes:
+      optimizer: as `zerojax.train` takes it.
+      learning_rate: None where only the caller's transformation knows it.
+      clip: limit of the gradient norm; 0: none.
+    """
+
+    optimizer: optax.GradientTransformation | OptimizerConfig
+    learning_rate: Schedule | None
+    clip: float
+
+
+def update_of(file: File, given: Given) -> Update:
+    """The update that a file means. Mistakes are noted, and stand-ins returned."""
+    clip = _clipping(file, given)
+    kind = file.optional("optimizer.type")
+    if kind is None:
+        return _without_section(file, given, clip)
+    if isinstance(given.optimizer, optax.GradientTransformation):
+        file.notes.refuse(
+            "optimizer.type",
+            kind,
+            "the file has an optimizer, and optimizer= is another (DeepSpeed would take the "
+            "caller's); take one of them out",
+        )
+    params = _params(file, kind)
+    if params is None:
+        return Update(OptimizerConfig(), None, clip)
+    rate = params["lr"]
+    schedule = _schedule(file, rate)
+    if schedule is None:
+        file.notes.reasons.append(f"learning rate {rate:g} throughout: the file has no scheduler")
+    try:
+        return _build(file, kind.lower(), params, schedule, clip)
+    except (ValueError, TypeError) as error:
+        file.notes.refuse("optimizer.params", dict(params), str(error))
+        return Update(OptimizerConfig(), None, clip)
+
+
+def _clipping(file: File, given: Given) -> float:
+    clip = max(0.0, file["gradient_clipping"])
+    caller = given.optimizer
+    says = isinstance(caller, (Optimizer, OptimizerConfig))
+    if not file.has("gradient_clipping") and says:
+        return caller.clip_norm or 0.0
+    if not file.has("gradient_clipping"):
+        file.notes.warnings.append(
+            "gradient_clipping is not in the file: 1.0 is taken, DeepSpeed's default since "
+            "June 2026 (before it was 0, no clipping); write the one you mean"
+        )
+    elif says and (caller.clip_norm or 0.0) != clip:
+        file.notes.refuse(
+            "gradient_clipping",
+            clip,
+            f"the optimizer's clip_norm is {caller.clip_norm}: give it clip_norm={clip or None}",
+        )
+    return clip
+
+
+def _without_section(file: File, given: Given, clip: float) -> Update:
+    """The caller's optimizer, or zerojax's default, within the file's clipping and schedule."""
+    caller = given.optimizer
+    if isinstance(caller, optax.GradientTransformation):
+        if file.has("scheduler.type"):
+            file.notes.refuse(
+                "scheduler.type",
+                file["scheduler.type"],
+                "an optimizer= brings its own learning rate; write an optimizer section, or take "
+                "the scheduler out",
+            )
+        if isinstance(caller, Optimizer):
+            return Update(caller, caller.learning_rate, clip)
+        if clip:
+            caller = optax.chain(clip_by_global_norm(clip), caller)
+            file.notes.reasons.append(f"gradients are clipped to {clip:g} before optimizer=")
+        return Update(caller, None, clip)
+    config = dataclasses.replace(caller or OptimizerConfig(), clip_norm=clip or None)
+    schedule = _schedule(file, config.learning_rate)
+    if schedule is None:
+        return Update(config, None, clip)
+    if config.name != "adamw":
+        file.notes.refuse(
+            "scheduler.type",
+            file["scheduler.type"],
+            "needs an optimizer section, or an OptimizerConfig of adamw",
+        )
+    file.notes.reasons.append("optimizer adamw: the file has a scheduler and no optimizer")
+    tx = adamw(
+        schedule.learning_rate,
+        b1=schedule.b1 or config.beta1,
+        b2=schedule.b2 or config.beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        clip_norm=clip or None,
+        groups=config.groups,
+        impl=config.impl,
+    )
+    return Update(tx, schedule.learning_rate, clip)
+
+
+def _params(file: File, kind: str) -> dict[str, Any] | None:
+    """The numbers of an optimizer with its defaults; None where there is no such optimizer."""
+    name = kind.lower()
+    table = OPTIMIZERS.get(name)
+    if table is None:
+        why = _ABSENT.get(name)
+        why = why or f"is not one of {', '.join(OPTIMIZERS)}; {_INSTEAD} any optax transformation"
+        if name not in _ABSENT and nearest(name, [*OPTIMIZERS]).startswith("did"):
+            why = f"is no optimizer; {nearest(name, [*OPTIMIZERS])}"
+        file.notes.refuse("optimizer.type", kind, why)
+        return None
+    given = dict(file.optional("optimizer.params") or {})
+    limit = given.pop("max_grad_norm", None)
+    if limit is not None:
+        file.notes.refuse(
+            "optimizer.params.max_grad_norm", limit, f'{_GROUPS}"gradient_clipping": {limit}'
+        )
+    found = check(given, table, file.notes, "optimizer.params.")
+    values = {key: entry.default for key, entry in table.items() if isinstance(entry, Key)}
+    for path, value in found.items():
+        values[path.rpartition(".")[2]] = value
+    return values if _are_in_range(file, values) else None
+
+
+def _are_in_range(file: File, values: Mapping[str, Any]) -> bool:
+    """Whether an optimizer can work with these numbers; notes those that it cannot."""
+    betas = values.get("betas", (0.9, 0.999))
+    two = len(betas) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in betas)
+    right = {
+        "betas": (two, "is not two numbers in [0, 1), such as [0.9, 0.999]"),
+        "lr": (values["lr"] >= 0, "must be at least 0"),
+        "weight_decay": (values["weight_decay"] >= 0, "must be at least 0"),
+        "eps": (values.get("eps", 1) > 0, "must be above 0; 1e-8 is usual"),
+        "momentum": (0 <= values.get("momentum", 0) < 1, "must be in [0, 1)"),
+    }
+    for name, (holds, limit) in right.items():
+        if not holds:
+            file.notes.refuse(f"optimizer.params.{name}", values[name], limit)
+    return all(holds for holds, _ in right.values())
+
+
+def _schedule(file: File, learning_rate: float) -> DeepSpeedSchedule | None:
+    kind = file.optional("scheduler.type")
+    if kind is None:
+        if file.has("scheduler.params"):
+            file.notes.refuse("scheduler.params", "", "has no scheduler.type beside it")
+        return None
+    params = file.optional("scheduler.params") or {}
+    for name, value in params.items():
+        file.notes.say(f"scheduler.params.{name}", value, "honoured", "as in DeepSpeed's formula")
+    try:
+        built = build_deepspeed_schedule(kind, params, learning_rate=learning_rate)
+    except ConfigError as error:
+        key = ".".join(("scheduler", *(() if error.key == ("type",) else ("params",)), *error.key))
+        file.notes.refuse(
+            key, params.get(error.key[-1], kind) if error.key else kind, error.message
+        )
+        return None
+    for note in built.notes:
+        # The one that costs people days: the default that is not what the name suggests.
+        unexpected = note.startswith("warmup_type is log") and "warmup_type" not in params
+        said = file.notes.warnings if unexpected else file.notes.reasons
+        said.append(f"scheduler {kind}: {note}")
+    return built
+
+
+def _build(
+    file: File,
+    name: str,
+    params: Mapping[str, Any],
+    schedule: DeepSpeedSchedule | None,
+    clip: float,
+) -> Update:
+    rate = as_schedule(params["lr"] if schedule is None else schedule.learning_rate)
+    b1, b2 = params.get("betas", (0.9, 0.999))
+    if schedule is not None and name != "sgd":
+        b1, b2 = schedule.b1 or b1, schedule.b2 or b2
+    decay, momentum = params["weight_decay"], params.get("momentum") or None
+    common = {"weight_decay": decay, "mask": None, "clip_norm": clip or None}
+    tx: optax.GradientTransformation
+    if name == "sgd":
+        if schedule is not None and schedule.b1 is not None:
+            file.notes.warnings.append("cycle_momentum is off, as in DeepSpeed: SGD has no betas")
+        tx = sgd(rate, momentum=momentum, nesterov=params["nesterov"], **common)
+    elif name == "lion":
+        tx = lion(rate, b1=b1, b2=b2, **common)
+    elif name == "lamb":
+        names = ("eps", "min_coeff", "max_coeff", "eps_inside_sqrt", "bias_correction")
+        numbers = {each: params[each] for each in names}
+        lamb = bounded_lamb(rate, b1=b1, b2=b2, weight_decay=decay, **numbers)
+        tx = _clipped(lamb, clip)
+    elif name == "adam" and not params["adam_w_mode"] and decay:
+        key = "optimizer.params.adam_w_mode"
+        file.notes.change(key, "honoured", "false: decay is added to the gradient")
+        adam = plain_adamw(rate, b1=b1, b2=b2, weight_decay=0.0, **_corrections(params))
+        tx = _clipped(optax.chain(optax.add_decayed_weights(decay), adam), clip)
+    elif not params["bias_correction"]:
+        adam = plain_adamw(rate, b1=b1, b2=b2, weight_decay=decay, **_corrections(params))
+        tx = _clipped(adam, clip)
+    else:
+        if name == "adam" and params["adam_w_mode"]:
+            why = "AdamW: in DeepSpeed Adam means AdamW unless adam_w_mode is false"
+            file.notes.change("optimizer.type", "honoured", why)
+        tx = adamw(rate, b1=b1, b2=b2, eps=params["eps"], **common)
+    return Update(tx, rate, clip)
+
+
+def _corrections(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: params[name] for name in ("eps", "bias_correction")}
+
+
+def _clipped(tx: optax.GradientTransformation, clip: float) -> optax.GradientTransformation:
+    return optax.chain(clip_by_global_norm(clip), tx) if clip else tx

@@ -1,0 +1,210 @@
+"""Result of a translation: zerojax settings, one line per key, and the text page of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import optax
+
+from zerojax.config import ElasticityConfig, LogConfig, MeshConfig, OptimizerConfig
+from zerojax.config.display import printable, quoted
+from zerojax.optim import Optimizer, Schedule
+from zerojax.optim.precision import Precision
+
+Verdict = Literal["honoured", "mapped", "compiler", "ignored", "refused"]
+VERDICTS: dict[Verdict, str] = {
+    "honoured": "means here what it means in DeepSpeed",
+    "mapped": "the same end by other means",
+    "compiler": "nothing to set: XLA decides, or the thing does not exist here",
+    "ignored": "without effect in DeepSpeed, and so here; a warning says so",
+    "refused": "the run would not be what the file says",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What becomes of one key.
+
+    Attributes:
+      key: path in the file, such as "zero_optimization.stage".
+      value: as it stands in the file, or what "auto" became.
+      verdict: one of `VERDICTS`.
+      why: one sentence.
+    """
+
+    key: str
+    value: Any
+    verdict: Verdict
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a caller says beside the file: it fills "auto", and must not contradict the file.
+
+    Attributes:
+      optimizer: an optax transformation, or an `OptimizerConfig`, which fills "auto" of the file's.
+      precision: "bf16", "fp16", "fp32" or a `Precision`; reduce_dtype, accumulate_dtype: of it.
+      num_microbatches: gradient_accumulation_steps.
+      global_batch_size: train_batch_size, rows of one step over all devices.
+      steps: of the run; total_num_steps of a schedule.
+      default_steps: of the run where neither the caller nor the file says a number.
+      log: what is reported; its `every` is steps_per_print.
+      hidden_size: width of the model, from which Hugging Face's "auto" makes bucket sizes.
+    """
+
+    optimizer: optax.GradientTransformation | OptimizerConfig | None = None
+    precision: Precision | str | None = None
+    reduce_dtype: str | None = None
+    accumulate_dtype: str | None = None
+    num_microbatches: int | None = None
+    global_batch_size: int | None = None
+    steps: int | None = None
+    default_steps: int | None = None
+    log: LogConfig | None = None
+    hidden_size: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Translation:
+    """A ds_config in zerojax's words.
+
+    Attributes:
+      source: what to call it in messages.
+      mesh: axes, ZeRO stage, buckets and offload.
+      optimizer: what `zerojax.train` takes; clipping is inside.
+      learning_rate: the rate over updates applied; None where only the caller's optimizer knows it.
+      precision: the dtypes.
+      train_batch_size: rows of one step; None: as many as the batches have.
+      micro_batch_size: rows of a data shard that go through the model at once; None: see above.
+      num_microbatches: DeepSpeed's gradient_accumulation_steps.
+      num_data_shards: into how many parts the batch goes; None: the number of devices is open.
+      gradient_clipping: limit of the global gradient norm; 0: none.
+      total_steps: length of the run that the schedule is made for; None: the file does not say.
+      log: how often and where metrics go.
+      steps_per_print: None: the file does not say.
+      run_dir: folder of events, where a monitor names one.
+      elasticity: the batch on changing numbers of devices, enabled or not.
+      tag_validation: "WARN", "IGNORE" or "FAIL": what becomes of tags that differ over processes.
+      resolved: the file with every "auto" filled.
+      lines: one for every key of the file.
+      warnings: what a reader should see even without asking.
+      reasons: one sentence for each default that the file left open.
+    """
+
+    source: str
+    mesh: MeshConfig
+    optimizer: optax.GradientTransformation | OptimizerConfig
+    learning_rate: Schedule | None
+    precision: Precision
+    train_batch_size: int | None
+    micro_batch_size: int | None
+    num_microbatches: int
+    num_data_shards: int | None
+    gradient_clipping: float
+    total_steps: int | None
+    log: LogConfig
+    steps_per_print: int | None
+    run_dir: Path | None
+    elasticity: ElasticityConfig
+    tag_validation: str
+    resolved: Mapping[str, Any]
+    lines: tuple[Line, ...]
+    warnings: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def zero_stage(self) -> int:
+        return self.mesh.zero
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.num_microbatches
+
+
+_WIDTH = 100
+_LONGEST_KEY = 52
+
+
+def explanation(translation: Translation) -> str:
+    """The page: a line per key, what the run will be, warnings and reasons."""
+    parts = [
+        "\n".join(_keys(translation.lines)),
+        "\n".join(_totals(translation.lines)),
+        "\n".join(_run(translation)),
+    ]
+    if translation.warnings:
+        parts.append("\n".join(["warnings", *_bullets(translation.warnings)]))
+    if translation.reasons:
+        parts.append("\n".join(["not in the file", *_bullets(translation.reasons)]))
+    return printable("\n\n".join(parts), is_page=True)
+
+
+def _keys(lines: Iterable[Line]) -> Iterator[str]:
+    for line in lines:
+        head = f"{line.verdict:<9} {printable(line.key)} = {_value(line.value)}"
+        yield head if len(head) <= _WIDTH else f"{head[: _WIDTH - 3]}..."
+        yield from textwrap.wrap(
+            line.why, _WIDTH, initial_indent=" " * 14, subsequent_indent=" " * 14
+        )
+
+
+def _totals(lines: Iterable[Line]) -> Iterator[str]:
+    verdicts = [line.verdict for line in lines]
+    for verdict, meaning in VERDICTS.items():
+        yield f"{verdicts.count(verdict):>4} {verdict:<9} {meaning}"
+
+
+def _run(translation: Translation) -> Iterator[str]:
+    mesh, rows = translation.mesh, translation.train_batch_size
+    data = translation.num_data_shards or "all that are left"
+    axes = {"data": data, "stage": mesh.stage, "model": mesh.model}
+    sizes = ", ".join(f"{name}={size}" for name, size in axes.items() if size != 1)
+    yield "the run"
+    copies = f" in {mesh.replica} replicas" if mesh.replica > 1 else ""
+    yield f"  mesh       {sizes or 'data=1'}{copies}, zero={mesh.zero}"
+    yield (
+        f"  batch      rows of a step: {_number(rows)}; of a data shard at once: "
+        f"{_number(translation.micro_batch_size)}; microbatches: {translation.num_microbatches}"
+    )
+    yield f"  precision  {translation.precision.describe()}"
+    yield f"  update     {_optimizer(translation)}"
+    if not mesh.offload.is_off:
+        shares = ", ".join(f"{tier} {share:.0%}" for tier, share in mesh.offload.shares.items())
+        yield (
+            f"  offload    optimizer state: {shares}; weights: {mesh.offload.params}; "
+            f"activations: {mesh.offload.activations}"
+        )
+    yield f"  reports    every {translation.log.every} steps"
+
+
+def _optimizer(translation: Translation) -> str:
+    tx = translation.optimizer
+    if isinstance(tx, OptimizerConfig):
+        name = f"{tx.name} (zerojax's own settings)"
+    else:
+        name = tx.kernel if isinstance(tx, Optimizer) else "an optax transformation"
+    clip = translation.gradient_clipping
+    return f"{name}, gradients clipped to {clip:g}" if clip else f"{name}, no clipping"
+
+
+def _number(value: int | None) -> str:
+    return "open" if value is None else f"{value}"
+
+
+def _value(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = quoted(value)
+    return text if len(text) <= _LONGEST_KEY else f"{text[: _LONGEST_KEY - 3]}..."
+
+
+def _bullets(sentences: Iterable[str]) -> Iterator[str]:
+    for sentence in sentences:
+        yield textwrap.fill(sentence, _WIDTH, initial_indent="  - ", subsequent_indent="    ")

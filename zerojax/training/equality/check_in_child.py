@@ -1,0 +1,446 @@
+"""The check in its child process: runs, comparisons and reasons."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax import optim
+from zerojax.config import OptimizerConfig
+from zerojax.models.adapt import as_loss, as_model
+from zerojax.training.equality.check_result import CheckResult, ComparedRun, Reason
+from zerojax.training.equality.experiments import (
+    Experiments,
+    Forward,
+    dropout_reason,
+    optimizer_reason,
+    reason_of_state,
+)
+from zerojax.training.equality.runs import (
+    CHAOTIC,
+    NO_NOISE,
+    TOLERANCES,
+    CheckInputs,
+    Configuration,
+    Noise,
+    PlainRun,
+    RunOutcome,
+    compare,
+    differing_state,
+    evaluation_mode,
+    holding,
+    measure_noise,
+    plan_of,
+    prepare,
+    relative_changes,
+    reversed_rows,
+    run_zerojax,
+    with_eight_bits,
+)
+from zerojax.training.equality.tracing import line_of_error
+
+MICROBATCHES = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be checked, as the user gave it; batches as NumPy arrays."""
+
+    model: Any
+    loss: Any
+    optimizer: Any
+    batches: Sequence[Any]
+    freeze: tuple[str, ...]
+    devices: int
+    seed: int
+    thorough: bool
+    strict: bool
+    notes: tuple[str, ...] = ()
+
+
+def check_here(
+    request: Request, progress: Callable[[str], None] = lambda text: None
+) -> CheckResult:
+    """Checks in this process, on its CPU devices.
+
+    Args:
+      progress: told of each run before it starts.
+    """
+    started = time.monotonic()
+    check = _Check(request, progress)
+    with contextlib.suppress(_Stop):
+        check.go()
+    differs = [run for run in check.compared if not run.agrees]
+    counted = [r for r in check.reasons if request.strict or not r.by_design]
+    return CheckResult(
+        agrees=not counted and not (differs and not check.reasons),
+        reasons=tuple(check.reasons),
+        runs=tuple(check.compared),
+        notes=tuple(check.notes),
+        tolerances=TOLERANCES,
+        seconds=time.monotonic() - started,
+    )
+
+
+def configurations(devices: int, thorough: bool) -> list[Configuration]:
+    """Every stage, and one and several devices each with one and several microbatches; `thorough`:
+    each of them with each."""
+    one = Configuration(1, 0, MICROBATCHES)
+    many = [Configuration(devices, zero, n) for zero in range(4) for n in (1, MICROBATCHES)]
+    if thorough:
+        return [Configuration(1), one, *many]
+    chosen = {(0, 1), (1, MICROBATCHES), (2, 1), (3, MICROBATCHES)}
+    return [one, *(c for c in many if (c.zero, c.num_microbatches) in chosen)]
+
+
+class _Stop(Exception):
+    """Nothing more can be told."""
+
+
+class _Check:
+    def __init__(self, request: Request, progress: Callable[[str], None]):
+        self.request, self.progress = request, progress
+        self.notes = list(request.notes)
+        self.reasons: list[Reason] = []
+        self.compared: list[ComparedRun] = []
+        self.devices = min(request.devices, len(jax.devices("cpu")))
+        self.runs: dict[Configuration, RunOutcome] = {}
+
+    # --- the order of it ----------------------------------------------------------------------
+
+    def go(self) -> None:
+        self._read()
+        self._start()
+        for configuration in configurations(self.devices, self.request.thorough):
+            self._run_and_compare(configuration)
+        self._refused()
+        if all(run.agrees for run in self.compared) and not self._state_differs():
+            return
+        self._explain()
+
+    def _read(self) -> None:
+        """The request in zerojax's own forms.
+
+        Raises:
+          ValueError, TypeError: something that is no model, loss or optimizer.
+        """
+        request = self.request
+        model = as_model(request.model)
+        optimizer = request.optimizer
+        if optimizer is None or isinstance(optimizer, OptimizerConfig):
+            optimizer = optimizer or OptimizerConfig()
+            if optimizer.warmup_steps != 0 or optimizer.schedule != "constant":
+                optimizer = dataclasses.replace(optimizer, warmup_steps=0, schedule="constant")
+                self.notes.append(
+                    "the optimizer ran at a constant learning rate: in a warm-up it would move "
+                    "parameters too little to be compared"
+                )
+        built = optim.build_optimizer(optimizer, len(request.batches))
+        self.given = CheckInputs(
+            model=model,
+            loss=as_loss(request.loss, model),
+            tx=built.tx,
+            batches=request.batches,
+            freeze=request.freeze,
+            seed=request.seed,
+        )
+
+    def _start(self) -> None:
+        """The reference, and the noise of rounding."""
+        self.progress("plain JAX, 1 device")
+        try:
+            self.plan = plan_of(self.given, Configuration(1))
+            self.plain = PlainRun(self.given, self.plan)
+        except Exception as error:
+            self._refuse(Configuration(1), error)
+            self._refused()
+            raise _Stop from error
+        try:
+            self.reference = self.plain.run()
+        except Exception as error:
+            self._refuse(Configuration(0), error)
+            self._refused()
+            raise _Stop from error
+        if (
+            not np.isfinite(self.reference.losses).all()
+            or not np.isfinite(self.reference.norms).all()
+        ):
+            self.reasons.append(_not_finite(self.reference))
+            raise _Stop
+        before = self.plain.params
+        whole = {**before, **self.plain.frozen}
+        self.given = dataclasses.replace(
+            self.given,
+            model=holding(self.given.model, whole, self.plain.extras),
+            before=before,
+        )
+        noise = measure_noise(self.reference, self.plain.run(reversed_rows), before)
+        self.noise = noise or NO_NOISE
+        if self.given.model.overwritten:
+            self.noise = with_eight_bits(self.noise)
+            self.notes.append(
+                "tolerances are wider, since products in 8 bits round to values that are 6 % apart"
+            )
+        if self.noise.chaotic:
+            names = ", ".join(self.noise.chaotic[:3])
+            self.notes.append(
+                f"not compared: {names}{', ...' if len(self.noise.chaotic) > 3 else ''}, whose "
+                "gradient is rounding noise (true gradient 0)"
+            )
+        if not any(np.any(self.reference.after[n] != x) for n, x in before.items()):
+            self.notes.append(
+                f"no parameter moved in {len(self.given.batches)} steps (a learning rate that "
+                "starts at 0?), so updates were not compared"
+            )
+
+    def _run_and_compare(self, configuration: Configuration) -> None:
+        self.progress(configuration.name)
+        try:
+            run = run_zerojax(self.given, configuration)
+        except Exception as error:
+            self._refuse(configuration, error)
+            return
+        self.runs[configuration] = run
+        found = compare(
+            run,
+            self.reference,
+            self.given.before,
+            name=configuration.name,
+            against=Configuration(0).name,
+            noise=self.noise,
+        )
+        state = differing_state(run, self.reference)
+        self.compared.append(dataclasses.replace(found, state=state))
+
+    # --- what is refused ----------------------------------------------------------------------
+
+    def _refuse(self, configuration: Configuration, error: Exception) -> None:
+        run = ComparedRun(configuration.name, "-", False, refusal=_sentence(error))
+        self.compared.append(run)
+        self._errors = [*getattr(self, "_errors", []), (configuration, error)]
+
+    def _refused(self) -> None:
+        """A reason for each sentence with which runs were refused."""
+        seen: dict[str, list[Configuration]] = {}
+        errors = dict[str, Exception]()
+        for configuration, error in getattr(self, "_errors", []):
+            seen.setdefault(_sentence(error), []).append(configuration)
+            errors.setdefault(_sentence(error), error)
+        for sentence, where in seen.items():
+            names = "; ".join(configuration.name for configuration in where)
+            deliberate = isinstance(errors[sentence], ValueError | TypeError) and _is_ours(
+                errors[sentence]
+            )
+            self.reasons.append(
+                Reason(
+                    "refused" if deliberate else "failed",
+                    f"{sentence} ({names})",
+                    "do what the sentence says"
+                    if deliberate
+                    else "see the line; an error that plain JAX does not have is a defect here",
+                    line_of_error(errors[sentence]),
+                )
+            )
+
+    # --- why runs differ ----------------------------------------------------------------------
+
+    def _state_differs(self) -> list[str]:
+        names = dict.fromkeys(name for run in self.compared for name in run.state)
+        return [name for name in names if name not in self.given.model.overwritten]
+
+    def _refused_state(self) -> list[str]:
+        """Integers of the model that a refusal names."""
+        sentences = [run.refusal for run in self.compared if run.refusal is not None]
+        return [
+            name
+            for name, value in self.plain.extras.items()
+            if not jax.dtypes.issubdtype(value.dtype, np.inexact)
+            and any(name in x for x in sentences)
+        ]
+
+    def _explain(self) -> None:
+        self.progress("looking for the reason")
+        experiments = Experiments(self.plain, self.devices)
+        differing = [run for run in self.compared if not run.agrees and run.refusal is None]
+        random = experiments.is_random(train=True)
+        quiet = random and not experiments.is_random(train=False)
+        analysed = experiments.forward(train=not random)
+        before = len(self.reasons)
+        if random and differing:
+            self.reasons.append(dropout_reason(random))
+        own_state = {} if random and not quiet else analysed.state
+        if random:
+            own_state = experiments.forward(train=True).state
+        self._explain_state(own_state, analysed.places)
+        statistics = any(reason.kind == "batch_statistics" for reason in self.reasons[before:])
+        if not differing:
+            if before and analysed.reason is not None:
+                self.reasons.append(analysed.reason)  # with the line of what a plan refused
+            return
+        if random or (statistics and analysed.reason is not None):
+            self._control(experiments, possible=quiet or not random)
+            return
+        self._explain_numbers(experiments, analysed, train=True)
+
+    def _explain_state(self, relations: Any, places: Any) -> None:
+        found: dict[str, Reason] = {}
+        for name in dict.fromkeys([*self._state_differs(), *self._refused_state()]):
+            relation = relations.get(name)
+            if relation is None:
+                continue
+            value = self.plain.extras[name]
+            reason = reason_of_state(name, relation, value, places.get(name))
+            if reason is not None:
+                found.setdefault(reason.kind, reason)
+        self.reasons += found.values()
+
+    def _explain_numbers(self, experiments: Experiments, forward: Forward, *, train: bool) -> None:
+        """The reasons of differing losses, gradients or updates."""
+        found = [
+            forward.reason,
+            experiments.weight_gradient(train=train),
+            experiments.backward(train=train),
+        ]
+        found = [reason for reason in found if reason is not None]
+        if not found:
+            reason = self._optimizer(train=train)
+            found = [reason] if reason is not None else []
+        self.reasons += found or [self._unknown()]
+
+    def _optimizer(self, *, train: bool) -> Reason | None:
+        """Whether gradients agree where updates do not."""
+        differing = [
+            configuration
+            for configuration, run in self.runs.items()
+            if not self._agree(run, self.reference)
+        ]
+        if not differing:
+            return None
+        worst = max(differing, key=lambda c: (c.zero, -c.num_microbatches))
+        self.progress(f"{worst.name}: gradients alone")
+        bare = [
+            run_zerojax(self.given, dataclasses.replace(c, optimizer=False, train=train), steps=1)
+            for c in (Configuration(1), worst)
+        ]
+        if not self._agree(bare[1], bare[0]):
+            return None
+        changes = relative_changes(self.runs[worst], self.reference, self.given.before)
+        names = sorted(
+            (n for n, x in changes.items() if TOLERANCES["params"] < x),
+            key=lambda n: -changes[n],
+        )
+        if not names:
+            return None
+        origin = getattr(self.given.tx.update, "__module__", "optax")
+        return optimizer_reason(names, changes[names[0]], f"its update is of {origin}")
+
+    def _agree(self, run: RunOutcome, reference: RunOutcome) -> bool:
+        return compare(run, reference, self.given.before, noise=self.noise).agrees
+
+    def _control(self, experiments: Experiments, *, possible: bool) -> None:
+        """Runs without dropout and batch statistics, and the stages against each other."""
+        self._stages_agree()
+        if not possible:
+            self.notes.append(
+                "the loss is random in evaluation mode too, so only the stages were compared with "
+                "each other"
+            )
+            return
+        self.progress("plain JAX, 1 device, in evaluation mode")
+        given = dataclasses.replace(self.given, model=evaluation_mode(self.given.model))
+        plain = PlainRun(given, self.plan)
+        reference = plain.run()
+        noise = measure_noise(reference, plain.run(reversed_rows), given.before) or NO_NOISE
+        agree = True
+        for zero, number in ((0, 1), (3, MICROBATCHES)):
+            configuration = Configuration(self.devices, zero, number, train=False)
+            self.progress(f"{configuration.name}, in evaluation mode")
+            found = compare(
+                run_zerojax(self.given, configuration),
+                reference,
+                given.before,
+                name=configuration.name,
+                against=Configuration(0).name,
+                noise=noise,
+                mode="evaluation",
+            )
+            self.compared.append(found)
+            agree &= found.agrees
+        if not agree:
+            forward = experiments.forward(train=False)
+            self._explain_numbers(experiments, forward, train=False)
+
+    def _stages_agree(self) -> None:
+        """Compares each stage with stage 0 on the same devices, with as many microbatches."""
+        noises: dict[Configuration, Noise | None] = {}
+        bases: dict[Configuration, RunOutcome] = {}
+        for configuration, run in self.runs.items():
+            base = dataclasses.replace(configuration, zero=0)
+            if configuration.zero == 0:
+                continue
+            if base not in bases:
+                self.progress(base.name)
+                prepared = prepare(self.given, base)
+                bases[base] = run_zerojax(self.given, base, prepared=prepared)
+                # The same pieces in the opposite order, so that statistics of pieces stay.
+                turned = [reversed_rows(batch) for batch in self.given.batches]
+                turned = dataclasses.replace(self.given, batches=turned)
+                again = run_zerojax(turned, base, prepared=prepared)
+                noises[base] = measure_noise(bases[base], again, self.given.before)
+            noise = noises[base]
+            if noise is None:
+                # Random: gradients that are truly 0 show as changes that are rounding alone.
+                changes = relative_changes(run, bases[base], self.given.before)
+                noise = Noise(0.0, 0.0, {n: 1.0 for n, x in changes.items() if x > CHAOTIC})
+            found = compare(
+                run,
+                bases[base],
+                self.given.before,
+                name=f"{configuration.name}, against zero=0",
+                against=base.name,
+                noise=noise,
+            )
+            self.compared.append(found)
+            if not found.agrees:
+                self.reasons.append(self._unknown())
+
+    def _unknown(self) -> Reason:
+        first = next((run for run in self.compared if not run.agrees and run.refusal is None), None)
+        which = "" if first is None else f" The first run that differs: {first.name}"
+        return Reason(
+            "unknown",
+            f"runs differ, and none of the known reasons was found.{which}",
+            "look at the table; if the model is right, this is a defect of zerojax: please report "
+            "it with the model",
+        )
+
+
+def _not_finite(reference: RunOutcome) -> Reason:
+    steps = np.flatnonzero(~(np.isfinite(reference.losses) & np.isfinite(reference.norms)))
+    return Reason(
+        "not_finite",
+        f"loss or gradient is not finite at step {int(steps[0])} in plain JAX on one device",
+        "mend that first (a logarithm or a quotient of 0, a learning rate that is too large, token "
+        "ids outside of the embedding); nothing was compared",
+    )
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    ours = isinstance(error, ValueError | TypeError) and _is_ours(error)
+    return text[:600] if ours else f"{type(error).__name__}: {text[:600]}"
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether zerojax raised an error itself."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return name.split(".")[0] == "zerojax"

@@ -1,0 +1,257 @@
+"""Evaluation: its mean loss, and the callbacks that stop a run early or keep its best step.
+
+A callback is a function `(trainer, metrics)`, called at every report; one that returns True ends
+the run, and `train` returns its trainer. An object may have further methods:
+
+- `on_start(trainer)`: before the first step;
+- `on_evaluation(trainer, metrics)`: after every evaluation on the run's validation data; True ends
+  the run;
+- `state()` and `load_state(state)`: what a checkpoint is to hold of it, as JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from zerojax.config.keywords import names_keywords
+from zerojax.data import TokenSource, local_rows, shard_batch
+from zerojax.plan.make import Plan
+from zerojax.runtime.system_memory import allocating_for
+
+VALIDATION = "validation/"
+"""Begins the name of a metric of evaluations; others are of training reports."""
+
+
+class _Watching:
+    """A metric, and what counts as better."""
+
+    def __init__(self, metric: str, mode: Literal["min", "max"], min_delta: float) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode={mode!r} is not valid; use 'min' or 'max'")
+        if not (isinstance(min_delta, int | float) and 0 <= min_delta < math.inf):
+            raise ValueError(f"min_delta={min_delta!r} is not valid; use a number of at least 0")
+        self.metric, self.mode, self.min_delta = metric, mode, float(min_delta)
+        self.best: float | None = None
+        self.best_step: int | None = None
+
+    def on_start(self, trainer: Any) -> None:
+        """Refuses a run that never evaluates what is watched.
+
+        Raises:
+          ValueError: with what to pass to `train`.
+        """
+        if self.metric.startswith(VALIDATION) and not trainer.has_validation:
+            raise ValueError(
+                f"{type(self).__name__} watches {self.metric!r}, and the run has no validation "
+                "data; pass validation=BATCHES and eval_every=STEPS, or watch metric='loss'"
+            )
+
+    def __call__(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
+        """At a report of training."""
+        return not self.metric.startswith(VALIDATION) and self._see(trainer, metrics)
+
+    def on_evaluation(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
+        """At an evaluation."""
+        return self.metric.startswith(VALIDATION) and self._see(trainer, metrics)
+
+    def _see(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
+        name = self.metric.removeprefix(VALIDATION)
+        if name not in metrics:
+            where = "an evaluation" if self.metric.startswith(VALIDATION) else "a report"
+            raise ValueError(
+                f"{type(self).__name__} watches {self.metric!r}, and {where} has "
+                f"{', '.join(sorted(set(metrics) - {'step'}))}; name one of them"
+            )
+        value, step = float(metrics[name]), int(metrics["step"])
+        if self._is_better(value):
+            self.best, self.best_step = value, step
+            return self._improved(trainer)
+        return self._not_improved(trainer, value)
+
+    def _is_better(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        if self.best is None:
+            return True
+        gain = self.best - value if self.mode == "min" else value - self.best
+        return gain > self.min_delta
+
+    def _improved(self, trainer: Any) -> bool:
+        return False
+
+    def _not_improved(self, trainer: Any, value: float) -> bool:
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"metric": self.metric, "best": self.best, "best_step": self.best_step}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """From the checkpoint of a run that goes on; another metric begins anew."""
+        if state.get("metric") == self.metric:
+            self.best, self.best_step = state.get("best"), state.get("best_step")
+
+
+@names_keywords()
+class EarlyStopping(_Watching):
+    """Ends a run whose metric has not improved for some time.
+
+    A run that is resumed counts on from where it was.
+
+    Args:
+      metric: "validation/NAME" of evaluations, or "NAME" of training reports: "loss", or a metric
+        of your own loss.
+      patience: how many evaluations, or reports, in a row may pass without an improvement.
+      mode: whether less or more is better.
+      min_delta: an improvement is larger than this.
+
+    Attributes:
+      best, best_step: the best value so far, and its step.
+      stopped: whether it has ended the run.
+    """
+
+    def __init__(
+        self,
+        metric: str = "validation/loss",
+        *,
+        patience: int = 3,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        super().__init__(metric, mode, min_delta)
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise ValueError(
+                f"patience={patience!r} is not valid; use a whole number of at least 1"
+            )
+        self.patience, self.stopped = patience, False
+        self._waited = 0
+
+    def on_start(self, trainer: Any) -> None:
+        """Refuses a run that evaluates only at its end."""
+        super().on_start(trainer)
+        if self.metric.startswith(VALIDATION) and trainer.loop_settings.eval_every is None:
+            raise ValueError(
+                f"EarlyStopping watches {self.metric!r}, and the run evaluates only at its end; "
+                "pass eval_every=STEPS"
+            )
+
+    def _improved(self, trainer: Any) -> bool:
+        self._waited = 0
+        return False
+
+    def _not_improved(self, trainer: Any, value: float) -> bool:
+        self._waited += 1
+        if self._waited < self.patience or self.stopped:
+            return self.stopped
+        self.stopped = True
+        best = (
+            "" if self.best is None else f"; the best was {self.best:.6g} at step {self.best_step}"
+        )
+        trainer.say(
+            f"step {trainer.num_steps}: stopped early: {self.metric} has not improved "
+            f"{self._waited} times in a row{best}"
+        )
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {**super().state(), "waited": self._waited}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """From the checkpoint of a run that goes on."""
+        super().load_state(state)
+        if state.get("metric") == self.metric:
+            self._waited = int(state.get("waited", 0))
+
+
+@names_keywords()
+class KeepBest(_Watching):
+    """Saves the step with the best metric, and keeps it whatever the run saves later.
+
+    It lies among the run's checkpoints, where `checkpoint.keep` and `zerojax checkpoint prune`
+    leave it alone: `zerojax.load_run(RUN, step="best")` reads it, `trainer.restore("best")` goes
+    back to it. Saving waits until the step is on disk, so that the one before it is given up only
+    then.
+
+    Args:
+      metric, mode, min_delta: as `EarlyStopping` takes them.
+
+    Attributes:
+      best, best_step: the value and the step that are kept.
+    """
+
+    NAME = "best"
+
+    def __init__(
+        self,
+        metric: str = "validation/loss",
+        *,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        super().__init__(metric, mode, min_delta)
+
+    def on_start(self, trainer: Any) -> None:
+        """Takes over what an earlier process has kept.
+
+        Raises:
+          ValueError: the run saves nothing.
+        """
+        super().on_start(trainer)
+        if not trainer.has_checkpoints:
+            raise ValueError("KeepBest needs checkpoints; pass checkpoint='runs/NAME' to train")
+        kept = trainer.kept_steps().get(self.NAME)
+        if kept is not None and kept.get("metric") == self.metric:
+            self.best, self.best_step = kept.get("value"), kept["step"]
+
+    def _improved(self, trainer: Any) -> bool:
+        # The metric may be of an earlier step, whose state is gone by now: the step that is saved
+        # is the one after which it was read, at most a report later.
+        self.best_step = trainer.keep(self.NAME, {"metric": self.metric, "value": self.best})
+        return False
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """What is kept is in the folder, which may know of a later step."""
+
+
+@allocating_for("an evaluation")
+def mean_loss(
+    evaluate: Any, plan: Plan, state: Any, batches: Any, num_batches: int | None, default: int
+) -> dict[str, float]:
+    """`{"loss": mean, "weight": sum}` and own metrics over batches, weighted by their own weights.
+
+    A metric whose weights are all 0 is NaN.
+
+    Args:
+      evaluate: of `build_evaluation`.
+      plan: which `state` follows.
+      state: not donated.
+      batches: an iterable of host batches, or a `TokenSource`; None: there are none.
+      num_batches: at most this many; None: all, of a source `default`.
+      default: batches of a source.
+
+    Raises:
+      ValueError: there is nothing to evaluate on.
+    """
+    if isinstance(batches, TokenSource):
+        source, rows = batches, local_rows(plan)
+        count = min(num_batches or default, max(1, int(source.steps_per_epoch)))
+        batches = (source.batch(index, *rows) for index in range(count))
+    elif batches is None:
+        raise ValueError("no validation data: pass batches to evaluate, or validation= to train")
+    totals: dict[str, list[float]] = {}
+    for index, batch in enumerate(batches):
+        if num_batches is not None and index >= num_batches:
+            break
+        sums = evaluate(state, shard_batch(plan, batch, vocab_size=plan.vocab_size))
+        own = {name: (x["sum"], x["weight"]) for name, x in sums.get("metrics", {}).items()}
+        for name, pair in {"loss": (sums["loss"], sums["weight"]), **own}.items():
+            total = totals.setdefault(name, [0.0, 0.0])
+            total[:] = total[0] + float(pair[0]), total[1] + float(pair[1])
+    weight = totals.get("loss", [0.0, 0.0])[1]
+    if weight == 0:
+        raise ValueError("nothing to evaluate: the batches are empty, or all their weights are 0")
+    means = {name: x / y if y else math.nan for name, (x, y) in totals.items()}
+    return {"loss": means.pop("loss"), "weight": weight, **means}

@@ -1,0 +1,239 @@
+"""Files of metrics: metrics.jsonl, append-only, and TensorBoard events without TensorBoard.
+
+metrics.jsonl has one JSON object per line; a step's last line counts. An event file is a sequence
+of records: length (u64), its checksum, an Event message, its checksum, all little-endian
+(tensorflow/core/lib/io/record_writer.h). The few message fields used here are from
+tensorflow/core/util/event.proto and tensorflow/core/framework/summary.proto.
+"""
+
+import itertools
+import json
+import math
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerojax.runtime.bounded_json import loads
+
+FILE_NAME = "metrics.jsonl"
+OVERTAKEN = ("train", "eval")
+KINDS = ("start", "train", "eval", "event", "processes", "end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What a run measured, in order of steps, without what a resumed run did again."""
+
+    starts: list[dict[str, Any]]
+    """One record per start or resume: devices, units and totals."""
+    train: list[dict[str, Any]]
+    """One record per report."""
+    evals: list[dict[str, Any]]
+    """One record per evaluation."""
+    events: list[dict[str, Any]]
+    """One record per loss spike, step that was not finite, and process that was slow."""
+    processes: list[dict[str, Any]]
+    """One record per report of several processes: how far they are apart."""
+    ends: list[dict[str, Any]]
+    """One record per start that came to its end: where the time after the last report went."""
+    unreadable_lines: int
+    """Lines that a dying process left half-written."""
+
+
+class MetricsFile:
+    """Appends records to `path`, each on its own line even after a process died in mid-line."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("ab+")
+        if self._file.tell():
+            self._file.seek(-1, 2)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Writes and flushes; NaN and infinities become null, which is what JSON has for them."""
+        finite = {key: _finite(value) for key, value in record.items()}
+        self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def set_aside(path: str | Path) -> Path | None:
+    """Renames the metrics of another run, so that a new one begins with a file of its own.
+
+    Metrics of a run that reported nothing, since it failed at its first step, are removed.
+
+    Args:
+      path: of a `MetricsFile`.
+
+    Returns:
+      The new path, such as metrics.1.jsonl; None: nothing was reported there.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return None
+    found = read_metrics(path.parent)
+    if not found.train and not found.evals:
+        path.unlink()
+        return None
+    names = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))
+
+
+def read_metrics(run_dir: str | Path) -> Metrics:
+    """Reads the metrics of a run folder.
+
+    A run that resumes from step 500 after it had reported 540 repeats some steps. Lines written
+    later win, and what they overtake is gone: steps that were not reached again never happened.
+
+    Raises:
+      FileNotFoundError: naming the folder and what it should be.
+    """
+    path = Path(run_dir) / FILE_NAME
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no {FILE_NAME} in '{run_dir}'; give the folder of a run, such as runs/default"
+        )
+    kept: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    unreadable = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = loads(line, finite=False)
+            kind, step = record["kind"], record["step"]
+            lines = kept[kind]
+        except (ValueError, KeyError, TypeError):
+            unreadable += bool(line.strip())
+            continue
+        if kind in ("train", "eval"):
+            for other in OVERTAKEN:
+                _drop(kept[other], at_least=step if kind == other else step + 1)
+        elif kind == "start":
+            # What is said of steps after this one is of an attempt that was given up.
+            for other in ("event", "processes"):
+                _drop(kept[other], at_least=step + 1)
+        lines.append(record)
+    return Metrics(
+        starts=kept["start"],
+        train=kept["train"],
+        evals=kept["eval"],
+        events=kept["event"],
+        processes=kept["processes"],
+        ends=kept["end"],
+        unreadable_lines=unreadable,
+    )
+
+
+def _drop(records: list[dict[str, Any]], *, at_least: int) -> None:
+    while records and records[-1]["step"] >= at_least:
+        records.pop()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bit-reversed (RFC 3720, appendix B.4)
+MASK_DELTA = 0xA282EAD8  # record_writer.h masks checksums so that data may contain checksums
+
+
+def _crc_table() -> tuple[int, ...]:
+    table = []
+    for byte in range(256):
+        for _ in range(8):
+            byte = byte >> 1 ^ (CRC32C_POLYNOMIAL if byte & 1 else 0)
+        table.append(byte)
+    return tuple(table)
+
+
+_TABLE = _crc_table()
+
+
+def crc32c(data: bytes) -> int:
+    """The Castagnoli checksum of `data`."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    return crc ^ 0xFFFFFFFF
+
+
+def _masked(data: bytes) -> bytes:
+    crc = crc32c(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + MASK_DELTA) & 0xFFFFFFFF)
+
+
+# Protocol-buffer fields, each a key (number and wire type) and its payload.
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _integer(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _bytes(field: int, payload: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(payload)) + payload
+
+
+def _float(field: int, value: float) -> bytes:
+    try:
+        packed = struct.pack("<f", value)
+    except OverflowError:  # beyond float32
+        packed = struct.pack("<f", float("inf") if value > 0 else float("-inf"))
+    return _varint(field << 3 | 5) + packed
+
+
+def _double(field: int, value: float) -> bytes:
+    return _varint(field << 3 | 1) + struct.pack("<d", value)
+
+
+class EventWriter:
+    """Appends scalars to one new event file in `folder`; TensorBoard may read it meanwhile.
+
+    Args:
+      folder: made if missing.
+      first_step: what older files of the folder say about this step and later ones is void, so that
+        a resumed run does not draw its repeated steps twice.
+    """
+
+    def __init__(self, folder: str | Path, *, first_step: int = 0):
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        stamp = f"{time.time():.6f}"
+        name = f"events.out.tfevents.{stamp}.{socket.gethostname()}.{os.getpid()}"
+        self.path = folder / name
+        self._file = self.path.open("ab")
+        self._write(_bytes(3, b"brain.Event:2"))
+        session_start = _bytes(7, _integer(1, 1))
+        self._write(_integer(2, first_step) + session_start)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes one number per tag, as in {"train/loss": 3.2}, and flushes."""
+        summary = b"".join(
+            _bytes(1, _bytes(1, tag.encode()) + _float(2, value)) for tag, value in values.items()
+        )
+        self._write(_integer(2, step) + _bytes(5, summary))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, body: bytes) -> None:
+        event = _double(1, time.time()) + body
+        length = struct.pack("<Q", len(event))
+        self._file.write(length + _masked(length) + event + _masked(event))
+        self._file.flush()

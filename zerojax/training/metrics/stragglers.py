@@ -1,0 +1,181 @@
+"""Straggler detection: seconds of each process by activity, and the process the others wait for.
+
+All processes of a step end it together, so its length says nothing about who was slow. What differs
+is the time that each has spent on its own work (its data, its callbacks) while its devices had
+nothing to do: `late_data` and `late_host` below. The others spend it waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+LEAST_SECONDS = 0.01
+"""Of a step; to be this late is never called slow: it is within what a scheduler does to anyone."""
+IN_A_ROW = 3
+"""Reports at which a process must be slow before it is named, or even again before that is said."""
+
+_FORMAT = struct.Struct("<6d40s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessTimes:
+    """What one process has measured since its last report.
+
+    Attributes:
+      steps: how many it has done.
+      seconds: wall time of these steps, without saving and evaluating.
+      data: of it, spent waiting for batches.
+      host: of it, spent on the process's own work between steps.
+      late_data, late_host: of these two, what passed while no step was under way on its devices.
+      name: of its machine.
+    """
+
+    steps: float
+    seconds: float
+    data: float
+    host: float
+    late_data: float
+    late_host: float
+    name: str
+
+    def as_bytes(self) -> bytes:
+        """A fixed number of bytes, the same for every process."""
+        *numbers, name = astuple(self)
+        return _FORMAT.pack(*numbers, name.encode()[:40])
+
+    @classmethod
+    def from_bytes(cls, row: bytes) -> ProcessTimes:
+        """What `as_bytes` gave."""
+        *numbers, name = _FORMAT.unpack(row)
+        text = name.rstrip(b"\0").decode(errors="replace")
+        names = ("steps", "seconds", "data", "host", "late_data", "late_host")
+        return cls(**dict(zip(names, numbers, strict=True)), name=text)
+
+    @property
+    def late(self) -> float:
+        """Seconds per step in which the process kept its devices waiting."""
+        return (self.late_data + self.late_host) / max(self.steps, 1)
+
+
+def spread(rows: Sequence[ProcessTimes]) -> dict[str, Any]:
+    """Lowest, median and highest over processes, in seconds per step, and who is the slowest."""
+    late = [row.late for row in rows]
+    waits = [row.data / max(row.steps, 1) for row in rows]
+    steps = [row.seconds / max(row.steps, 1) for row in rows]
+    found: dict[str, Any] = {"processes": len(rows)}
+    for name, values in (("step_seconds", steps), ("own_seconds", late), ("data_seconds", waits)):
+        found[f"{name}_min"] = min(values)
+        found[f"{name}_median"] = statistics.median(values)
+        found[f"{name}_max"] = max(values)
+    found["slowest_process"] = late.index(max(late))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """That a process has become slow, or that it keeps up again."""
+
+    process: int
+    is_slow: bool
+    text: str
+
+
+class Stragglers:
+    """Names a process that the others wait for at several reports in a row.
+
+    Args:
+      threshold: part of a step that the others must have waited; None names nobody.
+    """
+
+    def __init__(self, threshold: float | None) -> None:
+        self._threshold = threshold
+        self._counts: dict[int, int] = {}
+        self._named: set[int] = set()
+
+    def see(self, rows: Sequence[ProcessTimes]) -> list[Finding]:
+        """What is new after one report of all processes, in their order."""
+        findings = []
+        for process, row in enumerate(rows):
+            others = [other.late for at, other in enumerate(rows) if at != process]
+            is_slow = self._is_slow(row, others)
+            differs = is_slow != (process in self._named)
+            self._counts[process] = self._counts.get(process, 0) + 1 if differs else 0
+            if self._counts[process] < IN_A_ROW:
+                continue
+            self._counts[process] = 0
+            (self._named.add if is_slow else self._named.discard)(process)
+            who = f"rank {process} ({row.name})"
+            text = _slow_words(who, row, others) if is_slow else f"{who} keeps up again"
+            findings.append(Finding(process=process, is_slow=is_slow, text=text))
+        return findings
+
+    def _is_slow(self, row: ProcessTimes, others: Sequence[float]) -> bool:
+        if self._threshold is None or not others or row.steps < 1:
+            return False
+        excess = row.late - statistics.median(others)
+        step = row.seconds / row.steps
+        return excess > max(self._threshold * step, LEAST_SECONDS)
+
+
+def _slow_words(who: str, row: ProcessTimes, others: Sequence[float]) -> str:
+    usual, steps = statistics.median(others), row.steps
+    step = row.seconds / steps
+    parts = [("waiting for data", row.late_data), ("its own work on the host", row.late_host)]
+    of_it = ", ".join(f"{what} {part / steps:.2g} s" for what, part in parts if part > 0.1 * step)
+    without = max(step - (row.late - usual), 0.0)
+    return (
+        f"{who} is slow: {row.late:.2g} s of each step pass before it joins "
+        f"({of_it or 'waiting for data and own work'}), {usual:.2g} s on the others; a step takes "
+        f"{step:.2g} s, without this about {without:.2g} s"
+    )
+
+
+DATA, STEP, SAVE, EVAL, HOST = "data", "step", "save", "eval", "host"
+ACTIVITIES = (DATA, STEP, SAVE, EVAL, HOST)
+"""Waiting for the next batch; the training step, dispatched or waited for; saving; evaluating; all
+else that the process does in its loop, such as callbacks and reports."""
+
+
+class Stopwatch:
+    """Adds up seconds by activity; what is inside no `during` block is the host's own work.
+
+    Args:
+      clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        # What it is at, since when, and the seconds before that: one object, so that another
+        # thread reads what belongs together.
+        self._state = HOST, clock(), dict.fromkeys(ACTIVITIES, 0.0)
+
+    @contextlib.contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """Time in the block is spent on `activity`; a block inside of it has its own."""
+        before = self._turn_to(activity)
+        try:
+            yield
+        finally:
+            self._turn_to(before)
+
+    def read(self) -> dict[str, float]:
+        """Seconds by activity since the start; any thread may ask."""
+        activity, since, spent = self._state
+        return spent | {activity: spent[activity] + self._clock() - since}
+
+    def _turn_to(self, activity: str) -> str:
+        before, since, spent = self._state
+        now = self._clock()
+        self._state = activity, now, spent | {before: spent[before] + now - since}
+        return before
+
+
+def difference(later: dict[str, float], earlier: dict[str, float]) -> dict[str, float]:
+    """Seconds by activity between two readings."""
+    return {activity: later[activity] - earlier[activity] for activity in later}

@@ -1,0 +1,292 @@
+"""A run from start to end: folder, log, checkpoints, resume, training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, WatchConfig, as_mesh_config
+from zerojax.data import Feed, TokenSource, local_rows_of_mesh, save_tokenizer
+from zerojax.forecasting.out_of_memory import explaining_memory
+from zerojax.hardware import devices
+from zerojax.models.hugging_face import UnsupportedError, describe_model
+from zerojax.models.losses import loss_unit
+from zerojax.plan.counts import model_flops
+from zerojax.plan.host_budget import check_offload
+from zerojax.plan.make import Plan
+from zerojax.runtime.private_files import not_for_everybody
+from zerojax.runtime.redaction import redact
+from zerojax.runtime.watchdog import Watchdog
+from zerojax.training.arguments import LoopSettings
+from zerojax.training.checkpointing import end_state
+from zerojax.training.metrics import RunLog
+from zerojax.training.run_record import RunNotes, record_of, write_record
+from zerojax.training.trainer import Trainer
+
+CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json", "checkpoints"
+OFFLOAD_FOLDER = "offload"
+DESCRIPTION_FILE = "hugging_face.json"
+"""What is needed besides arrays to write the model for Hugging Face, where it has a form there."""
+PLANNING = "planning: tracing the model and its loss ..."
+SLOW_SECONDS = 5.0
+"""After which a run says what it has been doing since."""
+ALONE_SECONDS = 20.0
+"""For a save in flight when a process fails while others live. Its own part takes no longer than
+that; of a process that is gone, nothing comes however long one waits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """What a run writes and where.
+
+    Attributes:
+      notes: for the record with which `zerojax.load_run` reads it back; None: there is none.
+    """
+
+    folder: Path | None
+    log: LogConfig
+    watch: WatchConfig
+    checkpoint: CheckpointConfig | None
+    config: dict[str, Any]
+    reasons: Sequence[str]
+    steps: int | None
+    tokens_per_step: int | None
+    notes: RunNotes | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that is planned, and whose checkpoints are open; no arrays exist yet.
+
+    Attributes:
+      replan: the plan on another mesh, for a checkpoint that was saved on one.
+      checkpointer: None: the run has no checkpoints.
+    """
+
+    files: RunFiles
+    plan: Plan
+    replan: Callable[[Any], Plan]
+    loop_settings: LoopSettings
+    feed: Feed
+    seed: int
+    validation: Any
+    checkpointer: Checkpointer | None
+
+
+@not_for_everybody()
+def open_run(
+    files: RunFiles,
+    plan: Plan,
+    *,
+    replan: Callable[[Any], Plan],
+    loop_settings: LoopSettings,
+    feed: Feed,
+    seed: int,
+    validation: Any,
+) -> Run:
+    """Checks offload and opens the checkpoints; what it returns goes to `fit` at once.
+
+    Raises:
+      ValueError, CheckpointError: before anything is on a device.
+    """
+    check_offload(plan)
+    return Run(
+        files=files,
+        plan=plan,
+        replan=replan,
+        loop_settings=loop_settings,
+        feed=feed,
+        seed=seed,
+        validation=validation,
+        checkpointer=_open_checkpoints(files, plan),
+    )
+
+
+@not_for_everybody()
+def fit(run: Run) -> Trainer:
+    """Makes or resumes the state, trains to the end of the run, and closes it after an error."""
+    files, checkpointer, trainer = run.files, run.checkpointer, None
+    watchdog = Watchdog(
+        files.watch,
+        folder=files.folder,
+        process=jax.process_index(),
+        processes=jax.process_count(),
+        resume_hint=run.loop_settings.resume_hint,
+    )
+    logs = None if files.folder is None else functools.partial(open_log, files)
+    with watchdog:
+        try:
+            with explaining_memory(lambda: _under_way(run.plan, trainer), files.folder):
+                with saying_if_slow(files.folder, files.log, "preparing the initial state ..."):
+                    trainer = Trainer(
+                        run.plan,
+                        replan=run.replan,
+                        seed=run.seed,
+                        loop_settings=run.loop_settings,
+                        open_log=logs,
+                        checkpointer=checkpointer,
+                        config=redact(files.config),
+                        validation=run.validation,
+                        watchdog=watchdog,
+                    )
+                trainer.fit(run.feed, files.steps)
+                if checkpointer is not None:
+                    with watchdog.during("waiting for the last checkpoint", is_long=True):
+                        checkpointer.wait()
+        except BaseException as error:
+            if checkpointer is not None and (failure := _close_after(checkpointer)):
+                error.add_note(f"Also: {failure}")
+            if trainer is not None:  # only now: the save in flight may read the files of its state
+                end_state(trainer.state)
+            raise
+    return trainer
+
+
+@contextlib.contextmanager
+def saying_if_slow(folder: Path | None, log: LogConfig | None, text: str) -> Iterator[None]:
+    """Prints a line when the block takes long, where the log of the run, not yet open, would.
+
+    Args:
+      folder: of the run; None: it has no log.
+      log: None: the defaults.
+      text: such as "planning ...".
+    """
+    is_quiet = log is not None and log.console == "quiet"
+    if folder is None or is_quiet or jax.process_index() != 0:
+        yield
+        return
+    timer = threading.Timer(SLOW_SECONDS, lambda: print(text, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _under_way(plan: Plan, trainer: Trainer | None) -> tuple[Plan, Any, int, Any]:
+    """(plan, state, batches consumed, the jitted step), as far as a run has come."""
+    if trainer is None:
+        return plan, None, 0, None
+    return trainer.plan, trainer.state, trainer.num_steps, trainer.jitted_step
+
+
+def _close_after(checkpointer: Checkpointer) -> str | None:
+    """Closes after an error, which other processes may not know of; what the last save lacks."""
+    if jax.process_count() > 1:
+        return checkpointer.finish_alone(ALONE_SECONDS)
+    try:
+        checkpointer.close()
+    except CheckpointError as failure:
+        return str(failure)
+    return None
+
+
+def with_disk_folder(mesh_config: Any, folder: Path | None) -> Any:
+    """Mesh options whose files lie in the run's folder, where they have some and name no other.
+
+    Args:
+      mesh_config: as `zerojax.train` takes it.
+      folder: of the run; None: it has none.
+    """
+    if folder is None or not isinstance(mesh_config, MeshConfig | Mapping):
+        return mesh_config
+    settings = as_mesh_config(mesh_config)
+    if not settings.offload.on_disk or settings.offload.folder is not None:
+        return settings
+    offload = dataclasses.replace(settings.offload, folder=str(folder / OFFLOAD_FOLDER))
+    return dataclasses.replace(settings, offload=offload)
+
+
+def _open_checkpoints(run: RunFiles, plan: Plan) -> Checkpointer | None:
+    if run.checkpoint is None or run.checkpoint.path is None:
+        return None
+    checkpointer = Checkpointer(
+        run.checkpoint.path,
+        keep=run.checkpoint.keep,
+        asynchronous=run.checkpoint.asynchronous,
+        fingerprints=run.checkpoint.fingerprints,
+    )
+    leaves = jax.tree.leaves(plan.abstract_canonical)
+    checkpointer.check_writable(sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves))
+    return checkpointer
+
+
+def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = None) -> RunLog:
+    """The log of a run that goes on after `start_step`, with the plan said.
+
+    Args:
+      run: its files, and the reasons for what the plan does not know.
+      plan: the current one.
+      start_step: batches consumed.
+      steps: of the whole run; None takes what the run began with.
+    """
+    assert run.folder is not None
+    total = steps or run.steps or 0
+    log = RunLog(
+        run.folder,
+        run.log,
+        total_steps=max(total, start_step) if total else 0,
+        tokens_per_step=run.tokens_per_step,
+        loss_unit=loss_unit(plan.loss),
+        flops_per_step=model_flops(plan),
+        num_devices=plan.mesh.size,
+        device_kind=devices.device_kind(),
+        precision="fp32" if plan.precision.compute_dtype == jnp.float32 else "bf16",
+        read_memory=devices.device_memory,
+        process_index=jax.process_index(),
+    )
+    reasons = *run.reasons, *plan.reasons
+    summary = plan.describe(), reasons, plan.table(), plan.as_dict(), run.config
+    saves = run.checkpoint is not None and run.checkpoint.path is not None
+    log.start(*summary, start_step=start_step, is_new=not saves and start_step == 0)
+    if jax.process_index() == 0:
+        _describe_model(run.folder, plan)
+        if run.notes is not None:
+            write_record(run.folder, record_of(plan, run.notes))
+            if run.notes.tokenizer is not None:
+                save_tokenizer(run.notes.tokenizer, run.folder / TOKENIZER_FILE)
+    return log
+
+
+def _describe_model(folder: Path, plan: Plan) -> None:
+    try:
+        text = json.dumps(describe_model(plan.model).to_dict(), indent=1)
+    except UnsupportedError:
+        return
+    (folder / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def absolute(path: str | Path | None) -> str | None:
+    """A path that also holds for a process that is started elsewhere; None stays None."""
+    return None if path is None else str(Path(path).expanduser().absolute())
+
+
+def apart(checkpoints: str | None, folder: Path | None) -> str | None:
+    """Where a run's checkpoints are, if not in its folder, as an absolute path."""
+    if checkpoints is None or folder is None:
+        return None
+    path = Path(checkpoints).absolute()
+    return None if path == (folder / CHECKPOINT_FOLDER).absolute() else str(path)
+
+
+def rows_of_process(batches: Any, mesh: Mesh | AbstractMesh) -> tuple[int, int] | None:
+    """Rows of a text batch that this process reads; other batches are cut by the user.
+
+    All processes of a pipeline whose stages lie on different ones read the same rows.
+    """
+    if not isinstance(batches, TokenSource) or jax.process_count() == 1:
+        return None
+    return local_rows_of_mesh(mesh, batches.global_batch_size)
