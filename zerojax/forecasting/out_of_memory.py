@@ -35,6 +35,29 @@ failed (tests/test_monitor_memory.py compiles one that does)."""
 RunNow = Callable[[], tuple[Plan, Any, int, Any]]
 """() -> (the plan, the state or None, steps done, the jitted step or None)."""
 
+START = "out of memory"
+"""How the page begins: by this it is found among an error's notes."""
+PROFILE = "memory.prof"
+_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"(?P<size>\d+(?:\.\d+)?)\s?(?P<unit>[KMGT]?)(?:i?B|\b)"
+_ASKED = (
+    # XLA on CPU: "RESOURCE_EXHAUSTED: Out of memory allocating 3200000000 bytes."
+    re.compile(r"[Oo]ut of memory (?:while trying to allocate|allocating) (?P<bytes>\d+) bytes"),
+    # XLA's allocators on GPUs: https://github.com/patrick-kidger/equinox/issues/737
+    re.compile(r"Failed to allocate request for \S+ \((?P<bytes>\d+)B\) on device ordinal \d+"),
+    re.compile(r"[Oo]ut of memory (?:while trying to allocate|allocating) " + _SIZE),
+    # The compiler for TPUs: https://github.com/LargeWorldModel/LWM/issues/60
+    re.compile(r"Ran out of memory in memory space \w+\. Used " + _SIZE),
+    # NumPy: "Unable to allocate 7.45 GiB for an array with shape (1000, 1000000) and ..."
+    re.compile(r"Unable to allocate " + _SIZE + r" for an array"),
+)
+_KINDS = (
+    "RESOURCE_EXHAUSTED",
+    "Resource exhausted",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "Out of memory while trying to allocate",
+)
+
 
 @contextlib.contextmanager
 def explaining_memory(now: RunNow, folder: Path | None) -> Iterator[None]:
@@ -146,10 +169,6 @@ def _suffices(remedy: Remedy, excess: int | None) -> bool:
     return excess is not None and remedy.saving is not None and remedy.saving >= excess
 
 
-START = "out of memory"
-"""How the page begins: by this it is found among an error's notes."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Page:
     """What is shown.
@@ -231,9 +250,6 @@ def _remedies(page: Page) -> list[str]:
         lines.append(f"      {saves}: {remedy.why}")
         lines.append(f"      costs {PRICES[remedy.price]}")
     return lines
-
-
-PROFILE = "memory.prof"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -323,28 +339,6 @@ def save_profile(folder: Path | None) -> Path | None:
     except Exception:  # it is an extra, and whatever fails here must not hide the first error
         return None
     return folder / PROFILE
-
-
-_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = r"(?P<size>\d+(?:\.\d+)?)\s?(?P<unit>[KMGT]?)(?:i?B|\b)"
-
-_ASKED = (
-    # XLA on CPU: "RESOURCE_EXHAUSTED: Out of memory allocating 3200000000 bytes."
-    re.compile(r"[Oo]ut of memory (?:while trying to allocate|allocating) (?P<bytes>\d+) bytes"),
-    # XLA's allocators on GPUs: https://github.com/patrick-kidger/equinox/issues/737
-    re.compile(r"Failed to allocate request for \S+ \((?P<bytes>\d+)B\) on device ordinal \d+"),
-    re.compile(r"[Oo]ut of memory (?:while trying to allocate|allocating) " + _SIZE),
-    # The compiler for TPUs: https://github.com/LargeWorldModel/LWM/issues/60
-    re.compile(r"Ran out of memory in memory space \w+\. Used " + _SIZE),
-    # NumPy: "Unable to allocate 7.45 GiB for an array with shape (1000, 1000000) and ..."
-    re.compile(r"Unable to allocate " + _SIZE + r" for an array"),
-)
-_KINDS = (
-    "RESOURCE_EXHAUSTED",
-    "Resource exhausted",
-    "CUDA_ERROR_OUT_OF_MEMORY",
-    "Out of memory while trying to allocate",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

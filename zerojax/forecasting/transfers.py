@@ -22,6 +22,8 @@ from zerojax.plan.wire import wire_bytes, wire_unit
 
 Facts = dict[str, Any]
 
+_ROW_KEYS = ("kind", "axis", "dtype", "loop_depth", "crosses_nodes")
+
 
 def find_traffic(
     plan: Plan, gpu: Gpu, mesh: Mapping[str, int], dtype: str, facts: Facts | None
@@ -56,9 +58,6 @@ def find_traffic(
         data_wire_bytes=sum(row.wire_bytes for row in ours),
         message_wire_bytes=sum(row.wire_bytes for row in messages),
     )
-
-
-_ROW_KEYS = ("kind", "axis", "dtype", "loop_depth", "crosses_nodes")
 
 
 def _rows(

@@ -26,6 +26,10 @@ from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.state import StageRows, TrainState, fit, rows_of_state, run_key_data, zero_counter
 from zerojax.runtime.system_memory import allocating_for
 
+Ranges = tuple[tuple[int, int], ...]
+_ALIGNMENT = 64
+"""Bytes; a CPU device takes memory that begins at a multiple without copying it."""
+
 
 @names_keywords()
 @allocating_for("making the first state")
@@ -257,12 +261,6 @@ def _rows_of_params(plan: Plan) -> dict[str, StageRows | None]:
     if rows is None:
         return dict.fromkeys(plan.placement.leaves)
     return {**rows["params"], **rows["frozen"]}
-
-
-Ranges = tuple[tuple[int, int], ...]
-
-_ALIGNMENT = 64
-"""Bytes; a CPU device takes memory that begins at a multiple without copying it."""
 
 
 def place(

@@ -30,6 +30,12 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.plan.device_mesh import AUTO_AXES, DATA_AXES
 
+Arrays = dict[str, Any]
+MAX_PERMUTES = 3
+"""Most permutes in which CPU processes exchange gradients; with more shards it is one all-to-all,
+since every permute is in the program once per bucket."""
+Seal = Literal["branch", "barrier"]
+
 
 class TreeOrder(enum.Enum):
     """Which bit of a value's number the sum combines first."""
@@ -132,13 +138,6 @@ def _max_of_one_dtype(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return result
 
 
-Arrays = dict[str, Any]
-
-MAX_PERMUTES = 3
-"""Most permutes in which CPU processes exchange gradients; with more shards it is one all-to-all,
-since every permute is in the program once per bucket."""
-
-
 class Cut(Protocol):
     """What is known of an array that is cut; see `zerojax.parallel.collectives.LeafCollectives`."""
 
@@ -238,9 +237,6 @@ def sum_in_tree(
     summed = tree_sum(received.astype(jnp.float32), order)
     whole = lax.all_gather(summed, over, tiled=True)
     return cut_flat(whole, {name: value.shape for name, value in values.items()})
-
-
-Seal = Literal["branch", "barrier"]
 
 
 def seal_on(mesh: Mesh | AbstractMesh) -> Seal:

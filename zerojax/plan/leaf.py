@@ -15,6 +15,8 @@ from zerojax.plan.device_mesh import COMPILER_AXES, DATA, MODEL, STAGE, STATE_AX
 
 Shape = tuple[int, ...]
 
+Rules = Sequence[tuple[str, Sequence[str | None]]]
+
 
 class Access(enum.Enum):
     """How forward and backward get at a parameter, and where its gradient goes."""
@@ -168,9 +170,6 @@ def _put(
         taken = [i for i in indices if axes[i] is not None]
         for i in [i for i in taken if shape[i] % (axis_sizes[axes[i]] * size) == 0][:1]:
             axes[i] = (axes[i], axis)
-
-
-Rules = Sequence[tuple[str, Sequence[str | None]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

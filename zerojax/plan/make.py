@@ -76,6 +76,26 @@ from zerojax.plan.state import (
 from zerojax.plan.state_layout import PipelineLayout
 from zerojax.runtime.distributed import check_joined
 
+Tree = Any
+_MESH_OPTIONS = (
+    "rules",
+    "persistence_threshold",
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "sequence_sharding",
+    "offload",
+    "pipeline_schedule",
+    "partition",
+    "stash",
+    "deterministic",
+    "virtual_shards",
+)
+_ELSEWHERE = {
+    axis: "sizes are the mesh's: zerojax.make_plan(model, zerojax.make_mesh({"
+    f'"{axis}": ...}}), ...)'
+    for axis in meshes.AXES
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Decisions):
@@ -125,28 +145,6 @@ def require_plan(plan: Any, taker: str) -> Plan:
             "zerojax.make_plan(model, mesh_config, ...)"
         )
     return plan
-
-
-Tree = Any
-
-_MESH_OPTIONS = (
-    "rules",
-    "persistence_threshold",
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "sequence_sharding",
-    "offload",
-    "pipeline_schedule",
-    "partition",
-    "stash",
-    "deterministic",
-    "virtual_shards",
-)
-_ELSEWHERE = {
-    axis: "sizes are the mesh's: zerojax.make_plan(model, zerojax.make_mesh({"
-    f'"{axis}": ...}}), ...)'
-    for axis in meshes.AXES
-}
 
 
 @names_keywords(also=_MESH_OPTIONS, elsewhere=_ELSEWHERE)

@@ -26,6 +26,8 @@ MAX_SLICES = 2**16
 """Slices of a device's state, at most. Each is a transfer and an update of its own: measured on a
 CPU, one costs 0.3 ms however small it is, so that so many take 20 s of every step."""
 
+Arrays = Mapping[str, Any]
+
 
 def plan_offload(
     config: OffloadConfig,
@@ -211,9 +213,6 @@ def slice_elements(layer: int, layers: int, limit: int, *, whole_layers: bool) -
         return layer
     together = max(n for n in range(1, layers + 1) if layers % n == 0 and n * layer <= limit)
     return together * layer
-
-
-Arrays = Mapping[str, Any]
 
 
 def find_stacked(

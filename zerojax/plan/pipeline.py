@@ -26,6 +26,9 @@ from zerojax.plan.state_layout import PipelineLayout
 
 Arrays = Mapping[str, Any]
 
+METHODS = ("uniform", "parameters", "flops")
+"""By count, or by costs: which costs those are is the caller's."""
+
 
 def plan_pipeline(
     settings: MeshConfig,
@@ -155,10 +158,6 @@ def _sizes(loop: LayerLoop, params: Arrays) -> dict[str, float]:
         "embed_cost": sum(size for name, size in rest.items() if name in before),
         "head_cost": sum(size for name, size in rest.items() if name not in before),
     }
-
-
-METHODS = ("uniform", "parameters", "flops")
-"""By count, or by costs: which costs those are is the caller's."""
 
 
 def partition_layers(

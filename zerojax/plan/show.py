@@ -24,6 +24,11 @@ from zerojax.plan.state_layout import OffloadLayout
 _NAMES = 3
 """Of a reason that several parameters share, so many are named."""
 
+WIDTH = 98
+"""Of the section; a forecast's page puts two spaces before it."""
+NAMES = {DEVICE: "device", HOST: "host", NVME: "disk"}
+ROLE, CELL = 18, 11
+
 
 def plan_line(plan: Decisions) -> str:
     """One line: model size, mesh, ZeRO, precision, batch, pipeline, bytes of state per device."""
@@ -150,12 +155,6 @@ def plan_dict(plan: Decisions) -> dict[str, Any]:
         ],
         "reasons": list(plan.reasons),
     }
-
-
-WIDTH = 98
-"""Of the section; a forecast's page puts two spaces before it."""
-NAMES = {DEVICE: "device", HOST: "host", NVME: "disk"}
-ROLE, CELL = 18, 11
 
 
 def offload_words(plan: Decisions) -> str:

@@ -29,6 +29,8 @@ from zerojax.plan.placement import Placement
 from zerojax.plan.slices import abstract_tiers, map_moments, on_host
 from zerojax.plan.state_layout import OffloadLayout, SlicedLeaf
 
+Tree = Any
+
 
 class TrainState(TypedDict):
     """The whole state of a run, donated to each step.
@@ -97,9 +99,6 @@ def run_key_data(seed: int) -> jax.Array:
 def zero_counter() -> jax.Array:
     """int32 []."""
     return jnp.zeros((), jnp.int32)
-
-
-Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)

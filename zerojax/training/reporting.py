@@ -35,6 +35,8 @@ _SPIKE_HINT = (
 SHOWN = ("loss", "grad_norm", "learning_rate", "loss_scale")
 """Metrics of a step that the log has, where there are such, beside the loss's own ones."""
 
+TRACE_FOLDER = "trace"
+
 
 class Reports:
     """Metrics of a step are held until a later step is under way, so that reading them waits less.
@@ -304,9 +306,6 @@ def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None
     )
 
 
-FOLDER = "trace"
-
-
 class Trace:
     """Starts behind the step before the first one, and stops when the last one is over."""
 
@@ -326,7 +325,7 @@ class Trace:
         """
         if wanted and not self._is_on and step == wanted[0] - 1:
             result.block_until_ready()
-            jax.profiler.start_trace(str(folder / FOLDER))
+            jax.profiler.start_trace(str(folder / TRACE_FOLDER))
             self._is_on = True
         elif self._is_on and step >= wanted[1]:
             return self.stop(result, folder)
@@ -340,4 +339,4 @@ class Trace:
             result.block_until_ready()
         self._is_on = False
         jax.profiler.stop_trace()
-        return folder / FOLDER
+        return folder / TRACE_FOLDER

@@ -25,6 +25,12 @@ KINDS = (
 _OVER_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
 _SEND_PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{.*?\}\}|\{\})')
 
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?P<order>.*?)\{(?P<axes>[^{}]*)\}$")
+_MESH_AXIS = re.compile(r"\s*(.+?)=(\d+)\s*")
+_AXIS = re.compile(r"(.+?)(?::\((\d+)\)(\d+))?")
+Group = tuple[int, ...]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
@@ -240,14 +246,6 @@ def _pairs(permute: Instruction) -> list[tuple[int, int]]:
         found = _SEND_PAIRS.search(permute.attribute_text)
         text = found[1] if found else ""
     return read_pairs(text)
-
-
-_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"mesh\[([^\]]*)\](?P<order>.*?)\{(?P<axes>[^{}]*)\}$")
-_MESH_AXIS = re.compile(r"\s*(.+?)=(\d+)\s*")
-_AXIS = re.compile(r"(.+?)(?::\((\d+)\)(\d+))?")
-
-Group = tuple[int, ...]
 
 
 def read_groups(text: str, num_devices: int) -> list[Group]:

@@ -20,6 +20,28 @@ from zerojax.forecasting.hlo.program import (
 # like the fusion it starts.
 _CALLS = ("call", "call-start", "async-start")
 
+_DOTS = ("dot", "ragged-dot", "scaled-dot")
+# Gradients of fused attention compute the scores again and then four products.
+_ATTENTION_PRODUCTS = {"forward": 2, "backward": 5}
+# They name values, or order them, without touching memory.
+_FREE = frozenset(
+    """
+    parameter constant tuple get-tuple-element bitcast opt-barrier after-all add-dependency
+    partition-id replica-id send-done
+    """.split()  # noqa: SIM905, as a list it takes a screen
+)
+_SLICES = frozenset(("slice", "dynamic-slice", "gather"))
+_UPDATES = frozenset(("dynamic-update-slice", "scatter"))
+# Every element of their result needs several of their operand.
+_COMBINE = frozenset(
+    """
+    reduce reduce-window select-and-scatter dot ragged-dot scaled-dot convolution sort topk fft
+    cholesky triangular-solve custom-call fusion
+    """.split()  # noqa: SIM905
+)
+_RENAMES = frozenset(("bitcast", "reshape"))
+_SCRATCH_DTYPES = ("s8", "u8")
+
 
 class ScheduleSum:
     """Adds up what each executed instruction costs.
@@ -61,11 +83,6 @@ class ScheduleSum:
         if instruction not in self._instructions:
             self._instructions[instruction] = self._cost(computation, instruction)
         return self._instructions[instruction]
-
-
-_DOTS = ("dot", "ragged-dot", "scaled-dot")
-# Gradients of fused attention compute the scores again and then four products.
-_ATTENTION_PRODUCTS = {"forward": 2, "backward": 5}
 
 
 class Matmuls:
@@ -203,26 +220,6 @@ def _find_setting(config: dict[str, Any], key: str) -> dict[str, Any] | None:
         return config[key]
     inner = (_find_setting(value, key) for value in config.values() if isinstance(value, dict))
     return next((found for found in inner if found is not None), None)
-
-
-# They name values, or order them, without touching memory.
-_FREE = frozenset(
-    """
-    parameter constant tuple get-tuple-element bitcast opt-barrier after-all add-dependency
-    partition-id replica-id send-done
-    """.split()  # noqa: SIM905, as a list it takes a screen
-)
-_SLICES = frozenset(("slice", "dynamic-slice", "gather"))
-_UPDATES = frozenset(("dynamic-update-slice", "scatter"))
-# Every element of their result needs several of their operand.
-_COMBINE = frozenset(
-    """
-    reduce reduce-window select-and-scatter dot ragged-dot scaled-dot convolution sort topk fft
-    cholesky triangular-solve custom-call fusion
-    """.split()  # noqa: SIM905
-)
-_RENAMES = frozenset(("bitcast", "reshape"))
-_SCRATCH_DTYPES = ("s8", "u8")
 
 
 def hbm_bytes(program: Program) -> int:

@@ -30,6 +30,24 @@ _MAY_CALL = re.compile(rf"\b(?:{'|'.join(_CALLEE_KEYS)})=")
 _PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|[\[({]|[\])}]|,|[^"\[({\])},]+')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
+HOST_MEMORY_SPACE = 5
+"""What `pinned_host` becomes in a layout: `{1,0:S(5)}`."""
+_BITS = {
+    **dict.fromkeys(("token", "opaque"), 0),
+    **dict.fromkeys(("pred", "s8", "u8"), 8),
+    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 16),
+    **dict.fromkeys(("s32", "u32", "f32"), 32),
+    **dict.fromkeys(("s64", "u64", "f64", "c64"), 64),
+    "c128": 128,
+    # Below a byte an element takes a whole one, unless its layout says `E(4)`: packed.
+    **dict.fromkeys(("s1", "u1", "s2", "u2", "s4", "u4", "f4e2m1fn"), 8),
+}
+_FLOAT8 = re.compile(r"f8e\dm\d\w*")
+_TOKEN = re.compile(r"[()]|([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")
+_MEMORY_SPACE = re.compile(r"S\((\d+)\)")
+_PACKED = re.compile(r"E\((\d+)\)")
+Type: TypeAlias = "Array | tuple[Type, ...]"
+
 
 def split_outside_brackets(text: str) -> list[str]:
     """The parts of `text` between commas that no bracket or quotation encloses, stripped."""
@@ -338,25 +356,6 @@ def _read_instruction(line: str, computation: Computation) -> Instruction:
     )
 
 
-HOST_MEMORY_SPACE = 5
-"""What `pinned_host` becomes in a layout: `{1,0:S(5)}`."""
-
-_BITS = {
-    **dict.fromkeys(("token", "opaque"), 0),
-    **dict.fromkeys(("pred", "s8", "u8"), 8),
-    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 16),
-    **dict.fromkeys(("s32", "u32", "f32"), 32),
-    **dict.fromkeys(("s64", "u64", "f64", "c64"), 64),
-    "c128": 128,
-    # Below a byte an element takes a whole one, unless its layout says `E(4)`: packed.
-    **dict.fromkeys(("s1", "u1", "s2", "u2", "s4", "u4", "f4e2m1fn"), 8),
-}
-_FLOAT8 = re.compile(r"f8e\dm\d\w*")
-_TOKEN = re.compile(r"[()]|([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")
-_MEMORY_SPACE = re.compile(r"S\((\d+)\)")
-_PACKED = re.compile(r"E\((\d+)\)")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Array:
     """One array of a type.
@@ -380,9 +379,6 @@ class Array:
     @property
     def bytes(self) -> int:
         return -(-self.size * self.bits // 8)
-
-
-Type: TypeAlias = "Array | tuple[Type, ...]"
 
 
 def _array(dtype: str, dims: str, layout: str | None) -> Array:

@@ -21,6 +21,8 @@ _SAME = frozenset(
 """What gives its first operand that is a parameter, element by element. Products and quotients only
 with what a scalar was spread to: a scale."""
 
+Flags = tuple[bool, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
@@ -150,9 +152,6 @@ _MOVES = {
     "all_gather_invariant": _gathered,
     "all_gather_reduced": _gathered,
 }
-
-
-Flags = tuple[bool, ...]
 
 
 class Needs:

@@ -16,6 +16,11 @@ from zerojax.models.trees import format_bytes, format_count
 
 TOP = 15
 
+CONTAINERS = ("while", "call", "conditional", "async-start", "async-done")
+"""What only runs other operations, which have their own events."""
+_SUMMARY_LINES = ("XLA Modules", "Steps", "Framework Ops", "Framework Name Scope", "Source code")
+"""Lines of a trace on which operations are shown a second time, in groups."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepProfile:
@@ -158,12 +163,6 @@ def _flops(profile: StepProfile) -> str:
     numbers = " ".join(f"{format_count(value) if value else '-':>8}" for value in sums)
     lines.append(f"  {numbers} {sum(sums) / counted:>6.1%}  together")
     return "\n".join(lines)
-
-
-CONTAINERS = ("while", "call", "conditional", "async-start", "async-done")
-"""What only runs other operations, which have their own events."""
-_SUMMARY_LINES = ("XLA Modules", "Steps", "Framework Ops", "Framework Name Scope", "Source code")
-"""Lines of a trace on which operations are shown a second time, in groups."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ FAILED = "failed"
 IMPOSSIBLE = "impossible"
 NOT_TRIED = "not tried"
 
+GIB = 2**30
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
@@ -61,9 +63,6 @@ class SearchResult:
     sentence: str
     elapsed: float
     settings: tuple[str, ...] = ()
-
-
-GIB = 2**30
 
 
 def search_page(result: SearchResult) -> str:

@@ -41,6 +41,16 @@ SAME = 0.01
 
 MakeForecast = Callable[[Plan], ForecastNumbers]
 
+TOLERANCE = 0.05
+"""Of a time: the estimate is no better than this."""
+CAUTION = 0.9
+"""Of the activations of one compiled plan, what another one with fewer rows is taken to need."""
+GROWTH = 0.5
+"""Of a growth in proportion to the rows, what activations are taken to grow by at least."""
+FEWER_PIECES = 0.7
+"""Of the time of one compiled plan, what another one with fewer microbatches or less tensor
+parallelism is taken to need: weights are read less often, and activations are repeated less."""
+
 
 def search(
     make_plan_for: MakePlan,
@@ -306,17 +316,6 @@ def _beats(one: Open, other: Open) -> bool:
 def _rounded(value: float) -> float:
     """To three digits: an estimate that differs in the fourth is the same."""
     return float(f"{value:.3g}")
-
-
-TOLERANCE = 0.05
-"""Of a time: the estimate is no better than this."""
-CAUTION = 0.9
-"""Of the activations of one compiled plan, what another one with fewer rows is taken to need."""
-GROWTH = 0.5
-"""Of a growth in proportion to the rows, what activations are taken to grow by at least."""
-FEWER_PIECES = 0.7
-"""Of the time of one compiled plan, what another one with fewer microbatches or less tensor
-parallelism is taken to need: weights are read less often, and activations are repeated less."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -31,6 +31,9 @@ ALIGNMENT = 64  # bytes; from there on a CPU device takes memory as it is, witho
 Rows = Mapping[jax.Device, np.ndarray]
 """{device: [elements], or [slices, elements]}: what each device of this process has."""
 
+Source = Callable[[str, int], Rows | None]
+"""(array, number of a slice) -> what each device has of it; None stands for zeros."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DiskLeaf:
@@ -91,10 +94,6 @@ class DiskSlice:
     number: int
     arrays: Mapping[str, np.ndarray]
     write: Callable[[], None]
-
-
-Source = Callable[[str, int], Rows | None]
-"""(array, number of a slice) -> what each device has of it; None stands for zeros."""
 
 
 class DiskState:

@@ -52,6 +52,8 @@ from zerojax.plan.state_layout import PipelineLayout
 
 Arrays = dict[str, Any]
 
+Several = list[jax.Array]
+
 
 def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
     """See `parallel.zero.build_gradients`: the same arguments and results, for more than one stage.
@@ -298,9 +300,6 @@ def _agree_on_extras(layout: PipelineLayout, before: Arrays, found: Results) -> 
     changed = {name: own(name, found.extras[name]) for name in sorted(wrote)}
     summed = sum_replicated(changed, over=(STAGE,)) if changed else {}
     return {**before, **summed}
-
-
-Several = list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

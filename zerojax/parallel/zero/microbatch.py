@@ -23,6 +23,8 @@ from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
 
 Arrays = dict[str, Any]
 
+SpecOf = Callable[[LeafPlacement], P]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassConfig:
@@ -114,9 +116,6 @@ def run_microbatch(
             on_read=on_read,
         )
     return as_sums(result), after
-
-
-SpecOf = Callable[[LeafPlacement], P]
 
 
 def data_spec(leaf: LeafPlacement) -> P:

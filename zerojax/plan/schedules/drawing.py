@@ -14,6 +14,12 @@ MAX_LINES = 80
 SHORT_ROWS = 36
 ELLIPSIS = " ..."
 
+COLOURS = {"F": "#4c78a8", "B": "#e45756", "W": "#54a24b"}
+MEANINGS = {"F": "forward", "B": "backward", "W": "gradient of the weights"}
+LANE, GAP, LEFT, TOP = 28, 6, 70, 54
+SMALLEST_BOX = 22.0
+"""Width in pixels of the cheapest operation; less only beside one that costs over 10 times it."""
+
 
 def chunk_letter(chunk: int) -> str:
     """a, b, c ...; behind z the number itself."""
@@ -137,13 +143,6 @@ def _describe_bubble(simulation: Simulation) -> str:
         f"{simulation.bubble:.1%} of the time with all stages in step, as zerojax runs them; "
         f"{simulation.asynchronous_bubble:.1%} if no stage waited for the others"
     )
-
-
-COLOURS = {"F": "#4c78a8", "B": "#e45756", "W": "#54a24b"}
-MEANINGS = {"F": "forward", "B": "backward", "W": "gradient of the weights"}
-LANE, GAP, LEFT, TOP = 28, 6, 70, 54
-SMALLEST_BOX = 22.0
-"""Width in pixels of the cheapest operation; less only beside one that costs over 10 times it."""
 
 
 def draw_svg(schedule: Schedule, costs: Costs | None = None) -> str:

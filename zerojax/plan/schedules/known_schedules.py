@@ -54,6 +54,9 @@ MAX_STAGES = 256
 
 _WITH_CHUNKS = re.compile(r"(\w+)\((\d+)\)")
 
+Ticks = Mapping[tuple[str, int, int], int]
+"""(kind, virtual stage, microbatch) -> tick."""
+
 
 def make_schedule(
     source: str | Path | Schedule | Mapping[str, Any],
@@ -193,10 +196,6 @@ def _check_interleaved(stages: int, microbatches: int, chunks: int) -> None:
             f"microbatches={microbatches} is not divisible by the {stages} stages, and interleaved "
             f"sends groups of {stages}; use {below} or {below + stages} microbatches, or 1f1b"
         )
-
-
-Ticks = Mapping[tuple[str, int, int], int]
-"""(kind, virtual stage, microbatch) -> tick."""
 
 
 def assemble(name: str, ticks: Ticks, num_stages: int, placement: str = "loop") -> Schedule:

@@ -25,6 +25,8 @@ from zerojax.runtime.watchdog import Watchdog
 
 _RESUME = "run the same command again; load_checkpoint goes on from the last save_checkpoint"
 
+_known: weakref.WeakSet[Closable] = weakref.WeakSet()
+
 
 class Guard:
     """Watches the calls of a loop, and the steps that are under way between two of them.
@@ -189,9 +191,6 @@ class Closable(Protocol):
 
     def close(self) -> None:
         """Reports what is left, and ends threads and files."""
-
-
-_known: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def close_at_exit(engine: Closable) -> None:

@@ -42,6 +42,8 @@ _TAGS = ("WARN", "IGNORE", "FAIL")
 _SHOWN = 3
 _MAX_KEY = 200
 
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
 
 def translate(
     source: Source, *, num_devices: int | None = None, given: Given | None = None
@@ -330,9 +332,6 @@ def _said(says: Translation) -> dict[str, Any]:
         "num_microbatches": says.num_microbatches,
         "log": says.log,
     }
-
-
-_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def log_of(file: File, given: Given) -> tuple[LogConfig, Path | None]:

@@ -25,6 +25,9 @@ VERDICTS: dict[Verdict, str] = {
     "refused": "the run would not be what the file says",
 }
 
+_WIDTH = 100
+_LONGEST_KEY = 52
+
 
 @dataclasses.dataclass(frozen=True)
 class Line:
@@ -125,10 +128,6 @@ class Translation:
     @property
     def gradient_accumulation_steps(self) -> int:
         return self.num_microbatches
-
-
-_WIDTH = 100
-_LONGEST_KEY = 52
 
 
 def explanation(translation: Translation) -> str:

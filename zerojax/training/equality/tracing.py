@@ -34,6 +34,15 @@ _RELATIVE = 1e-4
 """Difference, relative to the largest element, up to which a relation holds: rounding is 1e-6."""
 _SCALE = 0.125
 
+_OURS = Path(__file__).resolve().parents[2]
+_CHECK = str(Path(__file__).resolve().parent) + os.sep
+_LIBRARIES = tuple(
+    str(Path(module.__file__ or "").resolve().parent) + os.sep for module in (jax, flax, np, optax)
+)
+_STANDARD = str(Path(os.__file__).resolve().parent) + os.sep
+_WRITTEN_BY_USERS_TOO = (str(_OURS / "models") + os.sep, str(_OURS / "losses.py"))
+"""Parts of zerojax that stand for a user's code where there is none further in."""
+
 
 class Relation(enum.Enum):
     """How the whole batch's value follows from those of its pieces."""
@@ -384,16 +393,6 @@ _INSIDES = {
     "scan": _iteration,
 }
 """Equations that hold a program: (equation, its inputs) -> (program, inputs of it)."""
-
-
-_OURS = Path(__file__).resolve().parents[2]
-_CHECK = str(Path(__file__).resolve().parent) + os.sep
-_LIBRARIES = tuple(
-    str(Path(module.__file__ or "").resolve().parent) + os.sep for module in (jax, flax, np, optax)
-)
-_STANDARD = str(Path(os.__file__).resolve().parent) + os.sep
-_WRITTEN_BY_USERS_TOO = (str(_OURS / "models") + os.sep, str(_OURS / "losses.py"))
-"""Parts of zerojax that stand for a user's code where there is none further in."""
 
 
 def line_of_error(error: BaseException) -> str | None:

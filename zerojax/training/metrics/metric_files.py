@@ -24,6 +24,9 @@ FILE_NAME = "metrics.jsonl"
 OVERTAKEN = ("train", "eval")
 KINDS = ("start", "train", "eval", "event", "processes", "end")
 
+CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bit-reversed (RFC 3720, appendix B.4)
+MASK_DELTA = 0xA282EAD8  # record_writer.h masks checksums so that data may contain checksums
+
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
@@ -139,10 +142,6 @@ def _drop(records: list[dict[str, Any]], *, at_least: int) -> None:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bit-reversed (RFC 3720, appendix B.4)
-MASK_DELTA = 0xA282EAD8  # record_writer.h masks checksums so that data may contain checksums
 
 
 def _crc_table() -> tuple[int, ...]:

@@ -22,6 +22,11 @@ IN_A_ROW = 3
 
 _FORMAT = struct.Struct("<6d40s")
 
+DATA, STEP, SAVE, EVAL, HOST = "data", "step", "save", "eval", "host"
+ACTIVITIES = (DATA, STEP, SAVE, EVAL, HOST)
+"""Waiting for the next batch; the training step, dispatched or waited for; saving; evaluating; all
+else that the process does in its loop, such as callbacks and reports."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessTimes:
@@ -134,12 +139,6 @@ def _slow_words(who: str, row: ProcessTimes, others: Sequence[float]) -> str:
         f"({of_it or 'waiting for data and own work'}), {usual:.2g} s on the others; a step takes "
         f"{step:.2g} s, without this about {without:.2g} s"
     )
-
-
-DATA, STEP, SAVE, EVAL, HOST = "data", "step", "save", "eval", "host"
-ACTIVITIES = (DATA, STEP, SAVE, EVAL, HOST)
-"""Waiting for the next batch; the training step, dispatched or waited for; saving; evaluating; all
-else that the process does in its loop, such as callbacks and reports."""
 
 
 class Stopwatch:
