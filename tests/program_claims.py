@@ -1,9 +1,11 @@
-"""Promises about compiled programs: registered one by one, checked together for each program."""
+"""Promises about programs: registered one by one, checked together for each compiled program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from zerojax.models.jaxpr import COLLECTIVES, inner_programs
 
 
 class Claims:
@@ -32,3 +34,24 @@ class Claims:
                     broken.append(AssertionError(f"{check.__name__}: {error}"))
         if broken:
             raise ExceptionGroup(f"{case.name} breaks {len(broken)} promises", broken)
+
+
+def collectives_in_branches(program: Any) -> list[str]:
+    """Names of the collectives of which a `cond` or `switch` decides whether they run.
+
+    Sees those that are written over manual axes; what the partitioner adds for automatic ones is in
+    the compiled program alone (`zerojax.forecasting.hlo.find_in_branches`).
+
+    Args:
+      program: traced, as in `jitted.trace(...).jaxpr`.
+    """
+    return list(_in_branches(getattr(program, "jaxpr", program), inside=False))
+
+
+def _in_branches(program: Any, *, inside: bool) -> Iterator[str]:
+    for equation in program.eqns:
+        name = equation.primitive.name
+        if inside and name.startswith(COLLECTIVES):
+            yield name
+        for inner in inner_programs(equation.params):
+            yield from _in_branches(inner, inside=inside or name == "cond")

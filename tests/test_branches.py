@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from tests.program_claims import collectives_in_branches
 from zerojax.forecasting.hlo import find_collectives, find_in_branches, read_program
-from zerojax.models.jaxpr import collectives_in_branches
 
 DEVICES = 4
 NEIGHBOURS = [(0, 1), (1, 2), (2, 3)]

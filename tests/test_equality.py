@@ -156,7 +156,7 @@ def test_a_users_model_equals_one_device(kind, zero, num_microbatches, model):
     )
     assert_equal_runs(run, one_device_of(kind))
     leaves = run.plan.placement.leaves
-    assert sum("model" in leaf.model_spec for leaf in leaves.values()) == 2 * (model - 1)
+    assert sum("model" in leaf.axes for leaf in leaves.values()) == 2 * (model - 1)
     if zero and kind == "nnx":
         assert any("padded" in reason for _, reason in run.plan.placement.exceptions())
         stacked = leaves["blocks/up/kernel"]

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.program_claims import collectives_in_branches
 from tests.small_models import reference_model
 from zerojax import make_mesh, make_plan
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.models.flops import count_program_flops
-from zerojax.models.jaxpr import collectives_in_branches
 from zerojax.parallel.step import build_step
 from zerojax.plan import counts
 from zerojax.plan import pipeline_costs as costs

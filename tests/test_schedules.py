@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from tests.schedule_formulas import asynchronous_bubble_formula, in_flight_formula
 from zerojax.plan.schedules import (
     SCHEDULES,
     Costs,
@@ -19,9 +20,7 @@ from zerojax.plan.schedules import (
 )
 from zerojax.plan.schedules.schedule_table import format_cell, parse_cell, virtual_stage
 from zerojax.plan.schedules.simulation import (
-    asynchronous_bubble_formula,
     bubble_formula,
-    in_flight_formula,
     tick_starts,
 )
 

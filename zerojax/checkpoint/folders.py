@@ -21,7 +21,6 @@ from zerojax.checkpoint.files import to_disk
 from zerojax.models.trees import format_bytes
 
 _INVISIBLE = re.compile(r"\d+\.(partial-\d+|expired)")
-_DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
 
 
 def list_steps(path: Path) -> tuple[int, ...]:
@@ -97,15 +96,6 @@ def set_aside(path: Path, step: int) -> Path:
     os.rename(step_folder(path, step), aside)
     to_disk(path)
     return aside
-
-
-def damaged_folders(path: Path) -> list[Path]:
-    """The checkpoints that were set aside, sorted by name."""
-    try:
-        names = os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(path / name for name in names if _DAMAGED.fullmatch(name))
 
 
 def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:

@@ -295,7 +295,7 @@ def _count_whole(outside: Any, inside: Any) -> int:
     return sum(outer.aval.ndim == inner.aval.ndim for outer, inner in pairs)
 
 
-_COLLECTIVES = (
+COLLECTIVES = (
     "psum",
     "pmax",
     "pmin",
@@ -314,29 +314,7 @@ def holds_collectives(program: ClosedJaxpr | Jaxpr) -> bool:
     """Whether a traced program has a collective over manual axes, at any depth."""
     jaxpr: Any = getattr(program, "jaxpr", program)
     return any(
-        equation.primitive.name.startswith(_COLLECTIVES)
+        equation.primitive.name.startswith(COLLECTIVES)
         or any(holds_collectives(inner) for inner in inner_programs(equation.params))
         for equation in jaxpr.eqns
     )
-
-
-def collectives_in_branches(program: ClosedJaxpr | Jaxpr) -> list[str]:
-    """Names of the collectives of which a `cond` or `switch` decides whether they run.
-
-    Sees those that are written over manual axes; what the partitioner adds for automatic ones is in
-    the compiled program alone (`zerojax.forecasting.hlo.find_in_branches`).
-
-    Args:
-      program: traced, as in `jitted.trace(...).jaxpr`.
-    """
-    jaxpr: Any = getattr(program, "jaxpr", program)
-    return list(_in_branches(jaxpr, inside=False))
-
-
-def _in_branches(program: Jaxpr, *, inside: bool) -> Iterator[str]:
-    for equation in program.eqns:
-        name = equation.primitive.name
-        if inside and name.startswith(_COLLECTIVES):
-            yield name
-        for inner in inner_programs(equation.params):
-            yield from _in_branches(inner, inside=inside or name == "cond")

@@ -94,11 +94,6 @@ class LeafPlacement:
         return self.layer_rows is not None and self.layer_rows != tuple(range(self.shape[0]))
 
     @property
-    def model_spec(self) -> P:
-        """Tensor parallelism alone: how the gathered parameter lies."""
-        return P(*self.axes)
-
-    @property
     def stored_spec(self) -> P:
         """How masters, optimizer state and reduced gradients lie."""
         axes: list[Any] = list(self.axes)

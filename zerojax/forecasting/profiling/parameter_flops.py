@@ -337,21 +337,3 @@ def _gradient_of(product: _Product, partners: Any) -> tuple[str, ...]:
     first = min(order for order, _ in met)
     candidates = {names for order, names in met if order == first}
     return next(iter(candidates)) if len(candidates) == 1 else ()
-
-
-def by_module(rows: Sequence[ParameterFlops], depth: int) -> Iterator[ParameterFlops]:
-    """The rows of all parameters whose names begin alike, together.
-
-    Args:
-      depth: parts of a name that count.
-    """
-    groups: dict[str, list[ParameterFlops]] = {}
-    for row in rows:
-        groups.setdefault("/".join(row.name.split("/")[:depth]), []).append(row)
-    for name, members in groups.items():
-        yield ParameterFlops(
-            name=name,
-            forward=sum(row.forward for row in members),
-            backward=sum(row.backward for row in members),
-            recomputed=sum(row.recomputed for row in members),
-        )
