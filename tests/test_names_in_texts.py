@@ -242,7 +242,6 @@ NOT_OF_ZEROJAX = {
     "config.embed_dim",
     "config.hidden_size",  # of a model
     "config.json",
-    "model.gguf",
     "model.hidden",  # of zerojax.models.Bert
     "model.embed_texts",
     "optimizer.gradient_transformation",

@@ -16,7 +16,6 @@ import zerojax
 from zerojax.cli import (
     check_command,
     checkpoint_command,
-    convert_command,
     data_command,
     deepspeed_command,
     keys_command,
@@ -98,7 +97,6 @@ def build_parser() -> argparse.ArgumentParser:
     deepspeed_command.add_deepspeed(commands)
     checkpoint_command.add(commands)
     profile_command.add(commands)
-    convert_command.add(commands)
     run_commands.add_generate(commands)
     run_commands.add_eval(commands)
     run_commands.add_report(commands)
