@@ -80,13 +80,14 @@ class Experiments:
     def _call(self, batch: Any, key: Any, train: bool) -> Any:
         if not hasattr(self, "_jitted"):
             self._jitted = jax.jit(
-                lambda batch, key, train: self.plain.loss(
-                    self.plain.params, self.plain.extras, key, batch, train=train
+                lambda params, frozen, extras, key, batch, train: self.plain.loss(
+                    params, extras, key, batch, train=train, frozen=frozen
                 ),
-                static_argnums=2,
+                static_argnums=5,
                 compiler_options=quick_options(),
             )
-        return self._jitted(batch, key, train)
+        plain = self.plain
+        return self._jitted(plain.params, plain.frozen, plain.extras, key, batch, train)
 
     def is_random(self, *, train: bool) -> bool:
         """Whether the loss depends on the random key."""
@@ -175,13 +176,12 @@ class Experiments:
         """Whether the weight of the loss depends on trained parameters."""
         plain, key = self.plain, self.plain.key(0)
 
-        def weight(params: Any) -> Any:
-            (_, weight), _ = plain.loss(params, plain.extras, key, self.batch, train=train)
+        def weight(params: Any, frozen: Any, extras: Any) -> Any:
+            (_, weight), _ = plain.loss(params, extras, key, self.batch, train=train, frozen=frozen)
             return jnp.float32(1) if weight is None else weight
 
-        gradient = jax.tree.leaves(
-            jax.jit(jax.grad(weight), compiler_options=quick_options())(plain.params)
-        )
+        differentiate = jax.jit(jax.grad(weight), compiler_options=quick_options())
+        gradient = jax.tree.leaves(differentiate(plain.params, plain.frozen, plain.extras))
         if not any(np.any(np.asarray(leaf)) for leaf in gradient):
             return None
         return Reason(

@@ -222,11 +222,24 @@ class PlainRun:
         return jax.random.fold_in(step_key(jnp.asarray(self._rng), jnp.int32(step)), 0)
 
     def loss(
-        self, params: Arrays, extras: Arrays, key: jax.Array, batch: Any, *, train: bool
+        self,
+        params: Arrays,
+        extras: Arrays,
+        key: jax.Array,
+        batch: Any,
+        *,
+        train: bool,
+        frozen: Arrays | None = None,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Arrays]:
-        """((loss or sum, weight or None), extras afterwards), traceable."""
+        """((loss or sum, weight or None), extras afterwards), traceable.
+
+        Args:
+          frozen: the frozen parameters where this is compiled. As constants of the program they
+            would be folded for minutes; None takes the run's own.
+        """
+        whole = {**params, **(self.frozen if frozen is None else frozen)}
         result, after = self.model.run(
-            {name: jnp.asarray(value) for name, value in {**params, **self.frozen}.items()},
+            {name: jnp.asarray(value) for name, value in whole.items()},
             {name: jnp.asarray(value) for name, value in extras.items()},
             key,
             lambda bound: self.given.loss(bound, batch),
@@ -234,11 +247,15 @@ class PlainRun:
         )
         return split_loss(result), after
 
-    def _advance(self, params: Arrays, opt_state: Any, extras: Arrays, key: Any, batch: Any) -> Any:
+    def _advance(
+        self, params: Arrays, frozen: Arrays, opt_state: Any, extras: Arrays, key: Any, batch: Any
+    ) -> Any:
         overwritten = self.model.overwritten
 
         def loss_of(params: Arrays, extras: Arrays) -> Any:
-            (loss, weight), after = self.loss(params, extras, key, batch, train=self._train)
+            (loss, weight), after = self.loss(
+                params, extras, key, batch, train=self._train, frozen=frozen
+            )
             weight = jnp.float32(1) if weight is None else weight
             # Scales of 8-bit products follow the gradients of the sum, as in a step.
             return loss if overwritten else loss / weight, (weight, after)
@@ -260,7 +277,7 @@ class PlainRun:
         losses, norms = [], []
         for number, batch in enumerate(self.given.batches):
             params, opt_state, extras, loss, norm = self._step(
-                params, opt_state, extras, self.key(number), reorder(batch)
+                params, self.frozen, opt_state, extras, self.key(number), reorder(batch)
             )
             losses.append(float(loss))
             norms.append(float(norm))

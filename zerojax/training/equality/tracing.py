@@ -263,14 +263,17 @@ def _all_values(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[li
             if type(var).__name__ != "DropVar" and _is_plain(var.aval) and var not in seen:
                 seen.add(var)
                 kept.append(var)
-    everything = program.replace(outvars=kept)
-    function = jaxpr_as_fun(ClosedJaxpr(everything, closed.consts))
+    # Weights are constants of the program. As such the compiler would fold what it makes of them.
+    everything = program.replace(
+        constvars=[], invars=[*program.constvars, *program.invars], outvars=kept
+    )
+    function = jaxpr_as_fun(ClosedJaxpr(everything, []))
     run = jax.jit(function, compiler_options=quick_options())
     result = []
     for given in inputs:
         values = dict(zip(program.constvars, closed.consts, strict=True))
         values |= dict(zip(program.invars, given, strict=True))
-        values |= dict(zip(kept, run(*given), strict=True))
+        values |= dict(zip(kept, run(*closed.consts, *given), strict=True))
         result.append([values.get(var) for var in _variables(closed)])
     return result
 
