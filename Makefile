@@ -9,7 +9,7 @@ RUN := "$(VENV)/bin/python"
 PYTEST := $(RUN) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test train test test-slow test-programs test-gpu lint format types bench wheel clean
+.PHONY: help setup setup-test train test test-thorough test-slow test-programs test-gpu lint format types bench wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -24,8 +24,11 @@ setup-test: setup
 train: setup ## train a small model on Shakespeare under ZeRO on 8 virtual CPU devices
 	@$(RUN) -m zerojax train "$(CONFIG)" $(ARGS)
 
-test: setup-test ## the test suite without its slow part, on all cores
+test: setup-test ## the quick tests, on all cores
 	@$(PYTEST) $(ARGS)
+
+test-thorough: setup-test ## the cases that `make test` leaves out for their time
+	@$(PYTEST) -m "thorough and not slow and not gpu and not gpu_programs" $(ARGS)
 
 test-slow: setup-test ## the slow part
 	@$(PYTEST) -m "slow and not gpu and not gpu_programs" $(ARGS)

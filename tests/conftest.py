@@ -121,8 +121,25 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+def _sample(items: list[pytest.Item]) -> None:
+    """Marks as thorough what `sampled(n)` leaves of a test's cases."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_one_test in cases.values():
+        (wanted,) = of_one_test[0].get_closest_marker("sampled").args
+        count = len(of_one_test)
+        quick = {(2 * i + 1) * count // (2 * wanted) for i in range(min(wanted, count))}
+        for number, item in enumerate(of_one_test):
+            if number not in quick:
+                item.add_marker(pytest.mark.thorough)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A `gpu` test outside `-m gpu` (as with -m "") is skipped by name, not failed."""
+    """Samples cases; a `gpu` test outside `-m gpu` (as with -m "") is skipped by name."""
+    _sample(items)
     if _gpu_was_asked_for(config):
         return
     for item in items:

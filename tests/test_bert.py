@@ -252,6 +252,7 @@ def alone(dropout: float = 0.0) -> Any:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "zero", "dropout", "remat"),
     [

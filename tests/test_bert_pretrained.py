@@ -108,6 +108,7 @@ def test_files_as_they_are_found(tmp_path: Path) -> None:
     assert difference(logits, reference()["logits"]) < 2e-5
 
 
+@pytest.mark.thorough
 def test_an_encoder_gets_a_new_head_to_be_trained_on(tmp_path: Path) -> None:
     folder = written(tmp_path, tensors_of("BertModel"), "BertModel")
     with pytest.raises(UnsupportedError, match="cls.predictions.bias' is missing"):

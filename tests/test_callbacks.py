@@ -222,6 +222,7 @@ zerojax.train(
 """
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_a_script_is_one_line(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

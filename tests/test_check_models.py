@@ -90,6 +90,7 @@ def test_unusual_models_agree(name, monkeypatch):
     assert {reason.kind for reason in result.reasons} == BY_DESIGN.get(name, set())
 
 
+@pytest.mark.thorough
 def test_an_optimizer_that_updates_layers_by_themselves_agrees(monkeypatch):
     """The reference is told which arrays are stacks of layers, as a step is."""
     model = functools.partial(small.Layers, num_layers=2, width=4)

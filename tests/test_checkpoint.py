@@ -131,6 +131,7 @@ def gate(monkeypatch: pytest.MonkeyPatch):
     gate.opened.set()
 
 
+@pytest.mark.thorough
 def test_restores_bit_for_bit_onto_other_meshes_and_device_counts(tmp_path: Path) -> None:
     host = host_state()
     with Checkpointer(tmp_path / "new" / "folder") as checkpointer:
@@ -609,6 +610,7 @@ WORKER = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.multihost
 def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
     path, address = tmp_path / "run", f"127.0.0.1:{free_port()}"

@@ -46,6 +46,7 @@ def of_device(x: jax.Array) -> fingerprint_math.Sums:
     return whole(x, Computation({"x": x}).result()["x"])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_host_and_device_find_the_same_for_every_dtype(dtype: str) -> None:
     wide = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize == 8
@@ -63,6 +64,7 @@ def test_the_program_for_gpus_finds_the_same() -> None:
     assert tuple(map(int, traced(host))) == fingerprint_math.of_array(host)
 
 
+@pytest.mark.thorough
 def test_no_way_of_cutting_changes_it() -> None:
     hosts = {
         "even": random_bits("float32", (16, 8, 4)),

@@ -53,6 +53,7 @@ def damage_values(folder: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damage", [edit_config, damage_values])
 def test_a_run_goes_on_from_the_step_before(
     tmp_path: Path, capsys: pytest.CaptureFixture, damage

@@ -157,6 +157,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.thorough
 def test_a_process_whose_save_has_failed_ends_with_its_own_exit_code(tmp_path: Path) -> None:
     """Threads of Orbax waited for the signal of a folder that was not made, for 30 years."""
     command = [sys.executable, "-c", END, str(tmp_path)]
@@ -218,6 +219,7 @@ def test_of_three_runs_in_one_folder_one_saves_and_all_end(tmp_path: Path) -> No
             assert all("written by process" in x or "already has step" in x for x in refused)
 
 
+@pytest.mark.thorough
 def test_a_second_run_is_refused_before_it_writes_or_makes_arrays(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def assert_same(ours, plain):
 # --- the same numbers -------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("chunk", [1, 5, 8, 13, 26, 1000])
 @pytest.mark.parametrize("vocab_dim", [0, 1])
 def test_loss_and_gradients_are_those_of_the_plain_loss(vocab_dim, chunk):
@@ -81,6 +82,7 @@ def test_weights_count_and_have_a_gradient_too(weights):
     assert not np.asarray(ours[1][0])[dead].any()
 
 
+@pytest.mark.thorough
 def test_what_is_divided_or_scaled_afterwards_scales_the_gradients():
     """The gradients are made for a derivative of 1; a loss scale or a mean comes later."""
 
@@ -281,6 +283,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "zero", "mesh", "options"),
     [

@@ -27,6 +27,7 @@ def run(folder: Path, processes: int, what: str, rank: int) -> tuple[str, list[s
     return outputs[0], outputs[1:]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("processes", "what", "rank", "reason"),
     [
@@ -54,6 +55,7 @@ def test_the_slow_process_is_named_with_its_reason(tmp_path, processes, what, ra
     assert [event["process"] for event in events] == [rank]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_nobody_is_named_where_all_are_alike(tmp_path, processes):
     printed, _ = run(tmp_path, processes, "none", 0)

@@ -110,6 +110,7 @@ def tiny_run(folder, text="corpus.txt"):
     return run_from_config(config)
 
 
+@pytest.mark.thorough
 def test_no_file_of_a_run_holds_a_secret(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     folder = tmp_path / "run"
@@ -177,6 +178,7 @@ def modes_below(folder):
     return {path: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*")]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mask", "never"), [(0o000, 0o002), (0o022, 0o022), (0o077, 0o077)])
 def test_a_run_respects_the_umask_and_is_never_open_to_everybody(tmp_path, umask, mask, never):
     umask(mask)

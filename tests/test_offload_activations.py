@@ -34,6 +34,7 @@ def slow(*values):
 # --- the same numbers -------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "zero", "microbatches", "model"),
     [("gpt2", 3, 4, 2), slow("llama", 1, 1, 1), slow("gpt2", 0, 1, 2), slow("llama", 2, 4, 1)],
@@ -166,6 +167,7 @@ def test_one_array_of_each_layer_leaves_and_comes_back():
     assert crossings(plain) == {"Host": 0, "Device": 0}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("zero", "microbatches", "model"), [(1, 1, 1), (3, 4, 2)])
 def test_a_step_lowered_for_gpus_holds_the_transfers(zero, microbatches, model):
     """Counted in StableHLO; a CPU's program has none, since all its memory is one."""

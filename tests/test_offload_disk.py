@@ -43,6 +43,7 @@ def on_device(request):
     return request.param, losses, canonical(plan, state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "share",
     [pytest.param("nvme", marks=pytest.mark.slow, id="nvme"), pytest.param(SHARES, id="shares")],

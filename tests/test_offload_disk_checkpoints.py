@@ -94,6 +94,7 @@ def test_a_flipped_bit_in_its_pieces_is_noticed(saved, tmp_path, tier):
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("tier", "data", "zero"),
     [(None, 2, 1), ("nvme", 4, 3), ("nvme", 2, 1), (SHARES, 2, 3), ("host", 4, 3)],
@@ -131,6 +132,7 @@ def test_state_on_the_host_is_neither_joined_to_be_saved_nor_restored_whole(tmp_
         np.testing.assert_array_equal(np.asarray(weights), np.asarray(state["params"][name]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tier", ["nvme", SHARES, "host"], ids=["nvme", "shares", "host"])
 def test_an_ordinary_checkpoint_goes_into_files(tmp_path, tier):
     plain = plan_of(None, zero=2, data=2)
@@ -160,6 +162,7 @@ def test_what_only_reads_weights_reads_them_from_pieces(saved):
     assert all(np.array_equal(np.asarray(x), expected[f"params/{n}"]) for n, x in params.items())
 
 
+@pytest.mark.thorough
 def test_a_piece_that_was_cut_off_is_damage(tmp_path):
     plan = plan_of(offload(tmp_path / "store"), data=2)
     state, _ = train(plan, 1)

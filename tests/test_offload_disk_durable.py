@@ -92,6 +92,7 @@ def test_what_a_killed_run_could_not_go_on_from(tmp_path, shares, precision, pro
     assert np.isclose(sum(config.shares.values()), 1)
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_over_says_so_and_saves_nothing_twice(tmp_path):
     """Its store and its checkpoint are of the same step."""
     settings = MeshConfig(data=-1, offload=offload(tmp_path / "store", durable=True))

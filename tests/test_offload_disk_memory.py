@@ -19,6 +19,7 @@ def test_only_from_disk_under_a_limit_of_memory(tmp_path):
         assert run_child(tier, LAYERS, LIMIT_MIB, tmp_path / tier, steps=2) is None
 
 
+@pytest.mark.thorough
 def test_the_bits_do_not_depend_on_the_tier(tmp_path):
     """The same program, small and without a limit."""
     losses = {
@@ -28,6 +29,7 @@ def test_the_bits_do_not_depend_on_the_tier(tmp_path):
     assert losses["nvme"] == losses["device"]
 
 
+@pytest.mark.thorough
 def test_memory_of_sweeps_does_not_grow_with_the_store(tmp_path):
     """Three buckets of 48 MiB, whatever their number; 5 % is the noise of allocators."""
     one, two = (run_child("sweep", count, 0, tmp_path / str(count), steps=1) for count in (3, 6))

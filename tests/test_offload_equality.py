@@ -73,6 +73,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "row",
     [
