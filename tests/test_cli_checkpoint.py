@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -182,59 +181,6 @@ def test_verify_of_a_step_that_is_not_there(run, capsys):
     code, _, error = call(capsys, "verify", run, "21")
     assert code == 2
     assert "no step 21; the saved steps are: 10, 20, 30" in error
-
-
-# --- diff -----------------------------------------------------------------------------------------
-
-
-def test_diff_of_two_steps(run, capsys):
-    code, out, _ = call(capsys, "diff", run, "10", "20")
-    assert code == 1
-    before, after = (np.asarray(state(step)["params"]["embed/kernel"]) for step in (10, 20))
-    norm = np.linalg.norm(after.astype(np.float64) - before)
-    assert f"params/embed/kernel: norm of the difference {norm:.4g}" in out
-    assert "params/scale: norm of the difference 10, relative 1, 1 elements" in out
-    assert "2 arrays are the same, bit for bit" in out  # frozen/table and extras/mean
-    assert "settings" not in out
-    code, out, _ = call(capsys, "diff", run, "10", "10")
-    assert code == 0
-    assert "7 arrays are the same" in out
-
-
-def test_diff_of_two_runs(run, tmp_path, capsys):
-    config = {"model": {"width": 8}, "optimizer": {"lr": 0.2, "b1": 0.9}}
-    plan = {"zero": 1, "mesh": {"data": 8}}
-    about = {"config": config, "plan": plan, "data_state": {}}
-    changed = state(30)
-    del changed["extras"]["mean"]
-    changed["params"]["new"] = jnp.ones(2)
-    changed["opt_state"]["mu"] = jnp.zeros((4, 4))
-    with Checkpointer(tmp_path / "other") as checkpointer:
-        checkpointer.save(30, changed, **about)
-    code, out, _ = call(capsys, "diff", run, tmp_path / "other")
-    assert code == 1
-    assert "optimizer.lr: 0.1 -> 0.2" in out
-    assert "optimizer.b1: not there -> 0.9" in out
-    assert "zero: 3 -> 1" in out
-    assert "arrays only in the first: 1\n  extras/mean" in out
-    assert "arrays only in the second: 1\n  params/new" in out
-    assert "opt_state/mu: float32[16,8] and float32[4,4]" in out
-    code, out, _ = call(capsys, "diff", run, tmp_path / "other", "--json")
-    body = json.loads(out)
-    assert body["plan"] == {"zero": [3, 1]}
-    assert body["num_same"] == 5
-
-
-def test_diff_reads_nothing_where_fingerprints_agree(run, monkeypatch, capsys):
-    monkeypatch.setattr("zerojax.checkpoint.differences.open_arrays", None)
-    assert call(capsys, "diff", run, "20", "20")[0] == 0
-
-
-@pytest.mark.parametrize("words", [("10",), ("10", "20", "30"), ("10", "x")])
-def test_diff_of_anything_else_is_bad_input(run, capsys, words):
-    code, _, error = call(capsys, "diff", run, *words)
-    assert code == 2
-    assert "give two steps of one run" in error
 
 
 # --- export ---------------------------------------------------------------------------------------

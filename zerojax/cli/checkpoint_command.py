@@ -1,4 +1,4 @@
-"""`zerojax checkpoint`: list, verify, compare, export and delete saved steps."""
+"""`zerojax checkpoint`: list, verify, export and delete saved steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from zerojax.runtime.exit_codes import FAILED, OK
 
 if TYPE_CHECKING:
     from zerojax.checkpoint import Verification
-    from zerojax.checkpoint.differences import Difference
     from zerojax.checkpoint.inspection import SavedStep
     from zerojax.checkpoint.pruning import Removal
 
@@ -32,25 +31,20 @@ accelerator is needed, and a run that is training is not disturbed.
 examples:
   zerojax checkpoint list runs/mine
   zerojax checkpoint verify runs/mine --all
-  zerojax checkpoint diff runs/mine 100 200
   zerojax checkpoint export runs/mine exported --dtype bf16
   zerojax checkpoint export runs/mine for_transformers --format hugging_face
   zerojax checkpoint export runs/mine adapters --format peft
   zerojax checkpoint prune runs/mine --keep 2 --every 1000 --dry-run
 
-exit codes: 0 it worked, 1 it failed (verify: damage was found; diff: something differs), 2 the
-input was wrong."""
+exit codes: 0 it worked, 1 it failed (verify: damage was found), 2 the input was wrong."""
 
 
 def add(commands) -> None:
     """Declares the command and those below it."""
-    parser = add_command(
-        commands, "checkpoint", run, "look at, check, compare, export, delete", _HELP
-    )
+    parser = add_command(commands, "checkpoint", run, "look at, check, export, delete", _HELP)
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     _add_list(actions)
     _add_verify(actions)
-    _add_diff(actions)
     _add_export(actions)
     _add_prune(actions)
 
@@ -79,18 +73,6 @@ def _add_verify(actions) -> None:
     parser = _add(actions, "verify", "read a step whole and compare it with what was saved")
     parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="default: the newest")
     parser.add_argument("--all", action="store_true", help="every saved step")
-    _add_json(parser)
-
-
-def _add_diff(actions) -> None:
-    parser = _add(actions, "diff", "what tells two steps apart: settings, plan, versions, values")
-    parser.add_argument(
-        "others",
-        metavar="STEP",
-        nargs="+",
-        help="two steps of RUN, or another RUN, whose newest step is compared with RUN's",
-    )
-    parser.add_argument("--limit", type=int, metavar="N", default=20, help="lines per part (20)")
     _add_json(parser)
 
 
@@ -265,72 +247,6 @@ def _verified(found: Verification) -> dict[str, Any]:
     }
 
 
-# --- diff -----------------------------------------------------------------------------------------
-
-
-def _diff(args: argparse.Namespace) -> int:
-    from zerojax.checkpoint.differences import compare
-
-    first, second = _two_steps(args.run, args.others)
-    found = compare(first, second)
-    if args.json:
-        show(json.dumps(dataclasses.asdict(found), indent=1, default=str))
-    else:
-        show(_describe(found, first, second, args.limit))
-    return OK if found.is_empty else FAILED
-
-
-def _two_steps(run: str, others: Sequence[str]) -> tuple[SavedStep, SavedStep]:
-    from zerojax.checkpoint.inspection import find_step
-
-    if len(others) == 2 and all(word.isdigit() for word in others):
-        return find_step(run, int(others[0])), find_step(run, int(others[1]))
-    if len(others) == 1 and not others[0].isdigit():
-        return find_step(run), find_step(others[0])
-    raise CheckpointError(
-        f"diff {run} {' '.join(others)}: give two steps of one run (RUN 100 200), or two runs or "
-        "folders of steps (RUN RUN2)"
-    )
-
-
-def _describe(found: Difference, first: SavedStep, second: SavedStep, limit: int) -> str:
-    lines = [f"- {first.folder}", f"+ {second.folder}"]
-    for title, pairs in (
-        ("settings", found.settings),
-        ("plan", found.plan),
-        ("versions", found.versions),
-    ):
-        pairs_text = [f"{key}: {_short(a)} -> {_short(b)}" for key, (a, b) in pairs.items()]
-        lines += _part(title, pairs_text, limit)
-    lines += _part("arrays only in the first", found.removed, limit)
-    lines += _part("arrays only in the second", found.added, limit)
-    rows = []
-    for change in sorted(found.changed, key=lambda x: -(x.relative or 0)):
-        if change.norm is None:
-            rows.append(f"{change.name}: {change.what}")
-            continue
-        sizes = f"norm of the difference {change.norm:.4g}, relative {change.relative:.3g}"
-        text = f"{change.name}: {sizes}"
-        if change.elements is not None:
-            text += f", {change.elements:,} elements"
-        rows.append(text + (f" ({change.what})" if change.what else ""))
-    lines += _part("arrays that differ", rows, limit)
-    lines.append(f"{found.num_same} arrays are the same, bit for bit")
-    return "\n".join(lines)
-
-
-def _part(title: str, rows: Sequence[str], limit: int) -> list[str]:
-    if not rows:
-        return []
-    more = [f"  ... and {len(rows) - limit} more (--limit N)"] if len(rows) > limit else []
-    return [f"{title}: {len(rows)}", *(f"  {row}" for row in rows[:limit]), *more]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value) if not isinstance(value, str) else value
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 # --- export ---------------------------------------------------------------------------------------
 
 
@@ -443,7 +359,6 @@ def _name_of(one: Removal) -> str:
 _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "list": _list,
     "verify": _verify,
-    "diff": _diff,
     "export": _export,
     "prune": _prune,
 }
