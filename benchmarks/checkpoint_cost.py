@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, add_arguments, write_record
-from zerojax.runtime.host_memory import keep_freed_memory
+from zerojax.runtime.memory import keep_freed_memory
 
 CASES = ((52, 1), (232, 1), (52, 8), (232, 8))  # arrays, devices
 NUM_BYTES = 522 * 10**6

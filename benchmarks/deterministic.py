@@ -17,7 +17,7 @@ from benchmarks.machine import load_average
 from benchmarks.measuring import Sample, interleave, median_of, ratio_of, sample
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from zerojax.forecasting import hlo
-from zerojax.runtime.host_memory import keep_freed_memory
+from zerojax.runtime.memory import keep_freed_memory
 
 NUM_DEVICES = 8
 CASES = ((0, 8), (1, 8), (2, 8), (3, 8), (1, 1))

@@ -19,7 +19,7 @@ from benchmarks.machine import load_average, pin_to_core
 from benchmarks.measuring import Sample, interleave, least_of, median_of, ratio_of, sample
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from zerojax.config import LogConfig
-from zerojax.runtime.host_memory import keep_freed_memory
+from zerojax.runtime.memory import keep_freed_memory
 
 LIMIT = 1.02
 WARM_UP = 3

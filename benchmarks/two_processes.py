@@ -25,7 +25,7 @@ from benchmarks.workers import HOST, Workers, free_port, slowest
 from benchmarks.workers import serve as answer_requests
 from zerojax.data import local_rows
 from zerojax.runtime.distributed import ProcessGroup, join_processes
-from zerojax.runtime.host_memory import keep_freed_memory
+from zerojax.runtime.memory import keep_freed_memory
 
 LIMITS = {0: None, 1: 1.05, 2: 1.05, 3: 1.10}
 LOSS_TOLERANCE = 1e-5  # some ten units in the last place of a loss near 6

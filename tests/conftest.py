@@ -20,7 +20,7 @@ import pytest
 
 from tests.cpu_times import CpuTimes
 from tests.kept_programs import KeptPrograms
-from zerojax.runtime.host_memory import keep_freed_memory
+from zerojax.runtime.memory import keep_freed_memory
 
 NUM_CPU_DEVICES = 8
 KILOBYTES_PER_WORKER = 3 << 19

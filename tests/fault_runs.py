@@ -143,17 +143,7 @@ class Run:
         finally:
             self.kill()
         codes = [process.wait() for process in self.started]
-        self._wait_for_last_words()
         return Ended(codes, self.read_outputs(), ended - (first or ended))
-
-    def _wait_for_last_words(self) -> None:
-        """A process that was killed is spoken for by another, some milliseconds later."""
-        deadline = time.monotonic() + 10
-        for index, process in enumerate(self.started):
-            if process.returncode not in (-signal.SIGKILL, -signal.SIGABRT):
-                continue
-            while time.monotonic() < deadline and "zerojax: " not in self.read_outputs()[index]:
-                time.sleep(0.02)
 
     def kill(self) -> None:
         for process in self.started:

@@ -15,8 +15,7 @@ import zerojax
 from zerojax.config import LogConfig, ModelConfig
 from zerojax.models import build_model
 from zerojax.runtime import distributed
-from zerojax.runtime.exit_codes import OK
-from zerojax.runtime.shutdown import leave
+from zerojax.runtime.shutdown import OK, leave
 
 STEPS, ROWS = 12, 8
 

@@ -22,7 +22,7 @@ from tests.trajectories import TOLERANCE
 from zerojax.cli import build_parser
 from zerojax.cli.arguments import split_words
 from zerojax.config import RunConfig, load
-from zerojax.runtime.local_gpus import local_device_ids
+from zerojax.runtime.process_group import local_device_ids
 from zerojax.runtime.schedulers import process_group_of
 
 ROOT = Path(__file__).resolve().parent.parent

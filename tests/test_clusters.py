@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zerojax.runtime.local_gpus import local_device_ids, visible_gpus
-from zerojax.runtime.process_group import ProcessGroup
-from zerojax.runtime.schedulers import process_group_of
-from zerojax.runtime.slurm import expand_counts, expand_hosts
+from zerojax.runtime.process_group import ProcessGroup, local_device_ids, visible_gpus
+from zerojax.runtime.schedulers import expand_counts, expand_hosts, process_group_of
 
 OWN = {
     "ZEROJAX_COORDINATOR": "10.0.0.1:12355",

@@ -18,7 +18,7 @@ from tests.small_models import reference_model
 from tests.trajectories import text_batch
 from zerojax import make_mesh, make_plan
 from zerojax.runtime import distributed
-from zerojax.runtime.distributed import check_joined
+from zerojax.runtime.distributed import check_joined, is_peer_loss
 from zerojax.runtime.process_group import ProcessGroup
 from zerojax.runtime.shutdown import exit_code_of
 
@@ -273,3 +273,16 @@ def test_planning_alone_where_others_wait_is_refused(alone, monkeypatch):
         return
     with pytest.raises(RuntimeError, match="each would train by itself.*ZEROJAX_NUM_PROCESSES=1"):
         make_plan(reference_model("gpt2"), make_mesh(), example_batch=text_batch(0))
+
+
+def test_a_lost_peer_is_known_by_what_gloo_and_the_coordinator_say():
+    gloo = ValueError(
+        "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error "
+        "[127.0.0.1]:12465: Connection reset by peer"
+    )
+    assert is_peer_loss(gloo)
+    outer = RuntimeError("step 8 was not saved")
+    outer.__cause__ = gloo
+    assert is_peer_loss(outer)
+    assert not is_peer_loss(OSError("No space left on device"))
+    assert not is_peer_loss(ValueError("global_batch_size=5 is not divisible by 2"))

@@ -15,7 +15,7 @@ import pytest
 from tests.process_groups import ROOT, free_port
 from tests.test_engine import batch, initialize
 from zerojax.config import WatchConfig
-from zerojax.runtime import exit_codes
+from zerojax.runtime import shutdown
 from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.deepspeed.engine_guard import Guard, _UnderWay
 from zerojax.training.metrics.metric_files import read_metrics
@@ -61,7 +61,7 @@ def run_two(folder, what: str, read: str) -> tuple[int, str]:
 @pytest.mark.parametrize("read", ["each", "none"])
 def test_a_peer_that_is_killed_ends_the_other_with_a_sentence(tmp_path, read):
     code, said = run_two(tmp_path, "kill", read)
-    assert code == exit_codes.FAILED, said
+    assert code == shutdown.FAILED, said
     assert "another process of this run has ended, which this one (process 0 of 2) saw" in said
     assert "the last checkpoint is step 3; run the same command again; load_checkpoint" in said
 
@@ -71,7 +71,7 @@ def test_a_peer_that_is_killed_ends_the_other_with_a_sentence(tmp_path, read):
 @pytest.mark.parametrize("read", ["each", "none"])
 def test_a_peer_that_stands_still_ends_the_other_with_its_code(tmp_path, read):
     code, said = run_two(tmp_path, "stop", read)
-    assert code == exit_codes.HUNG, said
+    assert code == shutdown.HUNG, said
     assert "process 0 of 2 has got no further for 6 s after step " in said
     assert "in engine_fault_process.py" in said.replace(f'File "{ROOT}/tests/', "in "), "stacks"
     assert "load_checkpoint goes on from the last save_checkpoint" in said
@@ -113,7 +113,7 @@ def test_the_script_of_a_loop_has_all_the_time_it_wants_but_no_step_has():
         while not codes and time.monotonic() < deadline:
             time.sleep(0.01)
         last.is_ready = True
-        assert codes[0] == exit_codes.HUNG
+        assert codes[0] == shutdown.HUNG
     under_way.end()
 
 
@@ -124,7 +124,7 @@ def test_a_call_is_waited_for_even_where_nothing_is_under_way(monkeypatch):
     with guard.during("waiting for data"):
         time.sleep(0.9)
     guard.close()
-    assert exit_codes.HUNG in codes
+    assert shutdown.HUNG in codes
 
 
 def test_threads_end_with_an_engine_that_is_never_closed():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault_runs import Run
-from zerojax.runtime import exit_codes
+from zerojax.runtime import shutdown
 
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
@@ -37,7 +37,7 @@ def library(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("processes", [1])
 def test_a_clock_that_jumps_both_ways_changes_nothing(tmp_path, library, processes):
     whole = Run(tmp_path / "whole", processes=processes)
-    assert whole.run().codes == [exit_codes.OK] * processes
+    assert whole.run().codes == [shutdown.OK] * processes
     run = Run(tmp_path / "run", processes=processes)
     moved = tmp_path / "seconds"
     moved.write_bytes(struct.pack("q", 0))
@@ -48,7 +48,7 @@ def test_a_clock_that_jumps_both_ways_changes_nothing(tmp_path, library, process
         with moved.open("r+b") as file:  # the processes look into this very file
             file.write(struct.pack("q", days * DAY))
     ended = run.end()
-    assert ended.codes == [exit_codes.OK] * processes, ended.outputs
+    assert ended.codes == [shutdown.OK] * processes, ended.outputs
     run.check_losses(dict(whole.losses()))
     assert run.saved() == whole.saved(), "checkpoints are counted in steps"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault_runs import Run
-from zerojax.runtime import exit_codes
+from zerojax.runtime import shutdown
 
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
@@ -68,7 +68,7 @@ def undisturbed(tmp_path_factory) -> Callable[[int], dict[int, float]]:
     @functools.cache
     def losses(processes: int) -> dict[int, float]:
         run = make_run(tmp_path_factory.mktemp(f"run-{processes}"), processes)
-        assert run.run().codes == [exit_codes.OK] * processes
+        assert run.run().codes == [shutdown.OK] * processes
         return dict(run.losses())
 
     return losses
@@ -93,7 +93,7 @@ def test_a_disk_that_fills_up_during_a_save(tmp_path, disk, undisturbed, process
     options = {"before": disk.enter(tmp_path), "environment": {"DISK": str(disk.folder)}}
     fault = {"process": 0, "at": "space", "count": 2, "what": "fill"}
     ended = run.run(fault=fault, **options)
-    assert ended.codes == [exit_codes.FAILED] * processes, ended.outputs
+    assert ended.codes == [shutdown.FAILED] * processes, ended.outputs
     for process in range(processes):
         sentence = ended.sentence(process)
         assert "step 8 was not saved" in sentence
@@ -103,7 +103,7 @@ def test_a_disk_that_fills_up_during_a_save(tmp_path, disk, undisturbed, process
     assert free(disk) >= 16 * 4096, "what the failed save has written is gone"
     (disk.seen / "filler").unlink()
     ended = run.run(**options)
-    assert ended.codes == [exit_codes.OK] * processes, ended.outputs
+    assert ended.codes == [shutdown.OK] * processes, ended.outputs
     run.check_losses(undisturbed(processes))
     assert saved(disk)[-1] == 16
     assert not list(disk.seen.glob("checkpoints/*.partial-*"))
@@ -115,7 +115,7 @@ def test_a_folder_that_is_read_only(tmp_path, disk, undisturbed, processes):
     options = {"before": disk.enter(tmp_path)}
     disk.set_mode("ro")
     ended = run.run(**options)
-    assert ended.codes == [exit_codes.BAD_INPUT] * processes, ended.outputs
+    assert ended.codes == [shutdown.BAD_INPUT] * processes, ended.outputs
     assert "checkpoints cannot be written" in ended.sentence(0)
     assert "read-only file system" in ended.sentence(0).lower()
     assert run.steps() == [], "it says so before it trains"
@@ -125,7 +125,7 @@ def test_a_folder_that_is_read_only(tmp_path, disk, undisturbed, processes):
     run.wait_for_step(6)
     disk.set_mode("ro")
     ended = run.end()
-    assert ended.codes == [exit_codes.FAILED] * processes, "the same command may do later"
+    assert ended.codes == [shutdown.FAILED] * processes, "the same command may do later"
     for process in range(processes):
         assert "step 8 was not saved" in ended.sentence(process)
         assert "read-only file system" in ended.sentence(process).lower()
@@ -133,14 +133,14 @@ def test_a_folder_that_is_read_only(tmp_path, disk, undisturbed, processes):
 
     disk.set_mode("rw")
     ended = run.run(**options)
-    assert ended.codes == [exit_codes.OK] * processes, ended.outputs
+    assert ended.codes == [shutdown.OK] * processes, ended.outputs
     run.check_losses(undisturbed(processes))
 
 
 def test_a_write_that_is_refused_in_one_process(tmp_path, undisturbed):
     run = make_run(tmp_path, 2)
     ended = run.run(fault={"process": 1, "at": "save", "count": 2, "what": "limit"})
-    assert ended.codes == [exit_codes.FAILED] * 2, ended.outputs
+    assert ended.codes == [shutdown.FAILED] * 2, ended.outputs
     for process in range(2):
         sentence = ended.sentence(process)
         assert "step 8 was not saved" in sentence
@@ -148,7 +148,7 @@ def test_a_write_that_is_refused_in_one_process(tmp_path, undisturbed):
         assert "file too large" in sentence
     assert run.saved() == [4]
     ended = run.run()
-    assert ended.codes == [exit_codes.OK] * 2, ended.outputs
+    assert ended.codes == [shutdown.OK] * 2, ended.outputs
     run.check_losses(undisturbed(2))
 
 
@@ -157,11 +157,11 @@ def test_a_disk_of_everything_that_fills_up(tmp_path, disk, undisturbed):
     run = make_run(tmp_path, 1, f"run_dir={disk.folder}/run")
     options = {"before": disk.enter(tmp_path), "environment": {"DISK": str(disk.folder)}}
     ended = run.run(fault={"process": 0, "at": "step", "count": 7, "what": "fill"}, **options)
-    assert ended.codes == [exit_codes.FAILED], ended.outputs
+    assert ended.codes == [shutdown.FAILED], ended.outputs
     assert "space" in ended.sentence(0)
     (disk.seen / "filler").unlink()
     ended = run.run(**options)
-    assert ended.codes == [exit_codes.OK], ended.outputs
+    assert ended.codes == [shutdown.OK], ended.outputs
     whole = Run(tmp_path)
     whole.folder = disk.seen
     whole.check_losses(undisturbed(1))

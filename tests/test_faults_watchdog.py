@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from zerojax.config import ConfigError, WatchConfig
-from zerojax.runtime import exit_codes
+from zerojax.runtime import shutdown
 from zerojax.runtime.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +42,7 @@ def test_a_step_that_hangs_is_ended_and_told(tmp_path, capfd):
     with make(ends, tmp_path) as watchdog, watchdog.during("in step 3"):
         watchdog.finished(2)
         assert ends.has_ended.wait(60)
-    assert ends.codes[0] == exit_codes.HUNG
+    assert ends.codes[0] == shutdown.HUNG
     errors = capfd.readouterr().err
     assert "after step 2: it is in step 3, and may for 0.4 s (watch.step_timeout)" in errors
     assert "run the same command again to resume" in errors
@@ -161,14 +161,14 @@ def hang(statement: str, processes: int) -> subprocess.CompletedProcess[str]:
 
 def test_a_main_thread_inside_of_c_is_ended():
     ended = hang("ctypes.CDLL(None).sleep(100)", processes=1)
-    assert ended.returncode == exit_codes.HUNG, ended.stderr
+    assert ended.returncode == shutdown.HUNG, ended.stderr
     assert "this run has got no further for 1 s: it is in step 1" in ended.stderr
 
 
 def test_a_net_below_catches_what_keeps_the_interpreter():
     """`PyDLL` does not release the interpreter's lock: no Python thread gets a turn."""
     ended = hang("ctypes.PyDLL(None).sleep(100)", processes=2)
-    assert ended.returncode == exit_codes.FAILED, ended.stderr
+    assert ended.returncode == shutdown.FAILED, ended.stderr
     assert "Timeout" in ended.stderr
     assert 'File "<string>", line' in ended.stderr
 

@@ -8,7 +8,7 @@ import pytest
 PROGRAM = """
 import resource, sys
 if sys.argv[1] == "keep":
-    from zerojax.runtime.host_memory import keep_freed_memory
+    from zerojax.runtime.memory import keep_freed_memory
     print(keep_freed_memory())
 faults = []
 for _ in range(4):

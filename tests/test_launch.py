@@ -14,9 +14,17 @@ from pathlib import Path
 import pytest
 
 from tests.test_distributed import LOOPBACK, free_port, listening
-from zerojax.runtime.launch.endings import End, describe, exit_code, first_failure, may_restart
-from zerojax.runtime.launch.job import Job, check_gpus, command_line
-from zerojax.runtime.launch.output import RUNTIME_SUMMARY, without_noise
+from zerojax.runtime.launch.children import RUNTIME_SUMMARY, without_noise
+from zerojax.runtime.launch.job import (
+    End,
+    Job,
+    check_gpus,
+    command_line,
+    describe,
+    exit_code,
+    first_failure,
+    may_restart,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 60.0

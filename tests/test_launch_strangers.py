@@ -13,9 +13,8 @@ import pytest
 
 from tests.test_distributed import free_port
 from tests.test_launch import LIMIT, command, launched, wait_until
-from zerojax.runtime.launch.greeting import Greeting, Stranger
+from zerojax.runtime.launch.handshake import TOKEN, Handshake, Stranger, Token
 from zerojax.runtime.launch.hosts import Followers, reach_leader
-from zerojax.runtime.launch.token import TOKEN, Token
 
 SECRET = "0123456789abcdef-of-the-run"
 NUMBERS = {"host": 1, "num_hosts": 2, "num_processes": 1}
@@ -89,7 +88,7 @@ def pair():
 class TestGreeting:
     """Both ends in one process; no bound here is reached but the one that is tested."""
 
-    def exchange(self, leader: Greeting, follower: Greeting, refused: str | None = None):
+    def exchange(self, leader: Handshake, follower: Handshake, refused: str | None = None):
         found: list[object] = []
 
         def introduce() -> None:
@@ -108,11 +107,11 @@ class TestGreeting:
 
     @pytest.mark.parametrize("refused", [None, "give the same"])
     def test_both_prove_that_they_have_the_token(self, refused, pair):
-        leader, follower = (Greeting(end, b"a" * 20) for end in pair)
+        leader, follower = (Handshake(end, b"a" * 20) for end in pair)
         assert self.exchange(leader, follower, refused) == refused
 
     def test_a_follower_with_another_token(self, pair):
-        leader, follower = Greeting(pair[0], b"a" * 20), Greeting(pair[1], b"b" * 20)
+        leader, follower = Handshake(pair[0], b"a" * 20), Handshake(pair[1], b"b" * 20)
         with pytest.raises(Stranger, match="it has another token"):
             self.exchange(leader, follower)
 
@@ -120,7 +119,7 @@ class TestGreeting:
         left, right = pair
         left.sendall(b'{"zerojax_launch": {"nonce": "1"}}\n{"proof": "00", "refused": "stop"}\n')
         with pytest.raises(Stranger, match="host 0 has another token"):
-            Greeting(right, b"a" * 20).introduce(NUMBERS)
+            Handshake(right, b"a" * 20).introduce(NUMBERS)
 
     @pytest.mark.parametrize(
         "said",
@@ -143,7 +142,7 @@ class TestGreeting:
         right.sendall(said)
         right.shutdown(socket.SHUT_WR)
         with pytest.raises(Stranger):
-            Greeting(left, b"a" * 20).hear()
+            Handshake(left, b"a" * 20).hear()
 
     def test_one_byte_at_a_time_ends_with_the_whole_time(self, pair):
         left, right = pair
@@ -157,7 +156,7 @@ class TestGreeting:
         thread.start()
         try:
             with pytest.raises((Stranger, TimeoutError)):
-                Greeting(left, b"a" * 20, seconds=0.3).hear()
+                Handshake(left, b"a" * 20, seconds=0.3).hear()
         finally:
             over.set()
             thread.join(LIMIT)
@@ -250,7 +249,7 @@ class TestRealLaunchers:
         address = f"127.0.0.1:{free_port()}"
         (leader,) = self.commands(tmp_path, address, 0)
         with launched(leader, **{TOKEN: SECRET}) as (first,), connect(address) as connection:
-            assert Greeting(connection, SECRET.encode()).introduce(NUMBERS) is None
+            assert Handshake(connection, SECRET.encode()).introduce(NUMBERS) is None
             connection.settimeout(LIMIT)
             connection.sendall(said)
             _, error = first.communicate(timeout=LIMIT)

@@ -11,8 +11,8 @@ import pytest
 
 from zerojax.cli import main
 from zerojax.config import DataConfig, LogConfig, ModelConfig, RunConfig
-from zerojax.runtime.private_files import not_for_everybody, open_to_everybody
 from zerojax.runtime.redaction import HIDDEN, is_secret_name, redact
+from zerojax.runtime.user_files import not_for_everybody, open_to_everybody
 from zerojax.training.metrics import RunLog, write_report
 from zerojax.training.run_file import run_from_config
 

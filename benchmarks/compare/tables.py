@@ -161,6 +161,6 @@ def _legend(unit: float) -> list[str]:
         f"sent/unit: TCP bytes per process and step as the kernel counts them, in {unit / 1e6:.3f} "
         "MB (float32 parameters x (N-1)/N); ZeRO's formula is 2 at stages 0 to 2, 3 at stage 3",
         "peak_MB: VmHWM of the larger process, imports and compilation included; freed memory is "
-        "kept by the C library in all of them (zerojax/runtime/host_memory.py)",
+        "kept by the C library in all of them (zerojax/runtime/memory.py)",
         "lines: of code beside model and batches, in benchmarks/compare/ways/",
     ]

@@ -18,7 +18,7 @@ from benchmarks.compare import subject
 from benchmarks.compare.sockets import bytes_sent
 from benchmarks.machine import pin_to_core
 from benchmarks.workers import serve
-from zerojax.runtime.host_memory import keep_freed_memory
+from zerojax.runtime.memory import keep_freed_memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,7 @@ from zerojax.cli import (
 from zerojax.cli.arguments import Parser
 from zerojax.cli.complaints import explain
 from zerojax.config.display import show
-from zerojax.runtime.exit_codes import BAD_INPUT, FAILED
-from zerojax.runtime.shutdown import AGREED, exit_code_of, in_group, leave
+from zerojax.runtime.shutdown import AGREED, BAD_INPUT, FAILED, exit_code_of, in_group, leave
 
 _EXIT_CODES = """\
 exit codes: 0 success, 1 failure, 2 invalid input, 75 stopped by a signal with everything
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the words after `zerojax`; None takes them from the process.
 
     Returns:
-      The exit code, see `zerojax.runtime.exit_codes`.
+      The exit code, see `zerojax.runtime.shutdown`.
     """
     code = _run(argv)
     if code not in AGREED and in_group():

@@ -6,7 +6,7 @@ import os
 import sys
 
 from zerojax.config import OffloadConfig
-from zerojax.runtime.system_memory import PINNED_LIMIT, least_room, pinned_limit_for
+from zerojax.runtime.memory import PINNED_LIMIT, least_room, pinned_limit_for
 
 
 def use_cpu_devices(number: int | None) -> None:

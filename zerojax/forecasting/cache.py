@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.runtime import bounded_json
-from zerojax.runtime.user_cache import VARIABLE, replace_text, user_cache
+from zerojax.runtime.user_files import CACHE_VARIABLE, replace_text, user_cache
 
 FORMAT = 1
 MAX_BYTES = 256 << 20
@@ -127,5 +127,5 @@ def _ignore(path: Path, why: str) -> None:
 
 
 def _warn(sentence: str) -> None:
-    remedy = f"set {VARIABLE} to another folder, or to off"
+    remedy = f"set {CACHE_VARIABLE} to another folder, or to off"
     warnings.warn(f"cache of forecasts: {sentence} ({remedy})", stacklevel=4)

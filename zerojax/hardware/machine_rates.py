@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.runtime.bounded_json import load
-from zerojax.runtime.system_memory import nearest_folder
-from zerojax.runtime.user_cache import replace_text, user_cache
+from zerojax.runtime.memory import nearest_folder
+from zerojax.runtime.user_files import replace_text, user_cache
 
 FILE = "rates.json"
 MOUNTS = Path("/proc/self/mountinfo")

@@ -1,7 +1,7 @@
 """Processes of a run: formation, start, hang detection, preemption, shutdown and exit status.
 
 Knows environments, signals, files and memory of the host; never models, arrays or plans.
-JAX is imported by `distributed`, `peers` and `preemption` alone.
+JAX is imported by `distributed` and `preemption` alone.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerojax.runtime.distributed import join_processes
-    from zerojax.runtime.peers import PeerLostError
+    from zerojax.runtime.distributed import PeerLostError, join_processes
     from zerojax.runtime.preemption import Interrupted, StopRequest
     from zerojax.runtime.shutdown import leave
     from zerojax.runtime.watchdog import Watchdog
@@ -27,7 +26,7 @@ __all__ = [
 
 _HOME_OF_NAME = {
     "Interrupted": "preemption",
-    "PeerLostError": "peers",
+    "PeerLostError": "distributed",
     "StopRequest": "preemption",
     "Watchdog": "watchdog",
     "join_processes": "distributed",

@@ -1,25 +1,27 @@
-"""Start of `jax.distributed`: the coordinator is checked, and this process's GPUs are declared."""
+"""Process group of `jax.distributed`: its start, and errors that the loss of a process causes.
+
+The coordinator's address is checked first, and this process's GPUs are declared.
+"""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
 import os
+import re
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from zerojax.config.keywords import names_keywords
-from zerojax.runtime import last_words
-from zerojax.runtime.exit_codes import FAILED
-from zerojax.runtime.local_gpus import local_device_ids, visible_gpus
 from zerojax.runtime.process_group import ProcessGroup as ProcessGroup
-from zerojax.runtime.process_group import number_of, split_address
+from zerojax.runtime.process_group import local_device_ids, number_of, split_address, visible_gpus
 from zerojax.runtime.schedulers import process_group_of
-from zerojax.runtime.shutdown import leave_on_uncaught_errors
+from zerojax.runtime.shutdown import FAILED, leave_on_uncaught_errors
 
 HEARTBEAT_SECONDS, JOIN_SECONDS = "ZEROJAX_HEARTBEAT_SECONDS", "ZEROJAX_JOIN_SECONDS"
 DEFAULT_HEARTBEAT_SECONDS = 60
@@ -32,6 +34,12 @@ _NUM_CPU_DEVICES, _PLATFORMS = "jax_num_cpu_devices", "jax_platforms"
 # gRPC reads these spellings only, the first before the second.
 _NO_PROXY, _NO_PROXY_AT_ALL = "no_grpc_proxy", "no_proxy"
 BIND_ADDRESS, LOCAL_DEVICES = "JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS"
+_SIGNS = re.compile(
+    r"\bgloo\b|\bNCCL\b|nccl(UnhandledCuda|System|Remote|Internal)Error"
+    r"|coordination service|CoordinationService|coordination agent|PjRt-Client-Connect"
+    r"|Connection reset by peer|Connection closed by peer|heartbeat",
+    re.IGNORECASE,
+)
 
 
 @names_keywords()
@@ -85,7 +93,6 @@ def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
         heartbeat_timeout_seconds=heartbeat,
         seconds=max(1.0, limit - (time.monotonic() - began)),
     )
-    last_words.prepare(group.process_id, group.num_processes)
     leave_on_uncaught_errors(is_coordinator=group.process_id == 0)
     print(_describe(group, devices, num_gpus), file=sys.stderr, flush=True)
     return group
@@ -265,3 +272,37 @@ def _describe(group: ProcessGroup, devices: list[int] | None, num_gpus: int) -> 
     if group.process_id:
         return name
     return f"{group.num_processes} processes ({group.source}) at {group.coordinator}; {name}"
+
+
+class PeerLostError(RuntimeError):
+    """Another process of this run has ended, so that this one cannot go on.
+
+    Args:
+      step: the last that was begun here.
+      saved: steps of the checkpoints there are.
+      resume_hint: how the run goes on.
+    """
+
+    exit_code = FAILED
+    is_bad_input = False
+
+    def __init__(self, step: int, saved: Sequence[int], resume_hint: str) -> None:
+        last = f"the last checkpoint is step {saved[-1]}" if saved else "no step is saved"
+        super().__init__(
+            f"another process of this run has ended, which this one (process {jax.process_index()}"
+            f" of {jax.process_count()}) saw after step {step}; its own output or the launcher says why; "
+            f"{last}; {resume_hint}"
+        )
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Whether an error, or what led to it, comes from a connection to another process."""
+    return any(_SIGNS.search(str(each)) for each in _chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

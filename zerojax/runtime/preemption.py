@@ -18,7 +18,7 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
-from zerojax.runtime import exit_codes, last_words
+from zerojax.runtime import shutdown
 
 SAME_REQUEST_SECONDS = 1.0
 """Signals so close together are one request that came by two ways, as when a scheduler tells a
@@ -53,7 +53,7 @@ class Interrupted(KeyboardInterrupt):
         self.signal_name = signal_name
         self.saved = saved
         number = signal.Signals[signal_name]
-        self.exit_code = exit_codes.SAVED_AND_STOPPED if saved else 128 + number
+        self.exit_code = shutdown.SAVED_AND_STOPPED if saved else 128 + number
 
 
 class StopRequest:
@@ -369,7 +369,6 @@ class _Watcher:
         telling = threading.Thread(target=tell, daemon=True)
         telling.start()
         telling.join(_TELL_SECONDS)
-        last_words.silence()
         self._end(128 + number)
 
 

@@ -1,30 +1,33 @@
-"""Process group of a run, from the environment variables of its launcher.
+"""Process group of a run, from the variables of torchrun, Open MPI, Slurm or Kubernetes.
 
-No JAX is imported.
+No JAX is imported; neither MPI nor the API of a cluster is called, so that a pod needs no
+permission and no client library.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 
-from zerojax.runtime.kubernetes import INDEX, kubernetes_group
-from zerojax.runtime.open_mpi import open_mpi_group
 from zerojax.runtime.process_group import (
     COORDINATOR,
+    COORDINATOR_PORT,
     LOCAL_PROCESS_ID,
     NUM_LOCAL_PROCESSES,
     NUM_PROCESSES,
     PROCESS_ID,
     ProcessGroup,
+    coordinator_on,
     number_of,
     optional_number_of,
 )
-from zerojax.runtime.slurm import slurm_group
-from zerojax.runtime.torchrun import torchrun_group
 
-# The innermost first: torchrun and mpirun are also started inside a step of Slurm.
-_OTHERS = (torchrun_group, open_mpi_group, slurm_group)
+_PRTE_NAME = re.compile(r"PMIX_SERVER_URI\d*$|PRTE_MCA_.*_uri$|PRTE_.*NAMESPACE$")
+# Steps that no `srun` has started (batch script, interactive shell, extern) have numbers above.
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+POD_INDEX = "JOB_COMPLETION_INDEX"
+_KUBERNETES_PORT = 12355
 
 
 def process_group_of(environment: Mapping[str, str]) -> ProcessGroup | None:
@@ -40,14 +43,15 @@ def process_group_of(environment: Mapping[str, str]) -> ProcessGroup | None:
     """
     if optional_number_of(environment, NUM_PROCESSES) == 1:
         return None
-    if environment.get(INDEX) and not environment.get(PROCESS_ID):
+    if environment.get(POD_INDEX) and not environment.get(PROCESS_ID):
         found = kubernetes_group(environment)
         if found is not None:
             return found
     given = [name for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if environment.get(name)]
     if given and given != [COORDINATOR]:
         return _own_group(environment)
-    for look in _OTHERS:
+    # The innermost first: torchrun and mpirun are also started inside a step of Slurm.
+    for look in (torchrun_group, open_mpi_group, slurm_group):
         found = look(environment)
         if found is not None:
             return _moved(found, environment)
@@ -72,3 +76,260 @@ def _moved(group: ProcessGroup, environment: Mapping[str, str]) -> ProcessGroup:
     """`group` with the coordinator that ZEROJAX_COORDINATOR names, where it is set."""
     address = environment.get(COORDINATOR)
     return dataclasses.replace(group, coordinator=address) if address else group
+
+
+def torchrun_group(environment: Mapping[str, str]) -> ProcessGroup | None:
+    """The group that RANK and WORLD_SIZE name; None without both, and for a single process.
+
+    torchrun sets them, and so do Ray and Kubeflow.
+
+    Raises:
+      ValueError: MASTER_ADDR or MASTER_PORT is missing, or a variable holds no number.
+    """
+    if not (environment.get("RANK") and environment.get("WORLD_SIZE")):
+        return None
+    num_processes = number_of(environment, "WORLD_SIZE")
+    if num_processes == 1:
+        return None
+    num_local = optional_number_of(environment, "LOCAL_WORLD_SIZE")
+    return ProcessGroup(
+        coordinator=environment.get(COORDINATOR) or _torchrun_coordinator(environment),
+        num_processes=num_processes,
+        process_id=number_of(environment, "RANK"),
+        local_process_id=optional_number_of(environment, "LOCAL_RANK"),
+        num_local_processes=num_local,
+        source="torchrun's variables",
+    )
+
+
+def _torchrun_coordinator(environment: Mapping[str, str]) -> str:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environment.get(name):
+            raise ValueError(
+                f"RANK={environment['RANK']} and WORLD_SIZE={environment['WORLD_SIZE']} are set, "
+                f"but {name} is not; set it to where process 0 is, or unset RANK to run alone"
+            )
+    port = optional_number_of(environment, COORDINATOR_PORT)
+    if port is None:
+        port = number_of(environment, "MASTER_PORT")
+        # torchrun itself listens on MASTER_PORT for as long as its processes run.
+        if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            port += 1 if port < 65535 else -1
+    host = environment["MASTER_ADDR"]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def open_mpi_group(environment: Mapping[str, str]) -> ProcessGroup | None:
+    """The processes of this `mpirun`; None outside one, and for a single process.
+
+    Raises:
+      ValueError: a variable holds no number, or several hosts take part and nothing says on which
+        one process 0 is.
+    """
+    if not (environment.get("OMPI_COMM_WORLD_RANK") and environment.get("OMPI_COMM_WORLD_SIZE")):
+        return None
+    num_processes = number_of(environment, "OMPI_COMM_WORLD_SIZE")
+    if num_processes == 1:
+        return None
+    num_local = optional_number_of(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return ProcessGroup(
+        coordinator=_open_mpi_coordinator(environment, is_one_host=num_local == num_processes),
+        num_processes=num_processes,
+        process_id=number_of(environment, "OMPI_COMM_WORLD_RANK"),
+        local_process_id=optional_number_of(environment, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        num_local_processes=num_local,
+        source="Open MPI",
+    )
+
+
+def _open_mpi_coordinator(environment: Mapping[str, str], *, is_one_host: bool) -> str:
+    if environment.get(COORDINATOR):
+        return environment[COORDINATOR]
+    found = _mpirun_4(environment) or _mpirun_5(environment)
+    if found is None:
+        if not is_one_host:
+            raise ValueError(
+                "Open MPI started this process, but does not say where process 0 is; run mpirun "
+                f"with -x {COORDINATOR}=HOST:PORT, HOST being where process 0 runs"
+            )
+        found = "localhost", 0
+    host, seed = found
+    return coordinator_on(host, environment, seed=seed, num_hosts=1 if is_one_host else None)
+
+
+def _mpirun_4(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Address of the host of `mpirun` and a number of this job, before Open MPI 5.
+
+    Such as "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", or "...;tcp6://[fe80::1,...]:43370".
+    """
+    text = environment.get("OMPI_MCA_orte_hnp_uri", "")
+    match = re.match(r"(\d+)\.\d+;(?:tcp://([^,:;]+)|tcp6://\[([^,\]]+))", text)
+    # The number of a job is a multiple of 4096.
+    return None if match is None else (match[2] or match[3], int(match[1]) // 4096)
+
+
+def _mpirun_5(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Name of the host of `mpirun` and its process id, which name a job since Open MPI 5.
+
+    PMIX_NAMESPACE is "prterun-HOST-PID@JOB"; PMIX_SERVER_URI* and PRTE_* begin with it.
+    """
+    names = ["PMIX_NAMESPACE", *sorted(name for name in environment if _PRTE_NAME.match(name))]
+    for name in names:
+        match = re.match(r"(?:prterun|prte|mpirun)-(.+)-(\d+)@\d+", environment.get(name, ""))
+        if match is not None:
+            return match[1], int(match[2])
+    return None
+
+
+def slurm_group(environment: Mapping[str, str]) -> ProcessGroup | None:
+    """The tasks of this job step; None outside one, and in a step of a single task.
+
+    A shell inside `salloc` and the batch script itself stand in a job, but in no step of several
+    tasks, whatever SLURM_NTASKS says there of the allocation.
+
+    Raises:
+      ValueError: a variable holds what Slurm does not write.
+    """
+    hosts = environment.get("SLURM_STEP_NODELIST")
+    if not (environment.get("SLURM_JOB_ID") and environment.get("SLURM_PROCID") and hosts):
+        return None
+    step = _step_of(environment)
+    if step >= _FIRST_RESERVED_STEP:
+        return None
+    name = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    num_processes = number_of(environment, name) if environment.get(name) else 1
+    if num_processes == 1:
+        return None
+    names = list(expand_hosts(hosts))
+    seed = number_of(environment, "SLURM_JOB_ID") + 31 * step
+    return ProcessGroup(
+        coordinator=coordinator_on(names[0], environment, seed=seed, num_hosts=len(names)),
+        num_processes=num_processes,
+        process_id=number_of(environment, "SLURM_PROCID"),
+        local_process_id=optional_number_of(environment, "SLURM_LOCALID"),
+        num_local_processes=_tasks_here(environment, num_processes, len(names)),
+        gpus_per_process=_gpus_per_task(environment),
+        source="Slurm",
+    )
+
+
+def _step_of(environment: Mapping[str, str]) -> int:
+    for name in ("SLURM_STEP_ID", "SLURM_STEPID"):
+        if environment.get(name):
+            return number_of(environment, name)
+    return 0
+
+
+def expand_hosts(text: str) -> Iterator[str]:
+    """Hosts of a compressed list: "n[01-03,7],gpu2" names n01, n02, n03, n7 and gpu2.
+
+    Raises:
+      ValueError: the list is not one that Slurm writes.
+    """
+    # Commas inside brackets separate numbers, those outside separate names.
+    for name in re.findall(r"(?:[^,\[\]]+|\[[^\[\]]*\])+", text):
+        yield from _expand_name(name, text)
+
+
+def _expand_name(name: str, text: str) -> Iterator[str]:
+    before, bracket, rest = name.partition("[")
+    if not bracket:
+        yield name
+        return
+    numbers, _, after = rest.partition("]")
+    for part in numbers.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise ValueError(f"SLURM_STEP_NODELIST={text!r} is no list of hosts: {part!r}")
+        first, last = match[1], match[2] or match[1]
+        for number in range(int(first), int(last) + 1):
+            for end in _expand_name(after, text) if after else ("",):
+                yield f"{before}{number:0{len(first)}}{end}"
+
+
+def expand_counts(text: str, name: str) -> list[int]:
+    """Tasks of each host of "8(x2),4": 8, 8 and 4.
+
+    Raises:
+      ValueError: the text is no such list.
+    """
+    counts = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ValueError(f"{name}={text!r} is no list of tasks per host: {part!r}")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _tasks_here(environment: Mapping[str, str], num_processes: int, num_hosts: int) -> int | None:
+    """Tasks on this host; None where Slurm's variables do not say."""
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if not environment.get(name):
+            continue
+        counts = expand_counts(environment[name], name)
+        if sum(counts) != num_processes or len(counts) != num_hosts:
+            continue  # of the allocation, while the step has other tasks
+        index = optional_number_of(environment, "SLURM_NODEID")
+        if len(set(counts)) == 1:
+            return counts[0]
+        if index is not None and index < len(counts):
+            return counts[index]
+    if num_hosts == 1:
+        return num_processes
+    return 1 if num_hosts == num_processes else None
+
+
+def _gpus_per_task(environment: Mapping[str, str]) -> int | None:
+    """What --gpus-per-task asked for: "2", or with a type, "h200:2" or "gpu:h200:2"."""
+    text = environment.get("SLURM_GPUS_PER_TASK", "")
+    last = text.rpartition(":")[2]
+    return int(last) if last.isdecimal() else None
+
+
+def kubernetes_group(environment: Mapping[str, str]) -> ProcessGroup | None:
+    """The pods of this indexed Job; None outside one.
+
+    JOB_COMPLETION_INDEX comes from Kubernetes, ZEROJAX_NUM_PROCESSES from the manifest. Without the
+    latter each pod of the Job is a run of its own.
+
+    Raises:
+      ValueError: nothing names the pod of process 0, or a variable holds no number.
+    """
+    if not environment.get(POD_INDEX) or not environment.get(NUM_PROCESSES):
+        return None
+    num_processes = number_of(environment, NUM_PROCESSES)
+    if num_processes == 1:
+        return None
+    if optional_number_of(environment, "JOB_INDEX"):
+        raise ValueError(
+            f"JOB_INDEX={environment['JOB_INDEX']}: the pods of several Jobs of a JobSet cannot be "
+            f"numbered by {POD_INDEX} alone; use one Job of {num_processes} completions "
+            "(replicas: 1)"
+        )
+    return ProcessGroup(
+        coordinator=_kubernetes_coordinator(environment),
+        num_processes=num_processes,
+        process_id=number_of(environment, POD_INDEX),
+        local_process_id=0,
+        num_local_processes=1,
+        source="Kubernetes",
+    )
+
+
+def _kubernetes_coordinator(environment: Mapping[str, str]) -> str:
+    """Process 0 by the name that the headless service of the Job gives its pod."""
+    address = environment.get(COORDINATOR, "")
+    if ":" in address:
+        return address
+    jobset, job = environment.get("JOBSET_NAME"), environment.get("REPLICATED_JOB_NAME")
+    if not address and jobset and job:
+        address = f"{jobset}-{job}-0-0.{jobset}"
+    if not address:
+        name = environment.get("HOSTNAME", "JOB-N").rpartition("-")[0]
+        raise ValueError(
+            f"{POD_INDEX} and {NUM_PROCESSES} are set, but nothing names process 0; give the Job a "
+            f"headless service and set {COORDINATOR}={name}-0.SERVICE:{_KUBERNETES_PORT} in its "
+            "manifest (in a JobSet, JOBSET_NAME and REPLICATED_JOB_NAME will do)"
+        )
+    return f"{address}:{optional_number_of(environment, COORDINATOR_PORT) or _KUBERNETES_PORT}"

@@ -1,4 +1,4 @@
-"""Exit of one process of a group: at once with its own status, or together with the others.
+"""Exit statuses, and the exit of one process of a group: at once, or together with the others.
 
 This module imports no JAX.
 """
@@ -18,8 +18,20 @@ import traceback
 from types import TracebackType
 from typing import NoReturn
 
-from zerojax.runtime import last_words
-from zerojax.runtime.exit_codes import FAILED, INTERRUPTED, OK, SAVED_AND_STOPPED
+OK = 0
+FAILED = 1
+BAD_INPUT = 2
+"""The same command fails again; starting it again is of no use."""
+DIFFERS = 4
+"""`zerojax check`: runs of a model differ, or it is refused."""
+SAVED_AND_STOPPED = 75
+"""A signal asked for the end and everything is saved: the same command goes on. It is the number of
+sysexits.h for a failure that passes, which schedulers are often told to requeue."""
+HUNG = 79
+"""The watchdog ended a step that did not come to its end."""
+INTERRUPTED = 130
+"""Ctrl-C, as shells count it. Another signal n, with nothing saved, is 128 + n."""
+
 
 AGREED = (OK, SAVED_AND_STOPPED)
 """Codes with which all processes of a run end together."""
@@ -30,6 +42,7 @@ of them alike should be said by each of them first."""
 
 _LOOK_SECONDS = 0.5
 _is_coordinator = False
+_PR_SET_PDEATHSIG = 1
 
 
 def in_group() -> bool:
@@ -47,7 +60,6 @@ def leave(code: int) -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    last_words.silence()
     if code in AGREED and in_group():
         sys.modules["jax"].distributed.shutdown()
     elif _is_coordinator:
@@ -130,9 +142,6 @@ class _ExceptHook:
 
 
 _leave_after_saying = _ExceptHook()
-
-
-_PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:

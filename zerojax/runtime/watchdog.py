@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from zerojax.config.watch import WatchConfig
-from zerojax.runtime import last_words
-from zerojax.runtime.exit_codes import HUNG
+from zerojax.runtime.shutdown import HUNG
 
 POLL_SECONDS = 1.0
 STOPPED_SECONDS = 5.0
@@ -238,7 +237,6 @@ class Watchdog:
         tell.join(TELL_SECONDS)
         if self._processes > 1:
             time.sleep(PEERS_SECONDS + (FIRST_PROCESS_SECONDS if self._process == 0 else 0.0))
-        last_words.silence()
         self._end(HUNG)
         self.alive()  # only where `end` has not ended anything
 

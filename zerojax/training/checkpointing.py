@@ -19,7 +19,7 @@ from zerojax.parallel.offload.disk_saving import saved_names, write_pieces
 from zerojax.parallel.reshard import from_canonical, model_parts, to_canonical
 from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState
-from zerojax.runtime.system_memory import allocating_for
+from zerojax.runtime.memory import allocating_for
 
 
 @allocating_for("saving a checkpoint")

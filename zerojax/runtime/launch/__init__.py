@@ -14,15 +14,14 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from zerojax.runtime.exit_codes import FAILED, OK, SAVED_AND_STOPPED
-from zerojax.runtime.launch.children import Children
-from zerojax.runtime.launch.endings import End, describe, exit_code, first_failure, may_restart
-from zerojax.runtime.launch.hosts import Followers, Link, Message, free_address, reach_leader
+from zerojax.runtime.launch.children import Children, Printer
+from zerojax.runtime.launch.handshake import Token
+from zerojax.runtime.launch.hosts import Connection, Followers, Message, free_address, reach_leader
+from zerojax.runtime.launch.job import End, describe, exit_code, first_failure, may_restart
 from zerojax.runtime.launch.job import Job as Job
 from zerojax.runtime.launch.job import check_gpus as check_gpus
-from zerojax.runtime.launch.output import Printer
-from zerojax.runtime.launch.token import Token
 from zerojax.runtime.process_group import optional_number_of
+from zerojax.runtime.shutdown import FAILED, OK, SAVED_AND_STOPPED
 
 _DEFAULT_JOIN_SECONDS = 300
 _MAX_FORWARDED = 2
@@ -218,7 +217,7 @@ class _Follower(_Launcher):
         children: Children,
         events: queue.SimpleQueue,
         printer: Printer,
-        leader: Link,
+        leader: Connection,
         num_processes: int,
     ):
         super().__init__(children, events, printer)

@@ -15,8 +15,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from zerojax.runtime.exit_codes import BAD_INPUT, FAILED, OK
-from zerojax.runtime.shutdown import AGREED, end_with_parent, exit_code_of, in_group, leave, say
+from zerojax.runtime.shutdown import (
+    AGREED,
+    BAD_INPUT,
+    FAILED,
+    OK,
+    end_with_parent,
+    exit_code_of,
+    in_group,
+    leave,
+    say,
+)
 
 _LAUNCHER = "--launcher="
 

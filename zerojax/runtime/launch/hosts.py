@@ -20,8 +20,7 @@ from typing import Any, Self
 
 from zerojax.config.display import printable
 from zerojax.runtime.bounded_json import JsonError, loads
-from zerojax.runtime.launch.greeting import Greeting, Stranger
-from zerojax.runtime.launch.token import REMEDY, Token
+from zerojax.runtime.launch.handshake import REMEDY, Handshake, Stranger, Token
 from zerojax.runtime.process_group import split_address
 
 _LONGEST_LINE = 65536
@@ -42,7 +41,7 @@ class Message:
     content: dict[str, Any] | None
 
 
-class Link:
+class Connection:
     """A connection to the launcher of `host`; what comes goes into `events`.
 
     Args:
@@ -104,7 +103,7 @@ class Link:
 class Followers:
     """The launchers of all other hosts, as host 0 sees them; none on a single host."""
 
-    def __init__(self, links: dict[int, Link]):
+    def __init__(self, links: dict[int, Connection]):
         self._links = links
 
     @classmethod
@@ -126,7 +125,7 @@ class Followers:
           TimeoutError: not all have come within `seconds`.
           ValueError: one with the token was told other numbers.
         """
-        links: dict[int, Link] = {}
+        links: dict[int, Connection] = {}
         deadline = time.monotonic() + seconds
         token.make()
         secret = token.read()
@@ -148,17 +147,17 @@ class Followers:
                     guest = door.come_in.pop(0)
                     refusal = _check_hello(guest.numbers, num_hosts, num_processes, set(links))
                     try:
-                        guest.greeting.accept(guest.numbers, guest.nonce, refusal)
+                        guest.handshake.accept(guest.numbers, guest.nonce, refusal)
                     except (OSError, Stranger):  # it has gone, and may come again
-                        guest.greeting.connection.close()
+                        guest.handshake.connection.close()
                         continue
                     if refusal is not None:
-                        guest.greeting.connection.close()
+                        guest.handshake.connection.close()
                         raise ValueError(refusal)
                     host = guest.numbers["host"]
                     first = host * num_processes
-                    links[host] = Link(
-                        guest.greeting.connection,
+                    links[host] = Connection(
+                        guest.handshake.connection,
                         host,
                         events,
                         is_known=_EndsOf(range(first, first + num_processes)),
@@ -181,7 +180,7 @@ class Followers:
 class _Guest:
     """A launcher that has proved to be one of this run's."""
 
-    greeting: Greeting
+    handshake: Handshake
     numbers: dict[str, int]
     nonce: bytes
 
@@ -209,8 +208,8 @@ class _Door:
 
     def _greet(self, connection: socket.socket, where: str) -> None:
         try:
-            greeting = Greeting(connection, self._token)
-            self.come_in.append(_Guest(greeting, *greeting.hear()))
+            handshake = Handshake(connection, self._token)
+            self.come_in.append(_Guest(handshake, *handshake.hear()))
         except (Stranger, OSError) as error:
             self._drop(connection, where, getattr(error, "strerror", None) or str(error))
         finally:
@@ -264,7 +263,7 @@ def reach_leader(
     seconds: float,
     token: Token,
     say: Say,
-) -> Link:
+) -> Connection:
     """The connection to the launcher of host 0, waited for.
 
     Raises:
@@ -281,14 +280,14 @@ def reach_leader(
                 raise Stranger(f"there is no token at {token.place} yet")
             connection = socket.create_connection((host, port), timeout=5)
             try:
-                refusal = Greeting(connection, secret).introduce(hello)
+                refusal = Handshake(connection, secret).introduce(hello)
             except BaseException:
                 connection.close()
                 raise
             if refusal is not None:
                 connection.close()
                 raise ValueError(refusal)
-            return Link(connection, 0, events, is_known=_is_order, say=say)
+            return Connection(connection, 0, events, is_known=_is_order, say=say)
         except Stranger as error:
             reason = f"{error}; {REMEDY}" if "token" in str(error) else str(error)
             if reason not in said:

@@ -29,7 +29,7 @@ from zerojax.plan.make import Plan, make_plan
 from zerojax.plan.state import TrainState
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.folder_lock import Hold
-from zerojax.runtime.system_memory import TRAINING_STEP, allocating_for
+from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.training import deepspeed
 from zerojax.training.checkpointing import end_state, model_of, restore_state
 from zerojax.training.deepspeed.engine_absent import AbsentMethods

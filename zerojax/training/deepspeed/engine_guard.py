@@ -20,7 +20,7 @@ from typing import Protocol
 import jax
 
 from zerojax.config import WatchConfig
-from zerojax.runtime.peers import PeerLostError, is_peer_loss
+from zerojax.runtime.distributed import PeerLostError, is_peer_loss
 from zerojax.runtime.watchdog import Watchdog
 
 _RESUME = "run the same command again; load_checkpoint goes on from the last save_checkpoint"

@@ -24,7 +24,7 @@ from zerojax.checkpoint.saving import is_first_process
 from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
-from zerojax.runtime.private_files import not_for_everybody
+from zerojax.runtime.user_files import not_for_everybody
 from zerojax.training.checkpointing import save_state
 
 LATEST = "latest"

@@ -1,7 +1,8 @@
-"""Handshake between two launchers: each proves that it has the token (HMAC-SHA256, RFC 2104).
+"""Handshake between two launchers: each proves that it has the run's token (HMAC-SHA256, RFC 2104).
 
-The token itself never travels. What follows on the connection is not encrypted: who can change what
-other hosts send to each other can still do harm, whoever can only connect cannot.
+The token never travels and is in no message and no log. What follows on the connection is not
+encrypted: who can change what other hosts send to each other can still do harm, whoever can only
+connect cannot.
 """
 
 from __future__ import annotations
@@ -10,13 +11,26 @@ import dataclasses
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import socket
+import tempfile
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from zerojax.runtime.bounded_json import JsonError, loads
+from zerojax.runtime.user_files import CACHE_VARIABLE, user_cache
 
+TOKEN = "ZEROJAX_LAUNCH_TOKEN"
+LEAST_CHARACTERS = 16
+_FILE = "launch-token"
+_MAX_BYTES = 4096
+REMEDY = (
+    f"set {TOKEN} to the same secret on every host, or give each launcher --token-file PATH, a "
+    "file that all hosts see"
+)
 SECONDS = 10.0
 """For all of it together, however slowly the bytes come."""
 _LONGEST = 4096
@@ -24,13 +38,104 @@ _NAME = "zerojax_launch"
 _NUMBERS = ("host", "num_hosts", "num_processes")
 
 
+class Token:
+    """The token of this user's launchers, read anew whenever it is asked for.
+
+    In order: the variable ZEROJAX_LAUNCH_TOKEN, which a scheduler hands to every host; a file that
+    all hosts see, such as a mounted secret; a file in this user's cache, in a home folder that the
+    hosts share. A file that is not there is made by the launcher of host 0.
+
+    Args:
+      environment: variables of the launcher.
+      file: given by --token-file, or None.
+
+    Raises:
+      ValueError: there is no place for a token, or it is too short to keep anybody out.
+    """
+
+    def __init__(self, environment: Mapping[str, str], file: str | None = None) -> None:
+        cache = user_cache()
+        default = None if cache is None else cache / _FILE
+        self._path = Path(file).expanduser() if file else default
+        self._text = environment.get(TOKEN, "").strip() if not file else ""
+        if self._text:
+            self._check(self._text, TOKEN)
+        elif self._path is None:
+            raise ValueError(
+                f"several hosts need a token that keeps strangers out, and {CACHE_VARIABLE}=off "
+                f"leaves no place for one; {REMEDY}"
+            )
+
+    def __repr__(self) -> str:
+        return f"<token of {TOKEN if self._text else self._path}>"
+
+    @property
+    def place(self) -> str:
+        """Where it is from, for messages."""
+        return TOKEN if self._text else str(self._path)
+
+    def make(self) -> None:
+        """Makes the file, where there is none: readable by this user only.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        if self._text or self.read() is not None:
+            return
+        assert self._path is not None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            handle, partial = tempfile.mkstemp(dir=self._path.parent, prefix=".")  # mode 0600
+            try:
+                with os.fdopen(handle, "w", encoding="ascii") as stream:
+                    stream.write(secrets.token_hex(32) + "\n")
+                try:
+                    os.link(partial, self._path)  # appears whole
+                except FileExistsError:  # another launcher was faster
+                    pass
+                except OSError:  # a disk without links
+                    os.replace(partial, self._path)
+            finally:
+                Path(partial).unlink(missing_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"the token of the launchers cannot be written to {self._path} "
+                f"({error.strerror}); {REMEDY}"
+            ) from None
+
+    def read(self) -> bytes | None:
+        """The token; None as long as there is no file.
+
+        Raises:
+          ValueError: the file holds no token. OSError: it cannot be read.
+        """
+        if self._text:
+            return self._text.encode()
+        assert self._path is not None
+        try:
+            with self._path.open("rb") as file:
+                found = file.read(_MAX_BYTES).strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        self._check(found, str(self._path))
+        return found
+
+    @staticmethod
+    def _check(token: str | bytes, place: str) -> None:
+        if len(token) < LEAST_CHARACTERS:
+            raise ValueError(
+                f"the token of {place} has {len(token)} characters; give at least "
+                f"{LEAST_CHARACTERS} that nobody guesses, such as those of `openssl rand -hex 32`"
+            )
+
+
 class Stranger(Exception):
     """Whoever is at the other end is no launcher of this run."""
 
 
 @dataclasses.dataclass
-class Greeting:
-    """One exchange of greetings, to be ended in time.
+class Handshake:
+    """One handshake on a new connection, to be ended in time.
 
     Args:
       connection: just made.
