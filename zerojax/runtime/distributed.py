@@ -290,8 +290,8 @@ class PeerLostError(RuntimeError):
         last = f"the last checkpoint is step {saved[-1]}" if saved else "no step is saved"
         super().__init__(
             f"another process of this run has ended, which this one (process {jax.process_index()}"
-            f" of {jax.process_count()}) saw after step {step}; its own output or the launcher says why; "
-            f"{last}; {resume_hint}"
+            f" of {jax.process_count()}) saw after step {step}; its own output or "
+            f"the launcher says why; {last}; {resume_hint}"
         )
 
 
