@@ -11,7 +11,7 @@ import numpy as np
 
 import zerojax
 from zerojax.config import ModelConfig
-from zerojax.config.offload import OffloadConfig
+from zerojax.config.mesh import OffloadConfig
 
 jax.config.update("jax_num_cpu_devices", 8)
 

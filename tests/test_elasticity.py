@@ -13,7 +13,7 @@ import pytest
 from tests.trajectories import TOLERANCE
 from zerojax.cli import main
 from zerojax.config import ConfigError, ElasticityConfig, RunConfig, load, to_dict
-from zerojax.config.elastic import _highly_composite
+from zerojax.config.elasticity import _highly_composite
 
 # The case of DeepSpeed's own test, tests/unit/elasticity/test_elastic.py: test_basic_10k and
 # test_valid_world_size.

@@ -15,7 +15,7 @@ from jax import lax
 from tests import small_models
 from tests.small_models import reference_model
 from tests.trajectories import TOLERANCE, plan_for, regression_batch, train_for
-from zerojax.config.offload import OffloadConfig
+from zerojax.config.mesh import OffloadConfig
 from zerojax.hardware import compile_client
 from zerojax.models.activation_offload import find_layer_scans, keep_inputs_on_host
 from zerojax.models.jaxpr import inner_programs, is_checkpoint

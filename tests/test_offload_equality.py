@@ -21,7 +21,7 @@ import zerojax
 from tests.small_models import reference_model
 from tests.trajectories import STEPS, Trajectory, regression_batch, train_for
 from zerojax.config import LossScale
-from zerojax.config.offload import DEVICE, HOST
+from zerojax.config.mesh import DEVICE, HOST
 from zerojax.optim.precision import Precision
 from zerojax.parallel.reshard import to_canonical
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 import zerojax
 from tests.program_claims import Claims
 from zerojax.config import MeshConfig
-from zerojax.config.offload import OffloadConfig
+from zerojax.config.mesh import OffloadConfig
 from zerojax.forecasting import hlo
 from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.hardware import compile_client, gpus

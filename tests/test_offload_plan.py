@@ -14,7 +14,7 @@ from forecast_samples import sample_card
 
 import zerojax
 from zerojax.config import ModelConfig, OffloadConfig
-from zerojax.config.offload import DEVICE, HOST, NVME
+from zerojax.config.mesh import DEVICE, HOST, NVME
 from zerojax.forecasting.remedies import find_remedies
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu

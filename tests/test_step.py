@@ -15,7 +15,7 @@ import zerojax
 from tests import small_models
 from tests.small_models import regression_loss
 from tests.trajectories import plan_for, regression_batch
-from zerojax.config.offload import OffloadConfig
+from zerojax.config.mesh import OffloadConfig
 from zerojax.optim import sgd
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import to_canonical

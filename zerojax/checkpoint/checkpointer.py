@@ -32,7 +32,7 @@ from zerojax.checkpoint.restoring import read_step
 from zerojax.checkpoint.retention import Retention, as_retention
 from zerojax.checkpoint.saving import Save, is_first_process, not_saved, write
 from zerojax.checkpoint.verification import Verification, verify_step
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 from zerojax.models.trees import flatten_names, num_bytes, unflatten_like
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
 

@@ -3,13 +3,9 @@
 Knows no JAX and no devices; `loader` alone reads files.
 """
 
-from zerojax.config.elastic import ElasticBatch, ElasticityConfig
-from zerojax.config.files import CheckpointConfig, LogConfig
+from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.loader import ConfigError, from_dict, to_dict
-from zerojax.config.lora import LoraConfig
-from zerojax.config.loss_scale import LossScale, describe_loss_scale
-from zerojax.config.mesh import MeshConfig, as_mesh_config
-from zerojax.config.offload import OffloadConfig
+from zerojax.config.mesh import MeshConfig, OffloadConfig, as_mesh_config
 from zerojax.config.run import (
     DataConfig,
     ModelConfig,
@@ -18,7 +14,14 @@ from zerojax.config.run import (
     RunConfig,
     load,
 )
-from zerojax.config.watch import WatchConfig
+from zerojax.config.sections import (
+    CheckpointConfig,
+    LogConfig,
+    LoraConfig,
+    LossScale,
+    WatchConfig,
+    describe_loss_scale,
+)
 
 __all__ = [
     "CheckpointConfig",

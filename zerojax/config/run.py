@@ -15,17 +15,20 @@ from zerojax.config.checks import (
     check_fraction,
     check_positive,
     check_regex,
+    names_keywords,
     refuse,
 )
-from zerojax.config.elastic import ElasticBatch, ElasticityConfig
-from zerojax.config.files import CheckpointConfig, LogConfig
-from zerojax.config.keywords import names_keywords
+from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict, load_dataclass, to_dict
-from zerojax.config.lora import LoraConfig
-from zerojax.config.loss_scale import LossScale, describe_loss_scale
-from zerojax.config.mesh import MeshConfig, as_mesh_config
-from zerojax.config.offload import OffloadConfig
-from zerojax.config.watch import WatchConfig
+from zerojax.config.mesh import MeshConfig, OffloadConfig, as_mesh_config
+from zerojax.config.sections import (
+    CheckpointConfig,
+    LogConfig,
+    LoraConfig,
+    LossScale,
+    WatchConfig,
+    describe_loss_scale,
+)
 
 __all__ = [
     "CheckpointConfig",

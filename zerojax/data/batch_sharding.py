@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 from zerojax.models.index_limits import IndexLimit
 from zerojax.models.trees import check_arrays, flatten_names, unflatten_like
 from zerojax.plan.device_mesh import DATA_AXES, num_data_shards

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 from zerojax.data.corpus import existing_path
 from zerojax.data.preparation import tokens_of_text
 from zerojax.data.shuffle import permute

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from zerojax.config.keywords import names_keywords
-from zerojax.config.offload import HOST
+from zerojax.config.checks import names_keywords
+from zerojax.config.mesh import HOST
 from zerojax.forecasting import cache
 from zerojax.forecasting.forecast_numbers import (
     COMPILED,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from zerojax.config.offload import HOST_KIND
+from zerojax.config.mesh import HOST_KIND
 
 SIZES = (16 * 2**20, 128 * 2**20, 1024 * 2**20)
 """Bytes of one array: a slice of a small layer, of a large one, and what the link does at best."""

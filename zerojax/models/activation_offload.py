@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from zerojax.config import MeshConfig
-from zerojax.config.offload import HOST, HOST_KIND
+from zerojax.config.mesh import HOST, HOST_KIND
 from zerojax.models.jaxpr import (
     evaluate_in_pieces,
     inner_programs,

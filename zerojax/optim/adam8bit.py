@@ -14,7 +14,7 @@ from pallas_kernels import optimizers
 from pallas_kernels.adam8bit import Moments8bit
 from pallas_kernels.adam8bit_kernel import update_adam8bit
 from pallas_kernels.choice import Choice, Impl
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 from zerojax.models import trees
 from zerojax.optim import adam8bit_state as states
 from zerojax.optim.coding import StateCoding

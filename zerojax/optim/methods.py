@@ -13,7 +13,7 @@ import optax
 
 from pallas_kernels import optimizers
 from pallas_kernels.choice import Impl, choose
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
 from zerojax.optim.groups import Decay, as_groups, decay_mask
 from zerojax.optim.layers import map_layers

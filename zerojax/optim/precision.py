@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.config import LossScale, describe_loss_scale
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 STORED = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 from zerojax.models.protocol import LazyArray
 from zerojax.optim import coding_of, loss_scale
 from zerojax.parallel.offload.disk import DiskState, fill_new_disk

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 from zerojax.optim import StateCoding, coding_of
 from zerojax.parallel.offload.disk import fill_disk
 from zerojax.parallel.offload.disk_durable import rest_writer

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 from zerojax.models.losses import own_means
 from zerojax.models.protocol import Loss
 from zerojax.optim import loss_scale

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.config.offload import DEVICE, HOST, HOST_KIND, NVME
+from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
 from zerojax.models import jaxpr, trees
 from zerojax.models.flops import TRAINING_FACTOR, count_program_flops
 from zerojax.plan.decisions import Decisions

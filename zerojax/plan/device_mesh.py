@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zerojax.config import MeshConfig, as_mesh_config
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 
 REPLICA, DATA, STAGE, MODEL = "replica", "data", "stage", "model"
 

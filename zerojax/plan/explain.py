@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config.display import printable
-from zerojax.config.offload import DEVICE
+from zerojax.config.mesh import DEVICE
 from zerojax.models import trees
 from zerojax.optim.optimizer import Optimizer
 from zerojax.optim.state_leaves import map_state

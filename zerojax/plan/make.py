@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import models, optim
 from zerojax.config import MeshConfig, as_mesh_config
-from zerojax.config.checks import as_patterns, check_whole_number
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import as_patterns, check_whole_number, names_keywords
 from zerojax.config.recognition import is_deepspeed
 from zerojax.models.activation_offload import describe_layer_inputs
 from zerojax.models.loops import find_stacks

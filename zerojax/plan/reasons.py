@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from pallas_kernels.choice import Choice
 from zerojax.config import MeshConfig
-from zerojax.config.offload import HOST
+from zerojax.config.mesh import HOST
 from zerojax.models.adapt import bound_attribute
 from zerojax.models.protocol import Model
 from zerojax.models.trace import ModelTrace

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 from zerojax.runtime.process_group import ProcessGroup as ProcessGroup
 from zerojax.runtime.process_group import local_device_ids, number_of, split_address, visible_gpus
 from zerojax.runtime.schedulers import process_group_of

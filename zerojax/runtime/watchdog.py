@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from zerojax.config.watch import WatchConfig
+from zerojax.config.sections import WatchConfig
 from zerojax.runtime.shutdown import HUNG
 
 POLL_SECONDS = 1.0

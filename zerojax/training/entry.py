@@ -22,8 +22,7 @@ from zerojax.config import (
     as_mesh_config,
     to_dict,
 )
-from zerojax.config.checks import check_folder
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import check_folder, names_keywords
 from zerojax.data import (
     Feed,
     abstract_global,

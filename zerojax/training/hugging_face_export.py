@@ -21,8 +21,8 @@ from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.export import Exported, Layers, read_whole
 from zerojax.checkpoint.inspection import SavedStep, find_step, open_arrays
 from zerojax.checkpoint.metadata import as_abstract
-from zerojax.config.keywords import names_keywords
-from zerojax.config.offload import HOST_KIND
+from zerojax.config.checks import names_keywords
+from zerojax.config.mesh import HOST_KIND
 from zerojax.data.tokenizer import hugging_face_json, load_tokenizer
 from zerojax.models.hugging_face.folder import CONFIG, read_json
 from zerojax.models.hugging_face.peft import write_adapter

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from zerojax import models, optim
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
-from zerojax.config.keywords import names_keywords
-from zerojax.config.offload import HOST
+from zerojax.config.checks import names_keywords
+from zerojax.config.mesh import HOST
 from zerojax.data import TokenSource, abstract_global, as_source, load_tokenizer
 from zerojax.models import trees
 from zerojax.models.losses import next_token

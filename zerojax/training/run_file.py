@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config import DataConfig, ModelConfig, RunConfig, to_dict
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 from zerojax.data import TokenSource, as_feed, as_source
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens

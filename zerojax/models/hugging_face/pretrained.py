@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from zerojax.config import LoraConfig
-from zerojax.config.keywords import unknown_keyword
+from zerojax.config.checks import unknown_keyword
 from zerojax.models.from_nnx import NnxModel
 from zerojax.models.hugging_face.architectures import architecture_of
 from zerojax.models.hugging_face.folder import Folder, check_unquantized, open_folder

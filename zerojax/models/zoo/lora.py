@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from zerojax.config.keywords import names_keywords
-from zerojax.config.lora import LoraConfig
+from zerojax.config.checks import names_keywords
+from zerojax.config.sections import LoraConfig
 from zerojax.models import trees
 from zerojax.models.zoo.layers import Dropout, Projection
 from zerojax.models.zoo.stacking import stack_blocks

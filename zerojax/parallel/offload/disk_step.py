@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.config.offload import DEVICE
+from zerojax.config.mesh import DEVICE
 from zerojax.optim import Optimizer
 from zerojax.parallel.offload.disk import DiskLeaf, DiskSlice, DiskState
 from zerojax.parallel.offload.sliced_update import begin, context_of, update_slice

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.config.offload import DEVICE, HOST
+from zerojax.config.mesh import DEVICE, HOST
 from zerojax.optim import BegunUpdate, Optimizer, UpdateContext
 from zerojax.parallel.update import ThisStep, axes_of_leaves, clipped_scale, true_shapes
 from zerojax.plan.make import Plan

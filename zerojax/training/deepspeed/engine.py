@@ -16,7 +16,7 @@ import numpy as np
 from zerojax import models, optim
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import MeshConfig, WatchConfig
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 from zerojax.data import abstract_global, shard_batch
 from zerojax.forecasting.out_of_memory import explaining_memory
 from zerojax.models.trees import check_arrays

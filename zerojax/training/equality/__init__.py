@@ -21,8 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax.config.checks import check_kind, check_whole_number
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import check_kind, check_whole_number, names_keywords
 from zerojax.models import trees
 from zerojax.training.equality.check_in_child import MICROBATCHES, Request, check_here
 from zerojax.training.equality.check_result import CheckResult as CheckResult

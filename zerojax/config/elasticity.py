@@ -13,8 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerojax.config.checks import check_at_least, refuse
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import check_at_least, names_keywords, refuse
 from zerojax.config.loader import ConfigError, coerce_fields
 
 _MAX_SHOWN = 12
