@@ -18,7 +18,7 @@ from zerojax.config.mesh import DEVICE, HOST, NVME
 from zerojax.forecasting.remedies import find_remedies
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.hardware.machine_rates import MeasuredDisk, MeasuredLink, disk_name, keep
+from zerojax.hardware.machine import MeasuredDisk, MeasuredLink, disk_name, keep_rates
 from zerojax.models import build_model
 from zerojax.optim import adamw
 from zerojax.optim.precision import Precision
@@ -273,8 +273,8 @@ def test_rates_of_this_machine_take_the_place_of_published_ones(tmp_path, monkey
     assert "as published for NVIDIA H200" in published.link
     assert published.disk is None
     assert f"zerojax bench io {tmp_path}" in published.disk_source
-    keep(MeasuredLink(device_kind="NVIDIA H200", to_device=5.0, to_host=6.0, both=7.0))
-    keep(MeasuredDisk(disk=disk_name(tmp_path), write=1.0, read=2.0, both=3.0))
+    keep_rates(MeasuredLink(device_kind="NVIDIA H200", to_device=5.0, to_host=6.0, both=7.0))
+    keep_rates(MeasuredDisk(disk=disk_name(tmp_path), write=1.0, read=2.0, both=3.0))
     measured = rates_of(card, str(tmp_path))
     assert (measured.to_device, measured.both, measured.disk) == (5.0, 7.0, 3.0)
     assert "measured here on" in measured.link
@@ -395,7 +395,7 @@ def test_a_remedy_takes_the_rate_that_was_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
     plan, card = offload_plan(zero=3), find_gpu("h200")
     memory = zerojax.forecast(plan, gpu=card, why_formula="by hand").memory
-    keep(MeasuredLink(device_kind="NVIDIA H200", to_device=50.0, to_host=50.0, both=50.0))
+    keep_rates(MeasuredLink(device_kind="NVIDIA H200", to_device=50.0, to_host=50.0, both=50.0))
     lines = find_remedies(plan, card, memory, excess=1, fraction=0.95)
     line = next(line for line in lines if line.startswith("try mesh.offload.opt_state=host"))
     state = sum(role_tiers(plan)[role][DEVICE] for role in ("master weights", "optimizer state"))

@@ -8,28 +8,35 @@ from zerojax.optim.building import (
     choose_update,
     fit_optimizer,
 )
-from zerojax.optim.clipping import clip_by_global_norm
-from zerojax.optim.coding import StateCoding
-from zerojax.optim.deepspeed_schedules import (
+from zerojax.optim.groups import decay_mask, describe_muon, is_matrix, muon_dimensions
+from zerojax.optim.methods import adamw, lamb, lion, sgd
+from zerojax.optim.optimizer import (
+    BegunUpdate,
+    Optimizer,
+    StateCoding,
+    UpdateContext,
+    coding_of,
+    map_state,
+)
+from zerojax.optim.padding import OnTrueShapes, trace_update, why_padding_shows
+from zerojax.optim.schedules import (
     DEEPSPEED_SCHEDULES,
     DeepSpeedSchedule,
+    Schedule,
     build_deepspeed_schedule,
+    build_schedule,
 )
-from zerojax.optim.groups import decay_mask, is_matrix
-from zerojax.optim.layers import map_layers
-from zerojax.optim.methods import adamw, lamb, lion, sgd
-from zerojax.optim.muon import describe_muon, muon_dimensions
-from zerojax.optim.optimizer import BegunUpdate, Optimizer, UpdateContext, coding_of
-from zerojax.optim.padding import trace_update, why_padding_shows
-from zerojax.optim.raw_keys import with_raw_keys
-from zerojax.optim.schedules import Schedule, build_schedule
-from zerojax.optim.state_leaves import map_state
-from zerojax.optim.telling import KEYWORDS, told
-from zerojax.optim.true_shapes import OnTrueShapes
+from zerojax.optim.transforms import (
+    EXTRA_ARGUMENTS,
+    clip_by_global_norm,
+    extra_arguments,
+    map_layers,
+    with_raw_keys,
+)
 
 __all__ = [
     "DEEPSPEED_SCHEDULES",
-    "KEYWORDS",
+    "EXTRA_ARGUMENTS",
     "BegunUpdate",
     "BuiltOptimizer",
     "DeepSpeedSchedule",
@@ -49,6 +56,7 @@ __all__ = [
     "coding_of",
     "decay_mask",
     "describe_muon",
+    "extra_arguments",
     "fit_optimizer",
     "is_matrix",
     "lamb",
@@ -57,7 +65,6 @@ __all__ = [
     "map_state",
     "muon_dimensions",
     "sgd",
-    "told",
     "trace_update",
     "why_padding_shows",
     "with_raw_keys",

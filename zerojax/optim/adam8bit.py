@@ -17,11 +17,10 @@ from pallas_kernels.choice import Choice, Impl
 from zerojax.config.checks import names_keywords
 from zerojax.models import trees
 from zerojax.optim import adam8bit_state as states
-from zerojax.optim.coding import StateCoding
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
 from zerojax.optim.groups import Decay, as_groups, decay_mask
 from zerojax.optim.methods import GroupsLike, adam_scalars, adamw, scale_by_adam
-from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
+from zerojax.optim.optimizer import Arrays, Optimizer, StateCoding, UpdateContext
 from zerojax.optim.schedules import Schedule
 
 Tree = Any

@@ -14,10 +14,10 @@ import optax
 from pallas_kernels.choice import Impl
 from pallas_kernels.elementwise import Rule, Updated
 from pallas_kernels.update import update, update_trees
-from zerojax.optim.clipping import clip_by_global_norm
 from zerojax.optim.groups import Decay, LeafSettings
 from zerojax.optim.optimizer import Arrays, BegunUpdate, Optimizer, UpdateContext
 from zerojax.optim.schedules import Schedule, as_schedule
+from zerojax.optim.transforms import clip_by_global_norm
 
 Tree = Any
 

@@ -16,9 +16,9 @@ from pallas_kernels.choice import Impl, choose
 from zerojax.config.checks import names_keywords
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
 from zerojax.optim.groups import Decay, as_groups, decay_mask
-from zerojax.optim.layers import map_layers
 from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
 from zerojax.optim.schedules import Schedule
+from zerojax.optim.transforms import map_layers
 
 GroupsLike = Mapping[str, Any] | Iterable[tuple[str, Any]] | None
 

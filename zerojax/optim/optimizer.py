@@ -1,4 +1,8 @@
-"""The zerojax optimizer: an optax transformation with an in-place update on shards."""
+"""Optimizer of zerojax: an optax transformation with an in-place update on shards.
+
+With it the forms of its state (as trained, and optax's in checkpoints) and the leaves that belong
+to each parameter.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,37 @@ from jax import lax
 
 from pallas_kernels.choice import Choice, Impl
 from pallas_kernels.rounding import seed_of
-from zerojax.optim.coding import StateCoding
 from zerojax.optim.schedules import Schedule
 
-Arrays = dict[str, jax.Array]
 Tree = Any
+Arrays = dict[str, jax.Array]
 Sums = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateCoding:
+    """How the two forms of an optimizer's state belong together.
+
+    The canonical form is optax's, and its arrays depend neither on the mesh nor on how parameters
+    are split. It is what checkpoints hold and what moves between meshes.
+
+    Attributes:
+      canonical_init: parameters -> the canonical state before the first update, for
+        `jax.eval_shape` and `optax.tree.map_params`.
+      abstract_state: ({name: `ShapeDtypeStruct` of the stored parameter with its `NamedSharding`},
+        {name: elements of the parameter without padding}) -> the state that training keeps, as
+        `ShapeDtypeStruct`s with `NamedSharding`s.
+      new_state: that tree -> the state before the first update; constants only, to be traced.
+      to_canonical: state -> canonical state of the same shards, inside `shard_map`.
+      from_canonical: (canonical state, the tree of `plan.abstract_state`) -> state of the same
+        shards, inside `shard_map`. After `to_canonical` on the same shards it gives every bit back.
+    """
+
+    canonical_init: Callable[[Tree], Tree]
+    abstract_state: Callable[[Mapping[str, Any], Mapping[str, int]], Tree]
+    new_state: Callable[[Tree], Tree]
+    to_canonical: Callable[[Tree], Tree]
+    from_canonical: Callable[[Tree, Tree], Tree]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,3 +189,63 @@ class Optimizer(optax.GradientTransformationExtraArgs):
 def coding_of(tx: optax.GradientTransformation) -> StateCoding | None:
     """The coding of an optimizer's state; None where it is stored as it is."""
     return tx.coding if isinstance(tx, Optimizer) else None
+
+
+def map_state(
+    tx: optax.GradientTransformation,
+    function: Callable[[Any, Any], Any],
+    state: Tree,
+    of_params: Mapping[str, Any],
+    *,
+    others: Callable[[Any], Any] = lambda _: "",
+) -> Tree:
+    """A function of each leaf that belongs to a parameter and of something of that parameter.
+
+    A parameter that a part of the optimizer leaves to another part has no leaf there.
+
+    Args:
+      tx: the optimizer.
+      function: (leaf, value of `of_params`) -> what takes its place.
+      state: in its canonical form, or what has its structure.
+      of_params: {name of a parameter: anything}.
+      others: of each leaf that belongs to no parameter.
+    """
+    coding = coding_of(tx)
+    init = tx.init if coding is None else coding.canonical_init
+    try:
+        return optax.tree_utils.tree_map_params(
+            init,
+            lambda leaf, of_param: leaf if _is_masked(leaf) else function(leaf, of_param),
+            state,
+            dict(of_params),
+            transform_non_params=others,
+            is_leaf=_is_masked,
+        )
+    except Exception:
+        # optax calls `init` with placeholders, and one that asks for their shapes fails
+        # (`optax.sm3`). Such a state is searched for dicts of parameters' names.
+        return _map_by_names(function, state, of_params, others)
+
+
+def _map_by_names(
+    function: Callable[[Any, Any], Any],
+    state: Tree,
+    of_params: Mapping[str, Any],
+    others: Callable[[Any], Any],
+) -> Tree:
+    def is_named(node: Any) -> bool:
+        return isinstance(node, dict) and bool(node) and node.keys() <= of_params.keys()
+
+    def of_node(node: Any) -> Any:
+        if not is_named(node):
+            return others(node)
+        return {
+            name: jax.tree.map(lambda leaf, name=name: function(leaf, of_params[name]), part)
+            for name, part in node.items()
+        }
+
+    return jax.tree.map(of_node, state, is_leaf=is_named)
+
+
+def _is_masked(leaf: Any) -> bool:
+    return isinstance(leaf, optax.MaskedNode)

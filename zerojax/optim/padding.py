@@ -1,10 +1,10 @@
-"""Proof, from its traced program, that an optimizer computes the same on padded arrays.
+"""Optimizers on padded arrays: proof that an update does not see padding, or true shapes for it.
 
 An array is padded with zeros at the end of a dimension, or stored with its rows in another order.
 An update that goes element by element does not see either, nor does one that takes a sum of what is
 zero where there is padding. A mean divides by the number of elements, noise follows the shape, a
-matrix of another shape is another matrix: such an update has to be given arrays of the true shape
-(`zerojax.optim.true_shapes`). The update is traced twice, on true and on stored shapes. Both
+matrix of another shape is another matrix: such an update is given arrays of the true shape
+(`OnTrueShapes`). For the proof the update is traced twice, on true and on stored shapes. Both
 programs have to have the same operations and numbers, and the second is walked: of each value it is
 known which of its dimensions are padded ones of which parameter, and what stands in the padding,
 where that is a constant.
@@ -22,8 +22,8 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from zerojax.optim.state_leaves import map_state
-from zerojax.optim.telling import told
+from zerojax.optim.optimizer import map_state
+from zerojax.optim.transforms import extra_arguments
 
 Structs = Mapping[str, jax.ShapeDtypeStruct]
 Tree = Any
@@ -32,6 +32,13 @@ UNIFORM = "uniform"
 """Of a dimension along which all elements of an array are the same."""
 PLAIN = "plain"
 """Of a dimension that is not padded."""
+_ZERO = np.float32(0)
+_NOTHING = {"reduce_sum": 0, "reduce_or": 0, "reduce_and": 1, "reduce_prod": 1}
+"""By which padding changes no result of a reduction."""
+_REDUCTIONS = {*_NOTHING, "reduce_max", "reduce_min"}
+_PASSED_ON = {"optimization_barrier"}
+Convert = Callable[[str, jax.Array], jax.Array]
+"""(name of a parameter, an array of one of its shapes) -> the array in the other shape."""
 
 
 class NotProven(Exception):
@@ -80,7 +87,7 @@ def why_padding_shows(
       tx: the optimizer.
       true, stored: {name: struct}: the trained parameters, as they are and as they are stored.
       dims: {name: the dimensions in which the two differ, in size or in the order of their rows}.
-      layers: see `zerojax.optim.told`.
+      layers: see `zerojax.optim.extra_arguments`.
       stays_zero: whether parameters have to stay zero in their padding.
       traced: `trace_update` on the true shapes, where it is there already.
 
@@ -161,14 +168,11 @@ def trace_update(
     update = optax.with_extra_args_support(tx).update
 
     def run(grads: Any, state: Any, params: Any, norm: jax.Array, loss: jax.Array) -> Any:
-        return update(grads, state, params, **told(grads, norm, loss, layers))
+        return update(grads, state, params, **extra_arguments(grads, norm, loss, layers))
 
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     state = jax.eval_shape(tx.init, params)
     return jax.make_jaxpr(run)(params, state, params, scalar, scalar)
-
-
-_ZERO = np.float32(0)
 
 
 def _plain(leaf: Any) -> _Value:
@@ -418,8 +422,6 @@ _SHAPES: dict[str, Callable[..., _Value]] = {
     "squeeze": _squeeze,
     "transpose": _transpose,
 }
-_NOTHING = {"reduce_sum": 0, "reduce_or": 0, "reduce_and": 1, "reduce_prod": 1}
-"""By which padding changes no result of a reduction."""
 _NUMPY: dict[str, Callable[..., Any]] = {
     "abs": np.abs,
     "add": np.add,
@@ -450,8 +452,6 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "sub": np.subtract,
 }
 """What is computed of known numbers."""
-_REDUCTIONS = {*_NOTHING, "reduce_max", "reduce_min"}
-_PASSED_ON = {"optimization_barrier"}
 _ELEMENTWISE = {*_NUMPY} | {
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "sin", "sinh"),
     *("tan", "tanh", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "logistic", "integer_pow"),
@@ -459,3 +459,71 @@ _ELEMENTWISE = {*_NUMPY} | {
     *("complex", "conj", "imag", "real", "copy_p", "reduce_precision"),
 }
 """Names of JAX's operations that compute each element from those at the same place."""
+
+
+class OnTrueShapes(optax.GradientTransformationExtraArgs):
+    """Takes and returns stored arrays, and computes on arrays of the true shapes.
+
+    Leaves of the state that have a parameter's shape are stored as the parameter is; all others
+    keep the shape that the transformation gives them.
+
+    Attributes:
+      inner: the transformation.
+      owners: the state's tree; the name of a parameter where a leaf has its shape, else "".
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    owners: Tree
+
+    def __new__(
+        cls,
+        tx: optax.GradientTransformation,
+        true: Mapping[str, jax.ShapeDtypeStruct],
+        stored: Mapping[str, tuple[int, ...]],
+        *,
+        cut: Convert,
+        pad: Convert,
+    ) -> OnTrueShapes:
+        """Wraps a transformation.
+
+        Args:
+          tx: the transformation.
+          true: {name: the true shape and dtype} of all trained parameters.
+          stored: {name: the stored shape}.
+          cut: from the stored shape to the true one, traced.
+          pad: back, with zeros.
+        """
+        inner = optax.with_extra_args_support(tx)
+        state = jax.eval_shape(inner.init, dict(true))
+
+        def owner(leaf: Any, name: str) -> str:
+            return name if leaf.shape == true[name].shape else ""
+
+        owners = map_state(inner, owner, state, {name: name for name in true})
+
+        def cut_all(arrays: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: cut(name, x) for name, x in arrays.items()}
+
+        def pad_state(state: Tree) -> Tree:
+            return jax.tree.map(lambda name, x: pad(name, x) if name else x, owners, state)
+
+        def init(params: Any) -> Tree:
+            shapes = {name: getattr(x, "shape", None) for name, x in params.items()}
+            if shapes != dict(stored):  # the canonical form, or optax's placeholders
+                return inner.init(params)
+            return pad_state(inner.init(cut_all(params)))
+
+        def update(
+            updates: Any, state: Tree, params: Any = None, **extra: Any
+        ) -> tuple[dict[str, Any], Tree]:
+            state = jax.tree.map(lambda name, x: cut(name, x) if name else x, owners, state)
+            if "grad" in extra:
+                extra["grad"] = cut_all(extra["grad"])
+            params = None if params is None else cut_all(params)
+            found, state = inner.update(cut_all(updates), state, params, **extra)
+            new: Any = found
+            return {name: pad(name, x) for name, x in new.items()}, pad_state(state)
+
+        self = super().__new__(cls, init, update)
+        self.inner, self.owners = inner, owners
+        return self

@@ -1,17 +1,30 @@
-"""Learning-rate schedules over applied updates: warm-up, then a decay."""
+"""Learning-rate schedules over applied updates: warm-up with a decay, and DeepSpeed's.
+
+DeepSpeed's have equal values at each update. The formulas are those of
+`deepspeed/runtime/lr_schedules.py` (0.19.8). There a schedule is first asked when it is made and
+then after every update that was applied, so update `count`, from 0, has what the class there
+computes for `last_batch_iteration = count - 1`. Counts are exact integers; the rest is float32 here
+and double precision there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from zerojax.config import OptimizerConfig
+from zerojax.config.checks import check_at_least, check_positive, refuse
+from zerojax.config.loader import ConfigError, coerce_fields, from_dict
 
 Schedule = Callable[[Any], Any]
+_ONE_CYCLE_B2 = 0.99
+WarmupType = Literal["log", "linear"]
 
 
 def as_schedule(learning_rate: float | Schedule) -> Schedule:
@@ -57,3 +70,334 @@ def _with_warmup(after: Schedule, peak: float, warmup: int) -> Schedule:
         return jnp.where(count < warmup, rising, after(jnp.maximum(count - warmup, 0)))
 
     return schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LRRangeTest:
+    """A rate that grows without end, to see which rate is too much (arXiv:1803.09820)."""
+
+    lr_range_test_min_lr: float = 1e-3
+    """Rate of the first update."""
+    lr_range_test_step_size: int = 2000
+    """Updates in which `lr_range_test_step_rate` times the first rate is added."""
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+    """Whether it is added at once, at the end of those updates."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_at_least(self, 0, "lr_range_test_min_lr", "lr_range_test_step_rate")
+        check_positive(self, "lr_range_test_step_size")
+
+    def rate(self, count: jax.Array) -> jax.Array:
+        """float32 []: the learning rate of an update."""
+        size = self.lr_range_test_step_size
+        passed = count // size if self.lr_range_test_staircase else count / size
+        return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * passed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneCycle:
+    """Up and down once, then a decay; Adam's first beta goes the other way (arXiv:1803.09820)."""
+
+    cycle_min_lr: float
+    """Rate of the first update, and of the last one of the cycle."""
+    cycle_max_lr: float
+    """Rate between the halves."""
+    decay_lr_rate: float = 0.0
+    """After the cycle the rate is `cycle_min_lr` / (1 + this, for each `decay_step_size`)."""
+    cycle_first_step_size: int = 2000
+    """Updates on the way up."""
+    cycle_second_step_size: int | None = None
+    """Updates on the way down; None: as many as on the way up."""
+    cycle_first_stair_count: int = 0
+    """Steps of a stair on the way up; 0 changes the rate at every update."""
+    cycle_second_stair_count: int | None = None
+    """The same on the way down; None: as on the way up."""
+    decay_step_size: int = 0
+    """Updates after the cycle that count as one; 0: no decay."""
+    cycle_momentum: bool = True
+    """Whether betas change too: the first as below, the second to 0.99."""
+    cycle_min_mom: float = 0.8
+    """First beta of the first update, and between the halves."""
+    cycle_max_mom: float = 0.9
+    """First beta of the second update, and at the end of the cycle."""
+    decay_mom_rate: float = 0.0
+    """After the cycle it is `cycle_max_mom` * (1 + this, for each `decay_step_size`)."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_at_least(self, 0, "cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "decay_step_size")
+        check_at_least(self, 0, "cycle_second_step_size", "decay_mom_rate")
+        check_positive(self, "cycle_first_step_size")
+        for name in ("cycle_min_mom", "cycle_max_mom"):
+            if not 0 <= getattr(self, name) < 1:
+                refuse(name, getattr(self, name), "must be in [0, 1)")
+
+        for stairs, size in zip(self._stairs, self._halves, strict=True):
+            if stairs * size >= 2**31:
+                raise ConfigError(
+                    f"{stairs} stairs times {size} updates have to stay below 2**31; a rate that "
+                    "changes at every update is 0 stairs",
+                    ("cycle_first_stair_count",),
+                )
+
+    @property
+    def _halves(self) -> tuple[int, int]:
+        """Updates on the way up and on the way down."""
+        first, second = self.cycle_first_step_size, self.cycle_second_step_size
+        return first, first if second is None else second
+
+    @property
+    def _stairs(self) -> tuple[int, int]:
+        """Steps of the stair on the way up and on the way down."""
+        first, second = self.cycle_first_stair_count, self.cycle_second_stair_count
+        return first, first if second is None else second
+
+    def _height(self, count: jax.Array) -> jax.Array:
+        """Where in the cycle an update is: 0 at its ends, 1 between the halves."""
+        first, second = self._halves
+        up, down = self._stairs
+        rising = _climb(count, first, up)
+        falling = _climb(first + second - count, max(second, 1), down)
+        return jnp.where(count <= first, rising, falling)
+
+    def _passed(self, count: jax.Array) -> jax.Array:
+        """Decay steps since the end of the cycle."""
+        return (count - sum(self._halves)) / self.decay_step_size
+
+    def rate(self, count: jax.Array) -> jax.Array:
+        """float32 []: the learning rate of an update."""
+        low, high = self.cycle_min_lr, self.cycle_max_lr
+        after: Any = low
+        if self.decay_step_size:
+            after = low / (1 + self.decay_lr_rate * self._passed(count))
+        cycle = low + (high - low) * self._height(count)
+        return jnp.where(count < sum(self._halves), cycle, after)
+
+    def b1(self, count: Any) -> jax.Array:
+        """float32 []: the first beta of an update."""
+        count = jnp.asarray(count, jnp.int32)
+        low, high = self.cycle_min_mom, self.cycle_max_mom
+        after: Any = high
+        if self.decay_step_size:
+            after = high * (1 + self.decay_mom_rate * self._passed(count))
+        cycle = high - (high - low) * self._height(count)
+        later = jnp.where(count < sum(self._halves), cycle, after)
+        # DeepSpeed begins at the lower end, and is at the upper one from its first step on.
+        return jnp.where(count == 0, low, later).astype(jnp.float32)
+
+    @property
+    def first_update_with_b1_of_one(self) -> int | None:
+        """The update from which on the first beta is 1 or more; None: there is none."""
+        growth = self.cycle_max_mom * self.decay_mom_rate
+        if not (self.cycle_momentum and self.decay_step_size and growth):
+            return None
+        steps = self.decay_step_size * (1 - self.cycle_max_mom) / growth
+        return sum(self._halves) + math.ceil(steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmupLR:
+    """A rate that rises and stays."""
+
+    warmup_min_lr: float = 0.0
+    """Rate of the first two updates."""
+    warmup_max_lr: float | None = None
+    """Rate after the warm-up; None: the optimizer's."""
+    warmup_num_steps: int = 1000
+    """Updates until it is reached; 1 is taken as 2."""
+    warmup_type: WarmupType = "log"
+    """"log" is at two thirds of the way after a tenth of 1000 updates; "linear" is even."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_at_least(self, 0, "warmup_min_lr", "warmup_max_lr")
+        check_positive(self, "warmup_num_steps")
+
+    def _after(self, count: jax.Array) -> Any:
+        """What the rate is after the warm-up, as a part of the whole way."""
+        return 1.0
+
+    def rate(self, count: jax.Array) -> jax.Array:
+        """float32 []: the learning rate of an update."""
+        assert self.warmup_max_lr is not None
+        risen = _warm_up(count, self.warmup_num_steps, self.warmup_type)
+        part = jnp.where(count <= max(2, self.warmup_num_steps), risen, self._after(count))
+        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * part
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmupDecayLR(WarmupLR):
+    """A rate that rises, and falls evenly to `warmup_min_lr` at the end of the run."""
+
+    total_num_steps: int
+    """Updates of the whole run."""
+    warmup_max_lr: float | None = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "total_num_steps")
+
+    def _after(self, count: jax.Array) -> Any:
+        left = self.total_num_steps - (count - 1)
+        decay = max(1, self.total_num_steps - max(2, self.warmup_num_steps))
+        return jnp.maximum(left / decay, 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmupCosineLR:
+    """The optimizer's rate times a part that rises, and falls as a cosine."""
+
+    total_num_steps: int
+    """Updates of the whole run."""
+    warmup_min_ratio: float = 0.0
+    """Part at the second update; at the first it is 0 whatever this says."""
+    warmup_num_steps: int = 1000
+    """Updates until the part is 1; 1 is taken as 2."""
+    cos_min_ratio: float = 1e-4
+    """Part at the end of the run, and after it."""
+    warmup_type: WarmupType = "log"
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_at_least(self, 0, "warmup_min_ratio", "cos_min_ratio")
+        check_positive(self, "total_num_steps", "warmup_num_steps")
+
+    def part(self, count: jax.Array) -> jax.Array:
+        """float32 []: what the optimizer's rate is multiplied by at an update."""
+        warmup, low = max(2, self.warmup_num_steps), self.cos_min_ratio
+        risen = _warm_up(count, self.warmup_num_steps, self.warmup_type)
+        rising = self.warmup_min_ratio + (1 - self.warmup_min_ratio) * risen
+        progress = jnp.minimum((count - warmup) / max(1, self.total_num_steps - warmup), 1.0)
+        falling = low + (1 - low) * (1 + jnp.cos(math.pi * progress)) / 2
+        return jnp.where(count == 0, 0.0, jnp.where(count <= warmup, rising, falling))
+
+
+_Settings = LRRangeTest | OneCycle | WarmupLR | WarmupDecayLR | WarmupCosineLR
+
+DEEPSPEED_SCHEDULES: Mapping[str, type[_Settings]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+"""{scheduler.type: a dataclass whose fields are its scheduler.params}."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSpeedSchedule:
+    """A schedule as an optimizer of zerojax or optax takes it.
+
+    Attributes:
+      settings: what it was made of, with DeepSpeed's defaults.
+      learning_rate: of an update, by the number of updates applied before it.
+      b1: the first beta in the same way; None: the optimizer's own.
+      b2: the second beta; None: the optimizer's own.
+      notes: what of it surprises people, a sentence each.
+    """
+
+    settings: _Settings
+    learning_rate: Schedule
+    b1: Schedule | None = None
+    b2: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def build_deepspeed_schedule(
+    kind: str, params: Mapping[str, Any], *, learning_rate: float
+) -> DeepSpeedSchedule:
+    """The schedule of a `scheduler` section.
+
+    Args:
+      kind: its `type`: one of `DEEPSPEED_SCHEDULES`.
+      params: its `params`; a list of one number is that number.
+      learning_rate: the optimizer's own, which `WarmupLR` without `warmup_max_lr` and
+        `WarmupCosineLR` take.
+
+    Raises:
+      ConfigError: an unknown type or setting, with the nearest known one; a number out of range;
+        rates by parameter group, or a start in the middle.
+    """
+    if kind not in DEEPSPEED_SCHEDULES:
+        known = ", ".join(DEEPSPEED_SCHEDULES)
+        raise ConfigError(
+            f"{kind!r} is not a schedule of DeepSpeed's own ({known}); for another give "
+            "optimizer=optax.adamw(schedule), where any function of the number of updates is one",
+            ("type",),
+        )
+    given = {name: _single(name, value) for name, value in params.items()}
+    if given.pop("last_batch_iteration", -1) != -1:
+        raise ConfigError(
+            "a schedule starts with the run and goes on where a checkpoint ended; leave this out "
+            "and load the checkpoint",
+            ("last_batch_iteration",),
+        )
+    if kind == "WarmupLR" and given.get("warmup_max_lr") is None:
+        given["warmup_max_lr"] = learning_rate
+    settings = from_dict(DEEPSPEED_SCHEDULES[kind], given)
+
+    def rate(count: Any) -> jax.Array:
+        count = jnp.asarray(count, jnp.int32)
+        if isinstance(settings, WarmupCosineLR):
+            return (learning_rate * settings.part(count)).astype(jnp.float32)
+        return settings.rate(count).astype(jnp.float32)
+
+    built = DeepSpeedSchedule(settings=settings, learning_rate=rate, notes=tuple(_notes(settings)))
+    if isinstance(settings, OneCycle) and settings.cycle_momentum:
+        return dataclasses.replace(built, b1=settings.b1, b2=_ONE_CYCLE_B2)
+    return built
+
+
+def _single(name: str, value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        return value
+    if len(value) == 1:
+        return value[0]
+    raise ConfigError(
+        f"{list(value)!r} has a value for each parameter group of torch, and there is one group "
+        "here; give one number, and what parameters differ by as "
+        "optimizer=zerojax.adamw(..., groups={'regex': {'learning_rate_factor': 0.1}})",
+        (name,),
+    )
+
+
+def _notes(settings: _Settings) -> list[str]:
+    notes = []
+    if isinstance(settings, WarmupLR | WarmupCosineLR):
+        first = settings.warmup_min_lr if isinstance(settings, WarmupLR) else 0.0
+        notes.append(f"the first update has learning rate {first:g}, as in DeepSpeed")
+        if settings.warmup_type == "log":
+            notes.append(
+                "warmup_type is log, DeepSpeed's default: half of the way is done after "
+                f"{math.sqrt(max(2, settings.warmup_num_steps)):.0f} of "
+                f"{settings.warmup_num_steps} updates; set linear for an even rise"
+            )
+    if isinstance(settings, WarmupDecayLR | WarmupCosineLR):
+        total, warmup = settings.total_num_steps, settings.warmup_num_steps
+        if total < warmup:
+            notes.append(f"total_num_steps ({total}) is below warmup_num_steps ({warmup})")
+    if isinstance(settings, OneCycle) and settings.cycle_momentum:
+        notes.append(
+            "cycle_momentum is on, DeepSpeed's default: beta1 goes between "
+            f"{settings.cycle_min_mom:g} and {settings.cycle_max_mom:g}, and beta2 is "
+            f"{_ONE_CYCLE_B2}, whatever optimizer.params.betas says"
+        )
+        if (limit := settings.first_update_with_b1_of_one) is not None:
+            notes.append(
+                f"decay_mom_rate lets beta1 reach 1 at update {limit + 1}, as in DeepSpeed, and "
+                "Adam is undefined there; end before, or set decay_mom_rate to 0"
+            )
+    return notes
+
+
+def _climb(passed: jax.Array, size: int, stairs: int) -> jax.Array:
+    """Part of a way of `size` updates, in steps of a stair where there are any."""
+    if stairs > 0:
+        return jnp.clip(passed, 0, size) * stairs // size / stairs
+    return passed / size
+
+
+def _warm_up(count: jax.Array, num_steps: int, kind: WarmupType) -> jax.Array:
+    """Part of the warm-up that is done; its first two updates are at 0."""
+    num_steps, done = max(2, num_steps), jnp.maximum(count - 1, 0)
+    if kind == "linear":
+        return done / num_steps
+    return jnp.log(done + 1.0) / math.log(num_steps)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from zerojax.config.display import printable
 from zerojax.config.mesh import DEVICE
 from zerojax.models import trees
-from zerojax.optim.optimizer import Optimizer
-from zerojax.optim.state_leaves import map_state
+from zerojax.optim.optimizer import Optimizer, map_state
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import describe_mesh
 from zerojax.plan.leaf import LeafPlacement

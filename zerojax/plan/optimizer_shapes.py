@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zerojax.optim import (
-    KEYWORDS,
+    EXTRA_ARGUMENTS,
     OnTrueShapes,
     Optimizer,
     trace_update,
@@ -166,7 +166,7 @@ def _fit_keywords(
             break
         except Exception as error:
             name = re.search(r"got an unexpected keyword argument '(\w+)'", str(error))
-            if name is None or name[1] in refused or name[1] not in KEYWORDS:
+            if name is None or name[1] in refused or name[1] not in EXTRA_ARGUMENTS:
                 raise ValueError(_why_not(error)) from error
             refused |= {name[1]}
     wanted = [x.shape for x in (*jax.tree.leaves(true), *jax.tree.leaves(state))]

@@ -17,7 +17,7 @@ import optax
 from zerojax.config import MeshConfig
 from zerojax.hardware.compile_client import keep_known_options
 from zerojax.models.protocol import Loss, Model
-from zerojax.optim import told
+from zerojax.optim import extra_arguments
 from zerojax.parallel import model_state
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import to_canonical
@@ -265,7 +265,7 @@ class PlainRun:
         if overwritten:
             loss, grads = loss / weight, jax.tree.map(lambda leaf: leaf / weight, grads)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
-        extra = told(grads, norm, loss, self._layers)
+        extra = extra_arguments(grads, norm, loss, self._layers)
         updates, opt_state = self._tx.update(grads, opt_state, params, **extra)
         moved: Any = optax.apply_updates(params, updates)
         return moved, opt_state, after, loss, norm

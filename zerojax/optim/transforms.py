@@ -1,0 +1,102 @@
+"""Parts of optax transformations: clipping, stacked layers, random keys, extra arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zerojax.models import trees
+
+Tree = Any
+EXTRA_ARGUMENTS = ("value", "grad", "grad_norm", "layers")
+"""What `extra_arguments` gives."""
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm` that takes the norm from the step, which has it already.
+
+    It comes first in a chain: the norm that the step hands on is that of the gradients. Elsewhere
+    take optax's own.
+    """
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
+        norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
+        scale = lambda x: jnp.where(norm < max_norm, x, x / norm.astype(x.dtype) * max_norm)  # noqa: E731
+        return jax.tree.map(scale, updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.identity().init, update)
+
+
+def map_layers(
+    function: Callable[..., Any], layers: Container[str], first: Tree, *others: Tree
+) -> Tree:
+    """`jax.tree.map(function, first, *others)`; of leaves with names in `layers`, row by row."""
+    named = {name: name in layers for name in trees.flatten_names(first)}
+
+    def leaf(is_stack: bool, *arrays: jax.Array) -> Any:
+        return (jax.vmap(function) if is_stack else function)(*arrays)
+
+    return jax.tree.map(leaf, trees.unflatten_like(first, named), first, *others)
+
+
+def with_raw_keys(tx: optax.GradientTransformation, params: Tree) -> optax.GradientTransformation:
+    """The transformation with uint32 arrays in place of typed PRNG keys in its state.
+
+    Args:
+      tx: as it is returned where its state has no typed key.
+      params: structs.
+    """
+    impls: list[Any] = []
+
+    def find(params: Tree) -> Tree:
+        leaves = jax.tree.leaves(tx.init(params))
+        impls.extend(jax.random.key_impl(x) if _is_key(x) else None for x in leaves)
+
+    jax.eval_shape(find, params)
+    if not any(impls):
+        return tx
+    inner = optax.with_extra_args_support(tx)
+
+    def stored(state: Tree) -> Tree:
+        return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, state)
+
+    def typed(state: Tree) -> Tree:
+        leaves, structure = jax.tree.flatten(state)
+        pairs = zip(leaves, impls, strict=True)
+        return structure.unflatten(
+            [x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in pairs]
+        )
+
+    def update(updates: Any, state: Tree, params: Any = None, **extra: Any) -> tuple[Any, Tree]:
+        updates, state = inner.update(updates, typed(state), params, **extra)
+        return updates, stored(state)
+
+    return optax.GradientTransformationExtraArgs(lambda params: stored(inner.init(params)), update)
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def extra_arguments(
+    grads: Mapping[str, Any], grad_norm: jax.Array, loss: jax.Array, layers: frozenset[str]
+) -> dict[str, Any]:
+    """The keywords of `update`, for a `GradientTransformationExtraArgs` that takes them.
+
+    Args:
+      grads: those of the mean loss, of the shapes of the parameters.
+      grad_norm: float32 []; their l2 norm before clipping.
+      loss: float32 []; the mean loss of the global batch.
+      layers: names of parameters whose dimension 0 counts layers.
+
+    Returns:
+      "value" and "grad" as optax names them (`optax.polyak_sgd`, `optax.contrib.momo`), and
+      "grad_norm" and "layers", which zerojax's own take.
+    """
+    return {"value": loss, "grad": grads, "grad_norm": grad_norm, "layers": layers}
