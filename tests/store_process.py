@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-import zerojax.checkpoint.store.files
+import zerojax.checkpoint.store.direct_io
 from zerojax.checkpoint.store import BucketStore, StoreError
 
 NUM_BUCKETS = 6
@@ -169,7 +169,7 @@ def _sweep_until_killed(folder: Path, ended: int, fatal: tuple[str, int, bool] |
                 return result
 
             # Everything that the store asks of the system goes through this name.
-            zerojax.checkpoint.store.files.os = _Replaced(name, call)
+            zerojax.checkpoint.store.direct_io.os = _Replaced(name, call)
             zerojax.checkpoint.store.store.os = _Replaced(name, call)
         send = os.write
         while True:

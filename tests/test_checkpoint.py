@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.process_groups import free_port, run_group
-from zerojax.checkpoint import Checkpointer, CheckpointError, Retention, seals
+from zerojax.checkpoint import Checkpointer, CheckpointError, Retention, metadata
 from zerojax.checkpoint.errors import DiskFullError, is_disk_full, reason
 from zerojax.checkpoint.metadata import check_same_arrays
 
@@ -369,7 +369,7 @@ def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
         del newer["checksum"]
         damages = {
             "is no JSON at line": good[:100],
-            r"format 99, written by zerojax 7\.0; .* up to 2; update": seals.seal(newer),
+            r"format 99, written by zerojax 7\.0; .* up to 2; update": metadata.seal(newer),
             "has no format number": "[]",
             "was changed after it was written: config.a, confit;": good.replace(
                 '"config": {', '"confit": {'

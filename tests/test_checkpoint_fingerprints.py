@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.checkpoint import fingerprint_math
-from zerojax.checkpoint.fingerprints import Computation, _program, differing_copies, whole
+from zerojax.checkpoint.fingerprints import PendingFingerprints, _program, differing_copies, whole
 
 DTYPES = (
     *("float32", "bfloat16", "float16", "float64", "bool", "complex64"),
@@ -43,7 +43,7 @@ def random_bits(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def of_device(x: jax.Array) -> fingerprint_math.Sums:
-    return whole(x, Computation({"x": x}).result()["x"])
+    return whole(x, PendingFingerprints({"x": x}).result()["x"])
 
 
 @pytest.mark.sampled(5)
@@ -193,16 +193,16 @@ def test_copies_that_differ_are_told() -> None:
     sharding = NamedSharding(mesh, P())
     shards = [jax.device_put(np.float32([1, 2 + i]), d) for i, d in enumerate(mesh.devices.flat)]
     x = jax.make_array_from_single_device_arrays((2,), sharding, shards)
-    parts = Computation({"x": x}).result()["x"]
+    parts = PendingFingerprints({"x": x}).result()["x"]
     assert differing_copies(x, parts) == tuple(d.id for d in mesh.devices.flat)
     same = jax.device_put(np.float32([1, 2]), sharding)
-    assert differing_copies(same, Computation({"x": same}).result()["x"]) is None
+    assert differing_copies(same, PendingFingerprints({"x": same}).result()["x"]) is None
 
 
 def test_a_donated_array_counts_as_it_was() -> None:
     host = random_bits("float32", (1024, 64))
     x = jax.device_put(host, NamedSharding(make_mesh(8), P("data")))
-    computation = Computation({"x": x})
+    computation = PendingFingerprints({"x": x})
     change = jax.jit(lambda x: x * 0 + 1, donate_argnums=0)
     for _ in range(3):
         x = change(x)

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from zerojax.checkpoint import Checkpointer, CheckpointError, files, folders, metadata, seals
+from zerojax.checkpoint import Checkpointer, CheckpointError, files, folders, metadata
 from zerojax.checkpoint.errors import DamagedError, MachineError
 from zerojax.checkpoint.inspection import find_checkpoints, leftovers, saved_steps
 from zerojax.checkpoint.pruning import STALE_SECONDS, removals
@@ -43,7 +43,7 @@ def make_newer(step: Path) -> None:
     body = json.loads((step / metadata.FILE_NAME).read_text())
     body = {n: x for n, x in body.items() if n not in ("format", "sections", "checksum")}
     body = {"format": metadata.FORMAT + 1, **body}
-    (step / metadata.FILE_NAME).write_text(seals.seal(body))
+    (step / metadata.FILE_NAME).write_text(metadata.seal(body))
 
 
 @contextlib.contextmanager

@@ -25,12 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.checkpoint import Checkpointer, CheckpointError, metadata, packs, seals
+from zerojax.checkpoint import Checkpointer, CheckpointError, metadata, packs
 from zerojax.checkpoint.errors import DamagedError
 from zerojax.checkpoint.files import checksum
 from zerojax.checkpoint.inspection import saved_steps
-from zerojax.checkpoint.metadata import read_metadata
-from zerojax.checkpoint.metadata_fields import is_array
+from zerojax.checkpoint.metadata import is_array, read_metadata
 from zerojax.cli import main
 
 ABOUT = {"data_state": {"position": 7}, "config": {"a": [1, None, {"b": 0.5}]}, "plan": {"z": 3}}
@@ -79,7 +78,7 @@ def body_of(step: Path) -> dict[str, Any]:
 
 
 def reseal(step: Path, body: dict[str, Any]) -> None:
-    (step / metadata.FILE_NAME).write_text(seals.seal(body))
+    (step / metadata.FILE_NAME).write_text(metadata.seal(body))
 
 
 def looked_at(run: Path) -> int:

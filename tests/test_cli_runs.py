@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import zerojax
-from zerojax.checkpoint.kept import keep_step
+from zerojax.checkpoint.retention import keep_step
 from zerojax.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,10 +25,10 @@ from tests.offload_disk_runs import (
 from tests.small_models import reference_model
 from tests.test_offload_disk_checkpoints import restore, save
 from tests.trajectories import regression_batch, text_batch
-from zerojax.checkpoint import Checkpointer, packs, pieces
-from zerojax.checkpoint.host_arrays import array_of_parts
+from zerojax.checkpoint import Checkpointer, packs, stored_arrays
+from zerojax.checkpoint.arrays import array_of_parts
 from zerojax.checkpoint.store import BucketStore, StoreError
-from zerojax.checkpoint.store.files import aligned_buffer
+from zerojax.checkpoint.store.direct_io import aligned_buffer
 from zerojax.checkpoint.store.manifest import load_manifest
 from zerojax.checkpoint.store.pieces import PieceReader
 from zerojax.config import MeshConfig
@@ -203,13 +203,13 @@ def test_each_array_of_an_ordinary_checkpoint_is_read_once(tmp_path, monkeypatch
     state, _ = train(plain, 1)
     save(tmp_path / "checkpoints", plain, state)
     read: list[str] = []
-    real = pieces.arrays.read_on_host
+    real = stored_arrays.arrays.read_on_host
 
     def note(folder, name, leaf):
         read.append(name)
         return real(folder, name, leaf)
 
-    monkeypatch.setattr(pieces.arrays, "read_on_host", note)
+    monkeypatch.setattr(stored_arrays.arrays, "read_on_host", note)
     plan = plan_of(offload(tmp_path / "store", SHARES), data=2)
     restored = restore(tmp_path / "checkpoints", plan)
     close(restored)
@@ -288,7 +288,7 @@ def test_every_device_has_memory_of_its_own(tmp_path, monkeypatch):
 
 
 def test_one_memory_for_all_is_what_jax_would_give():
-    """The reason for `checkpoint.host_arrays`; should this fail, it has none any more."""
+    """The reason for `checkpoint.arrays.array_of_parts`; should this fail, it has none any more."""
     values = aligned(np.arange(4096, dtype=np.float32))
     sharding = jax.sharding.NamedSharding(
         make_mesh(MeshConfig(data=8), jax.devices()), jax.sharding.PartitionSpec()

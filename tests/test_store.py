@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import zerojax.checkpoint.store.files
+import zerojax.checkpoint.store.direct_io
 from tests.store_process import BUCKET_BYTES, NUM_BUCKETS, advance, expected, wrong_buckets
 from zerojax.checkpoint.store import BucketStore, StoreError
-from zerojax.checkpoint.store.files import BLOCK, aligned_buffer, pad_to_block
-from zerojax.checkpoint.store.pool import TransferPool
+from zerojax.checkpoint.store.direct_io import BLOCK, aligned_buffer, pad_to_block
+from zerojax.checkpoint.store.sweep import TransferPool
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -178,7 +178,7 @@ def test_memory_is_a_fixed_ring(tmp_path, monkeypatch):
 
     with make(tmp_path / "small", num_buckets=2) as small:
         small_bytes = small.buffer_bytes
-    monkeypatch.setattr(zerojax.checkpoint.store.files, "aligned_buffer", count)
+    monkeypatch.setattr(zerojax.checkpoint.store.direct_io, "aligned_buffer", count)
     with make(tmp_path / "large", num_buckets=40) as store:
         assert store.buffer_bytes == small_bytes == 3 * pad_to_block(BUCKET_BYTES)
         opened = list(made)

@@ -15,8 +15,8 @@ import pytest
 from tests.store_process import BUCKET_BYTES, NUM_BUCKETS, advance, wrong_buckets
 from tests.test_store import fail_transfers, flip, make, run
 from zerojax.checkpoint.store import BucketStore, StoreError
-from zerojax.checkpoint.store.files import BLOCK, aligned_buffer, pad_to_block
-from zerojax.checkpoint.store.pool import TransferPool, checksum_piece
+from zerojax.checkpoint.store.direct_io import BLOCK, aligned_buffer, pad_to_block
+from zerojax.checkpoint.store.sweep import TransferPool, checksum_piece
 
 PADDED = pad_to_block(BUCKET_BYTES)
 

@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zerojax.checkpoint.store import StoreError, files
+from zerojax.checkpoint.store import StoreError, direct_io
 from zerojax.checkpoint.store.boxes import boxes_of_run
-from zerojax.checkpoint.store.pieces import Block, PieceReader, PieceWriter
-from zerojax.checkpoint.store.stream import StreamFile
+from zerojax.checkpoint.store.direct_io import StreamFile
+from zerojax.checkpoint.store.pieces import PieceReader, PieceWriter, ShardBlock
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 5), (2, 1, 3, 2)])
@@ -43,7 +43,7 @@ def write_shards(folder, name, array, splits, pieces, *, rows=None, processes=1)
                 start = tuple(i * n for i, n in zip(at, sizes, strict=True))
                 index = tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))
                 flat = np.ascontiguousarray(array[index]).ravel()
-                block = Block(name=name, start=start, shape=sizes, rows=rows)
+                block = ShardBlock(name=name, start=start, shape=sizes, rows=rows)
                 for first in range(0, flat.size, pieces):
                     writer.write(block, first, flat[first : first + pieces])
 
@@ -78,16 +78,16 @@ def test_copies_of_a_shard_count_once(tmp_path):
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     with PieceWriter(tmp_path, 0) as writer:
         for _ in range(2):
-            writer.write(Block(name="x", start=(0, 0), shape=(3, 4)), 0, array.ravel())
+            writer.write(ShardBlock(name="x", start=(0, 0), shape=(3, 4)), 0, array.ravel())
     with PieceWriter(tmp_path, 1) as writer:
-        writer.write(Block(name="x", start=(0, 0), shape=(3, 4)), 0, array.ravel())
+        writer.write(ShardBlock(name="x", start=(0, 0), shape=(3, 4)), 0, array.ravel())
     assert np.array_equal(PieceReader(tmp_path).read("x", ((0, 0), (3, 4))), array)
 
 
 def test_what_is_missing_is_told(tmp_path):
     array = np.arange(12, dtype=np.float32)
     with PieceWriter(tmp_path, 0) as writer:
-        writer.write(Block(name="x", start=(0,), shape=(12,)), 0, array[:8])
+        writer.write(ShardBlock(name="x", start=(0,), shape=(12,)), 0, array[:8])
     with pytest.raises(StoreError, match=r"x: 4 of 12 elements from \(0,\) on were never written"):
         PieceReader(tmp_path).read("x", ((0,), (12,)))
     (tmp_path / "process_0.bin").write_bytes(b"1234")
@@ -137,7 +137,7 @@ def test_where_blocks_cannot_be_reserved_the_file_only_grows(tmp_path, monkeypat
     def emulated(*_):
         raise AssertionError("this touches blocks that are being written")
 
-    monkeypatch.setattr(files, "_LIBC", Libc)
+    monkeypatch.setattr(direct_io, "_LIBC", Libc)
     monkeypatch.setattr(os, "posix_fallocate", emulated)
     values = np.random.default_rng(2).integers(0, 256, 2**23 + 77, np.uint8)
     file = StreamFile(tmp_path / "x")
@@ -149,7 +149,7 @@ def test_where_blocks_cannot_be_reserved_the_file_only_grows(tmp_path, monkeypat
 @pytest.mark.parametrize("length", [1, 2**20])
 def test_reserving_makes_the_file_longer_or_says_what_the_system_says(tmp_path, length):
     with (tmp_path / "x").open("wb") as file:
-        files.reserve(file.fileno(), length)
+        direct_io.reserve(file.fileno(), length)
         assert os.fstat(file.fileno()).st_size == length
     with (tmp_path / "x").open("rb") as file, pytest.raises(OSError, match="Bad file descriptor"):
-        files.reserve(file.fileno(), 2 * length)
+        direct_io.reserve(file.fileno(), 2 * length)

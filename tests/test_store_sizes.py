@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zerojax.checkpoint.store import BucketStore
-from zerojax.checkpoint.store.files import BLOCK, pad_to_block
+from zerojax.checkpoint.store.direct_io import BLOCK, pad_to_block
 
 SIZES = [5000, 1, BLOCK, (4 << 20) + 8]
 

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
         FolderInUseError,
         MachineError,
     )
-    from zerojax.checkpoint.kept import named_step
     from zerojax.checkpoint.metadata import Metadata
-    from zerojax.checkpoint.retention import Retention
+    from zerojax.checkpoint.retention import Retention, named_step
     from zerojax.checkpoint.verification import Verification
 
 __all__ = [
@@ -48,7 +47,7 @@ _HOME_OF_NAME = {
     "Restored": "checkpointer",
     "Retention": "retention",
     "Verification": "verification",
-    "named_step": "kept",
+    "named_step": "retention",
 }
 
 

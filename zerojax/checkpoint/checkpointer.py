@@ -26,10 +26,9 @@ from zerojax.checkpoint.errors import (
     MachineError,
     reason,
 )
-from zerojax.checkpoint.kept import keep_step, kept_steps
 from zerojax.checkpoint.metadata import Metadata, make_metadata, read_metadata
 from zerojax.checkpoint.restoring import read_step
-from zerojax.checkpoint.retention import Retention, as_retention
+from zerojax.checkpoint.retention import Retention, as_retention, keep_step, kept_steps
 from zerojax.checkpoint.saving import Save, is_first_process, not_saved, write
 from zerojax.checkpoint.verification import Verification, verify_step
 from zerojax.config.checks import names_keywords

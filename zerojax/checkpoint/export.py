@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.checkpoint import fingerprint_math
-from zerojax.checkpoint.drafts import new_folder
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, reason
+from zerojax.checkpoint.files import new_folder
 from zerojax.checkpoint.inspection import SavedStep, open_arrays
 from zerojax.checkpoint.metadata import as_abstract
 from zerojax.models.hugging_face.safetensors import (

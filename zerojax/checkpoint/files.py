@@ -1,4 +1,4 @@
-"""Sizes and checksums of the files of a checkpoint.
+"""Files of a checkpoint: sizes, checksums, and folders that appear once they are durable.
 
 A file belongs to the process whose number is in its name, as in `process_3`, all others to the
 first: that process has written it, so it also sums it up and sees that it reaches the disk.
@@ -10,9 +10,11 @@ anything else, links included, is damage, and is neither followed nor opened.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import os
 import re
+import shutil
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from zerojax.checkpoint.errors import Damage, is_damage, reason
+from zerojax.checkpoint.store.direct_io import check_space
 from zerojax.runtime.bounded_json import JsonError, kind_of, open_regular
 
 SMALL = 1 << 20
@@ -186,3 +189,37 @@ def _if_there(function: Callable[[Path], T], path: Path) -> T | None:
         return function(path)
     except FileNotFoundError:
         return None
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, num_bytes: int, *, remedy: str) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` at the end, or is removed after an error.
+
+    Args:
+      out: must not be there, or be an empty folder.
+      num_bytes: that will be written.
+      remedy: what to do where there is no space for them, a clause that begins with "or".
+
+    Raises:
+      FileExistsError: something is at `out`.
+      OSError: what the disk says.
+    """
+    if out.exists() and (not out.is_dir() or os.listdir(out)):
+        raise FileExistsError(f"{out} is there already; name a folder that is not")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    check_space(out.parent, num_bytes, remedy=remedy)
+    draft = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        yield draft
+        for name in os.listdir(draft):
+            to_disk(draft / name)
+        to_disk(draft)
+        if out.exists():
+            out.rmdir()
+        os.rename(draft, out)
+        to_disk(out.parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise

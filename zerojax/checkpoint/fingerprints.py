@@ -24,7 +24,7 @@ Parts = dict[str, dict[int, Sums]]
 """Name of an array -> id of a device -> the sums of its shard."""
 
 
-class Computation:
+class PendingFingerprints:
     """Sums that are being computed; the arrays may be donated meanwhile."""
 
     def __init__(self, leaves: Mapping[str, jax.Array]) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 from zerojax.checkpoint import files, folders
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, reason
-from zerojax.checkpoint.kept import kept_steps, named_step
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_metadata
-from zerojax.checkpoint.pieces import Pieces, Unread
+from zerojax.checkpoint.retention import kept_steps, named_step
 from zerojax.checkpoint.saving import ARRAYS, PIECES
+from zerojax.checkpoint.stored_arrays import StoredArrays, Unread
 from zerojax.runtime.bounded_json import load
 
 _REST = re.compile(r"\d+\.(partial|expired|damaged)(-\d+)?")
@@ -206,6 +206,8 @@ def open_arrays(folder: Path, metadata: Metadata) -> Mapping[str, Unread]:
     """
     wanted = {name: as_abstract(text) for name, text in metadata.arrays.items()}
     try:
-        return Pieces(folder / ARRAYS, folder / PIECES).read(wanted, unread=wanted, subset=True)
+        return StoredArrays(folder / ARRAYS, folder / PIECES).read(
+            wanted, unread=wanted, subset=True
+        )
     except Exception as error:
         raise DamagedError(f"checkpoint {folder} is damaged: {reason(error)}") from error

@@ -1,18 +1,25 @@
-"""Metadata of a saved step, and its comparison with the state that is to be restored.
+"""Metadata of a saved step: its seal, valid values, and comparison with the state to be restored.
 
-The file is one readable JSON object, sealed (see `seals`). Keys that a reader does not know are
-ignored, so later versions may add some; `format` is raised only when an older reader would misread
-the checkpoint, or when a newer one may rely on more. Format 1 had neither seal, checksums nor
-fingerprints.
+The file is one readable JSON object. It is sealed: the last line is a checksum of all bytes before
+it, and within are checksums of the values, so that an edited one can be named; every later format
+of ours ends in the same line. A seal says that nobody changed the file by accident; the check of
+each field holds for files that somebody wrote on purpose, too.
+
+Keys that a reader does not know are ignored, so later versions may add some; `format` is raised
+only when an older reader would misread the checkpoint, or when a newer one may rely on more.
+Format 1 had neither seal, checksums nor fingerprints.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import math
 import platform
-from collections.abc import Mapping
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata as packages
 from pathlib import Path
 from typing import Any
@@ -20,15 +27,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.checkpoint import seals
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, is_damage, reason
-from zerojax.checkpoint.metadata_fields import problem_with
 from zerojax.config.display import quoted
 from zerojax.runtime.bounded_json import (
     MAX_BYTES,
     MAX_DEPTH,
     MAX_DIGITS,
     JsonError,
+    inside,
     loads,
     read_bytes,
 )
@@ -36,6 +42,17 @@ from zerojax.runtime.bounded_json import (
 FORMAT = 2
 FILE_NAME = "metadata.json"
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+SECTIONS = "sections"
+_LAST_LINE = re.compile(rb',\n "checksum": "([0-9a-f]{8})"\n\}\n\Z')
+_NAMED_BY_LEAF = ("config", "data_state")
+_MOST = 3
+_LARGEST = 2**48
+"""Of one dimension, in elements, and of one array or file, in bytes: 256 TiB."""
+_SIZE = "(?:0|[1-9][0-9]{0,17})"
+_ARRAY = re.compile(rf"([a-z][a-z0-9_]{{0,31}})\[({_SIZE}(?:,{_SIZE})*)?\]")
+_CHECKSUM = re.compile(r"[0-9a-f]{8}")
+_FINGERPRINT = re.compile(r"[0-9a-f]{16}")
+_MOST_DIMENSIONS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +148,7 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
     Raises:
       CheckpointError: it would be larger than what is read.
     """
-    content = seals.seal({"format": FORMAT} | dataclasses.asdict(metadata)).encode("utf-8")
+    content = seal({"format": FORMAT} | dataclasses.asdict(metadata)).encode("utf-8")
     if len(content) > MAX_BYTES:
         raise CheckpointError(
             f"step {metadata.step} was not saved: its {FILE_NAME} would have {len(content)} bytes,"
@@ -162,8 +179,8 @@ def read_metadata(folder: Path) -> Metadata:
         raise _damaged(folder, f"cannot be read ({reason(error)})") from error
     if not isinstance(body, dict):
         raise _damaged(folder, "has no format number, so zerojax did not write it")
-    if seals.is_sealed(content) and not seals.is_unbroken(content):
-        names = ", ".join(seals.changed_values(body)) or "no value, but its text"
+    if is_sealed(content) and not is_unbroken(content):
+        names = ", ".join(changed_values(body)) or "no value, but its text"
         raise _damaged(folder, f"was changed after it was written: {names}")
     number = body.get("format")
     if type(number) is not int:
@@ -276,3 +293,134 @@ def _check_text(text: str, where: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise TypeError(f"{where} has {quoted(text)}, which is not Unicode text") from None
+
+
+def seal(body: Mapping[str, Any]) -> str:
+    """The text of a JSON object, sealed."""
+    text = json.dumps({**body, SECTIONS: dict(_checksums(body))}, indent=1)
+    inside = text.removesuffix("\n}")
+    return f'{inside},\n "checksum": "{_checksum(inside.encode())}"\n}}\n'
+
+
+def is_sealed(content: bytes) -> bool:
+    """Whether a file ends as sealed ones do, or did before it was damaged."""
+    return _LAST_LINE.search(content) is not None or f'"{SECTIONS}": '.encode() in content
+
+
+def is_unbroken(content: bytes) -> bool:
+    """Whether the bytes of a sealed file are those that were written."""
+    last = _LAST_LINE.search(content)
+    return last is not None and last[1].decode() == _checksum(content[: last.start()])
+
+
+def changed_values(body: Mapping[str, Any]) -> list[str]:
+    """The values that do not match their checksums, at most three, such as "config.seed"."""
+    saved = body.get(SECTIONS)
+    if not isinstance(saved, dict):
+        return []
+    now = dict(_checksums({name: x for name, x in body.items() if name != "checksum"}))
+    names = sorted(name for name in now.keys() | saved.keys() if now.get(name) != saved.get(name))
+    return names[:_MOST]
+
+
+def _checksums(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name, checksum) of each value; of every leaf of what people edit."""
+    for name, value in body.items():
+        if name == SECTIONS:
+            continue
+        parts = _leaves(name, value) if name in _NAMED_BY_LEAF else [(name, value)]
+        for part, item in parts:
+            yield part, _checksum(json.dumps(item, sort_keys=True).encode())
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value:
+        yield name, value
+        return
+    for key, item in value.items():
+        yield from _leaves(f"{name}.{key}", item)
+
+
+def _checksum(content: bytes) -> str:
+    return f"{zlib.crc32(content):08x}"
+
+
+def problem_with(body: Mapping[str, Any]) -> str | None:
+    """What is wrong with the fields of a checkpoint's metadata, as a clause; None: nothing.
+
+    Args:
+      body: a whole object of metadata.json; fields that it lacks are not looked at.
+    """
+    for name, is_right, kind in _FIELDS:
+        if name in body and not is_right(body[name]):
+            return f"{name!r} is {quoted(body[name])} in place of {kind}"
+    for name, is_key, is_value, kind in _TABLES:
+        if name not in body:
+            continue
+        if not isinstance(body[name], dict):
+            return f"{name!r} is {quoted(body[name])} in place of an object"
+        for key, value in body[name].items():
+            if not is_key(key):
+                return f"{name!r} has {quoted(key)}, which is no {kind[0]}"
+            if not is_value(value):
+                return f"{name!r} has {quoted(value)} for {quoted(key)} in place of {kind[1]}"
+    for name, of in (("checksums", "files"), ("fingerprints", "arrays")):
+        unknown = body.get(name, {}).keys() - body.get(of, {}).keys()
+        if unknown:
+            return f"{name!r} has {quoted(min(unknown))}, which {of!r} has not"
+    return None
+
+
+def is_array(description: Any) -> bool:
+    """Whether this is dtype and shape of an array, as `metadata.describe` writes them.
+
+    >>> is_array("float32[2,3]"), is_array("float33[2]"), is_array("float32[-1]")
+    (True, False, False)
+    """
+    found = _ARRAY.fullmatch(description) if isinstance(description, str) else None
+    if found is None:
+        return False
+    shape = [int(size) for size in (found[2] or "").split(",") if size]
+    try:
+        dtype = jnp.dtype(found[1])
+    except TypeError:
+        return False
+    if dtype.kind in "OSUMm" or not dtype.itemsize or len(shape) > _MOST_DIMENSIONS:
+        return False
+    # Zeros count as ones, so that no dimension beside them is beyond what NumPy can hold.
+    return math.prod(max(1, size) for size in shape) * dtype.itemsize <= _LARGEST
+
+
+def _is_int(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value <= _LARGEST
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _matches(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+_FIELDS = (
+    ("format", _is_int(1), "a number of 1 or more"),
+    ("step", _is_int(0), "a whole number of 0 or more"),
+    ("num_devices", _is_int(1), "a whole number of 1 or more"),
+    ("num_processes", _is_int(1), "a whole number of 1 or more"),
+    ("saved", _is_text, "a time"),
+    ("data_state", _is_object, "an object"),
+    ("config", _is_object, "an object"),
+    ("plan", _is_object, "an object"),
+)
+_TABLES = (
+    ("versions", _is_text, _is_text, ("name", "a version")),
+    ("arrays", _is_text, is_array, ("name", "a dtype and a shape")),
+    ("files", inside, _is_int(0), ("name of a file inside the step's folder", "its bytes")),
+    ("checksums", inside, _matches(_CHECKSUM), ("name of a file", "its checksum")),
+    ("fingerprints", _is_text, _matches(_FINGERPRINT), ("name", "a fingerprint")),
+)

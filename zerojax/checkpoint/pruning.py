@@ -17,8 +17,7 @@ from pathlib import Path
 from zerojax.checkpoint import folders
 from zerojax.checkpoint.errors import CheckpointError, FolderInUseError, MachineError, reason
 from zerojax.checkpoint.inspection import leftovers, saved_steps
-from zerojax.checkpoint.kept import kept_steps
-from zerojax.checkpoint.retention import Retention
+from zerojax.checkpoint.retention import Retention, kept_steps
 from zerojax.runtime.folder_lock import FolderTakenError, hold
 
 STALE_SECONDS = 3600.0

@@ -19,10 +19,10 @@ from zerojax.checkpoint.errors import (
     reason,
 )
 from zerojax.checkpoint.fingerprint_math import as_text
-from zerojax.checkpoint.fingerprints import Computation, Parts, differing_copies, whole
+from zerojax.checkpoint.fingerprints import Parts, PendingFingerprints, differing_copies, whole
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, check_same_arrays, read_metadata
-from zerojax.checkpoint.pieces import Pieces
 from zerojax.checkpoint.saving import ARRAYS, PIECES, is_first_process
+from zerojax.checkpoint.stored_arrays import StoredArrays
 
 _MOST = 3  # damaged files that one sentence names
 
@@ -56,7 +56,7 @@ def read_step(
     agreement.raise_together(error)
     assert metadata is not None
     try:
-        pieces = Pieces(folder / ARRAYS, folder / PIECES)
+        pieces = StoredArrays(folder / ARRAYS, folder / PIECES)
         flat = pieces.read(wanted, unread=unread, subset=subset)
     except Exception as failure:
         error = _failed_read(folder, metadata, failure)
@@ -107,7 +107,7 @@ def _check_fingerprints(folder: Path, metadata: Metadata, arrays: Mapping[str, j
     known = {name: x for name, x in arrays.items() if name in metadata.fingerprints}
     if not known:
         return
-    parts = _of_all_processes(Computation(known).result())
+    parts = _of_all_processes(PendingFingerprints(known).result())
     wrong = [
         name
         for name, leaf in known.items()

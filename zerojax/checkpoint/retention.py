@@ -1,9 +1,24 @@
-"""Retention: the saved steps that are kept, as a function of step numbers."""
+"""Retention: the saved steps that are kept, by number, or by name as the best one.
+
+Names are in one small file in the folder of checkpoints, so that every save, of this process or a
+later one, and every deletion by hand, leaves these steps alone.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zerojax.checkpoint.errors import CheckpointError, MachineError, reason
+from zerojax.runtime import bounded_json
+
+FILE_NAME = "kept.json"
+_MAX_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,3 +56,69 @@ class Retention:
 def as_retention(keep: int | Retention) -> Retention:
     """`3` stands for `Retention(last=3)`."""
     return keep if isinstance(keep, Retention) else Retention(last=keep)
+
+
+def kept_steps(path: Path) -> dict[str, dict[str, Any]]:
+    """{name: {"step": number, ...}} of a folder of checkpoints.
+
+    Raises:
+      MachineError: the file is there and cannot be read, so that nobody knows what to keep.
+    """
+    try:
+        found = bounded_json.load(path / FILE_NAME, max_bytes=_MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError) as error:
+        raise MachineError(
+            f"{path / FILE_NAME} cannot be read ({reason(error)}); it says which steps to keep: "
+            "mend it, or remove it and keep none"
+        ) from None
+    if not isinstance(found, dict) or not all(
+        isinstance(about, dict) and type(about.get("step")) is int for about in found.values()
+    ):
+        raise MachineError(f"{path / FILE_NAME} holds no steps; remove it to keep none")
+    return found
+
+
+def named_step(kept: Mapping[str, Mapping[str, Any]], name: str) -> int:
+    """The step that is kept under a name.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    if name not in kept:
+        names = ", ".join(map(repr, sorted(kept))) or "none"
+        raise CheckpointError(
+            f"no step is kept as {name!r} (kept by name: {names}); give a number, or train with "
+            "callbacks=[zerojax.KeepBest()] to keep the best"
+        )
+    return kept[name]["step"]
+
+
+def keep_step(path: Path, name: str, step: int, about: Mapping[str, Any]) -> None:
+    """Keeps a saved step under a name, in place of the one that had it. For one process.
+
+    Raises:
+      MachineError: the file cannot be written.
+    """
+    steps = {**kept_steps(path), name: {"step": step, **about}}
+    draft = path / f".{FILE_NAME}.draft"
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            json.dump(steps, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path / FILE_NAME)
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise MachineError(
+            f"step {step} is saved, but {path / FILE_NAME}, which would keep it as {name!r}, "
+            f"cannot be written: {reason(error)}"
+        ) from None

@@ -1,14 +1,26 @@
-"""One save, from arrays to a visible folder, safe against a kill at any moment."""
+"""One save, from arrays to a visible folder, safe against a kill at any moment.
+
+Orbax's threads wait for a signal that the folder is there before they write. Where making the
+folder is what failed, the signal never comes, and Python waits for them when it ends: the process
+hung there (seen where a folder was removed, and where two runs wrote into one). `end_stuck_threads`
+ends that wait. With several processes the signal comes through their group, and
+`runtime.shutdown.leave_group_when_over` ends it.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
+import functools
 import shutil
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import jax
 
@@ -24,20 +36,22 @@ from zerojax.checkpoint.errors import (
     reason,
 )
 from zerojax.checkpoint.fingerprint_math import as_text
-from zerojax.checkpoint.fingerprints import Computation, differing_copies, whole
-from zerojax.checkpoint.kept import kept_steps
+from zerojax.checkpoint.fingerprints import PendingFingerprints, differing_copies, whole
 from zerojax.checkpoint.metadata import Metadata, write_metadata
 from zerojax.checkpoint.packs import FILE_NAME as TABLE
 from zerojax.checkpoint.parts import Part, collect, leave, leave_failure, raise_failures
-from zerojax.checkpoint.retention import Retention
+from zerojax.checkpoint.retention import Retention, kept_steps
 from zerojax.checkpoint.store.pieces import PieceReader
-from zerojax.checkpoint.stuck_threads import end_stuck_threads
 from zerojax.models.trees import format_bytes
 from zerojax.runtime.shutdown import leave_group_when_over
 
 ARRAYS, PIECES = "arrays", "pieces"
 
 _LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
+STUCK_SECONDS = 2.0
+"""Making a folder takes less: after a failed save, a wait of this length will not end."""
+_FUNCTION, _PACKAGE = "blocking_key_value_get", "orbax"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +114,7 @@ def is_first_process() -> bool:
     return jax.process_index() == 0
 
 
-def _start(save: Save) -> tuple[arrays.Write, Computation]:
+def _start(save: Save) -> tuple[arrays.Write, PendingFingerprints]:
     """Creates the partial folder and copies the arrays to the host.
 
     Before it copies it refuses what the disk has no space for: a run whose disk others fill up then
@@ -120,7 +134,7 @@ def _start(save: Save) -> tuple[arrays.Write, Computation]:
     writing, computation = None, None
     try:
         # Before the copies, so that an accelerator works on it while they are made.
-        computation = Computation(save.leaves if save.fingerprints else {})
+        computation = PendingFingerprints(save.leaves if save.fingerprints else {})
         writing = arrays.start_write(save.partial / ARRAYS, save.leaves)
         if save.write_pieces is not None:
             save.write_pieces(save.partial / PIECES)
@@ -136,7 +150,7 @@ def _start(save: Save) -> tuple[arrays.Write, Computation]:
 
 
 def _finish(
-    save: Save, writing: arrays.Write, computation: Computation
+    save: Save, writing: arrays.Write, computation: PendingFingerprints
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Waits until this process's part is on disk, and in the first process for all parts.
 
@@ -303,3 +317,52 @@ def not_saved(path: Path, step: int, error: BaseException, state_bytes: int) -> 
     kind = DiskFullError if is_disk_full(error) else MachineError
     kind = GivenUpError if isinstance(error, GivenUpError) else kind
     return kind(f"{text}; free some space, mend the folder, or use another one")
+
+
+class SaveFailed(Exception):
+    """Raised in a thread of a save that has failed."""
+
+
+@functools.cache
+def end_stuck_threads() -> None:
+    """From now on waits of Orbax's threads for a folder that nobody makes are ended."""
+    threading.Thread(target=_watch_threads, name="zerojax-stuck-threads", daemon=True).start()
+
+
+def _watch_threads() -> None:
+    since: dict[tuple[int, str], float] = {}
+    while True:
+        now = time.monotonic()
+        waits = {(thread, key): frame for thread, frame, key in _stuck_waits()}
+        since = {wait: since.get(wait, now) for wait in waits}
+        for wait, began in since.items():
+            if now - began >= STUCK_SECONDS:
+                _end_wait(wait[0], waits[wait])
+        del waits  # frames keep arrays
+        time.sleep(POLL_SECONDS)
+
+
+def _stuck_waits() -> list[tuple[int, FrameType, str]]:
+    """(thread, the frame of the waiting call, what it waits for)."""
+    found = []
+    for thread, top in sys._current_frames().items():
+        frame: FrameType | None = top
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == _FUNCTION and _PACKAGE in code.co_filename:
+                found.append((thread, frame, str(frame.f_locals.get("key"))))
+                break
+            frame = frame.f_back
+    return found
+
+
+def _end_wait(thread: int, frame: FrameType) -> None:
+    """Raises `SaveFailed` in a thread, and wakes it.
+
+    It is raised when the thread next runs Python code, so whatever it waits for is notified: any
+    key does that. Setting the key that it waits for would let it write the state once more.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SaveFailed))
+    client = frame.f_locals.get("self")
+    if hasattr(client, "key_value_set"):
+        client.key_value_set("zerojax/a save has failed", "", allow_overwrite=True)

@@ -17,9 +17,9 @@ from zerojax.checkpoint import files, fingerprint_math
 from zerojax.checkpoint.errors import Damage, DamagedError, MachineError, is_damage, reason
 from zerojax.checkpoint.fingerprint_math import Sums
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_metadata
-from zerojax.checkpoint.pieces import Pieces
 from zerojax.checkpoint.saving import ARRAYS, PIECES
 from zerojax.checkpoint.store.boxes import Box, Shape
+from zerojax.checkpoint.stored_arrays import StoredArrays
 
 _PART_BYTES = 64 << 20
 
@@ -93,7 +93,7 @@ def _verification(
 def _wrong_leaves(folder: Path, metadata: Metadata) -> Iterator[Damage]:
     wanted = {name: as_abstract(metadata.arrays[name]) for name in metadata.fingerprints}
     try:
-        pieces = Pieces(folder / ARRAYS, folder / PIECES)
+        pieces = StoredArrays(folder / ARRAYS, folder / PIECES)
         unread = pieces.read(wanted, unread=wanted, subset=True)
     except Exception as error:  # the tables themselves
         yield from (_unreadable(name, error) for name in wanted)

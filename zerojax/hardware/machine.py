@@ -82,7 +82,7 @@ class MeasuredLink:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredDisk:
-    """Bytes per second of a disk, by sweeps of the bucket store; see `store.rates.Rates`."""
+    """Bytes per second of a disk, by sweeps of the bucket store; see `store.rates.DiskRates`."""
 
     disk: str
     write: float

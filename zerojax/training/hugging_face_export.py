@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.checkpoint.agreement import failing_together
-from zerojax.checkpoint.drafts import new_folder
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.export import Exported, Layers, read_whole
+from zerojax.checkpoint.files import new_folder
 from zerojax.checkpoint.inspection import SavedStep, find_step, open_arrays
 from zerojax.checkpoint.metadata import as_abstract
 from zerojax.config.checks import names_keywords

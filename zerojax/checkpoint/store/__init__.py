@@ -6,7 +6,7 @@ with BucketStore.create("runs/mine/offload", num_buckets=24, bucket_bytes=48 << 
         bucket.write()
 """
 
-from zerojax.checkpoint.store.errors import StoreError
+from zerojax.checkpoint.store.direct_io import StoreError
 from zerojax.checkpoint.store.store import BucketStore
 from zerojax.checkpoint.store.sweep import Bucket
 

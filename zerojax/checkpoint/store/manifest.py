@@ -1,4 +1,4 @@
-"""Manifest of a store: the complete generation, its buckets and checksums."""
+"""Manifest of a store (the complete generation, its buckets and checksums), and its files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zerojax.checkpoint.store.errors import StoreError
-from zerojax.checkpoint.store.files import pad_to_block, replace_file
+from zerojax.checkpoint.store.direct_io import (
+    StoreError,
+    allocate,
+    check_space,
+    pad_to_block,
+    replace_file,
+    sync_folder,
+)
 from zerojax.config.display import quoted
 from zerojax.runtime.bounded_json import JsonError, loads, read_bytes
 
@@ -33,7 +39,7 @@ class Manifest:
       begun: the generation that a sweep began to write over this one; equal to `generation` where
         none did. A durable store never writes over what it has, so there they are always equal.
       slots: of each bucket, the file (0 or 1) that holds it.
-      checksums: of each bucket, `pool.Transfer.wait`; None where it was never written: zeros.
+      checksums: of each bucket, `BucketTransfer.wait`; None where it was never written: zeros.
     """
 
     sizes: tuple[int, ...]
@@ -186,3 +192,67 @@ def _is_possible(manifest: Manifest) -> bool:
         and all(number(slot, 0, manifest.num_slots - 1) for slot in manifest.slots)
         and all(x is None or number(x, 0, 2**32 - 1) for x in manifest.checksums)
     )
+
+
+def slot_path(folder: Path, slot: int) -> Path:
+    """The file of slot 0 or 1 of all buckets."""
+    return folder / f"buckets{slot}.bin"
+
+
+def tell_mixed(folder: Path, manifest: Manifest) -> str:
+    """What is wrong with a scratch store whose last sweep did not end, and what to do."""
+    return (
+        f"{folder}: the sweep that began generation {manifest.begun} did not end, so some buckets "
+        f"are of it and some of generation {manifest.generation}; make the store anew "
+        "(replace=True) and fill it from the last checkpoint; durable=True would have kept a whole "
+        "generation, for twice the disk"
+    )
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Refuses a store of two generations, or with a file that has the wrong length.
+
+    Raises:
+      StoreError: naming the generations, or the file and both lengths.
+    """
+    if manifest.begun != manifest.generation:
+        raise StoreError(tell_mixed(folder, manifest))
+    for slot in range(manifest.num_slots):
+        path = slot_path(folder, slot)
+        size = path.stat().st_size if path.exists() else 0
+        if size != manifest.file_bytes:
+            raise StoreError(
+                f"{path}: {size} bytes, the manifest says {manifest.file_bytes}; it was cut off or "
+                "taken away: delete the folder and fill the store again, from a checkpoint"
+            )
+
+
+def make_files(folder: Path, manifest: Manifest) -> None:
+    """Makes the files of the slots, every block of them reserved.
+
+    Raises:
+      OSError: the disk has too little space; then no file of a slot is there.
+    """
+    paths = [slot_path(folder, slot) for slot in range(manifest.num_slots)]
+    give_up(folder)
+    disk_bytes = manifest.num_slots * manifest.file_bytes
+    two_manifests = 2**16 + 96 * manifest.num_buckets  # while one replaces the other
+    remedy = "or keep one generation (durable=False)" if manifest.durable else "or keep less on it"
+    check_space(folder, disk_bytes + two_manifests, remedy=remedy)
+    try:
+        for path in paths:
+            allocate(path, manifest.file_bytes)
+    except OSError as error:
+        give_up(folder)
+        raise OSError(
+            error.errno,
+            f"{folder}: {disk_bytes} bytes could not be set aside: {error.strerror}; free some "
+            f"space, choose a folder on another disk, {remedy}",
+        ) from error
+    sync_folder(folder)
+
+
+def give_up(folder: Path) -> None:
+    """Removes the manifest, then the buckets, also what a stopped creation left of them."""
+    for path in (folder / NAME, slot_path(folder, 0), slot_path(folder, 1)):
+        path.unlink(missing_ok=True)

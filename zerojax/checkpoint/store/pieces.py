@@ -22,9 +22,7 @@ import numpy as np
 from zerojax.checkpoint import fingerprint_math
 from zerojax.checkpoint.fingerprint_math import Sums
 from zerojax.checkpoint.store.boxes import Box, Shape, overlap, parts_of_run, slices_of
-from zerojax.checkpoint.store.errors import StoreError
-from zerojax.checkpoint.store.files import read_into
-from zerojax.checkpoint.store.stream import StreamFile
+from zerojax.checkpoint.store.direct_io import StoreError, StreamFile, read_into
 from zerojax.config.display import quoted
 from zerojax.runtime.bounded_json import JsonError, load, open_regular
 
@@ -33,7 +31,7 @@ _MOST_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Block:
+class ShardBlock:
     """A part of an array, whose elements come in pieces.
 
     Attributes:
@@ -69,11 +67,11 @@ class PieceWriter:
           OSError: what the system says.
         """
         self._file = StreamFile(folder / f"process_{process}.bin")
-        self._tables: dict[Block, list[tuple[int, int, int]]] = {}
-        self._sums: dict[Block, list[Sums]] = {}
+        self._tables: dict[ShardBlock, list[tuple[int, int, int]]] = {}
+        self._sums: dict[ShardBlock, list[Sums]] = {}
         self._dtypes: dict[str, str] = {}
 
-    def write(self, block: Block, first: int, piece: np.ndarray) -> None:
+    def write(self, block: ShardBlock, first: int, piece: np.ndarray) -> None:
         """Appends elements of a block.
 
         Args:
@@ -124,7 +122,7 @@ class PieceWriter:
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
     path: Path
-    block: Block
+    block: ShardBlock
     dtype: np.dtype
     runs: Sequence[tuple[int, int, int]]  # first element, elements, byte in the file
     sums: Sequence[Sums] | None  # fingerprint of each run
@@ -244,7 +242,7 @@ def _as_pieces(data: Path, entry: dict[str, Any], size: int) -> _Pieces:
     has_sums = sums is None or (len(sums) == len(runs) and all(len(pair) == 2 for pair in sums))
     if not (isinstance(entry["name"], str) and is_even and has_sums) or dtype.hasobject:
         raise ValueError(f"{quoted(entry['name'])} has no block")
-    block = Block(name=entry["name"], start=start, shape=shape, rows=rows)
+    block = ShardBlock(name=entry["name"], start=start, shape=shape, rows=rows)
     return _Pieces(data, block, dtype, runs, sums)
 
 
@@ -273,7 +271,7 @@ def _fill(path: Path, byte: int, target: np.ndarray) -> None:
         os.close(descriptor)
 
 
-def _sums_of_run(block: Block, first: int, piece: np.ndarray) -> Sums:
+def _sums_of_run(block: ShardBlock, first: int, piece: np.ndarray) -> Sums:
     """The fingerprint of a run of elements of a block, padding left out."""
     assert block.whole is not None
     whole = (0,) * len(block.whole), block.whole

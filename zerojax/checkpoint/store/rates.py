@@ -16,7 +16,7 @@ _PASSES = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Rates:
+class DiskRates:
     """What a disk did with so many transfers under way; the best of three passes, bytes / second.
 
     Attributes:
@@ -36,7 +36,7 @@ class Rates:
 
 def measure_rates(
     folder: str | os.PathLike[str], *, num_bytes: int, threads: Sequence[int] = THREADS
-) -> Iterator[Rates]:
+) -> Iterator[DiskRates]:
     """Measures sweeps over a store in a new folder below `folder`, and removes it.
 
     Args:
@@ -45,7 +45,7 @@ def measure_rates(
       threads: numbers of threads to try.
 
     Yields:
-      One `Rates` for each of `threads`, as soon as it is known.
+      One `DiskRates` for each of `threads`, as soon as it is known.
 
     Raises:
       OSError: the folder is not there or may not be written to, or the disk has too little space.
@@ -64,7 +64,7 @@ def measure_rates(
                         seconds = _time_sweep(store, read=read, write=write)
                         moved = (read + write) * num_buckets * BUCKET_BYTES
                         best[name] = max(best[name], moved / seconds)
-                yield Rates(num_threads, store.is_direct, **best)
+                yield DiskRates(num_threads, store.is_direct, **best)
 
 
 def _time_sweep(store: BucketStore, *, read: bool, write: bool) -> float:

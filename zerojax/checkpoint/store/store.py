@@ -15,19 +15,27 @@ from typing import Self
 import numpy as np
 from numpy.typing import DTypeLike
 
-from zerojax.checkpoint.store import files
-from zerojax.checkpoint.store.errors import StoreError
-from zerojax.checkpoint.store.layout import check_files, make_files, slot_path, tell_mixed
+from zerojax.checkpoint.store import direct_io
+from zerojax.checkpoint.store.direct_io import StoreError
 from zerojax.checkpoint.store.manifest import (
     NAME,
     Manifest,
     check_at_least,
+    check_files,
     first_manifest,
     load_manifest,
+    make_files,
     save_manifest,
+    slot_path,
+    tell_mixed,
 )
-from zerojax.checkpoint.store.pool import Transfer, TransferPool
-from zerojax.checkpoint.store.sweep import FEWEST_BUFFERS, Bucket, sweep_buckets
+from zerojax.checkpoint.store.sweep import (
+    FEWEST_BUFFERS,
+    Bucket,
+    BucketTransfer,
+    TransferPool,
+    sweep_buckets,
+)
 from zerojax.runtime.folder_lock import FolderTakenError, Hold
 
 PIECE_BYTES = 4 * 2**20
@@ -59,8 +67,8 @@ class BucketStore:
         self._descriptors: list[int] = []
         self._lock: Hold | None = lock
         self._pool = TransferPool(num_threads=num_threads, piece_bytes=manifest.piece_bytes)
-        largest = files.pad_to_block(manifest.bucket_bytes)
-        self._ring = [files.aligned_buffer(largest) for _ in range(num_buffers)]
+        largest = direct_io.pad_to_block(manifest.bucket_bytes)
+        self._ring = [direct_io.aligned_buffer(largest) for _ in range(num_buffers)]
         self.buffer_bytes = num_buffers * largest
         self.is_direct = self._open_slots()
 
@@ -97,7 +105,7 @@ class BucketStore:
         _check_counts(num_threads, num_buffers)
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        lock = files.lock_folder(path)
+        lock = direct_io.lock_folder(path)
         try:
             if (path / NAME).exists() and not replace:
                 raise StoreError(
@@ -134,7 +142,7 @@ class BucketStore:
         path = Path(folder)
         if not path.is_dir():
             raise StoreError(f"{path}: no store is here (there is no such folder); create it")
-        lock = files.lock_folder(path)
+        lock = direct_io.lock_folder(path)
         try:
             manifest = load_manifest(path)
             check_files(path, manifest)
@@ -237,7 +245,7 @@ class BucketStore:
         all_direct = True
         try:
             for slot in range(self._manifest.num_slots):
-                descriptor, direct = files.open_direct(slot_path(self.folder, slot))
+                descriptor, direct = direct_io.open_direct(slot_path(self.folder, slot))
                 self._descriptors.append(descriptor)
                 all_direct &= direct
             if not all_direct:
@@ -317,7 +325,7 @@ class BucketStore:
         """The slot to write bucket `index` to: in a durable store the one that does not count."""
         return 1 - self._manifest.slots[index] if self.is_durable else 0
 
-    def _wait(self, transfer: Transfer, complaint: str) -> int:
+    def _wait(self, transfer: BucketTransfer, complaint: str) -> int:
         try:
             return transfer.wait()
         except OSError as error:

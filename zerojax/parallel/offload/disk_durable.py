@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax.checkpoint.host_arrays import array_of_parts
+from zerojax.checkpoint.arrays import array_of_parts
 from zerojax.checkpoint.store import BucketStore, StoreError
-from zerojax.checkpoint.store.files import replace_file
+from zerojax.checkpoint.store.direct_io import replace_file
 from zerojax.checkpoint.store.manifest import NAME as MANIFEST
 from zerojax.checkpoint.store.manifest import load_manifest
 from zerojax.models.trees import flatten_names, unflatten_like

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax.checkpoint.store.boxes import Box, Shape, parts_of_run
-from zerojax.checkpoint.store.pieces import Block, PieceWriter
+from zerojax.checkpoint.store.pieces import PieceWriter, ShardBlock
 from zerojax.models.trees import path_name
 from zerojax.parallel.offload.disk import (
     DiskLeaf,
@@ -92,9 +92,9 @@ def _slices_in_memory(place: DiskLeaf, tiers: Tiers) -> Iterator[tuple[int, int,
                 yield row, place.leaf.first(tier) + index, values
 
 
-def _block(plan: Plan, place: DiskLeaf, row: int, name: str, with_fingerprint: bool) -> Block:
+def _block(plan: Plan, place: DiskLeaf, row: int, name: str, with_fingerprint: bool) -> ShardBlock:
     whole = plan.placement.leaves[place.leaf.name]
-    return Block(
+    return ShardBlock(
         name=name,
         start=_start(plan, place, row),
         shape=place.leaf.shard_shape,

@@ -1,4 +1,4 @@
-"""Storage of each array in a checkpoint: alone, in a pack, or in pieces; and reads of parts."""
+"""Arrays of a checkpoint, read whole or in part: each lies alone, in a pack, or in pieces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint import arrays, packs
-from zerojax.checkpoint.host_arrays import array_of_parts
+from zerojax.checkpoint.arrays import array_of_parts
 from zerojax.checkpoint.store.boxes import Box, box_of, slices_of
 from zerojax.checkpoint.store.pieces import PieceReader
 
@@ -47,7 +47,7 @@ class Unread:
         return self._open_layers()
 
 
-class Pieces:
+class StoredArrays:
     """The arrays of one checkpoint."""
 
     def __init__(self, folder: Path, pieces: Path) -> None:
