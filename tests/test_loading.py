@@ -21,7 +21,7 @@ from zerojax.cli import main
 from zerojax.config.checks import ConfigError
 from zerojax.models import GPT2, GPT2Config
 from zerojax.models.losses import mean_squared_error
-from zerojax.models.zoo.generate import generate
+from zerojax.models.zoo.generation import generate
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = GPT2Config(vocab_size=256, num_layers=2, num_heads=2, embed_dim=32, max_seq_len=48)
@@ -311,7 +311,7 @@ def test_no_device_holds_the_model_while_it_generates(tmp_path):
     loaded = zerojax.load_run(tmp_path / "run")
     whole = sum(x.nbytes for x in loaded.state["params"].values())
     graphdef, state = nnx.split(loaded.model)
-    lowered = sys.modules["zerojax.models.zoo.generate"]._continue.lower(
+    lowered = sys.modules["zerojax.models.zoo.generation"]._continue.lower(
         state,
         np.zeros((1, 32), np.int32),
         4,

@@ -27,7 +27,7 @@ from zerojax.models import (
     build_model,
     tensor_parallel_rules,
 )
-from zerojax.models.zoo.activations import activation_rules
+from zerojax.models.zoo.layers import activation_rules
 from zerojax.models.zoo.stacking import scan_blocks, stack_blocks
 
 VOCAB, SEQ, LAYERS, HEADS, WIDTH = 29, 12, 2, 4, 16

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zerojax.models.zoo import as_decoder_config, build_model, tensor_parallel_rules
     from zerojax.models.zoo.bert import Bert, BertConfig
     from zerojax.models.zoo.decoder import Block, Decoder, KVCache
-    from zerojax.models.zoo.generate import generate
+    from zerojax.models.zoo.generation import generate
     from zerojax.models.zoo.gpt2 import GPT2, GPT2Config
     from zerojax.models.zoo.llama import Llama, LlamaConfig
     from zerojax.models.zoo.lora import add_lora, merge_lora
@@ -87,7 +87,7 @@ _HOME_OF_NAME = {
     "build_model": "zoo",
     "default_loss": "adapt",
     "from_hugging_face": "hugging_face",
-    "generate": "zoo.generate",
+    "generate": "zoo.generation",
     "merge_lora": "zoo.lora",
     "tensor_parallel_rules": "zoo",
     "trace_model": "trace",

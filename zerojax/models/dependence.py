@@ -1,17 +1,19 @@
-"""Dependence of each output of a traced program on its inputs, through any control flow.
+"""Dependence of values of a traced program on its inputs, through any control flow.
 
 Marks are integers, of which bit i stands for input i (or for a group of inputs): a union is one
-operation, also for a model with thousands of parameters.
+operation, also for a model with thousands of parameters. Labels are sets of names, for programs of
+few inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, Literal
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from zerojax.models.jaxpr import has_own_rules, inner_programs, is_own_rule, split_scan
+from zerojax.models.jaxpr import has_own_rules, inner_programs, is_own_rule, split_scan, variables
 
 Marks = int
 
@@ -36,6 +38,9 @@ _SAME_NUMBERS = frozenset(
     )
 )
 """Primitives whose result holds numbers of their input and no others, up to the dtype."""
+LabelsOf = Callable[[Any], frozenset[Any]]
+_CALLS = ("jit", "pjit")
+_CLEAN: frozenset[Any] = frozenset()
 
 
 def marks_of_own_rules(
@@ -165,3 +170,72 @@ def union(marks: Sequence[Marks]) -> Marks:
     for mark in marks:
         result |= mark
     return result
+
+
+def follow_labels(program: Any, sources: Mapping[Any, frozenset[Any]]) -> LabelsOf:
+    """The labels that each value of a program depends on.
+
+    Args:
+      program: a jaxpr.
+      sources: variable -> its own labels; none is made by an equation of the program.
+    """
+    found = dict(sources)
+
+    def of(atom: Any) -> frozenset[Any]:
+        return _CLEAN if isinstance(atom, Literal) else found.get(atom, _CLEAN)
+
+    for equation in program.eqns:
+        marks = _CLEAN.union(*map(of, equation.invars))
+        for variable in equation.outvars:
+            if marks:
+                found[variable] = marks
+    return of
+
+
+def inline_calls_with_loops(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program, in which no loop is inside of a `jax.jit`; the loops are as they were."""
+    if not any(map(_hides_loop, closed.jaxpr.eqns)):
+        return closed
+    # Tracing anew gives every call variables of its own, where one program is called twice.
+    return jax.make_jaxpr(lambda *inputs: _evaluate_inlined(closed, inputs))(
+        *(_abstract(variable.aval) for variable in closed.jaxpr.invars)
+    )
+
+
+def _hides_loop(equation: Any) -> bool:
+    return equation.primitive.name in _CALLS and any(
+        inner.primitive.name == "scan" or _hides_loop(inner)
+        for program in inner_programs(equation.params)
+        for inner in program.eqns
+    )
+
+
+def _evaluate_inlined(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    program = closed.jaxpr
+    values = dict(zip(program.constvars, closed.consts, strict=True))
+    values |= dict(zip(program.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    used = set(variables(program.outvars))
+    for equation in program.eqns:
+        used.update(variables(equation.invars))
+    for equation in program.eqns:
+        if _hides_loop(equation):
+            outputs = _evaluate_inlined(equation.params["jaxpr"], [*map(read, equation.invars)])
+            values |= dict(zip(equation.outvars, outputs, strict=True))
+            continue
+        taken = list(dict.fromkeys(variables(equation.invars)))
+        made = [variable for variable in equation.outvars if variable in used]
+        alone = program.replace(
+            constvars=[], invars=taken, outvars=made, eqns=[equation], effects=program.effects
+        )
+        outputs = jaxpr_as_fun(ClosedJaxpr(alone, []))(*map(read, taken))
+        values |= dict(zip(made, outputs, strict=True))
+    return [read(atom) for atom in program.outvars]
+
+
+def _abstract(aval: Any) -> jax.ShapeDtypeStruct:
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)

@@ -23,8 +23,8 @@ from zerojax.config.mesh import HOST
 from zerojax.data import TokenSource, abstract_global, as_source, load_tokenizer
 from zerojax.models import trees
 from zerojax.models.losses import next_token
-from zerojax.models.zoo import text_generation
 from zerojax.models.zoo.decoder import Decoder
+from zerojax.models.zoo.generation import continue_text
 from zerojax.parallel.reshard import from_model_parts, model_parts
 from zerojax.parallel.step import build_evaluation
 from zerojax.plan import device_mesh as meshes
@@ -195,7 +195,7 @@ class LoadedRun:
           ValueError: no tokenizer, an empty prompt, or one that fills the context.
           TypeError: the model is no decoder of zerojax.
         """
-        return text_generation.continue_text(
+        return continue_text(
             self.model,
             self.tokenizer,
             prompt,

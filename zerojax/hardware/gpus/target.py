@@ -33,7 +33,7 @@ class Rate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture:
+class ComputeCapability:
     """What all GPUs of one compute capability have in common, per core where nothing is said.
 
     Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; rates of
@@ -51,7 +51,7 @@ class Architecture:
     matrix: tuple[Rate, ...] = ()
 
 
-_HOPPER = Architecture(
+_HOPPER = ComputeCapability(
     threads=2048,
     blocks=32,
     shared_memory=233472,
@@ -76,8 +76,8 @@ _BLACKWELL = dataclasses.replace(
         Rate((F64,), 4, 16),
     ),
 )
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "8.0": Architecture(
+ARCHITECTURES: Mapping[str, ComputeCapability] = {
+    "8.0": ComputeCapability(
         threads=2048,
         blocks=32,
         shared_memory=167936,
@@ -95,15 +95,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             Rate((F64,), 4, 16),
         ),
     ),
-    "8.6": Architecture(
+    "8.6": ComputeCapability(
         threads=1536, blocks=16, shared_memory=102400, shared_memory_of_block=101376, fpus=128
     ),
-    "8.9": Architecture(
+    "8.9": ComputeCapability(
         threads=1536, blocks=24, shared_memory=102400, shared_memory_of_block=101376, fpus=128
     ),
     "9.0a": _HOPPER,
     "10.0a": _BLACKWELL,
-    "12.0": Architecture(
+    "12.0": ComputeCapability(
         threads=1536, blocks=24, shared_memory=131072, shared_memory_of_block=101376, fpus=128
     ),
 }
@@ -181,7 +181,7 @@ def _device_info(gpu: Gpu) -> Iterator[str]:
         yield f'dnn_version: "{target.dnn_version}"'
 
 
-def _occupancy(architecture: Architecture) -> dict[str, int]:
+def _occupancy(architecture: ComputeCapability) -> dict[str, int]:
     if _compiler_version() < FIRST_WITH_OCCUPANCY:
         return {}
     return {

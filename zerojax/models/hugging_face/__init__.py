@@ -5,8 +5,8 @@ from zerojax.models.hugging_face.architectures import (
     architecture_of,
     architecture_of_config,
 )
+from zerojax.models.hugging_face.layouts import Architecture, Leaf, UnsupportedError
 from zerojax.models.hugging_face.pretrained import Pretrained, from_hugging_face
-from zerojax.models.hugging_face.table import Architecture, Leaf, UnsupportedError
 from zerojax.models.hugging_face.writing import Description, describe_model
 
 __all__ = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax.models.hugging_face.bert import BERT_ROW
-from zerojax.models.hugging_face.gpt2 import GPT2_ROW
-from zerojax.models.hugging_face.llama import LLAMA_ROW
-from zerojax.models.hugging_face.table import Architecture, UnsupportedError
+from zerojax.models.hugging_face.bert_weights import BERT_ROW
+from zerojax.models.hugging_face.gpt2_weights import GPT2_ROW
+from zerojax.models.hugging_face.layouts import Architecture, UnsupportedError
+from zerojax.models.hugging_face.llama_weights import LLAMA_ROW
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.model_type: row for row in (GPT2_ROW, LLAMA_ROW, BERT_ROW)

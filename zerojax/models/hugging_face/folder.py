@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from zerojax.config.display import printable, quoted
-from zerojax.models.hugging_face.layouts import Range
+from zerojax.models.hugging_face.layouts import Range, UnsupportedError
 from zerojax.models.hugging_face.safetensors import INDEX, SINGLE, Tensor, read_block, read_table
-from zerojax.models.hugging_face.table import UnsupportedError
 from zerojax.runtime.bounded_json import inside, load
 
 CONFIG = "config.json"

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from zerojax.models.hugging_face.architectures import architecture_of_config
+from zerojax.models.hugging_face.layouts import Leaf, UnsupportedError
 from zerojax.models.hugging_face.safetensors import Tensor, write_file
-from zerojax.models.hugging_face.table import Leaf, UnsupportedError
 from zerojax.models.zoo.lora import adapted_kernels
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -18,8 +18,7 @@ from zerojax.config.checks import unknown_keyword
 from zerojax.models.from_nnx import NnxModel
 from zerojax.models.hugging_face.architectures import architecture_of
 from zerojax.models.hugging_face.folder import Folder, check_unquantized, open_folder
-from zerojax.models.hugging_face.layouts import Range
-from zerojax.models.hugging_face.table import Architecture, Leaf, UnsupportedError
+from zerojax.models.hugging_face.layouts import Architecture, Leaf, Range, UnsupportedError
 from zerojax.models.protocol import Arrays
 from zerojax.models.zoo.lora import add_lora
 

@@ -12,9 +12,9 @@ from flax import nnx
 
 from zerojax.models.adapt import bound_attribute
 from zerojax.models.hugging_face.architectures import architecture_of, architecture_of_config
+from zerojax.models.hugging_face.layouts import Architecture, Leaf, UnsupportedError
 from zerojax.models.hugging_face.pretrained import Pretrained
 from zerojax.models.hugging_face.safetensors import Tensor
-from zerojax.models.hugging_face.table import Architecture, Leaf, UnsupportedError
 from zerojax.models.protocol import Model
 from zerojax.models.trees import path_name
 from zerojax.models.zoo.layers import Projection

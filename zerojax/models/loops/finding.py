@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
+from zerojax.models.dependence import LabelsOf, follow_labels, inline_calls_with_loops
 from zerojax.models.jaxpr import Piece, cut_piece, inner_programs, is_checkpoint, split_scan
-from zerojax.models.loops.pieces import Stains, follow_stains, inline_calls_with_loops
 
 _REMEDY = (
     "pipeline stages need a model whose layers run in one jax.lax.scan over stacked parameters: "
@@ -141,11 +141,11 @@ class LayerLoop:
         """The parameters among inputs at these positions."""
         return frozenset(name for i in inputs if (name := self.names[i]) is not None)
 
-    def dependence(self) -> Stains:
+    def dependence(self) -> LabelsOf:
         """Which parts of the loop's result each value depends on: "activations", "rows"."""
         sources = {variable: frozenset(["activations"]) for variable in self._carry[1]}
         sources |= {variable: frozenset(["rows"]) for variable in self.row_outputs()}
-        return follow_stains(_without(self.program.jaxpr, self.equation), sources)
+        return follow_labels(_without(self.program.jaxpr, self.equation), sources)
 
 
 def find_layer_loop(closed: ClosedJaxpr, names: Sequence[str | None]) -> LayerLoop:
@@ -285,12 +285,12 @@ def _the_only_one(
 
 def _describe_loops(closed: ClosedJaxpr, names: Sequence[str | None]) -> str:
     """What there is in place of a loop over stacked parameters."""
-    stains = _parameters(closed.jaxpr, names)
+    labels_of = _parameters(closed.jaxpr, names)
     loops = []
     for equation in closed.jaxpr.eqns:
         if equation.primitive.name == "scan":
             sliced = equation.invars[sum(split_scan(equation)) :]
-            touched = frozenset[str]().union(*map(stains, sliced))
+            touched = frozenset[str]().union(*map(labels_of, sliced))
             what = f"values computed from {_list(touched)}" if touched else "no parameters"
             loops.append(f"one of {equation.params['length']} steps that slices {what}")
     if not loops:
@@ -318,12 +318,12 @@ def _stack(atom: Any, held: Mapping[Any, int], made_by: Mapping[Any, Any]) -> St
 
 def _check_slices(loop: LayerLoop) -> None:
     """Refuses slices that are computed from parameters."""
-    stains = _parameters(loop.program.jaxpr, loop.names)
+    labels_of = _parameters(loop.program.jaxpr, loop.names)
     for atom in loop.others:
-        if stains(atom):
+        if labels_of(atom):
             raise ValueError(
                 f"{_loop_text(loop.num_layers, loop.stacked)} also slices values that are computed "
-                f"from {_list(stains(atom))}; a pipeline stage has only its own rows of a "
+                f"from {_list(labels_of(atom))}; a pipeline stage has only its own rows of a "
                 "parameter, so the loop has to slice the parameter itself (a change of dtype is "
                 "fine): compute with it inside of the layer"
             )
@@ -353,10 +353,10 @@ def _check_uses(loop: LayerLoop, held: Mapping[Any, int]) -> None:
 # --- words ----------------------------------------------------------------------------------------
 
 
-def _parameters(program: Any, names: Sequence[str | None]) -> Stains:
+def _parameters(program: Any, names: Sequence[str | None]) -> LabelsOf:
     """Names of the parameters that each value depends on."""
     pairs = zip(program.invars, names, strict=True)
-    return follow_stains(program, {v: frozenset([name]) for v, name in pairs if name is not None})
+    return follow_labels(program, {v: frozenset([name]) for v, name in pairs if name is not None})
 
 
 def _without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:

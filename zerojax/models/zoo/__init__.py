@@ -9,7 +9,7 @@ from flax import nnx
 from zerojax.config import ModelConfig
 from zerojax.models.zoo.bert import Bert, BertConfig
 from zerojax.models.zoo.decoder import MEGATRON_RULES, Block, Decoder, KVCache, TensorParallelRules
-from zerojax.models.zoo.generate import generate
+from zerojax.models.zoo.generation import generate
 from zerojax.models.zoo.gpt2 import GPT2, GPT2Config
 from zerojax.models.zoo.llama import Llama, LlamaConfig
 from zerojax.models.zoo.lora import add_lora, merge_lora

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
-from zerojax.models.zoo.activations import constrain
 from zerojax.models.zoo.decoder import (
     MEGATRON_RULES,
     RESIDUAL_DIMS,
@@ -26,6 +25,7 @@ from zerojax.models.zoo.layers import (
     GeluMlp,
     LayerNorm,
     Projection,
+    constrain,
     expand_rank,
 )
 from zerojax.models.zoo.stacking import scan_blocks, stack_blocks

@@ -13,9 +13,8 @@ from jax import lax
 
 from zerojax.models.chunked_loss import head_next_token
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
-from zerojax.models.zoo.activations import constrain
 from zerojax.models.zoo.fp8 import check_matmul_dtype
-from zerojax.models.zoo.layers import Attention, Dropout, Embedding, Projection
+from zerojax.models.zoo.layers import Attention, Dropout, Embedding, Projection, constrain
 from zerojax.models.zoo.stacking import check_remat, scan_blocks
 
 RESIDUAL_DIMS = ("batch", "sequence", "embed")

@@ -3,21 +3,32 @@
 Parameters are created in float32. Every layer reads each of its parameters once per call, through
 `param[...]`, and computes in the dtype that the reading returns: cast the parameters to bfloat16
 and the activations are bfloat16. Norms, rotary angles and the softmax are always in float32.
+
+Models name the dimensions of activations ("batch", "sequence", "embed") and never know a mesh.
+Without `activation_rules` in force `constrain` is the identity, so that a model runs alone as well
+as inside a training step.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from zerojax.models.zoo.fp8 import fp8_dot, init_history
 from zerojax.models.zoo.rope import RopeScaling, rotary_frequencies
+
+_RULES: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar(
+    "activation_rules", default=None
+)
 
 
 def expand_rank(array: jax.Array, ndim: int) -> jax.Array:
@@ -323,3 +334,32 @@ class Dropout(nnx.Dropout):
 
     def __init__(self, rate: float, *, rngs: nnx.Rngs) -> None:
         super().__init__(rate, rngs=rngs if rate > 0 else None)
+
+
+@contextlib.contextmanager
+def activation_rules(rules: Mapping[str, str] | None) -> Iterator[None]:
+    """Puts `rules` in force while a function is traced.
+
+    Args:
+      rules: dimension name -> mesh axis of the mesh in context; a name that is missing stays
+        unconstrained. None: no constraint at all.
+    """
+    token = _RULES.set(rules)
+    try:
+        yield
+    finally:
+        _RULES.reset(token)
+
+
+def constrain(x: jax.Array, dims: tuple[str, ...]) -> jax.Array:
+    """Asks the compiler to split `x` as the rules in force say; the identity without rules.
+
+    Args:
+      x: an activation.
+      dims: one name per dimension of `x`, such as ("batch", "sequence", "embed").
+    """
+    rules = _RULES.get()
+    if not rules or not any(dim in rules for dim in dims):
+        return x
+    spec = P(*(rules.get(dim, P.UNCONSTRAINED) for dim in dims))
+    return jax.lax.with_sharding_constraint(x, spec)

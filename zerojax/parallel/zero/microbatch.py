@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.models.losses import as_sums
 from zerojax.models.protocol import Loss, Model
-from zerojax.models.zoo.activations import activation_rules
+from zerojax.models.zoo.layers import activation_rules
 from zerojax.optim.precision import Precision
 from zerojax.parallel.sums import TreeOrder
 from zerojax.plan.device_mesh import DATA, DATA_AXES, MODEL, REPLICA

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax.models.hugging_face.table import Architecture, Leaf, UnsupportedError, needed, require
+from zerojax.models.hugging_face.layouts import (
+    Architecture,
+    Leaf,
+    UnsupportedError,
+    needed,
+    require,
+)
 from zerojax.models.zoo.bert import Bert, BertConfig
 
 _PREFIX = "bert."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax.models.hugging_face.table import Architecture, Leaf, needed, require
+from zerojax.models.hugging_face.layouts import Architecture, Leaf, needed, require
 from zerojax.models.zoo.gpt2 import GPT2, GPT2Config
 
 
