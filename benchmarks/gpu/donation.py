@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from zerojax.checkpoint import Checkpointer
-from zerojax.checkpoint.fingerprints import Computation
+from zerojax.checkpoint.fingerprints import PendingFingerprints
 
 UPDATES = 3
 ROUNDS = 3
@@ -75,11 +75,11 @@ def fingerprint_rate(elements: int, num_devices: int) -> float:
     """GB/s of the state, over all devices; the best of three."""
     state, _ = _state(_shape(elements, num_devices), num_devices)
     jax.block_until_ready(state)
-    Computation(state).result()
+    PendingFingerprints(state).result()
     best = math.inf
     for _ in range(ROUNDS):
         began = time.perf_counter()
-        Computation(state).result()
+        PendingFingerprints(state).result()
         best = min(best, time.perf_counter() - began)
     return 4e-9 * elements * LEAVES / best
 
