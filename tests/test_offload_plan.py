@@ -18,7 +18,7 @@ from zerojax.config.mesh import DEVICE, HOST, NVME
 from zerojax.forecasting.remedies import find_remedies
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.hardware.machine import MeasuredDisk, MeasuredLink, disk_name, keep_rates
+from zerojax.hardware.machine_rates import MeasuredDisk, MeasuredLink, disk_name, keep_rates
 from zerojax.models import build_model
 from zerojax.optim import adamw
 from zerojax.optim.precision import Precision

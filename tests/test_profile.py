@@ -14,8 +14,8 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from zerojax.hardware import machine
-from zerojax.hardware.machine import device_kind, device_memory
+from zerojax.hardware import local_devices
+from zerojax.hardware.local_devices import device_kind, device_memory
 from zerojax.models.flops import TRAINING_FACTOR, count_flops
 
 
@@ -213,5 +213,5 @@ def test_device_memory_is_that_of_the_fullest_device(monkeypatch):
         stats = {"bytes_in_use": in_use, "peak_bytes_in_use": peak, "bytes_limit": 100}
         return SimpleNamespace(memory_stats=lambda: stats)
 
-    monkeypatch.setattr(machine.jax, "local_devices", lambda: [device(1, 20), device(9, 10)])
+    monkeypatch.setattr(local_devices.jax, "local_devices", lambda: [device(1, 20), device(9, 10)])
     assert device_memory() == {"source": "device", "in_use": 1, "peak": 20, "limit": 100}

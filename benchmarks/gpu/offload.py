@@ -27,7 +27,7 @@ from benchmarks.machine import load_average
 from benchmarks.measuring import interleave, least_of, median_of, sample
 from benchmarks.recording import Goal, Record, add_arguments, write_record
 from zerojax.checkpoint.store.rates import measure_rates
-from zerojax.hardware.machine import LinkRates, measure_link
+from zerojax.hardware.local_devices import LinkRates, measure_link
 from zerojax.plan.offload_costs import moved_bytes
 
 HOST_GB = "100"

@@ -11,7 +11,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from zerojax.config.mesh import DEVICE, HOST, NVME
-from zerojax.hardware.machine import shares_host_memory
+from zerojax.hardware.local_devices import shares_host_memory
 from zerojax.models.trees import format_bytes, num_bytes
 from zerojax.plan.counts import GRADIENTS, STORED, role_tiers, state_bytes
 from zerojax.plan.device_mesh import DATA

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from zerojax.checkpoint.store.sweep import FEWEST_BUFFERS
 from zerojax.config.mesh import HOST, NVME
 from zerojax.hardware.gpus import Gpu, gpu_of_device
-from zerojax.hardware.machine import measured_disk, measured_links
+from zerojax.hardware.machine_rates import measured_disk, measured_links
 from zerojax.plan.counts import (
     ACTIVATIONS,
     GRADIENTS,

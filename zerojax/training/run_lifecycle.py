@@ -20,7 +20,7 @@ from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, WatchConfig, as_mesh_config
 from zerojax.data import Feed, TokenSource, local_rows_of_mesh, save_tokenizer
 from zerojax.forecasting.out_of_memory import explaining_memory
-from zerojax.hardware import machine
+from zerojax.hardware import local_devices
 from zerojax.models.hugging_face import UnsupportedError, describe_model
 from zerojax.models.losses import loss_unit
 from zerojax.plan.counts import model_flops
@@ -243,9 +243,9 @@ def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = Non
         loss_unit=loss_unit(plan.loss),
         flops_per_step=model_flops(plan),
         num_devices=plan.mesh.size,
-        device_kind=machine.device_kind(),
+        device_kind=local_devices.device_kind(),
         precision="fp32" if plan.precision.compute_dtype == jnp.float32 else "bf16",
-        read_memory=machine.device_memory,
+        read_memory=local_devices.device_memory,
         process_index=jax.process_index(),
     )
     reasons = *run.reasons, *plan.reasons

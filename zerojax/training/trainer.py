@@ -16,7 +16,7 @@ import jax
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.checkpoint.store import StoreError
 from zerojax.data import Feed, TokenSource, as_feed, local_rows, one_pass, prefetch, shard_batch
-from zerojax.hardware.machine import device_memory
+from zerojax.hardware.local_devices import device_memory
 from zerojax.parallel.reshard import reshard_state
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.host_budget import check_offload

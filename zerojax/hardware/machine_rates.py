@@ -1,0 +1,136 @@
+"""Measured bandwidths of this machine's links and disks, stored in the user's cache.
+
+This module imports no JAX. A file that cannot be read or written costs a measurement, nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerojax.runtime.bounded_json import load
+from zerojax.runtime.memory import nearest_folder
+from zerojax.runtime.user_files import replace_text, user_cache
+
+FILE = "rates.json"
+MOUNTS = Path("/proc/self/mountinfo")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredLink:
+    """Bytes per second between a device and host memory; see `local_devices.LinkRates`."""
+
+    device_kind: str
+    to_device: float
+    to_host: float
+    both: float
+    date: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredDisk:
+    """Bytes per second of a disk, by sweeps of the bucket store; see `store.rates.DiskRates`."""
+
+    disk: str
+    write: float
+    read: float
+    both: float
+    date: str = ""
+
+
+def keep_rates(rates: MeasuredLink | MeasuredDisk) -> Path | None:
+    """Keeps what was measured in place of what was known.
+
+    Returns:
+      The file; None where the cache is switched off or cannot be written.
+    """
+    path = _path()
+    if path is None:
+        return None
+    is_link = isinstance(rates, MeasuredLink)
+    part, name = ("links", rates.device_kind) if is_link else ("disks", rates.disk)
+    today = datetime.datetime.now().strftime("%Y-%m-%d")
+    known = _read(path)
+    machine = known.get(platform.node())
+    machine = known[platform.node()] = machine if isinstance(machine, dict) else {}
+    entries = machine.get(part)
+    entries = machine[part] = entries if isinstance(entries, dict) else {}
+    entries[name] = dataclasses.asdict(dataclasses.replace(rates, date=today))
+    try:
+        replace_text(path, json.dumps(known, indent=1))
+    except OSError:
+        return None
+    return path
+
+
+def measured_links() -> list[MeasuredLink]:
+    """Of the devices of this machine that were measured."""
+    return [MeasuredLink(**entry) for entry in _entries("links", MeasuredLink)]
+
+
+def measured_disk(folder: str | os.PathLike[str]) -> MeasuredDisk | None:
+    """Of the disk on which a folder lies, or will lie; None where it was not measured."""
+    name = disk_name(folder)
+    found = [MeasuredDisk(**entry) for entry in _entries("disks", MeasuredDisk)]
+    return next((disk for disk in found if disk.disk == name), None)
+
+
+def disk_name(folder: str | os.PathLike[str]) -> str:
+    """What the disk of a folder is called here, such as "/dev/nvme0n1p1 on /data".
+
+    Of a folder that is not there, that of the nearest one above it.
+    """
+    number = os.stat(nearest_folder(folder)).st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    try:
+        lines = MOUNTS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return device
+    for line in lines:  # proc_pid_mountinfo(5)
+        words = line.split()
+        if len(words) > 6 and words[2] == device and "-" in words:
+            return f"{words[words.index('-') + 2]} on {words[4]}"
+    return device
+
+
+def _entries(part: str, kind: type) -> list[dict[str, Any]]:
+    """The entries of this machine that have the form of `kind`."""
+    path = _path()
+    if path is None:
+        return []
+    machine = _read(path).get(platform.node(), {})
+    entries = machine.get(part, {}) if isinstance(machine, Mapping) else {}
+    values = entries.values() if isinstance(entries, Mapping) else ()
+    return [dict(entry) for entry in values if _has_form(entry, kind)]
+
+
+def _has_form(entry: Any, kind: type) -> bool:
+    """Whether an entry has the fields of `kind`, with text and positive numbers in them."""
+    fields = dataclasses.fields(kind)
+    if not isinstance(entry, Mapping) or set(entry) != {field.name for field in fields}:
+        return False
+    return all(
+        isinstance(entry[field.name], str)
+        if field.type == "str"
+        else isinstance(entry[field.name], float) and entry[field.name] > 0
+        for field in fields
+    )
+
+
+def _path() -> Path | None:
+    folder = user_cache()
+    return None if folder is None else folder / FILE
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = load(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
