@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.cli_complaints import fails
-from zerojax.checkpoint.store.rates import THREADS, Rates, measure_rates
+from zerojax.checkpoint.store.rates import THREADS, DiskRates, measure_rates
 from zerojax.cli import machine_commands, main
-from zerojax.hardware import link_rates
+from zerojax.hardware import local_devices
 from zerojax.hardware.machine_rates import (
     MeasuredDisk,
     MeasuredLink,
     disk_name,
-    keep,
+    keep_rates,
     measured_disk,
     measured_links,
 )
@@ -54,7 +54,7 @@ def test_a_line_for_each_number_of_threads(tmp_path, capsys):
 
 
 def test_rates_as_json_keep_every_number(tmp_path, capsys, monkeypatch):
-    rows = [Rates(1, True, 3.5, 2.5, 3.25), Rates(2, True, 3.0, 2.0, 4.75)]
+    rows = [DiskRates(1, True, 3.5, 2.5, 3.25), DiskRates(2, True, 3.0, 2.0, 4.75)]
     monkeypatch.setattr("zerojax.checkpoint.store.rates.measure_rates", lambda *_, **__: iter(rows))
     assert main(["bench", "io", str(tmp_path), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
@@ -144,7 +144,7 @@ def test_on_a_cpu_the_link_is_said_to_be_none(capsys):
 
 
 def test_a_link_is_kept_for_plans(capsys, monkeypatch):
-    monkeypatch.setattr(link_rates, "shares_host_memory", lambda device: False)
+    monkeypatch.setattr(local_devices, "shares_host_memory", lambda device: False)
     assert main(["bench", "link", "--size", "1", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     (link,) = measured_links()
@@ -155,8 +155,10 @@ def test_a_link_is_kept_for_plans(capsys, monkeypatch):
 def test_a_link_is_bytes_over_the_best_time(monkeypatch):
     """By this clock the passes of each direction take 3, 2 and 1 seconds."""
     ends = iter([0, 3, 0, 2, 0, 1] * 3)
-    monkeypatch.setattr("zerojax.hardware.link_rates.time.perf_counter", lambda: float(next(ends)))
-    rates = link_rates.measure_link(num_bytes=4096, repeats=3)
+    monkeypatch.setattr(
+        "zerojax.hardware.local_devices.time.perf_counter", lambda: float(next(ends))
+    )
+    rates = local_devices.measure_link(num_bytes=4096, repeats=3)
     assert (rates.to_device, rates.to_host, rates.both) == (4096, 4096, 8192)
     assert rates.num_bytes == 4096
 
@@ -167,7 +169,7 @@ def test_a_device_without_pinned_memory_is_refused():
             return []
 
     with pytest.raises(RuntimeError, match="no pinned host memory"):
-        link_rates.measure_link(num_bytes=4, device=Device())
+        local_devices.measure_link(num_bytes=4, device=Device())
 
 
 # What is kept
@@ -178,7 +180,7 @@ def test_what_is_kept_comes_back_newest_last(tmp_path, cache):
     new = MeasuredLink(device_kind="NVIDIA H200", to_device=5.0, to_host=6.0, both=7.0)
     disk = MeasuredDisk(disk=disk_name(tmp_path), write=1.0, read=2.0, both=3.0)
     for rates in (old, disk, new):
-        assert keep(rates) == cache / "rates.json"
+        assert keep_rates(rates) == cache / "rates.json"
     (link,) = measured_links()
     assert link.to_host == 6.0
     found = measured_disk(tmp_path / "not" / "there")
@@ -197,5 +199,5 @@ def test_a_damaged_file_is_no_measurement(text, cache):
 def test_without_a_cache_nothing_is_kept(monkeypatch):
     monkeypatch.setenv("ZEROJAX_CACHE", "off")
     disk = MeasuredDisk(disk="a", write=1.0, read=1.0, both=1.0)
-    assert keep(disk) is None
+    assert keep_rates(disk) is None
     assert measured_disk("/") is None

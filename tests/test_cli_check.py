@@ -14,7 +14,7 @@ from flax import nnx
 
 from tests.cli_complaints import fails
 from zerojax.cli import check_targets
-from zerojax.runtime.exit_codes import DIFFERS
+from zerojax.runtime.shutdown import DIFFERS
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,11 +13,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("zerojax", "pallas_kernels")
 MAX_LINES = 700
+MIN_LINES = 60
+MEAN_LINES = 170
 MAX_FUNCTION_LINES = 80
 MAX_ENTRIES = 16
 LAZY = "cli"
 """The package that may import inside functions: it answers without JAX."""
 MODULES_AT_THE_TOP = {"__init__", "__main__"}
+UNFINISHED = {"plan", "data", "parallel", "forecasting", "training", "cli"}
+"""Packages that still have small files, and names that other files or classes have."""
+ENTRY_POINTS = {"__init__.py", "__main__.py", "boot.py"}
+TABLES = {"architectures.py"}
+"""Files that are a table of data, and as long as it is."""
 IMPORTERS = {"import_module", "__import__", "find_spec"}
 
 
@@ -287,8 +294,70 @@ def long_files(sources: Sources) -> list[str]:
     return [
         f"{path.relative_to(sources.root)}: {lines} lines; {MAX_LINES} is the limit, split it"
         for path in sources.paths.values()
-        if (lines := len(path.read_text().splitlines())) > MAX_LINES
+        if (lines := lines_of(path)) > MAX_LINES
     ]
+
+
+def small_files(sources: Sources) -> list[str]:
+    return [
+        f"{path.relative_to(sources.root)}: {lines} lines; {MIN_LINES} is the least, merge it with "
+        "what is read together with it"
+        for module, path in files_of(sources)
+        if path.name not in ENTRY_POINTS | TABLES
+        and package_of(module) not in UNFINISHED
+        and (lines := lines_of(path)) < MIN_LINES
+    ]
+
+
+def mean_of_files(sources: Sources) -> list[str]:
+    """Half of what a reader opens would be headers, were files smaller."""
+    lines = [lines_of(path) for _, path in files_of(sources)]
+    mean = sum(lines) / len(lines)
+    if mean >= MEAN_LINES:
+        return []
+    return [f"the {len(lines)} files have {mean:.0f} lines in the mean; {MEAN_LINES} is the least"]
+
+
+def repeated_file_names(sources: Sources) -> list[str]:
+    found: dict[str, list[str]] = {}
+    for module, path in files_of(sources):
+        if path.name not in ("__init__.py", "__main__.py"):
+            found.setdefault(path.name, []).append(module)
+    return [
+        f"{name}: {', '.join(modules)}; a name says what a file is without its folder"
+        for name, modules in repeated(found)
+    ]
+
+
+def repeated_classes(sources: Sources) -> list[str]:
+    found: dict[str, list[str]] = {}
+    for module, _ in files_of(sources):
+        for node in sources.trees[module].body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module)
+    return [
+        f"class {name}: {', '.join(modules)}; a name says what a class is without its module"
+        for name, modules in repeated(found)
+    ]
+
+
+def files_of(sources: Sources) -> list[tuple[str, Path]]:
+    """Modules of zerojax itself with their paths."""
+    return [
+        (module, path)
+        for module, path in sources.paths.items()
+        if package_of(module) != "pallas_kernels"
+    ]
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def repeated(found: dict[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
+    for name, modules in found.items():
+        if len(modules) > 1 and not UNFINISHED & set(map(package_of, modules)):
+            yield name, modules
 
 
 def long_functions(sources: Sources) -> list[str]:
@@ -323,6 +392,10 @@ RULES = [
     doors_that_say_something_else,
     private_jax,
     long_files,
+    small_files,
+    mean_of_files,
+    repeated_file_names,
+    repeated_classes,
     long_functions,
 ]
 
@@ -356,12 +429,12 @@ def test_the_sources_keep_the_rule(rule, sources):
         (upward_imports, "zerojax/high/box/inner.py", "from ... import cli"),
         (upward_imports, "pallas_kernels/adam.py", "import zerojax.low"),
         (circles, "zerojax/high/box/inner.py", "from zerojax.high.box import other"),
-        (hidden_imports, "zerojax/high/a.py", "def f():\n    from zerojax import low\n"),
-        (hidden_imports, "zerojax/high/a.py", "def f():\n    import_module('zerojax.low')\n"),
+        (hidden_imports, "zerojax/high/d.py", "def f():\n    from zerojax import low\n"),
+        (hidden_imports, "zerojax/high/d.py", "def f():\n    import_module('zerojax.low')\n"),
         (hidden_imports, "zerojax/cli/a.py", "def f():\n    import_module('zerojax.low')\n"),
-        (private_names, "zerojax/high/a.py", "from zerojax.low.a import _x"),
-        (private_names, "zerojax/high/a.py", "from zerojax.low import _hidden"),
-        (private_names, "zerojax/high/a.py", "from zerojax.low import a as lows\nlows._x"),
+        (private_names, "zerojax/high/d.py", "from zerojax.low.a import _x"),
+        (private_names, "zerojax/high/d.py", "from zerojax.low import _hidden"),
+        (private_names, "zerojax/high/d.py", "from zerojax.low import a as lows\nlows._x"),
         (deep_packages, "zerojax/high/box/deep/__init__.py", ""),
         (packages_named_like_functions, "zerojax/high/train/__init__.py", ""),
         (doors_hidden_by_modules, "zerojax/low/__init__.py", '_HOME_OF_NAME = {"a": "b"}'),
@@ -369,6 +442,10 @@ def test_the_sources_keep_the_rule(rule, sources):
         (private_jax, "zerojax/low/a.py", "from jax._src import core"),
         (private_jax, "zerojax/low/a.py", "import jax\nx = jax._src.core"),
         (long_files, "zerojax/low/a.py", "x = 1\n" * (MAX_LINES + 1)),
+        (small_files, "zerojax/low/c.py", "x = 1\n" * (MIN_LINES - 1)),
+        (mean_of_files, "zerojax/low/c.py", "x = 1\n" * (MEAN_LINES - 1)),
+        (repeated_file_names, "zerojax/high/b.py", ""),
+        (repeated_classes, "zerojax/high/d.py", "class Low:\n    pass\n"),
         (long_functions, "zerojax/low/a.py", "def f():\n" + " x = 1\n" * MAX_FUNCTION_LINES),
     ],
 )
@@ -382,15 +459,16 @@ def test_each_rule_can_fail(rule, file, text, tmp_path):
         "zerojax/low/__init__.py": '"""Low things."""\n',
         "zerojax/low/a.py": "_x = 1\n",
         "zerojax/low/_hidden.py": "",
-        "zerojax/low/b.py": "from zerojax.low.a import _x\n",
+        "zerojax/low/b.py": "from zerojax.low.a import _x\n\n\nclass Low:\n    pass\n",
         "zerojax/high/__init__.py": '"""High things."""\n',
-        "zerojax/high/a.py": "from zerojax.low import a as lows\nlows.__name__\n",
+        "zerojax/high/d.py": "from zerojax.low import a as lows\nlows.__name__\n",
         "zerojax/high/box/__init__.py": "",
         "zerojax/high/box/inner.py": "",
         "zerojax/high/box/other.py": "import zerojax.high.box.inner\n",
         "zerojax/cli/__init__.py": '"""Words."""\n\n\ndef main():\n    import zerojax.high\n',
         "pallas_kernels/__init__.py": "",
     }
+    tree = {name: text + "\n" * (MEAN_LINES - text.count("\n")) for name, text in tree.items()}
     tree |= {f"zerojax/extra{number}": "" for number in range(MAX_ENTRIES - 6)}
     tree["zerojax/old/__pycache__/a.pyc"] = ""  # what a checkout leaves behind
 

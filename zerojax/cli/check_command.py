@@ -18,8 +18,8 @@ from zerojax.cli.jax_environment import (
 )
 from zerojax.cli.progress import Progress
 from zerojax.config.display import show
-from zerojax.runtime.exit_codes import DIFFERS, OK
-from zerojax.runtime.host_memory import keep_freed_memory
+from zerojax.runtime.memory import keep_freed_memory
+from zerojax.runtime.shutdown import DIFFERS, OK
 
 _HELP = """\
 Takes a few steps of TARGET's model in float32 in plain JAX and with zerojax, on one device and on N

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.cli.arguments import Parser, add_command, add_run, step_or_name
 from zerojax.config.display import show
-from zerojax.runtime.exit_codes import FAILED, OK
+from zerojax.runtime.shutdown import FAILED, OK
 
 if TYPE_CHECKING:
     from zerojax.checkpoint import Verification

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from zerojax.cli.arguments import add_command, add_settings, split_words
 from zerojax.config import ConfigError, ElasticBatch, RunConfig, load, to_dict
 from zerojax.config.display import show
-from zerojax.runtime.exit_codes import BAD_INPUT, OK
+from zerojax.runtime.shutdown import BAD_INPUT, OK
 
 if TYPE_CHECKING:
     from zerojax.training.deepspeed import Translation

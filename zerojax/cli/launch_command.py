@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _num_processes(args: argparse.Namespace) -> int:
-    from zerojax.runtime.local_gpus import visible_gpus
+    from zerojax.runtime.process_group import visible_gpus
 
     if args.nprocs is not None:
         return args.nprocs

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import zerojax
 from zerojax.cli.arguments import add_command
 from zerojax.config.display import show
+from zerojax.runtime.memory import PINNED_LIMIT, least_room
 from zerojax.runtime.redaction import redact
-from zerojax.runtime.system_memory import PINNED_LIMIT, least_room
 
 if TYPE_CHECKING:
-    from zerojax.checkpoint.store.rates import Rates
-    from zerojax.hardware.link_rates import LinkRates
+    from zerojax.checkpoint.store.rates import DiskRates
+    from zerojax.hardware.local_devices import LinkRates
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 OPTIONAL = {
@@ -152,7 +152,7 @@ def describe_devices() -> tuple[list[dict[str, Any]], str | None]:
     """What JAX starts with, grouped by kind, and why it could not start."""
     import jax
 
-    from zerojax.hardware.link_rates import has_pinned_host
+    from zerojax.hardware.local_devices import has_pinned_host
 
     try:
         devices = jax.devices()
@@ -237,7 +237,7 @@ def _format_device(device: dict[str, Any]) -> str:
 def bench_io(args: argparse.Namespace) -> int:
     """Prints a line for each number of threads, and the best of them; or all as JSON."""
     from zerojax.checkpoint.store.rates import measure_rates
-    from zerojax.hardware.machine_rates import MeasuredDisk, disk_name, keep
+    from zerojax.hardware.machine_rates import MeasuredDisk, disk_name, keep_rates
 
     folder = Path(args.path)
     if not folder.exists():
@@ -255,7 +255,7 @@ def bench_io(args: argparse.Namespace) -> int:
             found.append(rates)
     best = max(found, key=lambda rates: rates.both)
     disk = MeasuredDisk(disk=disk_name(folder), write=best.write, read=best.read, both=best.both)
-    kept = keep(disk) if best.is_direct else None
+    kept = keep_rates(disk) if best.is_direct else None
     if args.json:
         show(json.dumps(_disk_dict(folder, found, best, disk.disk, kept), indent=2))
         return 0
@@ -271,7 +271,7 @@ def bench_io(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_disk(rates: Rates, folder: Path, size: int, *, is_first: bool) -> None:
+def _print_disk(rates: DiskRates, folder: Path, size: int, *, is_first: bool) -> None:
     if is_first:
         show(f"{folder}: GB/s (10^9 bytes), best of three passes over {size} MiB")
         show(f"{'threads':>7}  {'write':>7}  {'read':>7}  {'read + write':>12}")
@@ -283,7 +283,7 @@ def _print_disk(rates: Rates, folder: Path, size: int, *, is_first: bool) -> Non
 
 
 def _disk_dict(
-    folder: Path, found: Sequence[Rates], best: Rates, disk: str, kept: Path | None
+    folder: Path, found: Sequence[DiskRates], best: DiskRates, disk: str, kept: Path | None
 ) -> dict[str, object]:
     """Rates in bytes per second."""
     return {
@@ -300,8 +300,8 @@ def bench_link(args: argparse.Namespace) -> int:
     """Prints a line for each size, and what is kept of them; or all as JSON."""
     import jax
 
-    from zerojax.hardware.link_rates import SIZES, measure_link, shares_host_memory
-    from zerojax.hardware.machine_rates import MeasuredLink, keep
+    from zerojax.hardware.local_devices import SIZES, measure_link, shares_host_memory
+    from zerojax.hardware.machine_rates import MeasuredLink, keep_rates
 
     if args.size is not None and args.size < 1:
         raise ValueError(f"--size {args.size}: at least 1 MiB is needed")
@@ -321,7 +321,7 @@ def bench_link(args: argparse.Namespace) -> int:
         to_host=best.to_host,
         both=best.both,
     )
-    kept = None if is_one_memory else keep(measured)
+    kept = None if is_one_memory else keep_rates(measured)
     if args.json:
         values = {
             "device_kind": device.device_kind,

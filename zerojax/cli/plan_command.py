@@ -14,7 +14,7 @@ from zerojax.cli.jax_environment import use_the_cpu_alone
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig, load
 from zerojax.config.display import show
-from zerojax.config.offload import HOST
+from zerojax.config.mesh import HOST
 from zerojax.hardware.gpus import Gpu, find_gpu
 
 if TYPE_CHECKING:

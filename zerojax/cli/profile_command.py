@@ -18,7 +18,7 @@ from zerojax.cli.jax_environment import (
 )
 from zerojax.config import RunConfig, load
 from zerojax.config.display import show
-from zerojax.runtime.host_memory import keep_freed_memory
+from zerojax.runtime.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from zerojax.forecasting.profiling import StepProfile

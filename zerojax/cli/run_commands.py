@@ -16,7 +16,7 @@ from zerojax.config import MeshConfig
 from zerojax.config.display import show
 from zerojax.config.loader import coerce_fields, load_dataclass
 from zerojax.runtime import bounded_json
-from zerojax.runtime.host_memory import keep_freed_memory
+from zerojax.runtime.memory import keep_freed_memory
 
 RECORD_FILE = "run.json"
 

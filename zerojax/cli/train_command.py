@@ -19,8 +19,8 @@ from zerojax.cli.jax_environment import (
 )
 from zerojax.config import RunConfig, load, to_dict
 from zerojax.config.display import show
-from zerojax.runtime import exit_codes
-from zerojax.runtime.host_memory import keep_freed_memory
+from zerojax.runtime import shutdown
+from zerojax.runtime.memory import keep_freed_memory
 
 # An empty line: the start of a paragraph in any text.
 SAMPLE_PROMPT = "\n\n"
@@ -95,7 +95,7 @@ def train(config: RunConfig, command: str) -> int:
         show(f"\nzerojax: {sentence}", file=sys.stderr)
         if jax.process_index() == 0 and to_go_on not in sentence:
             show(to_go_on, file=sys.stderr)
-        return getattr(error, "exit_code", exit_codes.INTERRUPTED)
+        return getattr(error, "exit_code", shutdown.INTERRUPTED)
     sample = draw_sample(trainer, config)
     if jax.process_index() != 0:
         return 0
@@ -109,7 +109,7 @@ def train(config: RunConfig, command: str) -> int:
 def draw_sample(trainer: Any, config: RunConfig) -> str | None:
     """Text written by the trained model; None when its tokens have no text."""
     from zerojax.data.tokenizer import load_tokenizer
-    from zerojax.models.zoo.text_generation import continue_text, prompt_ids
+    from zerojax.models.zoo.generation import continue_text, prompt_ids
 
     file = Path(config.run_dir) / "tokenizer.json"
     if not file.exists():
