@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, metadata, seals
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, metadata
 from zerojax.checkpoint import files as checkpoint_files
 from zerojax.checkpoint.fingerprint_math import as_text, of_array
 
@@ -178,7 +178,7 @@ def test_truncated_missing_and_edited_files_are_named(run: Path) -> None:
 
 def test_every_single_bit_of_metadata_is_noticed(saved: Path) -> None:
     content = (saved / "3" / "metadata.json").read_bytes()
-    assert seals.is_unbroken(content)
+    assert metadata.is_unbroken(content)
     chance = random.Random(1)
     for _ in range(2000):
         changed = bytearray(content)
@@ -187,8 +187,8 @@ def test_every_single_bit_of_metadata_is_noticed(saved: Path) -> None:
             json.loads(bytes(changed))
         except ValueError:
             continue  # told as unreadable
-        assert seals.is_sealed(bytes(changed))
-        assert not seals.is_unbroken(bytes(changed))
+        assert metadata.is_sealed(bytes(changed))
+        assert not metadata.is_unbroken(bytes(changed))
 
 
 def test_several_damaged_steps_are_passed_over(run: Path) -> None:

@@ -28,8 +28,8 @@ from zerojax.plan.host_budget import (
     host_bytes,
 )
 from zerojax.plan.make import Plan, make_plan
-from zerojax.runtime import system_memory
-from zerojax.runtime.system_memory import (
+from zerojax.runtime import memory
+from zerojax.runtime.memory import (
     PINNED_LIMIT,
     SPARE,
     Room,
@@ -271,7 +271,7 @@ def test_a_store_that_cannot_be_used_is_told_in_one_sentence():
 def kernel(tmp_path, monkeypatch) -> Path:
     """Folders in place of /proc and /sys/fs/cgroup."""
     for name in ("PROC", "CGROUPS"):
-        monkeypatch.setattr(system_memory, name, tmp_path / name)
+        monkeypatch.setattr(memory, name, tmp_path / name)
     (tmp_path / "PROC" / "self").mkdir(parents=True)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
     write(tmp_path / "PROC" / "meminfo", "MemTotal: 4096 kB\nMemAvailable: 1024 kB\n")

@@ -22,7 +22,7 @@ from zerojax.forecasting.out_of_memory import (
     what_was_asked,
     what_was_done,
 )
-from zerojax.runtime.system_memory import TRAINING_STEP, allocating_for, purpose_of
+from zerojax.runtime.memory import TRAINING_STEP, allocating_for, purpose_of
 from zerojax.training import checkpointing
 from zerojax.training.evaluation import mean_loss
 from zerojax.training.reporting import Reports

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
     from zerojax.plan.make import Plan, make_plan
     from zerojax.plan.state import TrainState
-    from zerojax.runtime.distributed import join_processes
-    from zerojax.runtime.peers import PeerLostError
+    from zerojax.runtime.distributed import PeerLostError, join_processes
     from zerojax.runtime.preemption import Interrupted
     from zerojax.training.deepspeed.engine import Engine, initialize
     from zerojax.training.entry import train

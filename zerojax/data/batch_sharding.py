@@ -16,7 +16,7 @@ from zerojax.config.checks import names_keywords
 from zerojax.models.index_limits import IndexLimit
 from zerojax.models.trees import check_arrays, flatten_names, unflatten_like
 from zerojax.plan.device_mesh import DATA_AXES, num_data_shards
-from zerojax.runtime.system_memory import allocating_for
+from zerojax.runtime.memory import allocating_for
 
 # The names of a language-model batch that hold token ids (others, such as labels, are not bounded
 # by the vocabulary).

@@ -17,14 +17,13 @@ from typing import Any
 import jax
 
 from zerojax.forecasting.remedies import PRICES, SMALL, Remedy, all_remedies
-from zerojax.hardware import compile_client, devices
-from zerojax.hardware.devices import device_kind
+from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import gpu_of_device
+from zerojax.hardware.local_devices import device_kind, device_memory
 from zerojax.models.trees import format_bytes
 from zerojax.plan.counts import ACTIVATIONS, GATHERED, GRADIENTS, role_bytes
 from zerojax.plan.make import Plan
-from zerojax.runtime import system_memory
-from zerojax.runtime.system_memory import TRAINING_STEP, purpose_of
+from zerojax.runtime.memory import TRAINING_STEP, least_room, purpose_of
 
 NUM_REMEDIES = 3
 COMPILING = f"compiling {TRAINING_STEP}"
@@ -285,15 +284,15 @@ class Device:
 
 def device_now() -> Device:
     """What the fullest local device holds."""
-    memory = devices.device_memory()
+    memory = device_memory()
     if memory["source"] == "device":
         limit = memory["limit"] or None
         free = None if limit is None else max(limit - memory["in_use"], 0)
-        name = devices.device_kind()
+        name = device_kind()
         return Device(name=name, in_use=memory["in_use"], limit=limit, free=free, source="JAX")
-    room = system_memory.least_room()
+    room = least_room()
     return Device(
-        name=f"{devices.device_kind()}, in the memory of this process",
+        name=f"{device_kind()}, in the memory of this process",
         in_use=memory["in_use"],
         limit=None if room is None else room.limit,
         free=None if room is None else room.free,

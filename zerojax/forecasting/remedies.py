@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.config.offload import HOST
+from zerojax.config.mesh import HOST
 from zerojax.forecasting.forecast_numbers import Memory
 from zerojax.hardware.gpus import Gpu
 from zerojax.models import jaxpr

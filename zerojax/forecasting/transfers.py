@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerojax.config.offload import HOST
+from zerojax.config.mesh import HOST
 from zerojax.forecasting.forecast_numbers import Offload, Traffic, TrafficRow
 from zerojax.forecasting.hlo.communication import PERMUTE
 from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST

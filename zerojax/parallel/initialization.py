@@ -24,7 +24,7 @@ from zerojax.parallel.offload.disk_step import build_weights
 from zerojax.parallel.offload.sliced_state import cut_new_param, cut_new_state
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.state import StageRows, TrainState, fit, rows_of_state, run_key_data, zero_counter
-from zerojax.runtime.system_memory import allocating_for
+from zerojax.runtime.memory import allocating_for
 
 Ranges = tuple[tuple[int, int], ...]
 _ALIGNMENT = 64

@@ -23,7 +23,7 @@ from zerojax.plan.state import (
     fit,
     rows_of_state,
 )
-from zerojax.runtime.system_memory import allocating_for
+from zerojax.runtime.memory import allocating_for
 
 Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
 """A tree's leaves and its structure: hashable, as keys of a cache are."""

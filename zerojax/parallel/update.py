@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.gradients import GRADIENT_STATS, StatsScalars
 from pallas_kernels.update import update as update_leaf
 from zerojax.models.loops import find_stacks
-from zerojax.optim import Optimizer, UpdateContext, told
+from zerojax.optim import Optimizer, UpdateContext, extra_arguments
 from zerojax.plan.make import Plan
 from zerojax.plan.placement import axes_of_spec
 from zerojax.plan.state import TrainState
@@ -43,7 +43,7 @@ class GradientNorm(NamedTuple):
 
 
 class ThisStep(NamedTuple):
-    """What an update is told beside gradients and state.
+    """What an update is extra_arguments beside gradients and state.
 
     Attributes:
       scale: float32 []; gradients are multiplied by it.
@@ -139,7 +139,7 @@ def build_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
             name: lax.with_sharding_constraint(grad * now.scale, shardings[name])
             for name, grad in grads.items()
         }
-        extra = told(grads, now.norm, now.loss, layers)
+        extra = extra_arguments(grads, now.norm, now.loss, layers)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"], **extra)
         params = optax.apply_updates(state["params"], updates)
         # where, not cond: a cond costs 4 to 14 bytes per parameter of traffic and a copy of the

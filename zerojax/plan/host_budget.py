@@ -19,7 +19,7 @@ from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import buffer_bytes, file_bytes, slice_bytes
 from zerojax.plan.offload_tiers import plan_offload
 from zerojax.plan.state_layout import OffloadLayout, store_folder
-from zerojax.runtime.system_memory import PINNED_LIMIT, SPARE, Room, free_disk, least_room
+from zerojax.runtime.memory import PINNED_LIMIT, SPARE, Room, free_disk, least_room
 
 GIB = 2**30
 DEFAULT_PINNED_GIB = 64

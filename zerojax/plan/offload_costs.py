@@ -30,7 +30,7 @@ from zerojax.plan.counts import (
 )
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.state_layout import OffloadLayout
-from zerojax.runtime.system_memory import nearest_folder
+from zerojax.runtime.memory import nearest_folder
 
 UPDATE, WEIGHTS = "update of the state", "weights"
 ATTAINED = 0.5

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zerojax.config import MeshConfig
-from zerojax.config.offload import DEVICE, HOST, NVME, TIERS, OffloadConfig
+from zerojax.config.mesh import DEVICE, HOST, NVME, TIERS, OffloadConfig
 from zerojax.models import trees
 from zerojax.models.loops import cut_loss
 from zerojax.models.losses import as_sums

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax.config.display import printable
-from zerojax.config.offload import DEVICE, HOST, NVME, TIERS
+from zerojax.config.mesh import DEVICE, HOST, NVME, TIERS
 from zerojax.models import trees
 from zerojax.plan.counts import Tiers, role_bytes, role_tiers, state_bytes, tokens_per_step
 from zerojax.plan.decisions import Decisions

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.config.offload import DEVICE, HOST, HOST_KIND, NVME
+from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
 from zerojax.plan.state_layout import SlicedLeaf
 
 MEMORY_TIERS = (DEVICE, HOST)

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import models
-from zerojax.config.offload import DEVICE
+from zerojax.config.mesh import DEVICE
 from zerojax.models import trees
 from zerojax.models.trees import check_arrays
 from zerojax.optim import coding_of, loss_scale, map_state

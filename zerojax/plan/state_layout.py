@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from zerojax.config.offload import DEVICE, HOST, NVME, OffloadConfig
+from zerojax.config.mesh import DEVICE, HOST, NVME, OffloadConfig
 from zerojax.plan.schedules import ExecutorTable, Schedule
 
 MASTER = "master"

@@ -15,10 +15,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from zerojax.config.keywords import names_keywords
+from zerojax.config.checks import names_keywords
 from zerojax.data import TokenSource, local_rows, shard_batch
 from zerojax.plan.make import Plan
-from zerojax.runtime.system_memory import allocating_for
+from zerojax.runtime.memory import allocating_for
 
 VALIDATION = "validation/"
 """Begins the name of a metric of evaluations; others are of training reports."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from zerojax.hardware import compile_client
 from zerojax.models import trees
 from zerojax.plan.make import Plan
-from zerojax.runtime.system_memory import TRAINING_STEP, allocating_for
+from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import STEP
 from zerojax.training.process_times import LoopClock

@@ -21,7 +21,7 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.counts import tokens_per_step
 from zerojax.plan.make import Plan, make_plan, plan_options
 from zerojax.runtime.distributed import join_processes
-from zerojax.runtime.private_files import not_for_everybody
+from zerojax.runtime.user_files import not_for_everybody
 from zerojax.training.arguments import LoopSettings
 from zerojax.training.run_lifecycle import (
     CHECKPOINT_FOLDER,

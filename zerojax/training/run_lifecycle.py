@@ -26,8 +26,8 @@ from zerojax.models.losses import loss_unit
 from zerojax.plan.counts import model_flops
 from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
-from zerojax.runtime.private_files import not_for_everybody
 from zerojax.runtime.redaction import redact
+from zerojax.runtime.user_files import not_for_everybody
 from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.arguments import LoopSettings
 from zerojax.training.checkpointing import end_state

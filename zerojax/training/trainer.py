@@ -21,9 +21,9 @@ from zerojax.parallel.reshard import reshard_state
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
-from zerojax.runtime.peers import PeerLostError, is_peer_loss
+from zerojax.runtime.distributed import PeerLostError, is_peer_loss
+from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.runtime.preemption import Interrupted, StopRequest
-from zerojax.runtime.system_memory import TRAINING_STEP, allocating_for
 from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.arguments import LoopSettings
 from zerojax.training.checkpointing import (

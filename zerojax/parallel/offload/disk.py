@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zerojax.checkpoint.store import BucketStore, StoreError
-from zerojax.config.offload import DEVICE, NVME
+from zerojax.config.mesh import DEVICE, NVME
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import cut_leaf, map_moments, tier_sharding
 from zerojax.plan.state import TrainState

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.config.offload import HOST
+from zerojax.config.mesh import HOST
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import (
     Tiers,

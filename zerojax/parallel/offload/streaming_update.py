@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.config.offload import HOST
+from zerojax.config.mesh import HOST
 from zerojax.parallel import model_state
 from zerojax.parallel.offload.sliced_update import begin, context_of, update_slice
 from zerojax.parallel.offload.streaming import StreamedPass, one_of

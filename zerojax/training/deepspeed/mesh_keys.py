@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zerojax.config import ConfigError, MeshConfig, OffloadConfig
-from zerojax.config.offload import DEVICE, HOST, NVME
+from zerojax.config.mesh import DEVICE, HOST, NVME
 from zerojax.training.deepspeed.ds_config import File
 
 _TIERS = {"none": DEVICE, "cpu": HOST, "nvme": NVME}

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from zerojax.runtime.host_memory import keep_freed_memory
+from zerojax.runtime.memory import keep_freed_memory
 from zerojax.training.equality.check_in_child import check_here
 from zerojax.training.equality.sending import loads
 

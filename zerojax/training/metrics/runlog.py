@@ -17,8 +17,8 @@ from typing import Any, TextIO
 from zerojax.config import ConfigError, LogConfig
 from zerojax.config.display import printable
 from zerojax.hardware.gpus import gpu_of_device
-from zerojax.runtime.private_files import open_to_everybody
 from zerojax.runtime.redaction import redact
+from zerojax.runtime.user_files import open_to_everybody
 from zerojax.training.metrics import console
 from zerojax.training.metrics.metric_files import (
     FILE_NAME,
