@@ -126,7 +126,7 @@ _HOME_OF_NAME = {
     "MachineError": "checkpoint.errors",
     "MeshConfig": "config",
     "OptimizerConfig": "config",
-    "PeerLostError": "runtime.peers",
+    "PeerLostError": "runtime.distributed",
     "Plan": "plan.make",
     "Precision": "optim.precision",
     "Pretrained": "models.hugging_face",
