@@ -17,7 +17,7 @@ import numpy as np
 
 from zerojax.config import MeshConfig
 from zerojax.forecasting import hlo
-from zerojax.forecasting.hlo.live import LiveAtPeak, read_live
+from zerojax.forecasting.hlo.live_buffers import LiveAtPeak, read_live
 from zerojax.hardware import compile_client, gpus
 from zerojax.models import GPT2, GPT2Config
 from zerojax.parallel.step import build_step

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from tests.small_models import reference_model
 from zerojax import make_plan
 from zerojax.plan.device_mesh import make_abstract_mesh
-from zerojax.plan.leaf import Access
+from zerojax.plan.leaf_placement import Access
 from zerojax.plan.make import Plan
 from zerojax.plan.schedules import lower, make_schedule
 from zerojax.plan.state_layout import PipelineLayout

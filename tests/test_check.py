@@ -18,7 +18,7 @@ from tests.checked_models import Counting, Normalised, batch
 from zerojax.training.equality import check_in_child, make_request
 from zerojax.training.equality.check_in_child import check_here
 from zerojax.training.equality.experiments import Experiments
-from zerojax.training.equality.runs import (
+from zerojax.training.equality.short_runs import (
     CheckInputs,
     Configuration,
     PlainRun,

@@ -17,7 +17,7 @@ from flax import nnx
 import zerojax
 from tests import checked_models as cases
 from tests.checked_models import batch
-from zerojax.training.equality import sending
+from zerojax.training.equality import pickling
 from zerojax.training.equality.check_result import CheckResult, ComparedRun, Reason
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +37,7 @@ import optax.contrib
 from flax import linen, nnx
 
 import zerojax
-from zerojax.training.equality import sending
+from zerojax.training.equality import pickling
 
 
 class Block(nnx.Module):
@@ -150,17 +150,17 @@ if __name__ == "__main__":
         "use": use,
     }
     with open(sys.argv[1], "wb") as file:
-        file.write(sending.dumps(things))
+        file.write(pickling.dumps(things))
     print(use(things))
 """
 
 READER = """
 import sys
-from zerojax.training.equality import sending
+from zerojax.training.equality import pickling
 from zerojax.training.equality.check_result import CheckResult, ComparedRun, Reason
 
 with open(sys.argv[1], "rb") as file:
-    things = sending.loads(file.read())
+    things = pickling.loads(file.read())
 print(things["use"](things))
 """
 
@@ -190,20 +190,20 @@ def test_functions_and_classes_inside_of_functions_go_by_value():
         def again(self):
             return Own(nnx.Rngs(0))
 
-    made = sending.loads(sending.dumps({"class": Own, "call": lambda x: factor * x}))
+    made = pickling.loads(pickling.dumps({"class": Own, "call": lambda x: factor * x}))
     assert made["call"](2) == 6
     assert made["class"] is not Own
     assert type(made["class"](nnx.Rngs(0)).again()) is made["class"]
     # What can be imported stays what it is.
-    assert sending.loads(sending.dumps(cases.mean)) is cases.mean
+    assert pickling.loads(pickling.dumps(cases.mean)) is cases.mean
 
 
 def test_what_is_of_this_process_alone_is_refused():
-    with pytest.raises(sending.NotSendableError, match="lock"):
-        sending.dumps(threading.Lock())
+    with pytest.raises(pickling.NotSendableError, match="lock"):
+        pickling.dumps(threading.Lock())
     lock = threading.Lock()
-    with pytest.raises(sending.NotSendableError):
-        sending.dumps(lambda: lock)
+    with pytest.raises(pickling.NotSendableError):
+        pickling.dumps(lambda: lock)
 
 
 @pytest.mark.slow

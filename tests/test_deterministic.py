@@ -28,7 +28,7 @@ from zerojax.optim.precision import as_precision
 from zerojax.parallel.step import build_step
 from zerojax.parallel.sums import TreeOrder, tree_sum, tree_total
 from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.leaf import Access
+from zerojax.plan.leaf_placement import Access
 from zerojax.plan.make import make_plan
 
 slow = pytest.mark.slow

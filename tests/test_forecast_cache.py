@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from zerojax.forecasting import cache
+from zerojax.forecasting import forecast_cache
 
-KEY = cache.key_of("a program")
+KEY = forecast_cache.key_of("a program")
 VALUE = {"peak": 2**40 + 1, "seconds": 0.1 + 0.2, "roles": [["x", None]], "name": "été"}
 
 
@@ -26,10 +26,10 @@ def entries(folder: Path) -> list[str]:
 
 
 def test_what_is_stored_comes_back(folder):
-    assert cache.load(KEY) is None
-    cache.store(KEY, VALUE)
-    assert cache.load(KEY) == VALUE
-    assert cache.load(cache.key_of("another")) is None
+    assert forecast_cache.load(KEY) is None
+    forecast_cache.store(KEY, VALUE)
+    assert forecast_cache.load(KEY) == VALUE
+    assert forecast_cache.load(forecast_cache.key_of("another")) is None
     assert entries(folder) == [f"{KEY}.json"]
 
 
@@ -45,14 +45,14 @@ def test_what_is_stored_comes_back(folder):
     ],
 )
 def test_another_content_is_another_key(other):
-    key = cache.key_of("a", "b", {"z": 2, "fast": True})
-    assert key == cache.key_of("a", "b", {"fast": True, "z": 2})
-    assert key != cache.key_of(*other)
+    key = forecast_cache.key_of("a", "b", {"z": 2, "fast": True})
+    assert key == forecast_cache.key_of("a", "b", {"fast": True, "z": 2})
+    assert key != forecast_cache.key_of(*other)
 
 
 def test_a_part_whose_content_is_not_seen_is_refused():
     with pytest.raises(TypeError):
-        cache.key_of(object())
+        forecast_cache.key_of(object())
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_where_it_lies(variables, expected, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert cache.cache_folder() == (expected and Path(expected))
+    assert forecast_cache.cache_folder() == (expected and Path(expected))
 
 
 def test_off_stores_and_loads_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("ZEROJAX_CACHE", "off")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache.store(KEY, VALUE)
-    assert cache.load(KEY) is None
+    forecast_cache.store(KEY, VALUE)
+    assert forecast_cache.load(KEY) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -96,7 +96,7 @@ def damage(text: str, how: str) -> bytes:
     if how == "a flipped digit":
         entry["value"]["peak"] += 1
     if how == "of another key":
-        entry["key"] = cache.key_of("another")
+        entry["key"] = forecast_cache.key_of("another")
     if how == "no value":
         del entry["value"]
     return json.dumps(entry).encode()
@@ -107,26 +107,26 @@ def damage(text: str, how: str) -> bytes:
     ["cut", "empty", "not text", "a number", "a flipped digit", "of another key", "no value"],
 )
 def test_a_damaged_entry_is_said_and_made_again(folder, how):
-    cache.store(KEY, VALUE)
+    forecast_cache.store(KEY, VALUE)
     path = folder / f"{KEY}.json"
     path.write_bytes(damage(path.read_text(), how))
     with pytest.warns(UserWarning, match=rf"{KEY}.json is ignored .*ZEROJAX_CACHE"):
-        assert cache.load(KEY) is None
-    cache.store(KEY, VALUE)
-    assert cache.load(KEY) == VALUE
+        assert forecast_cache.load(KEY) is None
+    forecast_cache.store(KEY, VALUE)
+    assert forecast_cache.load(KEY) == VALUE
 
 
 def test_an_entry_that_cannot_be_read_is_ignored(folder):
     (folder / f"{KEY}.json").mkdir(parents=True)
     with pytest.warns(UserWarning, match="is ignored"):
-        assert cache.load(KEY) is None
+        assert forecast_cache.load(KEY) is None
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="was not kept: .*ZEROJAX_CACHE"):
-        cache.store(KEY, VALUE)
+        forecast_cache.store(KEY, VALUE)
 
 
 def test_a_writer_that_stops_half_way_leaves_nothing(folder, monkeypatch):
@@ -135,28 +135,28 @@ def test_a_writer_that_stops_half_way_leaves_nothing(folder, monkeypatch):
 
     monkeypatch.setattr(os, "replace", stop)
     with pytest.raises(KeyboardInterrupt):
-        cache.store(KEY, VALUE)
+        forecast_cache.store(KEY, VALUE)
     assert entries(folder) == []
 
 
 def test_the_longest_unused_entries_go(folder, monkeypatch):
-    keys = [cache.key_of(number) for number in range(4)]
+    keys = [forecast_cache.key_of(number) for number in range(4)]
     value = {"text": "x" * 1000}
     for age, key in enumerate(keys[:3]):
-        cache.store(key, value)
+        forecast_cache.store(key, value)
         os.utime(folder / f"{key}.json", (100 + age, 100 + age))
-    assert cache.load(keys[0]) == value  # used again: now the youngest
+    assert forecast_cache.load(keys[0]) == value  # used again: now the youngest
     size = (folder / f"{keys[0]}.json").stat().st_size
-    monkeypatch.setattr(cache, "MAX_BYTES", 3 * size)
-    cache.store(keys[3], value)
-    assert cache.load(keys[1]) is None
-    assert all(cache.load(key) == value for key in (keys[0], keys[2], keys[3]))
+    monkeypatch.setattr(forecast_cache, "MAX_BYTES", 3 * size)
+    forecast_cache.store(keys[3], value)
+    assert forecast_cache.load(keys[1]) is None
+    assert all(forecast_cache.load(key) == value for key in (keys[0], keys[2], keys[3]))
 
 
 def test_one_entry_above_the_bound_is_kept(folder, monkeypatch):
-    monkeypatch.setattr(cache, "MAX_BYTES", 1)
-    cache.store(KEY, VALUE)
-    assert cache.load(KEY) == VALUE
+    monkeypatch.setattr(forecast_cache, "MAX_BYTES", 1)
+    forecast_cache.store(KEY, VALUE)
+    assert forecast_cache.load(KEY) == VALUE
 
 
 def test_writers_beside_each_other_never_show_a_torn_entry(folder):
@@ -164,8 +164,8 @@ def test_writers_beside_each_other_never_show_a_torn_entry(folder):
 
     def write(number: int) -> None:
         for _ in range(20):
-            cache.store(KEY, {"numbers": [number] * 2000})
-            seen.append(cache.load(KEY))
+            forecast_cache.store(KEY, {"numbers": [number] * 2000})
+            seen.append(forecast_cache.load(KEY))
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:

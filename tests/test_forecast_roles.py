@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 import zerojax
 from zerojax.forecasting import roles
 from zerojax.forecasting.hlo.dataflow import Dataflow, Edge
-from zerojax.forecasting.hlo.live import LiveAtPeak, read_live
+from zerojax.forecasting.hlo.live_buffers import LiveAtPeak, read_live
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.forecasting.roles import Roles, argument_roles, bytes_by_role
 from zerojax.hardware import compile_client

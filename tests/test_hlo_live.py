@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.forecasting.hlo.live import LiveAtPeak, read_live
+from zerojax.forecasting.hlo.live_buffers import LiveAtPeak, read_live
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 

@@ -21,7 +21,7 @@ from zerojax.models.trace import trace_model
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import to_canonical
 from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.plan.leaf import Access
+from zerojax.plan.leaf_placement import Access
 
 WIDTH = 16
 

@@ -13,7 +13,7 @@ import pytest
 
 from zerojax.config import ConfigError, LogConfig
 from zerojax.training.metrics import RunLog, read_metrics
-from zerojax.training.metrics.spikes import LEAST, SpikeDetector
+from zerojax.training.metrics.loss_spikes import LEAST, SpikeDetector
 from zerojax.training.metrics.stragglers import (
     DATA,
     EVAL,

@@ -16,11 +16,11 @@ import zerojax
 from tests.small_models import reference_model
 from zerojax.cli.complaints import explain as complain
 from zerojax.forecasting.out_of_memory import (
-    cheapest,
+    cheapest_remedies,
     explaining_memory,
+    find_activity,
+    find_memory_request,
     largest_arrays,
-    what_was_asked,
-    what_was_done,
 )
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for, purpose_of
 from zerojax.training import checkpointing
@@ -70,7 +70,7 @@ RECORDED = [
 
 @pytest.mark.parametrize(("text", "size"), RECORDED)
 def test_recorded_messages_are_understood(text, size):
-    asked = what_was_asked(RuntimeError(text))
+    asked = find_memory_request(RuntimeError(text))
     assert asked is not None
     assert asked.size == size
     assert asked.by_compiler == ("TPU" in text)
@@ -79,7 +79,7 @@ def test_recorded_messages_are_understood(text, size):
 
 def test_numpy_and_python_say_it_with_memory_error():
     # What NumPy raises for np.ones((1000, 10**9)) without overcommit.
-    asked = what_was_asked(
+    asked = find_memory_request(
         MemoryError(
             "Unable to allocate 7.28 TiB for an array with shape (1000, 1000000000) and data type "
             "float64"
@@ -88,7 +88,7 @@ def test_numpy_and_python_say_it_with_memory_error():
     assert asked is not None
     assert asked.size == round(7.28 * 2**40)
     assert asked.on_host
-    empty = what_was_asked(MemoryError())
+    empty = find_memory_request(MemoryError())
     assert empty is not None
     assert (empty.size, empty.text) == (None, "")
 
@@ -102,7 +102,7 @@ def test_numpy_and_python_say_it_with_memory_error():
     ],
 )
 def test_other_errors_are_none_of_it(text):
-    assert what_was_asked(RuntimeError(text)) is None
+    assert find_memory_request(RuntimeError(text)) is None
 
 
 # --- what is made of them -------------------------------------------------------------------------
@@ -163,18 +163,20 @@ def test_the_cheapest_that_suffice_come_first():
         "activations": 20 * GIB,
     }
     plan = make_plan(zero=0)
-    words = [remedy.words for remedy in cheapest(plan, sizes, 9 * GIB)]
+    words = [remedy.words for remedy in cheapest_remedies(plan, sizes, 9 * GIB)]
     assert words == ["mesh.zero=1", "num_microbatches=2", "model.remat=full"]
-    savings = [remedy.saving for remedy in cheapest(plan, sizes, 9 * GIB)]
+    savings = [remedy.saving for remedy in cheapest_remedies(plan, sizes, 9 * GIB)]
     assert savings[0] == 16 * GIB * 7 / 8
     assert all(saving >= 9 * GIB for saving in savings)
-    little = [remedy.words for remedy in cheapest(plan, {**sizes, "activations": MIB}, 9 * GIB)]
+    little = [
+        remedy.words for remedy in cheapest_remedies(plan, {**sizes, "activations": MIB}, 9 * GIB)
+    ]
     assert little == ["mesh.zero=1"], "what saves nearly nothing is left out"
 
 
 def test_where_nothing_suffices_the_cheapest_come_first():
     sizes = {"optimizer state": 8 * GIB, "gathered weights": 4 * GIB, "activations": 2 * GIB}
-    words = [remedy.words for remedy in cheapest(make_plan(zero=0), sizes, 90 * GIB)]
+    words = [remedy.words for remedy in cheapest_remedies(make_plan(zero=0), sizes, 90 * GIB)]
     assert words == ["num_microbatches=8", "mesh.zero=3", "model.remat=full"]
 
 
@@ -238,10 +240,10 @@ def test_a_step_that_could_not_be_compiled_is_told_from_one_that_ran(filtering, 
             step(1.0)
     finally:
         jax.config.update("jax_traceback_filtering", before)
-    asked = what_was_asked(MemoryError("0 bytes"))
-    assert what_was_done(raised.value, asked) == f"{activity} training step"
+    asked = find_memory_request(MemoryError("0 bytes"))
+    assert find_activity(raised.value, asked) == f"{activity} training step"
     compiled = dataclasses.replace(asked, by_compiler=True)
-    assert what_was_done(raised.value, compiled) == "compiling the training step"
+    assert find_activity(raised.value, compiled) == "compiling the training step"
 
 
 # --- a run that has too little --------------------------------------------------------------------

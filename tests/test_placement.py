@@ -8,7 +8,7 @@ import math
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zerojax.plan.leaf import Access, PlacementRules
+from zerojax.plan.leaf_placement import Access, PlacementRules
 from zerojax.plan.placement import place_parameters
 
 AXES = {"replica": 1, "data": 8, "stage": 1, "model": 1}

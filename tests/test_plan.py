@@ -20,7 +20,7 @@ from zerojax.models.trees import flatten_names
 from zerojax.parallel.step import build_step
 from zerojax.plan.counts import role_bytes
 from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
-from zerojax.plan.leaf import Access
+from zerojax.plan.leaf_placement import Access
 from zerojax.plan.make import make_plan
 
 

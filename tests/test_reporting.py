@@ -11,7 +11,7 @@ import zerojax
 from zerojax.config import LossScale
 from zerojax.hardware import compile_client
 from zerojax.optim.precision import Precision, as_precision
-from zerojax.training.metrics.spikes import SpikeDetector
+from zerojax.training.metrics.loss_spikes import SpikeDetector
 from zerojax.training.metrics.stragglers import ACTIVITIES
 from zerojax.training.reporting import MAX_STEPS_UNDER_WAY, Reports, compare_peak
 

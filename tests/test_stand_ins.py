@@ -25,7 +25,7 @@ from tests.trajectories import TOLERANCE, plan_for, regression_batch, train_for
 from zerojax.parallel import zero
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import pass_config
-from zerojax.plan.leaf import Access
+from zerojax.plan.leaf_placement import Access
 
 SHAPE = (6, 5)
 OPTIONS = {"loss": regression_loss, "batch": regression_batch, "persistence_threshold": 4}

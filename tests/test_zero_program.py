@@ -21,7 +21,7 @@ from zerojax.models.jaxpr import split_scan
 from zerojax.models.trees import num_elements
 from zerojax.parallel.collectives import make_buckets
 from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.plan.leaf import Access
+from zerojax.plan.leaf_placement import Access
 
 LAYERS = 3
 # No activation of a batch of [4, 16] rows per device has the dimensions of a parameter.

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config.checks import names_keywords
 from zerojax.config.mesh import HOST
-from zerojax.forecasting import cache
+from zerojax.forecasting import forecast_cache
 from zerojax.forecasting.forecast_numbers import (
     COMPILED,
     FORMULA,
@@ -26,7 +26,7 @@ from zerojax.forecasting.forecast_page import forecast_dict, forecast_page
 from zerojax.forecasting.hlo.communication import Collective, find_collectives
 from zerojax.forecasting.hlo.costs import hbm_bytes
 from zerojax.forecasting.hlo.host_copies import HostCopy, find_host_copies
-from zerojax.forecasting.hlo.live import read_live
+from zerojax.forecasting.hlo.live_buffers import read_live
 from zerojax.forecasting.hlo.overlap import find_overlap
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.forecasting.roles import bytes_by_role
@@ -154,13 +154,13 @@ def _make_forecast(
         say("lowering")
         lowered = traced.lower() if devices is None else compile_client.lower_for_gpus(traced)
         key = cache_key(plan, gpu, fast, program=lowered.as_text())
-        facts = cache.load(key)
+        facts = forecast_cache.load(key)
         if facts is None:
             say(f"compiling for {plan.mesh.size} {gpu.title}" + " (fast options)" * fast)
             began = time.perf_counter()
             facts = _compile(lowered, plan, devices, fast)
             seconds = time.perf_counter() - began
-            cache.store(key, facts)
+            forecast_cache.store(key, facts)
     made_by = compile_client.compiler_version(fast=fast)
     return _assemble(plan, gpu, flops, facts, why_formula, seconds, made_by)
 
@@ -172,7 +172,7 @@ def cache_key(plan: Plan, gpu: Gpu, fast: bool, *, program: str) -> str:
     """Everything that the facts depend on. The program's text names neither options nor nodes."""
     options = {**plan.program.options, **(compile_client.FAST_OPTIONS if fast else {})}
     mesh = {str(name): size for name, size in plan.mesh.shape.items()}
-    return cache.key_of(
+    return forecast_cache.key_of(
         FACTS_VERSION,
         program,
         [target_text(gpu), gpu.node_devices, mesh],

@@ -16,8 +16,8 @@ from zerojax.forecasting.forecast_numbers import (
     Traffic,
 )
 from zerojax.models.trees import format_bytes, format_count
-from zerojax.plan.show import CELL, ROLE, hiding_lines, moved_lines, tier_lines
-from zerojax.plan.show import WIDTH as INNER_WIDTH
+from zerojax.plan.plan_page import CELL, ROLE, hiding_lines, moved_lines, tier_lines
+from zerojax.plan.plan_page import WIDTH as INNER_WIDTH
 
 WIDTH = 100
 BAR = 60

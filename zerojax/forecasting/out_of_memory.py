@@ -72,16 +72,16 @@ def explaining_memory(now: RunNow, folder: Path | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        asked = what_was_asked(error)
+        asked = find_memory_request(error)
         if asked is not None:
             error.add_note(draw(explain(error, asked, now, folder)))
         raise
 
 
-def explain(error: BaseException, asked: Asked, now: RunNow, folder: Path | None) -> Page:
+def explain(error: BaseException, asked: MemoryRequest, now: RunNow, folder: Path | None) -> Page:
     """Everything that the page shows."""
     plan, state, num_steps, step = now()
-    activity = what_was_done(error, asked)
+    activity = find_activity(error, asked)
     sizes, source = sizes_by_role(plan, asked, None if activity == COMPILING else step, activity)
     device = device_now()
     excess = _excess(asked, device.free)
@@ -95,12 +95,12 @@ def explain(error: BaseException, asked: Asked, now: RunNow, folder: Path | None
         source=source,
         living=tuple(largest_arrays(state)),
         excess=excess,
-        remedies=tuple(cheapest(plan, sizes, excess)),
+        remedies=tuple(cheapest_remedies(plan, sizes, excess)),
         profile=save_profile(folder),
     )
 
 
-def what_was_done(error: BaseException, asked: Asked) -> str:
+def find_activity(error: BaseException, asked: MemoryRequest) -> str:
     """What a run was doing: the block of `allocating_for` that the error left."""
     purpose = purpose_of(error)
     if purpose in (TRAINING_STEP, None) and (asked.by_compiler or _left_the_compiler(error)):
@@ -113,7 +113,9 @@ def _left_the_compiler(error: BaseException) -> bool:
     return any(frame.f_globals.get("__name__") == _JAX_COMPILER for frame in frames)
 
 
-def sizes_by_role(plan: Plan, asked: Asked, step: Any, activity: str) -> tuple[dict[str, int], str]:
+def sizes_by_role(
+    plan: Plan, asked: MemoryRequest, step: Any, activity: str
+) -> tuple[dict[str, int], str]:
     """({role: bytes per device at the peak}, where activations are known from).
 
     State is exact, weights and gradients are by formula. Activations no formula knows: they are
@@ -143,13 +145,13 @@ def _compiled_temporary(plan: Plan, step: Any) -> int | None:
         return None
 
 
-def _excess(asked: Asked, free: int | None) -> int | None:
+def _excess(asked: MemoryRequest, free: int | None) -> int | None:
     if asked.size is None:
         return None
     return max(asked.size - (free or 0), 0)
 
 
-def cheapest(plan: Plan, sizes: Mapping[str, int], excess: int | None) -> list[Remedy]:
+def cheapest_remedies(plan: Plan, sizes: Mapping[str, int], excess: int | None) -> list[Remedy]:
     """The three settings that cost the least time, those that suffice by themselves first."""
     needed = sum(sizes.values())
     found: dict[str, Remedy] = {}
@@ -182,12 +184,12 @@ class Page:
       profile: file for `pprof`, if one could be written.
     """
 
-    asked: Asked
+    asked: MemoryRequest
     activity: str
-    device: Device
+    device: DeviceMemory
     sizes: Mapping[str, int]
     source: str
-    living: tuple[Living, ...]
+    living: tuple[LiveArray, ...]
     excess: int | None
     remedies: tuple[Remedy, ...]
     profile: Path | None
@@ -216,7 +218,7 @@ def _row(label: str, text: str) -> list[str]:
     return [f"{label:<11} {text}"]
 
 
-def _asked(asked: Asked) -> str:
+def _asked(asked: MemoryRequest) -> str:
     if asked.size is None:
         return asked.text
     if asked.by_compiler:
@@ -224,7 +226,7 @@ def _asked(asked: Asked) -> str:
     return f"{format_bytes(asked.size)} ({asked.size:,} bytes) were asked for in one piece"
 
 
-def _device(device: Device) -> str:
+def _device(device: DeviceMemory) -> str:
     words = [f"{device.name}: {format_bytes(device.in_use)} in use"]
     if device.limit is not None:
         by = f" by {device.source}" if device.source else ""
@@ -252,7 +254,7 @@ def _remedies(page: Page) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Living:
+class LiveArray:
     """One array, or several that are called the same.
 
     Attributes:
@@ -267,7 +269,7 @@ class Living:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Device:
+class DeviceMemory:
     """Bytes of the fullest local device, or of the process where devices have no memory of theirs.
 
     Attributes:
@@ -282,16 +284,18 @@ class Device:
     source: str
 
 
-def device_now() -> Device:
+def device_now() -> DeviceMemory:
     """What the fullest local device holds."""
     memory = device_memory()
     if memory["source"] == "device":
         limit = memory["limit"] or None
         free = None if limit is None else max(limit - memory["in_use"], 0)
         name = device_kind()
-        return Device(name=name, in_use=memory["in_use"], limit=limit, free=free, source="JAX")
+        return DeviceMemory(
+            name=name, in_use=memory["in_use"], limit=limit, free=free, source="JAX"
+        )
     room = least_room()
-    return Device(
+    return DeviceMemory(
         name=f"{device_kind()}, in the memory of this process",
         in_use=memory["in_use"],
         limit=None if room is None else room.limit,
@@ -300,7 +304,7 @@ def device_now() -> Device:
     )
 
 
-def largest_arrays(state: Any, count: int = 5) -> list[Living]:
+def largest_arrays(state: Any, count: int = 5) -> list[LiveArray]:
     """The arrays that take most of a device now, largest first.
 
     Args:
@@ -311,15 +315,15 @@ def largest_arrays(state: Any, count: int = 5) -> list[Living]:
         names[id(leaf)] = name = jax.tree_util.keystr(path, simple=True, separator="/")
         # A step that failed leaves arrays without names: those that it was given.
         names.setdefault((leaf.dtype, leaf.shape), f"{leaf.dtype}{list(leaf.shape)}, like {name}")
-    found: dict[str, Living] = {}
+    found: dict[str, LiveArray] = {}
     for array in jax.live_arrays():
         if array.is_deleted():
             continue
         like = names.get((array.dtype, array.shape), f"{array.dtype}{list(array.shape)}")
         name = names.get(id(array), like)
-        before = found.get(name, Living(name=name, size=0, count=0))
+        before = found.get(name, LiveArray(name=name, size=0, count=0))
         size = before.size + _shard_size(array)
-        found[name] = Living(name=name, size=size, count=before.count + 1)
+        found[name] = LiveArray(name=name, size=size, count=before.count + 1)
     return sorted(found.values(), key=lambda one: one.size, reverse=True)[:count]
 
 
@@ -341,7 +345,7 @@ def save_profile(folder: Path | None) -> Path | None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class MemoryRequest:
     """What did not fit.
 
     Attributes:
@@ -357,7 +361,7 @@ class Asked:
     text: str
 
 
-def what_was_asked(error: BaseException) -> Asked | None:
+def find_memory_request(error: BaseException) -> MemoryRequest | None:
     """What an error says of memory; None when it is about something else."""
     text = str(error)
     if not isinstance(error, MemoryError) and not any(kind in text for kind in _KINDS):
@@ -366,7 +370,7 @@ def what_was_asked(error: BaseException) -> Asked | None:
     if not isinstance(error, MemoryError) and "memory" not in text.lower() and "alloc" not in text:
         return None
     by_compiler = "Ran out of memory in memory space" in text
-    return Asked(
+    return MemoryRequest(
         size=_size(text),
         by_compiler=by_compiler,
         on_host=isinstance(error, MemoryError),

@@ -31,7 +31,7 @@ from zerojax.plan.counts import (
     whole_elements,
 )
 from zerojax.plan.device_mesh import DATA, MODEL, STAGE, num_data_shards
-from zerojax.plan.leaf import Access
+from zerojax.plan.leaf_placement import Access
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import link_seconds, rates_of
 from zerojax.plan.pipeline_costs import activation_bytes, total_buffer_bytes

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 
 from zerojax.forecasting.hlo.dataflow import MATMULS, MOVES, Dataflow, Edge, Value
-from zerojax.forecasting.hlo.live import LiveAtPeak
+from zerojax.forecasting.hlo.live_buffers import LiveAtPeak
 from zerojax.plan.make import Plan
 
 MASTERS = "master weights"

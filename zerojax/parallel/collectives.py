@@ -26,16 +26,16 @@ from jax.sharding import PartitionSpec as P
 from zerojax.models import trees
 from zerojax.models.jaxpr import mark_read
 from zerojax.parallel.sums import (
-    Seal,
+    BarrierKind,
     TreeOrder,
     cut_flat,
     over_auto_axes,
     scatter_by_permutes,
     scatter_in_tree,
-    seal_values,
+    values_in_barriers,
 )
 from zerojax.plan.device_mesh import DATA_AXES
-from zerojax.plan.leaf import LeafPlacement
+from zerojax.plan.leaf_placement import LeafPlacement
 
 Arrays = dict[str, Any]
 
@@ -54,8 +54,8 @@ class LeafCollectives:
       reduce_dtype: dtype of a gradient on the wire, by name.
       by_permutes: sum gradients by permutes, see `scatter_by_permutes`.
       tree: sum gradients in float32 in this fixed order; None leaves the order to the collective.
-      seal: keep what is gathered and scattered apart from what the model computes with it, so that
-        the latter compiles to the same code on any number of devices; None does not.
+      barrier: keeps what is gathered and scattered apart from what the model computes with it, so
+        that the latter compiles to the same code on any number of devices; None does not.
     """
 
     zero_dim: int
@@ -68,7 +68,7 @@ class LeafCollectives:
     reduce_dtype: str
     by_permutes: bool = False
     tree: TreeOrder | None = None
-    seal: Seal | None = None
+    barrier: BarrierKind | None = None
 
     def spec(self, ndim: int) -> P:
         """Tensor-parallel spec of a value that may have lost leading dimensions to a layer scan."""
@@ -107,10 +107,10 @@ class LeafCollectives:
         return over_auto_axes(local, spec, spec)(whole)
 
     def keep_apart(self, value: Any) -> Any:
-        """The same, sealed where that is asked for."""
-        if self.seal is None:
+        """The same, in fusion barriers where that is asked for."""
+        if self.barrier is None:
             return value
-        return seal_values(self.seal, jax.tree.leaves(value)[0], value)
+        return values_in_barriers(self.barrier, jax.tree.leaves(value)[0], value)
 
     def from_rows(self, rows: jax.Array, shard_shape: Sequence[int]) -> jax.Array:
         """The whole, unpadded value from `rows` [num_shards, elements of a shard]."""
@@ -148,7 +148,7 @@ def leaf_collectives(
     reduce_dtype: Any,
     by_permutes: bool = False,
     tree: TreeOrder | None = None,
-    seal: Seal | None = None,
+    barrier: BarrierKind | None = None,
 ) -> LeafCollectives:
     """The collectives of a parameter that its placement shards."""
     assert leaf.zero_dim is not None
@@ -164,7 +164,7 @@ def leaf_collectives(
         reduce_dtype=np.dtype(reduce_dtype).name,
         by_permutes=by_permutes,
         tree=tree,
-        seal=seal,
+        barrier=barrier,
     )
 
 

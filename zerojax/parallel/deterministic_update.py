@@ -1,10 +1,10 @@
 """Reproducible gradient norm and optimizer update, in pieces independent of the device count.
 
 A parameter's stored dimension has `virtual_shards` pieces, of which each device has some. Sums of
-squares are taken of each piece by the same sealed computation and added up in the tree of
-`parallel.sums`. Each piece is updated in a loop of one iteration, of which XLA does
-not know that it
-is one: the loop is neither unrolled nor fused with what is around it, and it updates in place.
+squares are taken of each piece by the same computation in fusion barriers and added up in the tree
+of `parallel.sums`. Each piece is updated in a loop of one iteration, of which XLA does not know
+that it is one: the loop is neither unrolled nor fused with what is around it, and it updates in
+place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax.optim import Optimizer, UpdateContext
-from zerojax.parallel.sums import TreeOrder, run_sealed, seal_on, tree_sum, zero_at_run_time
+from zerojax.parallel.sums import (
+    TreeOrder,
+    barrier_kind,
+    run_in_barriers,
+    tree_sum,
+    zero_at_run_time,
+)
 from zerojax.parallel.update import (
     GradientNorm,
     describe_squares,
@@ -73,7 +79,7 @@ class ParameterPieces:
 def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
     """As `zerojax.parallel.update.build_norm`, with the same bits on any number of devices."""
     pieces, specs = ParameterPieces(plan), specs_of_leaves(plan.abstract_state["params"])
-    kind, order = seal_on(plan.mesh), list(specs)
+    kind, order = barrier_kind(plan.mesh), list(specs)
 
     def squares_of(grads: Arrays, scale: jax.Array) -> jax.Array:
         scaled = [grad * scale for grad in grads.values()]
@@ -90,7 +96,7 @@ def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
 
             def one(number: jax.Array, sums: jax.Array) -> jax.Array:
                 piece = pieces.take(cut, number)
-                row = run_sealed(kind, scale, squares_of, piece, scale)
+                row = run_in_barriers(kind, scale, squares_of, piece, scale)
                 return lax.dynamic_update_index_in_dim(sums, row, number, 0)
 
             zeros = jnp.zeros((pieces.count, len(cut)), jnp.float32)
@@ -98,8 +104,10 @@ def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
             sums = lax.all_gather(sums, DATA_AXES, axis=0, tiled=True)
             by_name |= zip(cut, tree_sum(sums, TreeOrder.LOWEST_FIRST), strict=True)
         if whole:
-            by_name |= zip(whole, run_sealed(kind, scale, squares_of, whole, scale), strict=True)
-        return run_sealed(kind, scale, finish, jnp.stack([by_name[name] for name in order]))
+            by_name |= zip(
+                whole, run_in_barriers(kind, scale, squares_of, whole, scale), strict=True
+            )
+        return run_in_barriers(kind, scale, finish, jnp.stack([by_name[name] for name in order]))
 
     def norm(grads: Arrays, scale: jax.Array, squares: Arrays | None = None) -> GradientNorm:
         assert not squares, "only what is updated in the backward pass has them, which is refused"

@@ -124,10 +124,10 @@ def build_step(plan: Plan) -> Any:
     )
     if on_disk:
         jitted = DiskStep(plan, jitted, functools.partial(write_rest, plan))
-    return OfLivingState(jitted)
+    return LiveStateOnly(jitted)
 
 
-class OfLivingState:
+class LiveStateOnly:
     """A compiled function of a state and a batch that refuses a state that was donated before.
 
     XLA's CPU devices read freed memory when they are given one. One array of each part of the state
@@ -207,7 +207,7 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
 
     options = dict(plan.program.options) if fixed else None
     replicated = NamedSharding(plan.mesh, P())
-    return OfLivingState(jax.jit(evaluate, out_shardings=replicated, compiler_options=options))
+    return LiveStateOnly(jax.jit(evaluate, out_shardings=replicated, compiler_options=options))
 
 
 def _updates_in_backward(plan: Plan) -> bool:

@@ -8,10 +8,11 @@ first; both are the same tree on every number of devices.
 
 Fusion barriers keep the parts of such a sum the same code in any context. What a compiler fuses
 with its neighbours may change last bits: one product more is contracted with an addition, one sum
-is taken in another order. A sealed part is a computation of its own: nothing is fused into it and
-it is fused into nothing. On CPUs `optimization_barrier` does not do that with every JAX (0.10 takes
-it out before it fuses), so there the part is a branch of a `cond` whose predicate is always true,
-which XLA cannot know. Elsewhere a barrier before and behind does it, with no predicate to wait for.
+is taken in another order. A part between barriers is a computation of its own: nothing is fused
+into it and it is fused into nothing. On CPUs `optimization_barrier` does not do that with every JAX
+(0.10 takes it out before it fuses), so there the part is a branch of a `cond` whose predicate is
+always true, which XLA cannot know. Elsewhere a barrier before and behind does it, with no predicate
+to wait for.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Arrays = dict[str, Any]
 MAX_PERMUTES = 3
 """Most permutes in which CPU processes exchange gradients; with more shards it is one all-to-all,
 since every permute is in the program once per bucket."""
-Seal = Literal["branch", "barrier"]
+BarrierKind = Literal["branch", "barrier"]
 
 
 class TreeOrder(enum.Enum):
@@ -239,8 +240,8 @@ def sum_in_tree(
     return cut_flat(whole, {name: value.shape for name, value in values.items()})
 
 
-def seal_on(mesh: Mesh | AbstractMesh) -> Seal:
-    """What seals on these devices; on devices that this machine does not have it is a barrier."""
+def barrier_kind(mesh: Mesh | AbstractMesh) -> BarrierKind:
+    """Kind of barrier for these devices; for devices that this machine does not have, "barrier"."""
     if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "cpu":
         return "barrier"
     return "branch"
@@ -259,11 +260,13 @@ def zero_at_run_time(witness: jax.Array) -> jax.Array:
     return ((first * first) & jnp.uint32(2)).astype(jnp.int32)
 
 
-def run_sealed(kind: Seal, witness: jax.Array, function: Callable[..., Any], *args: Any) -> Any:
+def run_in_barriers(
+    kind: BarrierKind, witness: jax.Array, function: Callable[..., Any], *args: Any
+) -> Any:
     """`function(*args)`, compiled by itself. Not to be differentiated from outside.
 
     Args:
-      kind: from `seal_on`.
+      kind: from `barrier_kind`.
       witness: see `zero_at_run_time`.
       function: of trees of arrays; traced once.
     """
@@ -281,8 +284,8 @@ def run_sealed(kind: Seal, witness: jax.Array, function: Callable[..., Any], *ar
     return jax.tree.unflatten(structure, outputs)
 
 
-def seal_values(kind: Seal, witness: jax.Array, values: Any) -> Any:
+def values_in_barriers(kind: BarrierKind, witness: jax.Array, values: Any) -> Any:
     """The same values, in buffers of their own: what makes them and what takes them stay apart."""
     if kind == "barrier":
         return lax.optimization_barrier(values)
-    return run_sealed(kind, witness, lambda same: same, values)
+    return run_in_barriers(kind, witness, lambda same: same, values)

@@ -14,7 +14,7 @@ from zerojax.models import jaxpr, trees
 from zerojax.models.flops import TRAINING_FACTOR, count_program_flops
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import DATA, MODEL, REPLICA, STAGE
-from zerojax.plan.leaf import Access, LeafPlacement
+from zerojax.plan.leaf_placement import Access, LeafPlacement
 from zerojax.plan.pipeline_costs import total_buffer_bytes
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
 

@@ -16,7 +16,7 @@ from zerojax.models import trees
 from zerojax.optim.optimizer import Optimizer, map_state
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import describe_mesh
-from zerojax.plan.leaf import LeafPlacement
+from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.wire import LeafTransfer, leaf_transfers
 
 _WIDTH = 11

@@ -192,7 +192,7 @@ class BatchPieces:
     undefined: Mapping[str, str]
 
 
-def look_at_pieces(
+def trace_pieces(
     trace: ModelTrace,
     params: Mapping[str, Any],
     extras: Mapping[str, Any],

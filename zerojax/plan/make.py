@@ -34,7 +34,7 @@ from zerojax.plan.loss_checks import (
     check_weight,
     choose_batch_weight,
     describe_pieces,
-    look_at_pieces,
+    trace_pieces,
 )
 from zerojax.plan.offload_tiers import (
     check_durable,
@@ -45,6 +45,7 @@ from zerojax.plan.offload_tiers import (
 from zerojax.plan.optimizer_shapes import fit_padding
 from zerojax.plan.pipeline import choose_microbatches, plan_pipeline
 from zerojax.plan.placement import Placement, place_model, straight_pieces, unrolled
+from zerojax.plan.plan_page import plan_dict, plan_line, plan_table
 from zerojax.plan.reasons import (
     describe_choices,
     describe_deterministic,
@@ -62,7 +63,6 @@ from zerojax.plan.refusals import (
     check_trained,
     naming_the_call,
 )
-from zerojax.plan.show import plan_dict, plan_line, plan_table
 from zerojax.plan.state import (
     abstract,
     abstract_model,
@@ -394,7 +394,7 @@ def _examine_loss(
     """(facts of the trace, reasons of what depends on pieces, rules of own derivatives)."""
     trace, params, extras = seen.trace, seen.params, seen.extras
     check_weight(trace, placement)
-    pieces = look_at_pieces(trace, params, extras, seen.microbatch, task.model.overwritten)
+    pieces = trace_pieces(trace, params, extras, seen.microbatch, task.model.overwritten)
     check_pieces(pieces, meshes.num_data_shards(task.mesh), task.num_microbatches)
     batch_weight, rules = choose_batch_weight(
         trace, params.keys(), extras.keys(), task.settings, task.model

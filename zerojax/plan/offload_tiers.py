@@ -18,7 +18,7 @@ from zerojax.models.losses import as_sums
 from zerojax.models.protocol import Loss, Model
 from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
-from zerojax.plan.leaf import LeafPlacement
+from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.placement import Placement, axes_of_spec
 from zerojax.plan.state_layout import MASTER, OffloadLayout, SlicedLeaf
 

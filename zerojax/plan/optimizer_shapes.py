@@ -22,7 +22,7 @@ from zerojax.optim import (
     with_raw_keys,
 )
 from zerojax.optim.precision import Precision
-from zerojax.plan.leaf import LeafPlacement
+from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.placement import Placement
 from zerojax.plan.state import StageRows, fit
 

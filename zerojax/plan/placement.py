@@ -23,7 +23,13 @@ from zerojax.config import MeshConfig
 from zerojax.models import trees
 from zerojax.models.jaxpr import inner_programs, marked_reads, read_name
 from zerojax.plan.device_mesh import DATA, MODEL, STAGE
-from zerojax.plan.leaf import Access, LeafPlacement, PlacementRules, Shape, tensor_parallel_axes
+from zerojax.plan.leaf_placement import (
+    Access,
+    LeafPlacement,
+    PlacementRules,
+    Shape,
+    tensor_parallel_axes,
+)
 from zerojax.plan.state_layout import PipelineLayout
 
 

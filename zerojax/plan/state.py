@@ -24,7 +24,7 @@ from zerojax.models import trees
 from zerojax.models.trees import check_arrays
 from zerojax.optim import coding_of, loss_scale, map_state
 from zerojax.optim.precision import Precision
-from zerojax.plan.leaf import LeafPlacement
+from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.placement import Placement
 from zerojax.plan.slices import abstract_tiers, map_moments, on_host
 from zerojax.plan.state_layout import OffloadLayout, SlicedLeaf

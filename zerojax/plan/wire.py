@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from zerojax.plan.counts import layers_of, whole_elements
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import DATA_AXES, REPLICA
-from zerojax.plan.leaf import Access, LeafPlacement
+from zerojax.plan.leaf_placement import Access, LeafPlacement
 from zerojax.plan.pipeline_costs import ticks_of
 
 WIRE_UNIT_BYTES = 2
@@ -70,7 +70,7 @@ def wire_bytes(plan: Decisions) -> int:
 def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
     """The collectives of one parameter in a step, in their order.
 
-    They follow from how it is read (`zerojax.plan.leaf.Access`):
+    They follow from how it is read (`zerojax.plan.leaf_placement.Access`):
       whole: one all-reduce of its gradient, twice (N-1)/N of it.
       gather once: one all-gather and one reduce-scatter.
       gather once, scatter early: one all-gather, one reduce-scatter per microbatch.

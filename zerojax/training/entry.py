@@ -39,7 +39,6 @@ from zerojax.plan.counts import tokens_per_step
 from zerojax.plan.make import Plan, make_plan
 from zerojax.runtime.distributed import join_processes
 from zerojax.training import deepspeed
-from zerojax.training.arguments import Arguments, LoopSettings, check_validation, checked
 from zerojax.training.run_lifecycle import (
     CHECKPOINT_FOLDER,
     PLANNING,
@@ -54,6 +53,7 @@ from zerojax.training.run_lifecycle import (
     with_disk_folder,
 )
 from zerojax.training.run_record import LossKind, RunNotes, TextData
+from zerojax.training.train_arguments import Arguments, LoopSettings, check_validation, checked
 from zerojax.training.trainer import Callback, Trainer
 
 DEFAULT_STEPS = 200

@@ -22,7 +22,6 @@ from zerojax.plan.counts import tokens_per_step
 from zerojax.plan.make import Plan, make_plan, plan_options
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.user_files import not_for_everybody
-from zerojax.training.arguments import LoopSettings
 from zerojax.training.run_lifecycle import (
     CHECKPOINT_FOLDER,
     PLANNING,
@@ -37,6 +36,7 @@ from zerojax.training.run_lifecycle import (
     with_disk_folder,
 )
 from zerojax.training.run_record import RunNotes, TextData
+from zerojax.training.train_arguments import LoopSettings
 from zerojax.training.trainer import Trainer
 
 

@@ -29,10 +29,10 @@ from zerojax.plan.make import Plan
 from zerojax.runtime.redaction import redact
 from zerojax.runtime.user_files import not_for_everybody
 from zerojax.runtime.watchdog import Watchdog
-from zerojax.training.arguments import LoopSettings
 from zerojax.training.checkpointing import end_state
 from zerojax.training.metrics import RunLog
 from zerojax.training.run_record import RunNotes, record_of, write_record
+from zerojax.training.train_arguments import LoopSettings
 from zerojax.training.trainer import Trainer
 
 CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json", "checkpoints"

@@ -25,7 +25,6 @@ from zerojax.runtime.distributed import PeerLostError, is_peer_loss
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.runtime.preemption import Interrupted, StopRequest
 from zerojax.runtime.watchdog import Watchdog
-from zerojax.training.arguments import LoopSettings
 from zerojax.training.checkpointing import (
     end_state,
     first_state,
@@ -38,6 +37,7 @@ from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
 from zerojax.training.process_times import LoopClock
 from zerojax.training.reporting import Metrics, Reports, compare_peak, with_names
+from zerojax.training.train_arguments import LoopSettings
 
 Callback = Callable[["Trainer", Metrics], Any]
 CALLBACKS = "callbacks"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-from zerojax.forecasting.hlo.trips import derive_trip_count
+from zerojax.forecasting.hlo.trip_counts import derive_trip_count
 
 _INDEX_COMMENT = re.compile(r"/\*index=\d+\*/")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([A-Za-z_][\w.\-]*)[^\"]*\{$")

@@ -25,7 +25,7 @@ Flags = tuple[bool, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
+class ParameterOrigin:
     """What a value holds.
 
     Attributes:
@@ -41,19 +41,19 @@ class Origin:
     is_scalar: bool = False
 
 
-NOTHING, SCALAR = Origin(), Origin(is_scalar=True)
+NOTHING, SCALAR = ParameterOrigin(), ParameterOrigin(is_scalar=True)
 
 
-def join(first: Origin, second: Origin) -> Origin:
+def join_origins(first: ParameterOrigin, second: ParameterOrigin) -> ParameterOrigin:
     """What is one or the other."""
     if first == second or not second.names:
         return first
     if not first.names:
         return second
-    return Origin(tuple(dict.fromkeys([*first.names, *second.names])))
+    return ParameterOrigin(tuple(dict.fromkeys([*first.names, *second.names])))
 
 
-def moved(equation: Any, given: Sequence[Origin]) -> Origin:
+def origin_of_output(equation: Any, given: Sequence[ParameterOrigin]) -> ParameterOrigin:
     """What the first output of an equation holds, if it only moves what it is given."""
     kind, params = equation.primitive.name, equation.params
     if not any(origin.names for origin in given):
@@ -75,7 +75,7 @@ def moved(equation: Any, given: Sequence[Origin]) -> Origin:
     return origin if origin.dim is None else _MOVES[kind](equation, params, origin)
 
 
-def _concatenated(equation: Any, given: Sequence[Origin]) -> Origin:
+def _concatenated(equation: Any, given: Sequence[ParameterOrigin]) -> ParameterOrigin:
     dim = equation.params["dimension"]
     names: list[str] = []
     sizes: list[int] = []
@@ -87,13 +87,13 @@ def _concatenated(equation: Any, given: Sequence[Origin]) -> Origin:
             names.append(origin.names[0] if origin.names else "")
             sizes.append(atom.aval.shape[dim])
         else:
-            return Origin(tuple(name for one in given for name in one.names))
+            return ParameterOrigin(tuple(name for one in given for name in one.names))
     if len({*names}) == 1:
-        return Origin((names[0],))
-    return Origin(tuple(names), tuple(sizes), dim)
+        return ParameterOrigin((names[0],))
+    return ParameterOrigin(tuple(names), tuple(sizes), dim)
 
 
-def _sliced(equation: Any, params: Any, origin: Origin) -> Origin:
+def _sliced(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
     assert origin.dim is not None
     first, last = params["start_indices"][origin.dim], params["limit_indices"][origin.dim]
     names, sizes, start = [], [], 0
@@ -104,11 +104,11 @@ def _sliced(equation: Any, params: Any, origin: Origin) -> Origin:
             sizes.append(inside)
         start += size
     if len(names) == 1:
-        return Origin((names[0],)) if names[0] else NOTHING
-    return Origin(tuple(names), tuple(sizes), origin.dim)
+        return ParameterOrigin((names[0],)) if names[0] else NOTHING
+    return ParameterOrigin(tuple(names), tuple(sizes), origin.dim)
 
 
-def _reshaped(equation: Any, params: Any, origin: Origin) -> Origin:
+def _reshaped(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
     """The dimension that has as many elements before it, and as many itself."""
     assert origin.dim is not None
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
@@ -116,27 +116,31 @@ def _reshaped(equation: Any, params: Any, origin: Origin) -> Origin:
     for dim in range(len(after)):
         if math.prod(after[:dim]) == ahead and after[dim] == before[origin.dim]:
             return dataclasses.replace(origin, dim=dim)
-    return Origin(tuple(name for name in origin.names if name))
+    return ParameterOrigin(tuple(name for name in origin.names if name))
 
 
-def _transposed(equation: Any, params: Any, origin: Origin) -> Origin:
+def _transposed(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
     return dataclasses.replace(origin, dim=params["permutation"].index(origin.dim))
 
 
-def _spread(equation: Any, params: Any, origin: Origin) -> Origin:
+def _spread(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
     return dataclasses.replace(origin, dim=params["broadcast_dimensions"][origin.dim])
 
 
-def _squeezed(equation: Any, params: Any, origin: Origin) -> Origin:
+def _squeezed(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
     assert origin.dim is not None
     gone = sum(dim < origin.dim for dim in params["dimensions"])
     return dataclasses.replace(origin, dim=origin.dim - gone)
 
 
-def _gathered(equation: Any, params: Any, origin: Origin) -> Origin:
+def _gathered(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
     assert origin.dim is not None
     if params["tiled"]:
-        return origin if params["all_gather_dimension"] != origin.dim else Origin(origin.names)
+        return (
+            origin
+            if params["all_gather_dimension"] != origin.dim
+            else ParameterOrigin(origin.names)
+        )
     return dataclasses.replace(
         origin, dim=origin.dim + (params["all_gather_dimension"] <= origin.dim)
     )
@@ -154,7 +158,7 @@ _MOVES = {
 }
 
 
-class Needs:
+class RequiredEquations:
     """Answers for one program and all inside of it, each question once."""
 
     def __init__(self) -> None:

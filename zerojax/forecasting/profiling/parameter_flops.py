@@ -19,11 +19,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from zerojax.forecasting.profiling.jaxpr_dataflow import (
     NOTHING,
-    Needs,
-    Origin,
+    ParameterOrigin,
+    RequiredEquations,
     is_call,
-    join,
-    moved,
+    join_origins,
+    origin_of_output,
 )
 from zerojax.models.flops import equation_flops, times_run, without_waste
 from zerojax.models.jaxpr import inner_programs, split_scan
@@ -91,14 +91,14 @@ def rows_of(program: ClosedJaxpr, names: Sequence[str | None], loss: int) -> lis
     needed = without_waste(program)
     outputs = [index == loss for index in range(len(needed.outvars))]
     walk = _Walk()
-    start = [(NOTHING if name is None else Origin((name,)), object()) for name in names]
+    start = [(NOTHING if name is None else ParameterOrigin((name,)), object()) for name in names]
     walk.follow(needed, start, outputs, 1, True)
     return _rows(walk.products)
 
 
 # --- following values through a program -----------------------------------------------------------
 
-_Value = tuple[Origin, object]
+_Value = tuple[ParameterOrigin, object]
 """What a value holds, and an identity that it keeps while it is only moved."""
 
 
@@ -121,7 +121,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.products: list[_Product] = []
-        self._needs = Needs()
+        self._needs = RequiredEquations()
 
     def follow(
         self,
@@ -177,7 +177,7 @@ class _Walk:
             return fresh
         if kind == "optimization_barrier":
             return given
-        origin = moved(equation, [origin for origin, _ in given])
+        origin = origin_of_output(equation, [origin for origin, _ in given])
         scales = [o.is_scalar or a.aval.shape == () for (o, _), a in _rest(given, equation)]
         same = given and (origin.names or (kind in _KEEP_IDENTITY and all(scales)))
         return [(origin, given[0][1] if same else object()), *fresh[1:]]
@@ -218,7 +218,7 @@ class _Walk:
         while True:
             results = self.follow(body, inside, wanted, times * length, False)
             joined = [
-                (join(old[0], new[0]), old[1])
+                (join_origins(old[0], new[0]), old[1])
                 for old, new in zip(inside[carry], results[:carried], strict=True)
             ]
             settled = [j[0] for j in joined] == [old[0] for old in inside[carry]]
@@ -247,7 +247,7 @@ class _Walk:
         ]
         joined = results[0]
         for other in results[1:]:
-            joined = [(join(a, b), i) for (a, i), (b, _) in zip(joined, other, strict=True)]
+            joined = [(join_origins(a, b), i) for (a, i), (b, _) in zip(joined, other, strict=True)]
         return joined
 
 
@@ -266,11 +266,11 @@ def _rest(given: Sequence[_Value], equation: Any) -> Iterator[tuple[_Value, Any]
     return zip(given[1:], equation.invars[1:], strict=True)
 
 
-def _unstacked(origin: Origin) -> Origin:
+def _unstacked(origin: ParameterOrigin) -> ParameterOrigin:
     return origin if origin.dim is None else dataclasses.replace(origin, dim=origin.dim - 1)
 
 
-def _stacked(origin: Origin) -> Origin:
+def _stacked(origin: ParameterOrigin) -> ParameterOrigin:
     return origin if origin.dim is None else dataclasses.replace(origin, dim=origin.dim + 1)
 
 

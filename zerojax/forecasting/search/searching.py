@@ -104,8 +104,8 @@ class _Search:
         self.gpu = gpu
         self.make_plan_for = make_plan_for
         self.find_bounds = find_bounds
-        self.open: list[Open] = []
-        self.compiled: list[Compiled] = []
+        self.open: list[OpenCandidate] = []
+        self.compiled: list[CompiledCandidate] = []
         self.closed: list[Trial] = []
         self.refused: dict[tuple[int, ...], Trial] = {}
         self.no_compiler: str | None = None
@@ -128,14 +128,14 @@ class _Search:
             reason = str(error).split("\n")[0]
             self.closed.append(Trial(candidate=candidate, status=IMPOSSIBLE, reason=reason))
             return
-        entry = Open(candidate=candidate, bounds=bounds)
+        entry = OpenCandidate(candidate=candidate, bounds=bounds)
         self.open.append(entry)
         if bounds.peak > bounds.limit:
             sizes = f"{format_bytes(bounds.peak)} of {format_bytes(bounds.limit)}"
             self.close(entry, TOO_LARGE, f"without activations already {sizes}")
             self.refused[mesh] = self.closed[-1]
 
-    def close(self, entry: Open, status: str, reason: str) -> None:
+    def close(self, entry: OpenCandidate, status: str, reason: str) -> None:
         self.open.remove(entry)
         self.closed.append(
             Trial(
@@ -155,7 +155,7 @@ class _Search:
                 stage = winner.candidate.zero
                 self.close(entry, BEATEN, f"zero={stage} needs no more memory and sends no more")
 
-    def take_next(self) -> Open | None:
+    def take_next(self) -> OpenCandidate | None:
         """The most promising open candidate; closes those that cannot be the one."""
         for entry in list(self.open):
             reasons = (why_too_large(entry, other) for other in self.compiled)
@@ -167,7 +167,7 @@ class _Search:
                 self.close(entry, BEATEN, beaten)
         return min(self.open, key=self.promise, default=None)
 
-    def promise(self, entry: Open) -> tuple:
+    def promise(self, entry: OpenCandidate) -> tuple:
         """The least is compiled next: what should fit, by time, by simplicity."""
         candidate, peak = entry.candidate, expected_peak(entry, self.compiled)
         number = candidate.num_microbatches
@@ -181,7 +181,7 @@ class _Search:
             -number if peak is None else number,
         )
 
-    def why_beaten(self, entry: Open) -> str | None:
+    def why_beaten(self, entry: OpenCandidate) -> str | None:
         """Why `entry` need not be compiled, given the best one so far; None if it must."""
         best = self.best()
         if best is None:
@@ -197,7 +197,7 @@ class _Search:
             return f"should not be more than {TOLERANCE:.0%} faster than #{best.number}"
         return None
 
-    def is_simpler_twin(self, entry: Open, best: Trial) -> bool:
+    def is_simpler_twin(self, entry: OpenCandidate, best: Trial) -> bool:
         """Whether `entry` is the best one with fewer microbatches, and should still fit."""
         mine, theirs = entry.candidate, best.candidate
         peak = expected_peak(entry, self.compiled)
@@ -208,7 +208,7 @@ class _Search:
             and peak <= entry.bounds.limit
         )
 
-    def compile(self, entry: Open, forecast_of: MakeForecast) -> bool:
+    def compile(self, entry: OpenCandidate, forecast_of: MakeForecast) -> bool:
         """Compiles one candidate; False where there is no compiler."""
         trial = Trial(
             candidate=entry.candidate,
@@ -237,7 +237,7 @@ class _Search:
                 peak=forecast.memory.peak,
             )
         self.open.remove(entry)
-        self.compiled.append(Compiled(entry=entry, trial=trial, forecast=forecast))
+        self.compiled.append(CompiledCandidate(entry=entry, trial=trial, forecast=forecast))
         return True
 
     def best(self) -> Trial | None:
@@ -298,7 +298,7 @@ class _Search:
             yield f"The budget was spent with {left} left that might be faster."
 
 
-def _beats(one: Open, other: Open) -> bool:
+def _beats(one: OpenCandidate, other: OpenCandidate) -> bool:
     """Whether `one` differs from `other` in its stage alone, and is as good or better in all."""
     if (
         one is other
@@ -319,7 +319,7 @@ def _rounded(value: float) -> float:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Open:
+class OpenCandidate:
     """A candidate that may still be the one."""
 
     candidate: Candidate
@@ -327,15 +327,15 @@ class Open:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Compiled:
+class CompiledCandidate:
     """A candidate that was compiled; `forecast` is None where the compiler failed."""
 
-    entry: Open
+    entry: OpenCandidate
     trial: Trial
     forecast: ForecastNumbers | None
 
 
-def expected_peak(entry: Open, compiled: Sequence[Compiled]) -> float | None:
+def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -> float | None:
     """Bytes, with activations in proportion to those of a compiled plan; None if there is none.
 
     At the same number of microbatches they do not depend on `model`: what it splits comes back
@@ -351,7 +351,7 @@ def expected_peak(entry: Open, compiled: Sequence[Compiled]) -> float | None:
     if not alike:
         return None
 
-    def distance(other: Compiled) -> tuple[int, int, float]:
+    def distance(other: CompiledCandidate) -> tuple[int, int, float]:
         theirs = other.entry.candidate
         far = abs(math.log2(theirs.num_microbatches / mine.num_microbatches))
         return (theirs.model != mine.model, theirs.zero != mine.zero, far)
@@ -362,7 +362,7 @@ def expected_peak(entry: Open, compiled: Sequence[Compiled]) -> float | None:
     return entry.bounds.peak + beyond * theirs.num_microbatches / mine.num_microbatches
 
 
-def least_seconds(entry: Open, compiled: Sequence[Compiled]) -> float:
+def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -> float:
     """A time that it is not taken to beat: by formula, or by compiled plans of the same remat and
     the same number of pipeline stages.
 
@@ -387,7 +387,7 @@ def least_seconds(entry: Open, compiled: Sequence[Compiled]) -> float:
     return least
 
 
-def why_too_large(entry: Open, other: Compiled) -> str | None:
+def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
     """Why `entry` cannot fit, judged by a compiled plan with no lighter remat; None if it may.
 
     Activations do not shrink with less remat, nor by more than the rows in flight do, nor by
@@ -419,7 +419,7 @@ def why_too_large(entry: Open, other: Compiled) -> str | None:
     return f"needs at least {sizes}, by the activations of #{number}"
 
 
-def only_adds_work(entry: Open, other: Compiled) -> bool:
+def only_adds_work(entry: OpenCandidate, other: CompiledCandidate) -> bool:
     """Whether `entry` is a plan that fits with nothing but more microbatches or remat added."""
     mine, theirs = entry.candidate, other.entry.candidate
     return (

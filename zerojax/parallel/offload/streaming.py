@@ -32,9 +32,9 @@ from zerojax.parallel.offload.streaming_layers import (
     run_forward,
 )
 from zerojax.parallel.offload.streaming_rows import (
+    GradientSink,
     GradientTotals,
     LayerRows,
-    Sink,
     apart,
     device_inputs,
     host_inputs,
@@ -259,7 +259,7 @@ class StreamedPass:
         key: Any,
         batch: Arrays,
         loss_factor: jax.Array | None,
-        sink: Sink,
+        sink: GradientSink,
         totals: Any,
     ) -> tuple[Arrays, Arrays, Any, Arrays]:
         """(sums, gradients around the layers, the sink's totals, extras afterwards)."""

@@ -23,7 +23,7 @@ from zerojax.parallel.offload.streaming_layers import Inputs, has_gradient
 from zerojax.parallel.sums import over_auto_axes
 from zerojax.parallel.zero import PassConfig
 from zerojax.plan.device_mesh import DATA_AXES, MODEL, REPLICA, communicates_through_gloo
-from zerojax.plan.leaf import Access
+from zerojax.plan.leaf_placement import Access
 from zerojax.plan.slices import put_slice, take_slice, to_device, to_host
 
 Arrays = dict[str, Any]
@@ -256,7 +256,7 @@ def _cast(value: jax.Array, dtype: Any) -> jax.Array:
     return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
 
-class Sink(Protocol):
+class GradientSink(Protocol):
     """Where a backward pass leaves the gradients of layers, one layer after the other."""
 
     def start(self, totals: Any, sums: Arrays) -> Any:

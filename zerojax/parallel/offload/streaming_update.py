@@ -115,7 +115,7 @@ def build_updating_gradients(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerUpdates:
-    """A sink (see `zerojax.parallel.offload.streaming_rows.Sink`) that updates layers.
+    """A sink (see `zerojax.parallel.offload.streaming_rows.GradientSink`) that updates layers.
 
     Its totals: "weights" {name: stack on the host}, "slices" {name: [master where there is one,
     moments], each {tier: slices}}, "device" {name: gradients of a small stack}, "squares", and what

@@ -46,7 +46,7 @@ from zerojax.parallel.zero import (
     values_to_read,
 )
 from zerojax.plan.device_mesh import MODEL, PIPELINE_AXES, STAGE
-from zerojax.plan.leaf import LeafPlacement
+from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.schedules import ExecutorTable, TickRun, forward_schedule, lower
 from zerojax.plan.state_layout import PipelineLayout
 

@@ -25,7 +25,7 @@ from zerojax.parallel.zero.parameters import (
     reduce_gradients,
     values_to_read,
 )
-from zerojax.parallel.zero.virtual import build_virtual_forward, build_virtual_gradients
+from zerojax.parallel.zero.virtual_shards import build_virtual_forward, build_virtual_gradients
 
 __all__ = [
     "PassConfig",

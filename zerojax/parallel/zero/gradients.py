@@ -33,7 +33,7 @@ from zerojax.parallel.zero.parameters import (
     reduce_gradients,
     values_to_read,
 )
-from zerojax.plan.leaf import Access, LeafPlacement
+from zerojax.plan.leaf_placement import Access, LeafPlacement
 
 
 def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:

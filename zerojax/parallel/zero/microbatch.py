@@ -17,7 +17,7 @@ from zerojax.models.zoo.layers import activation_rules
 from zerojax.optim.precision import Precision
 from zerojax.parallel.sums import TreeOrder
 from zerojax.plan.device_mesh import DATA, DATA_AXES, MODEL, REPLICA
-from zerojax.plan.leaf import LeafPlacement
+from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.placement import Placement
 from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
 

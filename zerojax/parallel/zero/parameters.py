@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.parallel import collectives
-from zerojax.parallel.sums import TreeOrder, seal_on
+from zerojax.parallel.sums import TreeOrder, barrier_kind
 from zerojax.parallel.zero.microbatch import Arrays, PassConfig
 from zerojax.parallel.zero.rewrite import Rewriting
 from zerojax.plan.device_mesh import (
@@ -20,7 +20,7 @@ from zerojax.plan.device_mesh import (
     STAGE,
     communicates_through_gloo,
 )
-from zerojax.plan.leaf import Access, LeafPlacement
+from zerojax.plan.leaf_placement import Access, LeafPlacement
 
 
 def _of_access(config: PassConfig, names: Any, *accesses: Access) -> list[str]:
@@ -45,7 +45,7 @@ def leaf_collectives(
             reduce_dtype=wire_dtype(config),
             by_permutes=communicates_through_gloo(config.mesh) and not fixed,
             tree=config.tree,
-            seal=seal_on(config.mesh) if fixed and in_model else None,
+            barrier=barrier_kind(config.mesh) if fixed and in_model else None,
         )
         for name in names
     }

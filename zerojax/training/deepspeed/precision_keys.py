@@ -6,7 +6,7 @@ from typing import Any
 
 from zerojax.config import ConfigError, LossScale
 from zerojax.optim.precision import Precision, as_precision
-from zerojax.training.deepspeed.auto import compute_name
+from zerojax.training.deepspeed.auto_values import compute_name
 from zerojax.training.deepspeed.ds_config import File
 from zerojax.training.deepspeed.translation import Given
 

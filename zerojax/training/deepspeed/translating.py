@@ -20,8 +20,7 @@ from zerojax.config import ConfigError, LogConfig, MeshConfig
 from zerojax.config.display import cut, quoted
 from zerojax.config.recognition import is_deepspeed
 from zerojax.plan.make import Plan
-from zerojax.training.arguments import Arguments
-from zerojax.training.deepspeed.auto import Auto
+from zerojax.training.deepspeed.auto_values import Auto
 from zerojax.training.deepspeed.batch_keys import (
     TRAIN,
     Batch,
@@ -36,6 +35,7 @@ from zerojax.training.deepspeed.mesh_keys import check_rules, mesh_of
 from zerojax.training.deepspeed.optimizer_keys import update_of
 from zerojax.training.deepspeed.precision_keys import precision_of
 from zerojax.training.deepspeed.translation import Given, Line, Translation
+from zerojax.training.train_arguments import Arguments
 
 Source = str | Path | Mapping[str, Any]
 _TAGS = ("WARN", "IGNORE", "FAIL")

@@ -28,7 +28,7 @@ from zerojax.training.equality.check_result import CheckResult as CheckResult
 from zerojax.training.equality.check_result import ComparedRun as ComparedRun
 from zerojax.training.equality.check_result import DisagreementError as DisagreementError
 from zerojax.training.equality.check_result import Reason as Reason
-from zerojax.training.equality.sending import NotSendableError, dumps
+from zerojax.training.equality.pickling import NotSendableError, dumps
 
 _JAX_SETTINGS = (
     "jax_numpy_rank_promotion",

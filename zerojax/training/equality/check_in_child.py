@@ -22,7 +22,7 @@ from zerojax.training.equality.experiments import (
     optimizer_reason,
     reason_of_state,
 )
-from zerojax.training.equality.runs import (
+from zerojax.training.equality.short_runs import (
     CHAOTIC,
     NO_NOISE,
     TOLERANCES,

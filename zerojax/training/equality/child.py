@@ -14,7 +14,7 @@ import jax
 
 from zerojax.runtime.memory import keep_freed_memory
 from zerojax.training.equality.check_in_child import check_here
-from zerojax.training.equality.sending import loads
+from zerojax.training.equality.pickling import loads
 
 
 def main(given: str, answer: str) -> None:

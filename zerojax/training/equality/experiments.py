@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.training.equality.check_result import Reason
-from zerojax.training.equality.runs import PlainRun, cut_rows, quick_options
+from zerojax.training.equality.short_runs import PlainRun, cut_rows, quick_options
 from zerojax.training.equality.tracing import (
     Break,
     Comparison,

@@ -28,7 +28,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from zerojax.models.jaxpr import inner_programs
-from zerojax.training.equality.runs import quick_options
+from zerojax.training.equality.short_runs import quick_options
 
 _RELATIVE = 1e-4
 """Difference, relative to the largest element, up to which a relation holds: rounding is 1e-6."""

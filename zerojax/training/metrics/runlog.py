@@ -20,6 +20,7 @@ from zerojax.hardware.gpus import gpu_of_device
 from zerojax.runtime.redaction import redact
 from zerojax.runtime.user_files import open_to_everybody
 from zerojax.training.metrics import console
+from zerojax.training.metrics.loss_spikes import SpikeDetector
 from zerojax.training.metrics.metric_files import (
     FILE_NAME,
     EventWriter,
@@ -27,7 +28,6 @@ from zerojax.training.metrics.metric_files import (
     read_metrics,
     set_aside,
 )
-from zerojax.training.metrics.spikes import SpikeDetector
 from zerojax.training.metrics.stragglers import ProcessTimes, Stragglers, spread
 
 TAGS = {

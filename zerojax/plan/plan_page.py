@@ -15,10 +15,10 @@ from zerojax.models import trees
 from zerojax.plan.counts import Tiers, role_bytes, role_tiers, state_bytes, tokens_per_step
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import MODEL, describe_mesh
-from zerojax.plan.leaf import Access
+from zerojax.plan.leaf_placement import Access
 from zerojax.plan.offload_costs import Hiding, Moved, card_of, hiding, moved_bytes
+from zerojax.plan.pipeline_page import pipeline_dict, pipeline_line, pipeline_lines
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
-from zerojax.plan.show_pipeline import pipeline_dict, pipeline_line, pipeline_lines
 from zerojax.plan.state_layout import OffloadLayout
 
 _NAMES = 3

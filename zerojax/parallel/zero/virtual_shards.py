@@ -2,10 +2,9 @@
 
 The batch has `virtual_shards` pieces of equal rows; each device computes its own ones, consecutive
 in number, one after the other. So each forward and backward pass has the same shapes on every mesh,
-and it is sealed, so that it compiles to the same code. Sums follow the tree of
-`parallel.sums`. At stages 0 and 1 a device adds up its pieces before the one
-reduction; from stage 2 on the gradients of each piece are exchanged by themselves, also of
-parameters that are gathered once.
+and fusion barriers around it keep its code the same. Sums follow the tree of `parallel.sums`. At
+stages 0 and 1 a device adds up its pieces before the one reduction; from stage 2 on the gradients
+of each piece are reduced by themselves, also of parameters that are gathered once.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from zerojax.models.protocol import Loss
 from zerojax.parallel import collectives, model_state
 from zerojax.parallel.sums import (
     TreeOrder,
+    barrier_kind,
     max_replicated,
     over_auto_axes,
-    run_sealed,
-    seal_on,
+    run_in_barriers,
     sum_in_tree,
     sum_replicated,
     tree_sum,
@@ -42,7 +41,7 @@ from zerojax.parallel.zero.microbatch import (
 )
 from zerojax.parallel.zero.parameters import leaf_collectives, prepare_parameters, wire_dtype
 from zerojax.plan.device_mesh import DATA, DATA_AXES
-from zerojax.plan.leaf import Access
+from zerojax.plan.leaf_placement import Access
 
 _EARLY = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
 
@@ -73,7 +72,9 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
 
         def value_of(number: jax.Array, carried: Any) -> tuple[Any, Any]:
             given = inputs, extras, virtual_key(key_data, number, count), _piece(pieces, number)
-            grads, changes, sums, rest = run_sealed(seal_on(config.mesh), key_data, pass_of, *given)
+            grads, changes, sums, rest = run_in_barriers(
+                barrier_kind(config.mesh), key_data, pass_of, *given
+            )
             if order is TreeOrder.HIGHEST_FIRST:
                 grads, changes = _reduce(config, grads), _sum_changes(config, changes)
             noted, earlier = carried
@@ -123,7 +124,7 @@ def build_virtual_forward(config: PassConfig, function: Loss) -> Callable[..., A
 
         def one(number: jax.Array, noted: jax.Array) -> jax.Array:
             given = extras, virtual_key(key_data, number, count), _piece(pieces, number)
-            sums = run_sealed(seal_on(config.mesh), key_data, evaluate, *given)
+            sums = run_in_barriers(barrier_kind(config.mesh), key_data, evaluate, *given)
             row = jnp.stack(jax.tree.leaves(sums))
             return lax.dynamic_update_index_in_dim(noted, row, number, 0)
 
