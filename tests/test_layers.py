@@ -20,9 +20,7 @@ MAX_ENTRIES = 16
 LAZY = "cli"
 """The package that may import inside functions: it answers without JAX."""
 MODULES_AT_THE_TOP = {"__init__", "__main__"}
-UNFINISHED = {"plan", "data", "parallel", "forecasting", "training", "cli"}
-"""Packages that still have small files, and names that other files or classes have."""
-ENTRY_POINTS = {"__init__.py", "__main__.py", "boot.py"}
+ENTRY_POINTS = {"__init__.py", "__main__.py", "boot.py", "child.py"}
 TABLES = {"architectures.py"}
 """Files that are a table of data, and as long as it is."""
 IMPORTERS = {"import_module", "__import__", "find_spec"}
@@ -303,9 +301,7 @@ def small_files(sources: Sources) -> list[str]:
         f"{path.relative_to(sources.root)}: {lines} lines; {MIN_LINES} is the least, merge it with "
         "what is read together with it"
         for module, path in files_of(sources)
-        if path.name not in ENTRY_POINTS | TABLES
-        and package_of(module) not in UNFINISHED
-        and (lines := lines_of(path)) < MIN_LINES
+        if path.name not in ENTRY_POINTS | TABLES and (lines := lines_of(path)) < MIN_LINES
     ]
 
 
@@ -356,7 +352,7 @@ def lines_of(path: Path) -> int:
 
 def repeated(found: dict[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
     for name, modules in found.items():
-        if len(modules) > 1 and not UNFINISHED & set(map(package_of, modules)):
+        if len(modules) > 1:
             yield name, modules
 
 
