@@ -124,6 +124,12 @@ def test_a_name_cannot_break_out_of_the_script(tmp_path):
     Tags(page)
 
 
+def test_braces_of_a_name_are_no_place_of_the_template(tmp_path):
+    page = write_report(make_run(tmp_path, name="plan of {{data}}")).read_text()
+    assert "<p>plan of {{data}}</p>" in page
+    assert page.count("{{") == 1
+
+
 def test_an_unfinished_run_and_one_report(tmp_path):
     page = write_report(make_run(tmp_path, until=1)).read_text()
     assert "at step 1 of 200" in page

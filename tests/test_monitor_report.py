@@ -13,7 +13,7 @@ import pytest
 import zerojax
 from zerojax.config import LogConfig
 from zerojax.training.metrics import read_metrics, write_report
-from zerojax.training.metrics.happenings import breakdown
+from zerojax.training.metrics.report import breakdown
 
 BAD_STEP = 45
 

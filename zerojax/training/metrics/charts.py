@@ -36,8 +36,8 @@ class Chart:
     title: str
     unit: str
     series: Sequence[Series]
-    text: Callable[[float], str]
-    """How a value is written beside the axis and above the curve."""
+    text: Callable[[float], str] = "{:.4g}".format
+    """A value as it is written beside the axis and above the curve."""
     from_zero: bool = False
     log_above: float = math.inf
     """A highest over lowest value from which the axis is logarithmic."""
@@ -49,19 +49,15 @@ def thin(points: Points, limit: int = MAX_POINTS) -> Points:
     if len(points) <= limit:
         return points
     buckets = limit // 2
-    kept: Points = []
+    kept: set[tuple[float, float | None]] = {points[-1]}
     for i in range(buckets):
         bucket = points[len(points) * i // buckets : len(points) * (i + 1) // buckets]
         finite = [(value, step) for step, value in bucket if value is not None]
-        if not finite:
-            kept.append(bucket[0])
-            continue
-        extremes = {(step, value) for value, step in (min(finite), max(finite))}
-        lost = {point for point in bucket if point[1] is None}
-        kept.extend(sorted(extremes | lost, key=lambda point: point[0]))
-    if kept[-1] != points[-1]:
-        kept.append(points[-1])
-    return kept
+        lost = [point for point in bucket if point[1] is None]
+        kept |= {*(lost if finite else lost[:1])}
+        if finite:
+            kept |= {(step, value) for value, step in (min(finite), max(finite))}
+    return sorted(kept, key=lambda point: point[0])
 
 
 def smooth(points: Points, *, half_width: int) -> Points:
@@ -112,34 +108,31 @@ def draw(chart: Chart, steps: tuple[float, float]) -> str:
         return BOX * (scale(high) - scale(value)) / (scale(high) - scale(low))
 
     rows = log_ticks(low, high) if log else nice_ticks(low, high)
-    columns = nice_ticks(first, last, 6)
     grid = "".join(f'<path d="M0 {y(t):.1f}H{BOX}"/>' for t in rows)
     left = "".join(
         f'<span style="top:{100 * y(t) / BOX:.2f}%">{as_html(chart.text(t))}</span>' for t in rows
     )
-    columns_shown = [
-        f'<span style="left:{100 * x(t) / BOX:.2f}%"{_label_class(x(t), index, len(columns))}>'
-        f"{t:,.0f}</span>"
-        for index, t in enumerate(columns)
-    ]
-    lost = "".join(f"M{x(step):.1f} 0v{BOX // 25}" for step in _lost_steps(shown))
+    below = "".join(
+        f'<span style="left:{100 * x(t) / BOX:.2f}%"{_label_class(x(t))}>{t:,.0f}</span>'
+        for t in nice_ticks(first, last, 6)
+    )
+    lost_steps = sorted({step for s in shown for step, value in s.points if value is None})
+    lost = "".join(f"M{x(step):.1f} 0v{BOX // 25}" for step in lost_steps)
     curves = "".join(
         f'<path class="curve {series.style}" d="{_path(series.points, x, y)}"/>'
         f'<path class="dots {series.style}" d="{_dots(series.points, x, y)}"/>'
         for series in shown
     )
     legend = "".join(_legend_entry(chart, series) for series in shown if series.style != "faint")
-    size = " wide" if chart.wide else ""
     notes = [chart.unit, "log scale" if log else "", "red: not finite" if lost else ""]
-    unit = ", ".join(filter(None, notes))
-    return f"""<figure class="chart{size}">
-<figcaption><b>{as_html(chart.title)}</b> <i>{as_html(unit)}</i>
+    return f"""<figure class="chart{" wide" if chart.wide else ""}">
+<figcaption><b>{as_html(chart.title)}</b> <i>{as_html(", ".join(filter(None, notes)))}</i>
 <span class="legend">{legend}</span></figcaption>
 <div class="frame"><div class="left">{left}</div>
 <div class="plot"><svg viewBox="0 0 {BOX} {BOX}" preserveAspectRatio="none" role="img"
  aria-label="{as_html(chart.title)} over steps"><g class="grid">{grid}</g>{curves}
 <path class="lost" d="{lost}"/></svg>
-<div class="cursor"></div></div><div class="below">{"".join(columns_shown)}</div></div>
+<div class="cursor"></div></div><div class="below">{below}</div></div>
 </figure>
 """
 
@@ -157,28 +150,20 @@ def _value_axis(chart: Chart, shown: Sequence[Series]) -> tuple[float, float, bo
     return (low if chart.from_zero else low - margin), high + margin, False
 
 
-def _lost_steps(shown: Sequence[Series]) -> list[float]:
-    return sorted({step for series in shown for step, value in series.points if value is None})
-
-
-def _label_class(place: float, index: int, count: int) -> str:
-    """The outermost labels stay inside the frame; a narrow chart shows every second one."""
-    names = [] if (count - 1 - index) % 2 == 0 else ["second-label"]
-    if not 0.03 * BOX < place < 0.97 * BOX:
-        names.append("start" if place < BOX / 2 else "end")
-    return f' class="{" ".join(names)}"' if names else ""
+def _label_class(place: float) -> str:
+    """The outermost labels stay inside the frame."""
+    if 0.03 * BOX < place < 0.97 * BOX:
+        return ""
+    return ' class="start"' if place < BOX / 2 else ' class="end"'
 
 
 def _path(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
     """Lines through neighbours; a missing value is a gap."""
-    parts, pen_down = [], False
+    parts, pen = [], "M"
     for step, value in points:
-        if value is None:
-            pen_down = False
-            continue
-        place = f"{x(step):.1f} {y(value):.1f}"
-        parts.append(f"L{place}" if pen_down else f"M{place}")
-        pen_down = True
+        if value is not None:
+            parts.append(f"{pen}{x(step):.1f} {y(value):.1f}")
+        pen = "M" if value is None else "L"
     return "".join(parts)
 
 

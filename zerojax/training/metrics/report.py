@@ -1,10 +1,13 @@
-"""HTML report of a run: plan, loss, speed and memory on one page.
+"""HTML report of a run: plan, loss, speed, memory, events and time on one page.
 
-The page holds everything it shows: it opens without a network, years later, and prints.
+The page holds everything it shows: it opens without a network, years later, and prints. Its frame,
+style and script are `report.html` beside this file.
 """
 
+import itertools
 import json
 import math
+import re
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,14 +22,33 @@ from zerojax.runtime import bounded_json
 from zerojax.runtime.redaction import redact
 from zerojax.training.metrics.charts import Chart, Points, Series, draw, smooth, thin
 from zerojax.training.metrics.console import GIB, format_loss, format_number, format_seconds
-from zerojax.training.metrics.happenings import breakdown, breakdown_table, ending, events_table
 from zerojax.training.metrics.metric_files import Metrics, read_metrics
+from zerojax.training.metrics.stragglers import ACTIVITIES
 
 FILE_NAME = "report.html"
 SMOOTHED_FROM = 40
 """Reports; a shorter curve is drawn as it is."""
 MAX_BOXES = 5000
 """Operations of the largest pipeline schedule that is drawn: about 1.5 MB of page."""
+MAX_EVENTS = 200
+ACTIVITY_NAMES = {
+    "data": "waiting for data",
+    "step": "training steps",
+    "save": "saving",
+    "eval": "evaluating",
+    "host": "start-up, callbacks, reports",
+}
+EVENT_NAMES = {
+    "loss_spike": "loss spike",
+    "not_finite": "not finite",
+    "slow_process": "slow process",
+    "fast_again": "keeps up again",
+    "failed": "run failed",
+    "interrupted": "run interrupted",
+}
+
+Records = Sequence[Mapping[str, Any]]
+Rows = Iterable[Sequence[str]]
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -53,126 +75,99 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
     charts = make_charts(metrics)
     last = metrics.train[-1]["step"]
     ends = (metrics.train[0]["step"], max([last, *(e["step"] for e in metrics.evals)]))
-    name = as_html(run_dir.resolve().name)
-    here = Path(__file__)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name} - zerojax run</title>
-<style>
-{_text(here.with_name("report.css"))}</style>
-</head>
-<body>
-<main>
-<header><div class="title"><h1>{name}</h1>{_status(metrics)}</div>
-<p>{as_html(plan_line)}</p>{_ending(metrics)}</header>
-<dl class="tiles">
-{_tiles(metrics)}</dl>
-<section class="charts">
-{"".join(draw(chart, ends) for chart in charts)}</section>
-{_panel("Events", redact(events_table(metrics.events)))}
-{_panel("Time by activity", breakdown_table(metrics))}
-{_panel("Plan", _schedule(_json(run_dir / "plan.json")) + _plan_text(plan_rest))}
-{_panel("Configuration", _settings(redact(_json(run_dir / "config.json"))))}
-<footer>Written by zerojax on {time.strftime("%Y-%m-%d at %H:%M")} from metrics.jsonl, plan.txt,
-plan.json and config.json in {as_html(str(run_dir))}.{_unreadable(metrics)}</footer>
-</main>
-<script type="application/json" id="data">{_embedded(charts, ends)}</script>
-<script>
-{_text(here.with_name("report.js"))}</script>
-</body>
-</html>
-"""
+    ended, lost = ending(metrics), metrics.unreadable_lines
+    text = f"<pre>{as_html(plan_rest.strip())}</pre>" if plan_rest.strip() else ""
+    panels = {
+        "Events": redact(_events(metrics.events)),
+        "Time by activity": _times(metrics),
+        "Plan": _schedule(_json(run_dir / "plan.json")) + text,
+        "Configuration": _settings(redact(_json(run_dir / "config.json"))),
+    }
+    parts = {
+        "name": as_html(run_dir.resolve().name),
+        "status": _status(metrics),
+        "plan_line": as_html(plan_line),
+        "ending": f'<p class="ending">{as_html(redact(ended[1]))}</p>' if ended else "",
+        "tiles": "".join(_tiles(metrics)),
+        "charts": "".join(draw(chart, ends) for chart in charts),
+        "panels": "\n".join(
+            f"<h2>{title}</h2>\n<div class='panel'>{content}</div>"
+            for title, content in panels.items()
+            if content
+        ),
+        "time": time.strftime("%Y-%m-%d at %H:%M"),
+        "folder": as_html(str(run_dir)),
+        "unreadable": f" {lost} half-written lines of metrics.jsonl were left out." if lost else "",
+        "data": _embedded(charts, ends),
+    }
+    template = _text(Path(__file__).with_name("report.html"))
+    # In one pass: what is inserted may hold braces of its own.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-# Charts
+# --- charts ---------------------------------------------------------------------------------------
 
 
 def make_charts(metrics: Metrics) -> list[Chart]:
     """The charts of a page; what a run did not measure has none."""
-    train, evals = metrics.train, metrics.evals
-    speed = "tokens_per_second_per_device"
+    train, evals, processes = metrics.train, metrics.evals, metrics.processes
+    loss = [*_loss(train), *_series("validation", evals, "loss", "second")]
+    # Metrics that the user's loss returns, training and validation together.
+    own = sorted({name for row in [*train, *evals] for name in row})
+    size: dict[str, Any] = {"text": _short, "from_zero": True}
     charts = [
-        Chart(
-            title="Loss",
-            unit="",
-            series=[*_loss(train), *_series("validation", evals, "loss", style="second")],
-            text=_plain,
-            wide=True,
-            log_above=2.5,
+        Chart(title="Loss", unit="", series=loss, wide=True, log_above=2.5),
+        *(
+            _chart(name, "", ("training", train, name), ("validation", evals, name))
+            for name in own
+            if name not in BUILT_IN_METRICS and not name.startswith(BUILT_IN_PREFIXES)
         ),
-        Chart(
-            title="Gradient norm",
-            unit="global, before clipping",
-            series=_series("norm", train, "grad_norm"),
-            text=_plain,
+        _chart("Gradient norm", "global, before clipping", ("norm", train, "grad_norm")),
+        _chart("Learning rate", "", ("rate", train, "learning_rate"), **size),
+        _chart(
+            "Throughput",
+            "tokens/s per device",
+            ("tokens/s", train, "tokens_per_second_per_device"),
+            **size,
         ),
-        Chart(
-            title="Learning rate",
-            unit="",
-            series=_series("rate", train, "learning_rate"),
-            text=lambda value: f"{value:.3g}",
-            from_zero=True,
+        _chart(
+            "Memory",
+            f"GiB, {_memory_source(train)}",
+            ("in use", train, "memory_in_use"),
+            ("peak", train, "memory_peak"),
+            scale=GIB,
+            **size,
         ),
-        Chart(
-            title="Throughput",
-            unit="tokens/s per device",
-            series=_series("tokens/s", train, speed),
-            text=_short,
-            from_zero=True,
-        ),
-        Chart(
-            title="Memory",
-            unit=f"GiB, {_memory_source(train)}",
-            series=[
-                *_series("in use", train, "memory_in_use", unit=GIB),
-                *_series("peak", train, "memory_peak", unit=GIB, style="second"),
-            ],
-            text=lambda value: f"{value:.3g}",
-            from_zero=True,
-        ),
-        Chart(
-            title="Own time of processes",
-            unit="ms of a step in which the others wait",
-            series=[
-                *_series("slowest", metrics.processes, "own_seconds_max", unit=1e-3),
-                *_series(
-                    "median", metrics.processes, "own_seconds_median", unit=1e-3, style="second"
-                ),
-            ],
-            text=lambda value: f"{value:.3g}",
-            from_zero=True,
+        _chart(
+            "Own time of processes",
+            "ms of a step in which the others wait",
+            ("slowest", processes, "own_seconds_max"),
+            ("median", processes, "own_seconds_median"),
+            scale=1e-3,
+            **size,
         ),
     ]
-    charts[1:1] = _own_charts(train, evals)
     return [chart for chart in charts if any(_finite(s.points) for s in chart.series)]
 
 
-def _own_charts(
-    train: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
-) -> list[Chart]:
-    """One for each metric that the user's loss returns, training and validation together."""
-    records = {"training": (train, "first"), "validation": (evals, "second")}
-    names = {name for rows, _ in records.values() for row in rows for name in row}
-    return [
-        Chart(
-            title=name,
-            unit="",
-            series=[
-                series
-                for label, (rows, style) in records.items()
-                for series in _series(label, rows, name, style=style)
-            ],
-            text=_plain,
-        )
-        for name in sorted(names)
-        if name not in BUILT_IN_METRICS and not name.startswith(BUILT_IN_PREFIXES)
+def _chart(
+    title: str, unit: str, *curves: tuple[str, Records, str], scale: float = 1, **options: Any
+) -> Chart:
+    """A chart of one or two curves, each (label, records, key); values are divided by `scale`."""
+    series = [
+        one
+        for curve, style in zip(curves, ("first", "second"), strict=False)
+        for one in _series(*curve, style, scale)
     ]
+    return Chart(title=title, unit=unit, series=series, **options)
 
 
-def _loss(train: Sequence[Mapping[str, Any]]) -> list[Series]:
+def _series(label: str, records: Records, key: str, style: str, scale: float = 1) -> list[Series]:
+    points = _points(records, key, scale)
+    return [Series(label=label, points=thin(points), style=style)] if points else []
+
+
+def _loss(train: Records) -> list[Series]:
     points = _points(train, "loss")
     if len(points) < SMOOTHED_FROM:
         return [Series(label="training", points=thin(points), style="first")]
@@ -183,20 +178,8 @@ def _loss(train: Sequence[Mapping[str, Any]]) -> list[Series]:
     ]
 
 
-def _series(
-    label: str,
-    records: Sequence[Mapping[str, Any]],
-    key: str,
-    *,
-    unit: float = 1,
-    style: str = "first",
-) -> list[Series]:
-    points = _points(records, key, unit)
-    return [Series(label=label, points=thin(points), style=style)] if points else []
-
-
-def _points(records: Sequence[Mapping[str, Any]], key: str, unit: float = 1) -> Points:
-    return [(r["step"], None if r[key] is None else r[key] / unit) for r in records if key in r]
+def _points(records: Records, key: str, scale: float = 1) -> Points:
+    return [(r["step"], None if r[key] is None else r[key] / scale) for r in records if key in r]
 
 
 def _finite(points: Points) -> list[float]:
@@ -204,7 +187,7 @@ def _finite(points: Points) -> list[float]:
 
 
 def _embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
-    """What the script reads: the same points, with their values already worded."""
+    """What the script reads: the same points, with their values already as text."""
     curves = [
         [
             {
@@ -223,72 +206,76 @@ def _embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
     return text.replace("</", "<\\/")
 
 
-# Tiles
+# --- tiles ----------------------------------------------------------------------------------------
 
 
 def _status(metrics: Metrics) -> str:
-    total = metrics.starts[-1].get("total_steps") if metrics.starts else None
+    total = _start(metrics).get("total_steps")
     step = metrics.train[-1]["step"]
+    of, kind = f" of {total:,}" if total else "", ""
     if (ended := ending(metrics)) is not None:
-        kind, _ = ended
-        of = f" of {total:,}" if total else ""
-        return f'<span class="status {kind}">{kind} at step {step:,}{of}</span>'
-    if not total:
-        return f'<span class="status">step {step:,}</span>'
-    if step >= total:
-        return f'<span class="status finished">finished: {total:,} steps</span>'
-    return f'<span class="status">at step {step:,} of {total:,}</span>'
+        kind = ended[0]
+        text = f"{kind} at step {step:,}{of}"
+    elif total and step >= total:
+        kind, text = "finished", f"finished: {total:,} steps"
+    else:
+        text = f"at step {step:,}{of}" if total else f"step {step:,}"
+    return f'<span class="{f"status {kind}".strip()}">{text}</span>'
 
 
-def _ending(metrics: Metrics) -> str:
-    """The message with which a run failed or was interrupted."""
-    ended = ending(metrics)
-    return "" if ended is None else f'<p class="ending">{as_html(redact(ended[1]))}</p>'
+def _tiles(metrics: Metrics) -> Iterable[str]:
+    for label, value, note in [*_learning(metrics), *_machine(metrics)]:
+        yield (
+            f"<div class='tile'><dt>{as_html(label)}</dt><dd>{as_html(value)}"
+            f"<small>{as_html(note) or '&nbsp;'}</small></dd></div>\n"
+        )
 
 
-def _tiles(metrics: Metrics) -> str:
-    tiles = [*_learning_tiles(metrics), *_machine_tiles(metrics)]
-    return "".join(
-        f"<div class='tile'><dt>{as_html(label)}</dt><dd>{as_html(value)}"
-        f"<small>{as_html(note) or '&nbsp;'}</small></dd></div>\n"
-        for label, value, note in tiles
-    )
-
-
-def _learning_tiles(metrics: Metrics) -> list[tuple[str, str, str]]:
-    tiles = []
-    losses = _finite(_points(metrics.train, "loss"))
-    if losses:
+def _learning(metrics: Metrics) -> Rows:
+    if losses := _finite(_points(metrics.train, "loss")):
         recent = losses[-max(1, min(10, len(losses) // 10)) :]
         note = f"from {format_loss(losses[0])}"
-        tiles.append(("Training loss", format_loss(statistics.mean(recent)), note))
-    evals = [e for e in metrics.evals if e.get("loss") is not None]
-    if evals:
+        yield "Training loss", format_loss(statistics.mean(recent)), note
+    if evals := [e for e in metrics.evals if e.get("loss") is not None]:
         best = min(evals, key=lambda e: e["loss"])
-        unit = metrics.starts[-1].get("loss_unit") if metrics.starts else None
-        known = unit == NATS_PER_TOKEN and best["loss"] < 15
+        known = _start(metrics).get("loss_unit") == NATS_PER_TOKEN and best["loss"] < 15
         perplexity = f", perplexity {math.exp(best['loss']):,.2f}" if known else ""
         note = f"at step {best['step']:,}{perplexity}"
-        tiles.append(("Best validation loss", format_loss(best["loss"]), note))
+        yield "Best validation loss", format_loss(best["loss"]), note
     last = metrics.train[-1]
-    skipped = last.get("skipped")
-    spent = breakdown(metrics)
+    if skipped := last.get("skipped"):
+        yield "Steps skipped", f"{skipped:,}", "loss or gradient not finite"
+    spent, starts = breakdown(metrics), len(metrics.starts)
     # A run that measured no breakdown has the times of its reports only.
-    seconds = sum(spent.values()) or sum(_seconds_of_each_start(metrics))
-    starts = len(metrics.starts)
-    note = f"in {starts} starts" if starts > 1 else ""
-    if skipped:
-        tiles.append(("Steps skipped", f"{skipped:,}", "loss or gradient not finite"))
-    tiles.append(("Time", format_seconds(seconds), note))
-    if total := sum(spent.values()):
-        tiles.append(("In training steps", f"{spent['step'] / total:.0%}", "of the loop's time"))
-    spikes = sum(event["event"] == "loss_spike" for event in metrics.events)
-    if spikes:
-        tiles.append(("Loss spikes", f"{spikes:,}", "listed under Events"))
-    tokens = (metrics.starts[-1].get("tokens_per_step") if metrics.starts else None) or 0
-    if tokens:
-        tiles.append(("Tokens seen", _short(tokens * last["step"]), f"{_short(tokens)} per step"))
-    return tiles
+    total = sum(spent.values())
+    seconds = total or sum(_seconds_of_each_start(metrics))
+    yield "Time", format_seconds(seconds), f"in {starts} starts" if starts > 1 else ""
+    if total:
+        yield "In training steps", f"{spent['step'] / total:.0%}", "of the loop's time"
+    if spikes := sum(event["event"] == "loss_spike" for event in metrics.events):
+        yield "Loss spikes", f"{spikes:,}", "listed under Events"
+    if tokens := _start(metrics).get("tokens_per_step"):
+        yield "Tokens seen", _short(tokens * last["step"]), f"{_short(tokens)} per step"
+
+
+def _machine(metrics: Metrics) -> Rows:
+    for label, key, text in [
+        ("Tokens/s per device", "tokens_per_second_per_device", _short),
+        ("TFLOP/s per device", "tflops_per_device", format_number),
+        ("MFU", "mfu", "{:.1%}".format),
+    ]:
+        if values := _finite(_points(metrics.train, key)):
+            yield label, text(statistics.median(values)), "median"
+    if peaks := _finite(_points(metrics.train, "memory_peak")):
+        limit = metrics.train[-1].get("memory_limit")
+        note = _memory_source(metrics.train) + (f", of {limit / GIB:.1f}" if limit else "")
+        yield "Peak memory", f"{max(peaks) / GIB:.2f} GiB", note
+    start = _start(metrics)
+    yield "Devices", str(start.get("num_devices") or 1), start.get("device_kind") or "device"
+
+
+def _start(metrics: Metrics) -> Mapping[str, Any]:
+    return metrics.starts[-1] if metrics.starts else {}
 
 
 def _seconds_of_each_start(metrics: Metrics) -> Iterable[float]:
@@ -301,48 +288,81 @@ def _seconds_of_each_start(metrics: Metrics) -> Iterable[float]:
     yield before
 
 
-def _machine_tiles(metrics: Metrics) -> list[tuple[str, str, str]]:
-    start = metrics.starts[-1] if metrics.starts else {}
-    devices = start.get("num_devices") or 1
-    tiles = []
-    for label, key, text in [
-        ("Tokens/s per device", "tokens_per_second_per_device", _short),
-        ("TFLOP/s per device", "tflops_per_device", format_number),
-        ("MFU", "mfu", lambda value: f"{value:.1%}"),
-    ]:
-        values = _finite(_points(metrics.train, key))
-        if values:
-            tiles.append((label, text(statistics.median(values)), "median"))
-    peaks = _finite(_points(metrics.train, "memory_peak"))
-    if peaks:
-        limit = metrics.train[-1].get("memory_limit")
-        note = _memory_source(metrics.train) + (f", of {limit / GIB:.1f}" if limit else "")
-        tiles.append(("Peak memory", f"{max(peaks) / GIB:.2f} GiB", note))
-    kind = start.get("device_kind") or "device"
-    tiles.append(("Devices", str(devices), kind))
-    return tiles
-
-
-def _memory_source(train: Sequence[Mapping[str, Any]]) -> str:
+def _memory_source(train: Records) -> str:
     source = train[-1].get("memory_source", "device")
     return "fullest device" if source == "device" else source
 
 
-# Text
+# --- panels ---------------------------------------------------------------------------------------
+
+
+def ending(metrics: Metrics) -> tuple[str, str] | None:
+    """("failed" or "interrupted", its message) where the run's last start ended so."""
+    since = _start(metrics).get("time", 0.0)
+    for event in reversed(metrics.events):
+        if event["event"] in ("failed", "interrupted") and event["time"] >= since:
+            return event["event"], str(event.get("text", ""))
+    return None
+
+
+def breakdown(metrics: Metrics) -> dict[str, float]:
+    """Seconds by activity of the whole run, the time after its last reports included."""
+    records = [*metrics.train, *metrics.ends]
+    return {a: sum(record.get(f"spent_{a}") or 0.0 for record in records) for a in ACTIVITIES}
+
+
+def _times(metrics: Metrics) -> str:
+    """Time of the run by activity; nothing for a run that did not measure it."""
+    spent = breakdown(metrics)
+    total = sum(spent.values())
+    rows = [
+        (ACTIVITY_NAMES[activity], format_seconds(seconds), f"{seconds / total:.1%}")
+        for activity, seconds in sorted(spent.items(), key=lambda item: -item[1])
+        if seconds
+    ]
+    table = f"<table>{_cells(('', 'time', 'share'), 'th')}{_lines(rows)}</table>"
+    return f'<div class="settings"><div>{table}</div></div>' if rows else ""
+
+
+def _events(events: Records) -> str:
+    """Spikes, steps that were not finite, processes that were slow: the last ones, newest first."""
+    numbered = itertools.groupby(
+        enumerate(events),  # neighbours that were not finite at one place are one row
+        lambda item: _where(item[1]) if item[1]["event"] == "not_finite" else item[0],
+    )
+    groups = [[event for _, event in group] for _, group in numbered]
+    rows = [
+        (
+            f"{group[0]['step']:,}"
+            + (f" to {group[-1]['step']:,} ({len(group):,} steps)" if len(group) > 1 else ""),
+            EVENT_NAMES.get(group[0]["event"], str(group[0]["event"])),
+            _where(group[0]),
+            str(group[0].get("text", "")),
+        )
+        for group in groups[: -MAX_EVENTS - 1 : -1]
+    ]
+    if not rows:
+        return ""
+    more = len(groups) - len(rows)
+    note = f"<p>and {more:,} earlier ones in metrics.jsonl</p>" if more else ""
+    head = _cells(("step", "event", "where", "message"), "th")
+    return f'<table class="events">{head}{_lines(rows)}</table>{note}'
+
+
+def _where(event: Mapping[str, Any]) -> str:
+    return str(event.get("leaf") or event.get("host") or "")
 
 
 def _settings(config: Mapping[str, Any]) -> str:
     loose = {key: value for key, value in config.items() if not isinstance(value, dict)}
     sections = {"run": loose} if loose else {}
     sections.update((key, value) for key, value in config.items() if isinstance(value, dict))
-    blocks = []
-    for title, values in sections.items():
-        rows = "".join(
-            f"<tr><td>{as_html(key)}</td><td>{as_html(_setting(value))}</td></tr>"
-            for key, value in values.items()
-        )
-        blocks.append(f"<div><h3>{as_html(title)}</h3><table>{rows}</table></div>")
-    return f'<div class="settings">{"".join(blocks)}</div>' if blocks else ""
+    blocks = "".join(
+        f"<div><h3>{as_html(title)}</h3><table>"
+        f"{_lines((key, _setting(value)) for key, value in values.items())}</table></div>"
+        for title, values in sections.items()
+    )
+    return f'<div class="settings">{blocks}</div>' if blocks else ""
 
 
 def _setting(value: Any) -> str:
@@ -353,8 +373,12 @@ def _setting(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value if value != [] else "none")
 
 
-def _plan_text(text: str) -> str:
-    return f"<pre>{as_html(text.strip())}</pre>" if text.strip() else ""
+def _lines(rows: Rows) -> str:
+    return "".join(_cells(row, "td") for row in rows)
+
+
+def _cells(cells: Sequence[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{as_html(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def _schedule(plan: Mapping[str, Any]) -> str:
@@ -371,19 +395,6 @@ def _schedule(plan: Mapping[str, Any]) -> str:
     return draw_svg(schedule, Costs(**pipeline["costs"])).replace(
         ' xmlns="http://www.w3.org/2000/svg"', "", 1
     )
-
-
-def _panel(title: str, content: str) -> str:
-    return f"<h2>{title}</h2>\n<div class='panel'>{content}</div>" if content else ""
-
-
-def _unreadable(metrics: Metrics) -> str:
-    count = metrics.unreadable_lines
-    return f" {count} half-written lines of metrics.jsonl were left out." if count else ""
-
-
-def _plain(value: float) -> str:
-    return f"{value:.4g}"
 
 
 def _short(value: float) -> str:
