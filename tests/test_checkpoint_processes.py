@@ -12,8 +12,8 @@ import pytest
 
 from tests.process_groups import free_port, run_group
 from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.checkpoint.contributions import Contribution, collect, report_written
 from zerojax.checkpoint.fingerprint_math import as_text, of_array
-from zerojax.checkpoint.parts import Part, collect, leave
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = (8, 2**17)  # files above the size that is always summed up
@@ -107,7 +107,7 @@ WORKER = """
         unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
         for name, limit in (("limited", 2**20), ("speechless", 0), ("mute", 0)):
             if name == "mute":
-                saving.leave_failure = lambda *_: None
+                saving.report_failure = lambda *_: None
             if process == 1:  # the system refuses what is larger, here and not in process 0
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
             out[name] = told(lambda: save_and_wait(4))
@@ -213,16 +213,18 @@ def test_the_first_process_waits_for_the_others_and_takes_their_notes(tmp_path: 
     def sleep(seconds: float) -> None:
         waited.append(seconds)
         if len(waited) == 3:
-            leave(tmp_path, 1, Part(checksums={"a": "00000000"}, sums={"x": {5: (1, 2)}}))
+            report_written(
+                tmp_path, 1, Contribution(checksums={"a": "00000000"}, sums={"x": {5: (1, 2)}})
+            )
 
     (part,) = collect(tmp_path, range(1, 2), sleep=sleep)
-    assert part == Part(checksums={"a": "00000000"}, sums={"x": {5: (1, 2)}})
+    assert part == Contribution(checksums={"a": "00000000"}, sums={"x": {5: (1, 2)}})
     assert waited == sorted(waited)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CheckpointError, match="process 1 has not written its part within 0 s"):
         collect(tmp_path, range(1, 2), limit=0, sleep=lambda _: None)
     with pytest.raises(CheckpointError, match="process 1 has not written its part$"):
         collect(tmp_path, range(1, 2), sleep=lambda _: True)
-    leave(tmp_path, 1, Part(error="it broke"))
+    report_written(tmp_path, 1, Contribution(error="it broke"))
     with pytest.raises(CheckpointError, match="process 1: it broke"):
         collect(tmp_path, range(1, 2))

@@ -18,7 +18,6 @@ from typing import Any, Self
 import jax
 
 from zerojax.checkpoint import agreement, arrays, folders
-from zerojax.checkpoint.choosing import Candidates
 from zerojax.checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -27,7 +26,7 @@ from zerojax.checkpoint.errors import (
     reason,
 )
 from zerojax.checkpoint.metadata import Metadata, make_metadata, read_metadata
-from zerojax.checkpoint.restoring import read_step
+from zerojax.checkpoint.restoring import Candidates, read_step
 from zerojax.checkpoint.retention import Retention, as_retention, keep_step, kept_steps
 from zerojax.checkpoint.saving import Save, is_first_process, not_saved, write
 from zerojax.checkpoint.verification import Verification, verify_step

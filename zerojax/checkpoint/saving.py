@@ -25,6 +25,13 @@ from types import FrameType
 import jax
 
 from zerojax.checkpoint import agreement, arrays, files, folders
+from zerojax.checkpoint.contributions import (
+    Contribution,
+    collect,
+    raise_failures,
+    report_failure,
+    report_written,
+)
 from zerojax.checkpoint.errors import (
     CheckpointError,
     DiskFullError,
@@ -39,7 +46,6 @@ from zerojax.checkpoint.fingerprint_math import as_text
 from zerojax.checkpoint.fingerprints import PendingFingerprints, differing_copies, whole
 from zerojax.checkpoint.metadata import Metadata, write_metadata
 from zerojax.checkpoint.packs import FILE_NAME as TABLE
-from zerojax.checkpoint.parts import Part, collect, leave, leave_failure, raise_failures
 from zerojax.checkpoint.retention import Retention, kept_steps
 from zerojax.checkpoint.store.pieces import PieceReader
 from zerojax.models.trees import format_bytes
@@ -161,15 +167,15 @@ def _finish(
     try:
         _await(save, writing)
         names = files.names_of_process(files.names_below(save.partial), process, count)
-        part = Part(checksums=files.settle(save.partial, names), sums=computation.result())
+        part = Contribution(checksums=files.settle(save.partial, names), sums=computation.result())
         if process:
-            leave(save.partial, process, part)
+            report_written(save.partial, process, part)
             return {}, {}
         parts = [part, *collect(save.partial, range(1, count), sleep=save.given_up.wait)]
         fingerprints = _fingerprints(save, parts) if save.fingerprints else {}
     except Exception as error:
         if process:
-            leave_failure(save.partial, process, error)
+            report_failure(save.partial, process, error)
         if count > 1:
             leave_group_when_over()  # threads of Orbax may wait for a process that has failed
         raise _lost(save, error) from error
@@ -228,7 +234,7 @@ def _cause(name: str) -> str:
     )
 
 
-def _fingerprints(save: Save, parts: list[Part]) -> dict[str, str]:
+def _fingerprints(save: Save, parts: list[Contribution]) -> dict[str, str]:
     """Name -> fingerprint, from what all processes have found.
 
     Raises:

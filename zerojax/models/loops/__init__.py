@@ -1,7 +1,7 @@
 """The loop over layers in a traced loss, and the loss cut around it."""
 
-from zerojax.models.loops.cutting import LossPieces, cut_loss
-from zerojax.models.loops.finding import LayerLoop, find_layer_loop, find_stacks
+from zerojax.models.loops.detection import LayerLoop, find_layer_loop, find_stacks
+from zerojax.models.loops.loss_pieces import LossPieces, cut_loss
 from zerojax.models.loops.split import SplitPasses, split_layers, split_passes
 
 __all__ = [

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from zerojax.models.loops.cutting import LossPieces
+from zerojax.models.loops.loss_pieces import LossPieces
 
 Arrays = Any
 """A tree of arrays."""

@@ -35,7 +35,7 @@ _NOTE = re.compile(r"written\.process_(\d+)\.(?:json|errno_(\d+))")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class Contribution:
     """What one process has written.
 
     Attributes:
@@ -51,7 +51,7 @@ class Part:
     disk_full: bool = False
 
 
-def leave(folder: Path, process: int, part: Part) -> None:
+def report_written(folder: Path, process: int, part: Contribution) -> None:
     """Tells the first process that everything of this one is on disk.
 
     Raises:
@@ -63,13 +63,15 @@ def leave(folder: Path, process: int, part: Part) -> None:
     os.rename(draft, path)
 
 
-def leave_failure(folder: Path, process: int, error: BaseException) -> None:
+def report_failure(folder: Path, process: int, error: BaseException) -> None:
     """Tells the first process why there will be nothing of this one, if that can be told at all.
 
     Where a disk has no space for a sentence it may have some for the name of an empty file.
     """
     with contextlib.suppress(OSError):  # also: the first process has given up and removed it all
-        leave(folder, process, Part(error=reason(error), disk_full=is_disk_full(error)))
+        report_written(
+            folder, process, Contribution(error=reason(error), disk_full=is_disk_full(error))
+        )
         return
     code = os_error_code(error) or errno.EIO
     with contextlib.suppress(OSError):
@@ -93,7 +95,7 @@ def collect(
     *,
     limit: float = LIMIT,
     sleep: Callable[[float], Any] = time.sleep,
-) -> list[Part]:
+) -> list[Contribution]:
     """Waits for these processes and takes their notes out of the folder.
 
     Args:
@@ -123,7 +125,7 @@ def collect(
     return parts
 
 
-def _raise_failure(process: int, part: Part) -> None:
+def _raise_failure(process: int, part: Contribution) -> None:
     if part.disk_full:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"process {process}")
     if part.error is not None:
@@ -143,20 +145,20 @@ def _notes(folder: Path) -> dict[int, str]:
     return {int(match[1]): match[0] for match in found}
 
 
-def _read(folder: Path, name: str) -> Part:
+def _read(folder: Path, name: str) -> Contribution:
     match = _NOTE.fullmatch(name)
     assert match is not None
     if match[2] is None:
         return _parsed(read_bytes(folder / name, follow=False))
     error = OSError(int(match[2]), os.strerror(int(match[2])))
-    return Part(error=reason(error), disk_full=is_disk_full(error))
+    return Contribution(error=reason(error), disk_full=is_disk_full(error))
 
 
-def _parsed(text: bytes) -> Part:
+def _parsed(text: bytes) -> Contribution:
     body = loads(text)
     sums = {
         name: {int(device): (first, second) for device, (first, second) in of_devices.items()}
         for name, of_devices in body["sums"].items()
     }
     told = {name: body[name] for name in ("checksums", "error", "disk_full")}
-    return Part(sums=sums, **told)
+    return Contribution(sums=sums, **told)
