@@ -18,7 +18,7 @@ from zerojax.runtime import shutdown
 
 pytestmark = pytest.mark.multihost
 
-GO_ON = "run the same command again to resume"
+GO_ON = "; to go on: "
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def finish(run: Run, undisturbed: dict[int, float]) -> None:
 def check_peer_lost(sentence: str, process: int, processes: int = 2) -> None:
     assert sentence.startswith("zerojax: error: another process of this run has ended")
     assert f"(process {process} of {processes})" in sentence
-    assert sentence.endswith(GO_ON)
+    assert GO_ON in sentence
 
 
 def check_other_ended(ended: Ended, process: int) -> None:
@@ -192,8 +192,8 @@ def test_a_signal_at_any_time_saves(tmp_path, undisturbed, processes, what, at, 
     name = {"term": "SIGTERM", "int": "SIGINT"}[what]
     if at == "start":  # nobody listened yet, but JAX
         name += ", sent to one of the run's processes,"
-    expected = f"zerojax: {name} after step {last}: saved in {tmp_path}/run/checkpoints; {GO_ON}"
-    assert ended.sentence(processes - 1) == expected
+    expected = f"zerojax: {name} after step {last}: saved in {tmp_path}/run/checkpoints{GO_ON}"
+    assert ended.sentence(processes - 1).startswith(expected)
     if processes == 1:
         assert run.run().codes == [shutdown.OK]
         assert run.steps() == list(range(1, 17))
