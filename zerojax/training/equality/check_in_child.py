@@ -24,7 +24,6 @@ from zerojax.training.equality.experiments import (
 )
 from zerojax.training.equality.short_runs import (
     CHAOTIC,
-    NO_NOISE,
     TOLERANCES,
     CheckInputs,
     Configuration,
@@ -36,6 +35,7 @@ from zerojax.training.equality.short_runs import (
     evaluation_mode,
     holding,
     measure_noise,
+    noise_of,
     plan_of,
     prepare,
     relative_changes,
@@ -180,8 +180,7 @@ class _Check:
             model=holding(self.given.model, whole, self.plain.extras),
             before=before,
         )
-        noise = measure_noise(self.reference, self.plain.run(reversed_rows), before)
-        self.noise = noise or NO_NOISE
+        self.noise = noise_of(self.plain, self.reference)
         if self.given.model.overwritten:
             self.noise = with_eight_bits(self.noise)
             self.notes.append(
@@ -320,7 +319,8 @@ class _Check:
             for configuration, run in self.runs.items()
             if not self._agree(run, self.reference)
         ]
-        if not differing:
+        # Where nothing is split, updates differ by another reason than how they are split.
+        if not differing or any(configuration.zero == 0 for configuration in differing):
             return None
         worst = max(differing, key=lambda c: (c.zero, -c.num_microbatches))
         self.progress(f"{worst.name}: gradients alone")
@@ -356,7 +356,7 @@ class _Check:
         given = dataclasses.replace(self.given, model=evaluation_mode(self.given.model))
         plain = PlainRun(given, self.plan)
         reference = plain.run()
-        noise = measure_noise(reference, plain.run(reversed_rows), given.before) or NO_NOISE
+        noise = noise_of(plain, reference)
         agree = True
         for zero, number in ((0, 1), (3, MICROBATCHES)):
             configuration = Configuration(self.devices, zero, number, train=False)

@@ -38,7 +38,7 @@ TOLERANCES = {"loss": 4e-6, "norm": 2e-5, "params": 2e-4}
 loss: that of summing a batch's rows in another order over 20 steps. norm: a sum of squares of all
 gradients. params: of a parameter's whole change, by its L2 norm."""
 NOISE = 8.0
-"""How many times the measured noise of one other order of rows a difference may be larger."""
+"""How many times larger than the measured noise a difference may be."""
 QUICK_OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -270,9 +270,15 @@ class PlainRun:
         moved: Any = optax.apply_updates(params, updates)
         return moved, opt_state, after, loss, norm
 
-    def run(self, reorder: Callable[[Any], Any] = lambda batch: batch) -> RunOutcome:
-        """Takes a step for each batch, whose rows `reorder` may put in another order."""
-        params, extras = self.params, self.extras
+    def run(
+        self, reorder: Callable[[Any], Any] = lambda batch: batch, *, params: Arrays | None = None
+    ) -> RunOutcome:
+        """Takes a step for each batch, whose rows `reorder` may put in another order.
+
+        Args:
+          params: what to start from; None takes the run's own.
+        """
+        params, extras = self.params if params is None else params, self.extras
         opt_state = self._tx.init(jax.tree.map(jnp.asarray, params))
         losses, norms = [], []
         for number, batch in enumerate(self.given.batches):
@@ -308,7 +314,7 @@ def cut_rows(batch: Any, number: int) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """How much a run changes by rounding alone, measured with rows in the opposite order.
+    """How much a run changes by rounding alone, as `noise_of` measures it.
 
     Attributes:
       loss, norm: relative; params: {name: relative difference of its change}.
@@ -348,6 +354,46 @@ def measure_noise(run: RunOutcome, reordered: RunOutcome, before: Arrays) -> Noi
     if not loss < 50 * TOLERANCES["loss"]:
         return None
     return Noise(loss, norm, relative_changes(run, reordered, before))
+
+
+def noise_of(plain: PlainRun, reference: RunOutcome) -> Noise:
+    """The noise of rounding of a training in plain JAX, none where it cannot be told.
+
+    Two runs show it. Rows in the opposite order change what sums of rows round to, but not what is
+    computed of each row. Parameters that start one unit in the last place away change that, too:
+    a matrix product of half as many rows, or over half of the devices, rounds as differently. It
+    matters where an optimizer divides by the size of the gradient, as Adam does, and the gradient
+    of a parameter is still small, as in the first steps of LoRA.
+    """
+    before = plain.params
+    reordered = measure_noise(reference, plain.run(reversed_rows), before)
+    if reordered is None:
+        return NO_NOISE
+    moved = measure_noise(reference, plain.run(params=one_unit_away(before)), before)
+    if moved is None:
+        return reordered
+    return Noise(
+        max(reordered.loss, moved.loss),
+        max(reordered.norm, moved.norm),
+        {name: max(value, moved.params[name]) for name, value in reordered.params.items()},
+    )
+
+
+def one_unit_away(params: Arrays) -> Arrays:
+    """Parameters whose values are the next larger or smaller number of their dtype, at random.
+
+    Values of 0, and dtypes that NumPy cannot count through, stay.
+    """
+    random = np.random.default_rng(0)
+
+    def move(value: np.ndarray) -> np.ndarray:
+        if value.dtype not in (np.float32, np.float64):
+            return value
+        towards = np.where(random.random(value.shape, np.float32) < 0.5, -np.inf, np.inf)
+        away = np.nextafter(value, towards.astype(value.dtype))
+        return np.where(value == 0, value, away)
+
+    return {name: move(np.asarray(value)) for name, value in params.items()}
 
 
 def compare(
