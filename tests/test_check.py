@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import zerojax
 from tests import checked_models as cases
@@ -24,6 +25,7 @@ from zerojax.training.equality.short_runs import (
     PlainRun,
     RunOutcome,
     differing_state,
+    one_unit_away,
     plan_of,
 )
 
@@ -266,3 +268,41 @@ def test_rows_that_do_not_divide_are_left_out_with_a_note():
 def test_what_cannot_be_checked_is_refused(given, options, message):
     with pytest.raises(ValueError, match=message):
         zerojax.check(cases.PAIR, given, **options)
+
+
+class Shifted(nnx.Module):
+    """A shift of all logits changes no loss: its gradient is what rounding leaves of 0."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.out = nnx.Linear(8, 6, rngs=rngs)
+        self.shift = nnx.Param(jnp.full((1, 1), 0.3))
+
+    def __call__(self, x):
+        return self.out(x) + self.shift
+
+
+def test_a_gradient_of_rounding_alone_is_told_where_rows_are_alike():
+    """Another order of equal rows changes nothing; halves of them round differently, and Adam
+    divides by the size of the gradient."""
+
+    def loss(model, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+        return jnp.mean(losses)
+
+    row = np.random.default_rng(0).normal(size=(1, 8)).astype(np.float32)
+    rows = {"x": np.repeat(row, 8, 0), "y": np.full((8,), 3)}
+    result = check_here(
+        make_request(Shifted, rows, loss=loss, optimizer=optax.adam(1e-2), devices=2)
+    )
+    assert result.agrees, result
+    (note,) = result.notes
+    assert note.startswith("not compared: shift, whose gradient is rounding noise")
+
+
+def test_parameters_move_by_one_unit_in_the_last_place():
+    before = {"w": np.float32([1.5, -3.5, 0.0]), "n": np.int32([3])}
+    after = one_unit_away(before)
+    assert after["w"].dtype == np.float32
+    units = np.spacing(np.abs(before["w"]))
+    assert np.abs(after["w"] - before["w"]).tolist() == [units[0], units[1], 0]
+    assert after["n"].tolist() == [3]
