@@ -96,7 +96,8 @@ def train(config: RunConfig, command: str) -> int:
         if jax.process_index() == 0 and to_go_on not in sentence:
             show(to_go_on, file=sys.stderr)
         return getattr(error, "exit_code", shutdown.INTERRUPTED)
-    sample = draw_sample(trainer, config)
+    with trainer:  # closed at the end: another run of this process may take its files
+        sample = draw_sample(trainer, config)
     if jax.process_index() != 0:
         return 0
     if sample is not None:
