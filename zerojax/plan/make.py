@@ -61,7 +61,7 @@ from zerojax.plan.refusals import (
     check_not_per_example,
     check_reads,
     check_trained,
-    naming_the_call,
+    errors_with_users_lines,
 )
 from zerojax.plan.state import (
     abstract,
@@ -353,7 +353,7 @@ def _trace(task: _Task) -> _Seen:
     """
     shards = meshes.num_data_shards(task.mesh)
     microbatch = slice_batch(task.batch, shards * task.num_microbatches)
-    with naming_the_call(microbatch):
+    with errors_with_users_lines(microbatch):
         params, extras = abstract_model(task.model, task.batch, task.loss)
         read = as_read(params, task.precision)
         trace = models.trace_model(task.model, read, extras, microbatch, task.loss)

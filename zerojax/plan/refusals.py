@@ -186,7 +186,7 @@ def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
 
 
 @contextlib.contextmanager
-def naming_the_call(batch: Tree) -> Iterator[None]:
+def errors_with_users_lines(batch: Tree) -> Iterator[None]:
     """Around the tracing of a model: says which of its lines asked for a value.
 
     Another error of the user's code or of a library passes with a note of what the loss was given.

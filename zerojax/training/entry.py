@@ -45,11 +45,11 @@ from zerojax.training.run_lifecycle import (
     Run,
     RunFiles,
     absolute,
-    apart,
+    external_checkpoints,
     fit,
     open_run,
+    print_if_slow,
     rows_of_process,
-    saying_if_slow,
     with_disk_folder,
 )
 from zerojax.training.run_record import LossKind, RunNotes, TextData
@@ -269,7 +269,7 @@ def _plan_run(given: _Given) -> Plan:
     is_given = given.text is None or arguments.data is not None
     with (
         _saying_where_batches_come_from(is_given=is_given),
-        saying_if_slow(given.folder, arguments.log, PLANNING),
+        print_if_slow(given.folder, arguments.log, PLANNING),
     ):
         if isinstance(mesh_config, Mapping):
             mesh_config = as_mesh_config(mesh_config)
@@ -324,7 +324,7 @@ def _open_run(plan: Plan, given: _Given) -> Run:
             loss=given.loss_kind,
             data=given.text,
             eval_batches=arguments.eval_batches,
-            checkpoints=apart(checkpoint.path if checkpoint else None, folder),
+            checkpoints=external_checkpoints(checkpoint.path if checkpoint else None, folder),
             tokenizer=given.tokenizer,
         ),
     )

@@ -28,11 +28,11 @@ from zerojax.training.run_lifecycle import (
     TOKENIZER_FILE,
     RunFiles,
     absolute,
-    apart,
+    external_checkpoints,
     fit,
     open_run,
+    print_if_slow,
     rows_of_process,
-    saying_if_slow,
     with_disk_folder,
 )
 from zerojax.training.run_record import RunNotes, TextData
@@ -79,7 +79,7 @@ def run_from_config(
         platform = jax.devices()[0].platform
         return _make_plan(config, mesh_config, train_source.batch(0), vocab_size, platform=platform)
 
-    with saying_if_slow(folder, config.log, PLANNING):
+    with print_if_slow(folder, config.log, PLANNING):
         plan = replan(config.mesh)
     files = _files_of(config, plan, vocab_size, train_source.describe(), tokenizer)
     loop_settings = LoopSettings(
@@ -152,7 +152,7 @@ def _files_of(
                 validation_fraction=config.data.validation_fraction,
             ),
             eval_batches=config.eval_batches,
-            checkpoints=apart(checkpoint.path, folder),
+            checkpoints=external_checkpoints(checkpoint.path, folder),
             tokenizer=tokenizer,
         ),
     )

@@ -129,7 +129,7 @@ def fit(run: Run) -> Trainer:
     with watchdog:
         try:
             with explaining_memory(lambda: _under_way(run.plan, trainer), files.folder):
-                with saying_if_slow(files.folder, files.log, "preparing the initial state ..."):
+                with print_if_slow(files.folder, files.log, "preparing the initial state ..."):
                     trainer = Trainer(
                         run.plan,
                         replan=run.replan,
@@ -155,7 +155,7 @@ def fit(run: Run) -> Trainer:
 
 
 @contextlib.contextmanager
-def saying_if_slow(folder: Path | None, log: LogConfig | None, text: str) -> Iterator[None]:
+def print_if_slow(folder: Path | None, log: LogConfig | None, text: str) -> Iterator[None]:
     """Prints a line when the block takes long, where the log of the run, not yet open, would.
 
     Args:
@@ -274,7 +274,7 @@ def absolute(path: str | Path | None) -> str | None:
     return None if path is None else str(Path(path).expanduser().absolute())
 
 
-def apart(checkpoints: str | None, folder: Path | None) -> str | None:
+def external_checkpoints(checkpoints: str | None, folder: Path | None) -> str | None:
     """Where a run's checkpoints are, if not in its folder, as an absolute path."""
     if checkpoints is None or folder is None:
         return None

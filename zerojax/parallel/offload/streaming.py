@@ -35,9 +35,9 @@ from zerojax.parallel.offload.streaming_rows import (
     GradientSink,
     GradientTotals,
     LayerRows,
-    apart,
     device_inputs,
     host_inputs,
+    split_by_name,
 )
 from zerojax.parallel.sums import sum_replicated
 from zerojax.parallel.zero import (
@@ -163,16 +163,16 @@ class StreamedPass:
     ) -> None:
         assert config.offload is not None
         self.config, self.frozen = config, frozen
-        waiting, here = apart({**params, **frozen}, config.offload.streamed)
+        waiting, here = split_by_name({**params, **frozen}, config.offload.streamed)
         of = lambda names: {name: here[name] for name in names if name in here}  # noqa: E731
         inputs, constants = prepare_parameters(config, of(params), of(frozen))
         abstract = _abstract(extras), jax.eval_shape(shard_key, key_data), batch
         whole = {name: self._whole(name, x) for name, x in {**params, **frozen}.items()}
         stacked = self._stacked(whole, *abstract, train=train)
-        resident, self.outer = apart(inputs, stacked)
-        fixed, self.constants = apart(constants, stacked)
+        resident, self.outer = split_by_name(inputs, stacked)
+        fixed, self.constants = split_by_name(constants, stacked)
         self.rows = LayerRows(config, waiting, resident, fixed, frozenset(frozen))
-        self.on_read = apart(build_reads(config, frozen), stacked)[1]
+        self.on_read = split_by_name(build_reads(config, frozen), stacked)[1]
         self.rewriting = build_rewriting(config, frozen)
         values = {name: _abstract(x) for name, x in self.bind(self.outer).items()}
         values |= {name: whole[name] for name in self.rows.names}

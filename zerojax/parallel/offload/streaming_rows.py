@@ -246,7 +246,7 @@ def host_inputs(specs: list[P]) -> Inputs:
     return Inputs(empty=empty, load=load, store=store)
 
 
-def apart(arrays: Arrays, names: Any) -> tuple[Arrays, Arrays]:
+def split_by_name(arrays: Arrays, names: Any) -> tuple[Arrays, Arrays]:
     """(those of these names, the others)."""
     chosen = {name: x for name, x in arrays.items() if name in names}
     return chosen, {name: x for name, x in arrays.items() if name not in names}
@@ -315,7 +315,7 @@ class GradientTotals:
 
     def take(self, totals: Arrays, index: Any, grads: Arrays) -> Arrays:
         """Reduces the gradients of a layer and adds them."""
-        waiting, here = apart(self.rows.reduce(grads), self.rows.streamed)
+        waiting, here = split_by_name(self.rows.reduce(grads), self.rows.streamed)
         if self.first is not None:
             before = self.rows.stacks.load(totals["host"], index)
             waiting = {

@@ -22,7 +22,7 @@ from zerojax.config.mesh import HOST
 from zerojax.parallel import model_state
 from zerojax.parallel.offload.sliced_update import begin, context_of, update_slice
 from zerojax.parallel.offload.streaming import StreamedPass, one_of
-from zerojax.parallel.offload.streaming_rows import LayerRows, apart, put_rows
+from zerojax.parallel.offload.streaming_rows import LayerRows, put_rows, split_by_name
 from zerojax.parallel.sums import over_auto_axes, sum_replicated
 from zerojax.parallel.zero import PassConfig, reduce_gradients, shard_key, specs_of, split_batch
 from zerojax.plan.device_mesh import DATA, DATA_AXES, MODEL
@@ -90,7 +90,7 @@ def build_updating_gradients(
             name: [{tier: _slice_spec(layout.leaves[name], DATA) for tier in x} for x in arrays]
             for name, arrays in slices.items()
         }
-        streamed, others = apart(specs[0], layout.streamed)
+        streamed, others = split_by_name(specs[0], layout.streamed)
         mapped = jax.shard_map(
             local,
             mesh=config.mesh,
@@ -152,7 +152,7 @@ class LayerUpdates:
 
     def take(self, totals: Arrays, index: Any, grads: Arrays) -> Arrays:
         """Reduces the gradients of a layer and updates it."""
-        waiting, here = apart(self.rows.reduce(grads), self.rows.streamed)
+        waiting, here = split_by_name(self.rows.reduce(grads), self.rows.streamed)
         squares = self.rows.sum_squares({n: self.rows.squares(n, g) for n, g in waiting.items()})
         finite = jnp.isfinite(sum(squares.values()))
         skip = totals["skip"] | ~finite

@@ -33,7 +33,6 @@ from zerojax.training.equality.short_runs import (
     compare,
     differing_state,
     evaluation_mode,
-    holding,
     measure_noise,
     noise_of,
     plan_of,
@@ -42,6 +41,7 @@ from zerojax.training.equality.short_runs import (
     reversed_rows,
     run_zerojax,
     with_eight_bits,
+    with_initial_arrays,
 )
 from zerojax.training.equality.tracing import line_of_error
 
@@ -177,7 +177,7 @@ class _Check:
         whole = {**before, **self.plain.frozen}
         self.given = dataclasses.replace(
             self.given,
-            model=holding(self.given.model, whole, self.plain.extras),
+            model=with_initial_arrays(self.given.model, whole, self.plain.extras),
             before=before,
         )
         self.noise = noise_of(self.plain, self.reference)

@@ -109,7 +109,7 @@ class RunOutcome:
     state: dict[str, list[np.ndarray]]
 
 
-def holding(model: Model, params: Arrays, extras: Arrays) -> Model:
+def with_initial_arrays(model: Model, params: Arrays, extras: Arrays) -> Model:
     """The same model, which holds these arrays already: no run has to make them anew."""
     changed: Any = copy.copy(model)
     changed.initial_arrays = lambda: (params, extras)
