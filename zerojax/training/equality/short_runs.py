@@ -271,19 +271,22 @@ class PlainRun:
         return moved, opt_state, after, loss, norm
 
     def run(
-        self, reorder: Callable[[Any], Any] = lambda batch: batch, *, params: Arrays | None = None
+        self,
+        reorder: Callable[[Any], Any] = lambda batch: batch,
+        move: Callable[[Arrays], Arrays] = lambda params: params,
     ) -> RunOutcome:
-        """Takes a step for each batch, whose rows `reorder` may put in another order.
+        """Takes a step for each batch.
 
         Args:
-          params: what to start from; None takes the run's own.
+          reorder: may put a batch's rows in another order.
+          move: may change the parameters, trained and frozen ones, that it starts from.
         """
-        params, extras = self.params if params is None else params, self.extras
+        params, frozen, extras = move(self.params), move(self.frozen), self.extras
         opt_state = self._tx.init(jax.tree.map(jnp.asarray, params))
         losses, norms = [], []
         for number, batch in enumerate(self.given.batches):
             params, opt_state, extras, loss, norm = self._step(
-                params, self.frozen, opt_state, extras, self.key(number), reorder(batch)
+                params, frozen, opt_state, extras, self.key(number), reorder(batch)
             )
             losses.append(float(loss))
             norms.append(float(norm))
@@ -363,13 +366,14 @@ def noise_of(plain: PlainRun, reference: RunOutcome) -> Noise:
     computed of each row. Parameters that start one unit in the last place away change that, too:
     a matrix product of half as many rows, or over half of the devices, rounds as differently. It
     matters where an optimizer divides by the size of the gradient, as Adam does, and the gradient
-    of a parameter is still small, as in the first steps of LoRA.
+    of a parameter is still small, as in the first steps of LoRA, where all that is computed comes
+    from frozen parameters: they move as well.
     """
     before = plain.params
     reordered = measure_noise(reference, plain.run(reversed_rows), before)
     if reordered is None:
         return NO_NOISE
-    moved = measure_noise(reference, plain.run(params=one_unit_away(before)), before)
+    moved = measure_noise(reference, plain.run(move=one_unit_away), before)
     if moved is None:
         return reordered
     return Noise(
