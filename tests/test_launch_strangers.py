@@ -13,7 +13,7 @@ import pytest
 
 from tests.test_distributed import free_port
 from tests.test_launch import LIMIT, command, launched, wait_until
-from zerojax.runtime.launch.handshake import TOKEN, Handshake, Stranger, Token
+from zerojax.runtime.launch.handshake import TOKEN, Handshake, Token, UnauthenticatedPeer
 from zerojax.runtime.launch.hosts import Followers, reach_leader
 
 SECRET = "0123456789abcdef-of-the-run"
@@ -94,7 +94,7 @@ class TestGreeting:
         def introduce() -> None:
             try:
                 found.append(follower.introduce(NUMBERS))
-            except Stranger as error:
+            except UnauthenticatedPeer as error:
                 found.append(error)
 
         thread = threading.Thread(target=introduce)
@@ -112,13 +112,13 @@ class TestGreeting:
 
     def test_a_follower_with_another_token(self, pair):
         leader, follower = Handshake(pair[0], b"a" * 20), Handshake(pair[1], b"b" * 20)
-        with pytest.raises(Stranger, match="it has another token"):
+        with pytest.raises(UnauthenticatedPeer, match="its token is another one"):
             self.exchange(leader, follower)
 
     def test_a_leader_with_another_token_is_not_obeyed(self, pair):
         left, right = pair
         left.sendall(b'{"zerojax_launch": {"nonce": "1"}}\n{"proof": "00", "refused": "stop"}\n')
-        with pytest.raises(Stranger, match="host 0 has another token"):
+        with pytest.raises(UnauthenticatedPeer, match="the token of host 0 is another one"):
             Handshake(right, b"a" * 20).introduce(NUMBERS)
 
     @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ class TestGreeting:
         left, right = pair
         right.sendall(said)
         right.shutdown(socket.SHUT_WR)
-        with pytest.raises(Stranger):
+        with pytest.raises(UnauthenticatedPeer):
             Handshake(left, b"a" * 20).hear()
 
     def test_one_byte_at_a_time_ends_with_the_whole_time(self, pair):
@@ -155,7 +155,7 @@ class TestGreeting:
         thread = threading.Thread(target=trickle)
         thread.start()
         try:
-            with pytest.raises((Stranger, TimeoutError)):
+            with pytest.raises((UnauthenticatedPeer, TimeoutError)):
                 Handshake(left, b"a" * 20, seconds=0.3).hear()
         finally:
             over.set()
@@ -200,7 +200,7 @@ def test_strangers_hold_nobody_up_and_are_named():
     silent.close()
     dropped = [line for line in said if "a connection from 127.0.0.1 was dropped" in line]
     assert len(dropped) == 10
-    assert dropped[-1].endswith("further ones are dropped without a word")
+    assert dropped[-1].endswith("further ones are dropped and not named")
 
 
 class TestRealLaunchers:
@@ -237,9 +237,9 @@ class TestRealLaunchers:
         with started[0] as (first,), started[1] as (second,):
             errors = [each.communicate(timeout=LIMIT)[1] for each in (first, second)]
         assert (first.returncode, second.returncode) == (1, 1), errors
-        assert "was dropped: it has another token" in errors[0]
+        assert "was dropped: its token is another one" in errors[0]
         assert "no launcher has come from host 1" in errors[0]
-        assert "host 0 has another token; set ZEROJAX_LAUNCH_TOKEN to the same" in errors[1]
+        assert "the token of host 0 is another one; set ZEROJAX_LAUNCH_TOKEN" in errors[1]
         assert not [error for error in errors if SECRET in error or SECRET[::-1] in error]
 
     @pytest.mark.parametrize(

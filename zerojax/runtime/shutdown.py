@@ -104,7 +104,7 @@ def exit_code_of(error: BaseException) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
 
 
-def say(error: BaseException) -> None:
+def print_error(error: BaseException) -> None:
     """The traceback of an uncaught `error`; of an end that all have agreed on its sentence only."""
     if exit_code_of(error) in AGREED:
         print(f"zerojax: {error}", file=sys.stderr, flush=True)
@@ -134,7 +134,7 @@ class _ExceptHook:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if exit_code_of(error) in AGREED:
-            say(error)
+            print_error(error)
         else:
             self.previous(kind, error, trace)
         if in_group():

@@ -24,7 +24,7 @@ from zerojax.runtime.shutdown import (
     exit_code_of,
     in_group,
     leave,
-    say,
+    print_error,
 )
 
 _LAUNCHER = "--launcher="
@@ -53,7 +53,7 @@ def main() -> int:
             print(error.code, file=sys.stderr)
     except BaseException as error:
         code = exit_code_of(error)
-        say(_without_boot(error))
+        print_error(_without_boot(error))
     if code not in AGREED and in_group():
         leave(code)
     return code
@@ -91,7 +91,7 @@ def _become(words: list[str]) -> int:
 
 
 def _without_boot(error: BaseException) -> BaseException:
-    """Leaves out the frames of this module and of `runpy`, which say nothing of the script."""
+    """Leaves out the frames of this module and of `runpy`, which are not the script's."""
     outside = (__file__, runpy.run_path.__code__.co_filename)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in outside:

@@ -129,8 +129,8 @@ class Token:
             )
 
 
-class Stranger(Exception):
-    """Whoever is at the other end is no launcher of this run."""
+class UnauthenticatedPeer(Exception):
+    """The other end of a connection is not a launcher of this run."""
 
 
 @dataclasses.dataclass
@@ -154,19 +154,19 @@ class Handshake:
         """What a follower says of itself, and its nonce, which `accept` takes.
 
         Raises:
-          Stranger: it said something else, too slowly, or without the token. OSError.
+          UnauthenticatedPeer: it said something else, too slowly, or without the token. OSError.
         """
         nonce = secrets.token_hex(16)
         self._send({_NAME: {"nonce": nonce}})
         said = self._read()
         numbers, other, proof = _numbers(said.get("hello")), said.get("nonce"), said.get("proof")
         if numbers is None or not (isinstance(other, str) and isinstance(proof, str)):
-            raise Stranger("it says what no launcher says")
+            raise UnauthenticatedPeer("its message is not one of a launcher")
         if not hmac.compare_digest(
             proof.encode(), self._proof("host", nonce, other, numbers).encode()
         ):
             self._send({"unknown": True})
-            raise Stranger("it has another token")
+            raise UnauthenticatedPeer("its token is another one")
         return numbers, other.encode()
 
     def accept(self, numbers: dict[str, int], nonce: bytes, refused: str | None = None) -> None:
@@ -181,12 +181,12 @@ class Handshake:
           Why it refuses; None: it does not.
 
         Raises:
-          Stranger: the other one is no leader, or has another token. OSError.
+          UnauthenticatedPeer: the other one is no leader, or has another token. OSError.
         """
         said = self._read().get(_NAME)
         nonce = said.get("nonce") if isinstance(said, dict) else None
         if not isinstance(nonce, str):
-            raise Stranger("what listens there is no launcher of this version")
+            raise UnauthenticatedPeer("what listens there is no launcher of this version")
         mine = secrets.token_hex(16)
         proof = self._proof("host", nonce, mine, numbers)
         self._send({"hello": numbers, "nonce": mine, "proof": proof})
@@ -194,7 +194,7 @@ class Handshake:
         proof, refused = answer.get("proof"), answer.get("refused")
         wanted = self._proof("leader", mine, refused if isinstance(refused, str) else "", numbers)
         if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(), wanted.encode()):
-            raise Stranger("host 0 has another token")
+            raise UnauthenticatedPeer("the token of host 0 is another one")
         return refused if isinstance(refused, str) else None
 
     def _proof(self, role: str, nonce: str, more: str, numbers: dict[str, int]) -> str:
@@ -209,25 +209,26 @@ class Handshake:
         text = b""
         while not text.endswith(b"\n"):
             if len(text) == _LONGEST:
-                raise Stranger(f"it says more than {_LONGEST} bytes")
+                raise UnauthenticatedPeer(f"its message is longer than {_LONGEST} bytes")
             self.connection.settimeout(self._left())
             # What comes behind the line belongs to whoever reads the connection next.
             got = self.connection.recv(1)
             if not got:
-                raise Stranger("it has gone without a word" if not text else "it has gone")
+                early = "" if text else " before any message"
+                raise UnauthenticatedPeer(f"it closed the connection{early}")
             text += got
         try:
             said = loads(text)
         except JsonError as error:
-            raise Stranger(f"what it says {error}") from None
+            raise UnauthenticatedPeer(f"its message {error}") from None
         if not isinstance(said, dict):
-            raise Stranger("it says what no launcher says")
+            raise UnauthenticatedPeer("its message is not one of a launcher")
         return said
 
     def _left(self) -> float:
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise Stranger(f"it took longer than {self.seconds:g} s to say who it is")
+            raise UnauthenticatedPeer(f"its handshake took longer than {self.seconds:g} s")
         return left
 
 

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from zerojax.config.display import printable
 from zerojax.runtime.bounded_json import JsonError, loads
-from zerojax.runtime.launch.handshake import REMEDY, Handshake, Stranger, Token
+from zerojax.runtime.launch.handshake import REMEDY, Handshake, Token, UnauthenticatedPeer
 from zerojax.runtime.process_group import split_address
 
 _LONGEST_LINE = 65536
@@ -65,7 +65,7 @@ class Connection:
         self._connection, self._host, self._events = connection, host, events
         self._is_known, self._say = is_known, say
         connection.settimeout(None)
-        # A host that vanishes without a word is noticed within half a minute.
+        # A host whose connection is lost without a message is noticed within half a minute.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
             if hasattr(socket, name):  # Linux
@@ -148,7 +148,7 @@ class Followers:
                     refusal = _check_hello(guest.numbers, num_hosts, num_processes, set(links))
                     try:
                         guest.handshake.accept(guest.numbers, guest.nonce, refusal)
-                    except (OSError, Stranger):  # it has gone, and may come again
+                    except (OSError, UnauthenticatedPeer):  # it has gone, and may come again
                         guest.handshake.connection.close()
                         continue
                     if refusal is not None:
@@ -210,7 +210,7 @@ class _Door:
         try:
             handshake = Handshake(connection, self._token)
             self.come_in.append(_Guest(handshake, *handshake.hear()))
-        except (Stranger, OSError) as error:
+        except (UnauthenticatedPeer, OSError) as error:
             self._drop(connection, where, getattr(error, "strerror", None) or str(error))
         finally:
             self._free.release()
@@ -218,7 +218,7 @@ class _Door:
     def _drop(self, connection: socket.socket, where: str, reason: str) -> None:
         self._dropped += 1
         if self._dropped <= _MAX_NAMED:
-            last = "; further ones are dropped without a word" * (self._dropped == _MAX_NAMED)
+            last = "; further ones are dropped and not named" * (self._dropped == _MAX_NAMED)
             self._say(f"a connection from {where} was dropped: {printable(reason)}{last}")
         connection.close()
 
@@ -277,7 +277,7 @@ def reach_leader(
         try:
             secret = token.read()
             if secret is None:
-                raise Stranger(f"there is no token at {token.place} yet")
+                raise UnauthenticatedPeer(f"there is no token at {token.place} yet")
             connection = socket.create_connection((host, port), timeout=5)
             try:
                 refusal = Handshake(connection, secret).introduce(hello)
@@ -288,7 +288,7 @@ def reach_leader(
                 connection.close()
                 raise ValueError(refusal)
             return Connection(connection, 0, events, is_known=_is_order, say=say)
-        except Stranger as error:
+        except UnauthenticatedPeer as error:
             reason = f"{error}; {REMEDY}" if "token" in str(error) else str(error)
             if reason not in said:
                 said.add(reason)
