@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from zerojax.plan.device_mesh import AXES
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("zerojax", "pallas_kernels")
 MAX_LINES = 700
@@ -23,6 +25,7 @@ MODULES_AT_THE_TOP = {"__init__", "__main__"}
 ENTRY_POINTS = {"__init__.py", "__main__.py", "boot.py", "child.py"}
 TABLES = {"architectures.py"}
 """Files that are a table of data, and as long as it is."""
+TABLE_OF_AXES = "device_mesh.py"
 IMPORTERS = {"import_module", "__import__", "find_spec"}
 
 
@@ -325,6 +328,27 @@ def repeated_file_names(sources: Sources) -> list[str]:
     ]
 
 
+def lists_of_axes(sources: Sources) -> list[str]:
+    """A new mesh axis is a row of one table, from which every list of axes is read."""
+    constants = set(map(str.upper, AXES))
+
+    def is_axis(node: ast.expr) -> bool:
+        if isinstance(node, ast.Constant):
+            return node.value in AXES
+        return getattr(node, "attr", getattr(node, "id", None)) in constants
+
+    return [
+        f"{path.relative_to(sources.root)}:{node.lineno}: {ast.unparse(node)}; read a list of axes "
+        f"from the table in {TABLE_OF_AXES}"
+        for module, path in files_of(sources)
+        if path.name != TABLE_OF_AXES
+        for node in ast.walk(sources.trees[module])
+        if isinstance(node, ast.Tuple | ast.List | ast.Set)
+        and len(node.elts) > 1
+        and all(map(is_axis, node.elts))
+    ]
+
+
 def repeated_classes(sources: Sources) -> list[str]:
     found: dict[str, list[str]] = {}
     for module, _ in files_of(sources):
@@ -392,6 +416,7 @@ RULES = [
     mean_of_files,
     repeated_file_names,
     repeated_classes,
+    lists_of_axes,
     long_functions,
 ]
 
@@ -442,6 +467,8 @@ def test_the_sources_keep_the_rule(rule, sources):
         (mean_of_files, "zerojax/low/c.py", "x = 1\n" * (MEAN_LINES - 1)),
         (repeated_file_names, "zerojax/high/b.py", ""),
         (repeated_classes, "zerojax/high/d.py", "class Low:\n    pass\n"),
+        (lists_of_axes, "zerojax/low/a.py", "axes = ('data', 'replica')"),
+        (lists_of_axes, "zerojax/low/a.py", "axes = [meshes.DATA, STAGE]"),
         (long_functions, "zerojax/low/a.py", "def f():\n" + " x = 1\n" * MAX_FUNCTION_LINES),
     ],
 )

@@ -65,7 +65,7 @@ class LeafPlacement:
     access: Access
     mapped_dims: int = 0
     frozen: bool = False
-    zero_axes: tuple[str, ...] = (DATA,)
+    zero_axes: tuple[str, ...] = STATE_AXES
     layer_rows: tuple[int, ...] | None = None
     reasons: tuple[str, ...] = ()
 
@@ -98,7 +98,7 @@ class LeafPlacement:
         """How masters, optimizer state and reduced gradients lie."""
         axes: list[Any] = list(self.axes)
         if self.zero_dim is not None:
-            axes[self.zero_dim] = DATA if self.zero_axes == (DATA,) else self.zero_axes
+            axes[self.zero_dim] = self.zero_axes[0] if len(self.zero_axes) == 1 else self.zero_axes
         if self.layer_rows is not None:
             axes[0] = STAGE
         return P(*axes)
