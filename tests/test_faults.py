@@ -256,6 +256,6 @@ def test_a_signal_saves_whatever_the_state_is_made_of(tmp_path, shape):
 
 
 def test_the_table_of_codes_is_what_the_command_says():
-    text = (Path(__file__).parents[1] / "zerojax" / "cli" / "parser.py").read_text()
+    text = (Path(__file__).parents[1] / "zerojax" / "cli" / "train_command.py").read_text()
     for code in (shutdown.SAVED_AND_STOPPED, shutdown.HUNG, shutdown.INTERRUPTED):
         assert f" {code} " in text

@@ -12,7 +12,7 @@ from zerojax.plan import pipeline_costs as costs
 from zerojax.plan.counts import role_bytes, whole_elements
 from zerojax.plan.pipeline_page import pipeline_dict, pipeline_lines
 from zerojax.plan.schedules import Schedule, simulate
-from zerojax.plan.schedules.drawing import GAP, SHORT_ROWS, WIDTH, draw, draw_short
+from zerojax.plan.schedules.drawing import ELLIPSIS, SHORT_ROWS, WIDTH, draw, draw_short
 from zerojax.plan.schedules.simulation import bubble_formula
 
 SIZES = [(2, 2), (2, 8), (4, 4), (4, 16)]
@@ -199,8 +199,8 @@ def test_of_a_wide_picture_the_middle_is_left_out():
     schedule = layout_of("1f1b", stages=4, microbatches=64).schedule
     picture = draw_short(schedule, 98).splitlines()
     assert len({len(line) for line in picture[:9]}) == 1
-    assert all(GAP in line for line in picture[:9])
-    shown = [int(word) for word in picture[0].replace(GAP, "").split()[1:]]
+    assert all(ELLIPSIS in line for line in picture[:9])
+    shown = [int(word) for word in picture[0].replace(ELLIPSIS, "").split()[1:]]
     assert shown[:14] == list(range(14))
     assert shown[-1] == schedule.num_ticks - 1
     assert picture[9] == f"{schedule.num_ticks - len(shown)} ticks are left out"
