@@ -46,6 +46,7 @@ def test_a_state_is_what_the_plan_says():
     np.testing.assert_array_equal(state["rng"], run_key_data(3))
 
 
+@pytest.mark.thorough
 def test_values_do_not_depend_on_the_mesh_and_padding_is_zero():
     sharded = plan_for(user_model, zero=3, **USER)
     single = plan_for(user_model, devices=1, **USER)
@@ -63,6 +64,7 @@ def test_another_seed_gives_other_parameters():
     assert np.abs(one["params"]["out/kernel"] - two["params"]["out/kernel"]).max() > 0.1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [1, 8])
 def test_users_own_arrays_survive(devices):
     """A donated buffer may be written to; the user's parameters and statistics must not be."""
@@ -80,6 +82,7 @@ def test_users_own_arrays_survive(devices):
         np.testing.assert_array_equal(leaf, value)
 
 
+@pytest.mark.thorough
 def test_an_instance_may_start_two_runs():
     model = user_model(nnx.Rngs(0))
     plan = plan_for(model, zero=3, **USER)
@@ -89,6 +92,7 @@ def test_an_instance_may_start_two_runs():
     np.testing.assert_array_equal(first.losses, second.losses)
 
 
+@pytest.mark.thorough
 def test_a_factory_is_never_built_whole():
     """One device's part of the program that makes the state is small beside the model."""
     factory = reference_model("gpt2", embed_dim=128, max_seq_len=64)

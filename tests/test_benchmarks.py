@@ -85,6 +85,7 @@ def test_overhead(tmp_path):
     assert len(record["goals"]) == 2
 
 
+@pytest.mark.thorough
 def test_host_time(tmp_path):
     record = run_benchmark("host_time", tmp_path)
     assert column(record, "way")[0] == "flat list, same step"

@@ -111,6 +111,7 @@ def slow(*values: Any) -> Any:
 # Beside transformers
 
 
+@pytest.mark.thorough
 def test_hidden_states_logits_and_pooled_output_are_those_of_transformers() -> None:
     expected, model = REFERENCE["gelu"], build()
     inputs = tiny.TOKENS, tiny.ATTENTION_MASK, tiny.TOKEN_TYPES
@@ -129,6 +130,7 @@ def test_the_other_gelu_is_the_other_gelu() -> None:
     assert weight == tiny.WEIGHTS.sum()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["none", slow("full"), slow("dots")])
 def test_loss_and_gradients_are_those_of_transformers(remat: str) -> None:
     """Attention's key biases are left out: their gradient is zero but for rounding."""

@@ -60,6 +60,7 @@ def train(folder=None, *, callbacks, steps=12, data=None, checkpoint=None, **opt
     )
 
 
+@pytest.mark.thorough
 def test_a_callback_that_returns_true_ends_the_run_and_train_returns(tmp_path):
     def stop(trainer, metrics):
         return metrics["step"] == 3
@@ -69,6 +70,7 @@ def test_a_callback_that_returns_true_ends_the_run_and_train_returns(tmp_path):
     assert zerojax.load_run(tmp_path, model=Line, loss=squared).step == trainer.num_steps
 
 
+@pytest.mark.thorough
 def test_early_stopping(tmp_path, capsys):
     stopping = EarlyStopping(patience=2)
     trainer = train(tmp_path, callbacks=[stopping])
@@ -81,6 +83,7 @@ def test_early_stopping(tmp_path, capsys):
     assert capsys.readouterr().out.count(said) == 1
 
 
+@pytest.mark.thorough
 def test_early_stopping_counts_on_after_a_restart(tmp_path):
     whole = EarlyStopping(patience=4)
     trainer = train(callbacks=[whole])
@@ -101,6 +104,7 @@ def test_it_watches_training_and_more_of_what_is_better():
     assert trainer.num_steps < 12
 
 
+@pytest.mark.thorough
 def test_the_best_step_survives_retention_pruning_and_a_restart(tmp_path):
     keep = KeepBest()
     trainer = train(tmp_path, callbacks=[keep], steps=8)
@@ -129,6 +133,7 @@ def test_the_best_step_survives_retention_pruning_and_a_restart(tmp_path):
     assert third.evaluate([batch(0)])["loss"] == pytest.approx(best)
 
 
+@pytest.mark.thorough
 def test_a_better_step_takes_the_place_of_the_best(tmp_path):
     keep = KeepBest()
     train(tmp_path, callbacks=[keep], data=[batch(0)], steps=5).close()

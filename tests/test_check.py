@@ -108,6 +108,7 @@ def test_a_model_that_trains_the_same_agrees(monkeypatch):
     result.require()
 
 
+@pytest.mark.thorough
 def test_a_model_that_does_not_is_reported(monkeypatch):
     result = found_here(cases.PAIR, cases.centred, monkeypatch, only=[LAST])
     assert not result.agrees
@@ -208,6 +209,7 @@ def test_an_optimizer_that_sees_padding_is_found(optimizer):
         assert {reason.kind for reason in result.reasons} <= {"optimizer", "refused"}
 
 
+@pytest.mark.thorough
 def test_an_optimizer_that_depends_on_the_split_is_told_from_a_wrong_gradient(monkeypatch):
     """No known optimizer does any more, so one run's update is changed by hand."""
     take = check_in_child.run_zerojax
@@ -281,6 +283,7 @@ class Shifted(nnx.Module):
         return self.out(x) + self.shift
 
 
+@pytest.mark.thorough
 def test_a_gradient_of_rounding_alone_is_told_where_rows_are_alike():
     """Another order of equal rows changes nothing; halves of them round differently, and Adam
     divides by the size of the gradient."""

@@ -164,6 +164,7 @@ def test_metadata_is_readable_json_beside_the_arrays(tmp_path: Path) -> None:
     assert metadata.num_devices == 8
 
 
+@pytest.mark.thorough
 def test_only_part_of_a_state_is_read(tmp_path: Path) -> None:
     host = host_state()
     mesh = make_mesh(data=2)

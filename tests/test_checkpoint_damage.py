@@ -112,6 +112,7 @@ def test_fingerprints_and_checksums_are_stored(saved: Path) -> None:
     }
 
 
+@pytest.mark.thorough
 def test_fingerprints_do_not_depend_on_the_mesh(saved: Path, tmp_path: Path) -> None:
     expected = Checkpointer(saved).metadata(3).fingerprints
     for devices in (1, 2, 4):

@@ -227,6 +227,7 @@ def make_large(path: Path) -> None:
         file.truncate(1 << 40)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [metadata.FILE_NAME, packs.FILE_NAME, "arrays/stray"])
 @pytest.mark.parametrize(
     "make",
@@ -366,6 +367,7 @@ def change_a_table(chooser: random.Random, run: Path) -> None:
         about.write_text(json.dumps(body))
 
 
+@pytest.mark.thorough
 def test_mutated_tables_are_passed_over_or_harmless(original: Path, tmp_path: Path) -> None:
     for seed in range(100):
         run = Path(shutil.copytree(original, tmp_path / "run"))

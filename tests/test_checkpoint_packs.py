@@ -57,7 +57,7 @@ def bits(values):
     return array.dtype.name, array.shape, array.tobytes()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("saved", [(4, 2), (1, 1), (2, 2)])
 def test_every_bit_comes_back_on_any_mesh(tmp_path, saved):
     host = host_state()

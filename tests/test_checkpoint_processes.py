@@ -138,6 +138,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     return path, [json.loads(Path(f"{path}.{process}.json").read_text()) for process in range(2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.multihost
 def test_damage_in_one_processs_file_is_noticed_by_all(two: tuple[Path, list[dict]]) -> None:
     _, (first, second) = two

@@ -76,6 +76,7 @@ def test_a_run_goes_on_from_the_step_before(
         assert all(checkpointer.verify(step).is_good for step in checkpointer.steps())
 
 
+@pytest.mark.thorough
 def test_a_run_without_a_whole_step_ends_and_touches_nothing(tmp_path: Path) -> None:
     run(tmp_path, 4)
     for step in ("2", "4"):
@@ -101,6 +102,7 @@ def test_the_switch_of_the_run_file_reaches_the_checkpoint(tmp_path: Path) -> No
     assert body["checksums"]
 
 
+@pytest.mark.thorough
 def test_durable_files_are_preferred_to_an_older_step(tmp_path: Path) -> None:
     """The checkpoints are of steps 1 and 3, the files of step 2, and 3 turns out to be damaged."""
     about = {"data_state": {}, "config": {}, "plan": {}}

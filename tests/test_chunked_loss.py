@@ -59,7 +59,7 @@ def assert_same(ours, plain):
 # --- the same numbers -------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("chunk", [1, 5, 8, 13, 26, 1000])
 @pytest.mark.parametrize("vocab_dim", [0, 1])
 def test_loss_and_gradients_are_those_of_the_plain_loss(vocab_dim, chunk):
@@ -96,6 +96,7 @@ def test_what_is_divided_or_scaled_afterwards_scales_the_gradients():
     assert_same(mean(chunked), mean(plain))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("unknown", [-1, -100, VOCAB, 10 * VOCAB])
 @pytest.mark.parametrize("function", [plain, chunked], ids=["plain", "chunked"])
 def test_a_target_outside_the_vocabulary_is_ignored_at_weight_0_and_nan_otherwise(
@@ -134,6 +135,7 @@ def test_narrow_targets_hit_one_token_of_a_large_vocabulary():
 # --- narrow dtypes ----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_bfloat16_sums_the_gradient_of_the_head_over_chunks_in_float32():
     """512 equal terms: summed in bfloat16, whose mantissa has 8 bits, most would be lost."""
     hidden = jnp.broadcast_to(HIDDEN[:1, :1], (1, 512, WIDTH)).astype(jnp.bfloat16)
@@ -246,6 +248,7 @@ def test_shapes_that_do_not_belong_together_are_refused(options, message):
 # --- over devices -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", [P("model", None), P(None, "model")], ids=["vocab", "width"])
 def test_a_head_that_is_split_over_devices_stays_split(spec):
     """Nothing as large as the head is sent, neither it nor its gradient."""
@@ -309,6 +312,7 @@ def step_plan(name, zero, chunk, **options):
     return plan_for(model, zero=zero, persistence_threshold=THRESHOLD, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "zero", "parts"),
     [("gpt2", 3, 1), ("llama", 3, 2), ("llama", 2, 1), slow("llama", 3, 1), slow("gpt2", 2, 2)],
@@ -327,6 +331,7 @@ def test_chunks_send_nothing_and_stage_3_gathers_the_head_once_instead_of_twice(
     assert total(cut, "all_gather") == total(whole, "all_gather") - (zero == 3)
 
 
+@pytest.mark.thorough
 def test_evaluation_in_chunks_gathers_as_the_plain_one():
     counts = []
     for chunk in (None, 24):
@@ -338,6 +343,7 @@ def test_evaluation_in_chunks_gathers_as_the_plain_one():
     assert len(cut.loops) == len(whole.loops) + 1
 
 
+@pytest.mark.thorough
 def test_a_frozen_head_gets_no_gradient_in_the_step():
     """Of the step's products, those that make the head's gradient are gone, and nothing else."""
 

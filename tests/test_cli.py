@@ -215,6 +215,7 @@ def test_virtual_devices_and_another_platform_contradict(monkeypatch):
     use_cpu_devices(None)
 
 
+@pytest.mark.thorough
 def test_env_tells_versions_devices_and_what_is_missing():
     result = run_cli("env", "--json", JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="3")
     assert result.returncode == 0, result.stderr
@@ -228,6 +229,7 @@ def test_env_tells_versions_devices_and_what_is_missing():
     assert any("cpu_devices=8" in line for line in facts["advice"])
 
 
+@pytest.mark.thorough
 def test_env_works_when_the_accelerator_does_not():
     result = run_cli("env", JAX_PLATFORMS="tpu,cuda")
     assert result.returncode == 0, result.stderr

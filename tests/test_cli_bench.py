@@ -35,6 +35,7 @@ def cache(tmp_path_factory, monkeypatch) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_a_line_for_each_number_of_threads(tmp_path, capsys):
     assert main(["bench", "io", str(tmp_path), "--size", "64"]) == 0
     title, head, *lines = capsys.readouterr().out.splitlines()
@@ -118,6 +119,7 @@ def test_help_fits(words, capsys):
     assert all(len(line) <= 100 for line in out.splitlines())
 
 
+@pytest.mark.thorough
 def test_it_does_not_wait_for_jax(tmp_path):
     program = (
         "import sys; from zerojax.cli import main\n"

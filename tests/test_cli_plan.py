@@ -70,6 +70,7 @@ def settings(*words: str) -> RunConfig:
 # The very plan of the run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words",
     [
@@ -201,6 +202,7 @@ def test_without_the_compiler_it_says_how_to_get_it(monkeypatch, capsys):
     assert "--search compares compiled plans, but not inst" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [1, 1000])
 def test_search_prints_the_table_and_the_commands(scale, forecasts, monkeypatch, capsys):
     forecasts[0][0] = sample_memory(scale=scale)
@@ -221,6 +223,7 @@ def test_search_prints_the_table_and_the_commands(scale, forecasts, monkeypatch,
         assert "None of the candidates fits" in out
 
 
+@pytest.mark.thorough
 def test_search_as_json(forecasts, monkeypatch, capsys):
     monkeypatch.setattr(compile_client, "missing", lambda: None)
     assert main([*FEW, "--search", "--json"]) == 0
@@ -231,6 +234,7 @@ def test_search_as_json(forecasts, monkeypatch, capsys):
     assert values["forecast"]["verdict"]["fits"] is True
 
 
+@pytest.mark.thorough
 def test_a_plan_with_a_pipeline_says_so(capsys):
     words = ["stage=2", "num_microbatches=4", "mesh.pipeline_schedule=gpipe"]
     assert main([*WORDS, *words, "--no-compile"]) == 3
@@ -240,6 +244,7 @@ def test_a_plan_with_a_pipeline_says_so(capsys):
     assert "messages by formula" in out
 
 
+@pytest.mark.thorough
 def test_a_plan_with_offload_shows_its_tiers(capsys):
     words = ["opt_state={device: 0.5, host: 0.5}", "min_elements=100", "mesh.offload.params=host"]
     assert main([*WORDS, *words, "--gpu", "h200", "--no-compile"]) == 3
@@ -374,6 +379,7 @@ def test_mistakes_do_not_wait_for_jax():
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)
 
 
+@pytest.mark.thorough
 def test_it_needs_no_accelerator_that_works():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cuda"}
     words = [sys.executable, "-m", "zerojax", *WORDS, "--no-compile"]

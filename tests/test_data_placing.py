@@ -219,6 +219,7 @@ print("fine")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.multihost
 def test_two_processes_each_give_their_rows():
     address, tests = f"127.0.0.1:{free_port()}", ROOT / "tests"

@@ -66,6 +66,7 @@ def losses(mesh_config, **options) -> tuple[list[float], zerojax.Trainer]:
     return found, trainer
 
 
+@pytest.mark.thorough
 def test_a_file_trains_as_the_settings_that_it_means(path):
     from_file, trainer = losses(path, precision="fp32")
     assert losses(FILE, precision="fp32")[0] == from_file, "its content, as a dict"
@@ -129,6 +130,7 @@ def test_a_contradiction_is_refused_before_anything_is_made(path, tmp_path, opti
         )
 
 
+@pytest.mark.thorough
 def test_what_the_file_leaves_to_deepspeeds_defaults_is_warned_of(tmp_path):
     file = tmp_path / "small.json"
     file.write_text('{"zero_optimization": {"stage": 2}}')

@@ -149,6 +149,7 @@ def test_the_plan_says_it():
     assert plan_on(4, deterministic=None).as_dict()["deterministic"] is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", range(4))
 def test_no_collective_adds_up(zero):
     """The order in which a collective adds is the backend's, and another on another mesh."""
@@ -159,6 +160,7 @@ def test_no_collective_adds_up(zero):
     assert "reduce_scatter" not in program
 
 
+@pytest.mark.thorough
 def test_train_takes_the_keyword():
     """Also where the mesh is made by the user; a plan for another mesh keeps it."""
     trainer = zerojax.train(

@@ -40,6 +40,7 @@ def advance(plan: Plan, state: Any, start: int, stop: int) -> tuple[Any, list[by
     return state, seen
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [pytest.param(4, marks=pytest.mark.slow), 1])
 def test_eight_devices_then_fewer_are_eight_throughout(devices, tmp_path):
     """float16 with a loss scale that overflows and rises, dropout, a schedule, batch statistics."""

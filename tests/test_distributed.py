@@ -84,6 +84,7 @@ def listening(pids: set[int]) -> list[tuple[str, int]]:
 LOOPBACK, MAPPED = "0100007F", "0000000000000000FFFF0000"
 
 
+@pytest.mark.thorough
 @pytest.mark.multihost
 def test_nothing_listens_beyond_the_given_address():
     """JAX's default is [::]; a proxy in the environment, which gRPC would ask, is left aside."""
@@ -120,6 +121,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.multihost
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_script_that_fails_ends_at_once_with_its_own_code(failing):
@@ -224,6 +226,7 @@ def test_a_coordinator_that_is_not_there():
     assert "Connection refused" in result.stderr
 
 
+@pytest.mark.thorough
 def test_a_process_that_does_not_come():
     address = f"127.0.0.1:{free_port()}"
     result = run_alone(JOIN, **own(address, 0, ZEROJAX_JOIN_SECONDS="2"))
@@ -232,6 +235,7 @@ def test_a_process_that_does_not_come():
     assert "Check failure stack trace" not in result.stderr
 
 
+@pytest.mark.thorough
 def test_joining_after_jax_has_started_is_refused_at_once():
     program = "import jax, zerojax\njax.devices()\n"
     result = run_alone(

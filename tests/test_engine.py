@@ -415,6 +415,7 @@ def test_the_four_results_of_deepspeed_are_one():
         _engine, _optimizer, _loader, _scheduler = initialize()
 
 
+@pytest.mark.thorough
 def test_the_engine_changes_its_mesh_between_steps(trained):
     _, losses, *_ = trained
     engine = initialize()
@@ -429,6 +430,7 @@ def test_the_engine_changes_its_mesh_between_steps(trained):
     assert engine.global_steps == NUM_STEPS
 
 
+@pytest.mark.thorough
 @pytest.mark.multihost
 def test_two_processes_pass_their_rows_and_agree_on_tags(tmp_path):
     script = str(ROOT / "tests" / "engine_process.py")

@@ -91,6 +91,7 @@ class Result:
             time.sleep(0.01)
 
 
+@pytest.mark.thorough
 def test_the_script_of_a_loop_has_all_the_time_it_wants_but_no_step_has():
     codes: list[int] = []
     under_way = _UnderWay()
@@ -210,6 +211,7 @@ if sys.argv[2] == "failing":
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["over", pytest.param("failing", marks=pytest.mark.slow)])
 def test_a_script_that_does_not_close_its_engine_loses_no_line_and_ends_in_silence(how, tmp_path):
     """Python clears modules before it closes generators: what had stayed open failed there."""

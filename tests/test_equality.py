@@ -64,6 +64,7 @@ def assert_equal_runs(run: Trajectory, expected: Trajectory) -> None:
     assert fell > 0.02, f"the loss fell by {fell}: equality is cheap when nothing is learned"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "zero", "num_microbatches", "model"), MATRIX)
 def test_reference_models_equal_one_device(name, zero, num_microbatches, model):
     mesh = {"model": model, "data": 8 // model}
@@ -78,6 +79,7 @@ def test_the_quick_cases_span_every_choice():
         assert {case[column] for case in QUICK} == {case[column] for case in CASES}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["full", slow("dots")])
 @pytest.mark.parametrize("zero", stages(3))
 def test_rematerialised_blocks_equal_one_device(zero, remat):
@@ -85,6 +87,7 @@ def test_rematerialised_blocks_equal_one_device(zero, remat):
     assert_equal_runs(run, one_device("gpt2"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", stages(3))
 def test_hybrid_sharding_equals_one_device(zero):
     mesh = {"replica": 2, "data": 2, "model": 2}
@@ -94,6 +97,7 @@ def test_hybrid_sharding_equals_one_device(zero):
     assert not any("replica" in spec for spec in specs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", stages(2))
 def test_sequence_sharding_equals_one_device(zero):
     mesh = {"data": 4, "model": 2}
@@ -102,6 +106,7 @@ def test_sequence_sharding_equals_one_device(zero):
     assert_equal_runs(run, one_device("llama"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bucket", [slow(1), 3000])
 @pytest.mark.parametrize("zero", [slow(0), 1, slow(3)])
 def test_bucket_size_changes_nothing(zero, bucket):
@@ -138,6 +143,7 @@ RULES = {
 """kind: a split of its two matrices over `model`, as a user would write it."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("zero", "num_microbatches", "model"), USER_MATRIX)
 @pytest.mark.parametrize("kind", USERS)
 def test_a_users_model_equals_one_device(kind, zero, num_microbatches, model):
@@ -186,6 +192,7 @@ def test_a_scan_that_starts_from_zeros_equals_one_device(zero):
     assert_equal_runs(train_for(user, zero=zero, persistence_threshold=20, **options), expected)
 
 
+@pytest.mark.thorough
 def test_uneven_weights_are_divided_once_globally():
     """A shard with few counted tokens must not count as much as one with many."""
 
@@ -202,6 +209,7 @@ def test_uneven_weights_are_divided_once_globally():
     assert_equal_runs(run, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [slow(0), slow(1), 2, slow(3)])
 def test_bfloat16_follows_float32(zero):
     """bf16 has 8 bits of mantissa: one token's loss of 4 is off by up to 2^-8 x 4, the mean of 512

@@ -33,6 +33,7 @@ def as_parameter(script):
     return pytest.param(script, id=script.stem, marks=marks)
 
 
+@pytest.mark.thorough
 @pytest.mark.examples
 @pytest.mark.parametrize("script", [as_parameter(script) for script in SCRIPTS])
 def test_the_example_runs(script, tmp_path):

@@ -78,6 +78,7 @@ def in_a_long_step(folder: Path, stop_timeout: float):
         process.communicate()
 
 
+@pytest.mark.thorough
 def test_a_step_that_does_not_end_is_given_up_and_the_last_checkpoint_named(tmp_path):
     with in_a_long_step(tmp_path / "kept", 1.0) as process:
         process.send_signal(signal.SIGTERM)

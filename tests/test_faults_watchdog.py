@@ -50,6 +50,7 @@ def test_a_step_that_hangs_is_ended_and_told(tmp_path, capfd):
         assert "test_a_step_that_hangs_is_ended_and_told" in text, "where the main thread is"
 
 
+@pytest.mark.thorough
 def test_signs_of_life_keep_it_quiet():
     ends = Ends()
     with make(ends, step_timeout=3.0) as watchdog, watchdog.during("in a step"):
@@ -61,6 +62,7 @@ def test_signs_of_life_keep_it_quiet():
     assert ends.codes == []
 
 
+@pytest.mark.thorough
 def test_what_is_rare_has_its_own_limit():
     ends = Ends()
     with make(ends) as watchdog, watchdog.during("in a step"):
@@ -79,6 +81,7 @@ def test_what_is_rare_is_ended_too(capfd):
     assert "saving step 3, and may for 0.4 s (watch.long_timeout)" in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_at_half_of_the_limit_it_says_what_takes_so_long(capfd):
     ends = Ends()
     with make(ends, step_timeout=2.0) as watchdog, watchdog.during("waiting for data"):
@@ -165,6 +168,7 @@ def test_a_main_thread_inside_of_c_is_ended():
     assert "this run has got no further for 1 s: it is in step 1" in ended.stderr
 
 
+@pytest.mark.thorough
 def test_a_net_below_catches_what_keeps_the_interpreter():
     """`PyDLL` does not release the interpreter's lock: no Python thread gets a turn."""
     ended = hang("ctypes.PyDLL(None).sleep(100)", processes=2)
@@ -173,6 +177,7 @@ def test_a_net_below_catches_what_keeps_the_interpreter():
     assert 'File "<string>", line' in ended.stderr
 
 
+@pytest.mark.thorough
 def test_time_in_which_the_process_was_stopped_does_not_count():
     """As after Ctrl-Z, or with a laptop closed."""
     code = HANGS.format(hang="print('here', flush=True); time.sleep(3); print('done')")

@@ -72,6 +72,7 @@ ONE_ROW = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [PLAIN, ONE_ROW], ids=["all", "one microbatch of one device"])
 def test_forced_overflows_are_skipped_and_the_scale_follows_the_rules(options):
     """A row of 16 is what one of eight devices has in one of two microbatches."""

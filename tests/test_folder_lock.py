@@ -114,6 +114,7 @@ def test_a_released_folder_is_free_and_nothing_is_said(tmp_path: Path) -> None:
         held.keep()
 
 
+@pytest.mark.thorough
 def test_of_many_that_ask_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
         first.kill()

@@ -60,6 +60,7 @@ def test_without_the_compiler_formulas_are_given_and_labelled(monkeypatch):
     json.dumps(forecast.as_dict())
 
 
+@pytest.mark.thorough
 def test_another_number_of_devices_is_planned_anew(monkeypatch):
     monkeypatch.setattr(compile_client, "_PLUGINS", ("no_such_plugin",))
     plan = plan_of(rows=64)

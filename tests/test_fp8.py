@@ -107,6 +107,7 @@ def test_a_magnitude_counts_for_sixteen_steps():
 # --- one product ------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_several_steps_scale_by_the_steps_before():
     """Longer than the history, with magnitudes that rise and fall by 2**6."""
     length, steps = 4, 11
@@ -128,6 +129,7 @@ def test_several_steps_scale_by_the_steps_before():
         np.testing.assert_allclose(history, plain_history, rtol=1e-7)
 
 
+@pytest.mark.thorough
 def test_head_dimensions_and_batch_dimensions_contract_as_in_flax():
     """[2, 5, heads, dim] x [heads, dim, embed], with scales that Flax chooses alike."""
     x, kernel, gradient = random(1, 2, 5, 4, 8), random(2, 4, 8, 16), random(3, 2, 5, 16)
@@ -160,6 +162,7 @@ def test_a_product_beyond_float16_is_scaled_before_it_is_float16():
     np.testing.assert_array_equal(result, np.full((2, 3), 64.0))
 
 
+@pytest.mark.thorough
 def test_an_infinite_gradient_is_not_hidden_by_saturation():
     """A float16 run finds its overflows this way."""
     x, kernel = jnp.ones((2, 4), jnp.float16), jnp.ones((4, 3), jnp.float16)

@@ -50,6 +50,7 @@ def products_of(plan):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_each_projection_of_a_layer_is_three_8_bit_products(name):
     found = products_of(plan_for(reference_model(name, matmul_dtype="fp8")))
@@ -68,6 +69,7 @@ def test_the_plan_says_what_is_8_bits():
     assert "averaged" not in said
 
 
+@pytest.mark.thorough
 def test_the_state_is_one_history_per_projection_and_layer():
     plan = plan_for(gpt2(), zero=3)
     extras = plan.abstract_state["extras"]
@@ -93,6 +95,7 @@ def on_one_device(name="gpt2", **changes):
     return train_for(reference_model(name, matmul_dtype="fp8", **changes), steps=6, devices=1)
 
 
+@pytest.mark.thorough
 def test_the_losses_are_near_those_without_8_bits_but_not_the_same():
     plain = train_for(reference_model("gpt2"), steps=6, devices=1)
     difference = np.abs(on_one_device().losses - plain.losses).max()
@@ -109,6 +112,7 @@ STAGES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", STAGES.values(), ids=STAGES)
 def test_any_stage_on_8_devices_trains_as_one_device_does(options):
     found = train_for(gpt2(), steps=6, persistence_threshold=100, **options)
@@ -116,6 +120,7 @@ def test_any_stage_on_8_devices_trains_as_one_device_does(options):
     check_same_histories(found.state["extras"], on_one_device().state["extras"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", [slow("full"), "dots"])
 def test_doing_the_forward_pass_again_writes_the_same_histories(remat):
     found = train_for(gpt2(remat=remat), steps=6, zero=3, persistence_threshold=100)
@@ -186,6 +191,7 @@ def weighted_batch(index):
     return {**batch, "weights": np.ones(batch["tokens"].shape, np.float32)}
 
 
+@pytest.mark.thorough
 def test_a_skipped_step_and_an_evaluation_keep_the_histories():
     plan = plan_for(gpt2(), zero=1, batch=weighted_batch)
     step, evaluate = build_step(plan), build_evaluation(plan)
@@ -206,6 +212,7 @@ def test_a_skipped_step_and_an_evaluation_keep_the_histories():
     assert mean == pytest.approx(float(metrics["loss"]), abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_generation_reads_the_scales_and_changes_nothing():
     run = on_one_device()
     model = run.plan.model.to_source(run.state["params"], run.state["extras"])
@@ -232,6 +239,7 @@ class LinenFp8(linen.Module):
         return linen.Dense(VOCAB - 3)(x)
 
 
+@pytest.mark.thorough
 def test_flax_8_bit_layers_train_on_any_mesh():
     options = {"loss": linen_loss, "steps": 5}
     one = train_for(LinenFp8(), devices=1, **options)

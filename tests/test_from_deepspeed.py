@@ -54,6 +54,7 @@ def run_script(capsys):
     return [int(step) for step, _ in printed], [float(loss) for _, loss in printed]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:scheduler WarmupDecayLR")
 @pytest.mark.filterwarnings("ignore:nothing is loaded")
 def test_the_script_has_the_losses_of_deepspeeds_and_resumes(folder, capsys):

@@ -53,6 +53,7 @@ def tokens() -> jax.Array:
     return jax.random.randint(jax.random.key(5), (3, 20), 0, SIZES["vocab_size"], jnp.int32)
 
 
+@pytest.mark.thorough
 def test_logits_from_the_cache_equal_those_of_the_whole_forward_pass(model, tokens):
     graphdef, state = nnx.split(model)
 
@@ -76,6 +77,7 @@ def test_logits_from_the_cache_equal_those_of_the_whole_forward_pass(model, toke
     np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole, rtol=0, atol=1e-5)
 
 
+@pytest.mark.sampled(1)
 def test_greedy_generation_equals_repeated_whole_forward_passes(model, tokens):
     forward = jax.jit(lambda tokens: model(tokens))
     expected = jnp.zeros((3, 16), jnp.int32).at[:, :6].set(tokens[:, :6])
@@ -88,6 +90,7 @@ def test_greedy_generation_equals_repeated_whole_forward_passes(model, tokens):
     assert len(np.unique(made[:, 6:])) > 2
 
 
+@pytest.mark.sampled(1)
 def test_generation_may_fill_the_model_to_its_last_position(model, tokens):
     made = generate(model, tokens, 28, temperature=0.0)
     assert made.shape == (3, SIZES["max_seq_len"])
@@ -95,6 +98,7 @@ def test_generation_may_fill_the_model_to_its_last_position(model, tokens):
     np.testing.assert_array_equal(made[:, -1], jnp.argmax(logits[:, -1], axis=-1))
 
 
+@pytest.mark.thorough
 def test_samples_have_the_probabilities_of_the_softmax(tokens):
     model = build(LLAMA_TINY)
     prompts = jnp.tile(tokens[:1, :5], (4096, 1))
@@ -112,6 +116,7 @@ def test_samples_have_the_probabilities_of_the_softmax(tokens):
         assert expected.max() < 0.9
 
 
+@pytest.mark.thorough
 def test_the_seed_decides_the_samples(model, tokens):
     first, again, other = (generate(model, tokens, 10, seed=seed) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)

@@ -109,6 +109,7 @@ print("found", json.dumps([name in program for name in ("reduce_scatter", "colle
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.multihost
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_no_reduce_scatter_goes_through_gloo(zero):

@@ -9,6 +9,7 @@ import pytest
 from tests.golden import renew
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", renew.DEVICES)
 @pytest.mark.parametrize("model", renew.MODELS)
 def test_a_plan_says_what_it_said(model, devices):

@@ -284,6 +284,7 @@ def test_a_step_sends_what_its_stage_promises(zero, theory, target):
         assert overlap[forward.name].matmuls >= 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", TARGETS)
 def test_flops_of_a_step_are_the_same_for_every_compiler(target):
     program, _ = compile_step(target, 3)

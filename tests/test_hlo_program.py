@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
+import sys
 
 import pytest
 
@@ -213,21 +213,33 @@ def test_what_is_no_program_is_refused():
         read_program(PLAIN.replace("  ROOT e", "  nonsense\n  ROOT e"))
 
 
-def test_megabytes_are_read_in_a_second():
-    """About 5 MB; half a second of processor time for all there is to know of it."""
+def events_of_reading(copies: int) -> int:
+    """Calls, of Python's functions and of C's, for all there is to know of a program."""
     main = NESTED[NESTED.index("ENTRY") :]
     body = NESTED.removesuffix(main)
     computation = body[body.index("%outer_body") : body.index("%left")]
-    copies = (computation.replace("%outer_body", f"%outer_body.{i}") for i in range(22_000))
-    text = "".join([body, *copies, main])
-    assert len(text) > 5e6
-    start = time.process_time()
-    program = read_program(text)
-    assert program.times_run("inner_body") == 12
-    for found in program.computations.values():
-        for instruction in found.instructions:
-            assert instruction.attributes is not None
-            assert len(found.operands_of(instruction)) == len(instruction.operands)
-    seconds = time.process_time() - start
-    assert len(program.computations) > 22_000
-    assert seconds < 3
+    more = (computation.replace("%outer_body", f"%outer_body.{i}") for i in range(copies))
+    text = "".join([body, *more, main])
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        program = read_program(text)
+        assert program.times_run("inner_body") == 12
+        for found in program.computations.values():
+            for instruction in found.instructions:
+                assert instruction.attributes is not None
+                assert len(found.operands_of(instruction)) == len(instruction.operands)
+    finally:
+        sys.setprofile(None)
+    assert len(program.computations) > copies
+    return count
+
+
+def test_the_work_of_reading_grows_with_the_text_and_no_faster():
+    """Real programs have megabytes. 2.1: twice the text, and a part that does not grow."""
+    assert events_of_reading(1000) < 2.1 * events_of_reading(500)

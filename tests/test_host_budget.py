@@ -200,6 +200,7 @@ def test_there_is_no_such_pool_on_a_cpu():
 # Disks that fill up
 
 
+@pytest.mark.thorough
 def test_a_disk_that_others_fill_ends_the_run_with_its_last_checkpoint_whole(tmp_path, monkeypatch):
     checked = []
 

@@ -51,6 +51,7 @@ def folders(tmp_path_factory):
     return {case: write_folder(tmp_path_factory.mktemp(case), case) for case in CASES}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case, folders):
     """float32 on both sides, sums in another order: relative 1e-5 class; seen up to 4e-6."""
@@ -125,6 +126,7 @@ def wanted_params(case: str) -> dict[str, np.ndarray]:
 RARE = ("zero 0", "zero 2", "zero 3, a copy per pair", "state on the host")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow if x in RARE else ()) for x in PLANS]
 )

@@ -55,6 +55,7 @@ def assert_same_bits(found, wanted):
         assert found[name].tobytes() == values.tobytes(), name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -80,6 +81,7 @@ def test_round_trip_of_every_architecture(case, tmp_path):
         assert not known or about[key] == value, key
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -133,6 +135,7 @@ def run(tmp_path_factory):
     return folder / "mine", trainer
 
 
+@pytest.mark.thorough
 def test_a_run_is_exported_by_command_with_adapters_merged(run, tmp_path, capsys):
     folder, trainer = run
     assert (folder / DESCRIPTION_FILE).is_file()

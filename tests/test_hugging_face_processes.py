@@ -74,6 +74,7 @@ def check_failures(told: dict[str, str], process: int, out: Path) -> None:
     assert folders == {"compiled", "exported", "again"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("zero", "model_axis"), [(3, 1), pytest.param(0, 2, marks=pytest.mark.slow)]
 )

@@ -60,6 +60,7 @@ YAML = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", YAML)
 def test_yaml_beyond_the_bounds_is_refused(case, tmp_path):
     text, words = YAML[case]

@@ -92,6 +92,7 @@ def all_are_kept(programs):
     use_settings(before)
 
 
+@pytest.mark.thorough
 def test_entries_are_read_again_and_compute_the_same(programs, all_are_kept):
     """Programs that differ in the names of their operations alone are two entries."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -84,6 +84,7 @@ def encoded(values, encode, draws=2000):
     return back.mean(0), back
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("encode", "values", "power", "levels"),
     [
@@ -102,6 +103,7 @@ def test_codes_are_right_on_average_and_lie_beside_the_value(encode, values, pow
     np.testing.assert_array_equal(back[:, 0], values[0])
 
 
+@pytest.mark.thorough
 def test_a_second_moment_is_never_zero_beside_a_larger_one():
     """A moment of 0 under a first moment that is not 0 would make a step of mu / eps."""
     _, back = encoded([1e-11, 0.0], adam8bit.encode_nu)
@@ -135,6 +137,7 @@ def trained_on(grads, b1=0.5, b2=0.3):
         yield moments
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [512 * 2500, 384 * 301 + 5, 130, 3], ids=str)
 def test_moments_that_are_decoded_and_coded_again_keep_every_bit(size):
     """Thousands of blocks, of gradients from 1e-22 to 1e18 and of 0, while they grow and decay."""

@@ -21,6 +21,7 @@ from pallas_kernels.update import update
 PACKAGE = Path(__file__).parent.parent / "pallas_kernels"
 
 
+@pytest.mark.thorough
 def test_the_example_of_the_readme_runs_where_there_is_no_zerojax(tmp_path):
     (tmp_path / "pallas_kernels").symlink_to(PACKAGE)
     (tmp_path / "zerojax.py").write_text("raise ImportError('not installed')")

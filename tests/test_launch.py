@@ -248,6 +248,7 @@ class TestJob:
         check_gpus(Job(command=("x",), num_processes=2, cpu_devices=1), {})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fault", "code", "words"),
     [
@@ -274,6 +275,7 @@ def test_the_first_that_fails_is_named_and_the_others_are_ended(fault, code, wor
         assert "[1] a sentence" in result.stderr
 
 
+@pytest.mark.thorough
 def test_every_line_stands_behind_its_process(tmp_path):
     script = "print('one'); print('two', file=sys.stderr); sys.stdout.write('no newline')"
     result = launch(tmp_path, script, processes=11)
@@ -300,6 +302,7 @@ def test_what_processes_are_told(tmp_path, monkeypatch):
         assert words[5:] == ["cpu", "3", "[]", "False", "True", "__main__", "False"]
 
 
+@pytest.mark.thorough
 def test_all_are_started_again_on_another_port(tmp_path):
     script = (
         "print(restart, os.environ['ZEROJAX_COORDINATOR'])\n"
@@ -315,6 +318,7 @@ def test_all_are_started_again_on_another_port(tmp_path):
     assert len({port for _, port in seen}) == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("code", "reason"), [(2, "No restart: it would end"), (1, "All 1 restarts are used up.")]
 )
@@ -347,6 +351,7 @@ def start_waiting(process: subprocess.Popen, number: int) -> None:
         seen += "waiting" in line
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_a_signal_reaches_every_process_once(number, tmp_path):
     file = tmp_path / "script.py"
@@ -437,6 +442,7 @@ def test_another_program_than_python():
     assert result.stderr == "zerojax launch: rank 0 failed first, with exit code 4.\n"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "words", "message"),
     [
@@ -483,6 +489,7 @@ class TestTwoHosts:
 
         return commands
 
+    @pytest.mark.thorough
     def test_the_first_failure_ends_both_and_both_start_again(self, start):
         script = (
             "print('process', me, restart, os.environ['ZEROJAX_COORDINATOR'])\n"
@@ -552,6 +559,7 @@ class TestTwoHosts:
             launcher.communicate(timeout=LIMIT)
         assert launcher.returncode == code
 
+    @pytest.mark.thorough
     def test_a_host_that_does_not_come(self):
         address = f"127.0.0.1:{free_port()}"
         for host, words in (("0", "no launcher has come from host 1"), ("1", "was not reached at")):

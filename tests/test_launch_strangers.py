@@ -229,6 +229,7 @@ class TestRealLaunchers:
         assert texts.count("no secret") == 2
         assert results[0][1].count("a connection from 127.0.0.1 was dropped") == 3
 
+    @pytest.mark.thorough
     def test_another_token_is_said_on_both_hosts(self, tmp_path):
         commands = self.commands(tmp_path, f"127.0.0.1:{free_port()}", 0, 1)
         started = []
@@ -242,6 +243,7 @@ class TestRealLaunchers:
         assert "the token of host 0 is another one; set ZEROJAX_LAUNCH_TOKEN" in errors[1]
         assert not [error for error in errors if SECRET in error or SECRET[::-1] in error]
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize(
         "said", [b'{"x": 1}\n', b"[" * 60_000 + b"\n", b"x" * 70_000, b'{"ended": 0}\n']
     )

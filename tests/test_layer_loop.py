@@ -129,6 +129,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "changes", "chunks"),
     [
@@ -198,6 +199,7 @@ def squared_error(model: Any, batch: Arrays) -> Any:
     return mean_squared_error(model(batch["x"]), batch["y"])
 
 
+@pytest.mark.thorough
 def test_linen_state_and_dropout_in_the_layers() -> None:
     program, params, extras = model_program(LinenStatistics(), squared_error, regression())
     extras = jax.tree.map(lambda x: x + 1, extras)
@@ -263,6 +265,7 @@ def several_carried(values: Arrays, extras: Arrays, key: jax.Array, batch: Array
     return (loss, weight * count), after
 
 
+@pytest.mark.thorough
 def test_a_counter_a_key_and_numbers_of_layers() -> None:
     extras = {
         "calls": jnp.int32(4),
@@ -322,6 +325,7 @@ def divided(values: Arrays, batch: Arrays) -> Any:
     return finish(values, x, batch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("masked", [True, False])
 def test_padding_of_layers_that_make_nan(masked: bool) -> None:
     values, extras, batch = layer_values(2), {}, regression()
@@ -349,6 +353,7 @@ def test_padding_of_layers_that_make_nan(masked: bool) -> None:
         assert_composes(program_of(divided), given[:4], [[0, -1], [-1, 1]])
 
 
+@pytest.mark.thorough
 def test_padding_may_be_passed_over() -> None:
     """Then a layer that would make NaN of its zeros is not computed; its gradients are zeros."""
     values, batch = layer_values(2), regression()

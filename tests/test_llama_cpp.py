@@ -121,6 +121,7 @@ def write_gguf(path, tensors, *, kinds=None, fields=None, **tokenizer):
     return path
 
 
+@pytest.mark.thorough
 def test_a_file_becomes_the_folder_that_it_was_made_of(tmp_path):
     tensors = their_tensors()
     path = write_gguf(tmp_path / "a.gguf", tensors)

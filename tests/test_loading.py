@@ -74,6 +74,7 @@ def bytes_per_device(arrays) -> dict[int, int]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_run_of_train_is_read_back_onto_its_own_mesh_in_shards(run):
     loaded = zerojax.load_run(run.folder)
     assert loaded.plan.mesh == run.trainer.plan.mesh
@@ -92,6 +93,7 @@ def test_a_run_of_train_is_read_back_onto_its_own_mesh_in_shards(run):
     assert repr(loaded) == f"LoadedRun({str(run.folder)!r}, step 2, GPT2 on data 8, zero=3)"
 
 
+@pytest.mark.thorough
 def test_parameters_that_waited_on_the_host_are_read_onto_the_devices_and_it_is_said(tmp_path):
     mesh = {**SHARDED, "offload": {"params": "host", "opt_state": "host", "min_elements": 1}}
     trained = Trained(tmp_path / "streamed", mesh=mesh)
@@ -106,6 +108,7 @@ def test_parameters_that_waited_on_the_host_are_read_onto_the_devices_and_it_is_
     np.testing.assert_allclose(loaded.evaluate()["loss"], trained.loss, rtol=SUMS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"zero": 0}, {"data": 2, "model": 2}])
 def test_and_onto_another_mesh(run, mesh):
     loaded = zerojax.load_run(run.folder, mesh=mesh)
@@ -114,6 +117,7 @@ def test_and_onto_another_mesh(run, mesh):
     np.testing.assert_allclose(loaded.evaluate()["loss"], run.loss, rtol=SUMS)
 
 
+@pytest.mark.thorough
 def test_text_from_shards_is_that_of_the_whole_model(run):
     loaded = zerojax.load_run(run.folder)
     prompt = np.asarray(loaded.tokenizer.encode("To be"))[None]
@@ -125,6 +129,7 @@ def test_text_from_shards_is_that_of_the_whole_model(run):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+@pytest.mark.thorough
 def test_the_commands_read_it_too(run, capsys):
     assert main(["eval", str(run.folder)]) == 0
     assert f"step 2: loss {run.loss:.4f}, perplexity" in capsys.readouterr().out
@@ -135,6 +140,7 @@ def test_the_commands_read_it_too(run, capsys):
     assert "mesh.zero" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_model_of_the_users_own_is_asked_for_and_the_remedy_works(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     trainer = zerojax.train(
@@ -205,6 +211,7 @@ class Louder(GPT2):
         return 2 * super().__call__(tokens)
 
 
+@pytest.mark.thorough
 def test_a_subclass_of_ours_counts_as_the_users_own(tmp_path):
     zerojax.train(
         lambda rngs: Louder(SIZES, rngs=rngs), None, checkpoint=tmp_path / "run", **SETTINGS

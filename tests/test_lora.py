@@ -63,6 +63,7 @@ def parameters(model):
 # --- what is computed -------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [slow("gpt2"), "llama"])
 def test_a_merged_model_computes_what_its_adapters_do(name):
     before = parameters(base(name))
@@ -131,6 +132,7 @@ def test_the_step_makes_no_gradient_of_a_frozen_kernel():
     assert not (kernels | transposed) & set(found)
 
 
+@pytest.mark.thorough
 def test_dropout_of_an_adapter_acts_in_training_and_nowhere_else():
     adapted = with_values(add_lora(base("gpt2"), LoraConfig(rank=3, dropout=0.5)))
     first, second = adapted(TOKENS), adapted(TOKENS)
@@ -185,6 +187,7 @@ MESHES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", MESHES.values(), ids=MESHES)
 def test_any_mesh_trains_adapters_as_one_device_does(options):
     one = on_one_device("llama")
@@ -277,6 +280,7 @@ def test_a_run_is_read_back_with_its_adapters(tmp_path):
 # --- mistakes ---------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_mistakes_are_refused_with_what_to_do():
     with pytest.raises(ValueError, match=r"LoraConfig.targets: 'q_proj' matches none of the 6"):
         add_lora(base("gpt2"), LoraConfig(rank=2, targets=("q_proj",)))
@@ -298,6 +302,7 @@ def test_mistakes_are_refused_with_what_to_do():
         LoraConfig(rank=-1)
 
 
+@pytest.mark.thorough
 def test_a_model_of_the_same_projections_takes_adapters():
     """Not stacked, and stacked twice."""
 

@@ -177,6 +177,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("consecutive", [False, True])
 def test_every_step_of_random_runs_is_that_of_a_plain_scaler(consecutive):
     seen = dict.fromkeys(("floor", "top", "fall", "rise"), 0)

@@ -49,6 +49,7 @@ def test_a_position_of_weight_zero_has_no_gradient():
     assert np.abs(gradient[0, 0]).max() > 0
 
 
+@pytest.mark.thorough
 def test_classification_is_next_token_of_one_position():
     logits, labels = jnp.asarray(LOGITS[:, 0], jnp.float32), jnp.asarray(TARGETS[:, 0])
     one = classification(logits, labels, jnp.asarray([2.0, 1.0]))
@@ -83,6 +84,7 @@ def test_a_target_outside_the_vocabulary_is_ignored_at_weight_0_and_nan_otherwis
     assert jnp.isnan(gradient[0, 1]).all()
 
 
+@pytest.mark.thorough
 def test_narrow_targets_reach_the_whole_vocabulary():
     logits = jnp.zeros((1, 2, 300)).at[0, :, 255].set(5.0)
     wide, narrow = (

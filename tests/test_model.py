@@ -218,6 +218,7 @@ def of_a_step(model, loss, *, zero, **options):
     return metrics["loss"], {name: before[name] - after[name] for name in before}, plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_models_at_stage_3(name):
     build, loss, barriers = UNUSUAL[name]
@@ -314,6 +315,7 @@ def linen_loss(model, batch):
     return mean_squared_error(model(batch["x"], train=model.training), batch["y"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "loss", "mean"),
     [
@@ -340,6 +342,7 @@ def test_statistics_move_in_training_and_are_used_in_evaluation(model, loss, mea
     assert abs(float(second["loss"] / second["weight"]) - float(metrics["loss"])) > 1e-3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_statistics_are_the_mean_over_the_shards_of_the_batch(num_microbatches):
     """A shard's microbatches follow on each other."""
@@ -367,6 +370,7 @@ def test_statistics_are_the_mean_over_the_shards_of_the_batch(num_microbatches):
     assert len(copies) == 1
 
 
+@pytest.mark.thorough
 def test_dropout_depends_on_seed_and_step_and_differs_between_shards():
     def build(rngs):
         model = Plain(rngs)
@@ -493,6 +497,7 @@ def test_functions_may_look_at_the_batch_and_get_mode_and_key():
     assert float(evaluated["loss"] / evaluated["weight"]) > float(metrics["loss"]) * 1.5
 
 
+@pytest.mark.thorough
 def test_the_users_kind_of_object_comes_back():
     for model, loss in ((Plain(nnx.Rngs(0)), regression_loss), (LinenNorm(), linen_loss)):
         plan = plan_for(model, zero=3, loss=loss, batch=regression_batch)

@@ -179,6 +179,7 @@ def model_loss(p: Any, batch: Any, graphdef: Any) -> tuple[jax.Array, jax.Array]
     return loss_sum / weight, model(batch["tokens"])
 
 
+@pytest.mark.sampled(1)
 @both
 def test_logits_and_gradients_equal_the_written_out_equations(config, batch):
     graphdef, values = lively(config)
@@ -201,6 +202,7 @@ def test_logits_and_gradients_equal_the_written_out_equations(config, batch):
             assert jnp.abs(grad).max() > 1e-4, f"{name} has no influence"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2-untied", "llama-tied"])
 def test_logits_of_the_other_output_equal_the_written_out_equations(name, batch):
     graphdef, values = lively(CONFIGS[name])
@@ -210,6 +212,7 @@ def test_logits_of_the_other_output_equal_the_written_out_equations(name, batch)
     np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_the_loss_in_chunks_is_the_loss_of_the_logits(config, batch):
     """24 positions in chunks of 5, the last of which is filled up."""
@@ -248,6 +251,7 @@ def test_remat_hands_less_to_the_backward_pass(config, batch):
     assert sizes["full"] < sizes["dots"] < sizes["none"]
 
 
+@pytest.mark.thorough
 def test_remat_does_not_change_the_gradients(batch):
     results = {}
     for remat in ("none", "dots", "full"):
@@ -308,6 +312,7 @@ def gathering(config: GPT2Config | LlamaConfig) -> tuple[Any, Any, dict[str, jax
     return graphdef, dict(nnx.to_flat_state(state)), stored
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("remat", "loss_chunk"), [("none", None), ("full", None), ("dots", None), ("full", 5)]
 )
@@ -347,6 +352,7 @@ def test_each_layer_gathers_its_own_slice_inside_the_scan(config, remat, loss_ch
 # --- precision -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @both
 def test_activations_follow_the_parameters_to_bf16_and_the_loss_stays_float32(config, batch):
     graphdef, values = lively(config)
@@ -427,6 +433,7 @@ def test_each_layer_and_each_call_draws_its_own_dropout_mask(remat):
             assert abs((mask == other).mean() - 0.5) < 0.11
 
 
+@pytest.mark.thorough
 @both
 def test_dropout_acts_in_training_only(config, batch):
     plain = build(config)
@@ -451,6 +458,7 @@ def test_dropout_acts_in_training_only(config, batch):
     np.testing.assert_array_equal(noisy_logits, plain_logits)
 
 
+@pytest.mark.thorough
 @both
 def test_initial_values_are_small_scaled_with_depth_and_differ_by_layer(config, batch):
     wide = dataclasses.replace(config, embed_dim=64, mlp_dim=128)
@@ -544,6 +552,7 @@ def sharding_spec(name: str, ndim: int, rules: Any) -> P:
     return P()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_tensor_parallel_rules_split_every_matrix_and_keep_the_loss(name, batch):
     config = dataclasses.replace(CONFIGS[name], vocab_size=32)

@@ -216,12 +216,14 @@ def falling_losses(seed, count=2000):
     return 3 + 7 * np.exp(-steps / 150) + 0.08 * random.standard_normal(count)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_is_no_spike(seed):
     detector = SpikeDetector(8.0)
     assert not any(detector.see(loss) for loss in falling_losses(seed))
 
 
+@pytest.mark.thorough
 def test_heavy_tails_are_rarely_spikes():
     random = np.random.default_rng(0)
     detector = SpikeDetector(8.0)

@@ -180,6 +180,7 @@ def test_where_nothing_suffices_the_cheapest_come_first():
     assert words == ["num_microbatches=8", "mesh.zero=3", "model.remat=full"]
 
 
+@pytest.mark.thorough
 def test_what_lives_has_the_names_of_the_state():
     plan = make_plan(zero=1)
     state = zerojax.init_state(plan)
@@ -249,6 +250,7 @@ def test_a_step_that_could_not_be_compiled_is_told_from_one_that_ran(filtering, 
 # --- a run that has too little --------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.multihost
 def test_a_run_in_too_little_address_space_says_what_to_set(tmp_path):
     process = subprocess.run(

@@ -178,7 +178,7 @@ def modes_below(folder):
     return {path: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*")]}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mask", "never"), [(0o000, 0o002), (0o022, 0o022), (0o077, 0o077)])
 def test_a_run_respects_the_umask_and_is_never_open_to_everybody(tmp_path, umask, mask, never):
     umask(mask)

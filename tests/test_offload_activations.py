@@ -65,6 +65,7 @@ USERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "zero"), [slow("nnx", 2), slow("linen", 3), ("stacked", 1)])
 def test_models_of_users(kind, zero):
     """They keep everything on the device, so that sums are fused otherwise: float32's noise."""
@@ -167,7 +168,7 @@ def test_one_array_of_each_layer_leaves_and_comes_back():
     assert crossings(plain) == {"Host": 0, "Device": 0}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("zero", "microbatches", "model"), [(1, 1, 1), (3, 4, 2)])
 def test_a_step_lowered_for_gpus_holds_the_transfers(zero, microbatches, model):
     """Counted in StableHLO; a CPU's program has none, since all its memory is one."""

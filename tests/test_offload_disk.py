@@ -65,6 +65,7 @@ def test_the_bits_of_the_device_tier(tmp_path, on_device, share):
         close(state)
 
 
+@pytest.mark.thorough
 def test_a_skipped_step_touches_no_bucket(tmp_path):
     plan = plan_of(offload(tmp_path), data=2)
     state = init_state(plan)

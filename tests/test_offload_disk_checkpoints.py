@@ -52,6 +52,7 @@ def saved(request, tmp_path_factory):
     return folder / "checkpoints", expected, losses, plan
 
 
+@pytest.mark.thorough
 def test_such_a_checkpoint_holds_every_array_once(saved):
     folder, expected, _, plan = saved
     with Checkpointer(folder) as checkpointer:
@@ -94,7 +95,7 @@ def test_a_flipped_bit_in_its_pieces_is_noticed(saved, tmp_path, tier):
     ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("tier", "data", "zero"),
     [(None, 2, 1), ("nvme", 4, 3), ("nvme", 2, 1), (SHARES, 2, 3), ("host", 4, 3)],
@@ -112,6 +113,7 @@ def test_it_comes_back_on_any_mesh_and_tier(saved, tmp_path, tier, data, zero):
         close(state)
 
 
+@pytest.mark.thorough
 def test_state_on_the_host_is_neither_joined_to_be_saved_nor_restored_whole(tmp_path, monkeypatch):
     """It may fill most of the machine's memory."""
     plan = plan_of(offload(tmp_path, "host"), zero=1, data=2)
@@ -132,7 +134,7 @@ def test_state_on_the_host_is_neither_joined_to_be_saved_nor_restored_whole(tmp_
         np.testing.assert_array_equal(np.asarray(weights), np.asarray(state["params"][name]))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("tier", ["nvme", SHARES, "host"], ids=["nvme", "shares", "host"])
 def test_an_ordinary_checkpoint_goes_into_files(tmp_path, tier):
     plain = plan_of(None, zero=2, data=2)
@@ -174,6 +176,7 @@ def test_a_piece_that_was_cut_off_is_damage(tmp_path):
         restore(tmp_path / "checkpoints", plan_of(None, data=2))
 
 
+@pytest.mark.thorough
 def test_no_space_for_the_pieces_leaves_the_former_checkpoint(tmp_path, monkeypatch):
     plan = plan_of(offload(tmp_path / "store"), data=2)
     state, _ = train(plan, 1)

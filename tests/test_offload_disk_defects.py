@@ -197,6 +197,7 @@ def test_a_state_that_is_not_born_leaves_no_open_store(tmp_path, monkeypatch):
     assert error.value.__traceback__ is not None
 
 
+@pytest.mark.thorough
 def test_each_array_of_an_ordinary_checkpoint_is_read_once(tmp_path, monkeypatch):
     monkeypatch.setattr(packs, "LARGEST", 0)  # each by itself
     plain = plan_of(None, data=2)
@@ -248,6 +249,7 @@ def scaled_plan(folder):
     )
 
 
+@pytest.mark.thorough
 def test_a_parameter_without_dimensions_comes_back(tmp_path):
     plan = scaled_plan(tmp_path / "store")
     assert "scale" in {leaf.name for leaf in plan.offload.on_disk}
@@ -274,6 +276,7 @@ def aligned(values):
     return result
 
 
+@pytest.mark.thorough
 def test_every_device_has_memory_of_its_own(tmp_path, monkeypatch):
     plan = plan_of(offload(tmp_path / "store"), zero=3, data=2)
     state, _ = train(plan, 1)

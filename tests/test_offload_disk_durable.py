@@ -37,6 +37,7 @@ def left(tmp_path_factory):
     return folder, expected
 
 
+@pytest.mark.thorough
 def test_everything_comes_back(left):
     folder, expected = left
     plan = plan_of(offload(folder, durable=True), data=2, zero=3, freeze=("down/bias",))

@@ -109,6 +109,7 @@ def assert_streams(run: Trajectory) -> None:
     assert len(on_host) < len(run.state["params"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", rows())
 def test_layers_from_the_host_train_as_on_the_device(row):
     run, expected = both(
@@ -172,6 +173,7 @@ MODELS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "zero"),
     [
@@ -229,6 +231,7 @@ def streamed_plan(model: Any, *, in_backward: bool = False, **options: Any) -> A
     return plan_for(model, devices=2, zero=3, offload=offload, **options)
 
 
+@pytest.mark.thorough
 def test_evaluation_streams_and_changes_nothing():
     """Dropout is off; a batch in one piece gives the sums that the device tier gives."""
     model = small(**DROPOUT)
@@ -272,6 +275,7 @@ def gated_batch(index: int, factor: float = 1.0) -> dict[str, np.ndarray]:
     return {**text_batch(index), "factors": factors}
 
 
+@pytest.mark.thorough
 def test_an_update_in_backward_leaves_out_the_layer_whose_gradient_is_not_finite():
     """The loss is finite, since the gates are 0; the squares of one layer's gradient are not."""
     plan = streamed_plan(Gated, in_backward=True, batch=gated_batch)
@@ -292,6 +296,7 @@ def test_an_update_in_backward_leaves_out_the_layer_whose_gradient_is_not_finite
     assert int(metrics["bad_leaf"]) == -1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("in_backward", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_loss_that_is_not_finite_changes_nothing(in_backward):
     given = lambda index: {**text_batch(index), "weights": np.ones((32, 16), np.float32)}  # noqa: E731

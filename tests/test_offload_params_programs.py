@@ -77,6 +77,7 @@ def plan_of(case: Case, layers: int) -> Plan:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_what_is_placed_where_is_in_the_program_for_cuda(microbatches):
     """Each matrix: twice a first row and one in the loop forward, one in the loop backward.

@@ -102,6 +102,7 @@ def sliced_elements(plan: Plan, tier: str | None = None) -> int:
 # Bytes by tier and role
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("shares", ["host", "nvme", "{device: 0.3, host: 0.4, nvme: 0.3}"])
 def test_nothing_of_the_state_is_lost_between_tiers(shares, zero):

@@ -47,6 +47,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=str(path))
 
 
+@pytest.mark.thorough
 @TIERS
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_state_is_born_in_slices_with_the_values_it_would_have_in_one_piece(mesh, offload):
@@ -58,6 +59,7 @@ def test_a_state_is_born_in_slices_with_the_values_it_would_have_in_one_piece(me
     assert_same(to_canonical(plan, state), to_canonical(plain, zerojax.init_state(plain, 3)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_what_was_joined_is_cut_again_to_the_same_state(mesh):
     plan = plan_of(SHARES, mesh=mesh, zero=3, precision="bf16")
@@ -74,6 +76,7 @@ def test_what_was_joined_is_cut_again_to_the_same_state(mesh):
     assert_same(again, state)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("donated", ["the slices it came from", "the slices it became"])
 def test_slices_share_no_memory_with_their_joined_form(donated):
     """Steps write over their arrays. (Leaves that are not sliced are passed on as they are.)"""
@@ -150,6 +153,7 @@ def test_slices_are_updated_to_the_bits_of_whole_shards(optimizer, offload):
     np.testing.assert_array_equal(as_read, np.asarray(found["params"][name]))
 
 
+@pytest.mark.thorough
 @TIERS
 def test_a_step_that_is_skipped_changes_no_slice(offload):
     updates = Updates(plan_of(offload))
@@ -187,6 +191,7 @@ def test_weights_without_masters_are_updated_where_they_are():
     assert 0 < moved.max() < 0.01  # a learning rate of 1e-3 and one rounding of bfloat16
 
 
+@pytest.mark.thorough
 def test_lowered_for_cuda_every_slice_is_brought_and_put_back_once():
     """JAX alone, without a compiler for GPUs: one copy each way per array in each loop."""
     counts = {}

@@ -148,6 +148,7 @@ def test_every_name_of_optax_is_in_the_table(module):
     assert not newest or not known - makers
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", ROWS)
 def test_an_optimizer_runs_on_the_arrays_that_the_table_says(name, optax_promotes):
     where, make = ROWS[name]
@@ -186,6 +187,7 @@ QUICK = {
 """Every stage, both kinds of arrays, noise, own shapes of state, and the loss that is passed on."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "zero"),
     [

@@ -206,6 +206,7 @@ def test_the_true_size_decides_what_is_small():
     assert part_of(abstract(stored, {"w": 64 * 64})).mu["w"].dtype == jnp.int8
 
 
+@pytest.mark.thorough
 def test_every_shard_is_a_leaf_of_its_own():
     """Split parameters are updated in blocks of their shards, with random bits of the shard."""
     split = Split(adam8bit(**RATE, clip_norm=None), 4, 2)
@@ -235,6 +236,7 @@ def test_every_shard_is_a_leaf_of_its_own():
     np.testing.assert_allclose(scales, moments.nu_scale, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [(4, 2), (8, 1)], ids=str)
 def test_a_split_state_comes_back_to_the_bit_and_moves_to_another_mesh(mesh):
     tx = adam8bit(**RATE, clip_norm=None)

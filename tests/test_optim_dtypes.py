@@ -37,6 +37,7 @@ def floats(tree):
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
+@pytest.mark.sampled(9)
 @optimizers
 @pytest.mark.parametrize("moments_dtype", [F32, BF16])
 @pytest.mark.parametrize("param_dtype", [F32, BF16])
@@ -53,6 +54,7 @@ def test_moments_have_the_dtype_that_is_asked_for(tx, moments_dtype, param_dtype
     assert (changed.kernel, changed.clip_norm) == (tx.kernel, tx.clip_norm)
 
 
+@pytest.mark.sampled(1)
 @optimizers
 def test_only_what_is_stored_is_rounded(tx):
     """As optax in float32 whose moments are rounded after each step.
@@ -85,6 +87,7 @@ def clipping(grads):
     return jnp.minimum(1.0, 1.0 / optax.tree.norm(grads))
 
 
+@pytest.mark.thorough
 @optimizers
 def test_stochastic_rounding_is_right_on_average_and_follows_the_key(tx):
     """200 keys. The mean of each element is within 5 of its standard deviations, which are at most
@@ -197,6 +200,7 @@ def only_large(params):
     return {name: x.size > 20 for name, x in params.items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_shards_are_updated_as_the_whole_is(name):
     params, tx = split_arrays(0, 1.0), OPTIMIZERS[name]

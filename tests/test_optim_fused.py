@@ -94,6 +94,7 @@ PAIRS = {
 pairs = pytest.mark.parametrize(("mine", "theirs"), PAIRS.values(), ids=PAIRS)
 
 
+@pytest.mark.sampled(4)
 @pairs
 def test_it_is_optax(mine, theirs):
     params = make_params()
@@ -104,6 +105,7 @@ def test_it_is_optax(mine, theirs):
     check_close(run_apply(mine, params, scale_of=clipping_of(mine)), expected)
 
 
+@pytest.mark.sampled(5)
 @pairs
 def test_a_skipped_step_changes_nothing(mine, theirs):
     params = make_params()
@@ -194,6 +196,7 @@ GROUPED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mine", "plain", "theirs"), GROUPED.values(), ids=GROUPED)
 def test_groups_are_optax_partition_with_the_state_of_one_optimizer(mine, plain, theirs):
     params = make_params()

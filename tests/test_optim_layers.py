@@ -118,6 +118,7 @@ def test_the_lamb_of_deepspeed_too():
     check_close(unstacked(params), alone)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows_over", ["data", None])
 def test_shards_of_layers_are_updated_as_the_whole_is(rows_over):
     """Layers over an axis, as on pipeline stages, and what is in them over others."""

@@ -110,6 +110,7 @@ def why(tx, **options):
     return why_padding_shows(tx, structs(TRUE), structs(STORED), DIMS, frozenset(), **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PROVEN)
 def test_what_is_proven_is_so(name):
     """On zeros at the end of arrays the update is, at the places of the others, the same."""
@@ -215,6 +216,7 @@ def _with_rows_and_columns():
     )
 
 
+@pytest.mark.thorough
 def test_a_state_with_shapes_of_its_own_is_saved_and_goes_on_on_another_mesh(tmp_path):
     """At stage 3 on 8 devices, then at stage 1 on 4, which pads otherwise; and moved back."""
     tx = _with_rows_and_columns()

@@ -100,6 +100,7 @@ HOST = {"params": "host", "opt_state": "host", "min_elements": 1}
 FIXED = {"deterministic": "mesh", "virtual_shards": 16}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("loss", "options"),
     [
@@ -185,6 +186,7 @@ def scaled(clips, **options):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_a_rule_that_clips_beside_8_bit_products_sees_gradients_of_the_mean(num_microbatches):
     found = []

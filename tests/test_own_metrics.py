@@ -103,6 +103,7 @@ def slow(*values, id):
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("loss", "options"),
     [

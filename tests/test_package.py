@@ -55,6 +55,7 @@ def test_the_sdist_holds_what_a_packager_needs(built):
     assert not [name for name in names if name.startswith((".venv", "runs/", "dist/"))]
 
 
+@pytest.mark.thorough
 def test_the_wheel_works_where_the_source_is_not(built, tmp_path):
     [wheel] = built.glob("*.whl")
     site = tmp_path / "site"

@@ -99,6 +99,7 @@ def test_the_files_are_those_that_peft_saves(case, base, tmp_path):
     assert config == {key: saved[key] for key in config}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_peft(case, base):
     pretrained, arrays, extras = loaded(case, base[case])

@@ -172,6 +172,7 @@ FIXED = {"deterministic": "mesh", "virtual_shards": 16}
 HOST = {"params": "host", "opt_state": "host", "min_elements": 1}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -265,6 +266,7 @@ def test_linen_counts_and_batch_statistics():
     assert any("then the updates are averaged" in reason for reason in plan.reasons)
 
 
+@pytest.mark.thorough
 def test_a_run_with_checkpoints_saves_counts(tmp_path):
     """The copies of a count differed before, and the save blamed a device for it."""
     trainer = zerojax.train(
@@ -314,6 +316,7 @@ def of_real_rows(model, batch):
 STREAMED = {"params": "host", "opt_state": "host", "min_elements": 1}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -61,6 +61,7 @@ def of_vocabulary(program: Any) -> dict[str, set[bool]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("mesh", MESHES)
 def test_traced_steps(mesh, zero):
@@ -82,6 +83,7 @@ def test_traced_evaluations(mesh):
     assert found == {what: {mesh == "whole"} for what in ("gather", "dot_general")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "zero"),
     [

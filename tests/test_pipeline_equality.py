@@ -106,6 +106,7 @@ def sizes_of(mesh: str) -> dict[str, int]:
     return {axis: int(size) for axis, size in zip(words[::2], words[1::2], strict=True)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("steps", "name", "mesh", "zero", "schedule", "stash", "layers", "per_stage", "remat"), CASES
 )

@@ -85,6 +85,7 @@ def even(toy, schedule):
     return (toy.num_layers // parts,) * parts
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "stages", "stash"),
     [
@@ -114,11 +115,13 @@ def test_gradients_for_every_schedule_and_number_of_microbatches(name, stages, t
     check(*run(toy, schedule, even(toy, schedule), stash=stash))
 
 
+@pytest.mark.thorough
 def test_stages_may_have_different_numbers_of_layers():
     schedule = make_schedule("1f1b", stages=4, microbatches=4)
     check(*run(Toy(num_layers=7), schedule, (1, 3, 2, 1)))
 
 
+@pytest.mark.thorough
 def test_embedding_and_head_on_all_stages_give_the_same():
     """As where collectives are in them: every stage computes them, and most throw it away."""
     schedule = make_schedule("interleaved", stages=2, microbatches=4)
@@ -126,6 +129,7 @@ def test_embedding_and_head_on_all_stages_give_the_same():
     check(*run(toy, schedule, even(toy, schedule), alone=False))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "count"), [("1f1b", 5), ("zb_v", 3), ("interleaved(4)", 6)])
 def test_the_forward_pass_alone(name, count):
     schedule = forward_schedule(make_schedule(name, stages=2, microbatches=2), count)
@@ -139,6 +143,7 @@ def test_the_forward_pass_alone(name, count):
     assert relative_error(sums, theirs) < 1e-6
 
 
+@pytest.mark.thorough
 def test_an_input_stash_holds_no_more_than_inputs_and_residuals_no_weights():
     """What goes through buffers depends on the microbatch: not on weights alone."""
     toy = Toy(remat=True)

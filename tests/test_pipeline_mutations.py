@@ -146,6 +146,7 @@ def nothing(table, columns):
     """No mistake."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mistake", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in MISTAKES]
 )
@@ -156,6 +157,7 @@ def test_a_mistake_in_the_table_shows(monkeypatch, mistake):
     assert max(errors) > 1e-2
 
 
+@pytest.mark.thorough
 def test_without_a_mistake_all_is_equal(monkeypatch):
     """So it is the mistakes that show, and not the way in which they are made."""
     check(*run_with(monkeypatch, "1f1b", "residuals", nothing))

@@ -55,6 +55,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("schedule", "stash"), CASES)
 def test_a_device_computes_what_its_table_says(schedule, stash):
     """To the last product: embedding, head and masked slots included."""
@@ -63,6 +64,7 @@ def test_a_device_computes_what_its_table_says(schedule, stash):
     assert computed == costs.executed_flops(plan.pipeline)
 
 
+@pytest.mark.thorough
 def test_padding_is_computed_like_layers():
     plan, traced = traced_step(1, "1f1b", "residuals", (3, 1))
     computed = count_program_flops(traced.jaxpr) / plan.mesh.size
@@ -71,6 +73,7 @@ def test_padding_is_computed_like_layers():
     assert computed > 1.3 * costs.executed_flops(even.pipeline)
 
 
+@pytest.mark.thorough
 def test_where_the_backward_is_split_the_count_is_close():
     """W is taken to go back through all of a chunk; it leaves out its first layer's input."""
     plan, traced = traced_step(1, "zb_h1", "residuals")
@@ -86,6 +89,7 @@ def test_model_flops_of_a_device_are_its_part_of_all_stages():
     assert share == pytest.approx(costs.useful_flops(plan.pipeline), rel=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", range(4))
 def test_no_collective_is_inside_a_conditional(zero):
     plan, traced = traced_step(zero, "1f1b", "residuals")

@@ -120,6 +120,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_plan_is_refused_with_value_limit_and_remedy(what):
     options, words = REFUSED[what]
@@ -164,6 +165,7 @@ TABLES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", TABLES)
 def test_a_broken_table_is_refused_with_tick_and_operation(what, tmp_path):
     lines, text = TABLES[what]
@@ -253,6 +255,7 @@ TRAIN = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("words", "part"),
     [

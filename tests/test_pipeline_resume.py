@@ -70,6 +70,7 @@ def test_three_runs_with_three_layouts_are_one_run(tmp_path):
         np.testing.assert_allclose(mine, expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.thorough
 def test_a_live_run_changes_its_pipeline():
     """From two stages to none, then to stages with unequal layers, which tensor parallelism
     splits as well."""

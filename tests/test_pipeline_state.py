@@ -108,6 +108,7 @@ def assert_planned(state, planned):
 # Rows
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ROWS)
 def test_each_device_holds_the_rows_of_its_stage_and_zeros(name):
     plan, canonical = pipeline(name), random_state(plain())
@@ -125,6 +126,7 @@ def test_each_device_holds_the_rows_of_its_stage_and_zeros(name):
         assert 12 in shard.data.shape, "data splits another dimension"
 
 
+@pytest.mark.thorough
 def test_a_state_moves_from_any_pipeline_to_any_other_bit_for_bit():
     state = random_state(plain())
     here, moved = plain(), state
@@ -141,6 +143,7 @@ def test_a_state_moves_from_any_pipeline_to_any_other_bit_for_bit():
     assert_same_bits(reshard_state(here, plain(), moved), state)
 
 
+@pytest.mark.thorough
 def test_rows_that_are_in_order_are_passed_on_as_they_are():
     plan = pipeline("two stages")
     assert plan.placement.leaves["blocks/kernel"].layer_rows == tuple(range(8))
@@ -160,6 +163,7 @@ def _conversion(plan, *, to_rows):
     return reshard._resizer(((wanted.shape, wanted.sharding, rows),), to_rows).lower([given])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["interleaved", "uneven"])
 def test_no_device_ever_holds_a_whole_stack(name):
     """Neither where the state is born nor where its rows change places."""
@@ -183,6 +187,7 @@ def test_no_device_ever_holds_a_whole_stack(name):
 # Birth
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["folded", "uneven interleaved", "three axes"])
 def test_values_at_the_start_do_not_depend_on_the_pipeline(name):
     plan = pipeline(name)
@@ -191,6 +196,7 @@ def test_values_at_the_start_do_not_depend_on_the_pipeline(name):
     assert_same_bits(to_canonical(plan, state), init_state(plain(), seed=3))
 
 
+@pytest.mark.thorough
 def test_a_users_module_brings_its_own_values():
     """Width 30 is padded for four data shards, and so are three layers for two stages."""
     model = Layers(nnx.Rngs(0), num_layers=3, width=30)
@@ -279,6 +285,7 @@ QUICK_FIRST = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", QUICK_FIRST)
 def test_an_update_of_rows_is_that_of_layers_and_is_saved_bit_for_bit(optimizer, tmp_path):
     plain, plan, there = plans(optimizer)
@@ -352,6 +359,7 @@ MIXING = {
 """Updates that ask for sizes, shapes or the order of layers."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
     [

@@ -83,6 +83,7 @@ def test_eight_bit_moments_follow_those_of_one_device(zero):
 # Frozen parameters
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [slow(1), slow(2), 3])
 def test_frozen_parameters_stay_and_the_rest_trains(zero):
     freeze = ("embed/.*", "blocks/linear/bias")
@@ -184,6 +185,7 @@ def hinted_batch(index):
     return {**text_batch(index), "hints": hints}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mesh", "zero"), [(FOUR_STAGES, 1), slow(TWO_STAGES, 3)])
 def test_an_overflow_on_one_stage_skips_the_step_on_all(mesh, zero):
     """The gradient of one layer's probe overflows, in one row of the batch; all others are finite.
@@ -257,6 +259,7 @@ def weighted_batch(rows):
     return {**batch, "weights": np.random.default_rng(0).random((rows, 16)).astype(np.float32)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("schedule", "zero", "rows"),
     [

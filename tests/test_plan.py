@@ -112,6 +112,7 @@ def test_the_models_own_tensor_parallel_rules_are_found():
     assert other.placement.leaves["lm_head/kernel"].axes == (None, "model")
 
 
+@pytest.mark.thorough
 def test_stacks_are_found_by_looking_not_by_name():
     plan = plan_for(lambda rngs: UserText(rngs), zero=3)
     stacked = {name for name, leaf in plan.placement.leaves.items() if leaf.stack_dims}

@@ -90,6 +90,7 @@ def test_slices_on_the_host():
     assert "optimizer state in 1 slices: 1 on host" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tx", [zerojax.adamw(1e-3), optax.adamw(1e-3), optax.sgd(1e-3)])
 def test_names_are_those_of_a_checkpoint(tx, tmp_path):
     plan = plan_of(1, optimizer=tx)

@@ -29,6 +29,7 @@ def plan(*, config=SMALL, rows=32, num_microbatches=8, stage=2, model=1, **optio
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("rows", "stage", "number"),
     [(32, 2, 8), (64, 4, 16), (24, 4, 12), (4, 4, 2), (2, 2, 1), (32, 1, 1)],
@@ -63,6 +64,7 @@ def test_flops_is_the_division_with_the_shortest_step():
     assert time[chosen.layers] < time[4, 4, 4, 4]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -66,6 +66,7 @@ def losses_of(run_dir: Path) -> list[float]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+@pytest.mark.thorough
 def test_two_processes_train_save_and_hand_over_to_one(tmp_path):
     one = train(tmp_path, "one", "steps=8")
     two = train(tmp_path, "two", "steps=4", processes=2)

@@ -61,6 +61,7 @@ def text_batch():
     return {"tokens": tokens, "targets": tokens}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
@@ -99,6 +100,7 @@ def test_every_parameter_has_its_products(mesh, settings, name, remat):
     assert scores.backward == 2 * scores.forward
 
 
+@pytest.mark.thorough
 def test_stages_of_a_pipeline_too():
     rows = rows_of_plan(
         reference_model("gpt2"),

@@ -73,6 +73,7 @@ def typed(sentence: str, pattern: str, **names):
     return eval(re.search(pattern, sentence)[1], {"zerojax": zerojax, "numpy": np, **names})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["regression", "pair", "tokens"])
 def test_a_missing_loss(kind):
     tokens = np.arange(64).reshape(8, 8) % 16
@@ -315,6 +316,7 @@ def test_a_url_as_a_folder(name, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 def test_a_run_of_a_model_and_loss_of_ones_own_is_read_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = train(checkpoint="mine", run_dir="auto")

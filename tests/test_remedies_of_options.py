@@ -357,6 +357,7 @@ def stages() -> zerojax.Plan:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", PLANS)
 def test_plans(row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -78,6 +78,7 @@ def test_every_run_file_is_looked_at():
     assert {file.stem for file in (ROOT / "configs").glob("*.yaml")} == set(EXPECTED)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_plan_of_a_run_file_fits_its_devices(name):
     devices, memory, millions = EXPECTED[name]

@@ -58,6 +58,7 @@ def digests(trainer: zerojax.Trainer) -> dict[str, str]:
     }
 
 
+@pytest.mark.thorough
 def test_a_run_saved_before_the_move_goes_on_from_the_same_bits(run):
     with go_on(run, 2) as trainer:  # restores, and has nothing to do
         assert trainer.num_steps == 2

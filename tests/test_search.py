@@ -212,6 +212,7 @@ def test_pipelines_that_cut_the_layers_and_have_enough_microbatches_are_listed()
 # Order and pruning
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("activations", [1, 30, 80, 200, 400, 1500])
 @pytest.mark.parametrize("state", [10, 60, 300])
 @pytest.mark.parametrize("wire", [0.01, 0.5, 3.0])
@@ -396,6 +397,7 @@ def plan_for(c: Candidate):
     )
 
 
+@pytest.mark.thorough
 def test_bounds_are_those_of_the_plan():
     find = bounds_on(CARD, plan_for)
     plain, full = find(candidate()), find(candidate(remat="full"))
@@ -414,6 +416,7 @@ def test_bounds_are_those_of_the_plan():
     assert more.peak < plain.peak
 
 
+@pytest.mark.thorough
 def test_bounds_of_every_remat_are_those_of_its_own_plan():
     find = bounds_on(CARD, plan_for)
     for remat in ("none", "dots", "full"):
@@ -421,6 +424,7 @@ def test_bounds_of_every_remat_are_those_of_its_own_plan():
         assert find(own) == bounds_of(plan_for(own), CARD, repeated(plan_for(own)))
 
 
+@pytest.mark.thorough
 def test_bounds_of_a_pipeline_count_its_bubble_and_its_least_buffers():
     find = bounds_on(
         dataclasses.replace(CARD, node_bandwidth=1e15), plan_for

@@ -61,6 +61,7 @@ def squared_error(model: Any, batch: Any) -> Any:
     return mean_squared_error(model(batch["x"]), batch["y"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 def test_it_is_the_same_layers_in_a_python_loop(rate: float, remat: str) -> None:
@@ -141,6 +142,7 @@ def test_a_head_that_uses_the_embedding_shares_it() -> None:
 # --- training -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_training_over_pipeline_stages_is_training(rate: float) -> None:
     """Dropout, too: every layer draws what it draws without a pipeline."""

@@ -72,6 +72,7 @@ def forms(tree):
     return jax.tree.map(lambda leaf: (jax.typeof(leaf), leaf.sharding), tree)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 3])
 def test_the_step_is_traced_once_and_keeps_the_states_form(zero):
     loss = Counted()
@@ -122,6 +123,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -153,6 +155,7 @@ def test_a_state_that_was_given_away_is_refused(kind, tmp_path):
         new["disk"].store.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_what_a_step_changes_and_what_it_does_not(zero):
     plan = make(zero)
@@ -180,6 +183,7 @@ def test_what_a_step_changes_and_what_it_does_not(zero):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(value):
     plan = make(1)
@@ -200,6 +204,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(value):
     assert int(state["opt_state"][0].count) == 2
 
 
+@pytest.mark.thorough
 def test_gradients_that_overflow_are_skipped_where_the_loss_is_finite():
     def loss(model, batch):
         return (

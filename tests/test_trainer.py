@@ -38,6 +38,7 @@ def recording(losses):
     return lambda trainer, values: losses.append(values["loss"])
 
 
+@pytest.mark.thorough
 def test_own_loop_and_train_give_the_same_bits():
     mesh_config = zerojax.MeshConfig(zero=2)
     mesh = zerojax.make_mesh(mesh_config)
@@ -61,6 +62,7 @@ def test_own_loop_and_train_give_the_same_bits():
     assert trainer.num_steps == int(trainer.state["step"]) == 6
 
 
+@pytest.mark.thorough
 def test_two_arguments_train_on_the_text_in_the_package(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zerojax.training.entry.DEFAULT_STEPS", 3)
@@ -114,6 +116,7 @@ def test_a_resumed_run_is_bit_equal_and_traces_nothing_twice(tmp_path, monkeypat
         assert trainer.num_steps == 6
 
 
+@pytest.mark.thorough
 def test_resume_onto_another_stage_mesh_and_device_count(tmp_path):
     whole = zerojax.train(
         reference_model("llama"), None, BATCHES, log=LogConfig(every=1), **options(steps=12)
@@ -168,6 +171,7 @@ def test_live_reshard_keeps_the_trajectory():
     np.testing.assert_allclose(losses, losses_of(whole.history), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_on_otherwise_says_so(tmp_path, capsys):
     """Under another plan with its reasons, and for more steps than it began with."""
     batches = [regression_batch(0)]
@@ -183,6 +187,7 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path, capsys):
     assert "- zero=3: " in (tmp_path / "plan.txt").read_text()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["list", "iterator", "iterable", "tuple"])
 def test_without_steps_each_batch_is_taken_once(kind, tmp_path, capsys):
     batches = [regression_batch(i) for i in range(3)]
@@ -229,6 +234,7 @@ def test_to_model_gives_the_trained_module():
     np.testing.assert_allclose(float(loss / weight), evaluated, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
     def interrupt(trainer, values):
         if values["step"] == 3:
@@ -305,6 +311,7 @@ def test_a_callback_that_returns_true_ends_the_run():
     assert trainer.num_steps < 6
 
 
+@pytest.mark.thorough
 def test_no_host_transfer_in_the_loop():
     trainer = zerojax.train(reference_model("gpt2"), None, BATCHES, **options(steps=1))
     batch = zerojax.shard_batch(trainer.plan, BATCHES[0])

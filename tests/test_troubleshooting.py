@@ -40,6 +40,7 @@ def test_microbatches_and_checkpointed_layers_need_less_for_activations():
     assert temporaries(remat="full") < 0.6 * plain
 
 
+@pytest.mark.thorough
 def test_data_that_are_late_are_seen_as_such(tmp_path):
     """Batches read while the step compiles are there in time; the last ones are late."""
 

@@ -155,6 +155,7 @@ def alone():
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "zero", "mesh"),
     [
@@ -177,6 +178,7 @@ def test_updates_in_place_follow_optax_on_one_device(alone, name, zero, mesh):
     assert int(run.state["skipped"]) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name if name == "adamw" else slow(name) for name in OWN])
 def test_a_step_that_is_not_finite_changes_nothing_but_counters(name):
     run = Run(plan_of(OWN[name](), 2))
@@ -264,6 +266,7 @@ def test_a_kernel_is_refused_where_there_is_no_gpu_and_the_choice_is_told():
     assert told == ["optimizer update by mosaic_gpu: asked for"]
 
 
+@pytest.mark.thorough
 def test_a_users_own_chain_still_goes_the_way_of_optax(alone):
     chain = optax.chain(zerojax.adamw(RATE, eps=EPS), optax.scale(1.0))
     losses = Run(plan_of(chain, 2))(STEPS)

@@ -151,6 +151,7 @@ def named_shapes(plan, *, access=Access.GATHER_ON_USE):
 # --- bytes ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_argument_bytes_are_twelve_per_parameter_over_the_devices(zero):
     """float32 master and two moments; a million parameters, all of which 8 divides."""
@@ -166,6 +167,7 @@ def test_argument_bytes_are_twelve_per_parameter_over_the_devices(zero):
     assert (memory.temp_size_in_bytes < 4 * count) == (zero == 3), memory.temp_size_in_bytes
 
 
+@pytest.mark.thorough
 def test_a_small_odd_model_is_padded_and_listed():
     plan = plan_for(small_models.UserText, zero=1)
     padded = [leaf for leaf in plan.placement.leaves.values() if leaf.is_padded]
@@ -184,6 +186,7 @@ def test_a_small_odd_model_is_padded_and_listed():
 # --- what is held -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("remat", "matmul_dtype"), [("none", None), ("full", None), ("dots", None), ("none", "fp8")]
 )
@@ -274,12 +277,14 @@ def stage_1() -> Collectives:
     return count_collectives(lower(gpt2(1)))
 
 
+@pytest.mark.thorough
 def test_stage_1_sends_two_buckets():
     found = stage_1()
     assert found.outside["all_gather"] == found.outside["reduce_scatter"] == 1
     assert not found.inside
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("num_microbatches", "mesh"), [(4, {}), pytest.param(2, {"model": 2}, marks=pytest.mark.slow)]
 )
@@ -332,6 +337,7 @@ def test_stage_2_scatters_inside_the_backward_loop():
     assert found.outside["reduce_scatter"] == rest
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 def test_stage_3_gathers_inside_both_loops_and_scatters_inside_the_second(remat):
     found = count_collectives(lower(gpt2(3, remat=remat)))
@@ -360,11 +366,13 @@ def test_functions_are_gathered_in_one_bucket_at_stage_3():
     assert found.outside["all_gather"] == found.outside["reduce_scatter"] == 1
 
 
+@pytest.mark.thorough
 def test_stage_3_without_gathering_again_is_seen_by_the_same_count():
     found = count_collectives(lower(without_regather(gpt2(3))))
     assert len(found.loops_with("all_gather")) == 1
 
 
+@pytest.mark.thorough
 def test_frozen_parameters_are_gathered_again_too_and_never_scattered():
     found = count_collectives(lower(gpt2(3, freeze=("blocks/",))))
     assert [found.loops[index]["all_gather"] for index in found.loops_with("all_gather")] == [1, 1]
@@ -374,6 +382,7 @@ def test_frozen_parameters_are_gathered_again_too_and_never_scattered():
     assert mixed.inside["reduce_scatter"] == 1
 
 
+@pytest.mark.thorough
 def test_evaluation_gathers_in_its_loop_and_scatters_nothing():
     plan = gpt2(3)
     lowered = build_evaluation(plan).lower(plan.abstract_state, plan.abstract_batch)
