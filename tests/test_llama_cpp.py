@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -226,12 +228,90 @@ def test_what_cannot_be_computed_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none.gguf"):
         convert(tmp_path / "none.gguf", out)
     (tmp_path / "text.gguf").write_text("GGUF, but not really: this is text")
-    with pytest.raises(ValueError, match=r"text.gguf is no GGUF file, or is cut short"):
+    with pytest.raises(ValueError, match=r"text.gguf is no GGUF file, or is damaged"):
         convert(tmp_path / "text.gguf", out)
     whole = (tmp_path / "more.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"cut.gguf is no GGUF file, or is cut short"):
+    with pytest.raises(ValueError, match=r"cut.gguf is no GGUF file, or is damaged"):
         convert(tmp_path / "cut.gguf", out)
     assert not out.exists()
     with pytest.raises(FileExistsError, match="is not empty; name a new folder"):
         convert(tmp_path / "more.gguf", tmp_path)
+
+
+def field(key, kind, *values):
+    """A field's bytes; each value is (format, number)."""
+    head = struct.pack("<Q", len(key)) + key + struct.pack("<I", kind)
+    return head + b"".join(struct.pack("<" + kind, value) for kind, value in values)
+
+
+TABLES = {
+    "a list of 2^40 numbers": (1, field(b"a", 9, ("I", 0), ("Q", 2**40)), "items of 'a' are cl"),
+    "a list of 2^40 texts": (1, field(b"a", 9, ("I", 8), ("Q", 2**40)), "items of 'a' are cl"),
+    "a list of 5 million": (1, field(b"a", 9, ("I", 0), ("Q", 5 * 10**6)), "has 5000000 items"),
+    "2^63 fields": (2**63, b"", "9223372036854775808 fields are claimed"),
+    "a text of 2^62 bytes": (1, field(b"a", 8, ("Q", 2**62)), "are claimed for the text of 'a'"),
+    "an unknown kind": (1, field(b"a", 77), "'a' has the unknown kind 77"),
+    "a field twice": (2, field(b"a", 0, ("B", 1)) * 2, "the field 'a' is there twice"),
+    "lists in lists": (1, field(b"a", 9, *[("I", 9), ("Q", 1)] * 9), "nested more than 4 levels"),
+    "a name that is no text": (1, field(b"\xff\x1b", 0, ("B", 1)), r"is no text: b'.xff.x1b'"),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_a_table_that_cannot_be_is_refused_before_it_is_walked(case, tmp_path):
+    count, content, words = TABLES[case]
+    path = tmp_path / "x.gguf"
+    size = 6 * 10**6 if "million" in case else 64  # sparse: the items could be there
+    with path.open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, count) + content)
+        file.truncate(file.tell() + size)
+    with pytest.raises(ValueError, match=words) as caught:
+        convert(path, tmp_path / "out")
+    assert str(path) in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_changed_bytes_are_refused_in_a_sentence_or_converted(tmp_path):
+    """Of the table, which is nine tenths vocabulary here: so also of its fields by name."""
+    good = write_gguf(tmp_path / "good.gguf", their_tensors()).read_bytes()
+    end = good.index(b"token_embd.weight") + 900
+    names = [good.index(name) for name in (b"llama.", b"tokenizer.ggml.merges", b"token_embd")]
+    draw, outcomes = random.Random(11), []
+    for number in range(150):
+        changed = bytearray(good)
+        for _ in range(draw.choice([1, 1, 1, 2, 3])):
+            near = draw.choice([4, *names])
+            at = draw.randrange(4, end) if draw.random() < 0.3 else near + draw.randrange(300)
+            at, way = min(at, len(changed) - 1), draw.random()
+            if way < 0.5:
+                changed[at] = draw.choice([0, 1, 8, 9, 127, 128, 255, draw.randrange(256)])
+            elif way < 0.65:
+                value = draw.choice([2**64 - 1, 0, 2**62, 2**40, 2**31, 10**6])
+                changed[at : at + 8] = value.to_bytes(8, "little")
+            elif way < 0.8:
+                del changed[at : at + draw.randrange(1, 9)]
+            elif way < 0.9:
+                changed = changed[: max(5, at)]
+            else:
+                changed[at:at] = draw.randbytes(draw.randrange(1, 9))
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(changed)
+        try:
+            convert(path, tmp_path / f"{number}")
+            outcomes.append("converted")
+        except ValueError as error:
+            assert is_ours(error), error  # noqa: PT017  (any of them will do)
+            outcomes.append("refused")
+        path.unlink()
+    assert outcomes.count("refused") > 50
+    assert outcomes.count("converted") > 5
+
+
+def is_ours(error):
+    """Whether the sentence was written here: not one of NumPy's, nor of the package's."""
+    trace = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    name = trace.tb_frame.f_globals["__name__"]
+    return name.startswith(("zerojax.", "examples."))

@@ -4,15 +4,20 @@
     python examples/conversion/gguf_to_hugging_face.py model.gguf weights/model --dtype bf16
 
 `zerojax.from_hugging_face("weights/model")` loads the folder. The package `gguf` dequantises one
-tensor at a time to float32; what quantisation has rounded away does not come back. The package
-believes the lengths that a file claims, so convert only files that you trust.
+tensor at a time to float32; what quantisation has rounded away does not come back.
+
+The package walks as many items as a file claims to have, one by one, and takes what lies behind the
+end for empty: a length of 2^40 keeps it busy for weeks. So the table of a file is checked first.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import json
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,9 @@ import gguf
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.config.display import quoted
 from zerojax.models.hugging_face.safetensors import Tensor, write_files
+from zerojax.runtime.bounded_json import open_regular
 
 LAYER_TENSORS = {
     "input_layernorm": "attn_norm",
@@ -43,6 +50,19 @@ PRE_TOKENIZERS = {
 CONTROL, USER_DEFINED = 3, 4
 """Kinds of tokens that are found in a text before it is split."""
 
+MAX_TABLE = 2**28
+"""Bytes of a table that are read; the arrays lie behind it."""
+MAX_ITEMS = 2**22
+"""Of all lists together. The longest of files that exist are vocabularies: some hundred thousand
+tokens, and as many merges."""
+MAX_DEPTH = 4
+MAX_DIMENSIONS = 4
+"""GGML_MAX_DIMS."""
+MAX_NAME = 2**16 - 1
+STRING, ARRAY = 8, 9
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of a single value of each kind."""
+
 
 def convert(path: Path, out: Path, dtype: str = "float32") -> str:
     """Writes config.json, safetensors and, where its kind is known, the tokenizer.
@@ -62,14 +82,17 @@ def convert(path: Path, out: Path, dtype: str = "float32") -> str:
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty; name a new folder")
     try:
+        with open(open_regular(path), "rb") as file:
+            Table(file.read(MAX_TABLE)).check()
         reader = gguf.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"{path} is no GGUF file, or is cut short ({error})") from None
+        raise ValueError(f"{path} is no GGUF file, or is damaged: {error}") from None
     stored = {tensor.name: tensor for tensor in reader.tensors}
     config = model_config(fields, stored)
     names = tensor_names(config)
-    check_tensors(set(names.values()), set(stored))
+    check_tensors(names, stored, config)
+    tokenizer = tokenizer_json(fields)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
     def values(tensor: Tensor) -> np.ndarray:
@@ -86,7 +109,6 @@ def convert(path: Path, out: Path, dtype: str = "float32") -> str:
     ]
     out.mkdir(parents=True, exist_ok=True)
     write_files(out, tensors, values, metadata={"format": "pt"})
-    tokenizer = tokenizer_json(fields)
     if isinstance(tokenizer, dict):
         write_json(out / "tokenizer.json", tokenizer)
         write_json(out / "tokenizer_config.json", tokenizer_config(fields))
@@ -99,6 +121,22 @@ def convert(path: Path, out: Path, dtype: str = "float32") -> str:
     )
 
 
+def number_of(fields: dict[str, Any], key: str, default: float | None = None) -> Any:
+    """A setting of a Llama that is one number for all layers."""
+    value = fields.get(f"llama.{key}", default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"llama.{key}={quoted(value)}; one number for all layers is needed")
+    return value
+
+
+def count_of(fields: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A setting that counts something."""
+    value = number_of(fields, key, default)
+    if not isinstance(value, int) or not 1 <= value < 2**31:
+        raise ValueError(f"llama.{key}={quoted(value)}; a whole number of at least 1 is needed")
+    return value
+
+
 def model_config(fields: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
     """config.json of the model; refuses what zerojax's Llama does not compute."""
     kind = fields.get("general.architecture")
@@ -107,16 +145,16 @@ def model_config(fields: dict[str, Any], stored: dict[str, Any]) -> dict[str, An
     if "token_embd.weight" not in stored:
         raise ValueError("no token_embd.weight: this is one part of several")
 
-    def number(key: str, default: float | None = None) -> Any:
-        value = fields.get(f"llama.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"llama.{key}={value!r}; one number for all layers is needed")
-        return value
-
-    vocab_size, width = shape_of(stored["token_embd.weight"])
-    heads = number("attention.head_count")
-    head_dim = number("attention.key_length", width // heads)
-    if (turned := number("rope.dimension_count", head_dim)) != head_dim:
+    number, count = (functools.partial(one, fields) for one in (number_of, count_of))
+    shape = shape_of(stored["token_embd.weight"])
+    if len(shape) != 2:
+        raise ValueError(f"token_embd.weight has the shape {shape}; two dimensions are needed")
+    vocab_size, width = shape
+    heads, layers = count("attention.head_count"), count("block_count")
+    if layers * len(LAYER_TENSORS) > len(stored):
+        raise ValueError(f"llama.block_count={layers}; {len(stored)} tensors are no such model")
+    head_dim = count("attention.key_length", width // heads)
+    if (turned := count("rope.dimension_count", head_dim)) != head_dim:
         raise ValueError(f"llama.rope.dimension_count={turned}; all {head_dim} features must turn")
     scaling = fields.get("llama.rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
@@ -129,12 +167,12 @@ def model_config(fields: dict[str, Any], stored: dict[str, Any]) -> dict[str, An
         "head_dim": head_dim,
         "hidden_act": "silu",
         "hidden_size": width,
-        "intermediate_size": number("feed_forward_length"),
-        "max_position_embeddings": number("context_length"),
+        "intermediate_size": count("feed_forward_length"),
+        "max_position_embeddings": count("context_length"),
         "mlp_bias": False,
         "num_attention_heads": heads,
-        "num_hidden_layers": number("block_count"),
-        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "num_hidden_layers": layers,
+        "num_key_value_heads": count("attention.head_count_kv", heads),
         # A float32 of the file as people write it: 1e-5, not 9.999999747378752e-06.
         "rms_norm_eps": float(f"{number('attention.layer_norm_rms_epsilon'):.7g}"),
         "rope_scaling": linear if scaling == "linear" else None,
@@ -160,12 +198,36 @@ def tensor_names(config: dict[str, Any]) -> dict[str, str]:
     return names
 
 
-def check_tensors(needed: set[str], stored: set[str]) -> None:
-    """Refuses tensors that are missing, and others, such as biases or a table of frequencies."""
-    if missing := sorted(needed - stored):
+def check_tensors(names: dict[str, str], stored: dict[str, Any], config: dict[str, Any]) -> None:
+    """Refuses tensors that are missing, others, such as biases, and those of another shape.
+
+    Args:
+      names: {name of Hugging Face: name of llama.cpp}.
+    """
+    if missing := sorted(set(names.values()) - set(stored)):
         raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}")
-    if others := sorted(stored - needed):
-        raise ValueError(f"{len(others)} tensors have no place in a Llama, such as {others[0]}")
+    if others := sorted(set(stored) - set(names.values())):
+        raise ValueError(
+            f"{len(others)} tensors have no place in a Llama, such as {quoted(others[0])}"
+        )
+    width, hidden = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {
+        "q_proj": (queries, width),
+        "k_proj": (keys, width),
+        "v_proj": (keys, width),
+        "o_proj": (width, queries),
+        "gate_proj": (hidden, width),
+        "up_proj": (hidden, width),
+        "down_proj": (width, hidden),
+        "embed_tokens": (config["vocab_size"], width),
+        "lm_head": (config["vocab_size"], width),
+    }
+    for name, theirs in names.items():
+        wanted = shapes.get(name.split(".")[-2], (width,))
+        if (found := shape_of(stored[theirs])) != wanted:
+            raise ValueError(f"{theirs} has the shape {found}; this model needs {wanted}")
 
 
 def shape_of(stored: Any) -> tuple[int, ...]:
@@ -192,7 +254,12 @@ def tokenizer_json(fields: dict[str, Any]) -> dict[str, Any] | str:
     if kind != "gpt2" or split not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         return f"kind {kind!r} that splits text as {split!r}; known are gpt2 with one of {known}"
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    tokens, kinds, merges = (
+        fields.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type", "merges")
+    )
+    are_texts = all(isinstance(text, str) for text in [*tokens, *merges])
+    if not are_texts or len(tokens) != len(kinds) or not all(" " in pair for pair in merges):
+        raise ValueError("the vocabulary is damaged: tokens, token_type and merges do not fit")
     added = [
         {"id": index, "content": token, "special": kind == CONTROL}
         | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -207,7 +274,7 @@ def tokenizer_json(fields: dict[str, Any]) -> dict[str, Any] | str:
         "model": {
             "type": "BPE",
             "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [pair.split(" ", 1) for pair in fields["tokenizer.ggml.merges"]],
+            "merges": [pair.split(" ", 1) for pair in merges],
         },
     }
 
@@ -217,11 +284,113 @@ def tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
     tokens = fields["tokenizer.ggml.tokens"]
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for theirs, ours in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
-        if (index := fields.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
+        index = fields.get(f"tokenizer.ggml.{theirs}_token_id")
+        if isinstance(index, int) and 0 <= index < len(tokens):
             config[f"{ours}_token"] = tokens[index]
     if template := fields.get("tokenizer.chat_template"):
         config["chat_template"] = template
     return config
+
+
+class Table:
+    """One pass over the bytes of a file's table, without keeping it.
+
+    Args:
+      content: the first bytes of a file.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._content, self._at, self._items = content, 0, 0
+        self._order = "<"
+
+    def check(self) -> None:
+        """Reads all fields and all tensors.
+
+        Raises:
+          ValueError: this cannot be a table.
+        """
+        if self._take(4, "the first bytes") != b"GGUF":
+            raise ValueError("the first bytes are not GGUF")
+        (version,) = struct.unpack("<I", self._take(4, "the version"))
+        if version & 0xFFFF == 0:  # of a machine with the other order of bytes
+            self._order = ">"
+            version = int.from_bytes(version.to_bytes(4, "little"), "big")
+        if version not in (2, 3):
+            raise ValueError(f"version {version} of the format; 2 and 3 are read")
+        num_tensors, num_fields = self._number("Q"), self._number("Q")
+        self._check_count(num_fields, 8 + 4 + 1, "fields")
+        self._check_count(num_tensors, 8 + 4 + 4 + 8, "tensors")
+        self._named(num_fields, "field", lambda name: self._value(name, self._number("I"), 0))
+        self._named(num_tensors, "tensor", self._tensor)
+
+    def _named(self, count: int, what: str, read: Callable[[str], None]) -> None:
+        seen: set[str] = set()
+        for _ in range(count):
+            raw = self._string(f"the name of a {what}", MAX_NAME)
+            try:
+                name = raw.decode("utf-8")
+            except UnicodeDecodeError:
+                raise ValueError(f"the name of a {what} is no text: {quoted(raw)}") from None
+            if name in seen:
+                raise ValueError(f"the {what} {quoted(name)} is there twice")
+            seen.add(name)
+            read(name)
+
+    def _value(self, name: str, kind: int, depth: int) -> None:
+        if kind == STRING:
+            self._string(f"the text of {quoted(name)}")
+        elif kind in SIZES:
+            self._take(SIZES[kind], f"the value of {quoted(name)}")
+        elif kind != ARRAY:
+            raise ValueError(f"{quoted(name)} has the unknown kind {kind}")
+        elif depth == MAX_DEPTH:
+            raise ValueError(f"{quoted(name)} has lists nested more than {MAX_DEPTH} levels deep")
+        else:
+            self._list(name, depth)
+
+    def _list(self, name: str, depth: int) -> None:
+        kind, length = self._number("I"), self._number("Q")
+        least = SIZES.get(kind, 8 if kind == STRING else 12)
+        self._check_count(length, least, f"items of {quoted(name)}")
+        self._items += length
+        if self._items > MAX_ITEMS:
+            raise ValueError(f"{quoted(name)} has {length} items; {MAX_ITEMS} in all are read")
+        if kind in SIZES:
+            self._take(length * least, f"the items of {quoted(name)}")
+        else:
+            for _ in range(length):
+                self._value(name, kind, depth + 1)
+
+    def _tensor(self, name: str) -> None:
+        count = self._number("I")
+        if not 1 <= count <= MAX_DIMENSIONS:
+            raise ValueError(f"the tensor {quoted(name)} has {count} dimensions, not 1 to 4")
+        shape = [self._number("Q") for _ in range(count)]
+        if not all(1 <= size < 2**31 for size in shape):
+            raise ValueError(f"the tensor {quoted(name)} has the shape {quoted(shape)}")
+        self._number("I")  # the package knows kinds, and where the arrays begin
+        self._number("Q")
+
+    def _check_count(self, count: int, least: int, what: str) -> None:
+        left = len(self._content) - self._at
+        if count * least > left:
+            raise ValueError(f"{count} {what} are claimed, and {left} bytes are left")
+
+    def _string(self, what: str, most: int = MAX_TABLE) -> bytes:
+        length = self._number("Q")
+        if length > most:
+            raise ValueError(f"{length} bytes are claimed for {what}")
+        return self._take(length, what)
+
+    def _number(self, kind: str) -> int:
+        return struct.unpack(self._order + kind, self._take(struct.calcsize(kind), "a number"))[0]
+
+    def _take(self, count: int, what: str) -> bytes:
+        found = self._content[self._at : self._at + count]
+        if len(found) < count:
+            raise ValueError(f"it is cut short within {what}")
+        self._at += count
+        return found
 
 
 def write_json(path: Path, body: dict[str, Any]) -> None:
