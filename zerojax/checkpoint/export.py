@@ -90,7 +90,9 @@ def export(
         name = saved_names[tensor.name]
         return read_whole(saved, name, opened[name], tensor.shape).astype(tensor.dtype, copy=False)
 
-    with new_folder(out, total, remedy="or export fewer bytes with --dtype bf16") as draft:
+    is_wide = any(tensor.dtype in (np.float32, np.float64) for tensor in tensors)
+    remedy = "or export fewer bytes with --dtype bf16" if is_wide else None
+    with new_folder(out, total, remedy=remedy) as draft:
         names = _write(draft, tensors, values, saved.step, shard_bytes)
         about = dict(metadata.config if config is None else config)
         about["checkpoint"] = {"step": metadata.step, "versions": metadata.versions}

@@ -192,13 +192,14 @@ def _if_there(function: Callable[[Path], T], path: Path) -> T | None:
 
 
 @contextlib.contextmanager
-def new_folder(out: Path, num_bytes: int, *, remedy: str) -> Iterator[Path]:
+def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Path]:
     """A folder to write into, which becomes `out` at the end, or is removed after an error.
 
     Args:
       out: must not be there, or be an empty folder.
       num_bytes: that will be written.
-      remedy: what to do where there is no space for them, a clause that begins with "or".
+      remedy: what else helps where there is no space for them, a clause that begins with "or";
+        None: nothing else.
 
     Raises:
       FileExistsError: something is at `out`.

@@ -175,7 +175,7 @@ def _write_adapters(
     total = sum(array.nbytes for array in adapters.values())
     with failing_together():
         if jax.process_index() == 0:
-            with new_folder(out, total, remedy="or free some") as draft:
+            with new_folder(out, total, remedy=None) as draft:
                 sizes, scales = description.config, description.scales
                 write_adapter(draft, sizes, adapters, scales=scales, base=description.source)
     return out
@@ -313,7 +313,9 @@ def _write_alone(
     by_name = {one.tensor.name: one for one in found}
     tensors = [one.tensor for one in found]
     total = sum(tensor.num_bytes for tensor in tensors)
-    with new_folder(out, total, remedy="or write fewer bytes with dtype bfloat16") as draft:
+    is_wide = any(tensor.dtype in (np.float32, np.float64) for tensor in tensors)
+    remedy = "or export fewer bytes with --dtype bf16 (in Python: dtype='bfloat16')"
+    with new_folder(out, total, remedy=remedy if is_wide else None) as draft:
         names = write_files(
             draft,
             tensors,

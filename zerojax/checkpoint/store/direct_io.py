@@ -109,13 +109,13 @@ def open_direct(path: Path) -> tuple[int, bool]:
     return descriptor, True
 
 
-def check_space(folder: Path, needed: int, *, remedy: str) -> None:
+def check_space(folder: Path, needed: int, *, remedy: str | None) -> None:
     """Refuses what does not fit on the disk of `folder`.
 
     Args:
       folder: an existing folder.
       needed: bytes that will be written in addition to what is there.
-      remedy: what else would help, a clause.
+      remedy: what else would help, a clause that begins with "or"; None: nothing else.
 
     Raises:
       OSError: ENOSPC, with the bytes needed and the bytes that this user may still write.
@@ -123,10 +123,12 @@ def check_space(folder: Path, needed: int, *, remedy: str) -> None:
     disk = os.statvfs(folder)
     there = disk.f_bavail * disk.f_frsize
     if needed > there:
+        other = "choose a folder on another disk"
+        others = f"or {other}" if remedy is None else f"{other}, {remedy}"
         raise OSError(
             errno.ENOSPC,
             f"{folder}: needs {needed / _MIB:,.1f} MiB of disk, {there / _MIB:,.1f} MiB are free; "
-            f"free {(needed - there) / _MIB:,.1f} MiB, choose a folder on another disk, {remedy}",
+            f"free {(needed - there) / _MIB:,.1f} MiB, {others}",
         )
 
 
