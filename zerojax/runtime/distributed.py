@@ -18,8 +18,15 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from zerojax.config.checks import names_keywords
+from zerojax.runtime.process_group import (
+    COORDINATOR,
+    COORDINATOR_PORT,
+    local_device_ids,
+    number_of,
+    split_address,
+    visible_gpus,
+)
 from zerojax.runtime.process_group import ProcessGroup as ProcessGroup
-from zerojax.runtime.process_group import local_device_ids, number_of, split_address, visible_gpus
 from zerojax.runtime.schedulers import process_group_of
 from zerojax.runtime.shutdown import FAILED, leave_on_uncaught_errors
 
@@ -156,10 +163,10 @@ def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
       ConnectionError: its name is not known.
       OSError: in use, not an address of this host, or one that other hosts cannot reach.
     """
-    host, port = split_address(bind)
+    is_own_choice = bind != group.coordinator
+    host, port = split_address(bind, BIND_ADDRESS if is_own_choice else COORDINATOR)
     addresses = _resolve(host, port, limit)
     several_hosts = group.num_local_processes is not None and not group.is_on_one_host
-    is_own_choice = bind != group.coordinator
     all_local = all(ipaddress.ip_address(address[0]).is_loopback for _, address in addresses)
     if several_hosts and all_local and not is_own_choice:
         raise OSError(
@@ -178,8 +185,7 @@ def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
     if errno.EADDRINUSE in failures:
         raise OSError(
             f"the coordinator's address {bind} is in use by another program of this host; end it, "
-            "or give another port with ZEROJAX_COORDINATOR_PORT or ZEROJAX_COORDINATOR to all "
-            "processes"
+            f"or give another port with {_names_of_port(is_own_choice)} to all processes"
         )
     if len(failures) == len(addresses):
         raise OSError(
@@ -188,6 +194,14 @@ def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
             f"ZEROJAX_COORDINATOR to an address of the host of process 0, or {BIND_ADDRESS} if "
             "that host is known under another address to itself"
         )
+
+
+def _names_of_port(is_own_choice: bool) -> str:
+    """The variables that move the port on which process 0 listens, as the others are set."""
+    if is_own_choice:
+        return f"{BIND_ADDRESS} and {COORDINATOR}"
+    # An address that is given whole comes before the port alone.
+    return COORDINATOR if os.environ.get(COORDINATOR) else f"{COORDINATOR_PORT} or {COORDINATOR}"
 
 
 def _resolve(host: str, port: int, limit: float) -> list[tuple[int, tuple]]:

@@ -62,21 +62,20 @@ class ProcessGroup:
         return self.num_local_processes == self.num_processes
 
 
-def split_address(address: str) -> tuple[str, int]:
+def split_address(address: str, name: str = COORDINATOR) -> tuple[str, int]:
     """Host and port of "host:port" or "[::1]:port".
+
+    Args:
+      name: the variable or option that holds it, for the message.
 
     Raises:
       ValueError: there is no port, or it is none.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not host:
-        raise ValueError(
-            f"{COORDINATOR}={address!r} has no port; give host:port, such as 127.0.0.1:12355"
-        )
+        raise ValueError(f"{name}={address!r} has no port; give host:port, such as 127.0.0.1:12355")
     if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(
-            f"{COORDINATOR}={address!r}: {port!r} is no port; give a number from 1 to 65535"
-        )
+        raise ValueError(f"{name}={address!r}: {port!r} is no port; give a number from 1 to 65535")
     return host.strip("[]"), int(port)
 
 
@@ -174,12 +173,13 @@ def local_device_ids(group: ProcessGroup, num_gpus: int) -> list[int] | None:
     if num_gpus % num_local:
         raise ValueError(
             f"{num_local} processes on this host cannot share {num_gpus} visible GPUs evenly; "
-            f"start {_even_counts(num_gpus)} processes, or set JAX_LOCAL_DEVICE_IDS for each"
+            f"start {even_counts(num_gpus)} processes, or set JAX_LOCAL_DEVICE_IDS for each"
         )
     share = num_gpus // num_local
     return list(range(local * share, (local + 1) * share))
 
 
-def _even_counts(num_gpus: int) -> str:
+def even_counts(num_gpus: int) -> str:
+    """The numbers of processes that can share so many GPUs evenly, as in "1, 2, 3 or 6"."""
     counts = [str(count) for count in range(1, num_gpus + 1) if num_gpus % count == 0]
     return " or ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)

@@ -17,8 +17,7 @@ from zerojax.runtime.process_group import (
     NUM_LOCAL_PROCESSES,
     NUM_PROCESSES,
     PROCESS_ID,
-    ProcessGroup,
-    local_device_ids,
+    even_counts,
     split_address,
     visible_gpus,
 )
@@ -111,7 +110,7 @@ class Job:
                 "that the others reach; give the same to every launcher"
             )
         if self.coordinator is not None:
-            split_address(self.coordinator)
+            split_address(self.coordinator, "--coordinator")
 
     @property
     def total(self) -> int:
@@ -137,21 +136,18 @@ def check_gpus(job: Job, environment: Mapping[str, str]) -> None:
     """
     if job.cpu_devices is not None:
         return
-    group = ProcessGroup(
-        coordinator="127.0.0.1:1",
-        num_processes=job.total,
-        process_id=job.process_ids[0],
-        local_process_id=0,
-        num_local_processes=job.num_processes,
-        source="zerojax launch",
-    )
     num_gpus = visible_gpus(environment)
     if num_gpus == 1 and job.num_processes > 1:
         raise ValueError(
             f"--nprocs {job.num_processes} processes cannot share the one visible GPU; start one, "
             "or try it on CPUs with --cpu-devices 1"
         )
-    local_device_ids(group, num_gpus)
+    if num_gpus % job.num_processes:
+        # JAX_LOCAL_DEVICE_IDS is no way out here: it is not handed down (see `OF_ONE_PROCESS`).
+        raise ValueError(
+            f"{job.num_processes} processes on this host cannot share {num_gpus} visible GPUs "
+            f"evenly; use --nprocs {even_counts(num_gpus)}, or try it on CPUs with --cpu-devices 1"
+        )
 
 
 def variables_of(job: Job, process_id: int, coordinator: str, restart: int) -> dict[str, str]:
