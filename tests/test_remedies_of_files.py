@@ -1,4 +1,4 @@
-"""What an error about files, folders, disks and data tells to do is done, and helps.
+"""What an error about checkpoints, folders and disks tells to do is done, and helps.
 
 Each remedy is read from the sentence where it can be, so that another sentence is another deed.
 """
@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 
 import zerojax
+from tests.remedies import complained, told
 from zerojax.checkpoint import Checkpointer, folders, metadata, retention
 from zerojax.checkpoint.export import export
 from zerojax.checkpoint.inspection import find_step
@@ -34,26 +35,7 @@ from zerojax.runtime import folder_lock
 from zerojax.runtime.folder_lock import hold
 from zerojax.runtime.user_files import open_to_everybody
 
-REFUSALS = (ValueError, TypeError, OSError, RuntimeError, ImportError)
 ABOUT: dict[str, Any] = {"data_state": {}, "config": {}, "plan": {}}
-
-
-def told(given: Callable[[], object], pattern: str) -> tuple[str, ...]:
-    """What a pattern finds in the sentence with which something is refused."""
-    with pytest.raises(REFUSALS) as caught:
-        given()
-    found = re.search(pattern, str(caught.value))
-    assert found, str(caught.value)
-    return found.groups()
-
-
-def complained(capsys: pytest.CaptureFixture[str], pattern: str, *words: str) -> tuple[str, ...]:
-    """What a pattern finds in the complaint of a command."""
-    assert main(words) != 0
-    sentence = capsys.readouterr().err
-    found = re.search(pattern, sentence)
-    assert found, sentence
-    return found.groups()
 
 
 def state_of(value: float = 1.0) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import os
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -170,11 +172,17 @@ def _not_utf8(file: Path) -> str:
                 value = line[error.start]
                 return (
                     f"{str(file)!r} is not UTF-8 text: byte 0x{value:02x} at offset {offset}; "
-                    "convert it (iconv -t utf-8), remove it from the folder, or, if it holds "
+                    f"convert it ({_to_utf8(file)}), remove it from the folder, or, if it holds "
                     "token ids, save it as .npy or as .bin with a .json sidecar"
                 )
             offset += len(line)
-    return f"{str(file)!r} is not UTF-8 text; convert it (iconv -t utf-8)"
+    return f"{str(file)!r} is not UTF-8 text; convert it ({_to_utf8(file)})"
+
+
+def _to_utf8(file: Path) -> str:
+    """A command: iconv takes the locale's encoding, mostly UTF-8 itself, where none is named."""
+    new = shlex.quote(f"{file.stem}.utf8{file.suffix}")
+    return f"if it is Latin-1: iconv -f latin1 -t utf-8 {shlex.quote(os.fspath(file))} > {new}"
 
 
 def _json_lines(file: Path) -> Iterator[str]:

@@ -75,7 +75,8 @@ class Feed(abc.ABC):
             if not allow_other_data:
                 raise ValueError(
                     f"the saved data position is one of {state.get('kind')!r} data, the data given "
-                    f"now are {self.kind!r}; give the data of the saved run, or allow other data"
+                    f"now are {self.kind!r}; give the data of the saved run, or pass "
+                    "allow_other_data=True to Feed.restore"
                 )
             details = {}
         self._restore(int(state["position"]), details, allow_other_data)
@@ -139,7 +140,8 @@ class SourceFeed(Feed):
             changes = ", ".join(f"{key} was {saved[key]!r}, is {now[key]!r}" for key in differing)
             raise ValueError(
                 f"the data differ from those of the saved run ({changes}), so its position means "
-                "nothing here; give the same data and seed, start a new run, or allow other data"
+                "nothing here; give the same data and seed, start a new run in another checkpoint "
+                "folder, or pass allow_other_data=True to Feed.restore"
             )
         row = details.get("row")
         same = row is not None and not differing

@@ -301,10 +301,11 @@ def check_block(block: np.ndarray, vocab_size: int, *, name: str, offset: int) -
     if block.max() < vocab_size and (limits.min >= 0 or block.min() >= 0):
         return
     first = int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
+    raise_it = f"set the model's vocab_size to {block.max() + 1} or more, or "
     raise ValueError(
         f"{name}: token id {block[first]} at offset {offset + first} is outside the vocabulary "
-        f"[0, {vocab_size}); set the model's vocab_size to {block.max() + 1} or more, or make the "
-        "file again with the model's tokenizer"
+        f"[0, {vocab_size}); {raise_it if block.min() >= 0 else ''}make the file again with the "
+        "model's tokenizer"
     )
 
 
