@@ -86,7 +86,14 @@ class Auto:
             if name == "bf16" and "bf16" not in self.values:
                 section = "bfloat16"
             enabled = None if wanted is None else wanted == name
-            self._settle(f"{section}.enabled", enabled, False, f"precision={wanted!r}")
+            path = f"{section}.enabled"
+            is_elsewhere = wanted in ("fp16", "bf16") and wanted not in self.values
+            if is_elsewhere and not enabled and self._find(path) == AUTO:
+                # false alone would mean that the file wants fp32.
+                self._remove(path)
+                self._notes.reasons.append(f'{path} is "auto": precision={wanted!r} says it')
+            else:
+                self._settle(path, enabled, False, f"precision={wanted!r}")
 
     def _optimizer(self) -> None:
         config = self._given.optimizer
