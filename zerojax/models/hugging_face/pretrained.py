@@ -52,9 +52,11 @@ class StoredArray:
             found = folder.tensors[name][1] if name in folder.tensors else None
             if found is None or found.shape != wanted:
                 state = "is missing" if found is None else f"has shape {list(found.shape)}"
+                is_new = not any(each in folder.tensors for each in self._names)
                 raise UnsupportedError(
                     f"{folder.path}: tensor {name!r} {state}, and {leaf.name} {list(shape)} needs "
                     f"{list(wanted)} of it; config.json or the changes to it describe another model"
+                    + (f", or pass new=({leaf.name!r},) to begin with new values" * is_new)
                 )
         kinds = {folder.tensors[name][1].dtype for name in self._names}
         self.dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
