@@ -73,12 +73,12 @@ MUTATIONS = (
     Mutation(
         "return now.scale * jnp.where(now.norm < tx.clip_norm, 1.0, tx.clip_norm / now.norm)",
         "return now.scale * jnp.where(now.norm < tx.clip_norm, 1.0, 1.0)",
-        "tests/test_updates.py",
+        "tests/test_step.py tests/test_pieces.py",
     ),
     Mutation(
         "keep = lambda new, old: jnp.where(now.skip, old, new)",
         "keep = lambda new, old: new",
-        "tests/test_updates.py",
+        "tests/test_step.py tests/test_engine.py",
     ),
     Mutation(
         "by_name[name] = square * scale * scale",
@@ -88,7 +88,7 @@ MUTATIONS = (
     Mutation(
         "whole = lax.slice_in_dim(whole, 0, self.size, axis=dim)",
         "whole = lax.slice_in_dim(whole, 0, self.size - 1, axis=dim)",
-        "tests/test_step.py",
+        "tests/test_zero_program.py tests/test_optax.py",
     ),
     Mutation(
         "if not buckets or filled + size > limit:",
@@ -108,7 +108,7 @@ MUTATIONS = (
     Mutation(
         "microbatch_key = jax.random.fold_in(key, index)",
         "microbatch_key = key",
-        "tests/test_step.py",
+        "tests/test_model.py",
     ),
     Mutation(
         "sums = jax.tree.map(jnp.add, sums, more)\n        return (sums,",
