@@ -44,3 +44,12 @@ def test_all_sixteen_bits_are_drawn_and_each_is_set_half_of_the_time(stream):
     assert drawn.max() < 2**16
     set_ones = [np.mean((drawn >> bit) & 1) for bit in range(16)]
     np.testing.assert_allclose(set_ones, 0.5, atol=5 * 0.5 / 2**8)  # 5 standard deviations
+
+
+def test_streams_are_independent():
+    """Parameter and moments of one element are rounded by streams of their own."""
+    seed = seed_of(jax.random.key(0))
+    bits = bits_at(jnp.arange(2**14, dtype=jnp.uint32), (seed[0], seed[1]))
+    drawn = np.stack([np.asarray(bits(stream)) for stream in range(4)]).astype(np.float64)
+    correlations = np.corrcoef(drawn)[np.triu_indices(4, 1)]
+    assert np.abs(correlations).max() < 5 / 2**7  # 5 standard deviations of 2^14 pairs

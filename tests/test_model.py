@@ -18,6 +18,7 @@ from tests.trajectories import plan_for, regression_batch
 from zerojax.models.adapt import as_model, default_loss
 from zerojax.models.losses import mean_squared_error
 from zerojax.models.trace import trace_model
+from zerojax.parallel import model_state
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import to_canonical
 from zerojax.parallel.step import build_evaluation, build_step
@@ -508,3 +509,11 @@ def test_the_users_kind_of_object_comes_back():
         assert output.shape == (32, 5)
         if isinstance(source, nnx.Module):
             np.testing.assert_allclose(output, model(x), atol=1e-6)
+
+
+def test_an_infinity_in_the_models_state_that_stays_has_not_changed():
+    """As the mask of an attention layer: the difference of two infinities is not a number."""
+    before = {"mask": jnp.array([0.0, -jnp.inf]), "mean": jnp.array([1.0])}
+    found = model_state.changes(before, {**before, "mean": jnp.array([3.0])}, frozenset())
+    assert found["mask"].tolist() == [0.0, 0.0]
+    assert found["mean"].tolist() == [2.0]
