@@ -133,7 +133,7 @@ def _make_forecast(
     """What one step of a plan needs.
 
     Args:
-      plan: on a mesh of `compiler.gpu_devices(gpu, ...)`, or on an abstract mesh.
+      plan: on a mesh of `compile_client.gpu_devices(gpu, ...)`, or on an abstract mesh.
       gpu: the card.
       devices: of `gpu_devices`, in the order of an abstract mesh: what a plan with arrays in host
         memory, which a mesh of such devices would lose, is compiled for.
@@ -250,7 +250,10 @@ def _axes_of(group: Sequence[int], mesh: Mesh | AbstractMesh) -> str:
 def _nodes(devices: Mesh | AbstractMesh | Sequence[Any]) -> list[int]:
     """The node of each device, in the order of the mesh."""
     if isinstance(devices, AbstractMesh):
-        raise TypeError("an abstract mesh is compiled for devices=; pass compiler.gpu_devices(...)")
+        raise TypeError(
+            "an abstract mesh is compiled for devices=; pass "
+            "zerojax.hardware.compile_client.gpu_devices(gpu, count)"
+        )
     every = devices.devices.flat if isinstance(devices, Mesh) else devices
     return [device.process_index for device in every]
 

@@ -219,11 +219,15 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        hint = "; YAML reads 1e9 as text, write 1.0e+9" if isinstance(value, str) else ""
+        hint = f"; write {value} without quotes" if _is_quoted_number(value) else ""
         raise CardError(f"expected a number, got {value!r} ({type(value).__name__}){hint}")
     if not (math.isfinite(value) and value > 0):
         raise CardError(f"{value!r} is not above 0; leave out what is not known")
     return float(value)
+
+
+def _is_quoted_number(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"\d+(\.\d*)?([eE][+-]?\d+)?", value) is not None
 
 
 def _count(value: Any) -> int:
