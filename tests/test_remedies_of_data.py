@@ -5,6 +5,7 @@ Each remedy is read from the sentence where it can be, so that another sentence 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -25,16 +27,19 @@ from zerojax.data import (
     as_feed,
     as_masked_source,
     as_source,
+    local_rows,
     prefetch,
     preparation,
     shard_batch,
 )
+from zerojax.data.batch_sharding import check_rows_exist
 from zerojax.data.feed import Feed
 from zerojax.data.shuffle import permute
 from zerojax.data.source import TokenSource
 from zerojax.data.subwords import BpeTokenizer, HuggingFaceTokenizer, checked_ids
 from zerojax.data.tokenizer import as_tokenizer, tokenizer_from_dict
 from zerojax.data.tokens import verify_tokens
+from zerojax.models.index_limits import IndexLimit
 
 TEXT = "Once upon a time, in a small house.\n" * 24
 
@@ -490,3 +495,24 @@ def test_values_that_are_not_finite():
     )
     shard_batch(plan, {"x": values}, **eval(f"dict({option})"))
     shard_batch(plan, {"x": np.nan_to_num(values)})
+
+
+def test_rows_that_a_parameter_does_not_have():
+    limit = IndexLimit(low=0, high=4, parameter="embed", window=(slice(None),))
+    values = np.arange(6)
+    least, high = told(
+        lambda: check_rows_exist("x", values, limit),
+        r"; use values in \[(\d), (\d)\), or give the model more rows$",
+    )
+    check_rows_exist("x", np.clip(values, int(least), int(high) - 1), limit)
+    check_rows_exist("x", values, dataclasses.replace(limit, high=6))
+
+
+def test_a_plan_without_devices():
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    abstract = jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=kinds)
+    told(
+        lambda: local_rows(plan_of(abstract)),
+        r"; make the plan with make_mesh\(\.\.\.\) on the machine that trains$",
+    )
+    assert local_rows(plan_of()) == (0, ROWS)

@@ -29,7 +29,8 @@ from tests.remedies import complained, told
 from zerojax.checkpoint import Checkpointer, folders, metadata, retention
 from zerojax.checkpoint.export import export
 from zerojax.checkpoint.inspection import find_step
-from zerojax.checkpoint.store import BucketStore, manifest
+from zerojax.checkpoint.store import BucketStore, manifest, sweep
+from zerojax.checkpoint.store import store as store_module
 from zerojax.cli import main
 from zerojax.runtime import folder_lock
 from zerojax.runtime.folder_lock import hold
@@ -632,3 +633,41 @@ def test_a_store_on_a_full_disk(tmp_path, durable, monkeypatch):
         full.setattr(os, "statvfs", lambda _: enough)
         make("store")
     make("on another disk")
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_disk_that_fills_up_under_a_store(tmp_path, durable, monkeypatch):
+    store = store_at(tmp_path, durable=durable)
+    fill(store)
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as full:
+        full.setattr(sweep, "write_from", lambda *_: (_ for _ in ()).throw(error))
+        told(lambda: fill(store, 2), r"; free some space on it" + "; generation 1 is" * durable)
+    if durable:
+        assert read(store) == [1, 1]
+        fill(store, 2)
+        assert read(store) == [2, 2]
+    store.close()
+
+
+def test_a_manifest_that_cannot_be_written(tmp_path, monkeypatch):
+    store = store_at(tmp_path, durable=True)
+    fill(store)
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as full:
+        full.setattr(manifest, "replace_file", lambda *_: (_ for _ in ()).throw(error))
+        told(lambda: fill(store, 2), r"could not be replaced: .*; free some space on it$")
+    told(lambda: read(store), r"; close the store, mend .*, and open it: it has the last whole")
+    store.close()
+    with BucketStore.open(tmp_path) as store:
+        assert read(store) == [1, 1]
+
+
+def test_a_disk_without_direct_reads(tmp_path, monkeypatch):
+    with monkeypatch.context() as other:
+        opened = store_module.direct_io.open_direct
+        other.setattr(store_module.direct_io, "open_direct", lambda path: (opened(path)[0], False))
+        with pytest.warns(UserWarning, match="another disk would do$"):
+            store_at(tmp_path / "here").close()
+    monkeypatch.setattr(store_module.direct_io, "open_direct", lambda path: (opened(path)[0], True))
+    store_at(tmp_path / "there").close()

@@ -6,6 +6,7 @@ Each remedy is read from the sentence where it can be, so that another sentence 
 from __future__ import annotations
 
 import collections
+import errno
 import json
 import os
 import re
@@ -24,6 +25,7 @@ import zerojax
 from tests import test_host_budget as budget
 from tests.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.remedies import complained, told
+from zerojax.checkpoint.store import BucketStore
 from zerojax.cli import main
 from zerojax.models.hugging_face import from_hugging_face
 from zerojax.models.hugging_face.architectures import ARCHITECTURES
@@ -301,3 +303,146 @@ def test_a_changed_record_of_a_run(run):
     read(adapters=[])
     told(lambda: abstract_of({"shape": "x"}), r"no description of a batch")
     abstract_of(record["batch"])
+
+
+# --- runs with state in files ---------------------------------------------------------------------
+
+
+def durable_run(folder: Path, zero: int = 1, steps: int = 2, **options: Any) -> int:
+    """Steps after a run, of a durable store with checkpoints after each."""
+    settings = {"opt_state": "nvme", "durable": True, "min_elements": 1, "slice_elements": 8}
+    settings |= {"folder": str(folder / "store"), **options}
+    trainer = zerojax.train(
+        Line,
+        {"zero": zero, "offload": settings},
+        [BATCH],
+        loss=squared,
+        optimizer=zerojax.adamw(1e-2),
+        steps=steps,
+        checkpoint=zerojax.config.CheckpointConfig(path=str(folder / "run"), every=1),
+    )
+    trainer.close()
+    return trainer.num_steps
+
+
+def damaged_state(folder: Path) -> None:
+    path = max(folder.glob("store/process_0/state-*.npz"))
+    os.truncate(path, 20)
+
+
+def stateless(folder: Path) -> None:
+    path = max(folder.glob("store/process_0/state-*.npz"))
+    arrays = dict(np.load(path))
+    arrays.pop("step")
+    about = {
+        key: json.loads(value.tobytes())
+        for key, value in arrays.items()
+        if "kinds" in str(value.tobytes())
+    }
+    ((name, found),) = about.items()
+    found["kinds"].pop("step")
+    arrays[name] = np.frombuffer(json.dumps(found).encode(), np.uint8)
+    np.savez(path, **arrays)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("harm", [damaged_state, stateless])
+def test_a_damaged_store_of_a_run(harm, tmp_path):
+    durable_run(tmp_path)
+    harm(tmp_path)
+    (path,) = told(
+        lambda: durable_run(tmp_path),
+        r"^(\S+): .*delete its folder to go on from the last checkpoint$",
+    )
+    assert Path(path).parent == tmp_path / "store" / "process_0"
+    shutil.rmtree(Path(path).parent)
+    assert durable_run(tmp_path) == 2
+
+
+@pytest.mark.thorough
+def test_a_store_of_another_plan(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    durable_run(first)
+    newest = max(first.rglob("metadata.json"), key=lambda path: int(path.parent.name)).parent
+    shutil.rmtree(newest)  # so that the store is ahead of the checkpoints
+    shutil.copytree(first, second)
+    pattern = (
+        r"^(\S+): .*; go on with what it was made with and save a checkpoint, .*, or delete the"
+    )
+    told(lambda: durable_run(first, zero=0), pattern)
+    assert durable_run(first) == 2
+    assert durable_run(first, zero=0, steps=3) == 3
+    (store,) = told(lambda: durable_run(second, zero=0), pattern)
+    shutil.rmtree(store)
+    assert durable_run(second, zero=0) == 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_sweep_that_stopped_half_way(durable, tmp_path, monkeypatch):
+    with monkeypatch.context() as broken:
+        error = OSError(errno.EIO, "the disk is gone")
+        broken.setattr(BucketStore, "_commit", lambda *_: (_ for _ in ()).throw(error))
+        told(
+            lambda: durable_run(tmp_path, durable=durable),
+            r"; start the run again: it goes on from the last (whole step|checkpoint)$",
+        )
+    assert durable_run(tmp_path, durable=durable) == 2
+
+
+# --- runs of text ---------------------------------------------------------------------------------
+
+
+def decoder(rngs: nnx.Rngs) -> Any:
+    """Its table of tokens is large enough to be split."""
+    sizes = {"num_layers": 1, "num_heads": 2, "embed_dim": 8, "max_seq_len": 16}
+    return zerojax.models.GPT2(zerojax.models.GPT2Config(vocab_size=20_000, **sizes), rngs=rngs)
+
+
+def own_loss(model, batch):
+    total, weight = model.loss(batch)
+    return 2 * total, weight
+
+
+def text_run(folder: Path, **options: Any) -> Path:
+    sizes = {"global_batch_size": 8, "seq_len": 8, "steps": 1, "eval_batches": 1}
+    zerojax.train(decoder, None, checkpoint=folder, **sizes | options).close()
+    return folder
+
+
+@pytest.mark.thorough
+def test_a_loss_of_ones_own_for_a_decoder(tmp_path):
+    folder = text_run(tmp_path / "own", loss=own_loss)
+    loaded = zerojax.load_run(folder)  # to generate
+    (code,) = told(
+        lambda: loaded.evaluate(num_batches=1),
+        r"; give it: (zerojax\.load_run\('.*', loss=LOSS\))$",
+    )
+    found = eval(code, {"zerojax": zerojax, "LOSS": own_loss}).evaluate(num_batches=1)
+    assert np.isfinite(found["loss"])
+
+
+@pytest.mark.thorough
+def test_other_settings_of_a_run(tmp_path):
+    """As if the run had had other settings, which its record is read for."""
+    folder = text_run(tmp_path / "run")
+    good = json.loads((folder / "run.json").read_text())
+    write = lambda record: (folder / "run.json").write_text(json.dumps(record))  # noqa: E731
+    write({**good, "data": {**good["data"], "validation_fraction": 0.0}})
+    (least,) = told(
+        zerojax.load_run(folder).evaluate,
+        r"left nothing to evaluate on; train with a fraction above (0)$",
+    )
+    assert good["data"]["validation_fraction"] > float(least)
+    write(good)
+    assert np.isfinite(zerojax.load_run(folder).evaluate(num_batches=1)["loss"])
+    offload = {**good["mesh"]["offload"], "params": "host", "opt_state": "host"}
+    write({**good, "mesh": {**good["mesh"], "zero": 0, "offload": offload}})
+    with pytest.warns(UserWarning, match="split them over all devices") as caught:
+        zerojax.load_run(folder)
+    pattern = r"devices, ([\d.]+) KiB of each.*: mesh=(\{.*\})$"
+    whole, mesh = re.search(pattern, str(caught[0].message)).groups()
+    write(good)
+    loaded = zerojax.load_run(folder, mesh=eval(mesh))
+    held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(loaded.state["params"]))
+    assert held < 1024 * float(whole) / 7

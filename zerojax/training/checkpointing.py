@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.offload.disk_durable import resume, resume_step
+from zerojax.parallel.offload.disk_durable import AnotherPlanError, resume, resume_step
 from zerojax.parallel.offload.disk_saving import saved_names, write_pieces
 from zerojax.parallel.reshard import from_canonical, model_parts, to_canonical
 from zerojax.plan.make import Plan
@@ -91,7 +91,12 @@ def first_state(
     """
     durable = resume_step(plan)
     if durable is not None and (latest_step is None or durable >= latest_step):
-        return resume(plan)
+        try:
+            return resume(plan)
+        except AnotherPlanError:
+            if durable != latest_step:
+                raise
+            return None  # the checkpoint holds the same step, and fits any mesh
     if latest_step is not None:
         return None
     return init_state(plan, seed), None

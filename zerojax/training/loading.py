@@ -318,7 +318,12 @@ def _warn_of_parameters(folder: Path, plan: Plan) -> None:
     warnings.warn(
         f"{folder} trained with its parameters in host memory (offload.params: host); they are "
         f"read onto the devices, {trees.format_bytes(held)} of each, since only a training step "
-        "streams layers. Where that is too much, split them over more devices: mesh={'zero': 3}",
+        "streams layers. Where that is too much, "
+        + (
+            "use more devices"
+            if plan.zero == 3
+            else "split them over all devices: mesh={'zero': 3}"
+        ),
         stacklevel=4,
     )
 

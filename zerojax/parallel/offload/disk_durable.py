@@ -73,6 +73,10 @@ def rest_writer(
     return before_commit
 
 
+class AnotherPlanError(StoreError):
+    """A store is whole, and of another plan than the one that is to go on from it."""
+
+
 def resume_step(plan: Plan) -> int | None:
     """Batches consumed by the last whole generation in a plan's folder; None without any.
 
@@ -98,14 +102,15 @@ def resume(plan: Plan) -> tuple[TrainState, dict[str, Any] | None]:
     """(state, position of the data) of the last whole generation; `resume_step` must say there is.
 
     Raises:
-      StoreError: it is of another model, optimizer, mesh, order of layers or slicing; or damaged.
+      AnotherPlanError: it is of another model, optimizer, mesh, order of layers or slicing.
+      StoreError: it is damaged.
     """
     folder = store_folder(plan.settings.offload)
     store = BucketStore.open(folder)
     try:
         arrays, about = _unpacked(folder / f"state-{store.generation}.npz")
         if about.get("signature") != _signature(plan):
-            raise StoreError(
+            raise AnotherPlanError(
                 f"{folder}: the optimizer's state there is of another model, optimizer, mesh, "
                 "order of layers or slicing than this run's; go on with what it was made with and "
                 "save a checkpoint, which fits any mesh, or delete the folder to go on from the "
