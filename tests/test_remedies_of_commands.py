@@ -48,7 +48,7 @@ from zerojax.config.sections import LossScale
 from zerojax.forecasting import compiled_step, forecast_cache, roofline
 from zerojax.forecasting.hlo.overlap import find_overlap
 from zerojax.forecasting.hlo.program import read_program
-from zerojax.hardware import compile_client
+from zerojax.hardware import compile_client, local_devices
 from zerojax.hardware.gpus import find_gpu, target
 from zerojax.training.metrics import metric_files, report, runlog
 from zerojax.training.run_file import plan_from_config
@@ -125,6 +125,17 @@ CARDS: dict[str, tuple[str, str, Callable[..., list[str]]]] = {
         MINE + "compiler:\n  dnn_version: 9\n",
         r"as in (\"12\.8\.0\")",
         lambda text: [f"{MINE}compiler:\n  dnn_version: {text}\n"],
+    ),
+    "a section as a number": (
+        MINE + "compiler: 9\n",
+        r"a section with the keys description, (capability)",
+        lambda key: [f'{MINE}compiler:\n  {key}: "8.9"\n'],
+    ),
+    "no lines": ("- h100\n", r"has (KEY: VALUE) lines", lambda _: [MINE]),
+    "notes in a list": (
+        MINE + "sources: [me]\n",
+        r"expected lines (KEY), KEY: TEXT",
+        lambda _: [f"{MINE}sources:\n  memory_bytes, memory_gb: me\n"],
     ),
     "a note on no key": (
         MINE + "sources:\n  memory_byte: me\n",
@@ -430,6 +441,11 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, Callable[..., list[tuple[str, ..
         r"(--size) 0: at least (1) MiB",
         lambda *words: [("bench", "io", ".", *words)],
     ),
+    "a link of no size": (
+        ("bench", "link", "--size", "0"),
+        r"(--size) 0: at least (1) MiB",
+        lambda *words: [("bench", "link", *words)],
+    ),
     "a file of DeepSpeed on no device": (
         ("deepspeed", "explain", "ds.json", "--devices", "0"),
         r"(--devices) 0 must be at least (1)",
@@ -459,6 +475,8 @@ def commands(tmp_path, monkeypatch):
     loaded = types.SimpleNamespace(step=1, evaluate=lambda **_: {"loss": 1.0, "weight": 1})
     monkeypatch.setattr(run_commands, "open_run", lambda *_: loaded)
     rates = types.SimpleNamespace(num_threads=1, write=1.0, read=1.0, both=1.0, is_direct=False)
+    link = local_devices.LinkRates(num_bytes=4, to_device=1.0, to_host=1.0, both=1.0)
+    monkeypatch.setattr(local_devices, "measure_link", lambda **_: link)
     monkeypatch.setattr("zerojax.checkpoint.store.rates.measure_rates", lambda *_, **__: [rates])
 
 
@@ -515,8 +533,11 @@ def test_virtual_devices_on_another_platform(monkeypatch):
     assert (os.environ[name], os.environ["JAX_NUM_CPU_DEVICES"]) == ("cpu", "8")
 
 
-def test_errors_that_any_program_meets(tmp_path, monkeypatch):
+def test_errors_that_any_program_meets(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    absent, _ = explain(RuntimeError("Unable to initialize backend 'cuda'"))
+    assert command(re.search(r"see `zerojax (\w+)`$", absent)[1]) == 0
+    assert "zerojax" in capsys.readouterr().out
     denied, _ = explain(PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/a"))
     setting = re.search(r"such as (\S+)$", denied)[1]
     assert load(RunConfig, None, [setting]).run_dir == "runs/mine"
@@ -576,6 +597,17 @@ SETTINGS: dict[str, tuple[list[str], str, Callable[..., list[list[str]]]]] = {
         ["precision=fp16", "loss_scale.factor=1"],
         r"use (2)",
         lambda n: [["precision=fp16", f"loss_scale.factor={n}"]],
+    ),
+    "a scale beyond float32": (
+        ["precision=fp16", "loss_scale.static=1e30"],
+        r"between (1) and 2\*\*32 is usual",
+        lambda n: [["precision=fp16", f"loss_scale.static={n}"]],
+    ),
+    "no step": (["steps=0"], r"must be >= (\d)", lambda least: [[f"steps={least}"]]),
+    "a fraction": (
+        ["data.validation_fraction=2"],
+        r"must be in \[(0), (?:1)",
+        lambda least: [[f"data.validation_fraction={least}"]],
     ),
     "a window": (
         ["precision=fp16", "loss_scale.window=0"],
@@ -709,6 +741,11 @@ FILES: dict[str, tuple[str, str, Callable[..., list[str]]]] = {
         'steps: "3"\n',
         r"is a string; use (\d+)",
         lambda number: [f"steps: {number}\n"],
+    ),
+    "a section as a number": (
+        "mesh: 3\n",
+        r"a section with the keys (\w+),",
+        lambda key: [f"mesh:\n  {key}: 1\n"],
     ),
     "a key twice": ("steps: 3\nsteps: 4\n", r"(keep one)", lambda _: ["steps: 3\n"]),
     "a misspelt key": ("stpes: 3\n", r"did you mean '(\w+)'", lambda name: [f"{name}: 3\n"]),

@@ -22,13 +22,14 @@ import pytest
 from flax import nnx
 
 import zerojax
-from zerojax.config import ConfigError, LogConfig, OptimizerConfig
+from zerojax.config import ConfigError, LogConfig, MeshConfig, OptimizerConfig
 from zerojax.config.recognition import is_deepspeed
 from zerojax.training import deepspeed
 from zerojax.training.deepspeed import Given
 from zerojax.training.deepspeed.engine_absent import ABSENT
 from zerojax.training.deepspeed.key_schema import AbsentFeature, Key, paths
 from zerojax.training.deepspeed.keys_table import TABLE
+from zerojax.training.deepspeed.mesh_keys import check_rules
 from zerojax.training.deepspeed.optimizer_keys import OPTIMIZERS
 
 REFUSALS = (ConfigError, ValueError, TypeError, AttributeError, OSError, RuntimeError)
@@ -401,6 +402,26 @@ FILES: dict[str, tuple[dict[str, Any], str, Callable[..., list[dict[str, Any]]]]
         r"set (WANDB_RUN_GROUP), and (take this out)",
         lambda *_: [file(wandb={"enabled": True})],
     ),
+    "no row": (
+        file(train_batch_size=0),
+        r"at least (1)",
+        lambda least: [file(train_batch_size=int(least))],
+    ),
+    "a number below 0": (
+        file(zero_optimization={"stage": 1, "reduce_bucket_size": -5}),
+        r"at least (0)",
+        lambda least: [file(zero_optimization={"stage": 1, "reduce_bucket_size": int(least)})],
+    ),
+    "a misspelt key of what is not built": (
+        file(hybrid_engine={"enabled": False, "max_out_token": 3}),
+        r"did you mean '(\w+)'",
+        lambda name: [file(hybrid_engine={"enabled": False, name: 3})],
+    ),
+    "a number of too many digits": (
+        file(train_batch_size="8" * 400),
+        r"(expected an integer)",
+        lambda _: [file(train_batch_size="8")],
+    ),
     "a schedule without its name": (
         file(scheduler__params={"warmup_num_steps": 3}),
         r"no scheduler\.(type) beside it",
@@ -619,6 +640,18 @@ def test_an_optimizer_that_is_not_here(kind):
     translated(file(), optimizer=tx)
 
 
+def test_patterns_on_names_of_torch():
+    """What is on names of torch finds nothing here; the names that the sentence has do."""
+    with initialize() as engine:
+        names = [*engine.prepare(rows()).placement.leaves]
+    wrong = MeshConfig(rules=((r"layers/\d+/kernel", (None, "model")),))
+    shown, _ = remedies_of(
+        lambda: check_rules(wrong, names), r"\(such as (.*)\); (write patterns for these names)"
+    )
+    for name in shown.split(", "):
+        check_rules(MeshConfig(rules=((name, ()),)), names)
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 
@@ -783,7 +816,14 @@ def test_the_state_in_durable_files_stays_on_its_mesh(tmp_path):
     offload = {"device": "nvme", "nvme_path": str(tmp_path / "files")}
     given = file(train_batch_size=16, optimizer=ADAM)
     given = put(given, "zero_optimization", {"stage": 2, "offload_optimizer": offload})
+    durable = {"opt_state": "nvme", "durable": True, "folder": str(tmp_path / "durable")}
     with initialize(given, example_batch=rows()) as engine:
+        engine.reshard({"zero": 2, "offload": durable | {"min_elements": 1}})
+        calls = remedies_of(
+            lambda: engine.reshard({"zero": 3}),
+            r"; (save_checkpoint), (initialize) another engine .*, and (load_checkpoint)$",
+        )
+        assert len(calls) == 3
         engine.save_checkpoint(tmp_path / "kept")
     other = put(given, "zero_optimization", {"stage": 3})
     with initialize(other) as engine:
