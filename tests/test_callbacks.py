@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -242,3 +243,13 @@ def test_ctrl_c_in_a_script_is_one_line(tmp_path):
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("zerojax: SIGINT after step 3: saved in ")
     assert lines[0].count("resume") == 1
+
+
+@pytest.mark.parametrize(("mode", "sign"), [("min", 1), ("max", -1)])
+def test_an_improvement_is_larger_than_min_delta(mode, sign):
+    trainer = types.SimpleNamespace(num_steps=4, say=lambda text: None)
+    stopping = EarlyStopping("loss", mode=mode, patience=2, min_delta=0.5)
+    losses = [3.0, 2.0, 1.75, 1.5]  # neither 0.25 nor 0.5 below 2.0 is enough
+    ends = [stopping(trainer, {"loss": sign * x, "step": i}) for i, x in enumerate(losses)]
+    assert ends == [False, False, False, True]
+    assert (stopping.best, stopping.best_step) == (sign * 2.0, 1)
