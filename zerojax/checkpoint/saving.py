@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import jax
 
@@ -349,11 +350,14 @@ def _watch_threads() -> None:
 
 
 def _stuck_waits() -> list[tuple[int, FrameType, str]]:
-    """(thread, the frame of the waiting call, what it waits for)."""
+    """(thread, the frame of the waiting call, what it waits for) of Orbax's own threads."""
     found = []
+    others = threading.main_thread().ident, threading.get_ident()
     for thread, top in sys._current_frames().items():
-        frame: FrameType | None = top
-        while frame is not None:
+        frame: Any = top if thread not in others else None
+        # A thread that runs may leave a frame while it is looked at: Python 3.11.7 was seen to give
+        # a dict in its place. A thread that waits, which is what is looked for, leaves none.
+        while isinstance(frame, FrameType):
             code = frame.f_code
             if code.co_name == _FUNCTION and _PACKAGE in code.co_filename:
                 found.append((thread, frame, str(frame.f_locals.get("key"))))
