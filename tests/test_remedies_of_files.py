@@ -26,6 +26,7 @@ import pytest
 
 import zerojax
 from tests.remedies import complained, told
+from tests.test_launch import is_running, wait_until
 from zerojax.checkpoint import Checkpointer, folders, metadata, retention
 from zerojax.checkpoint.export import export
 from zerojax.checkpoint.inspection import find_step
@@ -431,6 +432,7 @@ def test_a_folder_that_another_process_writes(saved, tmp_path, capsys):
         number, _, other = told(lambda: save(saved, 3), pattern)
         save(tmp_path / other, 3)
         os.kill(int(number), 15)
+        assert wait_until(lambda: not is_running(int(number)))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(folder_lock, "EXPIRES", 5.0)
             save(saved, 3)
