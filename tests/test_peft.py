@@ -121,8 +121,11 @@ def test_what_peft_could_not_read_is_refused(base, tmp_path):
     with pytest.raises(UnsupportedError, match=r"adapters of 2 kinds.*\(2, 1.0\), \(2, 3.0\)"):
         write_adapter(tmp_path, pretrained.config, arrays, scales=mixed)
     (tmp_path / ADAPTER_CONFIG).write_text("{}")
-    with pytest.raises(FileExistsError, match=r"adapter_config.json is there already"):
+    taken = r"adapter_config.json is there already; name another folder$"
+    with pytest.raises(FileExistsError, match=taken):
         write_adapter(tmp_path, pretrained.config, arrays, scales=scales(arrays))
+    write_adapter(tmp_path / "another", pretrained.config, arrays, scales=scales(arrays))
+    assert (tmp_path / "another" / ADAPTER_FILE).is_file()
 
 
 @pytest.mark.slow

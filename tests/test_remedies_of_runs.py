@@ -24,12 +24,17 @@ from safetensors.numpy import load_file, save_file
 import zerojax
 from tests import test_host_budget as budget
 from tests.hugging_face_folders import CASES, tensors_of, write_folder
+from tests.pipeline_runs import small
 from tests.remedies import complained, told
+from tests.trajectories import plan_for, text_batch
 from zerojax.checkpoint.store import BucketStore
 from zerojax.cli import main
 from zerojax.models.hugging_face import from_hugging_face
 from zerojax.models.hugging_face.architectures import ARCHITECTURES
 from zerojax.models.hugging_face.folder import INDEX, SINGLE
+from zerojax.models.losses import next_token
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.step import build_evaluation
 from zerojax.plan import host_budget
 from zerojax.runtime.memory import PINNED_LIMIT
 from zerojax.training.run_record import abstract_of, read_record
@@ -178,6 +183,51 @@ def test_host_memory_that_is_too_small():
     )
     for other in (budget.small_plan(shares), budget.small_plan("host", zero=int(zero))):
         host_budget.check_host_memory(other, room)
+
+
+def streamable(params: str, *, opt_state: str = "device", **options: Any) -> zerojax.Plan:
+    offload = {"params": params, "opt_state": opt_state, "min_elements": 30}
+    optimizer = zerojax.adamw(1e-3)
+    return plan_for(small(), devices=2, zero=3, optimizer=optimizer, offload=offload, **options)
+
+
+def test_host_memory_that_is_too_small_for_parameters():
+    made = lambda params: streamable(params, opt_state="host", precision="bf16")  # noqa: E731
+    plan = made("host")
+    room = budget.room_for(plan, -512)
+    (tier,) = told(
+        lambda: host_budget.check_host_memory(plan, room),
+        r"; try offload\.params: (\w+), if they fit there; or more devices on other machines$",
+    )
+    assert host_budget.host_bytes(made(tier)) < host_budget.host_bytes(plan)
+    host_budget.check_host_memory(made(tier), room)
+
+
+def test_a_loss_that_does_not_run_the_layers_that_wait_on_the_host():
+    batch = text_batch(0)
+    no_layers = lambda model, batch: next_token(  # noqa: E731
+        model.head(model.norm(model.embed(batch["tokens"]))), batch["targets"]
+    )
+    same_layers = lambda model, batch: next_token(model(batch["tokens"]), batch["targets"])  # noqa: E731
+
+    def other_loop(model, batch):
+        """A loop over rows of one parameter; the others of a layer are used outside it."""
+        rows = model.blocks.linear.bias[...]
+        carry = jnp.mean(model.embed(batch["tokens"]))
+        return jax.lax.scan(lambda carry, row: (carry + jnp.sum(row), None), carry, rows)[0]
+
+    def evaluated(loss, params="host"):
+        plan = streamable(params)
+        given = jax.device_put(batch, plan.batch_sharding)
+        return build_evaluation(plan, loss)(init_state(plan, 0), given)["loss"]
+
+    for loss in no_layers, other_loop:
+        (tier,) = told(
+            lambda loss=loss: evaluated(loss),
+            r"; evaluate a function that runs the same layers, or set offload\.params: (\w+)$",
+        )
+        assert np.isfinite(evaluated(loss, tier))
+    assert np.isfinite(evaluated(same_layers))
 
 
 @pytest.mark.parametrize("told_before", [{}, {PINNED_LIMIT: "10"}, {PINNED_LIMIT: "many"}])
@@ -404,6 +454,10 @@ def own_loss(model, batch):
     return 2 * total, weight
 
 
+def own_loss_of_logits(model, batch):
+    return 2 * jnp.mean(jax.nn.logsumexp(model(batch["tokens"]), -1))
+
+
 def text_run(folder: Path, **options: Any) -> Path:
     sizes = {"global_batch_size": 8, "seq_len": 8, "steps": 1, "eval_batches": 1}
     zerojax.train(decoder, None, checkpoint=folder, **sizes | options).close()
@@ -420,6 +474,26 @@ def test_a_loss_of_ones_own_for_a_decoder(tmp_path):
     )
     found = eval(code, {"zerojax": zerojax, "LOSS": own_loss}).evaluate(num_batches=1)
     assert np.isfinite(found["loss"])
+
+
+@pytest.mark.thorough
+def test_a_loss_of_ones_own_for_a_model_that_generates_nothing(tmp_path):
+    sizes = zerojax.models.BertConfig(
+        vocab_size=32, num_layers=1, num_heads=2, embed_dim=8, mlp_dim=16, max_seq_len=8
+    )
+    tokens = np.arange(64, dtype=np.int32).reshape(8, 8) % 32
+    batch = {"tokens": tokens, "targets": tokens}
+    given = {"loss": own_loss_of_logits, "checkpoint": tmp_path / "run", "validation": [batch]}
+    model = lambda rngs: zerojax.models.Bert(sizes, rngs=rngs)  # noqa: E731
+    trainer = zerojax.train(model, None, [batch], steps=1, **given)
+    expected = trainer.evaluate()["loss"]
+    trainer.close()
+    (code,) = told(
+        lambda: zerojax.load_run(tmp_path / "run"),
+        r"; give it: (zerojax\.load_run\('.*', loss=LOSS\))$",
+    )
+    loaded = eval(code, {"zerojax": zerojax, "LOSS": own_loss_of_logits})
+    assert loaded.evaluate([batch])["loss"] == expected
 
 
 @pytest.mark.thorough

@@ -206,15 +206,14 @@ class StreamedPass:
         self, whole: Arrays, extras: Arrays, key: Any, batch: Arrays, *, train: bool
     ) -> frozenset[str]:
         """Names of the parameters that the loop over layers slices."""
-        stacked = cut_loss(self._run({}, train), whole, extras, key, batch).stacked
         assert self.config.offload is not None
-        outside = self.config.offload.streamed - stacked
-        if outside:
-            raise ValueError(
-                f"{min(outside)} waits in host memory for the loop over layers, but this loss does "
-                "not slice it there; evaluate a function that runs the same layers, or set "
-                "offload.params: device"
-            )
+        streamed = self.config.offload.streamed
+        try:
+            stacked = cut_loss(self._run({}, train), whole, extras, key, batch).stacked
+        except ValueError as error:
+            raise ValueError(_not_sliced(streamed)) from error
+        if streamed - stacked:
+            raise ValueError(_not_sliced(streamed - stacked))
         return stacked
 
     def bind(self, outer: Arrays) -> Arrays:
@@ -312,6 +311,13 @@ class StreamedPass:
         }
         written = embed_changes | layer_changes | head_changes | pieces.count(extras)
         return sums, grads, totals, {**extras, **written}
+
+
+def _not_sliced(names: frozenset[str]) -> str:
+    return (
+        f"{min(names)} waits in host memory for the loop over layers, but this loss does not slice "
+        "it there; evaluate a function that runs the same layers, or set offload.params: device"
+    )
 
 
 def _abstract(tree: Any) -> Any:
