@@ -44,7 +44,7 @@ lint: setup-test ## ruff: rules and format
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 
-format: setup-test ## let ruff mend what it can
+format: setup-test ## let ruff fix what it can
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 

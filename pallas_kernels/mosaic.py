@@ -23,7 +23,7 @@ BLOCK = 512
 and loads 16 bytes of float32 at a time."""
 THREADS = 128
 MAX_FLAT = 2**31 - 1
-"""Offsets into a leaf that is no whole number of blocks are int32."""
+"""Offsets into a leaf that is not a whole number of blocks are int32."""
 MAX_LOOP = 32
 """Blocks that one program of a rule with sums goes through, so that partial sums are few."""
 
@@ -55,7 +55,7 @@ def tiles_of(size: int, *, block: int = BLOCK, loops: bool = False) -> Tiles:
     """Tiles without a tail where 128 or more divides the size, else of `block` with one.
 
     Raises:
-      ValueError: `block` is no multiple of 128; or the leaf is larger than 2^31 - 1 and 128 does
+      ValueError: `block` is not a multiple of 128; or the leaf is larger than 2^31 - 1 and 128 does
         not divide it.
     """
     if block <= 0 or block % THREADS:

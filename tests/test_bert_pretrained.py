@@ -226,7 +226,7 @@ def test_sentences_are_embedded_as_by_transformers(minilm: Path) -> None:
 def test_real_weights_go_through_shards_and_tensor_parallelism_unchanged(
     minilm: Path, tmp_path: Path
 ) -> None:
-    """All but the table of numbers from 0 to 511, which is no parameter."""
+    """All but the table of numbers from 0 to 511, which is not a parameter."""
     tensors = load_file(minilm / "model.safetensors")
     numbers = tensors.pop("embeddings.position_ids")
     np.testing.assert_array_equal(numbers[0], np.arange(512))

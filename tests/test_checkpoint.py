@@ -369,7 +369,7 @@ def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
         newer = json.loads(good) | {"format": 99, "versions": {"zerojax": "7.0"}}
         del newer["checksum"]
         damages = {
-            "is no JSON at line": good[:100],
+            "is not valid JSON at line": good[:100],
             r"format 99, written by zerojax 7\.0; .* up to 2; update": metadata.seal(newer),
             "has no format number": "[]",
             "was changed after it was written: config.a, confit;": good.replace(

@@ -171,7 +171,7 @@ def test_truncated_missing_and_edited_files_are_named(run: Path) -> None:
         run, r"metadata\.json was changed after .* config\.optimizer\.learning_rate; step 2"
     )
     about.write_text(text[: len(text) // 2])
-    restore_with_warning(run, r"metadata\.json is no JSON at line .*; step 2")
+    restore_with_warning(run, r"metadata\.json is not valid JSON at line .*; step 2")
     about.unlink()
     restore_with_warning(run, r"metadata\.json is missing; step 2")
     assert Checkpointer(run).verify(3).damages[0].file == "metadata.json"

@@ -156,19 +156,28 @@ def field(name: str, value: Any) -> Any:
         (field("data_state", [1]), r"'data_state' is \[1\] in place of an object"),
         (field("saved", 1), "'saved' is 1 in place of a time"),
         (field("num_devices", 0), "'num_devices' is 0 in place of"),
-        (in_table("files", "/dev/zero"), "'files' has '/dev/zero', which is no name of a file"),
+        (
+            in_table("files", "/dev/zero"),
+            "'files' has '/dev/zero', which is not the name of a file",
+        ),
         (in_table("files", "../1/metadata.json"), "'files' has '../1/metadata.json', which"),
-        (in_table("files", "a/../../x"), "'files' has 'a/../../x', which is no name"),
+        (in_table("files", "a/../../x"), "'files' has 'a/../../x', which is not the name"),
         (in_table("files", "x\x1b[2J"), r"which 'files' has not|is missing"),
         (in_table("files", None, -1), "'files' has -1 for .* in place of its bytes"),
         (in_table("files", None, 1.0), "'files' has 1.0 for .* in place of its bytes"),
-        (in_table("checksums", "elsewhere"), "'checksums' has 'elsewhere', which 'files' has not"),
+        (
+            in_table("checksums", "elsewhere"),
+            "'checksums' has 'elsewhere', which 'files' does not have",
+        ),
         (in_table("checksums", None, 5), "'checksums' has 5 for .* in place of its checksum"),
         (in_table("arrays", None, "object[2]"), "'arrays' has 'object.2.' for .* in place of a dt"),
         (in_table("arrays", None, "float32[-2]"), "in place of a dtype and a shape"),
         (in_table("arrays", None, f"int8[{2**60}]"), "in place of a dtype and a shape"),
         (in_table("fingerprints", None, "zz"), "'fingerprints' has 'zz' for .* in place of a f"),
-        (in_table("fingerprints", "other"), "'fingerprints' has 'other', which 'arrays' has not"),
+        (
+            in_table("fingerprints", "other"),
+            "'fingerprints' has 'other', which 'arrays' does not have",
+        ),
     ],
 )
 def test_fields_of_another_kind_are_passed_over_with_a_sentence(

@@ -146,8 +146,8 @@ class TestOwnVariables:
         ("change", "message"),
         [
             ({"ZEROJAX_COORDINATOR": "10.0.0.1"}, "has no port"),
-            ({"ZEROJAX_COORDINATOR": "h:port"}, "'port' is no port"),
-            ({"ZEROJAX_COORDINATOR": "h:70000"}, "'70000' is no port"),
+            ({"ZEROJAX_COORDINATOR": "h:port"}, "'port' is not a port"),
+            ({"ZEROJAX_COORDINATOR": "h:70000"}, "'70000' is not a port"),
             ({"ZEROJAX_NUM_PROCESSES": "four"}, "ZEROJAX_NUM_PROCESSES='four'"),
             ({"ZEROJAX_PROCESS_ID": "4"}, r"process 4 is not in \[0, 4\)"),
             ({"ZEROJAX_LOCAL_PROCESS_ID": "2", "ZEROJAX_NUM_LOCAL_PROCESSES": "2"}, "process 2 of"),
@@ -185,7 +185,7 @@ class TestSlurm:
 
     @pytest.mark.parametrize("text", ["n[1-x]", "n[]"])
     def test_what_is_no_list_of_hosts_is_refused(self, text):
-        with pytest.raises(ValueError, match="is no list of hosts"):
+        with pytest.raises(ValueError, match="is not a list of hosts"):
             list(expand_hosts(text))
 
     def test_lists_of_counts(self):

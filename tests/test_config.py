@@ -162,11 +162,11 @@ BAD_FILES = [
     ("mesh: {model: -1}", "mesh.model: -1 must be >= 1"),
     (
         "mesh: {pipeline_schedule: 4}",
-        "pipeline_schedule: 4 is no schedule; use a name such as",
+        "pipeline_schedule: 4 is not a schedule; use a name such as",
     ),
     (
         "mesh: {pipeline_schedule: ''}",
-        "pipeline_schedule: '' is no schedule; use a name",
+        "pipeline_schedule: '' is not a schedule; use a name",
     ),
     ("mesh: {partition: flop}", "mesh.partition: 'flop' is not one of uniform, parameters, flops"),
     ("mesh: {partition: flop}", "nor a list of whole numbers; did you mean 'flops'?"),
@@ -274,7 +274,9 @@ def test_a_schedule_of_ones_own_is_kept_and_written_down_whole():
     assert read["table"][1][0] == [["F", 1, 0]]
     assert to_dict(MeshConfig(pipeline_schedule=read)) == to_dict(config)
     assert make_schedule(read, stages=2, microbatches=2) == schedule
-    with pytest.raises(ScheduleError, match="mapping with table is no schedule .*it has name, tab"):
+    with pytest.raises(
+        ScheduleError, match="mapping with table is not a schedule .*it has name, tab"
+    ):
         make_schedule({"table": []})
 
 

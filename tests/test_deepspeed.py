@@ -249,11 +249,11 @@ def test_a_key_given_twice_is_refused_with_both_values(tmp_path, text):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("ds_config.json", "'ds_config.json' is no file"),
-        ("[1, 2]", "is no file"),
+        ("ds_config.json", "'ds_config.json' is not a file"),
+        ("[1, 2]", "is not a file"),
         ('{"fp16": {', "JSON.*Expecting property name"),
         ('{"a": NaN}', "NaN"),
-        (base64.urlsafe_b64encode(b"no config").decode(), "is no file"),
+        (base64.urlsafe_b64encode(b"no config").decode(), "is not a file"),
     ],
 )
 def test_what_cannot_be_read_is_said(source, words):
@@ -645,7 +645,7 @@ def test_axes_of_the_mesh():
         stage=2, model=2, zero=0, partition="parameters", sequence_sharding=True
     )
     assert (translation.num_data_shards, translation.train_batch_size) == (2, 8)
-    assert "no multiple of" in refusal(file, num_devices=6)
+    assert "not a multiple of" in refusal(file, num_devices=6)
     assert deepspeed.translate({"pipeline": {"stages": "auto"}}).mesh.stage == 1
     lonely = deepspeed.translate({"pipeline": {"stages": 2}}, num_devices=8)
     assert any("one microbatch" in warning for warning in lonely.warnings)
@@ -656,7 +656,7 @@ def test_mics_shards_in_groups_and_copies_across():
     translation = deepspeed.translate(file, num_devices=16)
     assert (translation.mesh.data, translation.mesh.replica) == (4, 4)
     assert translation.micro_batch_size == 1
-    assert "no multiple of 4" in refusal(file, num_devices=6)
+    assert "not a multiple of 4" in refusal(file, num_devices=6)
 
 
 def test_layer_specs_become_rules_on_the_names_of_flax():

@@ -194,6 +194,6 @@ def test_the_page_of_all_keys_is_the_table(capsys):
 
 def test_explain_complains_of_its_words(capsys):
     assert cli.main(["deepspeed", "explain", "nowhere.json"]) == 2
-    assert "'nowhere.json' is no file" in capsys.readouterr().err
+    assert "'nowhere.json' is not a file" in capsys.readouterr().err
     assert cli.main(["deepspeed", "explain", "{}", "--devices", "0"]) == 2
     assert "--devices 0 must be at least 1" in capsys.readouterr().err

@@ -313,7 +313,11 @@ def test_weights_of_hugging_face_go_in_and_come_out(tmp_path):
         ),
         (lambda e: e.train_batch(batch(0) | {"text": ["a"] * 32}), TypeError, "holds text"),
         (lambda e: e.train_batch(iter([batch(0)])), TypeError, "pass data_iter=it"),
-        (lambda e: e.train_batch(data_iter=[batch(0)]), TypeError, "list, which is no iterator"),
+        (
+            lambda e: e.train_batch(data_iter=[batch(0)]),
+            TypeError,
+            "list, which is not an iterator",
+        ),
         (lambda e: e.eval_batch(data_itr=iter([])), TypeError, "did you mean 'data_iter'"),
         (lambda e: e.train_batch(batch(0, 16)), ValueError, "16 rows .* train_batch_size is 32"),
         (lambda e: e.train_batch({"x": batch(0)["x"]}), ValueError, "missing"),

@@ -72,7 +72,7 @@ def test_a_peer_that_is_killed_ends_the_other_with_a_sentence(tmp_path, read):
 def test_a_peer_that_stands_still_ends_the_other_with_its_code(tmp_path, read):
     code, said = run_two(tmp_path, "stop", read)
     assert code == shutdown.HUNG, said
-    assert "process 0 of 2 has got no further for 6 s after step " in said
+    assert "process 0 of 2 has made no progress for 6 s after step " in said
     assert "in engine_fault_process.py" in said.replace(f'File "{ROOT}/tests/', "in "), "stacks"
     assert "load_checkpoint goes on from the last save_checkpoint" in said
 

@@ -77,7 +77,7 @@ def test_a_signal_a_kill_and_a_hang_in_one_run(tmp_path, undisturbed):
     assert ended.codes == [shutdown.HUNG] * 2, ended.outputs
     for process in range(2):
         sentence = ended.sentence(process)
-        told = re.search(r"process (\d) of 2 has got no further for (\d+) s", sentence)
+        told = re.search(r"process (\d) of 2 has made no progress for (\d+) s", sentence)
         assert told, sentence
         assert (int(told[1]), int(told[2]) >= 3) == (process, True)
         assert "may for 3 s (watch.step_timeout)" in ended.sentence(process)
@@ -134,7 +134,9 @@ def test_a_stopped_process_is_found_by_the_others(tmp_path, undisturbed, process
     ended = run.end(stopped=[process])
     other = 1 - process
     assert ended.codes[other] == shutdown.HUNG, ended.outputs
-    assert f"process {other} of 2 has got no further for 4 s after step 6" in ended.sentence(other)
+    assert f"process {other} of 2 has made no progress for 4 s after step 6" in ended.sentence(
+        other
+    )
     assert ended.codes[process] == -signal.SIGKILL, "by this test, as a scheduler does"
     finish(run, undisturbed)
 

@@ -165,7 +165,7 @@ def hang(statement: str, processes: int) -> subprocess.CompletedProcess[str]:
 def test_a_main_thread_inside_of_c_is_ended():
     ended = hang("ctypes.CDLL(None).sleep(100)", processes=1)
     assert ended.returncode == shutdown.HUNG, ended.stderr
-    assert "this run has got no further for 1 s: it is in step 1" in ended.stderr
+    assert "this run has made no progress for 1 s: it is in step 1" in ended.stderr
 
 
 @pytest.mark.thorough

@@ -307,7 +307,7 @@ def test_without_hard_links_a_folder_is_held_as_well(
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
 def test_what_is_no_file_is_not_opened(tmp_path: Path, make: Callable[[Path], object]) -> None:
     make(tmp_path / NAME)
-    with pytest.raises(FolderTakenError, match=f"{NAME} is no regular file.*move it"):
+    with pytest.raises(FolderTakenError, match=f"{NAME} is not a regular file.*move it"):
         hold(tmp_path)
 
 

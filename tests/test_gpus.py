@@ -194,16 +194,16 @@ def test_a_file_can_stand_alone(tmp_path):
         ("", r"a GPU card has KEY: VALUE lines; got None"),
         ("name: [\n", r"not valid YAML: .*mine\.yaml:2\)"),
         (WHOLE + "aliases: me\n", r"aliases: expected a list, got 'me'; write \['me'\] .*:8\)"),
-        (WHOLE + "device_kinds: ['(']\n", r"device_kinds: '\(' is no regular expression.*:8\)"),
+        (WHOLE + "device_kinds: ['(']\n", r"device_kinds: '\(' is not a regular expression.*:8\)"),
         (WHOLE + "sources:\n  fp9: me\n", r"sources\.fp9: no key of a card.*:9\)"),
         (WHOLE + "compiler: 9\n", r"compiler: expected a section with the keys description,.*:8\)"),
         (
             "name: x\nbase: h100\ncompiler:\n  capability: hopper\n",
-            r"compiler\.capability: 'hopper' is no compute capability; write one like.*:4\)",
+            r"compiler\.capability: 'hopper' is not a compute capability; write one like.*:4\)",
         ),
         (
             "name: x\nbase: h100\ncompiler:\n  dnn_version: 9\n",
-            r"compiler\.dnn_version: 9 is no version; write three numbers.*:4\)",
+            r"compiler\.dnn_version: 9 is not a version; write three numbers.*:4\)",
         ),
     ],
 )

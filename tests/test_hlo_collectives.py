@@ -74,7 +74,7 @@ def test_groups_of_512_devices_are_numpys():
 def test_other_spellings_are_refused():
     with pytest.raises(ValueError, match=r"replica_groups='V9\(8\)' is a spelling"):
         read_groups("V9(8)", 8)
-    with pytest.raises(ValueError, match="is no mesh with axes such as"):
+    with pytest.raises(ValueError, match="is not a mesh with axes such as"):
         read_groups("mesh(8)", 8)
     with pytest.raises(ValueError, match="names 2 devices of 4"):
         read_groups("mesh['a'=2,'b'=2], device_ids=([0, 2]) {'b'}", 8)

@@ -177,7 +177,7 @@ class Gpu:
         (None, 64, "is not set, so it is 64.*set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=68 before JAX"),
         ("80", 64, None),
         ("10", 64, "LIMIT_GB=10"),
-        ("many", 1, "'many' is no whole number of GiB"),
+        ("many", 1, "'many' is not a whole number of GiB"),
     ],
 )
 def test_the_pool_of_pinned_memory_is_large_enough(told, gib, problem, monkeypatch):
@@ -312,7 +312,7 @@ def test_groups_of_version_1(kernel):
     write(kernel / "CGROUPS" / "memory" / "memory.limit_in_bytes", str(2**63 - 4096))
     write(kernel / "CGROUPS" / "memory" / "memory.usage_in_bytes", "500")
     assert [(room.limit, room.free) for room in rooms()][:1] == [(2000, 1500)]
-    assert len(rooms()) == 2, "a number near 2^63 is no limit"
+    assert len(rooms()) == 2, "a number near 2^63 is not a limit"
 
 
 def test_limits_of_the_process(kernel, monkeypatch):

@@ -202,13 +202,16 @@ def test_several_files_are_one_model(folders, tmp_path):
 
 
 BAD_INDEXES = {
-    "a file outside": ("../../x.safetensors", "is in '../../x.safetensors', which is no name of a"),
+    "a file outside": (
+        "../../x.safetensors",
+        "is in '../../x.safetensors', which is not a name of a",
+    ),
     "an absolute name": (
         "/dev/zero",
-        "is in '/dev/zero', which is no name of a file in its folder",
+        "is in '/dev/zero', which is not the name of a file in its folder",
     ),
-    "a number": (7, "is in 7, which is no name"),
-    "a list": (["x"], r"is in \['x'\], which is no name"),
+    "a number": (7, "is in 7, which is not the name"),
+    "a list": (["x"], r"is in \['x'\], which is not the name"),
     "another file": ("model-00003-of-00003.safetensors", "is in model-00003-.*; it is not"),
     "a file that is not there": ("gone.safetensors", "lacks 1 of 4 files of its index.*gone"),
 }

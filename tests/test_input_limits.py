@@ -47,14 +47,14 @@ YAML = {
         f"steps: [{'[x, y], ' * 30_000}]",
         r"got \[\['x', 'y'\], .*\.\.\.",
     ),
-    "5,000 digits": ("steps: " + "9" * 5000, "no value of its kind"),
+    "5,000 digits": ("steps: " + "9" * 5000, "is not a valid int"),
     "a long text": ("steps: " + "x" * 200_000, r"got 'xxx.*\.\.\. \(str\)"),
     "a long key": (
         "? " + "x" * 200_000 + "\n: 1",
         r"xxx\.\.\. \(200,000 characters\): unknown key",
     ),
-    "a date that is none": ("steps: 2024-99-99", "'2024-99-99' is no value of its kind"),
-    "a tag that does not fit": ("steps: !!bool maybe", "'maybe' is no value of its kind"),
+    "a date that is none": ("steps: 2024-99-99", "'2024-99-99' is not a valid"),
+    "a tag that does not fit": ("steps: !!bool maybe", "'maybe' is not a valid"),
     "a list as a key": ("? [a]\n: 1", "a key is a name"),
     "more than a configuration": ("#" * (MAX_CHARACTERS + 1), "characters, which no configuration"),
 }
@@ -113,7 +113,7 @@ def test_a_word_that_yaml_does_not_read_is_a_text():
 
 DS_CONFIG = {
     "5,000 digits": ('{"train_batch_size": ' + "9" * 5000 + "}", "5,000 digits; at most 100"),
-    "beyond a float": ('{"gradient_clipping": 1e999}', "'1e999' is no number"),
+    "beyond a float": ('{"gradient_clipping": 1e999}', "'1e999' is not a number"),
     "lists in lists": ('{"a": ' + "[" * 100_000, "nested more than 64 levels deep"),
     "objects in objects": ('{"a": ' * 50_000, "nested more than 64 levels deep"),
     "a long key": ('{"fp16": {"' + "k" * 200_000 + '": 1}}', "unknown key"),

@@ -254,7 +254,7 @@ TABLES = {
     "an unknown kind": (1, field(b"a", 77), "'a' has the unknown kind 77"),
     "a field twice": (2, field(b"a", 0, ("B", 1)) * 2, "the field 'a' is there twice"),
     "lists in lists": (1, field(b"a", 9, *[("I", 9), ("Q", 1)] * 9), "nested more than 4 levels"),
-    "a name that is no text": (1, field(b"\xff\x1b", 0, ("B", 1)), r"is no text: b'.xff.x1b'"),
+    "a name that is not text": (1, field(b"\xff\x1b", 0, ("B", 1)), r"is not text: b'.xff.x1b'"),
 }
 
 

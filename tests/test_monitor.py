@@ -176,7 +176,7 @@ def test_a_process_that_recovers_is_said_too():
     for _ in range(IN_A_ROW):
         stragglers.see([times(), times(late_host=0.05)])
     texts = [f.text for _ in range(IN_A_ROW) for f in stragglers.see([times(), times()])]
-    assert texts == ["rank 1 (n0) keeps up again"]
+    assert texts == ["rank 1 (n0) is no longer slow"]
 
 
 def test_one_slow_report_is_not_enough():

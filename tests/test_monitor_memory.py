@@ -223,7 +223,7 @@ def test_an_error_says_what_the_memory_was_for(purpose, failing):
 
 
 def failing_reports():
-    """Reports that wait for a step whose metrics are no arrays."""
+    """Reports that wait for a step whose metrics are not arrays."""
     reports = Reports(1)
     reports._under_way.append((1, {"loss": None}))
     reports.hold(2, {"loss": None})

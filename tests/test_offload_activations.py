@@ -221,7 +221,7 @@ def test_a_model_without_a_loop_over_layers_is_refused():
 
 
 def test_pipeline_stages_are_refused():
-    with pytest.raises(ValueError, match=r"activations=host does not go with stage=2"):
+    with pytest.raises(ValueError, match=r"activations=host cannot be combined with stage=2"):
         plan_for(reference_model("gpt2"), mesh={"stage": 2}, offload=HOST)
 
 

@@ -80,7 +80,7 @@ def test_a_scratch_store_is_never_gone_on_from(tmp_path):
 @pytest.mark.parametrize(
     ("shares", "precision", "processes", "match"),
     [
-        (SHARES, Precision(), 1, "lies in device and host memory dies with the process"),
+        (SHARES, Precision(), 1, "is in device and host memory is lost with the process"),
         ("nvme", as_precision("bf16", param_dtype="bf16"), 1, "made again from float32 masters"),
         ("nvme", Precision(), 2, "durable with 2 processes: killed between"),
     ],

@@ -322,9 +322,9 @@ def test_a_loss_that_is_not_finite_changes_nothing(in_backward):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (small(layers=4), {"mesh": {"stage": 2}}, "does not go with stage=2"),
+        (small(layers=4), {"mesh": {"stage": 2}}, "cannot be combined with stage=2"),
         (Recurrent, {"loss": regression_loss, "batch": regression_batch}, "needs what pipeline"),
-        (reference_model("gpt2", matmul_dtype="fp8"), {}, "does not go with 8-bit products"),
+        (reference_model("gpt2", matmul_dtype="fp8"), {}, "cannot be combined with 8-bit products"),
     ],
     ids=["stages", "no layer loop", "8-bit products"],
 )

@@ -405,7 +405,7 @@ def test_a_remedy_takes_the_rate_that_was_measured(monkeypatch, tmp_path):
 
 def test_offload_is_not_proposed_to_an_optimizer_that_needs_whole_parameters():
     plan = offload_plan()
-    tx = jax.tree_util.Partial  # anything that is no optimizer of zerojax
+    tx = jax.tree_util.Partial  # anything that is not an optimizer of zerojax
     assert not [w for w in remedies(dataclasses.replace(plan, tx=tx)) if "opt_state" in w]
 
 

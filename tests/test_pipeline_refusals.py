@@ -95,7 +95,7 @@ REFUSED = {
     "an unknown partition": ({"partition": "flop"}, ["'flop'", "did you mean 'flops'?"]),
     "an unknown stash": ({"stash": "inputs"}, ["'inputs'", "did you mean 'input'?"]),
     "an unknown schedule": ({"pipeline_schedule": "1f2b"}, ["'1f2b'", "did you mean '1f1b'?"]),
-    "something that is no schedule": (
+    "something that is not a schedule": (
         {"pipeline_schedule": 3},
         ["pipeline_schedule: 3", "a name such as 1f1b"],
     ),
@@ -160,7 +160,7 @@ TABLES = {
     ),
     "a cell that is none": (
         ["F0,.", "F1,F0+Q0"],
-        ":2: stage 1: 'F0+Q0' is no cell; write F, B or W, the microbatch",
+        ":2: stage 1: 'F0+Q0' is not a cell; write F, B or W, the microbatch",
     ),
 }
 

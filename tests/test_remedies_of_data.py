@@ -94,7 +94,7 @@ def test_text_files(tmp_path):
     lines = text_file(tmp_path / "lines.jsonl", f"{json.dumps({'text': TEXT})}\n{{\n")
     path, number = told(lambda: source(lines), r"^(\S+):(\d+): not JSON .*; fix the line$")
     rows = lines.read_text().splitlines()
-    rows[int(number) - 1] = '{"text": "mended"}'
+    rows[int(number) - 1] = '{"text": "fixed"}'
     source(text_file(Path(path), "\n".join(rows)))
     told(
         lambda: source([text_file(tmp_path / "b" / "b.txt"), file]),

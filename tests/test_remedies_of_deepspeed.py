@@ -272,7 +272,7 @@ FILES: dict[str, tuple[dict[str, Any], str, Callable[..., list[dict[str, Any]]]]
     ),
     "moments without masters in bfloat16": (
         file(bf16={"enabled": True, "bf16_optimizer_states": True}, zero_optimization__stage=1),
-        r"needs (\w+), as there",
+        r"needs (\w+), as in DeepSpeed",
         lambda name: [
             file(
                 bf16={"enabled": True, "bf16_optimizer_states": True, name: True},
@@ -515,7 +515,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str, Callable[..., list[tuple[Any, d
     "a precision of the call": (
         file(bf16__enabled=True),
         {"precision": "fp16"},
-        r"say it in one place; the file may say \"(auto)\"",
+        r"set it in one place; the file may say \"(auto)\"",
         lambda auto: [
             (file(bf16__enabled=True), {}),
             (file(bf16__enabled=auto), {"precision": "fp16"}),
@@ -535,7 +535,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str, Callable[..., list[tuple[Any, d
     "the wire of the call": (
         file(communication_data_type="bf16", bf16__enabled=True),
         {"reduce_dtype": "fp32"},
-        r"(say it in one place)",
+        r"(set it in one place)",
         lambda _: [
             (file(bf16__enabled=True), {"reduce_dtype": "fp32"}),
             (file(communication_data_type="bf16", bf16__enabled=True), {}),
@@ -587,7 +587,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str, Callable[..., list[tuple[Any, d
     "lines of the call": (
         file(steps_per_print=5),
         {"log": LogConfig(every=2)},
-        r"log\.every is (\d): (say it in one place)",
+        r"log\.every is (\d): (set it in one place)",
         lambda every, _: [
             (file(steps_per_print=int(every)), {"log": LogConfig(every=2)}),
             (file(), {"log": LogConfig(every=2)}),

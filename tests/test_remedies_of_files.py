@@ -194,7 +194,7 @@ def test_how_many_steps_are_kept(word, value):
 
 
 def test_a_full_disk_and_a_folder_that_is_a_file(tmp_path, monkeypatch):
-    pattern = r"; (free some space), (mend the folder), or (use another one)$"
+    pattern = r"; (free some space), (fix the folder), or (use another one)$"
     with monkeypatch.context() as full:
         error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         full.setattr(folders, "check_free", lambda *_: (_ for _ in ()).throw(error))
@@ -333,7 +333,7 @@ def line_plan(**options: Any) -> zerojax.Plan:
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])
-@pytest.mark.parametrize("way", ["mend", "remove"])
+@pytest.mark.parametrize("way", ["fix", "remove"])
 def test_a_list_of_kept_steps_that_cannot_be_read(saved, content, way):
     file = saved / retention.FILE_NAME
     retention.keep_step(saved, "best", 1, {})
@@ -341,7 +341,7 @@ def test_a_list_of_kept_steps_that_cannot_be_read(saved, content, way):
     file.write_text(content)
     pattern = rf"^(\S+) .*\b{way} it" if content == "{" else r"^(\S+) holds no steps; remove it"
     (named,) = told(lambda: retention.kept_steps(saved), pattern)
-    if way == "mend":
+    if way == "fix":
         Path(named).write_text(good)
         assert retention.kept_steps(saved)["best"]["step"] == 1
     else:
@@ -441,7 +441,7 @@ def test_a_folder_that_another_process_writes(saved, tmp_path, capsys):
 
 def test_what_lies_in_the_place_of_a_lock(tmp_path):
     (tmp_path / folder_lock.NAME).mkdir()
-    (path,) = told(lambda: hold(tmp_path), r"^(\S+) is no regular file, .*; move it$")
+    (path,) = told(lambda: hold(tmp_path), r"^(\S+) is not a regular file, .*; move it$")
     Path(path).rename(tmp_path / "moved")
     hold(tmp_path).release()
 
@@ -659,7 +659,7 @@ def test_a_manifest_that_cannot_be_written(tmp_path, monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(manifest, "replace_file", lambda *_: (_ for _ in ()).throw(error))
         told(lambda: fill(store, 2), r"could not be replaced: .*; free some space on it$")
-    told(lambda: read(store), r"; close the store, mend .*, and open it: it has the last whole")
+    told(lambda: read(store), r"; close the store, fix .*, and open it: it has the last whole")
     store.close()
     with BucketStore.open(tmp_path) as store:
         assert read(store) == [1, 1]

@@ -239,7 +239,7 @@ def test_pinned_memory_that_is_too_small(told_before, monkeypatch):
     monkeypatch.setattr(host_budget, "role_tiers", lambda plan: tiers)
     check = lambda environ: host_budget.check_pinned_limit(plan, environ)  # noqa: E731
     if gib == 1:
-        told(lambda: check(told_before), r"is no whole number of GiB; set it, or unset it$")
+        told(lambda: check(told_before), r"is not a whole number of GiB; set it, or unset it$")
         check({PINNED_LIMIT: "2"})
         check({})
         return

@@ -123,7 +123,7 @@ DAMAGED = {
     "deep nesting": (b'{"x": ' + b"[" * 100_000, "nested deeper than 64 levels"),
     "a list": (b"[1, 2]", r"it is \[1, 2\], not an object"),
     "no text": (b'{"\xff": 1}', "is not UTF-8"),
-    "notes that are no texts": ({"__metadata__": {"a": 1}}, "not texts by name"),
+    "notes that are not texts": ({"__metadata__": {"a": 1}}, "not texts by name"),
     "control characters": ({"\x1b[2J": 7}, r"'\\x1b\[2J' is 7"),
 }
 

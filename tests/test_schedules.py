@@ -272,7 +272,7 @@ def test_cells_are_read_in_any_order_and_written_in_one():
 
 @pytest.mark.parametrize("text", ["F", "G1", "F1,B1", "F-1", "f1", "F1.", "F1++B0", "F1 B0", "1F"])
 def test_what_is_no_cell_is_refused(text):
-    with pytest.raises(ScheduleError, match="is no cell; write F, B or W"):
+    with pytest.raises(ScheduleError, match="is not a cell; write F, B or W"):
         parse_cell(text)
 
 
@@ -280,7 +280,7 @@ def test_a_table_of_ones_own():
     schedule = Schedule.from_cells("mine", [["F0", ""], [".", "F0+B0"], ["B0", "."]])
     assert make_schedule(schedule) is schedule
     assert simulate(schedule).num_ticks == 3
-    with pytest.raises(ScheduleError, match="tick 1, stage 0: 'X' is no cell"):
+    with pytest.raises(ScheduleError, match="tick 1, stage 0: 'X' is not a cell"):
         Schedule.from_cells("mine", [["F0", ""], ["X", ""]])
     with pytest.raises(ScheduleError, match="microbatches=2, but the table .* has 1"):
         make_schedule(schedule, microbatches=2)

@@ -57,7 +57,7 @@ def test_a_file_written_by_hand(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("F1+B1", "F1+X1", r":6: stage 1: 'F1\+X1' is no cell"),
+        ("F1+B1", "F1+X1", r":6: stage 1: 'F1\+X1' is not a cell"),
         ("3,B1,\n", "3,B1\n", ":7: 2 columns where the first line has 3"),
         ("3,B1,\n", "4,B1,\n", ":7: tick '4' where tick 3 is next"),
         ("3,B1,\n", "3,.,B1\n", ":7: tick 3, stage 1: B1 is there twice"),

@@ -177,7 +177,7 @@ def test_a_manifest_that_cannot_be_written(tmp_path, monkeypatch, name, durable)
             fail_transfers(full, name, errno.ENOSPC, after=0)
             with pytest.raises(OSError, match=r"manifest.json could not be replaced: No space"):
                 advance(store)
-        with pytest.raises(StoreError, match="close the store, mend what was wrong"):
+        with pytest.raises(StoreError, match="close the store, fix what was wrong"):
             advance(store)
     with BucketStore.open(tmp_path) as store:
         assert store.generation == 1

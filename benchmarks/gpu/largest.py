@@ -115,7 +115,7 @@ def search(
         print(f"  {way}, {layers} layers: {row['outcome']}", flush=True)
         is_ok = row["outcome"] == "ok"
         if row["outcome"] == FAILED:
-            return  # a defect, which fewer layers would not mend
+            return  # a defect, which fewer layers would not fix
         if (went_well is not None and is_ok != went_well) or arguments.smoke:
             return  # the border lies between the last two
         went_well = is_ok

@@ -330,7 +330,7 @@ class Table:
             try:
                 name = raw.decode("utf-8")
             except UnicodeDecodeError:
-                raise ValueError(f"the name of a {what} is no text: {quoted(raw)}") from None
+                raise ValueError(f"the name of a {what} is not text: {quoted(raw)}") from None
             if name in seen:
                 raise ValueError(f"the {what} {quoted(name)} is there twice")
             seen.add(name)

@@ -189,7 +189,7 @@ class Checkpointer:
 
         Raises:
           CheckpointError: this or the previous save failed. Earlier checkpoints are intact.
-          TypeError: a leaf is no array, or an argument is not made of JSON values.
+          TypeError: a leaf is not an array, or an argument is not made of JSON values.
         """
         if self._closed:
             raise CheckpointError(f"the checkpointer of {self.path} is closed; make a new one")

@@ -75,7 +75,7 @@ def checksum(path: Path) -> str:
     """CRC-32 of a file, 8 hexadecimal digits; read in blocks.
 
     Raises:
-      JsonError: it is no regular file.
+      JsonError: it is not a regular file.
       OSError: what the system says.
     """
     total, block = 0, bytearray(_BLOCK)

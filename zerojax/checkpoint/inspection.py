@@ -105,7 +105,7 @@ def find_checkpoints(run: str | os.PathLike[str]) -> tuple[Path, int | None]:
     """
     path = Path(run).expanduser().absolute()
     if not path.is_dir():
-        raise CheckpointError(f"{run} is no folder; give a run, such as runs/tiny_shakespeare")
+        raise CheckpointError(f"{run} is not a folder; give a run, such as runs/tiny_shakespeare")
     if path.name.isdigit() and (path / FILE_NAME).exists():
         return path.parent, int(path.name)
     for candidate in (path, *_named_by_run(path), path / "checkpoints"):

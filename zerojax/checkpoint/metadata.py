@@ -361,13 +361,13 @@ def problem_with(body: Mapping[str, Any]) -> str | None:
             return f"{name!r} is {quoted(body[name])} in place of an object"
         for key, value in body[name].items():
             if not is_key(key):
-                return f"{name!r} has {quoted(key)}, which is no {kind[0]}"
+                return f"{name!r} has {quoted(key)}, which is not the {kind[0]}"
             if not is_value(value):
                 return f"{name!r} has {quoted(value)} for {quoted(key)} in place of {kind[1]}"
     for name, of in (("checksums", "files"), ("fingerprints", "arrays")):
         unknown = body.get(name, {}).keys() - body.get(of, {}).keys()
         if unknown:
-            return f"{name!r} has {quoted(min(unknown))}, which {of!r} has not"
+            return f"{name!r} has {quoted(min(unknown))}, which {of!r} does not have"
     return None
 
 

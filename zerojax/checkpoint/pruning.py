@@ -21,7 +21,7 @@ from zerojax.checkpoint.retention import Retention, kept_steps
 from zerojax.runtime.folder_lock import FolderTakenError, hold
 
 STALE_SECONDS = 3600.0
-"""A partial folder in which nothing was written for so long is no save in progress."""
+"""A partial folder in which nothing was written for so long is not a save in progress."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

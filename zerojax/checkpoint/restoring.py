@@ -196,7 +196,7 @@ def _damaged(folder: Path, what: str) -> DamagedError:
 
 def _unreadable(folder: Path, error: Exception) -> MachineError:
     return MachineError(
-        f"checkpoint {folder} cannot be read now: {reason(error)}; mend that and try again"
+        f"checkpoint {folder} cannot be read now: {reason(error)}; fix that and try again"
     )
 
 

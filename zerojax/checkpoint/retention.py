@@ -71,7 +71,7 @@ def kept_steps(path: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise MachineError(
             f"{path / FILE_NAME} cannot be read ({reason(error)}); it says which steps to keep: "
-            "mend it, or remove it and keep none"
+            "fix it, or remove it and keep none"
         ) from None
     if not isinstance(found, dict) or not all(
         isinstance(about, dict) and type(about.get("step")) is int for about in found.values()

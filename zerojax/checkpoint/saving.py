@@ -323,7 +323,7 @@ def not_saved(path: Path, step: int, error: BaseException, state_bytes: int) -> 
         return DivergedError(text)
     kind = DiskFullError if is_disk_full(error) else MachineError
     kind = GivenUpError if isinstance(error, GivenUpError) else kind
-    return kind(f"{text}; free some space, mend the folder, or use another one")
+    return kind(f"{text}; free some space, fix the folder, or use another one")
 
 
 class SaveFailed(Exception):

@@ -107,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _complain(error: Exception) -> int:
-    """One sentence for what a user can mend; the traceback for a defect, or when asked for."""
+    """One sentence for what a user can fix; the traceback for a defect, or when asked for."""
     sentence, is_bad_input = explain(error)
     if sentence is None or os.environ.get("ZEROJAX_DEBUG", "0") not in ("", "0"):
         show("".join(traceback.format_exception(error)), file=sys.stderr, end="")

@@ -77,7 +77,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def split_words(config: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
-    """CONFIG may be left out: a first word with `=` in it that is no file is an override."""
+    """CONFIG may be left out: a first word with `=` in it that is not a file is an override."""
     if config is not None and "=" in config and not Path(config).exists():
         return None, [config, *overrides]
     return config, overrides

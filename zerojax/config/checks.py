@@ -27,7 +27,7 @@ def refuse(name: str, value: Any, reason: str) -> None:
 
 
 def check_whole_number(name: str, value: Any, limit: int) -> None:
-    """Refuses an argument that is no whole number, or one below a limit; None passes."""
+    """Refuses an argument that is not a whole number, or one below a limit; None passes."""
     if value is None:
         return
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
@@ -54,7 +54,7 @@ def as_patterns(name: str, value: Any) -> tuple[str, ...]:
     """One regular expression or several, as a tuple.
 
     Raises:
-      TypeError: something that is no text.
+      TypeError: something that is not text.
     """
     patterns = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else value
     patterns = tuple(patterns)
@@ -97,7 +97,7 @@ def check_fraction(config: Any, *names: str, below_one: bool = False) -> None:
 
 
 def check_regex(name: str, pattern: str) -> None:
-    """Refuses text that is no regular expression."""
+    """Refuses text that is not a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:

@@ -36,7 +36,7 @@ def printable(text: object, *, is_page: bool = False) -> str:
     r"""The text with control characters as escapes, such as `\x1b`, `\n` and `\u202e`.
 
     Args:
-      text: a name, a path, a sentence; what is no text is turned into one.
+      text: a name, a path, a sentence; what is not text is turned into one.
       is_page: whether line feeds and tabs stay, as in a page of several lines. Names within it
         should have gone through this function before, so that none adds a line.
     """

@@ -439,8 +439,8 @@ def _check_scalars(root: yaml.Node, source: str) -> None:
                 is_readable = False
             if not is_readable:
                 raise NotYaml(
-                    f"{quoted(node.value)} is no value of its kind ({node.tag.rpartition(':')[2]});"
-                    " put it in quotes if it is a text",
+                    f"{quoted(node.value)} is not a valid {node.tag.rpartition(':')[2]}; put it in "
+                    "quotes if it is text",
                     where=f"{source}:{node.start_mark.line + 1}",
                 )
 

@@ -106,18 +106,18 @@ def _normal_shares(value: Any) -> Any:
         value = tuple(value.items())
     if not isinstance(value, (tuple, list)) or not value:
         refuse(
-            "opt_state", value, "is no tier; use device, host, nvme, or {device: 0.4, host: 0.6}"
+            "opt_state", value, "is not a tier; use device, host, nvme, or {device: 0.4, host: 0.6}"
         )
     shares: dict[str, float] = {}
     for pair in value:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
             refuse(
-                "opt_state", pair, "is no pair of tier and share; write {device: 0.4, host: 0.6}"
+                "opt_state", pair, "is not a pair of tier and share; write {device: 0.4, host: 0.6}"
             )
         tier, share = pair
         _check_tier(tier)
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-            refuse("opt_state", share, f"is no share of {tier}; give a number from 0 to 1")
+            refuse("opt_state", share, f"is not a share of {tier}; give a number from 0 to 1")
         if tier in shares:
             refuse("opt_state", tier, "is given twice; add its shares up")
         shares[tier] = float(share)
@@ -214,13 +214,13 @@ class MeshConfig:
             refuse(
                 "virtual_shards",
                 count,
-                f"is no power of two, and sums follow a binary tree; use {low} or {2 * low}",
+                f"is not a power of two, and sums follow a binary tree; use {low} or {2 * low}",
             )
         for pattern, axes in self.rules or ():
             check_regex("rules", pattern)
             for axis in axes:
                 if axis not in (None, "model"):
-                    refuse("rules", axis, f"is no axis of rule {pattern!r}; use model or null")
+                    refuse("rules", axis, f"is not an axis of rule {pattern!r}; use model or null")
         _check_schedule(self.pipeline_schedule)
         _check_partition(self.partition)
 
@@ -234,7 +234,7 @@ def _check_schedule(schedule: Any) -> None:
         refuse(
             "pipeline_schedule",
             schedule,
-            "is no schedule; use a name such as 1f1b, the path of a CSV file, or a "
+            "is not a schedule; use a name such as 1f1b, the path of a CSV file, or a "
             "zerojax.schedules.Schedule",
         )
 

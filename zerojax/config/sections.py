@@ -192,7 +192,7 @@ def _ordinal(number: int) -> str:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """A process that gets no further dumps the stacks of its threads and ends, with code 79."""
+    """A process that makes no progress dumps the stacks of its threads and ends, with code 79."""
 
     step_timeout: float | None = None
     """Seconds for one step, for one batch of data, and for one batch of an evaluation. 0: no

@@ -67,7 +67,7 @@ def shard_batch(
 
     Raises:
       ValueError: names, shapes or values differ from what the plan was made for.
-      TypeError: a dtype that is not cast, or something that is no array.
+      TypeError: a dtype that is not cast, or something that is not an array.
     """
     wanted = flatten_names(plan.abstract_batch)
     given = flatten_names(batch)

@@ -246,7 +246,7 @@ def as_feed(batches: Any, *, start: int = 0, rows: tuple[int, int] | None = None
       rows: `(lo, hi)` of each global batch that this process reads from a `TokenSource`; None: all.
 
     Raises:
-      TypeError: a single batch, a path, or something that is no data at all.
+      TypeError: a single batch, a path, or something that is not data at all.
       ValueError: an empty sequence, a negative start, or rows outside the batch.
     """
     if isinstance(batches, Feed):

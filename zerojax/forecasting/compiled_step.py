@@ -99,7 +99,7 @@ def forecast(
       ValueError: an unknown card, or a number of devices that the mesh cannot make.
       CompilerMissing: JAX has dropped the installed client; CompileError: the compiler refused the
         step.
-      TypeError: `plan` is no plan.
+      TypeError: `plan` is not a plan.
     """
     require_plan(plan, "forecast")
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)

@@ -114,9 +114,9 @@ def describe_layer_inputs(
         return ()
     if settings.stage > 1:
         raise ValueError(
-            f"offload activations=host does not go with stage={settings.stage}: a pipeline keeps "
-            "its own stash of what each stage is given; use stage=1, or leave activations on the "
-            "device"
+            f"offload activations=host cannot be combined with stage={settings.stage}: a pipeline "
+            "keeps its own stash of what each stage is given; use stage=1, or leave activations on "
+            "the device"
         )
     inputs = len(forward.jaxpr.invars)
     scans = find_layer_scans(forward, [place < num_parameters for place in range(inputs)])

@@ -50,7 +50,7 @@ class Total:
     divisors: frozenset[float] = frozenset()
 
     def is_sum(self, num_rows: int, weight: float | None = None) -> bool:
-        """Whether it is certain that this is no mean over so many rows.
+        """Whether it is certain that this is not a mean over so many rows.
 
         A mean over rows and any other dimensions divides by a multiple of the number of rows.
 

@@ -65,7 +65,7 @@ def marks_of_outputs(
     """The union of the marks of all inputs that each output is computed from.
 
     A value depends on what it is computed from and on what decided that it is: the predicate of a
-    `cond`, the condition of a `while`. Its shape is no dependence.
+    `cond`, the condition of a `while`. Its shape is not dependence.
 
     Args:
       program: traced.
@@ -111,7 +111,7 @@ class _Follow:
         return [self._leaf(equation, given)] * len(equation.outvars)
 
     def _leaf(self, equation: Any, given: list[Marks]) -> Marks:
-        """The marks of the results of an equation that is no call."""
+        """The marks of the results of an equation that is not a call."""
         return union(given)
 
     def _scan(self, equation: Any, given: list[Marks]) -> Sequence[Marks]:

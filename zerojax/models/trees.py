@@ -114,7 +114,7 @@ def format_count(count: float) -> str:
 
 
 def check_arrays(batch: PyTree) -> None:
-    """Refuses a batch whose leaves are no arrays of numbers.
+    """Refuses a batch whose leaves are not arrays of numbers.
 
     Raises:
       TypeError: text, objects, or rows as Python lists, with how an array is made.

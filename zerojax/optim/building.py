@@ -73,7 +73,7 @@ def check_optimizer(optimizer: Any) -> None:
     """
     if isinstance(optimizer, optax.MultiSteps):
         raise TypeError(
-            "optimizer is an optax.MultiSteps, which is no transformation; give its "
+            "optimizer is an optax.MultiSteps, which is not a transformation; give its "
             "optimizer.gradient_transformation(), or leave it out and use num_microbatches, which "
             "adds up gradients within a step"
         )

@@ -46,7 +46,7 @@ def init_state(plan: Plan, seed: int = 0) -> TrainState:
 
     Raises:
       ValueError: the plan is over an `AbstractMesh`, or the seed does not fit into 64 bits.
-      TypeError: `plan` is no plan, or `seed` no integer.
+      TypeError: `plan` is not a plan, or `seed` no integer.
     """
     require_plan(plan, "init_state")
     if not isinstance(plan.mesh, jax.sharding.Mesh):
@@ -313,7 +313,7 @@ def _devices_of_shards(stored: jax.ShapeDtypeStruct) -> Mapping[Ranges, list[Any
 def _blocks(
     value: LazyArray, shard: Ranges, rows: StageRows | None
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(row within the shard, values from there on) of what is no padding."""
+    """(row within the shard, values from there on) of what is not padding."""
     inside = [
         (start, min(stop, size)) for (start, stop), size in zip(shard, value.shape, strict=True)
     ]

@@ -40,7 +40,7 @@ def to_canonical(plan: Plan, state: TrainState, *, joined: bool = True) -> Train
       plan: which `state` follows.
       state: stays valid.
       joined: False: a parameter or moment with slices on the host or in files is not read, and
-        what is in its place is no array (see `parallel.offload.disk_saving`).
+        what is in its place is not an array (see `parallel.offload.disk_saving`).
     """
     if plan.offload is None:
         stored = state

@@ -52,7 +52,7 @@ def build_step(plan: Plan) -> Any:
       for a metric at least every 64 steps (`Trainer` does).
 
     Raises:
-      TypeError: `plan` is no plan.
+      TypeError: `plan` is not a plan.
     """
     require_plan(plan, "build_step")
     gradients = _build_gradients(plan)
@@ -194,7 +194,7 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
       is refused with a ValueError.
 
     Raises:
-      TypeError: `plan` is no plan.
+      TypeError: `plan` is not a plan.
     """
     require_plan(plan, "build_evaluation")
     config = pass_config(plan)

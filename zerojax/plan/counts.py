@@ -177,7 +177,7 @@ def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
 
 
 def layers_of(plan: Decisions, leaf: LeafPlacement) -> int:
-    """Layers of a stack that one device has; 1 for what is no stack."""
+    """Layers of a stack that one device has; 1 for what is not a stack."""
     if plan.pipeline is not None and leaf.layer_rows is not None:
         return plan.pipeline.schedule.num_chunks * plan.pipeline.chunk_rows
     return leaf.num_slices

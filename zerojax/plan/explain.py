@@ -72,7 +72,7 @@ def _find(plan: Decisions, name: str) -> LeafPlacement:
     if name not in leaves:
         near = difflib.get_close_matches(name, leaves, n=1, cutoff=0.3)
         hint = f"did you mean {near[0]!r}?" if near else "plan.table() lists all"
-        raise ValueError(f"{name!r} is no parameter of this plan; {hint}")
+        raise ValueError(f"{name!r} is not a parameter of this plan; {hint}")
     return leaves[name]
 
 

@@ -151,14 +151,16 @@ def check_pinned_limit(plan: Plan, environ: Mapping[str, str]) -> None:
     variable before that.
 
     Raises:
-      ValueError: the variable is not set, or to too little, or is no number.
+      ValueError: the variable is not set, or to too little, or is not a number.
     """
     devices = _local_devices(plan)
     if not devices or devices[0].platform not in ("gpu", "cuda", "rocm"):
         return
     told = environ.get(PINNED_LIMIT, "")
     if told and not told.isdigit():
-        raise ValueError(f"{PINNED_LIMIT}={told!r} is no whole number of GiB; set it, or unset it")
+        raise ValueError(
+            f"{PINNED_LIMIT}={told!r} is not a whole number of GiB; set it, or unset it"
+        )
     limit = int(told) if told else DEFAULT_PINNED_GIB
     pinned = sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values()) * len(devices)
     if pinned * POOL <= limit * GIB:

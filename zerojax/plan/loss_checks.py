@@ -39,7 +39,7 @@ _FORMS = (
 
 
 def check_loss(result: Any) -> None:
-    """Refuses what is no loss.
+    """Refuses what is not a loss.
 
     Args:
       result: what it returned, with `ShapeDtypeStruct`s for arrays.

@@ -226,20 +226,21 @@ def find_stacked(
       arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: the layers do not run in one loop, or something in the model does not go with it.
+      ValueError: the layers do not run in one loop, or the model has something that cannot be
+        combined with it.
     """
     if settings.offload.params != HOST:
         return frozenset()
     params, extras, batch = arrays
     if settings.stage > 1:
         raise ValueError(
-            f"offload.params=host does not go with stage={settings.stage}: a pipeline stage runs "
-            "its layers once per microbatch, and would bring them as often; use stage=1, or leave "
-            "offload.params on the device and put opt_state on the host"
+            f"offload.params=host cannot be combined with stage={settings.stage}: a pipeline stage "
+            "runs its layers once per microbatch, and would bring them as often; use stage=1, or "
+            "leave offload.params on the device and put opt_state on the host"
         )
     if model.overwritten:
         raise ValueError(
-            f"offload.params=host does not go with 8-bit products: their scales (such as "
+            f"offload.params=host cannot be combined with 8-bit products: their scales (such as "
             f"{min(model.overwritten)}) are gradients of the whole loop over layers; use "
             "matmul_dtype=None, or leave offload.params on the device"
         )
@@ -310,9 +311,9 @@ def check_durable(config: OffloadConfig, precision: Precision, num_processes: in
     others = [tier for tier in config.shares if tier != NVME]
     if others:
         raise ValueError(
-            f"offload.durable with opt_state={config.shares}: what lies in {' and '.join(others)} "
-            f"memory dies with the process, so files alone are no whole step; set opt_state: nvme, "
-            f"or {remedy}"
+            f"offload.durable with opt_state={config.shares}: what is in {' and '.join(others)} "
+            "memory is lost with the process, so the files alone do not hold a whole step; set "
+            f"opt_state: nvme, or {remedy}"
         )
     if not precision.has_masters:
         raise ValueError(

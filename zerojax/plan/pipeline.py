@@ -54,7 +54,7 @@ def plan_pipeline(
     params, extras, batch = arrays
     if model.overwritten:
         raise ValueError(
-            f"stage={settings.stage} does not go with 8-bit products: their scales (such as "
+            f"stage={settings.stage} cannot be combined with 8-bit products: their scales (such as "
             f"{min(model.overwritten)}) are gradients of a whole step; use matmul_dtype=None or "
             "stage=1"
         )

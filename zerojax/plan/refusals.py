@@ -250,6 +250,6 @@ def _frame_of_user(error: BaseException) -> traceback.FrameSummary:
         for frame in frames
         if models in frame.filename or not any(part in frame.filename for part in libraries)
     ]
-    # Also `contextlib`, through which this very frame is reached, is no user's.
+    # Also `contextlib`, through which this very frame is reached, is not a user's.
     theirs = [frame for frame in theirs if not frame.filename.endswith("contextlib.py")]
     return (theirs or frames)[-1]

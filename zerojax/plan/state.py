@@ -299,7 +299,7 @@ def abstract(tree: Tree) -> Tree:
     """`ShapeDtypeStruct`s of arrays, numbers or structs, with the dtypes JAX would give them.
 
     Raises:
-      TypeError: leaves that are no arrays of numbers.
+      TypeError: leaves that are not arrays of numbers.
     """
     check_arrays(tree)
 

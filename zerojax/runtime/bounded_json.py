@@ -71,7 +71,7 @@ def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
       A descriptor, to be closed.
 
     Raises:
-      JsonError: it is no regular file.
+      JsonError: it is not a regular file.
       OSError: what the system says.
     """
     _check_regular(os.stat(path) if follow else os.lstat(path), path)
@@ -106,7 +106,7 @@ def read_bytes(
       follow: as in `open_regular`.
 
     Raises:
-      JsonError: it is no regular file, or too large.
+      JsonError: it is not a regular file, or too large.
       OSError: what the system says.
     """
     with open(open_regular(path, follow=follow), "rb") as file:
@@ -139,7 +139,7 @@ def loads(
       dicts, lists, strings, ints, floats, bools and None.
 
     Raises:
-      JsonError: it is no JSON, or beyond a limit; the text says which.
+      JsonError: it is not valid JSON, or beyond a limit; the text says which.
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
@@ -162,7 +162,7 @@ def loads(
         raise
     except json.JSONDecodeError as error:
         line, column = error.lineno, error.colno
-        raise JsonError(f"is no JSON at line {line}, column {column}: {error.msg}") from None
+        raise JsonError(f"is not valid JSON at line {line}, column {column}: {error.msg}") from None
     if rb"\ud" in raw.lower():
         _check_text(value)
     return value
@@ -178,7 +178,7 @@ def load(
     """The value of a file of JSON; arguments as those of `read_bytes` and `loads`.
 
     Raises:
-      JsonError: it is no regular file, no JSON, or beyond a limit; names the file.
+      JsonError: it is not a regular file, no JSON, or beyond a limit; names the file.
       OSError: what the system says.
     """
     content = read_bytes(path, max_bytes=max_bytes, follow=follow)

@@ -369,7 +369,9 @@ def _put(draft: Path, path: Path) -> bool:
 
 def _open(path: Path) -> int:
     if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise FolderTakenError(f"{path} is no regular file, so nobody can hold its folder; move it")
+        raise FolderTakenError(
+            f"{path} is not a regular file, so nobody can hold its folder; move it"
+        )
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, flags | os.O_RDWR)

@@ -75,7 +75,9 @@ def split_address(address: str, name: str = COORDINATOR) -> tuple[str, int]:
     if not colon or not host:
         raise ValueError(f"{name}={address!r} has no port; give host:port, such as 127.0.0.1:12355")
     if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{name}={address!r}: {port!r} is no port; give a number from 1 to 65535")
+        raise ValueError(
+            f"{name}={address!r}: {port!r} is not a port; give a number from 1 to 65535"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -128,7 +130,7 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
     words = [word.strip() for word in named.split(",")]
     known = 0
     for word in words:
-        # CUDA stops at the first name that it does not know. Names of MIG parts are no numbers.
+        # CUDA stops at the first name that it does not know. Names of MIG parts are not numbers.
         if word in ("", "-1") or (word.isdecimal() and int(word) >= present):
             break
         known += 1

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 HIDDEN = "[hidden]"
 LEAST_LENGTH = 8
-"""A shorter value of a variable is no key; leaving it out would only make holes in texts."""
+"""A shorter value of a variable is not a key; leaving it out would only make holes in texts."""
 
 T = TypeVar("T")
 

@@ -240,7 +240,7 @@ def _expand_name(name: str, text: str) -> Iterator[str]:
     for part in numbers.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise ValueError(f"SLURM_STEP_NODELIST={text!r} is no list of hosts: {part!r}")
+            raise ValueError(f"SLURM_STEP_NODELIST={text!r} is not a list of hosts: {part!r}")
         first, last = match[1], match[2] or match[1]
         for number in range(int(first), int(last) + 1):
             for end in _expand_name(after, text) if after else ("",):
@@ -257,7 +257,7 @@ def expand_counts(text: str, name: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise ValueError(f"{name}={text!r} is no list of tasks per host: {part!r}")
+            raise ValueError(f"{name}={text!r} is not a list of tasks per host: {part!r}")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

@@ -115,8 +115,8 @@ def print_error(error: BaseException) -> None:
 def leave_on_uncaught_errors(*, is_coordinator: bool) -> None:
     """From now on an uncaught exception ends this process by `leave`.
 
-    `sys.exit` is no uncaught exception to Python: where a script may end with a code of its own,
-    `python -m zerojax.runtime.launch.boot script.py` runs it.
+    `sys.exit` is not an uncaught exception to Python: where a script may end with a code of its
+    own, `python -m zerojax.runtime.launch.boot script.py` runs it.
     """
     global _is_coordinator
     _is_coordinator = is_coordinator

@@ -139,7 +139,7 @@ class Watchdog:
         Args:
           what: such as "waiting for data".
           is_long: whether `long_timeout` applies, not `step_timeout`.
-          is_apart: whether it is no part of a step, as an evaluation; what is long is none.
+          is_apart: whether it is not part of a step, as an evaluation; what is long is none.
         """
         outer = self._phase
         self._phase = _Phase(what, is_long, self._clock())
@@ -265,7 +265,7 @@ class Watchdog:
         several = f"process {self._process} of {self._processes}"
         who = "this run" if self._processes == 1 else several
         after = "" if self._step is None else f" after step {self._step}"
-        return f"{who} has got no further for {waited:.0f} s{after}: it is {phase.what}"
+        return f"{who} has made no progress for {waited:.0f} s{after}: it is {phase.what}"
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):

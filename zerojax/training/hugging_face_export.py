@@ -245,7 +245,7 @@ def _from_trainer(trainer: Trained, out: Path, *, dtype: str | None, shard_bytes
 
 
 def _reader(params: Mapping[str, jax.Array], whole: NamedSharding) -> Read:
-    """A layer of a parameter, or a parameter that is no stack, in the memory of every process.
+    """A layer of a parameter, or a parameter that is not a stack, in the memory of every process.
 
     One process alone fetches each shard; several have to gather it on their devices first.
     """

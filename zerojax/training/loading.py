@@ -193,7 +193,7 @@ class LoadedRun:
 
         Raises:
           ValueError: no tokenizer, an empty prompt, or one that fills the context.
-          TypeError: the model is no decoder of zerojax.
+          TypeError: the model is not a decoder of zerojax.
         """
         return continue_text(
             self.model,

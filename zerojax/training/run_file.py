@@ -293,7 +293,7 @@ def plan_from_config(config: RunConfig, num_devices: int) -> Plan:
 
 
 def _check_pieces(config: RunConfig, shards: int) -> None:
-    """Refuses a batch that so many shards cannot cut, naming both settings that would mend it."""
+    """Refuses a batch that so many shards cannot cut, naming both settings that would fix it."""
     parts = config.num_microbatches or 1
     batch, pieces = config.global_batch_size, shards * parts
     if batch % pieces == 0:

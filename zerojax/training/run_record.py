@@ -274,7 +274,7 @@ def _factory(
 
 
 def _structure(module: nnx.Module) -> dict[str, Any]:
-    """What a module computes with: {path: (class, its attributes that are no arrays)}."""
+    """What a module computes with: {path: (class, its attributes that are not arrays)}."""
     found = {}
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Module):

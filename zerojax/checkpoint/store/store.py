@@ -381,7 +381,7 @@ class BucketStore:
 def _tell_unsure(folder: Path, manifest: Manifest) -> str:
     return (
         f"{folder}: the manifest of generation {manifest.begun} could not be written; close the "
-        "store, mend what was wrong with the disk, and open it: it has the last whole generation"
+        "store, fix what was wrong with the disk, and open it: it has the last whole generation"
     )
 
 

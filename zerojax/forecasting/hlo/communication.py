@@ -302,7 +302,7 @@ def _read_mesh(text: str) -> list[Group]:
     found = _MESH.fullmatch(text)
     if found is None:
         raise ValueError(
-            f"replica_groups={text!r} is no mesh with axes such as mesh['a'=2] {{'a'}}"
+            f"replica_groups={text!r} is not a mesh with axes such as mesh['a'=2] {{'a'}}"
         )
     axes = [_MESH_AXIS.fullmatch(axis) for axis in found[1].split(",")]
     sizes = {axis[1]: int(axis[2]) for axis in axes if axis}

@@ -243,7 +243,7 @@ class HbmTraffic:
         return ScheduleSum(self._program, self.of_kernel)
 
     def of_kernel(self, where: Computation, instruction: Instruction) -> int:
-        """One execution of an instruction that is no control flow.
+        """One execution of an instruction that is not control flow.
 
         Of what runs asynchronously the start reads and the done writes, but a fusion does both at
         its start.
@@ -298,7 +298,7 @@ def _without_workspace(instruction: Instruction) -> tuple[Array, ...]:
 
 
 def _written(body: Computation, result: Instruction) -> int:
-    """Bytes of a fusion's result that is no update in place."""
+    """Bytes of a fusion's result that is not an update in place."""
     if result.opcode == "get-tuple-element":
         source = body[result.operands[0]]
         if int(result.attributes["index"]) >= len(_without_workspace(source)):

@@ -311,7 +311,7 @@ def read_program(text: str) -> Program:
       text: one HLO module; 10 MB take less than a second.
 
     Raises:
-      ValueError: no HLO module, or a line of a computation that is no instruction.
+      ValueError: no HLO module, or a line of a computation that is not an instruction.
     """
     computations: dict[str, Computation] = {}
     current: Computation | None = None

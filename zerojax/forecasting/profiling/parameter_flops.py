@@ -4,7 +4,7 @@ A product that reads a parameter is that parameter's. What a step's loss depends
 pass; among the rest, the same product of the same shapes is a recomputation, and any other the
 gradient of what went in. The gradient of the parameter itself reads none: it is the product of what
 went in with the very cotangent that another product multiplies by this parameter. Products of
-activations, as in attention, are no parameter's.
+activations, as in attention, belong to no parameter.
 """
 
 from __future__ import annotations

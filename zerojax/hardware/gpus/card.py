@@ -213,7 +213,7 @@ def _patterns(value: Any) -> tuple[str, ...]:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise CardError(f"{pattern!r} is no regular expression: {error}") from None
+            raise CardError(f"{pattern!r} is not a regular expression: {error}") from None
     return _texts(value)
 
 
@@ -239,13 +239,13 @@ def _count(value: Any) -> int:
 def _capability(value: Any) -> str:
     text = str(value)
     if not re.fullmatch(r"\d+\.\d+a?", text):
-        raise CardError(f'{text!r} is no compute capability; write one like "8.9" or "9.0a"')
+        raise CardError(f'{text!r} is not a compute capability; write one like "8.9" or "9.0a"')
     return text
 
 
 def _version(value: Any) -> str:
     if not re.fullmatch(r"\d+\.\d+\.\d+", str(value)):
-        raise CardError(f'{value!r} is no version; write three numbers, as in "12.8.0"')
+        raise CardError(f'{value!r} is not a version; write three numbers, as in "12.8.0"')
     return str(value)
 
 

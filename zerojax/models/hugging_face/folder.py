@@ -61,7 +61,7 @@ def open_folder(path: str | Path) -> Folder:
                 "; nothing is downloaded here: fetch a model of the Hub first, with "
                 f"`hf download {path} --local-dir {folder.name}`"
             )
-        raise FileNotFoundError(f"{path} is no folder; {remedy}")
+        raise FileNotFoundError(f"{path} is not a folder; {remedy}")
     config = read_json(folder / CONFIG)
     places = _places(folder)
     tensors: dict[str, tuple[Path, Tensor]] = {}
@@ -108,8 +108,8 @@ def _places(folder: Path) -> dict[str, str] | None:
     for name, file in places.items():
         if not inside(file):
             raise ValueError(
-                f"{path} says that {quoted(name)} is in {quoted(file)}, which is no name of a file "
-                "in its folder"
+                f"{path} says that {quoted(name)} is in {quoted(file)}, which is not the name of "
+                "a file in its folder"
             )
     return places
 

@@ -175,7 +175,7 @@ class Leaf:
         return parse_layout(self.dims, self.part)
 
     def tensor_of(self, layer: int) -> str:
-        """The name of a layer's tensor; of an array that is no stack there is only layer 0."""
+        """The name of a layer's tensor; of an array that is not a stack there is only layer 0."""
         return self.tensor.replace(LAYER, str(layer))
 
 
@@ -194,7 +194,7 @@ class Architecture:
       write_config: our sizes -> config.json without "model_type", and without "architectures"
         unless it depends on the sizes.
       prefix: what their names begin with, but not in every file: "transformer." of GPT-2.
-      ignored: regular expressions of tensors that are no parameters, such as tables that their
+      ignored: regular expressions of tensors that are not parameters, such as tables that their
         code fills anew, or parameters of heads that ours lacks. A tensor of a leaf never is.
       renamed: (regular expression, replacement) on the names in a file, before they are looked up.
     """

@@ -99,7 +99,7 @@ class Pretrained(NnxModel):
       config: sizes of the model.
       lora: its adapters, or None.
       stored: {name: array in the files} of the parameters that are read.
-      left_out: names of tensors that are no parameters of this model, such as another head's.
+      left_out: names of tensors that are not parameters of this model, such as another head's.
     """
 
     def __init__(

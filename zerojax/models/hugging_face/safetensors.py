@@ -170,7 +170,9 @@ def _tensor(name: str, row: Any, data: int) -> Tensor:
     if not isinstance(kind, str) or kind not in _DTYPES:
         raise damage(f"has the unknown dtype {quoted(kind)}")
     if not _are_sizes(shape):
-        raise damage(f"has the shape {quoted(shape)}, which is no list of whole numbers from 0 on")
+        raise damage(
+            f"has the shape {quoted(shape)}, which is not a list of whole numbers from 0 on"
+        )
     if len(shape) > MAX_DIMENSIONS:
         raise damage(f"has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are read")
     if not _are_sizes(offsets) or len(offsets) != 2:

@@ -122,7 +122,7 @@ class LayerLoop:
 
     @property
     def others(self) -> list[Any]:
-        """Values of the program that the loop slices and that are no parameters."""
+        """Values of the program that the loop slices and that are not parameters."""
         sliced = self.equation.invars[sum(split_scan(self.equation)) :]
         return [a for a, stack in zip(sliced, self.slices, strict=True) if stack is None]
 

@@ -136,7 +136,7 @@ def _from_files(plan: Plan, state: TrainState, leaf: SlicedLeaf, array: int) -> 
 def cut_state(plan: Plan, stored: TrainState) -> TrainState:
     """The inverse of `join_state` for slices in memory; those of files are left out.
 
-    What is no array in `stored` stays what it is.
+    What is not an array in `stored` stays what it is.
     """
     layout, abstract, mesh = plan.offload, plan.abstract_state, plan.mesh
     assert layout is not None

@@ -58,7 +58,7 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
             update = _LeafUpdate(begun, leaf, on_host=name in layout.streamed)
             master = old["masters"].get(name)
             if last is not None and name not in done:
-                # A loop over one slice is no loop: without an order the compiler would load the
+                # A loop over one slice is not a loop: without an order the compiler would load the
                 # slices of all such parameters at once.
                 (master, moments), _ = lax.optimization_barrier(((master, moments), last))
             now = old["params"][name], master, moments

@@ -77,7 +77,7 @@ def parse_cell(text: str) -> Cell:
         match = _OPERATION.fullmatch(word.strip())
         if match is None:
             raise ScheduleError(
-                f"{text!r} is no cell; write F, B or W, the microbatch and, behind a point, the "
+                f"{text!r} is not a cell; write F, B or W, the microbatch and, behind a point, the "
                 "chunk, joined by +, such as F4.1+B0, or . for idle"
             )
         kind, microbatch, chunk = match.groups()
@@ -167,8 +167,8 @@ class Schedule:
             return cls(fields["name"], table, fields["placement"])
         except (KeyError, TypeError) as error:
             raise ScheduleError(
-                f"a mapping with {', '.join(fields)} is no schedule ({error}); it has name, table "
-                "and placement, as dataclasses.asdict of a Schedule gives them"
+                f"a mapping with {', '.join(fields)} is not a schedule ({error}); it has name, "
+                "table and placement, as dataclasses.asdict of a Schedule gives them"
             ) from None
 
     @property
@@ -233,7 +233,7 @@ def check_schedule(schedule: Schedule, *, max_in_flight: int | None = None) -> S
     Args:
       schedule: any table.
       max_in_flight: most activations (one microbatch in one chunk) that a stage may hold at a
-        time; None is no limit.
+        time; None is not a limit.
 
     Raises:
       ScheduleError: the first rule that is broken: which tick, stage and operation, and the remedy.

@@ -181,7 +181,7 @@ class Handshake:
           Why it refuses; None: it does not.
 
         Raises:
-          UnauthenticatedPeer: the other one is no leader, or has another token. OSError.
+          UnauthenticatedPeer: the other one is not a leader, or has another token. OSError.
         """
         said = self._read().get(_NAME)
         nonce = said.get("nonce") if isinstance(said, dict) else None

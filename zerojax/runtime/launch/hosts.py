@@ -78,7 +78,7 @@ class Connection:
                 for line in iter(lambda: lines.readline(_LONGEST_LINE), b""):
                     content = loads(line)
                     if not (isinstance(content, dict) and self._is_known(content)):
-                        raise JsonError("is no message that it may send")
+                        raise JsonError("is not a message that it may send")
                     self._events.put(Message(self._host, content))
         except JsonError as error:
             self._say(f"what the launcher of host {self._host} sends {error}; it counts as lost")
@@ -202,7 +202,11 @@ class _Door:
         """Begins with one; returns at once."""
         where = str(address[0])
         if not self._free.acquire(blocking=False):
-            self._drop(connection, where, f"{_MAX_GREETINGS} others are being asked who they are")
+            self._drop(
+                connection,
+                where,
+                f"{_MAX_GREETINGS} connections have not finished their handshakes",
+            )
             return
         threading.Thread(target=self._greet, args=(connection, where), daemon=True).start()
 

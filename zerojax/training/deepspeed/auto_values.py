@@ -76,7 +76,7 @@ class Auto:
             self._notes.refuse(
                 path,
                 found,
-                f'{keyword} says {wanted}: say it in one place; the file may say "auto"',
+                f'{keyword} says {wanted}: set it in one place; the file may say "auto"',
             )
 
     def _precision(self) -> None:

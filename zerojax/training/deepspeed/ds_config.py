@@ -104,7 +104,7 @@ def read(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     decoded = _from_base64(text)
     if decoded is None:
         raise ConfigError(
-            f"{quoted(text)} is no file, nor the base64 of a DeepSpeed configuration; give the "
+            f"{quoted(text)} is not a file, nor the base64 of a DeepSpeed configuration; give the "
             "path of a ds_config.json, or a MeshConfig"
         )
     return _parse(decoded, "the base64 text"), "the base64 text"
@@ -186,7 +186,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(text: str) -> Any:
-    raise ConfigError(f"{text} is no number that a configuration may hold; write a finite one")
+    raise ConfigError(f"{text} is not a number that a configuration may hold; write a finite one")
 
 
 def _integer(text: str) -> int:

@@ -452,7 +452,7 @@ class Engine(EngineQueries, AbsentMethods):
         Raises:
           CheckpointError: nothing was saved; another process may be saving there.
           TypeError: client_state is not made of JSON values.
-          ValueError: there is nothing to save yet, or the tag is no name of a folder.
+          ValueError: there is nothing to save yet, or the tag is not a name of a folder.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_tag(tag)
@@ -535,8 +535,8 @@ def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int)
         return as_arrays(batch)
     if not isinstance(data_iter, Iterator):
         raise TypeError(
-            f"data_iter is a {type(data_iter).__name__}, which is no iterator; make one before the "
-            "loop, it = iter(loader), and pass data_iter=it"
+            f"data_iter is a {type(data_iter).__name__}, which is not an iterator; make one before "
+            "the loop, it = iter(loader), and pass data_iter=it"
         )
     parts = [as_arrays(next(data_iter)) for _ in range(num_microbatches)]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)

@@ -96,7 +96,7 @@ class Guard:
         self._under_way.follow(result)
 
     def follow(self, result: jax.Array) -> None:
-        """The devices are at work on something that is no step."""
+        """The devices are at work on something that is not a step."""
         self._under_way.follow(result)
 
     def saved(self, step: int) -> None:

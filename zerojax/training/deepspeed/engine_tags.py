@@ -33,7 +33,7 @@ _OF_DEEPSPEED = "*_states.pt"
 
 
 def check_tag(tag: str) -> None:
-    """Refuses a tag that is no name of a folder.
+    """Refuses a tag that is not a name of a folder.
 
     Raises:
       ValueError: naming the tag.

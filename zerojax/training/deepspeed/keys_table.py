@@ -404,7 +404,7 @@ ZERO: Table = {
     "log_trace_cache_warnings": Key("bool", False, "compiler", "nothing is traced at run time"),
     "enable_sanity_checks": Key("bool", False, "compiler", "the plan checks before the run"),
     "save_muon_momentum_buffer_in_memory": Key(
-        "bool", False, "compiler", "Muon is no optimizer of these files"
+        "bool", False, "compiler", "Muon is not an optimizer of these files"
     ),
     "leaf_module": {
         "classes": Key("list", None, "compiler", _HOOKS),

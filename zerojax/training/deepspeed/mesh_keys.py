@@ -103,7 +103,7 @@ def _replicas(file: File, num_devices: int | None, fields: Mapping[str, Any]) ->
         return {"data": size}
     group = size * fields["model"] * fields["stage"]
     if num_devices % group:
-        file.notes.refuse(key, size, f"{num_devices} devices are no multiple of {group}")
+        file.notes.refuse(key, size, f"{num_devices} devices are not a multiple of {group}")
         return {}
     return {"data": size, "replica": num_devices // group}
 
@@ -193,7 +193,7 @@ def _slice_of_tile(sub_group_size: int) -> tuple[int, str]:
 
     DeepSpeed 0.19.8 (`_create_fp16_sub_groups` in `runtime/zero/stage3.py`) puts whole parameters
     into a tile until it has `sub_group_size` elements, and never cuts one: 0, or less than any
-    parameter, means a tile per parameter. So a small number is no size of a slice.
+    parameter, means a tile per parameter. So a small number is not a size of a slice.
     """
     largest, smallest = OffloadConfig.slice_elements, OffloadConfig.min_elements
     if sub_group_size < smallest:

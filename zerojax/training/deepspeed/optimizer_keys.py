@@ -69,8 +69,8 @@ _LION = {name: _ADAM[name] for name in ("lr", "betas", "weight_decay", "set_grad
 }
 _LAMB = {
     **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")},
-    "bias_correction": Key("bool", True, "honoured", "part of the rate, as there"),
-    "eps_inside_sqrt": Key("bool", False, "honoured", "as there"),
+    "bias_correction": Key("bool", True, "honoured", "part of the rate, as in DeepSpeed"),
+    "eps_inside_sqrt": Key("bool", False, "honoured", "as in DeepSpeed"),
     "max_coeff": Key("float", 10.0, "honoured", "upper bound of the ratio of norms"),
     "min_coeff": Key("float", 0.01, "honoured", "lower bound of the ratio of norms"),
 }
@@ -101,7 +101,7 @@ _ABSENT = {
     "muadamw": "comes from the package mup, of torch; use AdamW with rates by parameter group",
     "musgd": "comes from the package mup, of torch; use SGD with rates by parameter group",
 }
-_GROUPS = "max_grad_norm is no parameter of an optimizer (DeepSpeed refuses it, too); write "
+_GROUPS = "max_grad_norm is not a parameter of an optimizer (DeepSpeed refuses it, too); write "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _params(file: File, kind: str) -> dict[str, Any] | None:
         why = _ABSENT.get(name)
         why = why or f"is not one of {', '.join(OPTIMIZERS)}; {_INSTEAD} any optax transformation"
         if name not in _ABSENT and nearest(name, [*OPTIMIZERS]).startswith("did"):
-            why = f"is no optimizer; {nearest(name, [*OPTIMIZERS])}"
+            why = f"is not an optimizer; {nearest(name, [*OPTIMIZERS])}"
         file.notes.refuse("optimizer.type", kind, why)
         return None
     given = dict(file.optional("optimizer.params") or {})

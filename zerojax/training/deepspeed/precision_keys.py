@@ -29,7 +29,9 @@ def precision_of(file: File, given: Given) -> Precision:
         fields |= _bf16_masters(file, name)
     elif file["bf16.bf16_optimizer_states"]:
         file.notes.refuse(
-            "bf16.bf16_optimizer_states", True, "needs bf16_master_weights_and_grads, as there"
+            "bf16.bf16_optimizer_states",
+            True,
+            "needs bf16_master_weights_and_grads, as in DeepSpeed",
         )
     wanted = file.optional("data_types.param_dtype")
     if wanted is not None and wanted != name:
@@ -90,7 +92,7 @@ def _compare_compute(file: File, name: str | None, given: Given) -> None:
     file.notes.refuse(
         key,
         name in ("fp16", "bf16"),
-        f"the file means {name}, and precision={wanted!r}: say it in one place",
+        f"the file means {name}, and precision={wanted!r}: set it in one place",
     )
 
 
@@ -120,7 +122,7 @@ def _loss_scale(file: File) -> LossScale | None:
 def _bf16_masters(file: File, name: str) -> dict[str, Any]:
     key = "bf16.bf16_master_weights_and_grads"
     if name != "bf16" or file["zero_optimization.stage"] == 0:
-        file.notes.refuse(key, True, "needs bf16.enabled and ZeRO stage 1, 2 or 3, as there")
+        file.notes.refuse(key, True, "needs bf16.enabled and ZeRO stage 1, 2 or 3, as in DeepSpeed")
         return {}
     file.notes.change(
         key,
@@ -150,5 +152,5 @@ def _with_wire(file: File, given: Given, precision: Precision, fields: dict[str,
 def _agreed(file: File, key: str, wanted: str | None, keyword: str) -> str | None:
     found = file.optional(key)
     if found is not None and wanted is not None and found != wanted:
-        file.notes.refuse(key, found, f"{keyword} is {wanted!r}: say it in one place")
+        file.notes.refuse(key, found, f"{keyword} is {wanted!r}: set it in one place")
     return wanted if found is None else found

@@ -157,7 +157,7 @@ def _data_shards(file: File, mesh: MeshConfig, num_devices: int | None) -> int |
     if num_devices % group:
         key = "tensor_parallel.autotp_size" if mesh.model > 1 else "pipeline.stages"
         file.notes.refuse(
-            key, file[key], f"{num_devices} devices are no multiple of {axes} = {group}"
+            key, file[key], f"{num_devices} devices are not a multiple of {axes} = {group}"
         )
         return None
     if mesh.data != -1 and mesh.data * mesh.replica != shards:
@@ -201,7 +201,7 @@ def _check_small_things(file: File, batch: Batch, mesh: MeshConfig) -> None:
         )
     if mesh.stage > 1 and batch.parts == 1:
         file.notes.warnings.append(
-            f"pipeline.stages={mesh.stage} with one microbatch: all stages but one stand still; "
+            f"pipeline.stages={mesh.stage} with one microbatch: all stages but one are idle; "
             f"set gradient_accumulation_steps to {4 * mesh.stage}"
         )
 
@@ -343,7 +343,7 @@ def log_of(file: File, given: Given) -> tuple[LogConfig, Path | None]:
     if given.log is not None:
         if every is not None and every != given.log.every:
             file.notes.refuse(
-                "steps_per_print", every, f"log.every is {given.log.every}: say it in one place"
+                "steps_per_print", every, f"log.every is {given.log.every}: set it in one place"
             )
         return given.log, _run_dir(file)
     log = LogConfig() if every is None else LogConfig(every=every)

@@ -128,7 +128,7 @@ class _Check:
         """The request in zerojax's own forms.
 
         Raises:
-          ValueError, TypeError: something that is no model, loss or optimizer.
+          ValueError, TypeError: something that is not a model, loss or optimizer.
         """
         request = self.request
         model = as_model(request.model)
@@ -426,7 +426,7 @@ def _not_finite(reference: RunOutcome) -> Reason:
     return Reason(
         "not_finite",
         f"loss or gradient is not finite at step {int(steps[0])} in plain JAX on one device",
-        "mend that first (a logarithm or a quotient of 0, a learning rate that is too large, token "
+        "fix that first (a logarithm or a quotient of 0, a learning rate that is too large, token "
         "ids outside of the embedding); nothing was compared",
     )
 

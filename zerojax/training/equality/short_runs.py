@@ -351,7 +351,7 @@ def with_eight_bits(noise: Noise) -> Noise:
 
 
 def measure_noise(run: RunOutcome, reordered: RunOutcome, before: Arrays) -> Noise | None:
-    """The noise between two runs that differ in the order of rows; None where that is no rounding:
+    """The noise between two runs that differ in the order of rows; None where that is not rounding:
     the model looks at the order of rows."""
     loss, norm = _differences(run, reordered)
     if not loss < 50 * TOLERANCES["loss"]:

@@ -42,7 +42,7 @@ EVENT_NAMES = {
     "loss_spike": "loss spike",
     "not_finite": "not finite",
     "slow_process": "slow process",
-    "fast_again": "keeps up again",
+    "fast_again": "no longer slow",
     "failed": "run failed",
     "interrupted": "run interrupted",
 }

@@ -84,7 +84,7 @@ def spread(rows: Sequence[ProcessTimes]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """That a process has become slow, or that it keeps up again."""
+    """That a process has become slow, or that it is no longer slow."""
 
     process: int
     is_slow: bool
@@ -116,7 +116,7 @@ class Stragglers:
             self._counts[process] = 0
             (self._named.add if is_slow else self._named.discard)(process)
             who = f"rank {process} ({row.name})"
-            text = _slow_words(who, row, others) if is_slow else f"{who} keeps up again"
+            text = _slow_words(who, row, others) if is_slow else f"{who} is no longer slow"
             findings.append(Finding(process=process, is_slow=is_slow, text=text))
         return findings
 
