@@ -165,10 +165,13 @@ def test_the_cache_has_the_dtype_of_the_activations():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_tokens": 29}, "make 49, but the model takes at most max_seq_len=48; .* most 28"),
+        (
+            {"num_tokens": 29},
+            "make 49, but the model takes at most max_seq_len=48; use num_tokens=28",
+        ),
         ({"num_tokens": 0}, "num_tokens=0 must be at least 1"),
-        ({"temperature": -1.0}, "temperature=-1.0 must be >= 0"),
-        ({"temperature": float("nan")}, "temperature=nan must be >= 0"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be a finite number >= 0"),
+        ({"temperature": float("nan")}, "temperature=nan must be a finite number >= 0"),
         ({"top_k": 0}, "top_k=0 must be between 1 and the vocabulary's 13"),
         ({"top_k": 14}, "top_k=14 must be between 1 and the vocabulary's 13"),
         ({"tokens": np.zeros((2, 0), np.int32)}, "the prompt is empty"),

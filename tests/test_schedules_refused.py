@@ -140,7 +140,7 @@ def test_no_operation_may_run_earlier_than_its_inputs(name):
     ("source", "numbers", "reason"),
     [
         ("1flb", (4, 8, None), "no schedule '1flb'; did you mean '1f1b'?"),
-        ("xyzzy", (4, 8, None), "known: 1f1b, gpipe, interleaved"),
+        ("xyzzy", (4, 8, None), "use 1f1b, gpipe, interleaved"),
         ("1f1b", (None, 8, None), "needs the number of stages and of microbatches"),
         ("1f1b", (0, 8, None), "stages=0 must be at least 1"),
         ("1f1b", (4, 0, None), "microbatches=0 must be at least 1"),

@@ -146,11 +146,15 @@ def _example(batch: Any, function: str | None = None) -> str:
     names = list(batch) if isinstance(batch, Mapping) else []
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         names = list(range(len(batch)))
-    if {"tokens", "targets"} <= set(names) or len(names) < 2:
-        suitable, inputs, targets = "zerojax.losses.next_token", "tokens", "targets"
-    else:
-        suitable, (inputs, targets) = "zerojax.losses.mean_squared_error", names[:2]
-    call = f"{function or suitable}(model(batch[{inputs!r}]), batch[{targets!r}])"
+    suitable = "zerojax.losses.mean_squared_error"
+    if hasattr(batch, "shape"):
+        inputs = targets = "batch"
+    elif {"tokens", "targets"} <= set(names) or not names or names == ["tokens"]:
+        suitable = "zerojax.losses.next_token"
+        inputs, targets = "batch['tokens']", "batch['targets']"
+    else:  # what has no targets is its own
+        inputs, targets = f"batch[{names[0]!r}]", f"batch[{names[:2][-1]!r}]"
+    call = f"{function or suitable}(model({inputs}), {targets})"
     # Those of optax have a value for each row.
     mean = ".mean()" if function and function.startswith("optax.") else ""
     return f"loss=lambda model, batch: {call}{mean}"

@@ -134,12 +134,14 @@ class OneCycle:
             if not 0 <= getattr(self, name) < 1:
                 refuse(name, getattr(self, name), "must be in [0, 1)")
 
-        for stairs, size in zip(self._stairs, self._halves, strict=True):
+        names = ("cycle_first_stair_count", "cycle_second_stair_count")
+        for name, stairs, size in zip(names, self._stairs, self._halves, strict=True):
             if stairs * size >= 2**31:
+                given = name if getattr(self, name) is not None else names[0]
                 raise ConfigError(
-                    f"{stairs} stairs times {size} updates have to stay below 2**31; a rate that "
-                    "changes at every update is 0 stairs",
-                    ("cycle_first_stair_count",),
+                    f"{stairs} stairs times {size} updates have to stay below 2**31; use {given}=0 "
+                    "for a rate that changes at every update",
+                    (given,),
                 )
 
     @property

@@ -156,15 +156,25 @@ def normalise_mesh(mesh: Mesh) -> Mesh:
     Raises:
       ValueError: an axis has another name.
     """
+    shape = _sizes_of_axes(mesh)
+    present = [name for name in AXES if name in mesh.axis_names]
+    devices = np.transpose(mesh.devices, [mesh.axis_names.index(name) for name in present])
+    return Mesh(devices.reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def normalise_abstract_mesh(mesh: AbstractMesh) -> AbstractMesh:
+    """The same of a mesh without devices."""
+    return AbstractMesh(_sizes_of_axes(mesh), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _sizes_of_axes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+    """The size of each of zerojax's axes, 1 where a mesh does not have it."""
     unknown = [name for name in mesh.axis_names if name not in AXES]
     if unknown:
         raise ValueError(
             f"mesh axis {unknown[0]!r} is not one of {', '.join(AXES)}; rename the axes of the mesh"
         )
-    present = [name for name in AXES if name in mesh.axis_names]
-    devices = np.transpose(mesh.devices, [mesh.axis_names.index(name) for name in present])
-    shape = [mesh.shape.get(name, 1) for name in AXES]
-    return Mesh(devices.reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return tuple(mesh.shape.get(name, 1) for name in AXES)
 
 
 def num_data_shards(mesh: Mesh | AbstractMesh) -> int:

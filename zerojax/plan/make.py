@@ -452,6 +452,8 @@ def _resolve_mesh(
     if isinstance(mesh, (Mesh, AbstractMesh)):
         if isinstance(mesh, Mesh):
             mesh = meshes.normalise_mesh(mesh)
+        else:
+            mesh = meshes.normalise_abstract_mesh(mesh)
         settings = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in meshes.AXES}, **options)
     else:
         if isinstance(mesh, Mapping) and is_deepspeed(mesh):

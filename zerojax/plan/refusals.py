@@ -30,7 +30,9 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
       ValueError: no arrays, different batch sizes, or an uneven cut.
     """
     if num_microbatches < 1:
-        raise ValueError(f"num_microbatches={num_microbatches} must be at least 1; 1 cuts nothing")
+        raise ValueError(
+            f"num_microbatches={num_microbatches} must be at least 1; use 1 to leave batches whole"
+        )
     leaves = trees.flatten_names(batch)
     if not leaves or any(len(leaf.shape) == 0 for leaf in leaves.values()):
         raise ValueError(

@@ -91,8 +91,8 @@ def write_adapter(
     kinds = {(m.rank, scales[leaf.name]) for m in modules for leaf in m.leaves}
     if len(kinds) > 1:
         raise UnsupportedError(
-            f"adapters of {len(kinds)} kinds, (rank, scale) being {sorted(kinds)}; files are "
-            "written for one zerojax.LoraConfig"
+            f"adapters of {len(kinds)} kinds, (rank, scale) being {sorted(kinds)}; PEFT's "
+            "files have one of each: add all adapters with one zerojax.LoraConfig"
         )
     ((rank, scale),) = kinds
     tensors, makers = [], {}

@@ -108,7 +108,8 @@ def read_table(path: Path) -> dict[str, Tensor]:
             )
         if length > MAX_TABLE_BYTES:
             raise SafetensorsError(
-                f"{path}: its table has {length} bytes; the format allows {MAX_TABLE_BYTES}"
+                f"{path}: its table has {length} bytes, and the format allows {MAX_TABLE_BYTES}; "
+                "fetch it again"
             )
         text = file.read(length)
     try:

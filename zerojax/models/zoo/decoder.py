@@ -217,7 +217,10 @@ def build_lm_head(config: DecoderConfig, *, stddev: float, rngs: nnx.Rngs) -> Pr
 def check_tokens(tokens: jax.Array | np.ndarray, *, max_seq_len: int) -> None:
     """Raises TypeError or ValueError for tokens that a decoder cannot take; looks at the shape."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"tokens are {tokens.dtype}, but must be integers; encode the text first")
+        raise TypeError(
+            f"tokens are {tokens.dtype}, but must be integers; encode text with a tokenizer, or "
+            "cast ids with tokens.astype('int32')"
+        )
     if tokens.ndim != 2:
         raise ValueError(
             f"tokens have shape {tokens.shape}, but must be [batch, seq];"

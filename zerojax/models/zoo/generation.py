@@ -125,9 +125,21 @@ def _check_request(prompt: int, num_tokens: int, *, limit: int) -> None:
     if prompt + num_tokens > limit:
         raise ValueError(
             f"a prompt of {prompt} tokens and num_tokens={num_tokens} make {prompt + num_tokens},"
-            f" but the model takes at most max_seq_len={limit}; ask for at most"
-            f" {max(limit - prompt, 0)} or cut the prompt"
+            f" but the model takes at most max_seq_len={limit};"
+            f" {_remedies(prompt, num_tokens, limit=limit)}"
         )
+
+
+def _remedies(prompt: int, num_tokens: int, *, limit: int) -> str:
+    """What makes prompt and new tokens fit; neither can be empty."""
+    fewer, shorter = f"use num_tokens={limit - prompt}", f"cut the prompt to {limit - num_tokens}"
+    if limit < 2:
+        return "build the model with a larger max_seq_len"
+    if prompt >= limit and num_tokens >= limit:
+        return f"cut the prompt to {limit - 1} and use num_tokens=1"
+    if prompt >= limit:
+        return shorter
+    return fewer if num_tokens >= limit else f"{fewer}, or {shorter}"
 
 
 def _check_vocabulary(tokens: np.ndarray, *, vocab_size: int) -> None:
@@ -141,10 +153,14 @@ def _check_vocabulary(tokens: np.ndarray, *, vocab_size: int) -> None:
 
 def _check_sampling(temperature: float, top_k: int | None, *, vocab_size: int) -> None:
     if not 0.0 <= temperature < float("inf"):
-        raise ValueError(f"temperature={temperature} must be >= 0; 0 takes the likeliest token")
+        raise ValueError(
+            f"temperature={temperature} must be a finite number >= 0; use 1.0 for the model's own "
+            "probabilities, 0 for the likeliest token"
+        )
     if top_k is not None and not 1 <= top_k <= vocab_size:
         raise ValueError(
-            f"top_k={top_k} must be between 1 and the vocabulary's {vocab_size}; None for no limit"
+            f"top_k={top_k} must be between 1 and the vocabulary's {vocab_size}; use None for no"
+            " limit"
         )
 
 

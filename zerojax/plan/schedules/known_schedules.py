@@ -52,6 +52,9 @@ MAX_OPERATIONS = 50_000
 MAX_STAGES = 256
 """Most stages in one table, which grows with their square."""
 
+_EXAMPLE = "`zerojax schedule 1f1b --stages 4 --microbatches 8 --csv mine.csv`"
+"""The command that writes a table to begin with."""
+
 _WITH_CHUNKS = re.compile(r"(\w+)\((\d+)\)")
 
 Ticks = Mapping[tuple[str, int, int], int]
@@ -146,11 +149,14 @@ def _split_name(source: str, chunks: int | None) -> tuple[str, int | None]:
     if match is not None:
         name, written = match[1], int(match[2])
         if chunks not in (None, written):
-            raise ScheduleError(f"{source} and chunks={chunks} disagree; say it once")
+            raise ScheduleError(
+                f"{source} and chunks={chunks} disagree; use {source} without chunks, or "
+                f"{name} with chunks={chunks}"
+            )
         chunks = written
     if name not in SCHEDULES:
         nearest = difflib.get_close_matches(name, SCHEDULES, 1, 0.5)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(SCHEDULES)}"
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"use {_or(list(SCHEDULES))}."
         raise ScheduleError(f"no schedule {name!r}; {hint} A file of one's own ends in .csv")
     return name, chunks
 
@@ -175,9 +181,25 @@ def _check_numbers(name: str, stages: int, microbatches: int, chunks: int | None
     if number > MAX_OPERATIONS:
         raise ScheduleError(
             f"{stages} stages x {microbatches} microbatches x {chunks} chunks = {number:,} "
-            f"forwards, the limit is {MAX_OPERATIONS:,}; use fewer microbatches"
+            f"forwards, the limit is {MAX_OPERATIONS:,}; {_fewer(name, stages, chunks)}"
         )
     return chunks
+
+
+def _or(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _fewer(name: str, stages: int, chunks: int) -> str:
+    """What makes a table small enough to be built."""
+    group = stages if name == "interleaved" else 1
+    most = MAX_OPERATIONS // (stages * chunks) // group * group
+    if most:
+        return f"use at most {most} microbatches"
+    most = MAX_OPERATIONS // stages**2
+    if most > 1:
+        return f"use {stages} microbatches and at most {most} chunks"
+    return f"use 1f1b with at most {MAX_OPERATIONS // stages} microbatches"
 
 
 def _check_interleaved(stages: int, microbatches: int, chunks: int) -> None:
@@ -401,8 +423,8 @@ def read_csv(path: str | Path) -> Schedule:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ScheduleError(
-            f"{path}: {error.strerror or error}; give a table (`zerojax schedule 1f1b "
-            "--stages 4 --microbatches 8 --csv mine.csv` writes one), or the name of a schedule"
+            f"{path}: {error.strerror or error}; give a table ({_EXAMPLE} writes one), or the name "
+            "of a schedule"
         ) from None
     except UnicodeDecodeError as error:
         raise ScheduleError(
@@ -411,7 +433,11 @@ def read_csv(path: str | Path) -> Schedule:
     facts, lines = _split_facts(path, text)
     numbered = list(_read_rows(path, lines))
     if not numbered:
-        raise ScheduleError(f"{path}: no ticks; write one line for each, such as 0,F0,.")
+        line = "0,F0,." if lines else "F0,."  # below a heading, or without one
+        raise ScheduleError(
+            f"{path}: no ticks; write one line for each, with a cell for each stage, such as "
+            f"{line} ({_EXAMPLE} writes a whole table)"
+        )
     schedule = Schedule(
         facts.get("name", path.stem),
         tuple(cells for _, cells in numbered),

@@ -297,6 +297,13 @@ def _check_cells(schedule: Schedule) -> None:
             where = f"tick {tick}, stage {stage}"
             for operation in cell:
                 _check_operation(schedule, operation, where, tick)
+            for operation in cell:
+                if cell.count(operation) > 1:
+                    raise ScheduleError(
+                        f"{where}: {operation} is there twice; every operation runs exactly once, "
+                        "remove one",
+                        tick=tick,
+                    )
             for kind in KINDS:
                 if kinds.count(kind) > 1:
                     raise ScheduleError(
