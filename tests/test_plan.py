@@ -233,7 +233,8 @@ def batch_of(rows, targets=None):
         ({"num_microbatches": 0}, "num_microbatches=0 is below 1; give at least 1"),
         (
             {"batch": lambda _: batch_of(8, 16)},
-            "batch leaf 'y' has 16 rows, others have 8; dimension 0 is the batch",
+            "batch leaf 'y' has 16 rows, others have 8; dimension 0 is the batch: give every "
+            "leaf the same number of rows",
         ),
         (
             {"batch": lambda _: {"x": 3.0}},
@@ -252,7 +253,8 @@ def batch_of(rows, targets=None):
         ),
         (
             {"loss": lambda model, batch: jnp.sum(model(batch["x"]) > 0)},
-            "the loss is int32, which has no gradient; it has to be floating-point",
+            "the loss is int32, which has no gradient; it has to be floating-point: compute it "
+            "without a cast to integers, an argmax or a comparison",
         ),
         (
             {"loss": lambda model, batch: jnp.sum(batch["x"])},

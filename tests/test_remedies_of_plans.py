@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import json
 import math
 import re
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -19,24 +21,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import zerojax
+from tests.adam8bit_steps import context_of
 from tests.hugging_face_folders import write_folder
 from tests.remedies import told
 from tests.test_remedies_of_options import gpt2, line, text
 from zerojax import models
 from zerojax.cli import main
 from zerojax.config import OffloadConfig
+from zerojax.models import trees
 from zerojax.models.adapt import as_model
 from zerojax.models.chunked_loss import head_next_token
 from zerojax.models.hugging_face.architectures import ARCHITECTURES, architecture_of
+from zerojax.models.hugging_face.folder import INDEX
 from zerojax.models.hugging_face.peft import ADAPTER_FILE, write_adapter
 from zerojax.models.hugging_face.safetensors import MAX_TABLE_BYTES, Tensor, read_table, write_file
-from zerojax.models.zoo.generation import generate
+from zerojax.models.zoo.generation import continue_text, generate
 from zerojax.models.zoo.lora import adapted_kernels
+from zerojax.models.zoo.rope import RopeScaling
 from zerojax.optim import build_deepspeed_schedule, muon_dimensions
+from zerojax.optim.precision import as_precision
 from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.leaf_placement import tensor_parallel_axes
 from zerojax.plan.offload_tiers import check_durable
@@ -539,6 +547,134 @@ def test_axes_of_a_mesh_of_ones_own(axes):
             assert line(mesh((name,))).mesh.shape[name] == mesh((name,)).size
 
 
+def mean(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean(model(batch["x"]) ** 2)
+
+
+def test_what_a_loss_returns():
+    whole = lambda model, batch: mean(model, batch).astype(int)  # noqa: E731
+    told(lambda: line_with(whole), r": compute it without a (cast to integers), an argmax or a com")
+    line_with(mean)
+    row = lambda model, batch: (mean(model, batch), {"rows": model(batch["x"])[:, 0]})  # noqa: E731
+    (call,) = told(lambda: line_with(row), r"that the loss saw, such as x(\.mean\(\)), or a pair")
+    line_with(lambda m, b: (mean(m, b), {"rows": eval(f"x{call}", {"x": m(b["x"])[:, 0]})}))
+    pair = lambda model, batch: (mean(model, batch), mean(model, batch))  # noqa: E731
+    logged, weighed = told(
+        lambda: line_with(pair), r"names: return (.*\}). For .* a constant: return (.*\))$"
+    )
+    for result in (logged, weighed):
+
+        def loss(model, batch, result=result):
+            total = mean(model, batch)
+            names = {"loss": total, "accuracy": total, "loss_sum": total, "weight": total}
+            return eval(result, {**names, "jax": jax})
+
+        line_with(loss)
+
+
+def test_batches_of_other_rows():
+    plan = lambda rows: zerojax.make_plan(  # noqa: E731
+        lambda rngs: nnx.Linear(8, 4, rngs=rngs),
+        {},
+        example_batch={"x": np.zeros((48, 8), np.float32), "y": np.zeros(rows, np.float32)},
+        loss=mean,
+    )
+    (rows,) = told(lambda: plan(40), r"40 rows, others have (\d+); .*: give every leaf the same n")
+    plan(int(rows))
+
+
+def test_names_of_frozen_parameters():
+    plan = lambda name: line(freeze=[name])  # noqa: E731
+    (name,) = told(
+        lambda: plan("out/kernal"), r"\(such as (\S+), out/bias\); the names are listed by"
+    )
+    assert name == "out/kernel"
+    assert plan(name).placement.leaves[name].frozen
+
+
+def test_a_configuration_of_deepspeed_as_a_mesh():
+    config = {"train_batch_size": 16, "gradient_clipping": 1.0}
+    batch = {"x": np.zeros((16, 8), np.float32)}
+    plan = lambda mesh: zerojax.make_plan(model, mesh, example_batch=batch)  # noqa: E731
+    (call,) = told(lambda: plan(config), r"; its plan is (zerojax\.initialize\(.*\)\.plan)$")
+    names = {"zerojax": zerojax, "model": model, "config": config, "batch": batch}
+    assert isinstance(eval(call, names), zerojax.Plan)
+
+
+def model(rngs: nnx.Rngs) -> nnx.Module:
+    """A factory of a model that brings its loss."""
+
+    class WithLoss(nnx.Linear):
+        def loss(self, batch):
+            return mean(self, batch)
+
+    return WithLoss(8, 4, rngs=rngs)
+
+
+def test_axes_that_would_change_the_order_of_sums():
+    axis, size = told(
+        lambda: text({"data": 4, "model": 2}, deterministic="mesh"),
+        r"; use (\w+)=(1), or leave deterministic out$",
+    )
+    text({"data": 8, axis: int(size)}, deterministic="mesh")
+    text({"data": 4, "model": 2})
+
+
+def test_eight_bits_in_a_pipeline():
+    def plan(matmul_dtype: str | None, stage: int) -> zerojax.Plan:
+        config = models.GPT2Config(**{**SIZES, "num_layers": 2}, matmul_dtype=matmul_dtype)
+        tokens = np.zeros((16, 8), np.int32)
+        return zerojax.make_plan(
+            lambda rngs: models.GPT2(config, rngs=rngs),
+            {"stage": stage},
+            example_batch={"tokens": tokens, "targets": tokens},
+        )
+
+    dtype, stage = told(lambda: plan("fp8", 2), r"; use matmul_dtype=(None) or stage=(1)$")
+    plan(eval(dtype), 2)
+    plan("fp8", int(stage))
+    fast, plain = told(lambda: plan("fp4", 1), r"; use ('fp8') for .*, or (None) for products in")
+    for name in (fast, plain):
+        models.GPT2Config(**SIZES, matmul_dtype=eval(name))
+
+
+def test_update_in_backward_with_a_loss_scale():
+    offload = {"opt_state": "host", "params": "host", "update_in_backward": True}
+    plan = lambda precision: text(  # noqa: E731
+        {"offload": offload}, precision=precision, optimizer=zerojax.adamw(1e-3, clip_norm=None)
+    )
+    for name in told(lambda: plan("fp16"), r"; use precision (\w+) or (\w+)$"):
+        plan(name)
+
+
+@pytest.mark.parametrize("given", [[4, 4], [8, 0, 0, 0], [1, 1, 1, 1]])
+def test_lists_of_layers(given):
+    (rows,) = told(lambda: partition_layers(given, 8, 4), r", such as (\[.*\])$")
+    assert sum(partition_layers(json.loads(rows), 8, 4)) == 8
+
+
+def test_a_schedule_as_its_fields():
+    table = scheduled("1f1b", 2, 2)
+    told(
+        lambda: make_schedule({"name": "x"}),
+        r"; it has name, table and placement, as (dataclasses\.asdict) of a Schedule gives them$",
+    )
+    assert make_schedule(dataclasses.asdict(table)) == table
+
+
+def test_complex_parameters():
+    def plan(kind: Any) -> zerojax.Plan:
+        return zerojax.make_plan(
+            (lambda key, batch: {"w": jnp.ones(8, kind)}, lambda params, x: x @ params["w"].real),
+            {},
+            example_batch={"x": np.zeros((16, 8), np.float32)},
+            loss=mean,
+        )
+
+    (kind,) = told(lambda: plan(jnp.complex64), r"; use (real) parameters$")
+    plan({"real": jnp.float32}[kind])
+
+
 # --- optimizers -----------------------------------------------------------------------------------
 
 
@@ -563,7 +699,6 @@ def test_precisions():
 
 @pytest.mark.parametrize("own", ["adamw", "lion", "lamb", "sgd"])
 def test_moments_in_bfloat16(own):
-    optax = pytest.importorskip("optax")
     small = zerojax.Precision(moments_dtype=jnp.bfloat16)
     *names, wide = told(
         lambda: line(optimizer=optax.adamw(1e-3), precision=small),
@@ -609,6 +744,49 @@ def test_stairs_of_a_cycle(half):
     name, value = told(lambda: build(**given), r"; use (\w+)=(\d) for a rate that changes at every")
     assert name in given
     build(**{name: int(value)})
+
+
+def test_names_of_precisions():
+    *names, own = told(
+        lambda: as_precision(1),
+        r"; use '(\w+)', '(\w+)', '(\w+)' or (zerojax\.Precision)\(\.\.\.\)$",
+    )
+    for given in (*names, eval(own)()):
+        as_precision(given)
+
+
+def test_options_of_optimizers():
+    (momentum,) = told(lambda: zerojax.sgd(1.0, nesterov=True), r"momentum.*; ([\d.]+) is usual$")
+    line(optimizer=zerojax.sgd(1.0, nesterov=True, momentum=float(momentum)))
+    decay = optax.linear_schedule(0.1, 0.0, 10)
+    (part,) = told(
+        lambda: zerojax.adamw(1e-3, weight_decay=decay),
+        r"works in a chain of optax's own parts \((optax\.\w+) takes it\), which the step takes as",
+    )
+    chain = optax.chain(optax.scale_by_adam(), eval(part)(decay), optax.scale(-1e-3))
+    line(optimizer=chain)
+    cycle = {"warmup_num_steps": 4, "last_batch_iteration": 7}
+    build = lambda given: build_deepspeed_schedule("WarmupLR", given, learning_rate=1)  # noqa: E731
+    told(
+        lambda: build(cycle), r"^last_batch_iteration: .*; leave this out and load the checkpoint$"
+    )
+    build({"warmup_num_steps": 4})
+
+
+def test_eight_bit_moments_of_bfloat16_parameters():
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+
+    def update(tx: Any, dtype: Any = jnp.bfloat16) -> Any:
+        own = jax.tree.map(lambda x: x.astype(dtype), params)
+        context = context_of(0, names=own)
+        return jax.eval_shape(lambda: tx.apply(own, tx.init(own), own, context))
+
+    tx = zerojax.adam8bit(1e-3)
+    dtype, call = told(
+        lambda: update(tx), r"; keep parameters in (\w+), or .*: adam8bit\(\.\.\.\)(\..*)$"
+    )
+    update(tx, getattr(jnp, dtype))
+    update(eval(f"tx{call}", {"tx": tx, "jnp": jnp}))
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -801,3 +979,132 @@ def test_merging_what_was_not_added():
     lora = zerojax.LoraConfig(rank=2)
     (function,) = told(lambda: zerojax.merge_lora(gpt2()), r"; zerojax\.(\w+) adds them$")
     zerojax.merge_lora(getattr(zerojax, function)(gpt2(), lora))
+
+
+def test_kinds_of_models():
+    class Dense(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(4)(x)
+
+    (call,) = told(lambda: as_model(Dense), r"; give an instance: (Dense\()\.\.\.\)$")
+    as_model(eval(f"{call})", {"Dense": Dense}))
+    module, factory, other, pair = told(
+        lambda: as_model({}),
+        r": give a (flax nnx\.Module), a callable (.*), a (flax linen\.Module), or a pair of "
+        r"functions (\(init, apply\))$",
+    )
+    kinds = {
+        module: nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
+        factory: lambda rngs: nnx.Linear(2, 2, rngs=rngs),
+        other: Dense(),
+        pair: (lambda key, batch: {}, lambda params, x: x),
+    }
+    assert len({as_model(kinds[kind]).kind for kind in kinds}) == 4
+    made = functools.partial(zerojax.add_lora, config=zerojax.LoraConfig(rank=2))
+    for given in ({}, lambda rngs: {}):
+
+        def add(given: Any = given) -> Any:
+            added = made(given)
+            return added(nnx.Rngs(0)) if callable(given) else added
+
+        told(add, r": give an nnx\.Module, or a factory rngs -> nnx\.Module$")
+    config = models.GPT2Config(**SIZES)
+    nnx.eval_shape(lambda: made(lambda rngs: models.GPT2(config, rngs=rngs))(nnx.Rngs(0)))
+
+
+def test_a_name_twice():
+    told(
+        lambda: trees.flatten_names({"a": {"b": 1}, "a/b": 2}),
+        r"named 'a/b': a key of the tree contains '/'; rename it$",
+    )
+    assert set(trees.flatten_names({"a": {"b": 1}, "a_b": 2})) == {"a/b", "a_b"}
+
+
+def test_second_derivatives_of_a_chunked_loss():
+    def second(**changes: Any) -> Any:
+        graphdef, state = nnx.split(abstract("GPT2", **SIZES, tie_embeddings=False, **changes))
+        tokens = jnp.zeros((1, 4), jnp.int32)
+
+        def loss(state):
+            total, _ = nnx.merge(graphdef, state).loss({"tokens": tokens, "targets": tokens})
+            return total
+
+        return jax.eval_shape(lambda s: jax.jvp(jax.grad(loss), (s,), (s,)), state)
+
+    (part,) = told(lambda: second(loss_chunk=2), r"; use the plain loss \((loss_chunk=None)\)$")
+    second(**eval(f"dict({part})"))
+
+
+def test_prompts(monkeypatch):
+    drawn = lambda *given, num_tokens, **_: jnp.zeros((1, num_tokens), jnp.int32)  # noqa: E731
+    monkeypatch.setattr("zerojax.models.zoo.generation._continue", drawn)
+    gpt2, letters = abstract("GPT2", **{**SIZES, "vocab_size": 256}), zerojax.data.ByteTokenizer()
+
+    def write(prompt: str, tokenizer: Any = letters) -> str:
+        sampling = {"temperature": 1.0, "top_k": None, "seed": 0}
+        return continue_text(gpt2, tokenizer, prompt, num_tokens=None, **sampling)
+
+    (most,) = told(lambda: write("x" * 16), r"; shorten it to at most (\d+) tokens$")
+    write("x" * int(most))
+    (letter,) = told(lambda: write(""), r'at least one letter, such as "(\w)"$')
+    write(letter)
+    told(lambda: write("a", None), r"; train on text, or on token files of `zerojax data prepare`$")
+    write("a", letters)
+    small = abstract("GPT2", **SIZES)
+    told(
+        lambda: generate(small, np.full((1, 2), 99), 2),
+        r"; encode the text with the tokenizer that the model was trained with$",
+    )
+    generate(small, np.full((1, 2), 63), 2)
+
+
+def test_rotary_positions():
+    made = lambda kind, **more: RopeScaling(kind=kind, factor=2.0, **more)  # noqa: E731
+    for kind in told(lambda: made("yarn"), r": use (\w+), (\w+) or (\w+)$"):
+        made(kind, original_max_seq_len=32)
+    (name,) = told(lambda: made("dynamic"), r" needs (\w+), the number of tokens of the texts")
+    made("dynamic", **{name: 32})
+
+
+def test_layers_that_differ():
+    linear = lambda width, rngs: nnx.Linear(8, width, rngs=rngs)  # noqa: E731
+    stages = lambda *layers, head=None: zerojax.Stages(  # noqa: E731
+        linear(8, nnx.Rngs(0)), list(layers), head or linear(4, nnx.Rngs(0))
+    )
+    told(
+        lambda: stages(linear(8, nnx.Rngs(0)), nnx.LayerNorm(8, rngs=nnx.Rngs(0))),
+        r"; make a block that holds several kinds of layers, and stack that$",
+    )
+    blocks = [
+        nnx.Sequential(linear(8, nnx.Rngs(i)), nnx.LayerNorm(8, rngs=nnx.Rngs(i))) for i in (0, 1)
+    ]
+    stages(*blocks)
+    told(lambda: stages(*blocks, head=3), r"; give an nnx\.Module or a function$")
+    stages(*blocks, head=jnp.tanh)
+
+
+def test_an_adapter_beside_the_head():
+    config = models.GPT2Config(**SIZES, tie_embeddings=False)
+    add = lambda *targets: nnx.eval_shape(  # noqa: E731
+        lambda: zerojax.add_lora(
+            lambda rngs: models.GPT2(config, rngs=rngs), zerojax.LoraConfig(rank=2, targets=targets)
+        )(nnx.Rngs(0))
+    )
+    (targets,) = told(
+        lambda: add("lm_head"), r"; name targets inside of the layers, such as '(.*)'$"
+    )
+    add(targets)
+
+
+def test_an_index_of_other_files(tmp_path):
+    theirs = write_folder(tmp_path / "theirs", "llama_tied", shards=2)
+    ours = Path(shutil.copytree(theirs, tmp_path / "ours"))
+    index = json.loads((ours / INDEX).read_text())
+    name, other = sorted(set(index["weight_map"].values()))
+    swapped = {key: other if file == name else file for key, file in index["weight_map"].items()}
+    swapped[max(swapped)] = name
+    (ours / INDEX).write_text(json.dumps({**index, "weight_map": swapped}))
+    told(lambda: zerojax.from_hugging_face(ours), r"; it is not: fetch both again$")
+    shutil.copytree(theirs, ours, dirs_exist_ok=True)
+    zerojax.from_hugging_face(ours)

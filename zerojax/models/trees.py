@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,7 +88,8 @@ def match_names(names: Iterable[str], patterns: Sequence[str], *, option: str) -
                 f"{option}: {pattern!r} is not a regular expression: {error}"
             ) from None
         if not found:
-            sample = ", ".join(names[:4])
+            near = difflib.get_close_matches(pattern, names, 4, 0.5) or names[:4]
+            sample = ", ".join(near)
             raise ValueError(
                 f"{option}: {pattern!r} matches none of the {len(names)} parameters"
                 f" (such as {sample}); the names are listed by plan.table()"

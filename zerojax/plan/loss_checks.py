@@ -56,7 +56,7 @@ def check_loss(result: Any) -> None:
     if not jnp.issubdtype(parts.loss.dtype, jnp.floating):
         raise ValueError(
             f"the loss is {parts.loss.dtype.name}, which has no gradient; it has to be "
-            "floating-point"
+            "floating-point: compute it without a cast to integers, an argmax or a comparison"
         )
     for name, value in parts.metrics.items():
         _check_metric(name, value)

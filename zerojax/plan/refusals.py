@@ -44,7 +44,7 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
         if size != first:
             raise ValueError(
                 f"batch leaf {name!r} has {size} rows, others have {first}; "
-                "dimension 0 is the batch"
+                "dimension 0 is the batch: give every leaf the same number of rows"
             )
     shards = meshes.num_data_shards(mesh)
     unit = shards * num_microbatches

@@ -75,7 +75,10 @@ def open_folder(path: str | Path) -> Folder:
             tensors[name] = file, tensor
     for name, file in (places or {}).items():
         if name not in tensors or tensors[name][0] != folder / file:
-            raise ValueError(f"{folder / INDEX} says that {quoted(name)} is in {file}; it is not")
+            raise ValueError(
+                f"{folder / INDEX} says that {quoted(name)} is in {file}; it is not: fetch "
+                "both again"
+            )
     return Folder(path=folder.absolute(), config=config, tensors=tensors)
 
 
