@@ -204,7 +204,7 @@ def test_several_files_are_one_model(folders, tmp_path):
 BAD_INDEXES = {
     "a file outside": (
         "../../x.safetensors",
-        "is in '../../x.safetensors', which is not a name of a",
+        "is in '../../x.safetensors', which is not the name of a",
     ),
     "an absolute name": (
         "/dev/zero",

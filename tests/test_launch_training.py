@@ -74,10 +74,15 @@ def test_four_processes_hand_over_to_two_and_these_to_one(tmp_path, undisturbed)
 
 @pytest.mark.slow
 def test_two_launchers_run_one_training(tmp_path, undisturbed):
-    """As on two hosts: one process of two devices under each launcher."""
+    """As on two hosts: one process of two devices under each launcher.
+
+    A coordinator on loopback is refused to several hosts, unless process 0 is told to listen there.
+    """
     (tmp_path / "tiny.yaml").write_text(CONFIG, encoding="utf-8")
-    options = f"--nprocs 1 --cpu-devices 2 --nnodes 2 --coordinator 127.0.0.1:{free_port()}"
-    words = f"{options} -- zerojax train tiny.yaml run_dir=run steps=8".split()
+    options = f"--nprocs 1 --cpu-devices 2 --nnodes 2 --coordinator localhost:{free_port()}"
+    listen = "JAX_COORDINATOR_BIND_ADDRESS=127.0.0.1:${ZEROJAX_COORDINATOR##*:}"
+    train = f"{sys.executable} -m zerojax train tiny.yaml run_dir=run steps=8"
+    words = [*options.split(), "--", "sh", "-c", f"{listen} exec {train}"]
     launchers = [
         subprocess.Popen(
             [sys.executable, "-m", "zerojax", "launch", "--node-rank", str(host), *words],
