@@ -1,7 +1,7 @@
-"""What is told to write where a schedule, a plan, an optimizer or a model is refused is written.
+"""What a refusal of a schedule, plan, optimizer or model tells to write is written, and is taken.
 
 Each remedy is read from the sentence where it can be, so that another sentence is another deed. No
-device computes anything but a model's smallest step.
+step is compiled: plans and shapes are enough, and where tokens would be drawn nothing draws them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flax import linen, nnx
 
 import zerojax
 from tests.adam8bit_steps import context_of
-from tests.hugging_face_folders import write_folder
+from tests.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.remedies import told
 from tests.test_remedies_of_options import gpt2, line, text
 from zerojax import models
@@ -675,6 +675,98 @@ def test_complex_parameters():
     plan({"real": jnp.float32}[kind])
 
 
+# --- layers of a pipeline -------------------------------------------------------------------------
+
+
+def layer(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ kernel)
+
+
+def in_order(params: Any, x: jax.Array, *, reverse: bool = False) -> jax.Array:
+    step = lambda x, kernel: (layer(x, kernel), None)  # noqa: E731
+    return jax.lax.scan(step, x, params["layers"], reverse=reverse)[0]
+
+
+def with_sums(params: Any, x: jax.Array, *, carried: bool) -> jax.Array:
+    def step(carry, kernel):
+        x, total = carry
+        x = layer(x, kernel)
+        return (x, total + jnp.sum(x)), None if carried else jnp.sum(x)
+
+    (x, total), sums = jax.lax.scan(step, (x, jnp.float32(0)), params["layers"])
+    return x + (total if carried else jnp.sum(sums))
+
+
+def computed_again(params: Any, x: jax.Array) -> jax.Array:
+    step = lambda x, kernel: (jax.checkpoint(layer)(x, kernel), None)  # noqa: E731
+    return jax.lax.scan(step, x, params["layers"])[0]
+
+
+LOOPS: dict[str, tuple[Any, str, Any]] = {
+    "backwards": (
+        functools.partial(in_order, reverse=True),
+        r": stack them in the order in which they run and scan forwards$",
+        in_order,
+    ),
+    "what each layer returns": (
+        functools.partial(with_sums, carried=False),
+        r": add it up in the carried value instead$",
+        functools.partial(with_sums, carried=True),
+    ),
+    "a loop inside of a function that is computed again": (
+        jax.checkpoint(in_order),
+        r": run the loop in the loss itself\. To .* put jax\.checkpoint around the layer, inside",
+        computed_again,
+    ),
+    "parameters that are read elsewhere too": (
+        lambda params, x: in_order(params, x) + jnp.sum(params["layers"]),
+        r": give that other place a parameter of its own$",
+        lambda params, x: in_order(params, x) + jnp.sum(params["other"]),
+    ),
+    "two loops": (
+        lambda params, x: in_order({"layers": params["other"]}, in_order(params, x)),
+        r"\. Put all layers into one loop, or train without pipeline stages \(stage=1\)$",
+        in_order,
+    ),
+}
+
+
+@pytest.mark.parametrize("row", LOOPS)
+def test_loops_over_layers(row):
+    def plan(apply: Any, stage: int = 2) -> zerojax.Plan:
+        init = lambda key, batch: {  # noqa: E731
+            name: jnp.ones((4, 8, 8)) for name in ("layers", "other")
+        }
+        batch = {"x": np.zeros((16, 8), np.float32)}
+        return zerojax.make_plan(
+            (init, apply), {"stage": stage}, example_batch=batch, loss=mean, num_microbatches=2
+        )
+
+    given, pattern, then = LOOPS[row]
+    told(lambda: plan(given), f"({pattern})")
+    assert plan(then).pipeline is not None
+    plan(given, stage=1)
+
+
+def test_a_sum_over_rows():
+    losses = lambda model, batch: jnp.sum(model(batch["x"]) ** 2, axis=-1)  # noqa: E731
+    (pair,) = told(
+        lambda: line_with(lambda *given: jnp.sum(losses(*given))),
+        r"Return the mean over the rows, or the sum and .* by: return (.*)\. zerojax\.check names",
+    )
+    line_with(lambda *given: jnp.mean(losses(*given)))
+    line_with(lambda *given: eval(pair, {"jnp": jnp, "losses": losses(*given)}))
+
+
+def test_a_loss_of_a_model_from_outside():
+    outside = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    told(
+        lambda: line_with(lambda model, batch: mean(outside, batch)),
+        r"has to call the model that it is given, not one from outside$",
+    )
+    line_with(lambda model, batch: mean(model, batch))
+
+
 # --- optimizers -----------------------------------------------------------------------------------
 
 
@@ -1108,3 +1200,27 @@ def test_an_index_of_other_files(tmp_path):
     told(lambda: zerojax.from_hugging_face(ours), r"; it is not: fetch both again$")
     shutil.copytree(theirs, ours, dirs_exist_ok=True)
     zerojax.from_hugging_face(ours)
+
+
+def test_tensors_of_another_class(tmp_path):
+    known = tensors_of("llama_tied")
+    more = {**known, "score.weight": np.ones((2, 8), np.float32)}
+    folder = write_folder(tmp_path / "classes", "llama_tied", tensors=more)
+    (name,) = told(
+        lambda: zerojax.from_hugging_face(folder).initial_arrays(),
+        r"; save it as (\w+) with transformers$",
+    )
+    assert CASES["llama_tied"]["config"]["architectures"] == [name]
+    zerojax.from_hugging_face(write_folder(folder, "llama_tied")).initial_arrays()
+
+
+def test_no_adapters_for_peft(tmp_path):
+    write = lambda model: write_adapter(  # noqa: E731
+        tmp_path / "adapters",
+        gpt2().config,
+        adapters(model),
+        scales=dict.fromkeys(adapted_kernels(adapters(model)), 1.0),
+    )
+    (function,) = told(lambda: write(gpt2()), r"; zerojax\.(\w+) adds them$")
+    lora = zerojax.LoraConfig(rank=2, targets=("attention/query",))
+    write(getattr(zerojax, function)(gpt2(), lora))

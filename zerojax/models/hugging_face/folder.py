@@ -96,7 +96,9 @@ def read_json(path: Path) -> dict[str, Any]:
             "has filled"
         ) from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__} in place of an object")
+        raise ValueError(
+            f"{path} holds a {type(found).__name__} in place of an object; fetch it again"
+        )
     return found
 
 

@@ -129,8 +129,11 @@ def _modules(
             by_tensor.setdefault(leaf.tensor, []).append(leaf)
     unknown = set(names) - {leaf.name for leaf in leaves}
     if unknown or not names:
-        what = f"no tensor for {min(unknown)}" if unknown else "no adapters"
-        raise UnsupportedError(f"there are {what}, so there is nothing for PEFT to read")
+        what, remedy = "the model has no adapters", "zerojax.add_lora adds them"
+        if unknown:
+            what = f"Hugging Face's files have no tensor for {min(unknown)}"
+            remedy = "add adapters to projections of the layers only"
+        raise UnsupportedError(f"{what}, so there is nothing for PEFT to read; {remedy}")
     return [_module(tensor, found, names, adapters) for tensor, found in by_tensor.items()]
 
 

@@ -244,7 +244,8 @@ def _find_arrays(
     if unknown:
         raise UnsupportedError(
             f"{folder.path}: {len(unknown)} tensors have no place in the model, such as "
-            f"{unknown[0]!r}; it would not compute what theirs does"
+            f"{unknown[0]!r}, and would not compute what theirs does; save it as "
+            f"{row.class_name} with transformers"
         )
     return found, rest
 
