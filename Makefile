@@ -8,6 +8,9 @@ RUN := "$(VENV)/bin/python"
 # takes a part of the list as it is, and helps others when it is through.
 PYTEST := $(RUN) -m pytest -n auto --dist worksteal
 
+# Containers often set it. Tests start hundreds of processes, each of which would compile all of zerojax's sources.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test train test test-thorough test-slow test-programs test-gpu lint format types bench wheel clean
 

@@ -50,15 +50,24 @@ def pages() -> Iterator[tuple[Path, str]]:
 
 def texts_of_code() -> Iterator[tuple[Path, str, bool]]:
     """(file, text, whether it is a docstring) of every text with a space in it."""
-    for path in sorted((ROOT / "zerojax").rglob("*.py")):
-        tree = ast.parse(path.read_text())
+    for path, there in code().items():
         statements = {
-            id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
+            id(node.value) for node in there if isinstance(node, ast.Expr)
         }  # docstrings of modules, functions, classes and fields
-        for node in ast.walk(tree):
+        for node in there:
             text = node.value if isinstance(node, ast.Constant) else None
             if isinstance(text, str) and " " in text:
                 yield path, text, id(node) in statements
+
+
+@functools.cache
+def code() -> dict[Path, list[ast.AST]]:
+    """{file: all that is in it}."""
+    paths = [*(ROOT / "zerojax").rglob("*.py"), *(ROOT / "pallas_kernels").rglob("*.py")]
+    return {
+        path.relative_to(ROOT): list(ast.walk(ast.parse(path.read_text())))
+        for path in sorted(paths)
+    }
 
 
 def names(text: str) -> list[str]:
@@ -101,16 +110,6 @@ def test_modules_are_there_after_import_zerojax_alone():
 
 
 # --- what else a message tells to write -----------------------------------------------------------
-
-
-@functools.cache
-def code() -> dict[Path, list[ast.AST]]:
-    """{file: all that is in it}."""
-    paths = [*(ROOT / "zerojax").rglob("*.py"), *(ROOT / "pallas_kernels").rglob("*.py")]
-    return {
-        path.relative_to(ROOT): list(ast.walk(ast.parse(path.read_text())))
-        for path in sorted(paths)
-    }
 
 
 @functools.cache
