@@ -381,6 +381,7 @@ def test_what_was_measured_is_written_while_a_benchmark_goes_on(tmp_path, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
+@pytest.mark.thorough
 def test_full_sizes_are_refused_where_there_is_no_gpu(tmp_path):
     script = ("bash", "benchmarks/gpu/run.sh", "environment")
     result = run(*script, OUT=str(tmp_path), PYTHON=sys.executable, JAX_PLATFORMS="cpu")

@@ -122,6 +122,7 @@ def test_hidden_states_logits_and_pooled_output_are_those_of_transformers() -> N
     close(np.asarray(logits)[real], np.array(expected["logits"])[real])
 
 
+@pytest.mark.thorough
 def test_the_other_gelu_is_the_other_gelu() -> None:
     model = build(dataclasses.replace(CONFIG, exact_gelu=False))
     batch_loss, weight = jax.jit(model.loss)(BATCH)
@@ -148,6 +149,7 @@ def test_loss_and_gradients_are_those_of_transformers(remat: str) -> None:
             np.testing.assert_allclose(norms[name], norm, rtol=2e-5, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_logits_at_positions_alone_give_the_same_loss_and_gradients() -> None:
     loss, grads = loss_and_gradients("none")
     other, other_grads = loss_and_gradients("none", positions=True)

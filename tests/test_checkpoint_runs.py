@@ -87,6 +87,7 @@ def test_a_run_without_a_whole_step_ends_and_touches_nothing(tmp_path: Path) -> 
     assert before == {p: p.read_bytes() for p in (tmp_path / "saves").rglob("*") if p.is_file()}
 
 
+@pytest.mark.thorough
 def test_the_switch_of_the_run_file_reaches_the_checkpoint(tmp_path: Path) -> None:
     train(
         Regression,

@@ -160,6 +160,7 @@ def test_bfloat16_logits_are_not_rounded():
     assert abs(plain(hidden, table)[0] - exact) > 2e-5 * exact
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 300.0])
 def test_float16_keeps_slopes_that_are_smaller_than_its_smallest_number(scale):
     """A token of weight 1e-6 has slopes of 1e-8 and less; float16 ends at 6e-8."""

@@ -74,6 +74,7 @@ def test_rates_are_bytes_over_seconds(tmp_path, monkeypatch):
     assert rates.num_threads == 2
 
 
+@pytest.mark.thorough
 def test_a_file_system_without_direct_transfers_is_told_once(tmp_path, capsys, monkeypatch):
     real = os.open
 

@@ -291,6 +291,7 @@ def test_export_refuses_damage_and_leaves_nothing(run, tmp_path, capsys):
     assert call(capsys, "export", run, "x", "20", tmp_path / "y")[0] == 2
 
 
+@pytest.mark.thorough
 def test_export_of_pieces_and_of_a_live_plan(tmp_path, capsys):
     """Parameters whose state was in files, from a mesh of 4."""
     plan = plan_of(offload(tmp_path / "store"), zero=3, data=4)

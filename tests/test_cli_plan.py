@@ -70,7 +70,7 @@ def settings(*words: str) -> RunConfig:
 # The very plan of the run
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "words",
     [

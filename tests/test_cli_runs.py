@@ -150,6 +150,7 @@ def test_eval_agrees_with_the_validation_loss_of_training(run, capsys):
     assert loss == pytest.approx(measured[-1], abs=1e-4)  # four digits are printed
 
 
+@pytest.mark.thorough
 def test_a_kept_step_is_evaluated_and_exported_by_its_name(run, tmp_path, capsys):
     assert main(["eval", str(run), "--step", "best"]) == 2
     assert "no step is kept as 'best'" in capsys.readouterr().err

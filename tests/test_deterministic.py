@@ -103,6 +103,7 @@ def test_same_bits_of_programs_as_users_compile_them(zero):
     assert finished.stdout.splitlines()[-1] == "differences: []"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", TreeOrder)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_one_tree_whatever_is_local(order, devices):

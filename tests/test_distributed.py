@@ -139,6 +139,7 @@ def test_a_script_that_fails_ends_at_once_with_its_own_code(failing):
         assert said in error
 
 
+@pytest.mark.thorough
 @pytest.mark.multihost
 def test_all_wait_for_each_other_when_all_is_saved():
     program = JOIN + (

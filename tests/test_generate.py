@@ -126,6 +126,7 @@ def test_the_seed_decides_the_samples(model, tokens):
     np.testing.assert_array_equal(generate(model, tokens, 10, top_k=1, seed=4), greedy)
 
 
+@pytest.mark.thorough
 def test_prompts_of_similar_length_share_one_compilation(tokens, monkeypatch):
     model = build(dataclasses.replace(GPT2_TINY, num_layers=1))
     traces = []

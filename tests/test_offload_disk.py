@@ -93,6 +93,7 @@ def test_from_files_to_another_mesh_on_the_device_and_back(tmp_path):
         close(back)
 
 
+@pytest.mark.thorough
 def test_a_sweep_that_fails_is_told_and_nothing_is_saved_from_it(tmp_path, monkeypatch):
     plan = plan_of(offload(tmp_path), data=2)
     state = init_state(plan)

@@ -161,6 +161,7 @@ def test_stages_of_a_pipeline_update_alike(zero, schedule):
     )
 
 
+@pytest.mark.thorough
 def test_a_model_whose_parameters_are_all_sliced_updates_alike():
     """Nothing is left for the update of what stays on the device."""
 

@@ -63,6 +63,7 @@ def test_several_layers_share_no_slice_where_they_are_updated_one_by_one():
     assert slice_elements(1000, 24, 300, whole_layers=True) == 250
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 2, "model": 2}, {"data": 1}])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_slices_make_up_every_shard(mesh, zero):

@@ -102,7 +102,7 @@ def sliced_elements(plan: Plan, tier: str | None = None) -> int:
 # Bytes by tier and role
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("shares", ["host", "nvme", "{device: 0.3, host: 0.4, nvme: 0.3}"])
 def test_nothing_of_the_state_is_lost_between_tiers(shares, zero):
@@ -320,6 +320,7 @@ def test_json_has_every_number():
     assert values["hiding"] is None, "the card is not known"
 
 
+@pytest.mark.thorough
 def test_the_forecast_shows_it_and_counts_its_time(monkeypatch):
     monkeypatch.setenv("ZEROJAX_CACHE", "off")
     plan = offload_plan("host", params="host")
@@ -379,6 +380,7 @@ def remedies(plan: Plan) -> dict[str, str]:
     return {line.removeprefix("try ").partition(" (")[0]: line for line in lines}
 
 
+@pytest.mark.thorough
 def test_offload_is_proposed_and_what_it_frees():
     plan = offload_plan(zero=3)
     found = remedies(plan)

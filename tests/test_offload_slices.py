@@ -76,7 +76,7 @@ def test_what_was_joined_is_cut_again_to_the_same_state(mesh):
     assert_same(again, state)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("donated", ["the slices it came from", "the slices it became"])
 def test_slices_share_no_memory_with_their_joined_form(donated):
     """Steps write over their arrays. (Leaves that are not sliced are passed on as they are.)"""
@@ -134,6 +134,7 @@ class Updates:
         return to_canonical(self.plan, self.state)
 
 
+@pytest.mark.thorough
 @TIERS
 @pytest.mark.parametrize(
     "optimizer", [name if name == "groups" else slow(name) for name in OPTIMIZERS]

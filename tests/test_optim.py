@@ -79,6 +79,7 @@ def test_weight_decay_is_on_matrices_only():
     assert decay_mask(PARAMS) == {"mlp/kernel": True, "mlp/bias": False, "norm": False}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["adamw", "lion", "lamb", "sgd", "adam8bit"])
 def test_every_name_decays_matrices_and_nothing_else(name):
     config = OptimizerConfig(name=name, learning_rate=0.1, schedule="constant", warmup_steps=0)

@@ -78,6 +78,7 @@ def test_the_kernel_runs_where_it_is_chosen():
     assert "adam8bit" in str(jax.make_jaxpr(program)(*start))
 
 
+@pytest.mark.thorough
 def test_update_and_apply_are_one_optimizer():
     """Same codes and scales to the bit; a parameter is rounded once more: by up to 2^-23 of its
     value, or, where it passes 0, of the value it had, which was below 0.02."""
@@ -127,6 +128,7 @@ def test_masks_and_groups_decide_what_decays():
             np.testing.assert_allclose(updates[name], -rate * params[name], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_it_goes_into_chains_of_any_tree_and_leaves_masked_parameters_alone():
     params = {"a": [normal(0, (70, 70)), normal(1, (8,))], "b": {"frozen": normal(2, (5, 5))}}
     mask = {"a": True, "b": False}

@@ -31,6 +31,7 @@ from zerojax.optim.adam8bit_state import SMALLEST_CODED, part_of
 # The two forms of the state
 
 
+@pytest.mark.thorough
 def test_the_canonical_form_is_the_state_of_adamw():
     for tx in (adam8bit(1e-2), adam8bit(optax.constant_schedule(1e-2), clip_norm=None)):
         bfloat16 = {name: x.astype(jnp.bfloat16) for name, x in tree(0).items()}
@@ -74,6 +75,7 @@ def test_canonical_moments_are_those_of_float32_up_to_their_codes():
         )
 
 
+@pytest.mark.thorough
 def test_what_was_stored_comes_back_to_the_bit():
     tx = adam8bit(**RATE)
     coding, params = coding_of(tx), tree(0)

@@ -37,7 +37,7 @@ def floats(tree):
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @optimizers
 @pytest.mark.parametrize("moments_dtype", [F32, BF16])
 @pytest.mark.parametrize("param_dtype", [F32, BF16])
@@ -54,7 +54,7 @@ def test_moments_have_the_dtype_that_is_asked_for(tx, moments_dtype, param_dtype
     assert (changed.kernel, changed.clip_norm) == (tx.kernel, tx.clip_norm)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @optimizers
 def test_only_what_is_stored_is_rounded(tx):
     """As optax in float32 whose moments are rounded after each step.

@@ -105,7 +105,7 @@ def test_it_is_optax(mine, theirs):
     check_close(run_apply(mine, params, scale_of=clipping_of(mine)), expected)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pairs
 def test_a_skipped_step_changes_nothing(mine, theirs):
     params = make_params()

@@ -74,6 +74,7 @@ def expected():
 LAYERS = dict.fromkeys(STACKS, ())
 
 
+@pytest.mark.thorough
 def test_each_layer_is_updated_as_an_array_of_its_own(expected):
     params, state = follow(by_update(TX, layers=STACKS), TX.init(arrays(0)))
     check_close(unstacked(params), expected)

@@ -41,6 +41,7 @@ def apart(tree):
     }
 
 
+@pytest.mark.thorough
 def test_each_layer_is_orthogonalised_as_a_matrix_of_its_own():
     params, grads = arrays(0), arrays(1)
     updates = jax.jit(lambda: TX.update(grads, TX.init(params), params)[0])()

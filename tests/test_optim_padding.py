@@ -110,7 +110,7 @@ def why(tx, **options):
     return why_padding_shows(tx, structs(TRUE), structs(STORED), DIMS, frozenset(), **options)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PROVEN)
 def test_what_is_proven_is_so(name):
     """On zeros at the end of arrays the update is, at the places of the others, the same."""
@@ -187,6 +187,7 @@ def baseline():
     return sent(compiled(optax.sgd(0.1))[1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "is_true"),
     [("chain", False), ("clip_by_block_rms", True), ("adafactor", True), ("noise", True)],
@@ -236,6 +237,7 @@ def test_a_state_with_shapes_of_its_own_is_saved_and_goes_on_on_another_mesh(tmp
     assert_equal(last["opt_state"], opt_state)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["polyak_sgd", "momo"])
 def test_the_loss_that_is_passed_on_is_the_mean_over_devices_and_microbatches(name):
     """Both divide by it, so that a microbatch's or a device's would show."""
@@ -244,6 +246,7 @@ def test_the_loss_that_is_passed_on_is_the_mean_over_devices_and_microbatches(na
     assert_equal(found["params"], params)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [zerojax.adamw, zerojax.adam8bit])
 def test_a_mask_that_asks_for_shapes_is_told_the_true_ones(make):
     """Also where the step updates shards in place; decay is half of each parameter."""

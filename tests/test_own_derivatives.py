@@ -186,7 +186,7 @@ def scaled(clips, **options):
     )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_a_rule_that_clips_beside_8_bit_products_sees_gradients_of_the_mean(num_microbatches):
     found = []

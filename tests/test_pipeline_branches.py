@@ -61,7 +61,7 @@ def of_vocabulary(program: Any) -> dict[str, set[bool]]:
     return found
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("mesh", MESHES)
 def test_traced_steps(mesh, zero):
@@ -74,6 +74,7 @@ def test_traced_steps(mesh, zero):
         assert places == {mesh == "whole"}, what
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_traced_evaluations(mesh):
     plan = gpt2(mesh, 3, pipeline_schedule="interleaved(2)")
