@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zerojax.data import TokenSource, shard_batch
     from zerojax.forecasting import forecast
     from zerojax.hardware.compile_client import CompileError, CompilerMissing
-    from zerojax.models import Stages, add_lora, merge_lora
+    from zerojax.models import Stages, add_lora, attention, merge_lora
     from zerojax.models.hugging_face import Pretrained, UnsupportedError, from_hugging_face
     from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
     from zerojax.optim.precision import Precision
@@ -79,6 +79,7 @@ __all__ = [
     "adam8bit",
     "adamw",
     "add_lora",
+    "attention",
     "build_evaluation",
     "build_step",
     "check",
@@ -139,6 +140,7 @@ _HOME_OF_NAME = {
     "adam8bit": "optim",
     "adamw": "optim",
     "add_lora": "models",
+    "attention": "models",
     "build_evaluation": "parallel.step",
     "build_step": "parallel.step",
     "check": "training.equality",

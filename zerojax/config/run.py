@@ -93,6 +93,10 @@ class ModelConfig:
     floats (e4m3, gradients e5m2) with delayed scaling; attention scores, embedding and head
     keep their dtype. With precision fp32 the rest is float32, which is no faster but shows the
     effect of fp8 alone."""
+    attention: Literal["auto", "xla", "chunked"] = "auto"
+    """Implementation of attention. xla holds the scores of all tokens of a row with all others;
+    chunked holds a block of them at a time, for long rows. auto: xla up to 4096 tokens, else
+    chunked."""
     tie_embeddings: bool | None = None
     """Whether the head reuses the embedding. null: true for gpt2, false for llama."""
     rope_theta: float = 10_000.0
@@ -102,7 +106,7 @@ class ModelConfig:
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     pretrained: str | None = None
     """Hugging Face folder (config.json, *.safetensors) with the initial weights. The folder
-    sets the sizes; dropout, remat, loss_chunk, matmul_dtype and lora are set here."""
+    sets the sizes; dropout, remat, loss_chunk, matmul_dtype, attention and lora are set here."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -129,7 +133,7 @@ class ModelConfig:
             )
 
     def _check_pretrained(self) -> None:
-        free = ("dropout", "remat", "loss_chunk", "matmul_dtype", "lora", "pretrained")
+        free = ("dropout", "remat", "loss_chunk", "matmul_dtype", "attention", "lora", "pretrained")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name not in (*free, "vocab_size") and value != field.default:

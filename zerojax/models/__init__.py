@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerojax.models.adapt import as_loss, as_model, bound_attribute, default_loss, width_of
+    from zerojax.models.attending import attention
     from zerojax.models.hugging_face import Pretrained, from_hugging_face
     from zerojax.models.index_limits import IndexLimit
     from zerojax.models.protocol import Arrays, LazyArray, Loss, Model, ModelLike, OnRead
@@ -48,6 +49,7 @@ __all__ = [
     "as_decoder_config",
     "as_loss",
     "as_model",
+    "attention",
     "bound_attribute",
     "build_model",
     "default_loss",
@@ -83,6 +85,7 @@ _HOME_OF_NAME = {
     "as_decoder_config": "zoo",
     "as_loss": "adapt",
     "as_model": "adapt",
+    "attention": "attending",
     "bound_attribute": "adapt",
     "build_model": "zoo",
     "default_loss": "adapt",

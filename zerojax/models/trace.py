@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
+from zerojax.models.attending import calls_of_attention
 from zerojax.models.index_limits import IndexLimit, find_index_limits
 from zerojax.models.protocol import Arrays, Loss, Model
 from zerojax.models.reads import MarkRead, find_reads
@@ -30,6 +31,7 @@ class ModelTrace:
       result: the abstract value of the loss.
       jaxpr: the traced forward pass, for counting. Its inputs are parameters, extras and batch, in
         the order of sorted names; its outputs the leaves of `result`.
+      attention: a sentence for each kind of call of `zerojax.attention`, in order.
       program: the same equations with the extras afterwards as further outputs, by sorted names.
       index_limits: {leaf of the batch: what its integers must keep to}, see `index_limits`.
     """
@@ -40,6 +42,7 @@ class ModelTrace:
     result: Any
     jaxpr: Any
     index_limits: Mapping[str, tuple[IndexLimit, ...]]
+    attention: tuple[str, ...]
     program: Any
 
 
@@ -66,7 +69,9 @@ def trace_model(
 
     while True:
         try:
-            program, (result, _) = jax.make_jaxpr(traced, return_shape=True)(params, extras, batch)
+            with calls_of_attention() as calls:
+                trace = jax.make_jaxpr(traced, return_shape=True)
+                program, (result, _) = trace(params, extras, batch)
             break
         except NameError as error:
             raise _about_an_axis(error) from error
@@ -94,6 +99,7 @@ def trace_model(
         result=result,
         jaxpr=jaxpr,
         index_limits=find_index_limits(jaxpr.jaxpr, [*before, *of_batch]),
+        attention=tuple(dict.fromkeys(call.describe() for call in calls)),
         program=program,
     )
 

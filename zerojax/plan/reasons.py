@@ -131,7 +131,7 @@ def describe_model(
             "matmuls: fp8 in the layers (e4m3 forward, e5m2 gradients, scales from the steps "
             f"before); attention scores, embedding and head in {precision.compute_dtype.name}"
         )
-    return lines
+    return [*lines, *trace.attention]
 
 
 def _describe_gathers(placement: Placement, trace: ModelTrace) -> list[str]:

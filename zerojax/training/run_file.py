@@ -199,7 +199,8 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
         return build_model(config, vocab_size)
     model = from_hugging_face(config.pretrained)
     fields = {field.name for field in dataclasses.fields(model.config)}
-    names = [name for name in ("dropout", "remat", "loss_chunk", "matmul_dtype") if name in fields]
+    may_change = ("dropout", "remat", "loss_chunk", "matmul_dtype", "attention")
+    names = [name for name in may_change if name in fields]
     model = model.with_changes(**{name: getattr(config, name) for name in names})
     if vocab_size > model.config.vocab_size:
         raise ValueError(

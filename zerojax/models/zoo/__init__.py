@@ -73,6 +73,7 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             remat=config.remat,
             loss_chunk=config.loss_chunk,
             matmul_dtype=config.matmul_dtype,
+            attention=config.attention,
         )
     if config.name == "llama":
         return LlamaConfig(
@@ -90,6 +91,7 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             remat=config.remat,
             loss_chunk=config.loss_chunk,
             matmul_dtype=config.matmul_dtype,
+            attention=config.attention,
         )
     raise ValueError(f"model.name={config.name!r} is unknown; use one of {', '.join(_RULES)}")
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from zerojax.models.attending import Implementation
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
 from zerojax.models.zoo.decoder import (
     MEGATRON_RULES,
@@ -52,6 +53,7 @@ class BertConfig:
         reads it, so `freeze=("pooler/",)` keeps weight decay from wearing down a trained one.
       remat: "none", "full" or "dots".
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
+      attention: "auto", "xla" or "chunked" (see `zerojax.attention`).
     """
 
     vocab_size: int = 30522
@@ -68,6 +70,7 @@ class BertConfig:
     has_pooler: bool = False
     remat: str = "none"
     matmul_dtype: str | None = None
+    attention: Implementation = "auto"
 
     # What the checks of decoders ask for, and a BERT does not leave open.
     num_kv_heads: ClassVar[int] = 1
@@ -116,6 +119,7 @@ class EncoderBlock(nnx.Module):
             rope_theta=None,
             rngs=rngs,
             matmul_dtype=config.matmul_dtype,
+            implementation=config.attention,
             is_causal=False,
         )
         self.attention_dropout = Dropout(config.dropout, rngs=rngs)

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from zerojax.models.attending import check_implementation
 from zerojax.models.chunked_loss import head_next_token
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
 from zerojax.models.zoo.fp8 import check_matmul_dtype
@@ -238,7 +239,7 @@ def check_decoder_sizes(config: Any) -> None:
 
     Raises:
       ValueError: a size below 1, heads that do not divide, a dropout outside [0, 1), an unknown
-        remat name or matmul dtype, or a loss chunk below 1.
+        remat name, matmul dtype or attention, or a loss chunk below 1.
     """
     for field in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "num_kv_heads"):
         _check_at_least_one(field, getattr(config, field))
@@ -261,6 +262,7 @@ def check_decoder_sizes(config: Any) -> None:
         raise ValueError(f"dropout={config.dropout} is not in [0, 1); use 0.0 for none")
     check_remat(config.remat)
     check_matmul_dtype(config.matmul_dtype)
+    check_implementation("attention", config.attention)
     if config.loss_chunk is not None:
         _check_at_least_one("loss_chunk", config.loss_chunk)
 

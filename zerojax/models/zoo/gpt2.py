@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jax import lax
 
+from zerojax.models.attending import Implementation
 from zerojax.models.zoo.decoder import Block, Decoder, build_lm_head, check_decoder_sizes
 from zerojax.models.zoo.layers import Attention, Dropout, Embedding, GeluMlp, LayerNorm
 from zerojax.models.zoo.stacking import stack_blocks
@@ -31,6 +32,7 @@ class GPT2Config:
       remat: "none", "full" or "dots".
       loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
+      attention: "auto", "xla" or "chunked" (see `zerojax.attention`).
     """
 
     vocab_size: int = 50257
@@ -45,6 +47,7 @@ class GPT2Config:
     remat: str = "none"
     loss_chunk: int | None = None
     matmul_dtype: str | None = None
+    attention: Implementation = "auto"
 
     def __post_init__(self) -> None:
         if self.mlp_dim is None:
@@ -114,6 +117,7 @@ def _build_block(config: GPT2Config, rngs: nnx.Rngs) -> Block:
             rope_theta=None,
             rngs=rngs,
             matmul_dtype=config.matmul_dtype,
+            implementation=config.attention,
         ),
         mlp_norm=LayerNorm(config.embed_dim, eps=config.norm_eps),
         mlp=GeluMlp(

@@ -15,7 +15,6 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from zerojax.models.attending import Implementation, attention
 from zerojax.models.zoo.fp8 import fp8_dot, init_history
 from zerojax.models.zoo.rope import RopeScaling, rotary_frequencies
 
@@ -162,23 +162,6 @@ def rotate_positions(
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
-    """`jax.nn.dot_product_attention`, in float32 where XLA has no float16 products: on CPUs.
-
-    (It asks for float16 products that are summed in float32, which XLA:CPU refuses when it
-    compiles; seen with jax 0.10.2 and 0.12.)
-    """
-    attention = functools.partial(jax.nn.dot_product_attention, **options)
-    if query.dtype != jnp.float16:
-        return attention(query, key, value)
-
-    def in_float32(*operands: jax.Array) -> jax.Array:
-        wide = attention(*(x.astype(jnp.float32) for x in operands))
-        return wide.astype(jnp.float16)
-
-    return lax.platform_dependent(query, key, value, cpu=in_float32, default=attention)
-
-
 class Attention(nnx.Module):
     """Self-attention with grouped key/value heads (arXiv:2305.13245), causal unless told otherwise.
 
@@ -201,11 +184,13 @@ class Attention(nnx.Module):
         head_dim: int | None = None,
         matmul_dtype: str | None = None,
         is_causal: bool = True,
+        implementation: Implementation = "auto",
     ) -> None:
         head_dim = head_dim or embed_dim // num_heads
         heads, kv_heads = (num_heads, head_dim), (num_kv_heads, head_dim)
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.is_causal = is_causal
+        self.implementation: Implementation = implementation
 
         def projection(in_shape: tuple[int, ...], out_shape: tuple[int, ...], scale: float):
             return Projection(
@@ -233,8 +218,18 @@ class Attention(nnx.Module):
           [batch, seq, embed].
         """
         query, key, value = self._project(x, jnp.arange(x.shape[1]), x.shape[1])
-        mask = None if visible is None else visible[:, None, None, :]
-        return self.output(attend(query, key, value, mask=mask, is_causal=self.is_causal))
+        segments = None
+        if visible is not None:  # all queries are of segment 0, and so are the keys that are seen
+            segments = jnp.zeros(visible.shape, jnp.int32), jnp.where(visible, 0, -1)
+        mixed = attention(
+            query,
+            key,
+            value,
+            causal=self.is_causal,
+            segments=segments,
+            implementation=self.implementation,
+        )
+        return self.output(mixed)
 
     def extend(
         self, x: jax.Array, cache: tuple[jax.Array, jax.Array], position: jax.Array
@@ -256,9 +251,16 @@ class Attention(nnx.Module):
         values = lax.dynamic_update_slice_in_dim(
             cache[1], value.astype(cache[1].dtype), position, 1
         )
-        visible = jnp.arange(keys.shape[1])[None, :] <= positions[:, None]
-        mixed = attend(
-            query, keys.astype(query.dtype), values.astype(query.dtype), mask=visible[None, None]
+        mixed = attention(
+            query,
+            keys.astype(query.dtype),
+            values.astype(query.dtype),
+            causal=True,
+            positions=(
+                jnp.broadcast_to(positions, query.shape[:2]),
+                jnp.broadcast_to(jnp.arange(keys.shape[1]), keys.shape[:2]),
+            ),
+            implementation="xla",  # scores of a few queries at a time, and no gradient
         )
         return self.output(mixed), (keys, values)
 

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 from flax import nnx
 
+from zerojax.models.attending import Implementation
 from zerojax.models.zoo.decoder import Block, Decoder, build_lm_head, check_decoder_sizes
 from zerojax.models.zoo.layers import Attention, Dropout, Embedding, RMSNorm, SwiGluMlp
 from zerojax.models.zoo.rope import RopeScaling
@@ -38,6 +39,7 @@ class LlamaConfig:
       remat: "none", "full" or "dots".
       loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
+      attention: "auto", "xla" or "chunked" (see `zerojax.attention`).
     """
 
     vocab_size: int
@@ -56,6 +58,7 @@ class LlamaConfig:
     remat: str = "none"
     loss_chunk: int | None = None
     matmul_dtype: str | None = None
+    attention: Implementation = "auto"
 
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:
@@ -134,6 +137,7 @@ def _build_block(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
             head_dim=config.head_dim,
             rngs=rngs,
             matmul_dtype=config.matmul_dtype,
+            implementation=config.attention,
         ),
         mlp_norm=RMSNorm(config.embed_dim, eps=config.norm_eps),
         mlp=SwiGluMlp(

@@ -1,0 +1,262 @@
+"""Attention for any model: `zerojax.attention`, its implementations and the choice among them.
+
+Each implementation computes the same function of the same arguments, packed texts included; one
+that cannot do what is asked is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.config.checks import names_keywords
+from zerojax.models import chunked_attention as chunks
+from zerojax.models.chunked_attention import Visibility, chunked_attention
+
+Implementation = Literal["auto", "xla", "chunked"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "chunked")
+LONGEST_STORED = 4096
+"""`auto` computes in chunks where a query may see more keys than these, on any device: the scores
+of one sequence of 8192 tokens and 32 heads are 8 GiB in float32."""
+
+Both = jax.Array | tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of `attention` while a model was traced.
+
+    Attributes:
+      implementation: the one that was taken; is_auto: whether "auto" took it.
+      queries, keys: numbers of tokens.
+    """
+
+    implementation: Implementation
+    is_auto: bool
+    queries: int
+    keys: int
+
+    def describe(self) -> str:
+        """One sentence: what was taken, and why."""
+        stored = f"{self.queries} x {self.keys} scores of each head"
+        if self.implementation == "chunked":
+            does = f"holds {chunks.BLOCK} x {chunks.BLOCK} of the {stored} at a time"
+        else:
+            does = f"holds all {stored}"
+        limit = "more" if self.keys > LONGEST_STORED else "no more"
+        why = f"auto: {limit} than {LONGEST_STORED} keys" if self.is_auto else "asked for"
+        return f"attention {self.implementation} ({why}): {does}"
+
+
+_CALLS: contextvars.ContextVar[list[Call] | None] = contextvars.ContextVar("calls", default=None)
+
+
+@contextlib.contextmanager
+def calls_of_attention() -> Iterator[list[Call]]:
+    """The calls of `attention` that are made meanwhile, in order; a cached trace makes none."""
+    calls: list[Call] = []
+    token = _CALLS.set(calls)
+    try:
+        yield calls
+    finally:
+        _CALLS.reset(token)
+
+
+@names_keywords()
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    causal: bool = False,
+    segments: Both | None = None,
+    positions: Both | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Softmax attention, `softmax(scale * query @ key^T) @ value`, over the keys that are seen.
+
+    A query sees the keys for which all that is given holds: `causal`, `window`, `segments`. One
+    that sees none gives 0. Scores and softmax are float32 in every implementation; their results
+    differ by rounding alone.
+
+    Args:
+      query: [batch, queries, heads, head_dim], any float dtype.
+      key, value: [batch, keys, kv_heads, head_dim] in the dtype of `query`; kv_heads divides heads,
+        and each serves heads / kv_heads neighbouring heads (arXiv:2305.13245).
+      causal: a query sees the keys at its own position and before.
+      segments: integers [batch, tokens], the text that each token belongs to: tokens of other texts
+        in a row are not seen, and neither are keys of negative segments (padding). Or a pair, of
+        queries and of keys.
+      positions: integers [batch, tokens] which `causal` and `window` compare; or a pair, of queries
+        and of keys. None: the indices. Packed texts need `segments` alone.
+      window: a query sees keys less than so many positions away, its own included.
+      scale: None: head_dim^-0.5.
+      implementation: "xla" holds the scores of all queries and keys; "chunked" holds those of 512
+        by 512 at a time and computes them again in the backward pass; "auto" is "xla" up to 4096
+        keys, else "chunked".
+
+    Returns:
+      [batch, queries, heads, head_dim] in the dtype of `query`.
+
+    Raises:
+      TypeError: dtypes that are not floating-point, or differ; segments or positions that are not
+        integers.
+      ValueError: shapes that do not belong together, a window below 1, an unknown implementation.
+
+    Example:
+      >>> import jax, zerojax
+      >>> x = jax.random.normal(jax.random.key(0), (2, 8, 4, 16))
+      >>> out = zerojax.attention(x, x, x, causal=True, implementation="chunked")
+      >>> out.shape
+      (2, 8, 4, 16)
+    """
+    _check(query, key, value, window, implementation)
+    where = _pair("segments", segments, query, key), _pair("positions", positions, query, key)
+    visibility = Visibility(causal=causal, window=window)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    chosen = choose(implementation, key.shape[1])
+    calls = _CALLS.get()
+    if calls is not None:
+        calls.append(Call(chosen, implementation == "auto", query.shape[1], key.shape[1]))
+    run = functools.partial(
+        chunked_attention if chosen == "chunked" else _stored,
+        visibility=visibility,
+        scale=scale,
+        segments=where[0],
+        positions=where[1],
+    )
+    return _in_float32_on_cpus(run, query, key, value)
+
+
+def choose(implementation: Implementation, keys: int) -> Implementation:
+    """The implementation that is asked for, or for "auto" the one for so many keys."""
+    if implementation != "auto":
+        return implementation
+    return "chunked" if keys > LONGEST_STORED else "xla"
+
+
+def check_implementation(option: str, name: str) -> None:
+    """Raises ValueError for a name that `attention` does not know."""
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"{option}={name!r} is not valid; use {', '.join(IMPLEMENTATIONS)}")
+
+
+def _in_float32_on_cpus(
+    run: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array
+) -> jax.Array:
+    """XLA has no float16 products on CPUs.
+
+    (Both ask for float16 products that are summed in float32, which XLA:CPU refuses when it
+    compiles; seen with jax 0.10.2 and 0.12.)
+    """
+    if query.dtype != jnp.float16:
+        return run(query, key, value)
+
+    def in_float32(*operands: jax.Array) -> jax.Array:
+        return run(*(x.astype(jnp.float32) for x in operands)).astype(jnp.float16)
+
+    return lax.platform_dependent(query, key, value, cpu=in_float32, default=run)
+
+
+def _stored(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    visibility: Visibility,
+    scale: float,
+    segments: tuple[jax.Array, jax.Array] | None,
+    positions: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    """`jax.nn.dot_product_attention` by XLA, which holds all scores."""
+    run = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation="xla")
+    plain = positions is None and visibility.window is None
+    if plain and segments is None:
+        return run(query, key, value, is_causal=visibility.causal)
+    seen: jax.Array | None = None
+    if positions is None:
+        at = (jnp.arange(x.shape[1])[None] for x in (query, key))
+    else:
+        at = iter(positions)
+    seen = visibility.is_visible(*at)
+    if segments is not None:
+        of_query, of_key = segments
+        own = (of_query[:, :, None] == of_key[:, None, :]) & (of_key >= 0)[:, None, :]
+        seen = own if seen is None else own & jnp.broadcast_to(seen, own.shape)
+    if seen is None:
+        return run(query, key, value)
+    out = run(query, key, value, mask=seen[:, None])
+    sees_any = jnp.any(seen, axis=-1)[:, :, None, None]
+    return jnp.where(sees_any, out, 0)
+
+
+# --- what is given --------------------------------------------------------------------------------
+
+
+def _check(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    window: int | None,
+    implementation: str,
+) -> None:
+    arrays = {"query": query, "key": key, "value": value}
+    for name, array in arrays.items():
+        if array.ndim != 4:
+            raise ValueError(
+                f"{name} has shape {array.shape}, but must be [batch, tokens, heads, head_dim]; "
+                f"write {name}[None] for a single sequence"
+            )
+        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype != query.dtype:
+            raise TypeError(
+                f"{name} is {array.dtype} and query is {query.dtype}; give all three in one "
+                "floating-point dtype"
+            )
+    if key.shape != value.shape:
+        raise ValueError(f"key has shape {key.shape} and value {value.shape}; give the same shape")
+    batch, _, heads, features = query.shape
+    if (key.shape[0], key.shape[3]) != (batch, features):
+        raise ValueError(
+            f"key has shape {key.shape}, and query {query.shape}: batch and head_dim have to be "
+            f"{batch} and {features}"
+        )
+    if heads % key.shape[2]:
+        raise ValueError(
+            f"query has {heads} heads, which is not a multiple of the {key.shape[2]} of key and "
+            f"value; use 1 or {heads} key/value heads"
+        )
+    if window is not None and (isinstance(window, bool) or window < 1):
+        raise ValueError(f"window={window!r} must be at least 1; 1 is the token itself")
+    check_implementation("implementation", implementation)
+
+
+def _pair(
+    name: str, given: Any, query: jax.Array, key: jax.Array
+) -> tuple[jax.Array, jax.Array] | None:
+    """Integers of queries and of keys, [batch, tokens] each."""
+    if given is None:
+        return None
+    pair = given if isinstance(given, tuple) else (given, given)
+    if len(pair) != 2:
+        raise ValueError(
+            f"{name} has {len(pair)} entries; give one array, or one each of queries and keys"
+        )
+    for array, tokens in zip(pair, (query, key), strict=True):
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"{name} is {array.dtype}, but must be integers; use .astype('int32')")
+        if array.shape != tokens.shape[:2]:
+            raise ValueError(
+                f"{name} has shape {array.shape}, and the tokens {tokens.shape[:2]}; give one "
+                "integer for each token, [batch, tokens]"
+            )
+    return pair
