@@ -205,6 +205,25 @@ def test_no_array_holds_the_scores(remat):
     assert 16 * bytes_of[0] < bytes_of[1]
 
 
+@pytest.mark.parametrize(("remat", "loops"), [("none", 2), ("full", 3), ("attention", 2)])
+def test_scores_are_computed_again_once_where_the_result_is_kept(remat, loops):
+    """Forward, backward, and under a checkpoint that keeps nothing forward once more.
+
+    The checkpoint is around a layer that makes query, key and value, as in a model.
+    """
+    weight = drawn(3, 16, 16) / 4
+
+    def layer(x):
+        query, key, value = (x[:, :, None] @ w for w in weight)
+        return zerojax.attention(query, key, value, causal=True, implementation="chunked")[:, :, 0]
+
+    if remat != "none":
+        layer = jax.checkpoint(layer, policy=REMAT_POLICIES[remat])
+    x = drawn(1, 64, 16)
+    program = jax.jit(jax.grad(lambda x: jnp.sum(layer(x) ** 2))).lower(x).compile()
+    assert len(re.findall(r" while\(", program.as_text())) == loops
+
+
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
@@ -294,9 +313,9 @@ def test_a_second_derivative_is_refused():
 # --- training -------------------------------------------------------------------------------------
 
 
-def grouped(attention):
+def grouped(attention, remat="dots"):
     sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 16, "max_seq_len": 32}
-    config = zerojax.models.LlamaConfig(vocab_size=32, attention=attention, remat="dots", **sizes)
+    config = zerojax.models.LlamaConfig(vocab_size=32, attention=attention, remat=remat, **sizes)
     return lambda rngs: zerojax.models.Llama(config, rngs=rngs)
 
 
@@ -333,4 +352,12 @@ def test_a_model_in_chunks_trains_as_one_device_with_stored_scores(options, monk
     monkeypatch.setattr(chunked_attention, "BLOCK", 4)
     expected = train_for(grouped("xla"), devices=1)
     found = train_for(grouped("chunked"), persistence_threshold=0, **options)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_that_keeps_attention_trains_alike(monkeypatch):
+    monkeypatch.setattr(chunked_attention, "BLOCK", 4)
+    expected = train_for(grouped("xla"), devices=1)
+    found = train_for(grouped("chunked", "attention"), zero=3, persistence_threshold=0)
     np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCE)

@@ -631,7 +631,10 @@ def test_build_model_takes_what_the_run_is_told():
         (lambda: GPT2Config(embed_dim=100, num_heads=12), "embed_dim=100 .* use embed_dim=108"),
         (lambda: GPT2Config(num_layers=0), "num_layers=0 must be a whole number of at least 1"),
         (lambda: GPT2Config(dropout=1.0), r"dropout=1.0 is not in \[0, 1\)"),
-        (lambda: GPT2Config(remat="some"), "remat='some' is unknown; use one of none, full, dots"),
+        (
+            lambda: GPT2Config(remat="some"),
+            "remat='some' is unknown; use one of none, full, attention, dots",
+        ),
         (lambda: LlamaConfig(**SIZES, num_kv_heads=3), "num_heads=4 .* num_kv_heads=3"),
         (lambda: LlamaConfig(**SIZES | {"embed_dim": 12}), "12 / num_heads=4 = 3 is odd"),
         (lambda: LlamaConfig(**SIZES, rope_theta=0.5), "rope_theta=0.5 must be above 1"),

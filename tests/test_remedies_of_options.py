@@ -385,7 +385,7 @@ def llama(**changes: Any) -> Any:
         ({"head_dim": 5}, r"use head_dim=(6)", "head_dim"),
         ({"embed_dim": 18}, r"use embed_dim=(24)", "embed_dim"),
         ({"embed_dim": 20}, r"use head_dim=(6)", "head_dim"),
-        ({"remat": "ful"}, r"use one of (none), (full), (dots)", "remat"),
+        ({"remat": "ful"}, r"use one of (none), (full), (attention), (dots)", "remat"),
         ({"rope_theta": 0.5}, r"(10000)\.0 is usual", "rope_theta"),
     ],
     ids=str,

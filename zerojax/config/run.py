@@ -80,9 +80,10 @@ class ModelConfig:
     """Hidden width of the MLP. null: 4 x embed_dim (gpt2), 8/3 x embed_dim rounded up (llama)."""
     dropout: float = 0.0
     """Dropout probability. 0, since most pretraining sees each token about once."""
-    remat: Literal["none", "full", "dots"] = "none"
+    remat: Literal["none", "full", "attention", "dots"] = "none"
     """Activation checkpointing of each block: none stores all activations, dots stores matrix
-    products, full stores the block's input only."""
+    products, full stores the block's input only, attention the input and what attention in chunks
+    (attention: chunked) gave."""
     loss_chunk: int | None = 1024
     """Tokens whose logits the loss holds at once; null holds all. With a vocabulary of 128
     thousand, 8192 tokens and width 2048 the loss then needs 1.4 GB instead of 6.3 (compiled for

@@ -151,7 +151,7 @@ def rows_at_once(plan: Plan) -> int:
 
 
 def remat_of(plan: Plan) -> str | None:
-    """ "none", "dots" or "full" of a reference model; for others "none" or None (has some)."""
+    """`remat` of a reference model; for others "none" or None (has some)."""
     own = getattr(bound_attribute(plan.model, "config"), "remat", None)
     if own is not None:
         return own

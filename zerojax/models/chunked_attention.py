@@ -22,6 +22,11 @@ BLOCK = 512
 """Queries and keys of a block. Of 32 heads a block of float32 scores is then 32 MiB."""
 
 
+KEPT = "zerojax.attention"
+"""Names what the backward pass needs of the forward pass beside query, key and value: a
+`jax.checkpoint` that keeps it computes no scores again before the backward pass does."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Visibility:
     """Which keys a query may see, as far as it is known before any array.
@@ -165,7 +170,7 @@ def _attend(cut: _Cut, query: Any, key: Any, value: Any, rows: dict[str, Any]) -
 
 
 def _forward(cut: _Cut, query: Any, key: Any, value: Any, rows: Any) -> tuple[Any, Any]:
-    out, log_sum = _as_one_operation(cut, query, key, value, rows)
+    out, log_sum = checkpoint_name(_as_one_operation(cut, query, key, value, rows), KEPT)
     return out, (query, key, value, rows, out, log_sum)
 
 

@@ -51,7 +51,7 @@ class BertConfig:
       has_mlm_head: a head that says which tokens were masked; without it there is no loss.
       has_pooler: a dense layer on the first token, for classification. No loss of this module
         reads it, so `freeze=("pooler/",)` keeps weight decay from wearing down a trained one.
-      remat: "none", "full" or "dots".
+      remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
       attention: "auto", "xla" or "chunked" (see `zerojax.attention`).
     """

@@ -29,7 +29,7 @@ class GPT2Config:
         probabilities are not dropped, since a fused attention never holds them.
       tie_embeddings: the output weights are the token table.
       norm_eps: added to the variance.
-      remat: "none", "full" or "dots".
+      remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
       loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
       attention: "auto", "xla" or "chunked" (see `zerojax.attention`).

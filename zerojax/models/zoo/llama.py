@@ -36,7 +36,7 @@ class LlamaConfig:
         cache's length, so that all keys in a cache turn alike (transformers turns new ones by
         another base than old ones).
       norm_eps: added to the mean square.
-      remat: "none", "full" or "dots".
+      remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
       loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
       attention: "auto", "xla" or "chunked" (see `zerojax.attention`).

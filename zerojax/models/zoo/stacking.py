@@ -10,12 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from zerojax.models.chunked_attention import KEPT
+
 Layer = TypeVar("Layer", bound=nnx.Module)
 
 # What the backward pass keeps of a layer instead of computing it again. Every one but "none" gives
 # up gathered weights: they are no output of a dot product.
 REMAT_POLICIES: Mapping[str, Callable[..., bool] | None] = {
     "full": None,
+    "attention": jax.checkpoint_policies.save_only_these_names(KEPT),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 REMAT_NAMES = ("none", *REMAT_POLICIES)
@@ -81,8 +84,9 @@ def scan_blocks(blocks: nnx.Module, x: Any, *, remat: str) -> Any:
     Args:
       blocks: stacked by `stack_blocks`; random counts advance in place.
       x: an array, such as [batch, seq, embed], or a tree of arrays.
-      remat: "none" keeps every residual; "full" keeps only `x` of each layer; "dots" also keeps
-        the outputs of matrix products of activations with weights.
+      remat: "none" keeps every residual; "full" keeps only `x` of each layer; "attention"
+        also keeps the output of attention in chunks, which is then not computed again; "dots" keeps
+        `x` and the outputs of matrix products of activations with weights.
 
     Raises:
       ValueError: a layer changes the shape or dtype of `x`.

@@ -59,7 +59,8 @@ class Stages(nnx.Module):
             use the parameters of `embed` again (tied weights), hold that module as an attribute.
           num_layers, rngs: with a function: how many layers, and what their keys are drawn from.
           remat: what the backward pass computes again: "none", "full" (all of a layer from its
-            input) or "dots" (all but matrix products).
+            input), "attention" (all but `zerojax.attention` in chunks) or "dots" (all but matrix
+            products).
 
         Raises:
           TypeError: a part is not what it has to be.
