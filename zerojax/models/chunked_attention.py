@@ -229,7 +229,9 @@ def _forward_pass(
 
     start = jnp.zeros(query.shape[:-1] + value.shape[-1:], jnp.float32)
     row = jnp.zeros(query.shape[:-1], jnp.float32)
-    (sums, greatest, total), _ = lax.scan(step, (start, row - jnp.inf, row), cut.pairs())
+    (sums, greatest, total), _ = lax.scan(
+        step, (start, row - jnp.inf, row), jnp.asarray(cut.pairs())
+    )
     seen = total > 0
     out = sums / jnp.where(seen, total, 1)[..., None]
     return out.astype(query.dtype), jnp.where(seen, greatest + jnp.log(total), jnp.inf)
@@ -263,7 +265,7 @@ def _backward_pass(
         return (of_query, of_key, of_value), None
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
-    sums, _ = lax.scan(step, start, cut.pairs())
+    sums, _ = lax.scan(step, start, jnp.asarray(cut.pairs()))
     of_query, of_key, of_value = sums
     return (
         of_query.astype(query.dtype),
