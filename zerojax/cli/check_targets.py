@@ -80,6 +80,7 @@ def parts_of_run_file(path: str, overrides: list[str], steps: int) -> Parts:
         seed=config.seed,
         validation_fraction=config.data.validation_fraction,
         vocab_size=config.model.vocab_size,
+        pack=config.data.pack,
     )
     return {
         "model": plan.model,

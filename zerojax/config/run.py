@@ -159,6 +159,9 @@ class DataConfig:
     """Fraction of the corpus, from its end, that is used for validation only."""
     shuffle_seed: int | None = None
     """Seed of the order of examples. null: `seed`."""
+    pack: bool = False
+    """Tell the texts of a row apart: tokens see their own text alone, and no loss crosses from one
+    to the next. Needs a tokenizer with an id between two texts; bytes have none."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

@@ -4,6 +4,7 @@ from zerojax.data.batch_sharding import abstract_global, local_rows, local_rows_
 from zerojax.data.corpus import read_text
 from zerojax.data.feed import Feed, as_feed, has_no_end, one_pass
 from zerojax.data.masking import MaskedSource, as_masked_source
+from zerojax.data.packing import Boundary
 from zerojax.data.prefetching import Prefetch, prefetch
 from zerojax.data.source import TokenSource, as_source
 from zerojax.data.subwords import BpeTokenizer, HuggingFaceTokenizer
@@ -17,6 +18,7 @@ from zerojax.data.tokenizer import (
 from zerojax.data.tokens import Tokens, open_tokens, tokens_of_array, verify_tokens
 
 __all__ = [
+    "Boundary",
     "BpeTokenizer",
     "ByteTokenizer",
     "Feed",

@@ -141,8 +141,13 @@ def as_masked_source(
       mask_fraction: part of a row's tokens that is asked for.
 
     Raises:
-      ValueError: a fraction outside (0, 1], or no ordinary token to draw.
+      ValueError: a fraction outside (0, 1], no ordinary token to draw, or a packed source.
     """
+    if source.boundary is not None:
+        raise ValueError(
+            "the source tells texts of a row apart (pack), which masked-token batches do not; make "
+            "it without pack"
+        )
     own = {field.name: getattr(source, field.name) for field in dataclasses.fields(TokenSource)}
     return MaskedSource(
         **own,

@@ -12,6 +12,7 @@ import numpy as np
 
 from zerojax.config.checks import names_keywords
 from zerojax.data.corpus import existing_path
+from zerojax.data.packing import Boundary, boundary_of
 from zerojax.data.preparation import tokens_of_text
 from zerojax.data.shuffle import permute
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, bpe_size, tokenizer_from_dict
@@ -45,6 +46,8 @@ class TokenSource:
     shuffle: bool = True
     vocab_size: int | None = None
     """Ids read are checked against it; None: against the vocabulary the token files state."""
+    boundary: Boundary | None = None
+    """Where a new text begins; batches then have segments, and weights. None: rows are one text."""
 
     def __post_init__(self) -> None:
         for field in ("seq_len", "global_batch_size"):
@@ -80,7 +83,8 @@ class TokenSource:
 
         Returns:
           {"tokens": int32 [hi - lo, seq_len], "targets": int32 [hi - lo, seq_len]}, the targets
-          being the tokens one place further on.
+          being the tokens one place further on. With a `boundary` also "segments" and "weights",
+          see `Boundary.describe`.
 
         Raises:
           ValueError: a negative step, rows outside the batch, or an id outside the vocabulary.
@@ -96,19 +100,21 @@ class TokenSource:
     def rows(self, first: int, last: int) -> dict[str, np.ndarray]:
         """Rows [first, last) of the endless sequence that the batches cut up; pure."""
         windows = self._read(self._window_numbers(first, last))
-        return {
+        rows = {
             "tokens": np.ascontiguousarray(windows[:, :-1], np.int32),
             "targets": np.ascontiguousarray(windows[:, 1:], np.int32),
         }
+        return rows if self.boundary is None else rows | self.boundary.describe(windows)
 
     def fingerprint(self) -> dict[str, Any]:
         """What the meaning of a row number depends on; saved beside the position."""
-        return {
+        own = {
             "tokens": self.tokens.fingerprint,
             "seq_len": self.seq_len,
             "seed": self.seed,
             "shuffle": self.shuffle,
         }
+        return own if self.boundary is None else own | dataclasses.asdict(self.boundary)
 
     def describe(self) -> str:
         """One line for the screen."""
@@ -171,6 +177,7 @@ def as_source(
     seed: int = 0,
     validation_fraction: float = 0.05,
     vocab_size: int | None = None,
+    pack: bool = False,
 ) -> tuple[TokenSource, TokenSource | None, Tokenizer | None]:
     """What a user calls data, as a source to train on, one to validate on, and the tokenizer.
 
@@ -185,6 +192,8 @@ def as_source(
       validation_fraction: the tail of the tokens kept for validation; not used where the folder
         holds validation files (`validation.bin`); 0 for none.
       vocab_size: of the model, if already fixed; ids are checked against it.
+      pack: batches tell the texts of a row apart (`TokenSource.boundary`), by the id that the
+        tokenizer puts between two.
 
     Returns:
       `(train, validation, tokenizer)`; the validation source is not shuffled and None without a
@@ -210,6 +219,7 @@ def as_source(
         global_batch_size=global_batch_size,
         seed=seed,
         vocab_size=vocab_size or tokens.vocab_size,
+        boundary=boundary_of(ready, tokens.name) if pack else None,
     )
     if validation is None:
         return train, None, ready

@@ -102,6 +102,7 @@ class LoadedRun:
             seq_len=data.seq_len,
             global_batch_size=jax.tree.leaves(example)[0].shape[0],
             validation_fraction=data.validation_fraction,
+            pack=data.pack,
         )
         if validation is None:
             raise ValueError(

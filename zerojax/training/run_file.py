@@ -71,6 +71,7 @@ def run_from_config(
         seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
         validation_fraction=config.data.validation_fraction,
         vocab_size=config.model.vocab_size,
+        pack=config.data.pack,
     )
     vocab_size = _vocab_size_of_data(config, train_source)
 
@@ -150,6 +151,7 @@ def _files_of(
                 path=absolute(config.data.path),
                 seq_len=config.data.seq_len,
                 validation_fraction=config.data.validation_fraction,
+                pack=config.data.pack,
             ),
             eval_batches=config.eval_batches,
             checkpoints=external_checkpoints(checkpoint.path, folder),
@@ -282,10 +284,14 @@ def plan_from_config(config: RunConfig, num_devices: int) -> Plan:
     mesh = meshes.make_abstract_mesh(config.mesh, num_devices)
     _check_pieces(config, meshes.num_data_shards(mesh))
     tokens = jax.ShapeDtypeStruct((config.global_batch_size, config.data.seq_len), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    if config.data.pack:
+        batch["segments"] = tokens
+        batch["weights"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
     return _make_plan(
         config,
         mesh,
-        {"tokens": tokens, "targets": tokens},
+        batch,
         vocab_size_of(config),
         platform=None,
         zero=config.mesh.zero,

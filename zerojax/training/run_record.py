@@ -50,6 +50,8 @@ class TextData:
     """Tokens of a row."""
     validation_fraction: float = 0.05
     """Part of the text, from its end, that was not trained on."""
+    pack: bool = False
+    """Whether batches told the texts of a row apart."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

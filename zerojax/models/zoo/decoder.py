@@ -47,6 +47,17 @@ class KVCache(NamedTuple):
     values: jax.Array
 
 
+class Packed(NamedTuple):
+    """What goes from layer to layer where rows hold several texts."""
+
+    hidden: jax.Array
+    """[batch, seq, embed]."""
+    segments: jax.Array
+    """Integers [batch, seq]: the text of each token, negative for padding."""
+    positions: jax.Array
+    """Integers [batch, seq]: the position of each token in its text."""
+
+
 class DecoderConfig(Protocol):
     """What `Decoder` asks of a model's configuration."""
 
@@ -92,9 +103,15 @@ class Block(nnx.Module):
         self.mlp = mlp
         self.mlp_dropout = Dropout(dropout, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, embed] -> the same shape and dtype."""
-        x = self._add(x, self.attention_dropout(self.attention(self.attention_norm(x))))
+    def __call__(self, x: jax.Array | Packed) -> jax.Array | Packed:
+        """[batch, seq, embed] -> the same shape and dtype; so of rows of several texts."""
+        if isinstance(x, Packed):
+            texts = {"segments": x.segments, "positions": x.positions}
+            return x._replace(hidden=self._layer(x.hidden, **texts))
+        return self._layer(x)
+
+    def _layer(self, x: jax.Array, **texts: jax.Array) -> jax.Array:
+        x = self._add(x, self.attention_dropout(self.attention(self.attention_norm(x), **texts)))
         return self._add(x, self.mlp_dropout(self.mlp(self.mlp_norm(x))))
 
     def extend(
@@ -126,27 +143,43 @@ class Decoder(nnx.Module):
     lm_head: Projection | None
 
     def look_up(self, tokens: jax.Array, position: jax.Array | int) -> jax.Array:
-        """[batch, new] tokens that begin at `position` -> [batch, new, embed], without dropout."""
+        """[batch, new] tokens -> [batch, new, embed], without dropout.
+
+        Args:
+          position: of the first token, or integers [batch, new] of all.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define look_up(tokens, position)")
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
+    def embed(self, tokens: jax.Array, positions: jax.Array | int = 0) -> jax.Array:
         """Integers [batch, seq] -> [batch, seq, embed].
+
+        Args:
+          positions: see `look_up`.
 
         Raises:
           TypeError: tokens are not integers.
           ValueError: not two dimensions, or longer than the model's `max_seq_len`.
         """
         check_tokens(tokens, max_seq_len=self.config.max_seq_len)
-        return constrain(self.embed_dropout(self.look_up(tokens, 0)), RESIDUAL_DIMS)
+        return constrain(self.embed_dropout(self.look_up(tokens, positions)), RESIDUAL_DIMS)
 
     def head(self, x: jax.Array) -> jax.Array:
         """[batch, seq, embed] -> logits [batch, seq, vocab], in the dtype of the output weights."""
         x = self.final_norm(x)
         return self.token_embedding.attend(x) if self.lm_head is None else self.lm_head(x)
 
-    def hidden(self, tokens: jax.Array) -> jax.Array:
-        """Integers [batch, seq] -> what the blocks make of them [batch, seq, embed], for `head`."""
-        return scan_blocks(self.blocks, self.embed(tokens), remat=self.config.remat)
+    def hidden(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        """Integers [batch, seq] -> what the blocks make of them [batch, seq, embed], for `head`.
+
+        Args:
+          segments: integers [batch, seq], the text of each token where rows hold several: tokens
+            see their own text alone, and positions begin anew in each.
+        """
+        if segments is None:
+            return scan_blocks(self.blocks, self.embed(tokens), remat=self.config.remat)
+        positions = positions_in_texts(segments)
+        x = Packed(self.embed(tokens, positions), segments, positions)
+        return scan_blocks(self.blocks, x, remat=self.config.remat).hidden
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Integers [batch, seq] -> logits [batch, seq, vocab] of the token that follows each."""
@@ -160,9 +193,15 @@ class Decoder(nnx.Module):
 
         Args:
           batch: "tokens" and "targets", integers [batch, seq]; "weights" [batch, seq] if some
-            positions do not count.
+            positions do not count; "segments", integers [batch, seq], if rows hold several texts:
+            nothing goes from one to another, and a token whose target is another text's, or that
+            is padding (a negative segment), does not count.
         """
-        x, targets, weights = self.hidden(batch["tokens"]), batch["targets"], batch.get("weights")
+        targets, weights = batch["targets"], batch.get("weights")
+        segments = batch.get("segments")
+        x = self.hidden(batch["tokens"], segments)
+        if segments is not None:
+            weights = _weights_within_texts(segments, weights)
         chunk = self.config.loss_chunk
         if chunk is None:
             return next_token(self.head(x), targets, weights)
@@ -205,6 +244,21 @@ class Decoder(nnx.Module):
 
         x, longer = lax.scan(layer, self.look_up(tokens, position), (state, cache))
         return x, KVCache(*longer)
+
+
+def positions_in_texts(segments: jax.Array) -> jax.Array:
+    """int32 [batch, seq], counted from 0 in each run of equal `segments` [batch, seq]."""
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
+    begins = segments[:, 1:] != segments[:, :-1]
+    begins = jnp.concatenate([jnp.ones_like(begins[:, :1]), begins], axis=1)
+    return index - lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
+def _weights_within_texts(segments: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """`weights`, 0 where the next token is of another text; the last one counts as given."""
+    same = segments[:, 1:] == segments[:, :-1]
+    counts = jnp.concatenate([same, jnp.ones_like(same[:, :1])], axis=1) & (segments >= 0)
+    return counts.astype(jnp.float32) if weights is None else jnp.where(counts, weights, 0)
 
 
 def build_lm_head(config: DecoderConfig, *, stddev: float, rngs: nnx.Rngs) -> Projection | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
@@ -93,11 +94,13 @@ class GPT2(Decoder):
         self.lm_head = build_lm_head(config, stddev=INIT_STDDEV, rngs=rngs)
 
     def look_up(self, tokens: jax.Array, position: jax.Array | int) -> jax.Array:
-        """[batch, new] tokens that begin at `position` -> [batch, new, embed], without dropout."""
+        """[batch, new] tokens -> [batch, new, embed], without dropout; see `Decoder.look_up`."""
+        x = self.token_embedding(tokens)
+        if jnp.ndim(position) == 2:
+            return x + self.position_embedding(jnp.asarray(position)).astype(x.dtype)
         positions = lax.dynamic_slice_in_dim(
             self.position_embedding.embedding[...], position, tokens.shape[1], axis=0
         )
-        x = self.token_embedding(tokens)
         return x + positions[None].astype(x.dtype)
 
 

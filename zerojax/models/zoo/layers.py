@@ -15,6 +15,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +147,7 @@ def rotate_positions(
 
     Args:
       x: [batch, seq, heads, head_dim], head_dim even.
-      positions: [seq] integers, the position of each token in its text.
+      positions: [seq] or [batch, seq] integers, the position of each token in its text.
       theta: base of the wavelengths; pair i turns by position * theta^(-2 i / head_dim) radians.
       scaling, seq_len: see `rope.rotary_frequencies`.
 
@@ -155,8 +156,8 @@ def rotate_positions(
     """
     half = x.shape[-1] // 2
     frequencies = rotary_frequencies(half, theta, scaling, seq_len=seq_len)
-    angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
-    cosine, sine = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
+    angles = positions.astype(jnp.float32)[..., None] * expand_rank(frequencies, positions.ndim + 1)
+    cosine, sine = (expand_rank(f(angles), 3)[:, :, None, :] for f in (jnp.cos, jnp.sin))
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = [first * cosine - second * sine, second * cosine + first * sine]
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
@@ -207,26 +208,38 @@ class Attention(nnx.Module):
         self.value = projection((embed_dim,), kv_heads, stddev)
         self.output = projection(heads, (embed_dim,), output_stddev)
 
-    def __call__(self, x: jax.Array, visible: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        visible: jax.Array | None = None,
+        *,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
         """Attention of every token to the tokens before it and itself, or to all.
 
         Args:
           x: [batch, seq, embed].
           visible: bool [batch, seq], False where nobody looks (padding); None: all are seen.
+          segments: integers [batch, seq], the text of each token, see `zerojax.attention`; where
+            they are given, `visible` is not.
+          positions: integers [batch, seq] of each token in its text, for rotary positions; None:
+            the indices.
 
         Returns:
           [batch, seq, embed].
         """
-        query, key, value = self._project(x, jnp.arange(x.shape[1]), x.shape[1])
-        segments = None
+        positions = jnp.arange(x.shape[1]) if positions is None else positions
+        query, key, value = self._project(x, positions, x.shape[1])
+        seen: Any = segments
         if visible is not None:  # all queries are of segment 0, and so are the keys that are seen
-            segments = jnp.zeros(visible.shape, jnp.int32), jnp.where(visible, 0, -1)
+            seen = jnp.zeros(visible.shape, jnp.int32), jnp.where(visible, 0, -1)
         mixed = attention(
             query,
             key,
             value,
             causal=self.is_causal,
-            segments=segments,
+            segments=seen,
             implementation=self.implementation,
         )
         return self.output(mixed)

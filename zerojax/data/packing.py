@@ -1,0 +1,83 @@
+"""Boundaries of texts within the rows of a source: segments, and weights that cross none.
+
+Rows are cut from one stream of texts, so that nothing is lost and nothing is padding. A row then
+holds the end of one text, whole ones, and the beginning of another; `segments` tell them apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from zerojax.data.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """Where a new text begins in a stream of tokens: behind an id, or at one.
+
+    Attributes:
+      end_token: the id that ends each text, such as <|endoftext|>.
+      start_token: the id that begins each text, such as [CLS]; where there is no `end_token`.
+    """
+
+    end_token: int | None = None
+    start_token: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.end_token is None) == (self.start_token is None):
+            raise ValueError(
+                f"end_token={self.end_token} and start_token={self.start_token}: give one of them, "
+                "the id that ends or begins each text"
+            )
+
+    def describe(self, windows: np.ndarray) -> dict[str, np.ndarray]:
+        """What a batch says of its texts.
+
+        Args:
+          windows: integers [rows, seq_len + 1], tokens and the one that follows them.
+
+        Returns:
+          "segments": int32 [rows, seq_len], the number of the text that a token belongs to, from 0
+          in each row. "weights": float32 [rows, seq_len], 0 where the target begins another text.
+        """
+        begins = np.zeros(windows.shape, bool)
+        if self.end_token is None:
+            begins[:, 1:] = windows[:, 1:] == self.start_token
+        else:
+            begins[:, 1:] = windows[:, :-1] == self.end_token
+        segments = np.cumsum(begins, axis=1, dtype=np.int32)
+        same = segments[:, :-1] == segments[:, 1:]
+        return {
+            "segments": np.ascontiguousarray(segments[:, :-1]),
+            "weights": same.astype(np.float32),
+        }
+
+
+def boundary_of(tokenizer: Tokenizer | None, name: str) -> Boundary:
+    """Where texts end that a tokenizer has put one after the other.
+
+    Args:
+      tokenizer: the one that made the tokens; None: unknown.
+      name: of the tokens, for messages.
+
+    Raises:
+      ValueError: the tokenizer is unknown, or has no id between two texts.
+    """
+    if tokenizer is None:
+        raise ValueError(
+            f"data.pack needs the tokenizer of {name}, whose files name none; prepare them with "
+            "`zerojax data prepare`, or leave data.pack out"
+        )
+    prefix = getattr(tokenizer, "prefix", np.zeros(0, np.int32))
+    closing = tokenizer.separator[: len(tokenizer.separator) - len(prefix)]
+    # A blank line stands between two texts in bytes, and also inside of many a text.
+    if tokenizer.to_dict().get("kind") == "bytes" or not (len(closing) or len(prefix)):
+        raise ValueError(
+            "data.pack needs a tokenizer with an id between two texts, and this one has none; use "
+            "data.tokenizer=bpe:4096 or a model's tokenizer.json, or leave data.pack out"
+        )
+    if len(closing):
+        return Boundary(end_token=int(closing[-1]))
+    return Boundary(start_token=int(prefix[0]))
