@@ -229,8 +229,8 @@ class Tied(linen.Module):
         elif self.use == "row by row":
             made = jax.vmap(lambda row: hidden @ row, out_axes=1)(stored["embedding"])
         elif self.use == "tree":
-            norms = jax.tree.map(lambda leaf: jnp.sum(leaf**2), self.variables["params"])
-            made = hidden @ stored["embedding"].T + sum(jax.tree.leaves(norms))
+            squares = jax.tree.map(lambda leaf: jnp.mean(leaf**2), self.variables["params"])
+            made = hidden @ stored["embedding"].T + sum(jax.tree.leaves(squares))
         else:
             embedding = table.get_variable("params", "embedding")
             assert isinstance(embedding, jax.Array)
