@@ -17,6 +17,7 @@ import zerojax
 from tests.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.models import chunked_attention
 from zerojax.models.attending import LONGEST_STORED, calls_of_attention
+from zerojax.models.batch_rows import Fixed, Rows, Total, follow_rows
 from zerojax.models.chunked_attention import Visibility
 from zerojax.models.zoo.stacking import REMAT_NAMES, REMAT_POLICIES
 from zerojax.parallel.step import build_step
@@ -308,6 +309,19 @@ def test_a_second_derivative_is_refused():
     slope = lambda x: jnp.sum(jax.grad(loss)(x) ** 2)  # noqa: E731
     with pytest.raises(NotImplementedError, match="use implementation='xla'"):
         jax.grad(slope)(query)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "chunked"])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": 6}])
+def test_a_summed_loss_is_seen_through_attention(implementation, options):
+    """The analysis of a loss follows the rows of the batch through the loop over blocks."""
+
+    def loss(weight, rows):
+        x = rows[:, :, None] @ weight
+        return jnp.sum(zerojax.attention(x, x, x, implementation=implementation, **options) ** 2)
+
+    program = jax.make_jaxpr(loss)(jnp.eye(4), jnp.ones((2, 13, 4)))
+    assert follow_rows(program, [Fixed(0), Rows(0)], 2) == [Total()]
 
 
 # --- training -------------------------------------------------------------------------------------

@@ -329,6 +329,14 @@ class _Follow:
         before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
         return rows if before[rows.dim] == after[rows.dim] else _OTHER
 
+    def _dynamic_update_slice(self, equation: Any, given: list[Dependence]) -> Dependence:
+        """Rows that are written in place, all at once."""
+        rows, *places = _join([one for one in given[:2] if not isinstance(one, Fixed)]), *given[2:]
+        if not isinstance(rows, Rows) or any(not isinstance(one, Fixed) for one in places):
+            return _OTHER
+        array, update = (atom.aval.shape for atom in equation.invars[:2])
+        return rows if array[rows.dim] == update[rows.dim] else _OTHER
+
     def _dot_general(self, equation: Any, given: list[Dependence]) -> Dependence:
         (contracted, batched), sides = equation.params["dimension_numbers"], []
         for side, one in enumerate(given):
@@ -394,6 +402,7 @@ _RULES = {
     "broadcast_in_dim": _Follow._broadcast_in_dim,
     "conv_general_dilated": _Follow._conv_general_dilated,
     "dot_general": _Follow._dot_general,
+    "dynamic_update_slice": _Follow._dynamic_update_slice,
     "expand_dims": _Follow._expand_dims,
     "gather": _Follow._gather,
     "reshape": _Follow._reshape,

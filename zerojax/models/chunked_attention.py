@@ -223,9 +223,11 @@ def _forward_pass(
         weights = jnp.exp(scores - shift[..., None])
         shrink = jnp.exp(before - shift)
         mixed = _product("bkgqs,bksh->bkgqh", weights.astype(value.dtype), value[j])
-        sums = sums.at[i].set(sums[i] * shrink[..., None] + mixed)
-        total = total.at[i].set(total[i] * shrink + jnp.sum(weights, axis=-1))
-        return (sums, greatest.at[i].set(after), total), None
+        # Not as a scatter: the analysis of a loss (`batch_rows`) follows rows through updates.
+        write = functools.partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
+        sums = write(sums, sums[i] * shrink[..., None] + mixed)
+        total = write(total, total[i] * shrink + jnp.sum(weights, axis=-1))
+        return (sums, write(greatest, after), total), None
 
     start = jnp.zeros(query.shape[:-1] + value.shape[-1:], jnp.float32)
     row = jnp.zeros(query.shape[:-1], jnp.float32)
