@@ -3,6 +3,13 @@
 Knows no JAX and no devices; `loader` alone reads files.
 """
 
+from zerojax.config.attention_layouts import (
+    BigBirdLayout,
+    BSLongformerLayout,
+    FixedLayout,
+    SlidingWindowLayout,
+    VariableLayout,
+)
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.loader import ConfigError, from_dict, to_dict
 from zerojax.config.mesh import MeshConfig, OffloadConfig, as_mesh_config
@@ -24,11 +31,14 @@ from zerojax.config.sections import (
 )
 
 __all__ = [
+    "BSLongformerLayout",
+    "BigBirdLayout",
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
     "ElasticBatch",
     "ElasticityConfig",
+    "FixedLayout",
     "LogConfig",
     "LoraConfig",
     "LossScale",
@@ -38,6 +48,8 @@ __all__ = [
     "OptimizerConfig",
     "ParameterGroup",
     "RunConfig",
+    "SlidingWindowLayout",
+    "VariableLayout",
     "WatchConfig",
     "as_mesh_config",
     "describe_loss_scale",

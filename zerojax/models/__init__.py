@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zerojax.models.hugging_face import Pretrained, from_hugging_face
     from zerojax.models.index_limits import IndexLimit
     from zerojax.models.protocol import Arrays, LazyArray, Loss, Model, ModelLike, OnRead
+    from zerojax.models.sparse_layouts import BlockTable, layout_table
     from zerojax.models.trace import ModelTrace, trace_model
     from zerojax.models.zoo import as_decoder_config, build_model, tensor_parallel_rules
     from zerojax.models.zoo.bert import Bert, BertConfig
@@ -31,6 +32,7 @@ __all__ = [
     "Bert",
     "BertConfig",
     "Block",
+    "BlockTable",
     "Decoder",
     "GPT2Config",
     "IndexLimit",
@@ -55,6 +57,7 @@ __all__ = [
     "default_loss",
     "from_hugging_face",
     "generate",
+    "layout_table",
     "merge_lora",
     "tensor_parallel_rules",
     "trace_model",
@@ -66,6 +69,7 @@ _HOME_OF_NAME = {
     "Bert": "zoo.bert",
     "BertConfig": "zoo.bert",
     "Block": "zoo.decoder",
+    "BlockTable": "sparse_layouts",
     "Decoder": "zoo.decoder",
     "GPT2": "zoo.gpt2",
     "GPT2Config": "zoo.gpt2",
@@ -91,6 +95,7 @@ _HOME_OF_NAME = {
     "default_loss": "adapt",
     "from_hugging_face": "hugging_face",
     "generate": "zoo.generation",
+    "layout_table": "sparse_layouts",
     "merge_lora": "zoo.lora",
     "tensor_parallel_rules": "zoo",
     "trace_model": "trace",

@@ -1,0 +1,237 @@
+"""Tables of block layouts: which blocks of keys the queries of a block see.
+
+Equal to the tables that DeepSpeed's code makes of the same parameters (`tests/golden` has some of
+them). Numpy alone; nothing here knows a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import random
+from collections.abc import Callable
+
+import numpy as np
+
+from zerojax.config.attention_layouts import (
+    BigBirdLayout,
+    BlockLayout,
+    BSLongformerLayout,
+    FixedLayout,
+    SlidingWindowLayout,
+    VariableLayout,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockTable:
+    """Which blocks of keys each block of queries sees.
+
+    Two tables are equal where their blocks and entries are.
+
+    Attributes:
+      block: tokens of a block of queries, and of one of keys.
+      seen: bool [heads or 1, query blocks, key blocks]; read-only.
+      name: of the layout, for sentences.
+
+    Raises:
+      ValueError: entries that are not bool, not three dimensions, or a block below 1.
+    """
+
+    block: int
+    seen: np.ndarray
+    name: str = "table"
+
+    def __post_init__(self) -> None:
+        seen = np.asarray(self.seen)
+        if seen.dtype != bool or seen.ndim != 3:
+            raise ValueError(
+                f"seen is {seen.dtype} of shape {seen.shape}; give bool "
+                "[heads or 1, query blocks, key blocks]"
+            )
+        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
+            raise ValueError(f"block={self.block!r} must be a whole number of at least 1")
+        seen = np.array(seen)  # the caller's stays writable
+        seen.setflags(write=False)
+        object.__setattr__(self, "seen", seen)
+
+    @functools.cached_property
+    def _key(self) -> tuple[object, ...]:
+        bits = hashlib.sha256(np.packbits(self.seen).tobytes()).digest()
+        return self.block, self.seen.shape, bits, self.name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockTable) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def share(self) -> float:
+        """Fraction of the blocks that is seen, over all heads."""
+        return float(self.seen.mean()) if self.seen.size else 0.0
+
+    def cut(self, queries: int, keys: int) -> BlockTable:
+        """The table of the first tokens.
+
+        Args:
+          queries, keys: numbers of tokens; the last block may be filled in part.
+
+        Raises:
+          ValueError: the table has fewer blocks.
+        """
+        blocks = -(-queries // self.block), -(-keys // self.block)
+        if blocks == self.seen.shape[1:]:
+            return self
+        if any(wanted > here for wanted, here in zip(blocks, self.seen.shape[1:], strict=True)):
+            rows, columns = (n * self.block for n in self.seen.shape[1:])
+            raise ValueError(
+                f"the table of the layout is for at most {rows} queries and {columns} keys, and "
+                f"there are {queries} and {keys}; make it for {max(queries, keys)} tokens"
+            )
+        return dataclasses.replace(self, seen=self.seen[:, : blocks[0], : blocks[1]])
+
+    def of_tokens(self, queries: int, keys: int) -> np.ndarray:
+        """Bool [heads or 1, queries, keys], an entry for each pair of tokens."""
+        rows, columns = (np.arange(n) // self.block for n in (queries, keys))
+        return self.seen[:, rows[:, None], columns[None, :]]
+
+
+@functools.lru_cache(maxsize=64)
+def layout_table(layout: BlockLayout, *, num_heads: int, num_tokens: int) -> BlockTable:
+    """The table of a layout for so many tokens.
+
+    A random layout is equal to DeepSpeed's after `random.seed(layout.seed)`. DeepSpeed makes the
+    table of the longest sequence and cuts it for shorter ones, as `BlockTable.cut` does.
+
+    Args:
+      num_heads: of the queries; the table has as many where heads differ, else 1.
+      num_tokens: of a row; the last block may be filled in part.
+
+    Raises:
+      ValueError: the layout needs more blocks than there are.
+
+    Example:
+      >>> from zerojax.config import FixedLayout
+      >>> table = layout_table(FixedLayout(num_local_blocks=2), num_heads=8, num_tokens=64)
+      >>> table.seen[0].astype(int)
+      array([[1, 1, 0, 1],
+             [1, 1, 0, 1],
+             [0, 1, 1, 1],
+             [0, 1, 1, 1]])
+    """
+    blocks = -(-num_tokens // layout.block)
+    for name in ("num_random_blocks", "num_sliding_window_blocks"):
+        _check_fits(layout, name, blocks)
+    if isinstance(layout, BigBirdLayout):
+        _check_fits(layout, "num_global_blocks", blocks)
+    heads = num_heads if layout.is_per_head else 1
+    draw = random.Random(getattr(layout, "seed", None))
+    mark = _MARKERS[type(layout)]
+    seen = np.zeros((heads, blocks, blocks), bool)
+    for head in range(heads):
+        mark(layout, seen[head], head, draw)
+    if (seen == seen[:1]).all():
+        seen = seen[:1]
+    return BlockTable(layout.block, seen, layout.mode)
+
+
+def _check_fits(layout: BlockLayout, name: str, blocks: int) -> None:
+    wanted = getattr(layout, name, 0)
+    if wanted > blocks:
+        raise ValueError(
+            f"{name}={wanted} of the layout {layout.mode} is more than the {blocks} blocks of "
+            f"{layout.block} tokens; use at most {blocks}, or a smaller block"
+        )
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+def _fixed(layout: FixedLayout, seen: np.ndarray, head: int, _: random.Random) -> None:
+    blocks, size, number = len(seen), layout.num_local_blocks, layout.num_global_blocks
+    is_causal = layout.attention == "unidirectional"
+    _windows(seen, range(0, blocks, size), size, is_causal)
+    first = size - (1 + head % layout.num_different_global_patterns) * number
+    starts = list(range(first, blocks - blocks % size, size))
+    if blocks % size:  # the global blocks of a short last window are its last at the latest
+        starts.append(min(blocks - blocks % size + first, blocks - number))
+    for start in starts:
+        seen[start if is_causal else 0 :, start : start + number] = True
+        if layout.horizontal_global_attention:
+            seen[start : start + number] = True
+
+
+def _variable(layout: VariableLayout, seen: np.ndarray, _: int, draw: random.Random) -> None:
+    blocks = len(seen)
+    is_causal = layout.attention == "unidirectional"
+    for row in range(blocks):
+        seen[row, draw.sample(range(blocks), layout.num_random_blocks)] = True
+    start = 0
+    for size in layout.local_window_blocks:
+        _windows(seen, [start], size, is_causal)
+        start += size
+    _windows(seen, range(start, blocks, size), size, is_causal)
+    for first, end in _global_ranges(layout, blocks):
+        seen[first if is_causal else 0 :, first:end] = True
+        if layout.horizontal_global_attention:
+            seen[first:end] = True
+
+
+def _bigbird(layout: BigBirdLayout, seen: np.ndarray, _: int, draw: random.Random) -> None:
+    is_causal, number = layout.attention == "unidirectional", layout.num_global_blocks
+    for row in range(len(seen)):
+        choices = range(row + 1 if is_causal else len(seen))
+        seen[row, draw.sample(choices, min(layout.num_random_blocks, len(choices)))] = True
+    _slide(seen, layout.num_sliding_window_blocks)
+    seen[:number] = True
+    seen[:, :number] = True
+    if is_causal:
+        seen &= np.tri(len(seen), dtype=bool)
+
+
+def _bslongformer(layout: BSLongformerLayout, seen: np.ndarray, _: int, __: random.Random) -> None:
+    _slide(seen, layout.num_sliding_window_blocks)
+    for first, end in _global_ranges(layout, len(seen)):
+        seen[first:end] = True
+        seen[:, first:end] = True
+    if layout.attention == "unidirectional":
+        seen &= np.tri(len(seen), dtype=bool)
+
+
+def _sliding(layout: SlidingWindowLayout, seen: np.ndarray, _: int, __: random.Random) -> None:
+    _slide(seen, layout.num_sliding_window_blocks)
+    if layout.attention == "unidirectional":
+        seen &= np.tri(len(seen), dtype=bool)
+
+
+_MARKERS: dict[type[BlockLayout], Callable[..., None]] = {
+    FixedLayout: _fixed,
+    VariableLayout: _variable,
+    BigBirdLayout: _bigbird,
+    BSLongformerLayout: _bslongformer,
+    SlidingWindowLayout: _sliding,
+}
+
+
+def _windows(seen: np.ndarray, starts: range | list[int], size: int, is_causal: bool) -> None:
+    """Marks square windows of blocks; causal: up to the diagonal."""
+    for start in starts:
+        window = seen[start : start + size, start : start + size]
+        window |= np.tri(len(window), dtype=bool) if is_causal else True
+
+
+def _slide(seen: np.ndarray, width: int) -> None:
+    """Marks blocks that are at most width // 2 blocks away."""
+    at = np.arange(len(seen))
+    seen |= np.abs(at[:, None] - at[None, :]) <= width // 2
+
+
+def _global_ranges(
+    layout: VariableLayout | BSLongformerLayout, blocks: int
+) -> list[tuple[int, int]]:
+    """[first, end) of the global blocks inside the sequence."""
+    starts = layout.global_block_indices
+    ends = layout.global_block_end_indices or [start + 1 for start in starts]
+    return [(a, min(b, blocks)) for a, b in zip(starts, ends, strict=True) if a < blocks]
