@@ -17,6 +17,7 @@ import zerojax
 from tests.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.models import chunked_attention
 from zerojax.models.attending import LONGEST_STORED, calls_of_attention
+from zerojax.models.attention_tiles import tiles_of
 from zerojax.models.batch_rows import Fixed, Rows, Total, follow_rows
 from zerojax.models.chunked_attention import Visibility
 from zerojax.models.zoo.stacking import REMAT_NAMES, REMAT_POLICIES
@@ -239,15 +240,15 @@ def test_scores_are_computed_again_once_where_the_result_is_kept(remat, loops):
     ids=str,
 )
 def test_blocks_in_which_nothing_is_seen_are_left_out(case, expected):
-    cut = chunked_attention._Cut(
-        scale=1.0,
+    extent = chunked_attention.extent_of(
+        TOKENS,
+        TOKENS,
         visibility=Visibility(**{"causal": False, "window": None, **case}),
-        queries=TOKENS,
-        keys=TOKENS,
-        block=BLOCK,
+        table=None,
         has_positions=False,
+        groups=1,
     )
-    assert len(cut.pairs()) == expected
+    assert len(tiles_of(extent).places) == expected
 
 
 # --- choice and refusals --------------------------------------------------------------------------

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.config.attention_layouts import LAYOUTS, BlockLayout
 from zerojax.config.checks import names_keywords
-from zerojax.models import chunked_attention as chunks
-from zerojax.models.chunked_attention import Visibility, chunked_attention
+from zerojax.models.attention_tiles import tiles_of
+from zerojax.models.chunked_attention import Visibility, chunked_attention, extent_of
+from zerojax.models.sparse_layouts import BlockTable, layout_table
 
 Implementation = Literal["auto", "xla", "chunked"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "chunked")
@@ -37,23 +39,43 @@ class Call:
     Attributes:
       implementation: the one that was taken; is_auto: whether "auto" took it.
       queries, keys: numbers of tokens.
+      tile: queries and keys that "chunked" holds the scores of.
+      computed: share of the scores that is computed, where a layout or a window is given.
+      layout: the table of blocks, if there is one.
     """
 
     implementation: Implementation
     is_auto: bool
     queries: int
     keys: int
+    tile: tuple[int, int] | None = None
+    computed: float | None = None
+    layout: BlockTable | None = None
 
     def describe(self) -> str:
         """One sentence: what was taken, and why."""
         stored = f"{self.queries} x {self.keys} scores of each head"
-        if self.implementation == "chunked":
-            does = f"holds {chunks.BLOCK} x {chunks.BLOCK} of the {stored} at a time"
+        if self.tile is not None:
+            queries, keys = self.tile
+            does = f"holds {queries} x {keys} of the {stored} at a time"
         else:
             does = f"holds all {stored}"
+        return f"attention {self.implementation} ({self._why()}): {does}{self._shares()}"
+
+    def _why(self) -> str:
+        if not self.is_auto:
+            return "asked for"
+        if self.layout is not None:
+            return "auto: a layout is given"
         limit = "more" if self.keys > LONGEST_STORED else "no more"
-        why = f"auto: {limit} than {LONGEST_STORED} keys" if self.is_auto else "asked for"
-        return f"attention {self.implementation} ({why}): {does}"
+        return f"auto: {limit} than {LONGEST_STORED} keys"
+
+    def _shares(self) -> str:
+        parts = [] if self.computed is None else [f"computes {self.computed:.1%} of them"]
+        if self.layout is not None:
+            name, size = self.layout.name, self.layout.block
+            parts.append(f"layout {name}, blocks of {size}, shows {self.layout.share:.1%}")
+        return "".join(f"; {part}" for part in parts)
 
 
 _CALLS: contextvars.ContextVar[list[Call] | None] = contextvars.ContextVar("calls", default=None)
@@ -80,14 +102,15 @@ def attention(
     segments: Both | None = None,
     positions: Both | None = None,
     window: int | None = None,
+    layout: BlockLayout | BlockTable | None = None,
     scale: float | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Softmax attention, `softmax(scale * query @ key^T) @ value`, over the keys that are seen.
 
-    A query sees the keys for which all that is given holds: `causal`, `window`, `segments`. One
-    that sees none gives 0. Scores and softmax are float32 in every implementation; their results
-    differ by rounding alone.
+    A query sees the keys for which all that is given holds: `causal`, `window`, `segments` and
+    `layout`. One that sees none gives 0. Scores and softmax are float32 in every implementation;
+    their results differ by rounding alone.
 
     Args:
       query: [batch, queries, heads, head_dim], any float dtype.
@@ -100,18 +123,23 @@ def attention(
       positions: integers [batch, tokens] which `causal` and `window` compare; or a pair, of queries
         and of keys. None: the indices. Packed texts need `segments` alone.
       window: a query sees keys less than so many positions away, its own included.
+      layout: which blocks of keys the queries of a block see, by their indices in the row: one of
+        `zerojax.config`, such as `BigBirdLayout`, or a `zerojax.models.BlockTable` of at least as
+        many tokens, which is cut. "chunked" computes the blocks alone that are seen, put together
+        to tiles; "xla" computes all scores.
       scale: None: head_dim^-0.5.
       implementation: "xla" holds the scores of all queries and keys; "chunked" holds those of 512
         by 512 at a time and computes them again in the backward pass; "auto" is "xla" up to 4096
-        keys, else "chunked".
+        keys without a layout, else "chunked".
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`.
 
     Raises:
       TypeError: dtypes that are not floating-point, or differ; segments or positions that are not
-        integers.
-      ValueError: shapes that do not belong together, a window below 1, an unknown implementation.
+        integers; a layout that is none.
+      ValueError: shapes that do not belong together, a window below 1, an unknown implementation, a
+        table of a layout for other heads or fewer tokens.
 
     Example:
       >>> import jax, zerojax
@@ -123,26 +151,51 @@ def attention(
     _check(query, key, value, window, implementation)
     where = _pair("segments", segments, query, key), _pair("positions", positions, query, key)
     visibility = Visibility(causal=causal, window=window)
+    table = _table(layout, query, key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    chosen = choose(implementation, key.shape[1])
+    chosen = choose(implementation, key.shape[1], has_layout=table is not None)
     calls = _CALLS.get()
     if calls is not None:
-        calls.append(Call(chosen, implementation == "auto", query.shape[1], key.shape[1]))
+        call = Call(chosen, implementation == "auto", query.shape[1], key.shape[1], layout=table)
+        has_positions = positions is not None
+        calls.append(_with_tiles(call, visibility, has_positions, query.shape[2] // key.shape[2]))
     run = functools.partial(
         chunked_attention if chosen == "chunked" else _stored,
         visibility=visibility,
         scale=scale,
         segments=where[0],
         positions=where[1],
+        table=table,
     )
     return _in_float32_on_cpus(run, query, key, value)
 
 
-def choose(implementation: Implementation, keys: int) -> Implementation:
+def choose(
+    implementation: Implementation, keys: int, *, has_layout: bool = False
+) -> Implementation:
     """The implementation that is asked for, or for "auto" the one for so many keys."""
     if implementation != "auto":
         return implementation
-    return "chunked" if keys > LONGEST_STORED else "xla"
+    return "chunked" if has_layout or keys > LONGEST_STORED else "xla"
+
+
+def _with_tiles(call: Call, visibility: Visibility, has_positions: bool, groups: int) -> Call:
+    """What a call holds and computes."""
+    if call.implementation != "chunked":
+        return dataclasses.replace(call, computed=None if call.layout is None else 1.0)
+    tiles = tiles_of(
+        extent_of(
+            call.queries,
+            call.keys,
+            visibility=visibility,
+            table=call.layout,
+            has_positions=has_positions,
+            groups=groups,
+        )
+    )
+    has_share = call.layout is not None or visibility.window is not None
+    computed = tiles.num_scores / (call.queries * call.keys) if has_share else None
+    return dataclasses.replace(call, tile=tiles.shape, computed=computed)
 
 
 def check_implementation(option: str, name: str) -> None:
@@ -177,10 +230,11 @@ def _stored(
     scale: float,
     segments: tuple[jax.Array, jax.Array] | None,
     positions: tuple[jax.Array, jax.Array] | None,
+    table: BlockTable | None,
 ) -> jax.Array:
     """`jax.nn.dot_product_attention` by XLA, which holds all scores."""
     run = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation="xla")
-    plain = positions is None and visibility.window is None
+    plain = positions is None and visibility.window is None and table is None
     if plain and segments is None:
         return run(query, key, value, is_causal=visibility.causal)
     seen: jax.Array | None = None
@@ -193,10 +247,14 @@ def _stored(
         of_query, of_key = segments
         own = (of_query[:, :, None] == of_key[:, None, :]) & (of_key >= 0)[:, None, :]
         seen = own if seen is None else own & jnp.broadcast_to(seen, own.shape)
+    seen = None if seen is None else seen[:, None]
+    if table is not None:
+        blocks = table.of_tokens(query.shape[1], key.shape[1])[None]
+        seen = blocks if seen is None else blocks & seen
     if seen is None:
         return run(query, key, value)
-    out = run(query, key, value, mask=seen[:, None])
-    sees_any = jnp.any(seen, axis=-1)[:, :, None, None]
+    out = run(query, key, value, mask=seen)
+    sees_any = jnp.moveaxis(jnp.any(seen, axis=-1), 1, 2)[..., None]
     return jnp.where(sees_any, out, 0)
 
 
@@ -238,6 +296,29 @@ def _check(
     if window is not None and (isinstance(window, bool) or window < 1):
         raise ValueError(f"window={window!r} must be at least 1; 1 is the token itself")
     check_implementation("implementation", implementation)
+
+
+def _table(
+    layout: BlockLayout | BlockTable | None, query: jax.Array, key: jax.Array
+) -> BlockTable | None:
+    """The table of a layout for these tokens and heads."""
+    queries, heads, keys = query.shape[1], query.shape[2], key.shape[1]
+    if isinstance(layout, BlockLayout):
+        layout = layout_table(layout, num_heads=heads, num_tokens=max(queries, keys))
+    if layout is None:
+        return None
+    if not isinstance(layout, BlockTable):
+        names = ", ".join(one.__name__ for one in LAYOUTS.values())
+        raise TypeError(
+            f"layout is a {type(layout).__name__}; give a layout of zerojax.config ({names}) or a "
+            "zerojax.models.BlockTable"
+        )
+    if layout.seen.shape[0] not in (1, heads):
+        raise ValueError(
+            f"the table of the layout is for {layout.seen.shape[0]} heads and query has {heads}; "
+            f"make it for {heads}, or for 1, which all heads share"
+        )
+    return layout.cut(queries, keys)
 
 
 def _pair(

@@ -1,22 +1,26 @@
 """Attention in blocks of queries and keys, without an array of all scores.
 
-The loop goes over the pairs of blocks in which a query may see a key; the softmax is taken online
+The loop goes over the tiles in which a query may see a key (`attention_tiles`), be it by the order
+of tokens, by a window or by a table of blocks; the softmax is taken online
 (arXiv:1805.02867, arXiv:2112.05682), and the backward pass computes each block of scores again from
 the log-sum-exp of its rows (arXiv:2205.14135). Plain XLA: any device, any float dtype. It saves
-memory, not products of the pairs it visits; a fused kernel also keeps a block's scores on the chip.
+memory, not products of the tiles it visits; a fused kernel also keeps a tile's scores on the chip.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.models.attention_tiles import Extent, Tiles, tiles_of
+from zerojax.models.sparse_layouts import BlockTable
 
 BLOCK = 512
 """Queries and keys of a block. Of 32 heads a block of float32 scores is then 32 MiB."""
@@ -59,32 +63,16 @@ class _Cut:
     Attributes:
       scale: what scores are multiplied with.
       visibility: see there.
-      queries, keys: numbers of each; blocks may have more.
-      block: queries and keys of a block.
-      has_positions: whether positions are data; else they are the indices.
+      extent: what the tiles of the loop follow from.
     """
 
     scale: float
     visibility: Visibility
-    queries: int
-    keys: int
-    block: int
-    has_positions: bool
+    extent: Extent
 
-    def pairs(self) -> np.ndarray:
-        """int32 [pairs, 2]: the blocks of queries and keys in which something may be seen."""
-        first = np.arange(-(-self.queries // self.block)) * self.block
-        query, key = first[:, None], np.arange(-(-self.keys // self.block))[None, :] * self.block
-        seen = np.ones((query.size, key.size), bool)
-        if not self.has_positions:
-            causal, window = self.visibility.causal, self.visibility.window
-            if causal:
-                seen &= key <= query + self.block - 1
-            if window is not None:
-                seen &= query - (key + self.block - 1) < window
-                if not causal:
-                    seen &= key - (query + self.block - 1) < window
-        return np.argwhere(seen).astype(np.int32)
+    @property
+    def tiles(self) -> Tiles:
+        return tiles_of(self.extent)
 
 
 def chunked_attention(
@@ -96,9 +84,10 @@ def chunked_attention(
     scale: float,
     segments: tuple[jax.Array, jax.Array] | None = None,
     positions: tuple[jax.Array, jax.Array] | None = None,
+    table: BlockTable | None = None,
     block: int | None = None,
 ) -> jax.Array:
-    """Softmax attention, block by block.
+    """Softmax attention, tile by tile.
 
     Products take operands in the dtype of the inputs and are summed in float32, and so are scores,
     softmax and the sum over keys. First derivatives in reverse mode only.
@@ -111,31 +100,36 @@ def chunked_attention(
       segments: integers ([batch, queries], [batch, keys]): a query sees keys of its own segment; a
         key of a negative one is seen by nobody. None: one segment.
       positions: integers ([batch, queries], [batch, keys]), which `visibility` compares; None: the
-        indices, and blocks in which nothing can be seen are left out.
-      block: queries and keys of a block; None: `BLOCK`.
+        indices, and tiles in which nothing can be seen are left out.
+      table: which blocks of keys the queries of a block see, by their indices, of as many blocks as
+        there are: others are not computed. None: all.
+      block: most queries and keys of a tile; None: `BLOCK`.
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`; 0 for a query that sees no key.
     """
-    cut = _Cut(
-        scale=scale,
-        visibility=visibility,
-        queries=query.shape[1],
-        keys=key.shape[1],
-        block=min(block or BLOCK, max(query.shape[1], key.shape[1])),
-        has_positions=positions is not None,
-    )
     groups = query.shape[2] // key.shape[2]
+    extent = extent_of(
+        query.shape[1],
+        key.shape[1],
+        visibility=visibility,
+        table=table,
+        has_positions=positions is not None,
+        groups=groups,
+        block=block,
+    )
+    cut = _Cut(scale, visibility, extent)
     rows = {}
     if segments is not None:
         rows["segment"] = _both_in_blocks(cut, segments)
     if positions is not None:
         rows["position"] = _both_in_blocks(cut, positions)
+    tiles = cut.tiles
     out = _attend(
         cut,
-        _in_blocks(cut, query.reshape(*query.shape[:2], -1, groups, query.shape[3])),
-        _in_blocks(cut, key),
-        _in_blocks(cut, value),
+        _in_blocks(query.reshape(*query.shape[:2], -1, groups, query.shape[3]), tiles.query_block),
+        _in_blocks(key, tiles.key_block),
+        _in_blocks(value, tiles.key_block),
         rows,
     )
     # [blocks, batch, kv_heads, groups, block, head_dim] -> [batch, queries, heads, head_dim]
@@ -144,20 +138,43 @@ def chunked_attention(
     return out[:, : query.shape[1]]
 
 
-def _in_blocks(cut: _Cut, array: jax.Array) -> jax.Array:
+def extent_of(
+    queries: int,
+    keys: int,
+    *,
+    visibility: Visibility,
+    table: BlockTable | None,
+    has_positions: bool,
+    groups: int,
+    block: int | None = None,
+) -> Extent:
+    """What the tiles of a call follow from; see `chunked_attention`."""
+    return Extent(
+        queries=queries,
+        keys=keys,
+        block=min(block or BLOCK, max(queries, keys)),
+        causal=visibility.causal,
+        window=visibility.window,
+        has_positions=has_positions,
+        table=table,
+        groups=groups,
+    )
+
+
+def _in_blocks(array: jax.Array, block: int) -> jax.Array:
     """[batch, tokens, heads..., features] -> [blocks, batch, heads..., block, features]."""
-    missing = -array.shape[1] % cut.block
+    missing = -array.shape[1] % block
     if missing:
         array = jnp.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2))
-    array = array.reshape(array.shape[0], -1, cut.block, *array.shape[2:])
+    array = array.reshape(array.shape[0], -1, block, *array.shape[2:])
     return jnp.moveaxis(array, (1, 2), (0, -2))
 
 
 def _both_in_blocks(cut: _Cut, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Integers [batch, tokens] of queries and of keys -> [blocks, batch, block] each."""
-    cast = (x.astype(jnp.int32)[:, :, None] for x in pair)
-    query, key = (_in_blocks(cut, x)[..., 0] for x in cast)
-    return query, key
+    """Integers [batch, tokens] of queries and of keys -> [blocks, batch, 1, block] each."""
+    query, key = (x.astype(jnp.int32)[:, :, None, None] for x in pair)
+    tiles = cut.tiles
+    return _in_blocks(query, tiles.query_block)[..., 0], _in_blocks(key, tiles.key_block)[..., 0]
 
 
 # --- differentiation ------------------------------------------------------------------------------
@@ -213,16 +230,16 @@ def _forward_pass(
     [blocks, batch, kv_heads, block, features].
     """
 
-    def step(carry: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+    def step(carry: tuple[jax.Array, ...], turn: _Turn) -> tuple[tuple[jax.Array, ...], None]:
         sums, greatest, total = carry
-        i, j = pair[0], pair[1]
-        scores = _scores(cut, query, key, rows, i, j)
+        i, taken = turn.place, _taken(cut, turn)
+        scores = _scores(cut, query[i], taken(key), rows, turn)
         before = greatest[i]
         after = jnp.maximum(before, jnp.max(scores, axis=-1))
         shift = jnp.where(after == -jnp.inf, 0, after)  # of a row that has seen nothing yet
         weights = jnp.exp(scores - shift[..., None])
         shrink = jnp.exp(before - shift)
-        mixed = _product("bkgqs,bksh->bkgqh", weights.astype(value.dtype), value[j])
+        mixed = _product("bkgqs,bksh->bkgqh", weights.astype(value.dtype), taken(value))
         # Not as a scatter: the analysis of a loss (`batch_rows`) follows rows through updates.
         write = functools.partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
         sums = write(sums, sums[i] * shrink[..., None] + mixed)
@@ -231,9 +248,7 @@ def _forward_pass(
 
     start = jnp.zeros(query.shape[:-1] + value.shape[-1:], jnp.float32)
     row = jnp.zeros(query.shape[:-1], jnp.float32)
-    (sums, greatest, total), _ = lax.scan(
-        step, (start, row - jnp.inf, row), jnp.asarray(cut.pairs())
-    )
+    (sums, greatest, total), _ = lax.scan(step, (start, row - jnp.inf, row), _turns(cut))
     seen = total > 0
     out = sums / jnp.where(seen, total, 1)[..., None]
     return out.astype(query.dtype), jnp.where(seen, greatest + jnp.log(total), jnp.inf)
@@ -253,21 +268,23 @@ def _backward_pass(
     wide = slope.astype(jnp.float32)
     turned = jnp.sum(wide * out.astype(jnp.float32), axis=-1)
 
-    def step(carry: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+    def step(carry: tuple[jax.Array, ...], turn: _Turn) -> tuple[tuple[jax.Array, ...], None]:
         of_query, of_key, of_value = carry
-        i, j = pair[0], pair[1]
-        weights = jnp.exp(_scores(cut, query, key, rows, i, j) - log_sum[i][..., None])
+        i, taken, added = turn.place, _taken(cut, turn), _added(cut, turn)
+        keys, values = taken(key), taken(value)
+        scores = _scores(cut, query[i], keys, rows, turn)
+        weights = jnp.exp(scores - log_sum[i][..., None])
         given = slope[i].astype(value.dtype)
         add = _product("bkgqs,bkgqh->bksh", weights.astype(value.dtype), given)
-        of_value = of_value.at[j].add(add)
-        inner = _product("bkgqh,bksh->bkgqs", given, value[j])
+        of_value = added(of_value, add)
+        inner = _product("bkgqh,bksh->bkgqs", given, values)
         scores = (weights * (inner - turned[i][..., None]) * cut.scale).astype(query.dtype)
-        of_query = of_query.at[i].add(_product("bkgqs,bksh->bkgqh", scores, key[j]))
-        of_key = of_key.at[j].add(_product("bkgqs,bkgqh->bksh", scores, query[i]))
+        of_query = of_query.at[i].add(_product("bkgqs,bksh->bkgqh", scores, keys))
+        of_key = added(of_key, _product("bkgqs,bkgqh->bksh", scores, query[i]))
         return (of_query, of_key, of_value), None
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
-    sums, _ = lax.scan(step, start, jnp.asarray(cut.pairs()))
+    sums, _ = lax.scan(step, start, _turns(cut))
     of_query, of_key, of_value = sums
     return (
         of_query.astype(query.dtype),
@@ -277,38 +294,118 @@ def _backward_pass(
 
 
 def _scores(
-    cut: _Cut,
-    query: jax.Array,
-    key: jax.Array,
-    rows: dict[str, Any],
-    i: jax.Array,
-    j: jax.Array,
+    cut: _Cut, query: jax.Array, key: jax.Array, rows: dict[str, Any], turn: _Turn
 ) -> jax.Array:
-    """float32 [batch, kv_heads, groups, block, block], -inf where a key is not seen."""
-    scores = _product("bkgqh,bksh->bkgqs", query[i], key[j]) * cut.scale
-    seen = _seen(cut, rows, i, j)
-    return scores if seen is None else jnp.where(seen[:, None, None], scores, -jnp.inf)
+    """float32 [batch, kv_heads, groups, queries, keys] of a tile, -inf where a key is not seen."""
+    scores = _product("bkgqh,bksh->bkgqs", query, key) * cut.scale
+    seen = _seen(cut, rows, turn)
+    return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
 
 
-def _seen(cut: _Cut, rows: dict[str, Any], i: jax.Array, j: jax.Array) -> jax.Array | None:
-    """Bool [batch or 1, block, block] of one pair of blocks; None: all keys are seen."""
-    offsets = jnp.arange(cut.block)
-    query = (i * cut.block + offsets)[None]
-    index = (j * cut.block + offsets)[None]
+def _seen(cut: _Cut, rows: dict[str, Any], turn: _Turn) -> jax.Array | None:
+    """Bool that broadcasts to the scores of a tile; None: all keys are seen."""
+    tiles, extent, taken = cut.tiles, cut.extent, _taken(cut, turn)
+    query = (turn.place * tiles.query_block + jnp.arange(tiles.query_block))[None, None]
+    blocks = turn.blocks[:, :, None] * tiles.key_block + jnp.arange(tiles.key_block)[None, None]
+    index = blocks.reshape(1, tiles.heads, -1)
     found = []
-    if cut.has_positions:
+    if extent.has_positions:
         of_query, of_key = rows["position"]
-        found.append(cut.visibility.is_visible(of_query[i], of_key[j]))
+        found.append(cut.visibility.is_visible(of_query[turn.place], taken(of_key)))
     else:
         found.append(cut.visibility.is_visible(query, index))
-    if cut.keys % cut.block:
-        found.append((index < cut.keys)[:, None, :])
+    if extent.keys % tiles.key_block:
+        found.append((index < extent.keys)[:, :, None, :])
     if "segment" in rows:
         of_query, of_key = rows["segment"]
-        own = of_query[i][:, :, None] == of_key[j][:, None, :]
-        found.append(own & (of_key[j] >= 0)[:, None, :])
-    seen = [x for x in found if x is not None]
-    return functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*seen)) if seen else None
+        of_query, of_key = of_query[turn.place], taken(of_key)
+        found.append(of_query[..., :, None] == of_key[..., None, :])
+        found.append((of_key >= 0)[..., None, :])
+    seen = [x[:, :, None] for x in found if x is not None]
+    if turn.seen is not None:
+        seen.append(_by_token(tiles, turn.seen))
+    return functools.reduce(jnp.logical_and, seen) if seen else None
+
+
+# --- tiles ----------------------------------------------------------------------------------------
+
+
+class _Turn(NamedTuple):
+    """One tile of the loop; see `Tiles`.
+
+    Attributes:
+      place: int32 [], its block of queries.
+      blocks: int32 [heads or 1, blocks], its blocks of keys.
+      seen: bool [heads or 1, groups or 1, query parts, blocks]; None: all.
+    """
+
+    place: jax.Array
+    blocks: jax.Array
+    seen: jax.Array | None
+
+
+def _turns(cut: _Cut) -> _Turn:
+    tiles = cut.tiles
+    return _Turn(
+        jnp.asarray(tiles.places[:, 0]),
+        jnp.asarray(tiles.places[:, 1:].reshape(-1, tiles.heads, tiles.num_blocks)),
+        None if tiles.seen is None else jnp.asarray(tiles.seen),
+    )
+
+
+def _by_token(tiles: Tiles, seen: jax.Array) -> jax.Array:
+    """Bool by blocks -> [1, heads or 1, groups or 1, queries, keys] of a tile."""
+    heads, groups, parts, blocks = seen.shape
+    shape = heads, groups, parts, tiles.query_block // parts, blocks, tiles.key_block
+    seen = jnp.broadcast_to(seen[:, :, :, None, :, None], shape)
+    return seen.reshape(1, heads, groups, *tiles.shape)
+
+
+def _taken(cut: _Cut, turn: _Turn) -> Callable[[jax.Array], jax.Array]:
+    """What takes a tile's blocks of keys out of an array, side by side.
+
+    It makes [batch, kv_heads, keys, ...] of [blocks, batch, kv_heads or 1, block, ...]. A place
+    beyond the blocks is some block, which is not seen.
+    """
+    tiles = cut.tiles
+
+    def take(array: jax.Array) -> jax.Array:
+        if turn.blocks.size == 1:
+            return array[turn.blocks[0, 0]]
+        if tiles.heads == 1:
+            found = jnp.moveaxis(_at(array, turn.blocks[0]), 0, 2)
+        else:
+            shape = *array.shape[:2], tiles.heads, *array.shape[3:]
+            array = jnp.moveaxis(jnp.broadcast_to(array, shape), 2, 0)
+            found = jnp.moveaxis(jax.vmap(_at)(array, turn.blocks), (0, 1), (1, 2))
+        return found.reshape(*found.shape[:2], -1, *found.shape[4:])
+
+    return take
+
+
+def _at(array: jax.Array, places: jax.Array) -> jax.Array:
+    return array.at[places].get(mode="clip")
+
+
+def _added(cut: _Cut, turn: _Turn) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The reverse of `_taken`: adds [batch, kv_heads, keys, ...] to the blocks of a tile."""
+    tiles = cut.tiles
+
+    def add(sums: jax.Array, more: jax.Array) -> jax.Array:
+        if turn.blocks.size == 1:
+            return sums.at[turn.blocks[0, 0]].add(more)
+        shape = *more.shape[:2], tiles.num_blocks, tiles.key_block, *more.shape[3:]
+        more = jnp.moveaxis(more.reshape(shape), 2, 0)
+        if tiles.heads == 1:
+            return _plus(sums, turn.blocks[0], more)
+        return jax.vmap(_plus, in_axes=(2, 0, 2), out_axes=2)(sums, turn.blocks, more)
+
+    return add
+
+
+def _plus(sums: jax.Array, places: jax.Array, more: jax.Array) -> jax.Array:
+    """Blocks of a tile are all different, and what is beyond the last one is dropped."""
+    return sums.at[places].add(more, mode="drop", unique_indices=True)
 
 
 def _product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Tables of block layouts: which blocks of keys the queries of a block see.
 
 Equal to the tables that DeepSpeed's code makes of the same parameters (`tests/golden` has some of
-them). Numpy alone; nothing here knows a device.
+them). They are numpy's; nothing here knows a device.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import hashlib
 import random
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zerojax.config.attention_layouts import (
@@ -92,10 +94,12 @@ class BlockTable:
             )
         return dataclasses.replace(self, seen=self.seen[:, : blocks[0], : blocks[1]])
 
-    def of_tokens(self, queries: int, keys: int) -> np.ndarray:
+    def of_tokens(self, queries: int, keys: int) -> jax.Array:
         """Bool [heads or 1, queries, keys], an entry for each pair of tokens."""
-        rows, columns = (np.arange(n) // self.block for n in (queries, keys))
-        return self.seen[:, rows[:, None], columns[None, :]]
+        size, (heads, rows, columns) = self.block, self.seen.shape
+        shape = heads, rows, size, columns, size  # not repeated by numpy: a program would hold it
+        seen = jnp.broadcast_to(jnp.asarray(self.seen)[:, :, None, :, None], shape)
+        return seen.reshape(heads, rows * size, columns * size)[:, :queries, :keys]
 
 
 @functools.lru_cache(maxsize=64)
