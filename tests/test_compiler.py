@@ -52,13 +52,16 @@ def test_what_decides_a_program_is_named(monkeypatch):
     versions = {"jaxlib": "0.12.0", "jax-cuda13-pjrt": "0.12.0", "nvidia-cuda-nvcc": "13.4.92"}
     versions["nvidia-nvvm"] = "13.5.37"
     monkeypatch.setattr(compile_client, "_version", versions.get)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX --xla_dump_to=/somewhere")
+    nothing = "--xla_cpu_max_isa=AVX --xla_dump_to=/somewhere --xla_gpu_kernel_cache_file=/kernels"
+    monkeypatch.setenv("XLA_FLAGS", nothing)
     named = "jaxlib 0.12.0, jax-cuda13-pjrt 0.12.0, nvidia-cuda-nvcc 13.4.92, nvidia-nvvm 13.5.37"
     assert compile_client.compiler_version() == named
     assert compile_client.compiler_version(fast=True) == f"{named}, fast options"
     flag = "--xla_gpu_enable_triton_gemm=false"
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/somewhere {flag}")
     assert compile_client.compiler_version() == f"{named}, XLA_FLAGS={flag}"
+    fast = f"{named}, XLA_FLAGS={flag}, fast options"
+    assert compile_client.compiler_version(fast=True) == fast
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,9 @@ _PACKAGES = (
     "nvidia-cuda-nvcc-cu12",
     "nvidia-nvvm",
 )
-_DECIDES_NOTHING = re.compile(r"--xla_(dump_|cpu_|force_host_platform_device_count)")  # for GPUs
+_DECIDES_NOTHING = re.compile(  # for GPUs
+    r"--xla_(dump_|cpu_|force_host_platform_device_count|gpu_kernel_cache_file)"
+)
 
 FAST_OPTIONS: Mapping[str, Any] = {"xla_gpu_autotune_level": 0}
 """One kernel is made for each product, not several of which the best is looked for. The program is
@@ -147,13 +149,13 @@ def missing() -> str | None:
 
 
 def compiler_version(*, fast: bool = False) -> str:
-    """What decides the program: installed packages, `FAST_OPTIONS` if `fast`, and XLA's flags."""
+    """What decides the program: installed packages, XLA's flags, and `FAST_OPTIONS` if `fast`."""
     found = {name: _version(name) for name in _PACKAGES}
     parts = [f"{name} {version}" for name, version in found.items() if version]
-    parts += ["fast options"] * fast
     flags = os.environ.get("XLA_FLAGS", "").split()
     flags = [flag for flag in flags if not _DECIDES_NOTHING.match(flag)]
     parts += [f"XLA_FLAGS={' '.join(flags)}"] * bool(flags)
+    parts += ["fast options"] * fast
     return ", ".join(parts)
 
 
