@@ -24,6 +24,7 @@ NAMES = (
     "compile_time",
     "default_run",
     "plans",
+    "attention",
     "optimizer",
     "pipeline",
     "offload_disk",

@@ -45,21 +45,22 @@ def main(argv: list[str] | None = None) -> None:
 def measure(smoke: bool) -> Record:
     """One row per run file; a smoke run takes the formulas of the smallest alone."""
     cases = CASES[:1] if smoke else CASES
-    rows = [_row(*case) for case in cases]
+    rows = [_row(*case, attention) for case in cases for attention in ("xla", "auto")]
     goals = []
     for row in rows:
         if row["data wire/formula"] is not None:
-            name = f"{row['config']}: wire bytes over data / formula"
+            name = f"{row['config']}, {row['attention']}: wire bytes over data / formula"
             goals.append(Goal(name=name, value=row["data wire/formula"], limit=WIRE_LIMIT))
         if row["peak_GiB"] is not None:
-            name = f"{row['config']}: compiled peak / what JAX may take"
+            name = f"{row['config']}, {row['attention']}: compiled peak / what JAX may take"
             peak = max(row["peak_GiB"], row["cublas_peak_GiB"])
             goals.append(Goal(name=name, value=peak / row["limit_GiB"], limit=1.0))
     return Record(name="plans", rows=rows, goals=goals, notes=[f"compiled with {_compiler()}"])
 
 
-def _row(name: str, gpu: str, devices: int) -> dict[str, Any]:
-    plan = plan_from_config(load(RunConfig, CONFIGS / f"{name}.yaml", []), devices)
+def _row(name: str, gpu: str, devices: int, attention: str) -> dict[str, Any]:
+    config = load(RunConfig, CONFIGS / f"{name}.yaml", [f"model.attention={attention}"])
+    plan = plan_from_config(config, devices)
     began = time.process_time()
     forecast = zerojax.forecast(plan, gpu=gpu, devices=devices, fast=True)
     seconds = time.process_time() - began
@@ -70,6 +71,7 @@ def _row(name: str, gpu: str, devices: int) -> dict[str, Any]:
     wire = traffic.data_wire_bytes
     return {
         "config": name,
+        "attention": attention,
         "gpu": gpu,
         "devices": devices,
         "parameters": plan.as_dict()["num_parameters"],
@@ -81,7 +83,12 @@ def _row(name: str, gpu: str, devices: int) -> dict[str, Any]:
         "data_wire_units": None if wire is None or not traffic.unit else wire / traffic.unit,
         "data wire/formula": None if not wire else wire / traffic.formula_bytes,
         "roofline_s": estimate.step_seconds,
+        "compute_s": estimate.compute_seconds,
+        "memory_s": estimate.memory_seconds,
+        "exposed_wire_s": estimate.exposed_wire_seconds,
+        "bound_by": estimate.bound_by,
         "roofline_mfu": estimate.mfu,
+        "tokens_per_s": estimate.tokens_per_second,
         "cpu_s": seconds,
     }
 

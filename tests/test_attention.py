@@ -16,7 +16,8 @@ import pytest
 import zerojax
 from tests.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.models import chunked_attention
-from zerojax.models.attending import LONGEST_STORED, calls_of_attention
+from zerojax.models.attending import calls_of_attention
+from zerojax.models.attention_choice import LONGEST_STORED
 from zerojax.models.attention_tiles import tiles_of
 from zerojax.models.batch_rows import Fixed, Rows, Total, follow_rows
 from zerojax.models.chunked_attention import Visibility
@@ -288,7 +289,7 @@ REFUSED = {
     "dtypes": (lambda q, k, v: (q, k.astype("bfloat16"), v), {}, TypeError, "all three in one"),
     "integers": (lambda q, k, v: (q.astype(int),) * 3, {}, TypeError, "floating-point"),
     "window": (None, {"window": 0}, ValueError, "window=0 must be at least 1"),
-    "a name": (None, {"implementation": "flash"}, ValueError, "use auto, xla, chunked"),
+    "a name": (None, {"implementation": "flash"}, ValueError, "use auto, xla, chunked, cudnn"),
     "a keyword": (None, {"is_causal": True}, TypeError, "did you mean 'causal'"),
     "segments": (None, {"segments": PACKED[:, 1:]}, ValueError, r"\[batch, tokens\]"),
     "float segments": (None, {"segments": PACKED * 1.0}, TypeError, "use .astype"),

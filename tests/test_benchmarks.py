@@ -22,6 +22,7 @@ from zerojax.plan.counts import model_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_PARTS = {
+    "attention",
     "environment",
     "gpt2",
     "llama",
@@ -268,6 +269,7 @@ def test_the_gpu_command_runs_every_part_on_a_cpu(tmp_path):
     parts = collect.read_runs([tmp_path / "gpu.json"])
     assert set(parts) == GPU_PARTS
     assert all(goal["met"] for goal in parts["stages"]["goals"])
+    assert all(goal["met"] for goal in parts["attention"]["goals"])
     assert {row["way"] for row in parts["gpt2"]["rows"]} >= {"bare jit", "zerojax.train"}
     memory = parts["memory"]["rows"]
     assert len({(row["zero"], row["microbatches"], row["remat"]) for row in memory}) == 8

@@ -32,8 +32,8 @@ from zerojax.plan.counts import role_bytes, shard_bytes
 
 CARD = sample_card()
 LIMIT = 60 * GIB
-RECOMPUTE = {"none": 1.0, "dots": 1.05, "full": 4 / 3}
-KEPT = {"none": 1.0, "dots": 0.5, "full": 0.1}
+RECOMPUTE = {"none": 1.0, "dots": 1.05, "attention": 1.25, "full": 4 / 3}
+KEPT = {"none": 1.0, "dots": 0.5, "attention": 0.15, "full": 0.1}
 
 
 any_forecast = functools.cache(sample_forecast)
@@ -419,7 +419,7 @@ def test_bounds_are_those_of_the_plan():
 @pytest.mark.thorough
 def test_bounds_of_every_remat_are_those_of_its_own_plan():
     find = bounds_on(CARD, plan_for)
-    for remat in ("none", "dots", "full"):
+    for remat in REMATS:
         own = candidate(zero=3, num_microbatches=2, remat=remat)
         assert find(own) == bounds_of(plan_for(own), CARD, repeated(plan_for(own)))
 

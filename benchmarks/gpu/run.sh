@@ -16,7 +16,7 @@ cd "$(dirname "$0")/../.."
 
 # What is timed runs alone, the most important first. Checks share the GPU and run side by side.
 readonly first="environment optimizer gpt2 llama torch"
-readonly checks="stages memory command offload_bits donation twin target"
+readonly checks="attention stages memory command offload_bits donation twin target"
 readonly last="offload largest"
 readonly by_default="$first $checks offload"
 readonly seconds_for_checks=100

@@ -25,7 +25,7 @@ from zerojax.data import TokenSource, tokens_of_array
 from zerojax.models import build_model
 
 
-def make_factory(workload: Workload) -> Callable[[Any], Any]:
+def make_factory(workload: Workload, *, attention: Any = "auto") -> Callable[[Any], Any]:
     """`rngs -> model`."""
     config = ModelConfig(
         name=workload.kind,
@@ -39,6 +39,7 @@ def make_factory(workload: Workload) -> Callable[[Any], Any]:
         remat=workload.remat,
         rope_theta=workload.rope_theta,
         norm_eps=workload.norm_eps,
+        attention=attention,
     )
     return build_model(config, workload.vocab_size)
 

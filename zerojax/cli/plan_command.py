@@ -165,7 +165,7 @@ def plan(
     with Progress(quiet=as_json) as progress:
         progress(f"planning for {devices} x {gpu.title}")
         found = forecast(
-            plan_from_config(config, devices),
+            plan_from_config(config, devices, gpu=gpu),
             gpu=gpu,
             fast=fast,
             why_formula=NO_COMPILE if no_compile else None,
@@ -205,7 +205,7 @@ def _search(
     Where nothing fits it looks once more, with the optimizer's state in host memory, for what is
     left of the budget.
     """
-    from zerojax.forecasting.search import list_candidates, search_dict, search_page
+    from zerojax.forecasting.search import REMATS, list_candidates, search_dict, search_page
     from zerojax.hardware import compile_client
 
     if config.elasticity.enabled:
@@ -219,6 +219,9 @@ def _search(
         node_devices=gpu.node_devices,
         replicas=config.mesh.replica,
         num_layers=config.model.num_layers,
+        remats=[
+            remat for remat in REMATS if remat != "attention" or config.model.attention != "xla"
+        ],
     )
     if not candidates:
         raise ValueError(
@@ -268,7 +271,7 @@ def _find(
     with Progress(quiet=quiet) as progress:
         progress(f"searching {len(candidates)} candidates{where}, for {budget:.0f} s at most")
         return search(
-            lambda candidate: plan_from_config(with_candidate(config, candidate), devices),
+            lambda candidate: plan_from_config(with_candidate(config, candidate), devices, gpu=gpu),
             candidates,
             gpu,
             forecast_of=lambda plan: forecast(plan, gpu=gpu, fast=True, progress=progress),

@@ -82,8 +82,8 @@ class ModelConfig:
     """Dropout probability. 0, since most pretraining sees each token about once."""
     remat: Literal["none", "full", "attention", "dots"] = "none"
     """Activation checkpointing of each block: none stores all activations, dots stores matrix
-    products, full stores the block's input only, attention the input and what attention in chunks
-    (attention: chunked) gave."""
+    products, full stores the block's input only, attention the input and the result of attention
+    (chunked or cudnn)."""
     loss_chunk: int | None = 1024
     """Tokens whose logits the loss holds at once; null holds all. With a vocabulary of 128
     thousand, 8192 tokens and width 2048 the loss then needs 1.4 GB instead of 6.3 (compiled for
@@ -94,10 +94,11 @@ class ModelConfig:
     floats (e4m3, gradients e5m2) with delayed scaling; attention scores, embedding and head
     keep their dtype. With precision fp32 the rest is float32, which is no faster but shows the
     effect of fp8 alone."""
-    attention: Literal["auto", "xla", "chunked"] = "auto"
+    attention: Literal["auto", "xla", "chunked", "cudnn"] = "auto"
     """Implementation of attention. xla holds the scores of all tokens of a row with all others;
-    chunked holds a block of them at a time, for long rows. auto: xla up to 4096 tokens, else
-    chunked."""
+    chunked holds a block of them at a time, for long rows; cudnn is NVIDIA's fused kernel, which
+    stores none. auto: cudnn on GPUs where it can (16-bit floats, no packed texts), else xla up to
+    4096 tokens, else chunked."""
     tie_embeddings: bool | None = None
     """Whether the head reuses the embedding. null: true for gpt2, false for llama."""
     rope_theta: float = 10_000.0

@@ -109,7 +109,7 @@ def forecast(
     if why is None:
         mesh = meshes.make_mesh(settings, compile_client.gpu_devices(card, count))
     else:
-        mesh = meshes.make_abstract_mesh(settings, count)
+        mesh = meshes.make_abstract_mesh(settings, count, gpu=card)
     moved, targets = plan.remake(mesh), None
     if why is None and moved.settings.offload.on_host:
         # Absent devices know no host memory: traced over the mesh's axes alone.

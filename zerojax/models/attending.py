@@ -11,7 +11,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,17 @@ from jax import lax
 
 from zerojax.config.attention_layouts import LAYOUTS, BlockLayout
 from zerojax.config.checks import names_keywords
+from zerojax.models.attention_choice import (
+    IMPLEMENTATIONS,
+    Implementation,
+    choose,
+    device_here,
+    on_each_device,
+)
 from zerojax.models.attention_tiles import tiles_of
 from zerojax.models.chunked_attention import Visibility, chunked_attention, extent_of
+from zerojax.models.cudnn_attention import cudnn_attention
 from zerojax.models.sparse_layouts import BlockTable, layout_table
-
-Implementation = Literal["auto", "xla", "chunked"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "chunked")
-LONGEST_STORED = 4096
-"""`auto` computes in chunks where a query may see more keys than these, on any device: the scores
-of one sequence of 8192 tokens and 32 heads are 8 GiB in float32."""
 
 Both = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -37,7 +39,8 @@ class Call:
     """One call of `attention` while a model was traced.
 
     Attributes:
-      implementation: the one that was taken; is_auto: whether "auto" took it.
+      implementation: the one that is taken.
+      why: "asked for", or what made "auto" take it.
       queries, keys: numbers of tokens.
       tile: queries and keys that "chunked" holds the scores of.
       computed: share of the scores that is computed, where a layout or a window is given.
@@ -45,7 +48,7 @@ class Call:
     """
 
     implementation: Implementation
-    is_auto: bool
+    why: str
     queries: int
     keys: int
     tile: tuple[int, int] | None = None
@@ -58,17 +61,11 @@ class Call:
         if self.tile is not None:
             queries, keys = self.tile
             does = f"holds {queries} x {keys} of the {stored} at a time"
+        elif self.implementation == "cudnn":
+            does = f"stores none of the {stored}; cuDNN's workspace is not counted"
         else:
             does = f"holds all {stored}"
-        return f"attention {self.implementation} ({self._why()}): {does}{self._shares()}"
-
-    def _why(self) -> str:
-        if not self.is_auto:
-            return "asked for"
-        if self.layout is not None:
-            return "auto: a layout is given"
-        limit = "more" if self.keys > LONGEST_STORED else "no more"
-        return f"auto: {limit} than {LONGEST_STORED} keys"
+        return f"attention {self.implementation} ({self.why}): {does}{self._shares()}"
 
     def _shares(self) -> str:
         parts = [] if self.computed is None else [f"computes {self.computed:.1%} of them"]
@@ -129,8 +126,10 @@ def attention(
         to tiles; "xla" computes all scores.
       scale: None: head_dim^-0.5.
       implementation: "xla" holds the scores of all queries and keys; "chunked" holds those of 512
-        by 512 at a time and computes them again in the backward pass; "auto" is "xla" up to 4096
-        keys without a layout, else "chunked".
+        by 512 at a time and computes them again in the backward pass; "cudnn" is NVIDIA's fused
+        kernel, for bfloat16 and float16 without segments, positions and layout. "auto" is "cudnn"
+        on GPUs where that can compute it, else "chunked" above 4096 keys or with a layout, else
+        "xla".
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`.
@@ -139,7 +138,8 @@ def attention(
       TypeError: dtypes that are not floating-point, or differ; segments or positions that are not
         integers; a layout that is none.
       ValueError: shapes that do not belong together, a window below 1, an unknown implementation, a
-        table of a layout for other heads or fewer tokens.
+        table of a layout for other heads or fewer tokens, or "cudnn" for what it cannot compute or
+        on devices that are not NVIDIA GPUs.
 
     Example:
       >>> import jax, zerojax
@@ -153,14 +153,23 @@ def attention(
     visibility = Visibility(causal=causal, window=window)
     table = _table(layout, query, key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    chosen = choose(implementation, key.shape[1], has_layout=table is not None)
+    device = device_here()
+    more = {"segments": segments, "positions": positions, "layout": layout}
+    given = frozenset(name for name, value in more.items() if value is not None)
+    chosen, why = choose(implementation, device, query, key, visibility, given)
     calls = _CALLS.get()
     if calls is not None:
-        call = Call(chosen, implementation == "auto", query.shape[1], key.shape[1], layout=table)
-        has_positions = positions is not None
-        calls.append(_with_tiles(call, visibility, has_positions, query.shape[2] // key.shape[2]))
+        call = Call(chosen, why, query.shape[1], key.shape[1], layout=table)
+        groups = query.shape[2] // key.shape[2]
+        calls.append(_with_tiles(call, visibility, positions is not None, groups))
+    if chosen == "cudnn" and not device.is_planned:
+        run = functools.partial(cudnn_attention, visibility=visibility, scale=scale)
+        return on_each_device(run)(query, key, value)
+    attend = _stored if chosen == "xla" else chunked_attention
+    if chosen == "cudnn":  # its products, to within one 64th of those of causal attention
+        attend = functools.partial(chunked_attention, block=-(-key.shape[1] // 64))
     run = functools.partial(
-        chunked_attention if chosen == "chunked" else _stored,
+        attend,
         visibility=visibility,
         scale=scale,
         segments=where[0],
@@ -170,18 +179,11 @@ def attention(
     return _in_float32_on_cpus(run, query, key, value)
 
 
-def choose(
-    implementation: Implementation, keys: int, *, has_layout: bool = False
-) -> Implementation:
-    """The implementation that is asked for, or for "auto" the one for so many keys."""
-    if implementation != "auto":
-        return implementation
-    return "chunked" if has_layout or keys > LONGEST_STORED else "xla"
-
-
 def _with_tiles(call: Call, visibility: Visibility, has_positions: bool, groups: int) -> Call:
     """What a call holds and computes."""
-    if call.implementation != "chunked":
+    if call.implementation == "cudnn":
+        return call
+    if call.implementation == "xla":
         return dataclasses.replace(call, computed=None if call.layout is None else 1.0)
     tiles = tiles_of(
         extent_of(
@@ -237,7 +239,6 @@ def _stored(
     plain = positions is None and visibility.window is None and table is None
     if plain and segments is None:
         return run(query, key, value, is_causal=visibility.causal)
-    seen: jax.Array | None = None
     if positions is None:
         at = (jnp.arange(x.shape[1])[None] for x in (query, key))
     else:

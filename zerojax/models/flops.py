@@ -1,5 +1,6 @@
 """FLOPs of a traced function, counted in its jaxpr before anything compiles."""
 
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,9 +10,11 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from zerojax.models.cudnn_attention import BACKWARD, FORWARD, call_flops
+
 
 def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
-    """Floating-point operations of the matrix products and convolutions in one call of `fn`.
+    """Floating-point operations of products, convolutions and fused attention in one call of `fn`.
 
     A multiply-add is two. Loops count as often as they run, a `cond` as its dearest branch, the
     body of a `shard_map` once per device: the result is a sum over all devices. Elementwise work
@@ -56,6 +59,8 @@ def equation_flops(equation: core.JaxprEqn) -> int:
         return _dot_flops(equation)
     if name == "conv_general_dilated":
         return _convolution_flops(equation)
+    if name == "ffi_call":
+        return _library_flops(equation)
     inner = [_jaxpr_flops(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
     if name == "cond":
         return max(inner)
@@ -105,6 +110,14 @@ def _convolution_flops(equation: core.JaxprEqn) -> int:
     per_output = math.prod(kernel) // out_channels
     # The zeros that a transposed convolution puts between its inputs are not work.
     return 2 * math.prod(out) * per_output // math.prod(params["lhs_dilation"])
+
+
+def _library_flops(equation: core.JaxprEqn) -> int:
+    """Of cuDNN's attention; 0 for any other call of a library."""
+    target, config = equation.params["target_name"], equation.params["legacy_backend_config"]
+    if target not in (FORWARD, BACKWARD):
+        return 0
+    return call_flops(target, _shape(equation.invars[0])[-1], json.loads(config))
 
 
 def _shape(var: Any) -> tuple[int, ...]:

@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import names_keywords
+from zerojax.hardware.gpus import Gpu
 
 REPLICA, DATA, STAGE, MODEL = "replica", "data", "stage", "model"
 
@@ -139,11 +140,22 @@ def make_mesh(
 
 @names_keywords()
 def make_abstract_mesh(
-    config: MeshConfig | Mapping[str, Any] | None, num_devices: int
+    config: MeshConfig | Mapping[str, Any] | None, num_devices: int, *, gpu: Gpu | None = None
 ) -> AbstractMesh:
-    """The same mesh without devices: enough to plan for `num_devices` devices."""
+    """The same mesh without devices: enough to plan for `num_devices` devices.
+
+    Args:
+      config: sizes, as `make_mesh` takes them.
+      num_devices: how many.
+      gpu: what they will be, where that decides something (`zerojax.attention`); None: not known.
+    """
     sizes = resolve_axis_sizes(as_mesh_config(config), num_devices)
-    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    if gpu is None:
+        return mesh
+    cores = None if gpu.target is None else gpu.target.cores
+    device = AbstractDevice(device_kind=gpu.name, num_cores=cores, platform="gpu")
+    return mesh.update(abstract_device=device)
 
 
 def normalise_mesh(mesh: Mesh) -> Mesh:

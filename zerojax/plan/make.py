@@ -20,13 +20,14 @@ from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import as_patterns, check_whole_number, names_keywords
 from zerojax.config.recognition import is_deepspeed
 from zerojax.models.activation_offload import describe_layer_inputs
+from zerojax.models.attention_choice import attention_planned_for
 from zerojax.models.loops import find_stacks
 from zerojax.models.losses import split_result
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.decisions import Decisions, ProgramChoices, TracedLoss
-from zerojax.plan.device_mesh import DATA, DATA_AXES, STAGE
+from zerojax.plan.device_mesh import COMPILER_AXES, DATA, DATA_AXES, STAGE
 from zerojax.plan.explain import explain_parameter
 from zerojax.plan.loss_checks import (
     check_loss,
@@ -248,6 +249,11 @@ class _Seen:
 
 
 def _make(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given) -> Plan:
+    with attention_planned_for(mesh, COMPILER_AXES):
+        return _make_traced(settings, mesh, given)
+
+
+def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given) -> Plan:
     task, why_defaults, why_microbatches = _resolve(settings, mesh, given)
     seen = _trace(task)
     placement, layout, stacked = _place(task, seen, given.freeze)

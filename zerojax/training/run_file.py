@@ -14,6 +14,7 @@ from zerojax.config.checks import names_keywords
 from zerojax.data import TokenSource, as_feed, as_source
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
+from zerojax.hardware.gpus import Gpu
 from zerojax.models import build_model
 from zerojax.models.hugging_face import Pretrained, from_hugging_face
 from zerojax.optim.precision import Precision, as_precision, default_precision
@@ -271,17 +272,18 @@ def _precision(config: RunConfig, platform: str | None) -> tuple[Precision, list
     return precision, reasons
 
 
-def plan_from_config(config: RunConfig, num_devices: int) -> Plan:
+def plan_from_config(config: RunConfig, num_devices: int, *, gpu: Gpu | None = None) -> Plan:
     """The plan that `run_from_config` makes on so many devices, none of which has to be here.
 
     Reads no data: a batch is `global_batch_size` rows of `seq_len` tokens and as many targets.
-    Where the file names no precision it is that of accelerators.
+    Where the file names no precision it is that of accelerators. `gpu` is what the devices will be,
+    as `make_abstract_mesh` takes it.
 
     Raises:
       ValueError: sizes that do not fit together, or a vocabulary that only the data could tell.
     """
     config = config.on_devices(num_devices)
-    mesh = meshes.make_abstract_mesh(config.mesh, num_devices)
+    mesh = meshes.make_abstract_mesh(config.mesh, num_devices, gpu=gpu)
     _check_pieces(config, meshes.num_data_shards(mesh))
     tokens = jax.ShapeDtypeStruct((config.global_batch_size, config.data.seq_len), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}

@@ -15,14 +15,13 @@ from zerojax.forecasting.hlo.program import (
     Instruction,
     Program,
 )
+from zerojax.models.cudnn_attention import call_flops
 
 # A start whose computation is a list of instructions of its own. A `fusion-start` is one kernel,
 # like the fusion it starts.
 _CALLS = ("call", "call-start", "async-start")
 
 _DOTS = ("dot", "ragged-dot", "scaled-dot")
-# Gradients of fused attention compute the scores again and then four products.
-_ATTENTION_PRODUCTS = {"forward": 2, "backward": 5}
 # They name values, or order them, without touching memory.
 _FREE = frozenset(
     """
@@ -89,7 +88,7 @@ class Matmuls:
     """Finds the matrix products of a program's instructions.
 
     Convolutions count as products, and fused attention of cuDNN as one product with the FLOPs of
-    all it holds, masked scores included.
+    all it holds: of causal attention the scores that are seen.
     """
 
     def __init__(self, program: Program):
@@ -205,13 +204,10 @@ def _cudnn_convolution_flops(computation: Computation, call: Instruction, target
 
 
 def _attention_flops(computation: Computation, call: Instruction, target: str) -> list[int]:
-    scores = _find_setting(call.backend_config, "intermediate_tensor_shape")
-    if scores is None:
+    if _find_setting(call.backend_config, "intermediate_tensor_shape") is None:
         return []
-    size = math.prod(int(dim) for dim in scores["dimensions"])
     head_dim = computation[call.operands[0]].arrays[0].shape[-1]
-    products = _ATTENTION_PRODUCTS["backward" if "Backward" in target else "forward"]
-    return [2 * size * head_dim * products]
+    return [call_flops(target, head_dim, call.backend_config)]
 
 
 def _find_setting(config: dict[str, Any], key: str) -> dict[str, Any] | None:

@@ -1,10 +1,11 @@
 """Search for the cheapest plan that fits."""
 
-from zerojax.forecasting.search.candidates import Candidate, list_candidates
+from zerojax.forecasting.search.candidates import REMATS, Candidate, list_candidates
 from zerojax.forecasting.search.search_result import SearchResult, Trial, search_dict, search_page
 from zerojax.forecasting.search.searching import search
 
 __all__ = [
+    "REMATS",
     "Candidate",
     "SearchResult",
     "Trial",

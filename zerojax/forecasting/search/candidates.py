@@ -18,8 +18,8 @@ from zerojax.plan.offload_costs import hiding
 from zerojax.plan.pipeline_costs import executed_flops, message_bytes, useful_flops
 from zerojax.plan.wire import wire_bytes
 
-Remat = Literal["none", "dots", "full"]
-REMATS: tuple[Remat, ...] = ("none", "dots", "full")
+Remat = Literal["none", "dots", "attention", "full"]
+REMATS: tuple[Remat, ...] = ("none", "dots", "attention", "full")
 """Of a reference model, from the most memory to the least."""
 MODEL_SIZES = (1, 2, 4, 8)
 STAGE_SIZES = (1, 2, 4, 8)
@@ -32,8 +32,7 @@ class Candidate:
     """The settings that the search varies.
 
     Attributes:
-      zero: 0..3; model, stage: sizes of these mesh axes; num_microbatches; remat: "none", "dots" or
-        "full".
+      zero: 0..3; model, stage: sizes of these mesh axes; num_microbatches; remat: of `REMATS`.
     """
 
     zero: int

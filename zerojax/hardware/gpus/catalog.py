@@ -31,7 +31,7 @@ def find_gpu(name_or_file: str) -> Gpu:
       ValueError: no such card or file, or a mistake in the file, with its line.
     """
     text = str(name_or_file).strip()
-    named = _named(text) or gpu_of_device(text)
+    named = named_gpu(text) or gpu_of_device(text)
     if named:
         return named
     if Path(text).suffix in (".yaml", ".yml") or Path(text).is_file():
@@ -62,7 +62,8 @@ def _spelled(name: str) -> str:
     return re.sub(r"[\s_-]+", "-", name.strip().lower())
 
 
-def _named(name: str) -> Gpu | None:
+def named_gpu(name: str) -> Gpu | None:
+    """The card with this name or alias; None if there is none."""
     found = _aliases().get(_spelled(name))
     return _cards()[found] if found else None
 

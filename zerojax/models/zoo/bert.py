@@ -53,7 +53,7 @@ class BertConfig:
         reads it, so `freeze=("pooler/",)` keeps weight decay from wearing down a trained one.
       remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
-      attention: "auto", "xla" or "chunked" (see `zerojax.attention`).
+      attention: "auto", "xla", "chunked" or "cudnn" (see `zerojax.attention`).
     """
 
     vocab_size: int = 30522

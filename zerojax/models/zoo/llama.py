@@ -39,7 +39,7 @@ class LlamaConfig:
       remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
       loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
-      attention: "auto", "xla" or "chunked" (see `zerojax.attention`).
+      attention: "auto", "xla", "chunked" or "cudnn" (see `zerojax.attention`).
     """
 
     vocab_size: int

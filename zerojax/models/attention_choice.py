@@ -1,0 +1,181 @@
+"""Choice of the implementation of attention, from the devices of a step and what is asked.
+
+Inside a step the devices are those of the mesh under which the model is traced; a plan names them
+for its own traces (`attention_planned_for`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Literal
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from zerojax.hardware.gpus import Gpu, gpu_of_device, named_gpu
+from zerojax.models import cudnn_attention as cudnn
+from zerojax.models.chunked_attention import Visibility
+
+Implementation = Literal["auto", "xla", "chunked", "cudnn"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "chunked", "cudnn")
+LONGEST_STORED = 4096
+"""`auto` computes in chunks where a query may see more keys than these, unless cuDNN computes it:
+the scores of one sequence of 8192 tokens and 32 heads are 8 GiB in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What an implementation is chosen for.
+
+    Attributes:
+      kind: as the driver names it; None: not known.
+      platform: "gpu", "cpu" and so on; None: not known.
+      split: over how many devices the compiler splits the heads.
+      is_planned: whether the trace is read, not run.
+    """
+
+    kind: str | None
+    platform: str | None
+    split: int
+    is_planned: bool
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.platform in ("gpu", "cuda")
+
+    def why_no_cudnn(self) -> str | None:
+        """Why cuDNN cannot run there; None if it can, as far as is known."""
+        if self.platform is None or self.is_gpu:
+            return None
+        return f"it needs an NVIDIA GPU, and these devices are {self.platform.upper()}s"
+
+    @property
+    def capability(self) -> float:
+        """Compute capability; the least that will do where the device is not known."""
+        here = [d for d in jax.devices() if d.device_kind == self.kind]
+        if here:
+            known = str(getattr(here[0], "compute_capability", ""))
+            return float(known) if re.fullmatch(r"\d+(\.\d+)?", known) else 0.0
+        card = _card(self.kind)
+        known = None if card is None or card.target is None else card.target.capability
+        return float(known.rstrip("af")) if known else cudnn.MIN_CAPABILITY
+
+    def describe(self) -> str:
+        card = _card(self.kind)
+        return str(self.kind) if card is None else card.title
+
+
+_PLANNED: contextvars.ContextVar[Device | None] = contextvars.ContextVar("planned", default=None)
+
+
+@contextlib.contextmanager
+def attention_planned_for(
+    mesh: Mesh | AbstractMesh, compiler_axes: Sequence[str] = ()
+) -> Iterator[None]:
+    """Models traced meanwhile outside of any mesh are those that will run on this one.
+
+    Calls choose for its devices. Their traces are read and not run, so they hold what any device
+    computes in place of a library's call.
+
+    Args:
+      mesh: of the step.
+      compiler_axes: axes that are left to the compiler in the step.
+    """
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    split = math.prod(abstract.shape[name] for name in compiler_axes)
+    token = _PLANNED.set(_device_of(abstract, split, is_planned=True))
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
+def _card(kind: str | None) -> Gpu | None:
+    """The card of a device kind, or of its own name, as the mesh of a plan has it."""
+    return None if kind is None else gpu_of_device(kind) or named_gpu(kind)
+
+
+def device_here() -> Device:
+    """Of the mesh under which a model is traced or planned for, or the default device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names:
+        return _device_of(mesh, math.prod(_left_to_compiler(mesh).values()), is_planned=False)
+    planned = _PLANNED.get()
+    if planned is not None:
+        return planned
+    device = jax.devices()[0]
+    return Device(device.device_kind, device.platform, split=1, is_planned=False)
+
+
+def _device_of(mesh: AbstractMesh, split: int, *, is_planned: bool) -> Device:
+    device = mesh.abstract_device
+    if device is None:  # nothing can run on such a mesh
+        return Device(None, None, split=split, is_planned=True)
+    return Device(device.device_kind, device.platform, split=split, is_planned=is_planned)
+
+
+def _left_to_compiler(mesh: AbstractMesh) -> dict[str, int]:
+    """{axis: size} of the axes over which the compiler splits arrays by itself."""
+    named = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {name: size for name, size, kind in named if kind != AxisType.Manual and size > 1}
+
+
+def choose(
+    implementation: Implementation,
+    device: Device,
+    query: jax.Array,
+    key: jax.Array,
+    visibility: Visibility,
+    given: Collection[str],
+) -> tuple[Implementation, str]:
+    """(the implementation, why).
+
+    Args:
+      implementation: what is asked for.
+      device: where it will run.
+      query, key, visibility: of the call.
+      given: which of "segments", "positions" and "layout" the call has.
+
+    Raises:
+      ValueError: cuDNN was asked for and cannot compute this.
+    """
+    if implementation in ("xla", "chunked"):
+        return implementation, "asked for"
+    why_not = device.why_no_cudnn() or cudnn.obstacle(
+        query, key, visibility, given=given, capability=device.capability, split=device.split
+    )
+    if implementation == "cudnn":
+        if why_not:
+            raise ValueError(
+                f"attention by cuDNN: {why_not}; use implementation='auto', or 'chunked', which "
+                "stores no scores either (in a run file model.attention)"
+            )
+        return "cudnn", "asked for"
+    if why_not is None and device.platform is not None:
+        return "cudnn", f"auto: {query.dtype} heads of {query.shape[-1]} on {device.describe()}"
+    because = f"cuDNN: {why_not}; " if device.is_gpu else ""
+    if "layout" in given:
+        return "chunked", f"auto: {because}a layout is given"
+    is_long = key.shape[1] > LONGEST_STORED
+    limit = "more" if is_long else "no more"
+    return ("chunked" if is_long else "xla"), f"auto: {because}{limit} than {LONGEST_STORED} keys"
+
+
+def on_each_device(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Each device computes its own heads.
+
+    The compiler cannot cut a library's call: where it splits arrays over an axis by itself, it
+    would gather the operands of all. So every such axis becomes manual here.
+    """
+    left = _left_to_compiler(jax.sharding.get_abstract_mesh())
+    if not left:
+        return run
+    heads = PartitionSpec(None, None, tuple(left))
+    return jax.shard_map(
+        run, in_specs=(heads,) * 3, out_specs=heads, axis_names=set(left), check_vma=False
+    )
