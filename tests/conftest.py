@@ -27,6 +27,9 @@ KILOBYTES_PER_WORKER = 3 << 19
 """1.5 GiB: a process that has run all quick tests holds about one."""
 XLA_FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
 """LLVM gets a program in one part, not in up to 32 for as many cores: less work in all."""
+GARBAGE_THRESHOLDS = 50_000, 10, 10
+"""Tracing makes many objects that live on. Python's own thresholds (700, 10, 10) would have it look
+for cycles among them for 6 % of the processor time."""
 OLDER_XLA_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
 """For JAX before 0.11, whose XLA knows the first. Fusions become LLVM's code directly, not by way
 of MLIR, which halves a compilation. AVX has no instruction that multiplies and adds at once: which
@@ -172,6 +175,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
 
 
 @pytest.hookimpl(tryfirst=True)

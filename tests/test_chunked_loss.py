@@ -105,6 +105,7 @@ def test_a_target_outside_the_vocabulary_is_ignored_at_weight_0_and_nan_otherwis
     hit = jnp.zeros((BATCH, SEQ), bool).at[1, 3].set(True)
     targets = jnp.where(hit, unknown, TARGETS)
 
+    @jax.jit
     def run(weights, targets):
         graded = jax.value_and_grad(loss_sum(function, targets=targets), (0, 1))
         return graded(HIDDEN, TABLE, weights)

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,27 +41,36 @@ def train(run_dir: Path, *words: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A run of four steps at zero=2 that was continued to six at zero=3, and what it printed."""
+    """A run of four steps at zero=3, and what it printed."""
 
     folder: Path
-    first: str
-    second: str
+    printed: str
+
+
+def trained(folder: Path, *words: str) -> str:
+    """What the command printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert train(folder, *words, "schedule=constant", "warmup_steps=0") == 0
+    return out.getvalue()
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Finished:
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    printed = []
-    for words in (["steps=4", "zero=2"], ["steps=6", "zero=3"]):
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            assert train(folder, *words, "schedule=constant", "warmup_steps=0") == 0
-        printed.append(out.getvalue())
-    return Finished(folder, *printed)
+    return Finished(folder, trained(folder, "steps=4", "zero=3"))
 
 
 @pytest.fixture
 def run(finished) -> Path:
     return finished.folder
+
+
+@pytest.fixture(scope="module")
+def continued(finished, tmp_path_factory) -> Finished:
+    """A copy of it that the same command continued to six steps, at another stage."""
+    folder = tmp_path_factory.mktemp("runs") / "continued"
+    shutil.copytree(finished.folder, folder)
+    return Finished(folder, trained(folder, "steps=6", "zero=2"))
 
 
 def rows_of(run: Path) -> list[dict]:
@@ -82,15 +92,17 @@ def test_train_leaves_a_complete_run_folder(run):
 
 
 def test_train_ends_with_a_sample_and_the_next_commands(finished):
-    assert "What the model writes after 4 steps:" in finished.first
+    assert "What the model writes after 4 steps:" in finished.printed
     for command in ("generate", "eval", "report"):
-        assert f"zerojax {command} {finished.folder}" in finished.first
+        assert f"zerojax {command} {finished.folder}" in finished.printed
 
 
-def test_the_same_command_continues_a_run(finished):
-    assert "resuming after step 4 of 6" in finished.second
-    assert [row["step"] for row in rows_of(finished.folder) if row["kind"] == "train"][-1] == 6
-    assert "resuming" not in finished.first
+@pytest.mark.thorough  # quick: test_trainer.py, test_a_resumed_run_...
+def test_the_same_command_continues_a_run(finished, continued):
+    assert "resuming after step 4 of 6" in continued.printed
+    rows = [row for row in rows_of(continued.folder) if row["kind"] == "train"]
+    assert rows[-1]["step"] == 6
+    assert "resuming" not in finished.printed
 
 
 def test_generate_continues_the_prompt(run, capsys):
@@ -144,14 +156,15 @@ def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
 def test_eval_agrees_with_the_validation_loss_of_training(run, capsys):
     assert main(["eval", str(run), "--batches", "2"]) == 0
     line = capsys.readouterr().out
-    assert line.startswith("step 6: loss ")
+    assert line.startswith("step 4: loss ")
     loss = float(line.split()[3].rstrip(","))
     measured = [row["loss"] for row in rows_of(run) if row["kind"] == "eval"]
     assert loss == pytest.approx(measured[-1], abs=1e-4)  # four digits are printed
 
 
 @pytest.mark.thorough
-def test_a_kept_step_is_evaluated_and_exported_by_its_name(run, tmp_path, capsys):
+def test_a_kept_step_is_evaluated_and_exported_by_its_name(continued, tmp_path, capsys):
+    run = continued.folder
     assert main(["eval", str(run), "--step", "best"]) == 2
     assert "no step is kept as 'best'" in capsys.readouterr().err
     keep_step(run / "checkpoints", "best", 4, {"loss": 1.0})

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax_trees import tree_of
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [
     path
@@ -21,7 +23,7 @@ FILES = [
 
 @functools.cache
 def syntax_trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for path in FILES}
+    return {path: tree_of(path) for path in FILES}
 
 
 def module_name(path: Path) -> str:

@@ -184,6 +184,7 @@ def test_muon_sees_whole_matrices(zero):
     assert_equal_runs(train_for(pair, zero=zero, persistence_threshold=20, **options), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", stages(3))
 def test_a_scan_that_starts_from_zeros_equals_one_device(zero):
     user = lambda rngs: small_models.Recurrent(rngs)  # noqa: E731

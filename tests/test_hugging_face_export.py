@@ -159,11 +159,13 @@ def test_a_run_is_exported_by_command_with_adapters_merged(run, tmp_path, capsys
     assert_same_bits(read_all(tmp_path / "live"), found)
 
 
-def test_every_layer_is_asked_for_alone(run):
+def test_every_layer_is_asked_for_alone(tmp_path):
     """One tensor at a time: what is read for a tensor is a layer of what it is made of."""
-    _, trainer = run
-    description = describe_model(trainer.plan.model)
-    parts = model_parts(trainer.plan, trainer.state)
+    lora = LoraConfig(rank=2)
+    pretrained = from_hugging_face(write_folder(tmp_path / "theirs", "llama")).with_lora(lora)
+    plan = plan_for(pretrained)
+    description = describe_model(plan.model)
+    parts = model_parts(plan, init_state(plan))
     params = {**parts["params"], **parts["frozen"]}
     asked: list[tuple[str, int | None]] = []
 

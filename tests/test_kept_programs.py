@@ -123,6 +123,7 @@ def test_entries_are_read_again_and_compute_the_same(programs, all_are_kept):
     assert sum(name.startswith("jit_kept") for name in names(programs.own)) == 2
 
 
+@pytest.mark.thorough  # it clears the caches of its process, and other tests trace again
 @pytest.mark.usefixtures("all_are_kept")
 def test_a_program_that_calls_python_calls_its_own_function():
     """In the program's text the function is a number, which another program's may be as well."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.syntax_trees import nodes_of, tree_of
 from zerojax.plan.device_mesh import AXES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,9 +54,11 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(module: str, is_package: bool, tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+def imports_of(
+    module: str, is_package: bool, nodes: Iterable[ast.AST]
+) -> Iterator[tuple[str, ast.AST]]:
     """Every module that a statement or a call of importlib names, absolute, and the node."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -101,13 +104,18 @@ class Sources:
         self.line = read_line(text)
         self.table = read_table(text)
         self.paths = {module_name(path, root): path for path in paths}
-        self.trees = {name: ast.parse(path.read_text()) for name, path in self.paths.items()}
+        self.modules = set(self.paths)
+        self.nodes = {name: nodes_of(path) for name, path in self.paths.items()}
+        self.trees = {name: tree_of(path) for name, path in self.paths.items()}
+        self.imports = {
+            name: list(imports_of(name, path.name == "__init__.py", self.nodes[name]))
+            for name, path in self.paths.items()
+        }
 
     def internal_imports(self, module: str) -> Iterator[tuple[str, str, ast.AST]]:
         """(module of ours, full name in the statement, statement)"""
-        is_package = self.paths[module].name == "__init__.py"
-        for name, node in imports_of(module, is_package, self.trees[module]):
-            target = known_module(name, set(self.paths))
+        for name, node in self.imports[module]:
+            target = known_module(name, self.modules)
             if target and target != module:
                 yield target, name, node
 
@@ -179,13 +187,13 @@ def hidden_imports(sources: Sources) -> list[str]:
     The command line may write such a statement, but not call importlib, which no tool follows.
     """
     problems = []
-    for module, tree in sources.trees.items():
+    for module in sources.paths:
         if package_of(module) == "__init__":  # zerojax/__init__.py imports on request alone
             continue
         hidden = ast.Call if package_of(module) == LAZY else ast.AST
         inside = {
             id(inner)
-            for function in ast.walk(tree)
+            for function in sources.nodes[module]
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             for inner in ast.walk(function)
         }
@@ -200,7 +208,7 @@ def hidden_imports(sources: Sources) -> list[str]:
 def private_names(sources: Sources) -> list[str]:
     """Names with a leading underscore that another package imports, or reads off a module."""
     problems = []
-    for module, tree in sources.trees.items():
+    for module in sources.paths:
         mine, modules = package_of(module), {}
         for target, name, node in sources.internal_imports(module):
             if package_of(target) == mine:
@@ -213,7 +221,7 @@ def private_names(sources: Sources) -> list[str]:
                     for alias in getattr(node, "names", ())
                     if name.endswith("." + alias.name)
                 }
-        for node in ast.walk(tree):
+        for node in sources.nodes[module]:
             if (
                 isinstance(node, ast.Attribute)
                 and isinstance(node.value, ast.Name)
@@ -280,12 +288,11 @@ def doors_that_say_something_else(sources: Sources) -> list[str]:
 
 def private_jax(sources: Sources) -> list[str]:
     problems = []
-    for module, tree in sources.trees.items():
-        is_package = sources.paths[module].name == "__init__.py"
-        for name, node in imports_of(module, is_package, tree):
+    for module in sources.paths:
+        for name, node in sources.imports[module]:
             if name.startswith("jax._src"):
                 problems.append(f"{sources.where(module, node)}: {name} is private to JAX")
-        for node in ast.walk(tree):
+        for node in sources.nodes[module]:
             if isinstance(node, ast.Attribute) and node.attr == "_src":
                 problems.append(f"{sources.where(module, node)}: _src is private to JAX")
     return problems

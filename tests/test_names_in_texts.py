@@ -27,6 +27,7 @@ import numpy
 import optax
 
 import zerojax
+from tests.syntax_trees import nodes_of
 from zerojax.cli import build_parser
 from zerojax.config import OffloadConfig
 
@@ -61,13 +62,10 @@ def texts_of_code() -> Iterator[tuple[Path, str, bool]]:
 
 
 @functools.cache
-def code() -> dict[Path, list[ast.AST]]:
+def code() -> dict[Path, tuple[ast.AST, ...]]:
     """{file: all that is in it}."""
     paths = [*(ROOT / "zerojax").rglob("*.py"), *(ROOT / "pallas_kernels").rglob("*.py")]
-    return {
-        path.relative_to(ROOT): list(ast.walk(ast.parse(path.read_text())))
-        for path in sorted(paths)
-    }
+    return {path.relative_to(ROOT): nodes_of(path) for path in sorted(paths)}
 
 
 def names(text: str) -> list[str]:

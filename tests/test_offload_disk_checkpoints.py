@@ -39,7 +39,14 @@ def restore(folder, plan):
     return from_canonical(plan, restored.state)
 
 
-@pytest.fixture(scope="module", params=["nvme", SHARES, "host"], ids=["nvme", "shares", "host"])
+WAYS = [
+    pytest.param("nvme", id="nvme", marks=pytest.mark.thorough),
+    pytest.param(SHARES, id="shares"),
+    pytest.param("host", id="host", marks=pytest.mark.thorough),
+]
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def saved(request, tmp_path_factory):
     """(folder of checkpoints, canonical state, losses of two more steps, plan)."""
     folder = tmp_path_factory.mktemp("saved")

@@ -85,6 +85,7 @@ def test_each_layer_is_updated_as_an_array_of_its_own(expected):
     assert off["blocks/kernel/0"] > 1e-3, "a ratio for all layers must be another"
 
 
+@pytest.mark.thorough
 def test_one_ratio_for_all_layers_where_that_is_asked_for():
     tx = lamb(1e-2, weight_decay=0.1, mask=MASK, clip_norm=None, per_layer=False)
     plain = optax.lamb(1e-2, weight_decay=0.1, mask=MASK)

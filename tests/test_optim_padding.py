@@ -122,6 +122,7 @@ def test_what_is_proven_is_so(name):
         for _ in range(3)
     ]
 
+    @jax.jit
     def run(params, *grads):
         state = tx.init(params)
         for each in grads:

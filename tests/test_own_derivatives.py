@@ -106,10 +106,10 @@ FIXED = {"deterministic": "mesh", "virtual_shards": 16}
     [
         pytest.param(masked, {"zero": 1, "num_microbatches": 4}, id="masked-zero1"),
         pytest.param(counted, {"zero": 2}, id="counted-zero2", marks=pytest.mark.slow),
-        pytest.param(mean, {"zero": 3}, id="mean-zero3"),
         pytest.param(
             masked, {"mesh": {"stage": 2}, "zero": 1, "num_microbatches": 4}, id="pipeline"
         ),
+        pytest.param(mean, {"zero": 3}, id="mean-zero3"),
         pytest.param(masked, {"devices": 1}, id="one-device"),
         pytest.param(mean, FIXED, id="deterministic"),
         pytest.param(masked, {"offload": HOST, "zero": 1}, id="host", marks=pytest.mark.slow),

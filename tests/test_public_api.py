@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import zerojax
+from tests.syntax_trees import nodes_of
 
 SOURCE = Path(zerojax.__file__).read_text()
 NAMES = [name for name in zerojax.__all__ if name != "__version__"]
@@ -91,10 +92,10 @@ def exceptions_of_zerojax() -> set[str]:
     """Classes whose name says that they are raised, in any module."""
     found = set()
     for path in Path(zerojax.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            bases = (
-                [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
-            )
+        for node in nodes_of(path):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            bases = [ast.unparse(base) for base in node.bases]
             if any(re.search(r"(Error|Exception|Interrupt)$", base) for base in bases):
                 found.add(node.name)
     return {name for name in found if not name.startswith("_")}

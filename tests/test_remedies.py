@@ -214,6 +214,7 @@ def test_an_optimizer_of_flax_with_a_state_of_its_own():
     train(optimizer=typed(sentence, r"transformation, (optimizer\.tx)$", optimizer=optimizer))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "loss", [zerojax.losses.mean_squared_error, optax.squared_error, optax.losses.huber_loss]
 )

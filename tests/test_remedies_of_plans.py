@@ -606,6 +606,7 @@ def test_axes_that_would_change_the_order_of_sums():
 SIZES = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "embed_dim": 16, "max_seq_len": 16}
 
 
+@pytest.mark.thorough
 def test_eight_bits_in_a_pipeline():
     def plan(matmul_dtype: str | None, stage: int) -> zerojax.Plan:
         config = models.GPT2Config(**{**SIZES, "num_layers": 2}, matmul_dtype=matmul_dtype)

@@ -203,6 +203,7 @@ def test_host_memory_that_is_too_small_for_parameters():
     host_budget.check_host_memory(made(tier), room)
 
 
+@pytest.mark.thorough
 def test_a_loss_that_does_not_run_the_layers_that_wait_on_the_host():
     batch = text_batch(0)
     no_layers = lambda model, batch: next_token(  # noqa: E731

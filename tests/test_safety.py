@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.syntax_trees import nodes
 from zerojax.cli import main
 from zerojax.config import ConfigError, RunConfig, load
 from zerojax.training import equality
@@ -35,7 +36,7 @@ SAFE_YAML = {
 
 def calls_and_imports(source: str) -> Iterator[str]:
     """Every way of running text as code, or of reading objects that may, in a module."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             names = [alias.name.split(".")[0] for alias in node.names]
             yield from (f"import {name}" for name in names if name in LOADS_CODE)

@@ -115,9 +115,9 @@ def test_the_state_is_donated():
 
 ONCE = r"was given to a step before.*write `state, metrics = step\(state, batch\)`"
 KINDS = {
-    "plain": {"zero": 0},
-    "sharded": {"zero": 3},
     "pipeline": {"mesh": {"stage": 2, "data": 4}},
+    "sharded": {"zero": 3},
+    "plain": {"zero": 0},
     "host": {"offload": OffloadConfig(opt_state="host", min_elements=16)},
     "nvme": {"offload": OffloadConfig(opt_state="nvme", min_elements=16)},
 }

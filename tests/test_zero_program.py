@@ -197,6 +197,7 @@ def test_stage_3_holds_no_whole_parameter(remat, matmul_dtype):
     assert named_shapes(plan) == set()
 
 
+@pytest.mark.thorough
 def test_padded_parameters_are_not_held_at_stage_3_either():
     """Width 90: the cut after the gather is an operation of its own."""
     plan = plan_for(
@@ -211,6 +212,7 @@ def test_padded_parameters_are_not_held_at_stage_3_either():
         assert not {tuple(sorted(leaf.shape)), tuple(sorted(leaf.stored_shape))} & held, leaf.name
 
 
+@pytest.mark.thorough
 def test_a_users_stack_of_layers_is_not_held_at_stage_3():
     """nnx.scan over stock layers, without a checkpoint, some read by transposing or reshaping."""
     plan = plan_for(small_models.UserText, zero=3, persistence_threshold=THRESHOLD // 2)
