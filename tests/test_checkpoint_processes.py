@@ -163,6 +163,7 @@ def test_damage_in_one_processs_file_is_noticed_by_all(two: tuple[Path, list[dic
     assert first["left"] == second["left"] == ["2", "3", "3.damaged", "4"]
 
 
+@pytest.mark.thorough
 @pytest.mark.multihost
 def test_why_one_process_could_not_write_is_told_by_all(two: tuple[Path, list[dict]]) -> None:
     for told in (one["full"] for one in two[1]):
@@ -175,6 +176,7 @@ def test_why_one_process_could_not_write_is_told_by_all(two: tuple[Path, list[di
         assert "broken" in told[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.multihost
 @pytest.mark.parametrize("name", ["limited", "speechless", "mute"])
 def test_a_write_that_fails_in_one_process_ends_the_save_of_all(
@@ -197,6 +199,7 @@ def test_a_write_that_fails_in_one_process_ends_the_save_of_all(
         assert one["after_failures"] == [None, [4, []]], "the next save is like any other"
 
 
+@pytest.mark.thorough
 @pytest.mark.multihost
 def test_fingerprints_are_those_of_the_whole_arrays(two: tuple[Path, list[dict]]) -> None:
     about = Checkpointer(two[0]).metadata(3)

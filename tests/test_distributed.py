@@ -20,6 +20,7 @@ from zerojax import make_mesh, make_plan
 from zerojax.runtime import distributed
 from zerojax.runtime.distributed import check_joined, is_peer_loss
 from zerojax.runtime.process_group import ProcessGroup
+from zerojax.runtime.schedulers import process_group_of
 from zerojax.runtime.shutdown import exit_code_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,16 +208,22 @@ def test_the_name_of_process_0_may_become_known_later(monkeypatch):
         distributed._check_free(group.coordinator, group, 0.5)
 
 
+def check_free(**variables: str) -> None:
+    """What process 0 looks at before it listens."""
+    group = process_group_of(variables)
+    assert group is not None
+    distributed._check_free(group.coordinator, group, 1)
+
+
 def test_an_address_of_another_host():
-    result = run_alone(JOIN, **own("192.0.2.1:12355", 0))
-    assert "process 0 cannot listen on 192.0.2.1:12355" in result.stderr
-    assert "no network interface" in result.stderr
+    with pytest.raises(OSError, match=r"0 cannot listen on 192.0.2.1:12355.*no network interface"):
+        check_free(**own("192.0.2.1:12355", 0))
 
 
 def test_an_address_that_the_other_hosts_cannot_reach():
     local = {"ZEROJAX_NUM_LOCAL_PROCESSES": "1", "ZEROJAX_LOCAL_PROCESS_ID": "0"}
-    result = run_alone(JOIN, **own("127.0.1.1:12355", 0, **local))
-    assert "127.0.1.1 on this host, which no other host can reach" in result.stderr
+    with pytest.raises(OSError, match=r"127.0.1.1 on this host, which no other host can reach"):
+        check_free(**own("127.0.1.1:12355", 0, **local))
 
 
 def test_a_coordinator_that_is_not_there():
@@ -262,9 +269,10 @@ def test_exit_codes_of_errors(error, code):
     assert exit_code_of(error) == code
 
 
-def test_half_a_group_is_refused():
-    result = run_alone(JOIN, ZEROJAX_NUM_PROCESSES="2")
-    assert "ZEROJAX_COORDINATOR is not set" in result.stderr
+def test_half_a_group_is_refused(monkeypatch):
+    monkeypatch.setenv("ZEROJAX_NUM_PROCESSES", "2")
+    with pytest.raises(ValueError, match="ZEROJAX_COORDINATOR is not set"):
+        distributed.join_processes()
 
 
 @pytest.mark.parametrize("alone", [False, True])

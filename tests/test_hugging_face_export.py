@@ -191,7 +191,8 @@ def test_merging_is_what_the_layer_computes():
     np.testing.assert_allclose(np.einsum("be,ehd->bhd", x, merged), plain, rtol=1e-5, atol=1e-5)
 
 
-def test_what_has_no_form_there_is_refused(run, tmp_path):
+@pytest.mark.thorough
+def test_a_folder_that_is_there_and_a_step_that_is_not_are_refused(run, tmp_path):
     folder, trainer = run
     with pytest.raises(FileExistsError, match="is there already"):
         to_hugging_face(trainer, folder)
@@ -199,11 +200,13 @@ def test_what_has_no_form_there_is_refused(run, tmp_path):
         to_hugging_face(trainer, tmp_path / "x", step=2)
     with pytest.raises(zerojax.CheckpointError, match="has no step 9; the saved steps are: 1"):
         to_hugging_face(folder, tmp_path / "x", step=9)
-    description = describe_model(trainer.plan.model)
+
+
+def test_what_has_no_form_there_is_refused(tmp_path):
+    model = as_model(from_hugging_face(write_folder(tmp_path / "theirs", "llama")))
+    shapes = plan_for(model).abstract_state["params"]
     with pytest.raises(UnsupportedError, match="parameter own/scale has no place in the files"):
-        outgoing(
-            description, {**trainer.state["params"], **trainer.state["frozen"], "own/scale": 1}
-        )
+        outgoing(describe_model(model), {**shapes, "own/scale": 1})
     with pytest.raises(UnsupportedError, match="config is a NoneType has no form"):
         describe_model(as_model((lambda key: {"w": jnp.ones(3)}, lambda params, x: x)))
 

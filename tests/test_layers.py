@@ -349,7 +349,7 @@ def lists_of_axes(sources: Sources) -> list[str]:
         f"from the table in {TABLE_OF_AXES}"
         for module, path in files_of(sources)
         if path.name != TABLE_OF_AXES
-        for node in ast.walk(sources.trees[module])
+        for node in sources.nodes[module]
         if isinstance(node, ast.Tuple | ast.List | ast.Set)
         and len(node.elts) > 1
         and all(map(is_axis, node.elts))
@@ -393,8 +393,8 @@ def long_functions(sources: Sources) -> list[str]:
     return [
         f"{sources.where(module, node)}: {node.name} has {lines} lines of code; "
         f"{MAX_FUNCTION_LINES} is the limit, name its steps"
-        for module, tree in sources.trees.items()
-        for node in ast.walk(tree)
+        for module in sources.paths
+        for node in sources.nodes[module]
         if isinstance(node, functions) and (lines := lines_of_code(node)) > MAX_FUNCTION_LINES
     ]
 
