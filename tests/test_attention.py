@@ -345,12 +345,16 @@ def grouped(attention, remat="dots"):
 ROWS = [
     pytest.param({"zero": 3, "mesh": {"data": 4, "model": 2}}, id="3-tensor parallel"),
     *(
-        pytest.param({"zero": zero, **more}, id=f"{zero}-{name}", marks=pytest.mark.thorough)
+        pytest.param(
+            {"zero": zero, **more},
+            id=f"{zero}-{name}",
+            marks=pytest.mark.thorough if zero in quicker else pytest.mark.slow,
+        )
         for zero in range(4)
-        for name, more in (
-            ("data", {}),
-            ("microbatches", {"num_microbatches": 2}),
-            ("stages", {"mesh": {"data": 4, "stage": 2}, "num_microbatches": 2}),
+        for name, more, quicker in (
+            ("data", {}, (0,)),
+            ("microbatches", {"num_microbatches": 2}, (2, 3)),
+            ("stages", {"mesh": {"data": 4, "stage": 2}, "num_microbatches": 2}, (1, 3)),
         )
     ),
 ]

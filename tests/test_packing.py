@@ -176,11 +176,15 @@ ROWS = [
         marks=pytest.mark.thorough,
     ),
     *(
-        pytest.param({"zero": zero, **more}, id=f"{zero}-{name}", marks=pytest.mark.thorough)
+        pytest.param(
+            {"zero": zero, **more},
+            id=f"{zero}-{name}",
+            marks=pytest.mark.thorough if zero in quicker else pytest.mark.slow,
+        )
         for zero in range(4)
-        for name, more in (
-            ("microbatches", {"num_microbatches": 4}),
-            ("stages", {"mesh": {"data": 4, "stage": 2}, "num_microbatches": 2}),
+        for name, more, quicker in (
+            ("microbatches", {"num_microbatches": 4}, (0, 2)),
+            ("stages", {"mesh": {"data": 4, "stage": 2}, "num_microbatches": 2}, (1, 3)),
         )
     ),
 ]
