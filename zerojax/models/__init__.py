@@ -1,7 +1,8 @@
 """Any Flax module or function as one traced model; reference models; weights of Hugging Face.
 
 Knows Flax and traced programs; never a mesh, a sharding or an optimizer. Sub-packages: `zoo`
-(reference models), `loops` (the loop over layers), `hugging_face`.
+(reference models), `loops` (the loop over layers), `context` (attention over a split sequence),
+`hugging_face`.
 """
 
 from __future__ import annotations

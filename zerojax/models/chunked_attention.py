@@ -108,34 +108,131 @@ def chunked_attention(
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`; 0 for a query that sees no key.
     """
+    cut = _cut_of(query, key, visibility, scale, positions, table=table, block=block)
+    out = _attend(cut, *_operands(cut, query, key, value, segments, positions))
+    return _of_queries(out, query)
+
+
+def part_forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    visibility: Visibility,
+    scale: float,
+    segments: tuple[jax.Array, jax.Array] | None = None,
+    positions: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over a part of the keys, for a caller that merges parts and differentiates itself.
+
+    Args:
+      query, key, value, visibility, scale, segments, positions: as of `chunked_attention`; integers
+        may be [1, tokens] where all rows have the same.
+
+    Returns:
+      (out float32 [batch, queries, heads, head_dim], 0 for a query that sees none of these keys;
+      log-sum-exp of its scores, float32 [batch, queries, heads], -inf for such a query).
+    """
+    cut = _cut_of(query, key, visibility, scale, positions)
+    out, log_sum = _forward_pass(cut, *_operands(cut, query, key, value, segments, positions))
+    log_sum = _of_queries(log_sum[..., None], query)[..., 0]
+    return _of_queries(out, query), jnp.where(log_sum == jnp.inf, -jnp.inf, log_sum)
+
+
+def part_backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    log_sum: jax.Array,
+    turned: jax.Array,
+    slope: jax.Array,
+    visibility: Visibility,
+    scale: float,
+    segments: tuple[jax.Array, jax.Array] | None = None,
+    positions: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a part of the keys adds to the gradients of attention over all keys.
+
+    Args:
+      query, key, value, visibility, scale, segments, positions: as of `part_forward`.
+      log_sum: float32 [batch, queries, heads], over all keys and not over this part alone; -inf for
+        a query that sees no key.
+      turned: float32 [batch, queries, heads], the sum over features of `slope` times the result.
+      slope: [batch, queries, heads, head_dim], gradient with respect to the result.
+
+    Returns:
+      float32 gradients of query, key and value.
+    """
+    cut = _cut_of(query, key, visibility, scale, positions)
     groups = query.shape[2] // key.shape[2]
+
+    def in_blocks(x: jax.Array) -> jax.Array:
+        x = x.reshape(*x.shape[:2], -1, groups, x.shape[3])
+        return _in_blocks(x, cut.tiles.query_block)
+
+    log_sum = jnp.where(log_sum == -jnp.inf, jnp.inf, log_sum)
+    of_query, of_key, of_value = _backward_pass(
+        cut,
+        *_operands(cut, query, key, value, segments, positions),
+        turned=in_blocks(turned[..., None])[..., 0],
+        log_sum=in_blocks(log_sum[..., None])[..., 0],
+        slope=in_blocks(slope),
+    )
+    return _of_queries(of_query, query), _of_keys(of_key, key), _of_keys(of_value, key)
+
+
+def _cut_of(
+    query: jax.Array,
+    key: jax.Array,
+    visibility: Visibility,
+    scale: float,
+    positions: Any,
+    *,
+    table: BlockTable | None = None,
+    block: int | None = None,
+) -> _Cut:
     extent = extent_of(
         query.shape[1],
         key.shape[1],
         visibility=visibility,
         table=table,
         has_positions=positions is not None,
-        groups=groups,
+        groups=query.shape[2] // key.shape[2],
         block=block,
     )
-    cut = _Cut(scale, visibility, extent)
+    return _Cut(scale, visibility, extent)
+
+
+def _operands(
+    cut: _Cut, query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, positions: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, Any]]:
+    """Query, key, value and integers of tokens, in blocks."""
+    groups, tiles = query.shape[2] // key.shape[2], cut.tiles
     rows = {}
     if segments is not None:
         rows["segment"] = _both_in_blocks(cut, segments)
     if positions is not None:
         rows["position"] = _both_in_blocks(cut, positions)
-    tiles = cut.tiles
-    out = _attend(
-        cut,
+    return (
         _in_blocks(query.reshape(*query.shape[:2], -1, groups, query.shape[3]), tiles.query_block),
         _in_blocks(key, tiles.key_block),
         _in_blocks(value, tiles.key_block),
         rows,
     )
-    # [blocks, batch, kv_heads, groups, block, head_dim] -> [batch, queries, heads, head_dim]
-    out = jnp.moveaxis(out, (1, 0, 4), (0, 1, 2))
-    out = out.reshape(out.shape[0], -1, query.shape[2], query.shape[3])
-    return out[:, : query.shape[1]]
+
+
+def _of_queries(array: jax.Array, query: jax.Array) -> jax.Array:
+    """[blocks, batch, kv_heads, groups, block, n] -> [batch, queries, heads, n]."""
+    array = jnp.moveaxis(array, (1, 0, 4), (0, 1, 2))
+    array = array.reshape(array.shape[0], -1, query.shape[2], array.shape[-1])
+    return array[:, : query.shape[1]]
+
+
+def _of_keys(array: jax.Array, key: jax.Array) -> jax.Array:
+    """[blocks, batch, kv_heads, block, n] -> [batch, keys, kv_heads, n]."""
+    array = jnp.moveaxis(array, (1, 0, 3), (0, 1, 2))
+    return array.reshape(array.shape[0], -1, *array.shape[3:])[:, : key.shape[1]]
 
 
 def extent_of(
@@ -183,6 +280,7 @@ def _both_in_blocks(cut: _Cut, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.A
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(cut: _Cut, query: Any, key: Any, value: Any, rows: dict[str, Any]) -> jax.Array:
     out, _ = _forward_pass(cut, query, key, value, rows)
+    out = out.astype(query.dtype)
     return checkpoint_name(out, "zerojax.linear_rule")  # see `zerojax.models.jaxpr.LINEAR_RULE`
 
 
@@ -193,8 +291,12 @@ def _forward(cut: _Cut, query: Any, key: Any, value: Any, rows: Any) -> tuple[An
 
 def _backward(cut: _Cut, kept: tuple[Any, ...], slope: jax.Array) -> tuple[Any, ...]:
     query, key, value, rows, out, log_sum = kept
-    gradients = _backward_pass(cut, query, key, value, rows, out, log_sum, slope)
-    return *gradients, None
+    turned = jnp.sum(slope.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    gradients = _backward_pass(
+        cut, query, key, value, rows, turned=turned, log_sum=log_sum, slope=slope
+    )
+    cast = (x.astype(y.dtype) for x, y in zip(gradients, (query, key, value), strict=True))
+    return *cast, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -206,7 +308,8 @@ def _as_one_operation(cut: _Cut, *given: Any) -> tuple[jax.Array, jax.Array]:
 
     A policy that keeps products would look into the bare loop and keep the scores of every pair.
     """
-    return _forward_pass(cut, *given)
+    out, log_sum = _forward_pass(cut, *given)
+    return out.astype(given[0].dtype), log_sum
 
 
 def _refuse(*_: Any) -> Any:
@@ -224,7 +327,7 @@ _as_one_operation.defvjp(_refuse, _refuse)
 def _forward_pass(
     cut: _Cut, query: jax.Array, key: jax.Array, value: jax.Array, rows: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-    """(out, log-sum-exp of each row of scores; inf where a query sees no key).
+    """(out in float32, log-sum-exp of each row of scores; inf where a query sees no key).
 
     `query` is [blocks, batch, kv_heads, groups, block, features], `key` and `value` are
     [blocks, batch, kv_heads, block, features].
@@ -251,7 +354,7 @@ def _forward_pass(
     (sums, greatest, total), _ = lax.scan(step, (start, row - jnp.inf, row), _turns(cut))
     seen = total > 0
     out = sums / jnp.where(seen, total, 1)[..., None]
-    return out.astype(query.dtype), jnp.where(seen, greatest + jnp.log(total), jnp.inf)
+    return out, jnp.where(seen, greatest + jnp.log(total), jnp.inf)
 
 
 def _backward_pass(
@@ -260,13 +363,12 @@ def _backward_pass(
     key: jax.Array,
     value: jax.Array,
     rows: dict[str, Any],
-    out: jax.Array,
+    *,
+    turned: jax.Array,
     log_sum: jax.Array,
     slope: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value in their dtypes."""
-    wide = slope.astype(jnp.float32)
-    turned = jnp.sum(wide * out.astype(jnp.float32), axis=-1)
+    """Gradients of query, key and value in float32."""
 
     def step(carry: tuple[jax.Array, ...], turn: _Turn) -> tuple[tuple[jax.Array, ...], None]:
         of_query, of_key, of_value = carry
@@ -286,11 +388,7 @@ def _backward_pass(
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
     sums, _ = lax.scan(step, start, _turns(cut))
     of_query, of_key, of_value = sums
-    return (
-        of_query.astype(query.dtype),
-        of_key.astype(key.dtype),
-        of_value.astype(value.dtype),
-    )
+    return of_query, of_key, of_value
 
 
 def _scores(
