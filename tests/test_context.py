@@ -308,8 +308,9 @@ def test_a_ring_holds_no_scores_and_nothing_conditional(monkeypatch, devices, re
     sent = sum(x.times * x.wire_bytes for x in hlo.find_collectives(program, devices))
     forward, backward = wire_bytes("ring", sizes)
     passes = 1 if remat == "none" else 2
-    if remat != "full":
-        assert sent == pytest.approx(passes * forward + backward, rel=0.01)
+    hop = 2 * 1024 // devices * 2 * 4 * 4
+    # The first hop of keys, with which all passes begin, is sent once in a program of one layer.
+    assert 0 <= passes * forward + backward - sent <= passes * hop
 
 
 # --- order ----------------------------------------------------------------------------------------

@@ -50,4 +50,4 @@ def test_bytes_are_those_of_the_formulas_and_no_device_decides_whether_others_wa
         assert sum(x.times * x.wire_bytes for x in found) == pytest.approx(wanted, rel=0.04)
         assert hlo.find_in_branches(program, DEVICES) == []
         assert program.unknown_loops == ()
-        assert largest_array(built.text) < TOKENS * TOKENS // DEVICES
+        assert largest_array(built.text) <= TOKENS * 32 * 128  # keys of all heads and tokens
