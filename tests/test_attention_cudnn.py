@@ -266,3 +266,19 @@ def test_a_step_calls_it_and_sends_nothing_more(way):
     stored = read_program(compiled(plan_of(h100s(**sizes), attention="xla", **options)).text)
     assert kinds_of_collectives(program, 8) == kinds_of_collectives(stored, 8)
     assert matmul_flops(program) < matmul_flops(stored)
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
+def test_a_forecast_names_what_is_not_counted(monkeypatch):
+    monkeypatch.setenv("ZEROJAX_CACHE", "off")
+    monkeypatch.setattr(compile_client, "FAST_OPTIONS", compile_client.SKETCH_OPTIONS)
+    pages = [
+        " ".join(
+            zerojax.forecast(plan_of(gpu_mesh(), attention=name), gpu="h100", fast=True)
+            .page()
+            .split()
+        )
+        for name in ("auto", "chunked")
+    ]
+    assert ["its workspace is not" in page for page in pages] == [True, False]

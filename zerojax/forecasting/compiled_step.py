@@ -34,6 +34,7 @@ from zerojax.forecasting.roofline import estimate, verdict
 from zerojax.forecasting.transfers import find_traffic, offload_numbers
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, find_gpu, target_text
+from zerojax.models.cudnn_attention import FORWARD as FUSED_ATTENTION
 from zerojax.models.flops import count_program_flops
 from zerojax.parallel.step import build_step
 from zerojax.plan import device_mesh as meshes
@@ -49,7 +50,7 @@ from zerojax.plan.counts import (
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.offload_costs import hiding
 
-FACTS_VERSION = 5
+FACTS_VERSION = 6
 """Raised when the readers find something else in the same program: what is cached is not reused."""
 
 Facts = dict[str, Any]
@@ -207,6 +208,7 @@ def _compile(lowered: Any, plan: Plan, devices: Sequence[Any] | None, fast: bool
         "hbm_bytes": hbm_bytes(program),
         "unknown_loops": list(program.unknown_loops),
         "by_cublas": compiled.by_cublas,
+        "calls_cudnn": FUSED_ATTENTION in compiled.text,
     }
 
 
@@ -328,6 +330,11 @@ def _remarks(facts: Facts) -> Iterator[str]:
         yield (
             "the GPU tries Triton and cuBLAS for each product and keeps the faster; here Triton "
             "has all that it can, and the GPU's peak may differ by some percent"
+        )
+    if facts["calls_cudnn"]:
+        yield (
+            "attention by cuDNN: its products and bytes are counted, its workspace is not; the GPU "
+            "asks the library for it"
         )
     loops = facts["unknown_loops"]
     if loops:
