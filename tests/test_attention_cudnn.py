@@ -6,6 +6,7 @@ itself makes; `benchmarks/gpu` compares their values where there is a GPU.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
@@ -24,7 +25,7 @@ from zerojax.forecasting.hlo.program import read_program
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.models.attending import calls_of_attention
-from zerojax.models.attention_choice import attention_planned_for
+from zerojax.models.attention_choice import Device, attention_planned_for
 from zerojax.models.chunked_attention import Visibility
 from zerojax.models.cudnn_attention import BACKWARD, FORWARD, cudnn_attention, obstacle
 from zerojax.models.flops import count_flops
@@ -88,6 +89,20 @@ def test_the_calls_are_those_of_jax(monkeypatch, dtype, causal, window, kv_heads
     expected = calls_of(theirs, given)
     assert [target for target, *_ in expected] == [FORWARD, BACKWARD]
     assert calls_of(ours(causal, window), given) == expected
+
+
+def test_outside_of_a_mesh_jax_makes_the_calls(monkeypatch):
+    """Its own have a rule for arrays that are split over devices."""
+    of_jax = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(of_jax, "check_cudnn_version", lambda: 91200)
+    monkeypatch.setattr(Device, "is_gpu", True)
+    attend = functools.partial(
+        zerojax.attention, causal=True, window=9, scale=0.25, implementation="cudnn"
+    )
+    monkeypatch.setattr(Device, "capability", 9.0)
+    assert calls_of(attend, operands()) == calls_of(ours(True, 9), operands())
+    program = jax.make_jaxpr(attend)(*(jnp.zeros(x.shape, x.dtype) for x in operands()))
+    assert "custom_partitioning" in str(program) or "_wrapper" in str(program)
 
 
 @pytest.mark.parametrize(

@@ -162,9 +162,12 @@ def attention(
         call = Call(chosen, why, query.shape[1], key.shape[1], layout=table)
         groups = query.shape[2] // key.shape[2]
         calls.append(_with_tiles(call, visibility, positions is not None, groups))
-    if chosen == "cudnn" and not device.is_planned:
-        run = functools.partial(cudnn_attention, visibility=visibility, scale=scale)
-        return on_each_device(run)(query, key, value)
+    if chosen == "cudnn" and device.where != "plan":
+        alone = device.where == "alone"
+        run = functools.partial(
+            _cudnn_of_jax if alone else cudnn_attention, visibility=visibility, scale=scale
+        )
+        return run(query, key, value) if alone else on_each_device(run)(query, key, value)
     attend = _stored if chosen == "xla" else chunked_attention
     if chosen == "cudnn":  # its products, to within one 64th of those of causal attention
         attend = functools.partial(chunked_attention, block=-(-key.shape[1] // 64))
@@ -221,6 +224,22 @@ def _in_float32_on_cpus(
         return run(*(x.astype(jnp.float32) for x in operands)).astype(jnp.float16)
 
     return lax.platform_dependent(query, key, value, cpu=in_float32, default=run)
+
+
+def _cudnn_of_jax(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, visibility: Visibility, scale: float
+) -> jax.Array:
+    """Where no mesh tells how arrays are split: JAX's call has a rule for the compiler."""
+    window = None if visibility.window is None else (visibility.window - 1, 0)
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=visibility.causal,
+        local_window_size=window,
+        implementation="cudnn",
+    )
 
 
 def _stored(

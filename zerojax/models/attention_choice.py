@@ -36,13 +36,13 @@ class Device:
       kind: as the driver names it; None: not known.
       platform: "gpu", "cpu" and so on; None: not known.
       split: over how many devices the compiler splits the heads.
-      is_planned: whether the trace is read, not run.
+      where: "step" inside a mesh, "plan" where the trace is read and not run, "alone" else.
     """
 
     kind: str | None
     platform: str | None
     split: int
-    is_planned: bool
+    where: Literal["step", "plan", "alone"]
 
     @property
     def is_gpu(self) -> bool:
@@ -77,7 +77,7 @@ _PLANNED: contextvars.ContextVar[Device | None] = contextvars.ContextVar("planne
 def attention_planned_for(
     mesh: Mesh | AbstractMesh, compiler_axes: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Models traced meanwhile outside of any mesh are those that will run on this one.
+    """Models traced meanwhile are those that will run on this mesh.
 
     Calls choose for its devices. Their traces are read and not run, so they hold what any device
     computes in place of a library's call.
@@ -88,7 +88,7 @@ def attention_planned_for(
     """
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     split = math.prod(abstract.shape[name] for name in compiler_axes)
-    token = _PLANNED.set(_device_of(abstract, split, is_planned=True))
+    token = _PLANNED.set(_device_of(abstract, split, "plan"))
     try:
         yield
     finally:
@@ -101,22 +101,22 @@ def _card(kind: str | None) -> Gpu | None:
 
 
 def device_here() -> Device:
-    """Of the mesh under which a model is traced or planned for, or the default device."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.axis_names:
-        return _device_of(mesh, math.prod(_left_to_compiler(mesh).values()), is_planned=False)
+    """Of what is planned, of the mesh under which a model is traced, or the default device."""
     planned = _PLANNED.get()
     if planned is not None:
         return planned
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names:
+        return _device_of(mesh, math.prod(_left_to_compiler(mesh).values()), "step")
     device = jax.devices()[0]
-    return Device(device.device_kind, device.platform, split=1, is_planned=False)
+    return Device(device.device_kind, device.platform, split=1, where="alone")
 
 
-def _device_of(mesh: AbstractMesh, split: int, *, is_planned: bool) -> Device:
+def _device_of(mesh: AbstractMesh, split: int, where: Literal["step", "plan"]) -> Device:
     device = mesh.abstract_device
     if device is None:  # nothing can run on such a mesh
-        return Device(None, None, split=split, is_planned=True)
-    return Device(device.device_kind, device.platform, split=split, is_planned=is_planned)
+        return Device(None, None, split=split, where="plan")
+    return Device(device.device_kind, device.platform, split=split, where=where)
 
 
 def _left_to_compiler(mesh: AbstractMesh) -> dict[str, int]:
