@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import zerojax
+from tests.hugging_face_folders import write_folder
 from tests.test_attention import (
     BACKWARDS,
     CLOSE,
@@ -25,6 +27,7 @@ from tests.test_attention import (
     inputs,
     largest_array,
 )
+from tests.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.config import (
     BigBirdLayout,
     BSLongformerLayout,
@@ -36,7 +39,10 @@ from zerojax.models import BlockTable, chunked_attention, layout_table
 from zerojax.models.attending import calls_of_attention
 from zerojax.models.attention_tiles import Extent, tiles_of
 from zerojax.models.batch_rows import Fixed, Rows, Total, follow_rows
+from zerojax.models.hugging_face import describe_model
 from zerojax.models.jaxpr import inner_programs
+from zerojax.parallel.step import build_step
+from zerojax.training.run_file import _model_of
 
 SIZE = 4
 LAYOUTS = {
@@ -337,3 +343,146 @@ def test_layouts_that_do_not_fit_are_refused(case):
     options, error, words = REFUSED[case]
     with pytest.raises(error, match=words):
         zerojax.attention(*inputs()[:3], **options)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def decoder(layout, attention="auto"):
+    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 16, "max_seq_len": 32}
+    config = zerojax.models.LlamaConfig(
+        vocab_size=32, attention=attention, attention_layout=layout, **sizes
+    )
+    return lambda rngs: zerojax.models.Llama(config, rngs=rngs)
+
+
+MODEL_LAYOUT = BigBirdLayout(
+    block=2, attention="unidirectional", different_layout_per_head=True, seed=2
+)
+
+
+def test_a_model_generates_by_its_layout():
+    """Tokens after a cache see the blocks that they see in the whole row."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 12)))
+    model = decoder(MODEL_LAYOUT)(nnx.Rngs(0))
+    whole = model.hidden(tokens)
+    first, cache = model.extend(tokens[:, :5], model.init_cache(2, 17), jnp.int32(0))
+    found = [first]
+    for place in range(5, 12):
+        hidden, cache = model.extend(tokens[:, place : place + 1], cache, jnp.int32(place))
+        found.append(hidden)
+    np.testing.assert_allclose(jnp.concatenate(found, axis=1), whole, rtol=0, atol=1e-6)
+    dense = decoder(None)(nnx.Rngs(0)).hidden(tokens)
+    assert np.max(np.abs(dense - whole)) > 1e-3
+
+
+def test_a_short_row_has_a_part_of_the_layout_of_the_longest():
+    layout = VariableLayout(block=2, num_random_blocks=2, local_window_blocks=(1,), seed=5)
+    found = decoder(layout)(nnx.Rngs(0)).blocks.attention
+    assert found.layout == layout
+    table = layout_table(layout, num_heads=4, num_tokens=32).cut(9, 9)
+    own = layout_table(layout, num_heads=4, num_tokens=9)
+    assert np.any(table.seen != own.seen), "the random blocks of 9 tokens are others"
+    tokens = jnp.arange(9)[None]
+    with calls_of_attention() as calls:
+        jax.eval_shape(decoder(layout)(nnx.Rngs(0)).hidden, tokens)
+    assert {call.layout for call in calls} == {table}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_other_reference_models_take_a_layout(kind):
+    layout = FixedLayout(block=2, num_local_blocks=2)
+    sizes = {"num_layers": 1, "num_heads": 2, "embed_dim": 8, "max_seq_len": 16, "vocab_size": 32}
+    config, model = {
+        "gpt2": (zerojax.models.GPT2Config, zerojax.models.GPT2),
+        "bert": (zerojax.models.BertConfig, zerojax.models.Bert),
+    }[kind]
+    tokens = jnp.arange(12)[None]
+    found = {
+        name: model(config(attention_layout=given, attention=name, **sizes), rngs=nnx.Rngs(0))(
+            tokens
+        )
+        for name, given in (("xla", layout), ("chunked", layout), ("auto", None))
+    }
+    np.testing.assert_allclose(found["chunked"], found["xla"], **CLOSE)
+    assert np.max(np.abs(found["auto"] - found["xla"])) > 1e-5
+    with pytest.raises(ValueError, match="use at most 8"):
+        config(attention_layout=BigBirdLayout(block=2, num_random_blocks=9), **sizes)
+
+
+def test_a_run_file_has_a_layout():
+    overrides = ["attention_layout.mode=bigbird", "model.attention_layout.block=32"]
+    model = zerojax.config.load(zerojax.config.RunConfig, None, overrides).model
+    assert model.attention_layout.layout == BigBirdLayout(block=32)
+    sizes = zerojax.models.as_decoder_config(model, 256)
+    assert sizes.attention_layout == BigBirdLayout(block=32)
+    assert zerojax.config.ModelConfig().attention_layout.layout is None
+    written = zerojax.config.to_dict(model)
+    assert zerojax.config.from_dict(zerojax.config.ModelConfig, written) == model
+
+
+def test_a_pretrained_model_takes_the_layout_of_its_run_file(tmp_path):
+    folder = write_folder(tmp_path / "llama", "llama")
+    layout = {"mode": "sliding_window", "block": 2}
+    config = zerojax.config.ModelConfig(pretrained=str(folder), attention_layout=layout)
+    model = _model_of(config, vocab_size=1)
+    assert model.config.attention_layout == SlidingWindowLayout(block=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mode": "longformer"}, "attention_layout.mode: .* did you mean 'bslongformer'"),
+        ({"block": 32}, "attention_layout.block: 32 belongs to a layout; set mode"),
+        ({"mode": "bigbird", "num_local_blocks": 2}, "bigbird has no such key; it has block"),
+        ({"mode": "fixed", "num_global_blocks": 3}, r"does not divide num_local_blocks \(4\)"),
+    ],
+    ids=str,
+)
+def test_a_section_that_cannot_be_is_refused(given, words):
+    with pytest.raises(zerojax.config.ConfigError, match=words):
+        zerojax.config.ModelConfig(attention_layout=given)
+
+
+def test_the_plan_names_the_shares_of_a_model():
+    plan = plan_for(decoder(MODEL_LAYOUT))
+    (said,) = [reason for reason in plan.reasons if "layout" in reason]
+    assert said.startswith("attention chunked (auto: a layout is given): holds ")
+    assert "; layout bigbird, blocks of 2, shows " in said
+
+
+def test_a_layout_is_not_exported_as_a_model_that_sees_all():
+    with pytest.raises(zerojax.UnsupportedError, match="attention_layout=bigbird: Hugging Face's"):
+        describe_model(zerojax.models.as_model(decoder(MODEL_LAYOUT)))
+
+
+ROWS = {
+    "3-tensor parallel": {"zero": 3, "mesh": {"data": 4, "model": 2}},
+    "1": {"zero": 1},
+    "2": {"zero": 2, "num_microbatches": 2},
+    "0-stages": {"zero": 0, "mesh": {"data": 4, "stage": 2}, "num_microbatches": 2},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
+def test_a_model_with_a_layout_trains_as_one_device_with_the_mask(options, monkeypatch):
+    monkeypatch.setattr(chunked_attention, "BLOCK", 8)
+    expected = train_for(decoder(MODEL_LAYOUT, "xla"), devices=1)
+    found = train_for(decoder(MODEL_LAYOUT), persistence_threshold=0, **options)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "layout", [MODEL_LAYOUT, SlidingWindowLayout(block=2)], ids=["heads", "one"]
+)
+def test_tensor_parallelism_sends_nothing_more_for_a_layout(layout):
+    sent = {}
+    for attention in ("xla", "chunked"):
+        plan = plan_for(decoder(layout, attention), mesh={"data": 4, "model": 2}, zero=3)
+        step = build_step(plan).lower(plan.abstract_state, plan.abstract_batch).compile()
+        kinds = r" = (\S+) (all-\w+|reduce-scatter|collective-permute)\("
+        sent[attention] = sorted(re.findall(kinds, step.as_text()))
+    assert len(sent["xla"]) > 5
+    assert sent["chunked"] == sent["xla"]

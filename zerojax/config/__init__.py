@@ -7,6 +7,7 @@ from zerojax.config.attention_layouts import (
     BigBirdLayout,
     BSLongformerLayout,
     FixedLayout,
+    LayoutConfig,
     SlidingWindowLayout,
     VariableLayout,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "ElasticBatch",
     "ElasticityConfig",
     "FixedLayout",
+    "LayoutConfig",
     "LogConfig",
     "LoraConfig",
     "LossScale",

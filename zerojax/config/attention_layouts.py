@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from zerojax.config.checks import check_at_least, names_keywords, refuse
-from zerojax.config.loader import ConfigError, coerce_fields, from_dict
+from zerojax.config.loader import ConfigError, coerce_fields, from_dict, to_dict
 
 Direction = Literal["bidirectional", "unidirectional"]
 
@@ -216,6 +216,70 @@ def layout_of_mode(values: Mapping[str, Any]) -> BlockLayout | None:
                 f"the layout {mode} has no such key; it has {', '.join(known)}", (name,)
             )
     return from_dict(LAYOUTS[mode], given)
+
+
+def values_of_layout(layout: BlockLayout | None) -> dict[str, Any] | None:
+    """A layout as JSON, which `layout_of_mode` reads; None for none."""
+    return None if layout is None else {"mode": layout.mode, **to_dict(layout)}
+
+
+@names_keywords()
+@dataclass(frozen=True, kw_only=True)
+class LayoutConfig:
+    """A block-sparse layout of attention by its mode, as DeepSpeed's sparse_attention is written.
+
+    A key that is null has the default of its mode's layout; one that the mode does not have is
+    refused.
+    """
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "sliding_window"] = (
+        "dense"
+    )
+    """dense: every token may see all. The others are the layouts of `zerojax.config`, such as
+    BigBirdLayout."""
+    block: int | None = None
+    """Tokens of a block."""
+    different_layout_per_head: bool | None = None
+    """Whether heads have layouts of their own."""
+    attention: Direction | None = None
+    """unidirectional: no blocks after the diagonal one, as far as the layout says so."""
+    num_local_blocks: int | None = None
+    """Blocks of a window (fixed)."""
+    num_global_blocks: int | None = None
+    """Blocks that all see: of each window (fixed), the first of the sequence (bigbird)."""
+    horizontal_global_attention: bool | None = None
+    """Whether global blocks see all, too (fixed, variable)."""
+    num_different_global_patterns: int | None = None
+    """Places of the global blocks in a window, by head (fixed)."""
+    num_random_blocks: int | None = None
+    """Random blocks that each block sees (variable, bigbird)."""
+    local_window_blocks: tuple[int, ...] | None = None
+    """Blocks of the windows one after the other (variable)."""
+    global_block_indices: tuple[int, ...] | None = None
+    """Blocks that all see, or where ranges of them begin (variable, bslongformer)."""
+    global_block_end_indices: tuple[int, ...] | None = None
+    """Where these ranges end, exclusive (variable, bslongformer)."""
+    num_sliding_window_blocks: int | None = None
+    """Width of the window around each block (bigbird, bslongformer, sliding_window)."""
+    seed: int | None = None
+    """Of random blocks (variable, bigbird)."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        given = self._given()
+        if self.mode == "dense" and len(given) > 1:
+            name = next(name for name in given if name != "mode")
+            refuse(name, given[name], "belongs to a layout; set mode, such as mode: fixed")
+        layout_of_mode(given)
+
+    def _given(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def layout(self) -> BlockLayout | None:
+        """The layout; None where every token may see all."""
+        return layout_of_mode(self._given())
 
 
 def _check_horizontal(layout: Any) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from zerojax.config.attention_layouts import LayoutConfig
 from zerojax.config.checks import (
     check_at_least,
     check_folder,
@@ -99,6 +100,7 @@ class ModelConfig:
     chunked holds a block of them at a time, for long rows; cudnn is NVIDIA's fused kernel, which
     stores none. auto: cudnn on GPUs where it can (16-bit floats, no packed texts), else xla up to
     4096 tokens, else chunked."""
+    attention_layout: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
     tie_embeddings: bool | None = None
     """Whether the head reuses the embedding. null: true for gpt2, false for llama."""
     rope_theta: float = 10_000.0
@@ -108,7 +110,8 @@ class ModelConfig:
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     pretrained: str | None = None
     """Hugging Face folder (config.json, *.safetensors) with the initial weights. The folder
-    sets the sizes; dropout, remat, loss_chunk, matmul_dtype, attention and lora are set here."""
+    sets the sizes; dropout, remat, loss_chunk, matmul_dtype, attention, attention_layout and lora
+    are set here."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -135,7 +138,8 @@ class ModelConfig:
             )
 
     def _check_pretrained(self) -> None:
-        free = ("dropout", "remat", "loss_chunk", "matmul_dtype", "attention", "lora", "pretrained")
+        free = ("dropout", "remat", "loss_chunk", "matmul_dtype", "attention", "attention_layout")
+        free = (*free, "lora", "pretrained")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name not in (*free, "vocab_size") and value != field.default:

@@ -89,6 +89,25 @@ def calls_of_attention() -> Iterator[list[Call]]:
         _CALLS.reset(token)
 
 
+_IN_FORCE: contextvars.ContextVar[tuple[BlockLayout, list[BlockTable]] | None]
+_IN_FORCE = contextvars.ContextVar("layout in force", default=None)
+
+
+@contextlib.contextmanager
+def layout_in_force(layout: BlockLayout) -> Iterator[list[BlockTable]]:
+    """Gives a layout to the calls of `attention` made meanwhile; a cached trace makes none.
+
+    Yields:
+      The tables that calls have taken so far.
+    """
+    taken: list[BlockTable] = []
+    token = _IN_FORCE.set((layout, taken))
+    try:
+        yield taken
+    finally:
+        _IN_FORCE.reset(token)
+
+
 @names_keywords()
 def attention(
     query: jax.Array,
@@ -154,7 +173,7 @@ def attention(
     table = _table(layout, query, key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     device = device_here()
-    more = {"segments": segments, "positions": positions, "layout": layout}
+    more = {"segments": segments, "positions": positions, "layout": table}
     given = frozenset(name for name, value in more.items() if value is not None)
     chosen, why = choose(implementation, device, query, key, visibility, given)
     calls = _CALLS.get()
@@ -179,6 +198,29 @@ def attention(
         positions=where[1],
         table=table,
     )
+    return _in_float32_on_cpus(run, query, key, value)
+
+
+def attend_to_cache(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    positions: jax.Array,
+    table: BlockTable | None,
+) -> jax.Array:
+    """Causal attention of new tokens to a cache of keys; no gradient is meant.
+
+    Args:
+      query, key, value: see `attention`; the keys are at 0, 1, 2, ...
+      positions: integers [queries], where the queries are; not known before the arrays.
+      table: the blocks that are seen, of at least as many tokens; None: all.
+    """
+    seen = positions[:, None] >= jnp.arange(key.shape[1])[None, :]
+    seen = seen[None, None]
+    if table is not None:
+        seen = seen & table.of_positions(positions, key.shape[1])[None]
+    run = functools.partial(_masked, seen=seen, scale=query.shape[-1] ** -0.5)
     return _in_float32_on_cpus(run, query, key, value)
 
 
@@ -273,7 +315,16 @@ def _stored(
         seen = blocks if seen is None else blocks & seen
     if seen is None:
         return run(query, key, value)
-    out = run(query, key, value, mask=seen)
+    return _masked(query, key, value, seen, scale)
+
+
+def _masked(
+    query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array, scale: float
+) -> jax.Array:
+    """By XLA with `seen`: bool [batch or 1, heads or 1, queries, keys]; 0 where none is seen."""
+    out = jax.nn.dot_product_attention(
+        query, key, value, mask=seen, scale=scale, implementation="xla"
+    )
     sees_any = jnp.moveaxis(jnp.any(seen, axis=-1), 1, 2)[..., None]
     return jnp.where(sees_any, out, 0)
 
@@ -321,7 +372,25 @@ def _check(
 def _table(
     layout: BlockLayout | BlockTable | None, query: jax.Array, key: jax.Array
 ) -> BlockTable | None:
-    """The table of a layout for these tokens and heads."""
+    """The table of a layout for these tokens and heads, or of the one that is in force."""
+    in_force = _IN_FORCE.get()
+    if in_force is None:
+        return _own_table(layout, query, key)
+    table = _own_table(in_force[0], query, key)
+    own = _own_table(layout, query, key)
+    if own is not None and own != table:
+        raise ValueError(
+            f"layout={in_force[0].mode} is in force, and a call of zerojax.attention has another "
+            f"one ({own.name}); give it in one place"
+        )
+    assert table is not None
+    in_force[1].append(table)
+    return table
+
+
+def _own_table(
+    layout: BlockLayout | BlockTable | None, query: jax.Array, key: jax.Array
+) -> BlockTable | None:
     queries, heads, keys = query.shape[1], query.shape[2], key.shape[1]
     if isinstance(layout, BlockLayout):
         layout = layout_table(layout, num_heads=heads, num_tokens=max(queries, keys))

@@ -101,6 +101,16 @@ class BlockTable:
         seen = jnp.broadcast_to(jnp.asarray(self.seen)[:, :, None, :, None], shape)
         return seen.reshape(heads, rows * size, columns * size)[:, :queries, :keys]
 
+    def of_positions(self, queries: jax.Array, keys: int) -> jax.Array:
+        """Bool [heads or 1, queries, keys] for queries at these places, and keys from 0 on.
+
+        Raises:
+          ValueError: the table has fewer keys.
+        """
+        table = self.cut(self.seen.shape[1] * self.block, keys)
+        rows = jnp.take(jnp.asarray(table.seen), queries // self.block, axis=1, mode="clip")
+        return jnp.take(rows, np.arange(keys) // self.block, axis=2, mode="clip")
+
 
 @functools.lru_cache(maxsize=64)
 def layout_table(layout: BlockLayout, *, num_heads: int, num_tokens: int) -> BlockTable:

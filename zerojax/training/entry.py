@@ -231,7 +231,10 @@ def _normalise(arguments: Arguments) -> _Given:
     mesh = _as_mesh(arguments.mesh_config)
     unit = _rows_that_divide(mesh, arguments)
     is_text = arguments.batches is None
-    loss, loss_kind = _loss(arguments.model, arguments.loss, is_text=is_text)
+    plain, loss_kind = _loss(arguments.model, arguments.loss, is_text=is_text)
+    loss = arguments.with_layout(plain)
+    if loss is not plain:  # no folder holds it
+        loss_kind = "own"
     text, tokenizer = None, None
     if is_text:
         arguments, text, tokenizer = _with_text(arguments, unit)

@@ -203,8 +203,8 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
     model = from_hugging_face(config.pretrained)
     fields = {field.name for field in dataclasses.fields(model.config)}
     may_change = ("dropout", "remat", "loss_chunk", "matmul_dtype", "attention")
-    names = [name for name in may_change if name in fields]
-    model = model.with_changes(**{name: getattr(config, name) for name in names})
+    changes = {name: getattr(config, name) for name in may_change if name in fields}
+    model = model.with_changes(**changes, attention_layout=config.attention_layout.layout)
     if vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the data have {vocab_size} different tokens, but {config.pretrained} has rows for "

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from zerojax.config import LoraConfig, MeshConfig, from_dict, to_dict
+from zerojax.config.attention_layouts import layout_of_mode, values_of_layout
 from zerojax.config.loader import ConfigError, coerce_fields
 from zerojax.models import Bert, add_lora
 from zerojax.models.hugging_face import ARCHITECTURES
@@ -257,6 +258,7 @@ def _describe(template: Any) -> tuple[str, dict[str, Any], tuple[Adapters, ...]]
     if name is None:
         return "", {}, ()
     sizes, adapters = dataclasses.asdict(template.config), _adapters_of(template)
+    sizes["attention_layout"] = values_of_layout(template.config.attention_layout)
     made = nnx.eval_shape(lambda: _factory(name, sizes, adapters)(nnx.Rngs(0)))
     return (name, sizes, adapters) if _structure(made) == _structure(template) else ("", {}, ())
 
@@ -268,6 +270,8 @@ def _factory(
     values = dict(sizes)
     if values.get("rope_scaling") is not None:
         values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+    if values.get("attention_layout") is not None:
+        values["attention_layout"] = layout_of_mode(values["attention_layout"])
     config = row.config_class(**values)
     make: Callable[[nnx.Rngs], nnx.Module] = lambda rngs: row.build(config, rngs)  # noqa: E731
     for each in adapters:

@@ -55,6 +55,10 @@ class Arguments:
     seed: int
     reasons: tuple[str, ...] = ()
 
+    def with_layout(self, loss: Any) -> Any:
+        """The loss, with a layout of attention where the arguments say one."""
+        return loss
+
     def with_rows(self, rows: int | None, *, stacklevel: int) -> Arguments:
         """What holds for batches with so many rows over all devices.
 

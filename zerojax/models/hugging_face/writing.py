@@ -81,10 +81,17 @@ def describe_model(model: Model) -> Description:
     """The description of a model that is going to be trained.
 
     Raises:
-      UnsupportedError: its class has no row in the table.
+      UnsupportedError: its class has no row in the table, or it has a layout of attention, which
+        config.json has no key for.
     """
     config = bound_attribute(model, "config")
     row = architecture_of_config(config)
+    layout = config.attention_layout
+    if layout is not None:
+        raise UnsupportedError(
+            f"attention_layout={layout.mode}: Hugging Face's {row.class_name} would compute the "
+            "attention of all tokens; train with attention_layout=None, or use zerojax.load_run"
+        )
     scales = {
         f"{path_name(path)}/kernel": float(node.lora.scale)
         for path, node in nnx.iter_graph(getattr(model, "template", None) or model.source)

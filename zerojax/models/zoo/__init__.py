@@ -74,6 +74,7 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             loss_chunk=config.loss_chunk,
             matmul_dtype=config.matmul_dtype,
             attention=config.attention,
+            attention_layout=config.attention_layout.layout,
         )
     if config.name == "llama":
         return LlamaConfig(
@@ -92,6 +93,7 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             loss_chunk=config.loss_chunk,
             matmul_dtype=config.matmul_dtype,
             attention=config.attention,
+            attention_layout=config.attention_layout.layout,
         )
     raise ValueError(f"model.name={config.name!r} is unknown; use one of {', '.join(_RULES)}")
 

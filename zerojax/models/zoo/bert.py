@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from zerojax.config.attention_layouts import BlockLayout
 from zerojax.models.attending import Implementation
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
 from zerojax.models.zoo.decoder import (
@@ -54,6 +55,8 @@ class BertConfig:
       remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
       attention: "auto", "xla", "chunked" or "cudnn" (see `zerojax.attention`).
+      attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
+        ones have a part of it (see `zerojax.attention`).
     """
 
     vocab_size: int = 30522
@@ -71,6 +74,7 @@ class BertConfig:
     remat: str = "none"
     matmul_dtype: str | None = None
     attention: Implementation = "auto"
+    attention_layout: BlockLayout | None = None
 
     # What the checks of decoders ask for, and a BERT does not leave open.
     num_kv_heads: ClassVar[int] = 1
@@ -120,6 +124,8 @@ class EncoderBlock(nnx.Module):
             rngs=rngs,
             matmul_dtype=config.matmul_dtype,
             implementation=config.attention,
+            layout=config.attention_layout,
+            max_seq_len=config.max_seq_len,
             is_causal=False,
         )
         self.attention_dropout = Dropout(config.dropout, rngs=rngs)

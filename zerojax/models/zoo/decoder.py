@@ -14,6 +14,7 @@ from jax import lax
 from zerojax.models.attending import check_implementation
 from zerojax.models.chunked_loss import head_next_token
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
+from zerojax.models.sparse_layouts import layout_table
 from zerojax.models.zoo.fp8 import check_matmul_dtype
 from zerojax.models.zoo.layers import Attention, Dropout, Embedding, Projection, constrain
 from zerojax.models.zoo.stacking import check_remat, scan_blocks
@@ -293,7 +294,8 @@ def check_decoder_sizes(config: Any) -> None:
 
     Raises:
       ValueError: a size below 1, heads that do not divide, a dropout outside [0, 1), an unknown
-        remat name, matmul dtype or attention, or a loss chunk below 1.
+        remat name, matmul dtype or attention, a layout with more blocks than max_seq_len has, or a
+        loss chunk below 1.
     """
     for field in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "num_kv_heads"):
         _check_at_least_one(field, getattr(config, field))
@@ -317,6 +319,10 @@ def check_decoder_sizes(config: Any) -> None:
     check_remat(config.remat)
     check_matmul_dtype(config.matmul_dtype)
     check_implementation("attention", config.attention)
+    if config.attention_layout is not None:
+        layout_table(
+            config.attention_layout, num_heads=config.num_heads, num_tokens=config.max_seq_len
+        )
     if config.loss_chunk is not None:
         _check_at_least_one("loss_chunk", config.loss_chunk)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from zerojax.config.attention_layouts import BlockLayout
 from zerojax.models.attending import Implementation
 from zerojax.models.zoo.decoder import Block, Decoder, build_lm_head, check_decoder_sizes
 from zerojax.models.zoo.layers import Attention, Dropout, Embedding, GeluMlp, LayerNorm
@@ -34,6 +35,8 @@ class GPT2Config:
       loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
       attention: "auto", "xla", "chunked" or "cudnn" (see `zerojax.attention`).
+      attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
+        ones have a part of it (see `zerojax.attention`).
     """
 
     vocab_size: int = 50257
@@ -49,6 +52,7 @@ class GPT2Config:
     loss_chunk: int | None = None
     matmul_dtype: str | None = None
     attention: Implementation = "auto"
+    attention_layout: BlockLayout | None = None
 
     def __post_init__(self) -> None:
         if self.mlp_dim is None:
@@ -121,6 +125,8 @@ def _build_block(config: GPT2Config, rngs: nnx.Rngs) -> Block:
             rngs=rngs,
             matmul_dtype=config.matmul_dtype,
             implementation=config.attention,
+            layout=config.attention_layout,
+            max_seq_len=config.max_seq_len,
         ),
         mlp_norm=LayerNorm(config.embed_dim, eps=config.norm_eps),
         mlp=GeluMlp(

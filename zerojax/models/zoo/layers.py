@@ -23,7 +23,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.models.attending import Implementation, attention
+from zerojax.config.attention_layouts import BlockLayout
+from zerojax.models.attending import Implementation, attend_to_cache, attention
+from zerojax.models.sparse_layouts import BlockTable, layout_table
 from zerojax.models.zoo.fp8 import fp8_dot, init_history
 from zerojax.models.zoo.rope import RopeScaling, rotary_frequencies
 
@@ -167,7 +169,8 @@ class Attention(nnx.Module):
     """Self-attention with grouped key/value heads (arXiv:2305.13245), causal unless told otherwise.
 
     Query, key and value are separate, so that each splits over its own heads. `matmul_dtype` is
-    that of the four projections; scores and mixing stay in the dtype of the activations.
+    that of the four projections; scores and mixing stay in the dtype of the activations. `layout`
+    is of rows of `max_seq_len` tokens.
     """
 
     def __init__(
@@ -186,12 +189,15 @@ class Attention(nnx.Module):
         matmul_dtype: str | None = None,
         is_causal: bool = True,
         implementation: Implementation = "auto",
+        layout: BlockLayout | None = None,
+        max_seq_len: int = 0,
     ) -> None:
         head_dim = head_dim or embed_dim // num_heads
         heads, kv_heads = (num_heads, head_dim), (num_kv_heads, head_dim)
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.is_causal = is_causal
         self.implementation: Implementation = implementation
+        self.layout, self.max_seq_len, self.num_heads = layout, max_seq_len, num_heads
 
         def projection(in_shape: tuple[int, ...], out_shape: tuple[int, ...], scale: float):
             return Projection(
@@ -240,6 +246,7 @@ class Attention(nnx.Module):
             value,
             causal=self.is_causal,
             segments=seen,
+            layout=self._table(),
             implementation=self.implementation,
         )
         return self.output(mixed)
@@ -264,18 +271,20 @@ class Attention(nnx.Module):
         values = lax.dynamic_update_slice_in_dim(
             cache[1], value.astype(cache[1].dtype), position, 1
         )
-        mixed = attention(
+        mixed = attend_to_cache(
             query,
             keys.astype(query.dtype),
             values.astype(query.dtype),
-            causal=True,
-            positions=(
-                jnp.broadcast_to(positions, query.shape[:2]),
-                jnp.broadcast_to(jnp.arange(keys.shape[1]), keys.shape[:2]),
-            ),
-            implementation="xla",  # scores of a few queries at a time, and no gradient
+            positions=positions,
+            table=self._table(),
         )
         return self.output(mixed), (keys, values)
+
+    def _table(self) -> BlockTable | None:
+        """The blocks of the longest row; those of a shorter one, or of a cache, are a part."""
+        if self.layout is None:
+            return None
+        return layout_table(self.layout, num_heads=self.num_heads, num_tokens=self.max_seq_len)
 
     def _project(
         self, x: jax.Array, positions: jax.Array, seq_len: int

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 from flax import nnx
 
+from zerojax.config.attention_layouts import BlockLayout
 from zerojax.models.attending import Implementation
 from zerojax.models.zoo.decoder import Block, Decoder, build_lm_head, check_decoder_sizes
 from zerojax.models.zoo.layers import Attention, Dropout, Embedding, RMSNorm, SwiGluMlp
@@ -40,6 +41,8 @@ class LlamaConfig:
       loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
       attention: "auto", "xla", "chunked" or "cudnn" (see `zerojax.attention`).
+      attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
+        ones have a part of it (see `zerojax.attention`).
     """
 
     vocab_size: int
@@ -59,6 +62,7 @@ class LlamaConfig:
     loss_chunk: int | None = None
     matmul_dtype: str | None = None
     attention: Implementation = "auto"
+    attention_layout: BlockLayout | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:
@@ -138,6 +142,8 @@ def _build_block(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
             rngs=rngs,
             matmul_dtype=config.matmul_dtype,
             implementation=config.attention,
+            layout=config.attention_layout,
+            max_seq_len=config.max_seq_len,
         ),
         mlp_norm=RMSNorm(config.embed_dim, eps=config.norm_eps),
         mlp=SwiGluMlp(

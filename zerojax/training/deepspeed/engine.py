@@ -32,6 +32,7 @@ from zerojax.runtime.folder_lock import Hold
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.training import deepspeed
 from zerojax.training.checkpointing import end_state, model_of, restore_state
+from zerojax.training.deepspeed.attention_keys import with_layout
 from zerojax.training.deepspeed.engine_absent import AbsentMethods
 from zerojax.training.deepspeed.engine_guard import Guard, close_at_exit
 from zerojax.training.deepspeed.engine_journal import Journal
@@ -197,6 +198,7 @@ class Engine(EngineQueries, AbsentMethods):
     ) -> None:
         self._settings = with_disk_folder(translation.mesh, run_dir)
         super().__init__(translation, meshes.make_mesh(self._settings))
+        loss = with_layout(model, loss, translation.attention_layout)
         self._model, self._loss, self._freeze, self._seed = model, loss, freeze, seed
         self._ported, self._steps, self._run_dir = ported, steps, run_dir
         self._source: Path | None = None

@@ -173,6 +173,30 @@ _ELASTICITY: Table = {
     "version": Key("float", 0.2, "honoured", "of the arithmetic", (0.1, 0.2), "is not 0.1 or 0.2"),
 }
 
+_LAYOUT = "the layout of the model's calls of zerojax.attention"
+_SPARSE_ATTENTION: Table = {
+    "mode": Key(
+        "text",
+        "fixed",
+        "honoured",
+        f"{_LAYOUT}; a model with an attention_layout of its own has to have the same",
+        ("dense", "fixed", "variable", "bigbird", "bslongformer"),
+        "is not one of dense, fixed, variable, bigbird, bslongformer",
+    ),
+    "block": Key("int", 16, "honoured", _LAYOUT),
+    "different_layout_per_head": Key("bool", False, "honoured", _LAYOUT),
+    "num_local_blocks": Key("int", 4, "honoured", _LAYOUT),
+    "num_global_blocks": Key("int", 1, "honoured", _LAYOUT),
+    "attention": Key("text", "bidirectional", "honoured", _LAYOUT),
+    "horizontal_global_attention": Key("bool", False, "honoured", _LAYOUT),
+    "num_different_global_patterns": Key("int", 1, "honoured", _LAYOUT),
+    "num_random_blocks": Key("int", 0, "honoured", f"{_LAYOUT}; they are drawn with seed 0"),
+    "local_window_blocks": Key("list", [4], "honoured", _LAYOUT),
+    "global_block_indices": Key("list", [0], "honoured", _LAYOUT),
+    "global_block_end_indices": Key("list", None, "honoured", _LAYOUT),
+    "num_sliding_window_blocks": Key("int", 3, "honoured", _LAYOUT),
+}
+
 _AUTOTUNING = (
     "enabled fast results_dir exps_dir overwrite start_profile_step end_profile_step metric "
     "metric_path tuner_type tuner_early_stopping tuner_num_trials arg_mappings model_info "
@@ -194,10 +218,6 @@ _ABSENT: Table = {
     "amp": AbsentFeature("Apex has no part here; use bf16 or fp16", is_enabled),
     "expert_parallel": AbsentFeature(
         "experts are not spread over devices; take it out", is_enabled
-    ),
-    "sparse_attention": AbsentFeature(
-        "attention is the model's own; take the section out, and mask in the model",
-        lambda value: bool(value) and value.get("mode") != "dense",
     ),
     "progressive_layer_drop": AbsentFeature(
         "layers are not dropped; take it out", is_enabled, ("enabled", "theta", "gamma")
@@ -555,6 +575,7 @@ TABLE: Table = {
         name: Key("any", None, "compiler", "the whole step is one compiled program")
         for name in _COMPILE.split()
     },
+    "sparse_attention": _SPARSE_ATTENTION,
     **_ABSENT,
     "disable_python_gc": Key("bool", False, "compiler", "a step makes next to no Python objects"),
     "dataloader_drop_last": Key(

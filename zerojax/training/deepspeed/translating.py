@@ -20,6 +20,7 @@ from zerojax.config import ConfigError, LogConfig, MeshConfig
 from zerojax.config.display import cut, quoted
 from zerojax.config.recognition import is_deepspeed
 from zerojax.plan.make import Plan
+from zerojax.training.deepspeed.attention_keys import layout_of, with_layout
 from zerojax.training.deepspeed.auto_values import Auto
 from zerojax.training.deepspeed.batch_keys import (
     TRAIN,
@@ -115,6 +116,7 @@ def explain(
         steps_per_print=file.optional("steps_per_print"),
         run_dir=run_dir,
         elasticity=elasticity,
+        attention_layout=layout_of(file),
         tag_validation=file["checkpoint.tag_validation"].upper(),
         resolved=copy.deepcopy(resolved),
         lines=_in_order(notes, file.nested),
@@ -298,6 +300,14 @@ class PortedArguments(Arguments):
     """
 
     ported: Ported
+
+    def with_layout(self, loss: models.Loss | None) -> models.Loss | None:
+        """The loss with the layout of the file.
+
+        Raises:
+          ConfigError: the model states another one.
+        """
+        return with_layout(self.model, loss, self.ported.translate().attention_layout)
 
     def with_rows(self, rows: int | None, *, stacklevel: int) -> Arguments:
         """What the file says of such batches; it gives the file's warnings.

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import optax
 
 from zerojax.config import ElasticityConfig, LogConfig, MeshConfig, OptimizerConfig
+from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.display import printable, quoted
 from zerojax.optim import Optimizer, Schedule
 from zerojax.optim.precision import Precision
@@ -93,6 +94,7 @@ class Translation:
       steps_per_print: None: the file does not say.
       run_dir: folder of events, where a monitor names one.
       elasticity: the batch on changing numbers of devices, enabled or not.
+      attention_layout: of sparse_attention; None: every token may see all.
       tag_validation: "WARN", "IGNORE" or "FAIL": what becomes of tags that differ over processes.
       resolved: the file with every "auto" filled.
       lines: one for every key of the file.
@@ -115,6 +117,7 @@ class Translation:
     steps_per_print: int | None
     run_dir: Path | None
     elasticity: ElasticityConfig
+    attention_layout: BlockLayout | None
     tag_validation: str
     resolved: Mapping[str, Any]
     lines: tuple[Line, ...]
@@ -179,6 +182,9 @@ def _run(translation: Translation) -> Iterator[str]:
             f"  offload    optimizer state: {shares}; weights: {mesh.offload.params}; "
             f"activations: {mesh.offload.activations}"
         )
+    if translation.attention_layout is not None:
+        layout = translation.attention_layout
+        yield f"  attention  {layout.mode}, blocks of {layout.block}"
     yield f"  reports    every {translation.log.every} steps"
 
 

@@ -1,0 +1,111 @@
+"""The section `sparse_attention`, as a layout of attention.
+
+In DeepSpeed it is the model's code that reads the section. Here the layout goes to the calls of
+`zerojax.attention` that a loss makes; a model that states a layout has to state the same, since it
+also generates, and is loaded again, without the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax import models
+from zerojax.config import ConfigError
+from zerojax.config.attention_layouts import LAYOUTS, BlockLayout, layout_of_mode
+from zerojax.models.attending import layout_in_force
+from zerojax.models.losses import LossWithUnit, loss_unit
+from zerojax.models.sparse_layouts import BlockTable
+from zerojax.training.deepspeed.ds_config import File
+from zerojax.training.deepspeed.keys_table import TABLE
+
+_SECTION = "sparse_attention"
+_ALWAYS_BIDIRECTIONAL = ("bigbird", "bslongformer")
+"""Modes for which DeepSpeed does not read the key `attention`."""
+
+
+def layout_of(file: File) -> BlockLayout | None:
+    """The layout of a file; None where there is none, or every token sees all."""
+    if not isinstance(file.nested.get(_SECTION), Mapping):
+        return None
+    mode = file[f"{_SECTION}.mode"]
+    if mode not in LAYOUTS:
+        return None  # dense, or refused
+    known = {field.name for field in dataclasses.fields(LAYOUTS[mode])} - {"seed"}
+    if mode in _ALWAYS_BIDIRECTIONAL:
+        known -= {"attention"}
+    values: dict[str, Any] = {"mode": mode}
+    for name in TABLE[_SECTION]:  # type: ignore[union-attr]
+        key = f"{_SECTION}.{name}"
+        if name in known:
+            values[name] = file[key]
+        elif name != "mode" and file.has(key):
+            _ignore(file, key, mode)
+    try:
+        return layout_of_mode(values)
+    except ConfigError as error:
+        name = error.key[-1] if error.key else "mode"
+        file.notes.refuse(f"{_SECTION}.{name}", values.get(name), error.message)
+        return None
+
+
+def _ignore(file: File, key: str, mode: str) -> None:
+    why = f"mode {mode} does not read it, neither does DeepSpeed's"
+    file.notes.change(key, "ignored", why)
+    file.notes.warnings.append(f"{key}={file[key]} has no effect: {why}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseLoss(LossWithUnit):
+    """A loss whose calls of `zerojax.attention` have a layout.
+
+    Attributes:
+      layout: of the calls.
+      places: a table for each call so far; a part of a model that is jitted is traced once alone.
+    """
+
+    layout: BlockLayout
+    places: list[BlockTable] = dataclasses.field(default_factory=list, compare=False, repr=False)
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """The loss of the function.
+
+        Raises:
+          ConfigError: no call of `zerojax.attention` took the layout.
+        """
+        with layout_in_force(self.layout) as taken:
+            loss = self.function(model, batch)
+        self.places.extend(taken)
+        if not self.places:
+            raise ConfigError(
+                f"mode {self.layout.mode} is for zerojax.attention, and the model does not call "
+                "it; call it in the model, or take the section out",
+                (_SECTION,),
+            )
+        return loss
+
+
+def with_layout(
+    model: models.Model, loss: models.Loss | None, layout: BlockLayout | None
+) -> models.Loss | None:
+    """The loss with the layout of a file; the same one where the model states the layout.
+
+    Args:
+      loss: None: the model's own.
+
+    Raises:
+      ConfigError: the model states another layout, or none although it can.
+    """
+    config = models.bound_attribute(model, "config")
+    if layout is None or getattr(config, "attention_layout", None) == layout:
+        return loss
+    if hasattr(config, "attention_layout"):
+        own = config.attention_layout
+        raise ConfigError(
+            f"mode {layout.mode}, and the model has attention_layout={own}; build it with "
+            f"attention_layout=zerojax.config.{layout!r}, or take the section out",
+            (_SECTION,),
+        )
+    function = models.default_loss(model) if loss is None else loss
+    return SparseLoss(function, loss_unit(function), layout)
