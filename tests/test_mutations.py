@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 
 import pytest
 
@@ -10,13 +11,16 @@ from tests.mutations.__main__ import ROOT, find
 from tests.mutations.table import MUTATIONS
 
 
+@functools.cache
+def dump(text):
+    return ast.dump(ast.parse(text))
+
+
 def test_every_mutation_changes_one_place_of_valid_code():
     for mutation in MUTATIONS:
         path = find(mutation, ROOT)
         text = path.read_text()
-        assert ast.dump(ast.parse(text)) != ast.dump(
-            ast.parse(text.replace(mutation.old, mutation.new))
-        ), mutation
+        assert dump(text) != dump(text.replace(mutation.old, mutation.new)), mutation
 
 
 def test_the_table_is_long_enough_and_its_tests_exist():
