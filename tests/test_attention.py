@@ -122,7 +122,7 @@ def test_values_are_those_written_out(implementation, case, kv_heads):
     np.testing.assert_allclose(found, written_out(*arrays[:3], **CASES[case]), **CLOSE)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_stored_scores(case, kv_heads):
@@ -132,6 +132,7 @@ def test_gradients_are_those_of_stored_scores(case, kv_heads):
         np.testing.assert_allclose(found, expected, **CLOSE)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (16, 16), (17, 16), (5, 70), (70, 5)])
 def test_any_numbers_of_queries_and_keys(queries, keys):
     arrays = inputs(queries=queries, keys=keys)
@@ -162,6 +163,7 @@ def test_a_row_of_padding_gives_zeros(implementation):
         np.testing.assert_array_equal(array, 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_lower_precisions(implementation, dtype):
@@ -204,6 +206,7 @@ def largest_array(program):
     return max(int(np.prod([int(n) for n in dims.split(",")])) for dims in found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("remat", REMAT_NAMES)
 def test_no_array_holds_the_scores(remat):
     """Nothing is larger than the inputs; also where a checkpoint keeps matrix products."""
@@ -343,7 +346,11 @@ def grouped(attention, remat="dots"):
 
 
 ROWS = [
-    pytest.param({"zero": 3, "mesh": {"data": 4, "model": 2}}, id="3-tensor parallel"),
+    pytest.param(
+        {"zero": 3, "mesh": {"data": 4, "model": 2}},
+        id="3-tensor parallel",
+        marks=pytest.mark.thorough,
+    ),
     *(
         pytest.param(
             {"zero": zero, **more},

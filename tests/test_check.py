@@ -54,6 +54,7 @@ LAST = Configuration(DEVICES, 3, 2)
 # --- what the forward pass tells ------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", cases.RIGHT, ids=lambda loss: loss.__name__)
 def test_a_mean_over_rows_has_no_fault(loss):
     assert experiments(cases.PAIR, loss).forward(train=True).reason is None

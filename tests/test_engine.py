@@ -167,6 +167,7 @@ def test_the_log_has_every_due_step(trained):
     assert reported == pytest.approx({3: losses[2], 6: losses[5]})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("when", ["before the first batch", "after it"])
 def test_it_goes_on_from_a_checkpoint_at_another_stage(trained, when):
     _, losses, folder, _ = trained

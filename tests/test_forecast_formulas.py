@@ -33,6 +33,7 @@ def plan_of(zero: int, microbatches: int = 1, model: int = 1, **options):
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("zero", "microbatches", "units"),
     [

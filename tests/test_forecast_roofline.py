@@ -255,6 +255,7 @@ def test_remedies_stand_in_order_and_each_is_for_this_plan():
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("settings", "absent"),
     [
@@ -330,6 +331,7 @@ def test_nothing_helps():
     assert result.reasons[-1].startswith("no setting of this plan makes it fit")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_what_accumulation_adds_is_what_the_plan_counts(zero):
     one, two = (sample_plan(zero=zero, num_microbatches=number) for number in (1, 2))

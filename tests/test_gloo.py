@@ -61,6 +61,7 @@ def run_on_shards(function, values: dict[str, np.ndarray]) -> tuple[dict, str]:
     return jax.device_get(mapped(values)), mapped.lower(values).as_text()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bucket_size", [1, 10**9], ids=["leaf by leaf", "one bucket"])
 @pytest.mark.parametrize(("limit", "way"), [(7, "collective_permute"), (6, "all_to_all")])
 def test_sums_by_permutes_give_what_a_reduce_scatter_gives(limit, way, bucket_size, monkeypatch):

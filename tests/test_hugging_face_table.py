@@ -68,6 +68,7 @@ def test_layouts_fit_the_shapes_and_fill_every_tensor(name):
     assert sum(tensors.values()) == sum(math.prod(shape) for shape in shapes.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_settings_come_back(name):
     config = CONFIGS[name]

@@ -242,6 +242,7 @@ def residual_bytes(config: GPT2Config | LlamaConfig, batch: dict[str, jax.Array]
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
+@pytest.mark.sampled(1)
 @both
 def test_remat_hands_less_to_the_backward_pass(config, batch):
     sizes = {
@@ -395,6 +396,7 @@ def test_norms_and_attention_do_not_lose_large_bf16_activations():
 # --- depth, dropout, start -----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @both
 def test_the_program_does_not_grow_with_depth(config, batch):
     def lines(num_layers: int) -> int:

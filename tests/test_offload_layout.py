@@ -139,6 +139,7 @@ def test_weights_without_masters_are_their_own():
     assert plan.abstract_state["masters"] == {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("optimizer", "named"),
     [

@@ -87,6 +87,7 @@ def test_what_was_stored_comes_back_to_the_bit():
         params, state = stepped(tx, params, state, first=5 * number, steps=5)
 
 
+@pytest.mark.thorough
 def test_adamw_goes_on_where_adam8bit_stopped_and_the_other_way():
     eight, plain = adam8bit(**RATE), adamw(**RATE)
     coding = coding_of(eight)

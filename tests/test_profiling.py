@@ -140,6 +140,7 @@ def test_a_first_layer_has_no_gradient_of_its_input():
     assert rows["in/w"].backward + left.total == rows["in/w"].forward
 
 
+@pytest.mark.thorough
 def test_a_users_modules_with_convolution_and_stock_attention():
     tokens = jax.ShapeDtypeStruct((8, 10), jnp.int32)
     rows = rows_of_plan(

@@ -333,6 +333,7 @@ def test_a_run_of_a_model_and_loss_of_ones_own_is_read_back(tmp_path, monkeypatc
     train(checkpoint="other", run_dir="auto", optimizer=optax.sgd(1e-2))
 
 
+@pytest.mark.thorough
 def test_stopping_early_and_keeping_the_best(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stop, keep = zerojax.EarlyStopping, zerojax.KeepBest

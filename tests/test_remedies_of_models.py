@@ -212,6 +212,7 @@ def adapters(model: Any) -> dict[str, np.ndarray]:
     return {"/".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in state}
 
 
+@pytest.mark.thorough
 def test_adapters_of_two_kinds(tmp_path):
     lora = zerojax.LoraConfig(rank=2, targets=("attention/(query|value)",))
     arrays = adapters(zerojax.add_lora(gpt2(), lora))
@@ -340,6 +341,7 @@ def test_how_tokens_are_drawn(monkeypatch):
         draw(abstract(name, **SIZES))
 
 
+@pytest.mark.thorough
 def test_merging_what_was_not_added():
     lora = zerojax.LoraConfig(rank=2)
     (function,) = told(lambda: zerojax.merge_lora(gpt2()), r"; zerojax\.(\w+) adds them$")
@@ -386,6 +388,7 @@ def test_a_name_twice():
     assert set(trees.flatten_names({"a": {"b": 1}, "a_b": 2})) == {"a/b", "a_b"}
 
 
+@pytest.mark.thorough
 def test_second_derivatives_of_a_chunked_loss():
     def second(**changes: Any) -> Any:
         graphdef, state = nnx.split(abstract("GPT2", **SIZES, tie_embeddings=False, **changes))

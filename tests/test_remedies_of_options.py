@@ -378,6 +378,7 @@ def llama(**changes: Any) -> Any:
     return nnx.eval_shape(lambda: models.Llama(config, rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("changes", "pattern", "then"),
     [

@@ -368,6 +368,7 @@ def test_rules_of_tensor_parallelism():
     placed("model", None, model=8)
 
 
+@pytest.mark.thorough
 def test_a_rule_that_splits_the_layers_of_a_pipeline():
     mesh = {"stage": 2, "model": 2}
     name = "attention/query/kernel"

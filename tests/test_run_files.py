@@ -106,6 +106,7 @@ def test_what_parameters_do_not_show_is_as_published(name):
     assert not model.tie_embeddings
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("devices", [8, 64, 512])
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_model_is_planned_on_other_device_counts(name, devices):

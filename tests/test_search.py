@@ -212,7 +212,7 @@ def test_pipelines_that_cut_the_layers_and_have_enough_microbatches_are_listed()
 # Order and pruning
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("activations", [1, 30, 80, 200, 400, 1500])
 @pytest.mark.parametrize("state", [10, 60, 300])
 @pytest.mark.parametrize("wire", [0.01, 0.5, 3.0])
@@ -229,6 +229,7 @@ def test_the_choice_is_the_cheapest_of_all_and_costs_few_compilations(activation
     assert sum(trial.status == CHOSEN for trial in result.trials) == 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("activations", [1, 80, 400])
 @pytest.mark.parametrize("state", [10, 300])
 @pytest.mark.parametrize("wire", [0.01, 3.0])
