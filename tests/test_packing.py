@@ -183,8 +183,8 @@ ROWS = [
         )
         for zero in range(4)
         for name, more, quicker in (
-            ("microbatches", {"num_microbatches": 4}, (0, 2)),
-            ("stages", {"mesh": {"data": 4, "stage": 2}, "num_microbatches": 2}, (1, 3)),
+            ("microbatches", {"num_microbatches": 4}, (2,)),
+            ("stages", {"mesh": {"data": 4, "stage": 2}, "num_microbatches": 2}, (3,)),
         )
     ),
 ]
