@@ -1,4 +1,4 @@
-"""Which way a sequence is split over an axis: bytes on the wire, what cannot be, and the choice."""
+"""Choice of the way in which a sequence is split over an axis: bytes sent, refusals, reasons."""
 
 from __future__ import annotations
 
