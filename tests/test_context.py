@@ -139,7 +139,7 @@ def difference(found, expected):
 # --- one function ---------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])
 @pytest.mark.parametrize("case", ["causal", "packed", "window"])
 @pytest.mark.parametrize("devices", [2, 4, 8])

@@ -147,7 +147,7 @@ def all_tables() -> list[Schedule]:
     return tables
 
 
-@pytest.mark.sampled(90)
+@pytest.mark.sampled(83)
 @pytest.mark.parametrize("max_runs", [None, 8, 1])
 @pytest.mark.parametrize("stash", ["residuals", "input"])
 @pytest.mark.parametrize(
