@@ -245,7 +245,7 @@ def call_flops(target: str, head_dim: int, config: Mapping[str, Any]) -> int:
     sizes = [int(size) for size in attention["intermediate_tensor_shape"]["dimensions"]]
     seen = math.prod(sizes[:2]) * _seen_pairs(
         *sizes[2:],
-        is_causal="CAUSAL" in attention["mask_type"],
+        is_causal="CAUSAL" in attention.get("mask_type", ""),
         window=int(attention.get("sliding_window_length", 0)),
     )
     return 2 * (_BACKWARD_COUNT if "Backward" in target else _FORWARD_COUNT) * seen * head_dim
