@@ -107,7 +107,7 @@ def why_not(way: Way, sizes: Sizes) -> str | None:
     return None
 
 
-def choose_way(asked: Asked, sizes: Sizes, *, crosses_nodes: bool = False) -> Choice:
+def choose_way(context_parallel: Asked, sizes: Sizes, *, crosses_nodes: bool = False) -> Choice:
     """The way that is asked for, or for "auto" the best of those that can be.
 
     Between nodes that is the ring, whose steps travel beside products. Within a node it is the one
@@ -119,13 +119,14 @@ def choose_way(asked: Asked, sizes: Sizes, *, crosses_nodes: bool = False) -> Ch
     Raises:
       ValueError: an unknown way, one that cannot be, or none that can.
     """
-    if asked not in ASKED:
-        raise ValueError(f"context_parallel={asked!r} is not valid; use {', '.join(ASKED)}")
+    if context_parallel not in ASKED:
+        raise ValueError(f"{context_parallel=} is not valid; use {', '.join(ASKED)}")
     against = {way: why_not(way, sizes) for way in WAYS}
-    if asked != "auto":
-        if against[asked] is not None:
-            raise ValueError(against[asked])
-        return Choice(asked, ORDERS[asked], f"context_parallel {asked} (asked for)")
+    if context_parallel != "auto":
+        if against[context_parallel] is not None:
+            raise ValueError(against[context_parallel])
+        way = context_parallel
+        return Choice(way, ORDERS[way], f"context_parallel {way} (asked for)")
     possible = [way for way in WAYS if against[way] is None]
     if not possible:
         raise ValueError(against["allgather"])
