@@ -22,7 +22,7 @@ from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.wire import wire_bytes
 
 STAGES, DATA, MICROBATCHES = 2, 2, 4
-SIZES = {"num_layers": 4, "embed_dim": 64, "tie_embeddings": False}
+SIZES = {"num_layers": 4, "embed_dim": 64, "tie_embeddings": False, "attention": "xla"}
 NORMS = 512
 """Bytes per step of what is summed besides: loss, weight and the gradients' norm."""
 
