@@ -212,20 +212,27 @@ def test_pipelines_that_cut_the_layers_and_have_enough_microbatches_are_listed()
 # Order and pruning
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("activations", [1, 30, 80, 200, 400, 1500])
 @pytest.mark.parametrize("state", [10, 60, 300])
 @pytest.mark.parametrize("wire", [0.01, 0.5, 3.0])
-def test_the_choice_is_the_cheapest_of_all_and_costs_few_compilations(activations, state, wire):
+@pytest.mark.parametrize(
+    ("remats", "most"),
+    [pytest.param(("none", "dots", "full"), 16, id="201"), pytest.param(REMATS, 17, id="268")],
+)
+def test_the_choice_is_the_cheapest_of_all_and_costs_few_compilations(
+    activations, state, wire, remats, most
+):
     world = World(activations=activations, state=state, wire=wire)
-    result = run(world, budget=10**9)
+    candidates = list_candidates(8, 64, node_devices=8, remats=remats)
+    result = run(world, candidates, budget=10**9)
     few = len(world.compiled)
-    best = cheapest_of_all(world)
+    best = cheapest_of_all(world, candidates)
     assert result.certain
     assert result.chosen is not None
     assert result.chosen.seconds <= best / (1 - 0.05)
     assert result.chosen.peak <= LIMIT
-    assert few <= 16, "of more than 200 candidates"
+    assert few <= most, f"of {len(candidates)} candidates"
     assert sum(trial.status == CHOSEN for trial in result.trials) == 1
 
 
