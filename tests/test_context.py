@@ -84,8 +84,13 @@ def one_device(arrays, options):
     """(out, gradients of query, key and value)."""
     *operands, slope = arrays
     attend = functools.partial(zerojax.attention, implementation="xla", **options)
-    out, pull = jax.vjp(attend, *operands)
-    return out, *pull(slope)
+
+    @jax.jit
+    def both(slope, *operands):
+        out, pull = jax.vjp(attend, *operands)
+        return out, *pull(slope)
+
+    return both(slope, *operands)
 
 
 def attend_here(way, query, key, value, *, segments=None, axis="model", order=None, **options):
