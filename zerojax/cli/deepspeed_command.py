@@ -88,7 +88,7 @@ def choose(args: argparse.Namespace) -> int:
     """Prints the batch of the settings, whatever batch they name besides."""
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, [*overrides, "elasticity.enabled=false"])
-    batch = config.elasticity.choose_batch(config.mesh.stage * config.mesh.model)
+    batch = config.elasticity.choose_batch(config.mesh.devices_per_shard)
     counts = list(batch.device_counts) if args.devices is None else [args.devices]
     if args.json:
         rows = {str(count): batch.num_microbatches(count) for count in counts}

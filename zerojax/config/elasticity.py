@@ -26,7 +26,7 @@ class ElasticBatch:
     Attributes:
       global_batch_size: rows of a step, on every number of devices.
       device_counts: the numbers of devices that can cut it, smallest first.
-      devices_per_shard: devices that share the rows of one data shard (stage x model).
+      devices_per_shard: devices that share the rows of one data shard (context x stage x model).
       micro_batch_sizes: rows of a data shard that may go through the model at once.
     """
 
@@ -107,7 +107,7 @@ class ElasticityConfig:
         """The batch, and the numbers of devices that can cut it.
 
         Args:
-          devices_per_shard: devices that share the rows of one data shard (stage x model).
+          devices_per_shard: devices that share the rows of one data shard (context x stage x model).
 
         Raises:
           ConfigError: nodes that cannot be cut so, or no number of devices within the limits.

@@ -167,6 +167,13 @@ class MeshConfig:
     """What a pipeline stage stores of a microbatch between forward and backward. residuals:
     what the model's own checkpointing stores, so that nothing more is recomputed; input: only
     the stage's input, for the least memory and one more forward pass."""
+    context: int = 1
+    """Devices over which each sequence is split, for lengths whose activations do not fit one. ZeRO
+    shards the state over data and context together. 1: no split. For the reference decoders."""
+    context_parallel: Literal["auto", "ulysses", "ring", "allgather"] = "auto"
+    """How attention sees all of a split sequence. ulysses: each device some of the heads; ring:
+    keys and values go around; allgather: they are gathered. auto: what sends fewest bytes within a
+    node, between nodes the ring. Unused without context > 1."""
     replica: int = 1
     """Copies of the ZeRO-sharded state: sharded inside a node, replicated across nodes. 1:
     sharded over all devices of `data`."""
@@ -198,11 +205,16 @@ class MeshConfig:
     mesh axis or null for each trailing dimension). null: the model's own
     `tensor_parallel_rules`, if any."""
 
+    @property
+    def devices_per_shard(self) -> int:
+        """Devices that share the rows of one data shard."""
+        return self.context * self.stage * self.model
+
     def __post_init__(self) -> None:
         coerce_fields(self)
         if self.data < 1 and self.data != -1:
             refuse("data", self.data, "must be >= 1, or -1 for all devices the other axes leave")
-        check_at_least(self, 1, "model", "stage", "replica")
+        check_at_least(self, 1, "model", "stage", "context", "replica")
         if self.zero not in range(4):
             message = f"zero={self.zero} is not valid; use 0, 1, 2 or 3"
             raise ConfigError(message, ("zero",))

@@ -342,7 +342,7 @@ class RunConfig:
             )
 
     def _elastic_batch(self) -> ElasticBatch:
-        return self.elasticity.choose_batch(self.mesh.stage * self.mesh.model)
+        return self.elasticity.choose_batch(self.mesh.devices_per_shard)
 
     def on_devices(self, num_devices: int) -> "RunConfig":
         """These settings with the batch, and its parts, that an elastic run has on these devices.

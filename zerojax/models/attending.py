@@ -28,6 +28,7 @@ from zerojax.models.attention_choice import (
 )
 from zerojax.models.attention_tiles import tiles_of
 from zerojax.models.chunked_attention import Visibility, chunked_attention, extent_of
+from zerojax.models.context import attend_over, current_split
 from zerojax.models.cudnn_attention import cudnn_attention
 from zerojax.models.sparse_layouts import BlockTable, layout_table
 
@@ -45,6 +46,8 @@ class Call:
       tile: queries and keys that "chunked" holds the scores of.
       computed: share of the scores that is computed, where a layout or a window is given.
       layout: the table of blocks, if there is one.
+      heads, kv_heads, head_dim, itemsize: of query and key; itemsize in bytes.
+      causal: as it was asked for.
     """
 
     implementation: Implementation
@@ -54,6 +57,11 @@ class Call:
     tile: tuple[int, int] | None = None
     computed: float | None = None
     layout: BlockTable | None = None
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 1
+    itemsize: int = 4
+    causal: bool = False
 
     def describe(self) -> str:
         """One sentence: what was taken, and why."""
@@ -172,13 +180,27 @@ def attention(
     visibility = Visibility(causal=causal, window=window)
     table = _table(layout, query, key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    split = current_split()
+    if split is not None:  # a plan has refused layouts
+        attend = functools.partial(attention, implementation=implementation)
+        options = {"causal": causal, "window": window, "scale": scale}
+        rows = {"segments": where[0], "positions": where[1]}
+        return attend_over(split, attend, query, key, value, **options, **rows)
     device = device_here()
     more = {"segments": segments, "positions": positions, "layout": table}
     given = frozenset(name for name, value in more.items() if value is not None)
     chosen, why = choose(implementation, device, query, key, visibility, given)
     calls = _CALLS.get()
     if calls is not None:
-        call = Call(chosen, why, query.shape[1], key.shape[1], layout=table)
+        call = Call(
+            *(chosen, why, query.shape[1], key.shape[1]),
+            layout=table,
+            heads=query.shape[2],
+            kv_heads=key.shape[2],
+            head_dim=query.shape[3],
+            itemsize=query.dtype.itemsize,
+            causal=causal,
+        )
         groups = query.shape[2] // key.shape[2]
         calls.append(_with_tiles(call, visibility, positions is not None, groups))
     if chosen == "cudnn" and device.where != "plan":

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from zerojax.models.attending import calls_of_attention
+from zerojax.models.attending import Call, calls_of_attention
 from zerojax.models.index_limits import IndexLimit, find_index_limits
 from zerojax.models.protocol import Arrays, Loss, Model
 from zerojax.models.reads import MarkRead, find_reads
@@ -32,6 +32,7 @@ class ModelTrace:
       jaxpr: the traced forward pass, for counting. Its inputs are parameters, extras and batch, in
         the order of sorted names; its outputs the leaves of `result`.
       attention: a sentence for each kind of call of `zerojax.attention`, in order.
+      attention_calls: these calls, each kind once.
       program: the same equations with the extras afterwards as further outputs, by sorted names.
       index_limits: {leaf of the batch: what its integers must keep to}, see `index_limits`.
     """
@@ -43,6 +44,7 @@ class ModelTrace:
     jaxpr: Any
     index_limits: Mapping[str, tuple[IndexLimit, ...]]
     attention: tuple[str, ...]
+    attention_calls: tuple[Call, ...]
     program: Any
 
 
@@ -100,6 +102,7 @@ def trace_model(
         jaxpr=jaxpr,
         index_limits=find_index_limits(jaxpr.jaxpr, [*before, *of_batch]),
         attention=tuple(dict.fromkeys(call.describe() for call in calls)),
+        attention_calls=tuple(dict.fromkeys(calls)),
         program=program,
     )
 

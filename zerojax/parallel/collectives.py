@@ -34,7 +34,7 @@ from zerojax.parallel.sums import (
     scatter_in_tree,
     values_in_barriers,
 )
-from zerojax.plan.device_mesh import DATA_AXES
+from zerojax.plan.device_mesh import PASS_AXES
 from zerojax.plan.leaf_placement import LeafPlacement
 
 Arrays = dict[str, Any]
@@ -361,7 +361,7 @@ def sum_buckets(
     values: Arrays,
     axes: Mapping[str, tuple[str | None, ...]],
     bucket_size: int,
-    over: tuple[str, ...] = DATA_AXES,
+    over: tuple[str, ...] = PASS_AXES,
 ) -> Arrays:
     """Sums over mesh axes, one all-reduce per bucket.
 

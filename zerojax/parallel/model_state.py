@@ -13,6 +13,7 @@ are those of one device with the whole batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.parallel.sums import max_replicated, sum_replicated
-from zerojax.plan.device_mesh import DATA, REPLICA
+from zerojax.plan.device_mesh import PASS_AXES
 
 Arrays = dict[str, Any]
 
@@ -75,7 +76,7 @@ def agree(before: Arrays, after: Arrays, overwritten: Set[str], counted: Set[str
     """
     chosen = pick(after, overwritten)
     largest = max_replicated(chosen) if chosen else {}
-    count = lax.axis_size(DATA) * lax.axis_size(REPLICA)
+    count = math.prod(lax.axis_size(axis) for axis in PASS_AXES)
     changed = changes(before, after, overwritten)
     changed |= added(before, after, counted)
     summed = sum_replicated(changed) if changed else {}

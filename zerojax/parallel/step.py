@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import names_keywords
+from zerojax.models.adapt import bound_attribute
 from zerojax.models.losses import own_means
 from zerojax.models.protocol import Loss
 from zerojax.optim import loss_scale
@@ -268,6 +269,8 @@ def pass_config(plan: Plan) -> zero.PassConfig:
         sequence_sharding=plan.settings.sequence_sharding,
         regather=plan.program.regather,
         pipeline=plan.pipeline,
+        context=plan.context,
+        before_cut=bound_attribute(plan.model, "before_cut"),
         offload=plan.offload,
         virtual_shards=plan.settings.virtual_shards if plan.settings.deterministic else None,
         metrics=plan.traced.metric_names,

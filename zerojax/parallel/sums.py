@@ -29,7 +29,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from zerojax.plan.device_mesh import AUTO_AXES, DATA_AXES
+from zerojax.plan.device_mesh import AUTO_AXES, DATA_AXES, PASS_AXES
 
 Arrays = dict[str, Any]
 MAX_PERMUTES = 3
@@ -114,14 +114,14 @@ def over_auto_axes(function: Callable, in_specs: Any, out_specs: Any) -> Callabl
     )
 
 
-def sum_replicated(values: Any, over: tuple[str, ...] = DATA_AXES) -> Any:
+def sum_replicated(values: Any, over: tuple[str, ...] = PASS_AXES) -> Any:
     """Sums a tree of values that are whole on the compiler's axes over manual axes."""
     specs = jax.tree.map(lambda _: P(), values)
     return over_auto_axes(lambda tree: lax.psum(tree, over), (specs,), specs)(values)
 
 
 def max_replicated(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The largest of each element over the data axes, by one collective for each dtype."""
+    """The largest of each element over the axes of a pass, by one collective for each dtype."""
     result = {}
     for dtype in dict.fromkeys(value.dtype for value in values.values()):
         result |= _max_of_one_dtype({n: x for n, x in values.items() if x.dtype == dtype})
@@ -130,7 +130,7 @@ def max_replicated(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def _max_of_one_dtype(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
     flat = jnp.concatenate([value.reshape(-1) for value in values.values()])
-    flat = over_auto_axes(lambda x: lax.pmax(x, DATA_AXES), P(), P())(flat)
+    flat = over_auto_axes(lambda x: lax.pmax(x, PASS_AXES), P(), P())(flat)
     result, start = {}, 0
     for name, value in values.items():
         piece = lax.slice_in_dim(flat, start, start + value.size)

@@ -18,6 +18,7 @@ from zerojax.config import MeshConfig
 from zerojax.models import trees
 from zerojax.models.adapt import bound_attribute
 from zerojax.models.batch_weight import BatchWeight
+from zerojax.models.context import ContextSplit
 from zerojax.models.index_limits import IndexLimit
 from zerojax.models.protocol import Loss, Model
 from zerojax.optim import Schedule
@@ -83,6 +84,7 @@ class Decisions:
       tx: the optimizer; learning_rate: its schedule over updates applied, where it is known.
       num_microbatches: pieces a device's rows are cut into.
       pipeline: how the layers lie on stages and which schedule runs them; None with one stage.
+      context: how sequences lie over the axis `context`; None where each is whole on its device.
       offload: what lies outside device memory, in which slices; None where nothing does.
       abstract_state: `TrainState` of `ShapeDtypeStruct`s with shardings, as it lies in memory.
       abstract_stored: the same with every parameter and moment in one piece on the device; without
@@ -106,6 +108,7 @@ class Decisions:
     learning_rate: Schedule | None
     num_microbatches: int
     pipeline: PipelineLayout | None
+    context: ContextSplit | None
     offload: OffloadLayout | None
     abstract_state: TrainState
     abstract_stored: TrainState

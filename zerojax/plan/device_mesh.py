@@ -18,7 +18,8 @@ from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import names_keywords
 from zerojax.hardware.gpus import Gpu
 
-REPLICA, DATA, STAGE, MODEL = "replica", "data", "stage", "model"
+REPLICA, DATA, CONTEXT = "replica", "data", "context"
+STAGE, MODEL = "stage", "model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,14 +28,14 @@ class Axis:
 
     Attributes:
       name: also of its size in `MeshConfig`.
-      splits: "batch", "layers" or "matrices".
+      splits: "batch", "sequence", "layers" or "matrices".
       shards_state: whether ZeRO shards parameters, gradients and optimizer state over it.
       manual: when its collectives are written in a `shard_map`: "always", in a "pipeline", or
         "never", so that the compiler places them.
     """
 
     name: str
-    splits: Literal["batch", "layers", "matrices"]
+    splits: Literal["batch", "sequence", "layers", "matrices"]
     shards_state: bool
     manual: Literal["always", "pipeline", "never"]
 
@@ -45,6 +46,7 @@ AXIS_TABLE = (
     # apart (nodes).
     Axis(name=REPLICA, splits="batch", shards_state=False, manual="always"),
     Axis(name=DATA, splits="batch", shards_state=True, manual="always"),
+    Axis(name=CONTEXT, splits="sequence", shards_state=True, manual="always"),
     Axis(name=STAGE, splits="layers", shards_state=False, manual="pipeline"),
     Axis(name=MODEL, splits="matrices", shards_state=False, manual="never"),
 )
@@ -65,12 +67,14 @@ def names_of(table: Sequence[Axis], **wanted: Any) -> tuple[str, ...]:
 
 AXES = names_of(AXIS_TABLE)
 DATA_AXES = names_of(AXIS_TABLE, splits="batch")
-"""Axes over which the batch is split. Parameters are sharded over `data` alone."""
+"""Axes over which the rows of a batch are split."""
 STATE_AXES = names_of(AXIS_TABLE, shards_state=True)
-"""Axes over which ZeRO shards every parameter."""
-AUTO_AXES = tuple(name for name in AXES if name not in names_of(AXIS_TABLE, manual="always"))
-"""Axes that stay with the compiler while `replica` and `data` are manual; under a pipeline `stage`
-is manual, too."""
+"""Axes over which ZeRO shards every parameter, where they have more than one device."""
+PASS_AXES = names_of(AXIS_TABLE, manual="always")
+"""Axes whose devices compute other tokens with the same weights: losses and gradients are summed
+over them. They are manual in every pass."""
+AUTO_AXES = tuple(name for name in AXES if name not in PASS_AXES)
+"""Axes that stay with the compiler in a pass; under a pipeline `stage` is manual, too."""
 COMPILER_AXES = names_of(AXIS_TABLE, manual="never")
 """Axes whose collectives only the compiler places."""
 PIPELINE_AXES = tuple(name for name in AXES if name not in COMPILER_AXES)
@@ -121,7 +125,7 @@ def make_mesh(
     config: MeshConfig | Mapping[str, Any] | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh with the axes `replica`, `data`, `stage`, `model`, all of type Auto.
+    """A mesh with the axes `replica`, `data`, `context`, `stage`, `model`, all of type Auto.
 
     Args:
       config: sizes; a mapping is read as a `MeshConfig`; None takes every device on `data`.
@@ -162,8 +166,8 @@ def normalise_mesh(mesh: Mesh) -> Mesh:
     """A user's own `jax.sharding.Mesh` with zerojax's axes in zerojax's order.
 
     Args:
-      mesh: axes named `data` and optionally `replica`, `stage`, `model`, in any order and of any
-        type.
+      mesh: axes named `data` and optionally `replica`, `context`, `stage`, `model`, in any order
+        and of any type.
 
     Raises:
       ValueError: an axis has another name.
@@ -187,6 +191,16 @@ def _sizes_of_axes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
             f"mesh axis {unknown[0]!r} is not one of {', '.join(AXES)}; rename the axes of the mesh"
         )
     return tuple(mesh.shape.get(name, 1) for name in AXES)
+
+
+def state_axes(axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Axes over which ZeRO shards parameters on a mesh of these sizes: `data`, and what it has of
+    the others.
+
+    >>> state_axes({"data": 1, "context": 1}), state_axes({"data": 2, "context": 4})
+    (('data',), ('data', 'context'))
+    """
+    return tuple(name for name in STATE_AXES if name == DATA or axis_sizes.get(name, 1) > 1)
 
 
 def num_data_shards(mesh: Mesh | AbstractMesh) -> int:

@@ -45,8 +45,9 @@ class LeafPlacement:
       axes: mesh axis per dimension from tensor parallelism, None where there is none.
       zero_dim: the dimension that ZeRO shards, counted from the end (negative, so that it survives
         the slicing of leading dimensions); None when ZeRO leaves the parameter whole.
-      zero_axes: the mesh axes over which it does, first the outermost: `data`; and also `stage`
-        for a parameter that every pipeline stage reads, so that none is stored twice.
+      zero_axes: the mesh axes over which it does, first the outermost: `data`; also `context`
+        where sequences are split; and `stage` for a parameter that every pipeline stage reads, so
+        that none is stored twice.
       padded_size: stored size of `zero_dim`, a multiple of the number of shards.
       access: how forward and backward get at it.
       frozen: no gradient and no optimizer state.
@@ -65,7 +66,7 @@ class LeafPlacement:
     access: Access
     mapped_dims: int = 0
     frozen: bool = False
-    zero_axes: tuple[str, ...] = STATE_AXES
+    zero_axes: tuple[str, ...] = (DATA,)
     layer_rows: tuple[int, ...] | None = None
     reasons: tuple[str, ...] = ()
 
@@ -105,8 +106,9 @@ class LeafPlacement:
 
     @property
     def data_spec(self) -> P:
-        """The part of `stored_spec` that a region sees that is manual over `data` alone."""
-        return P(*(axis if axis in STATE_AXES else None for axis in self.stored_spec))
+        """The part of `stored_spec` that a region sees that is manual over ZeRO's axes alone."""
+        own = (*STATE_AXES, STATE_AXES)  # one of them, or all together
+        return P(*(axis if axis in own else None for axis in self.stored_spec))
 
     @property
     def manual_spec(self) -> P:

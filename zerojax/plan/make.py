@@ -26,6 +26,7 @@ from zerojax.models.losses import split_result
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.compiler_options import choose_options
+from zerojax.plan.context_split import check_context, plan_context
 from zerojax.plan.decisions import Decisions, ProgramChoices, TracedLoss
 from zerojax.plan.device_mesh import COMPILER_AXES, DATA, DATA_AXES, STAGE
 from zerojax.plan.explain import explain_parameter
@@ -83,6 +84,7 @@ _MESH_OPTIONS = (
     "reduce_bucket_size",
     "allgather_bucket_size",
     "sequence_sharding",
+    "context_parallel",
     "offload",
     "pipeline_schedule",
     "partition",
@@ -256,6 +258,7 @@ def _make(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given) -> Pla
 def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given) -> Plan:
     task, why_defaults, why_microbatches = _resolve(settings, mesh, given)
     seen = _trace(task)
+    context, why_context = plan_context(settings, mesh, seen.trace, seen.microbatch)
     placement, layout, stacked = _place(task, seen, given.freeze)
     traced, why_traced, rules = _examine_loss(task, seen, placement)
     tx = optim.fit_optimizer(task.optimizer.tx, task.precision)
@@ -281,6 +284,7 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given)
         learning_rate=task.optimizer.learning_rate,
         num_microbatches=task.num_microbatches,
         pipeline=layout,
+        context=context,
         offload=offload,
         abstract_state=abstract_offloaded(stored, offload, task.precision) if offload else stored,
         abstract_stored=stored,
@@ -293,6 +297,7 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given)
             *why_defaults,
             *describe_deterministic(settings, task.num_microbatches),
             *why_microbatches,
+            *why_context,
             *task.optimizer.reasons,
             *describe_model(
                 task.model,
@@ -324,6 +329,7 @@ def _resolve(
     if isinstance(mesh, Mesh):
         check_joined()
     internal = models.as_model(given.model)
+    check_context(settings, mesh, internal, given.loss)
     loss = models.as_loss(given.loss, internal, given.example_batch)
     precision, why_precision = given.precision, []
     if precision is None:

@@ -22,7 +22,7 @@ from zerojax import models
 from zerojax.config import MeshConfig
 from zerojax.models import trees
 from zerojax.models.jaxpr import inner_programs, marked_reads, read_name
-from zerojax.plan.device_mesh import MODEL, STAGE, STATE_AXES
+from zerojax.plan.device_mesh import MODEL, STAGE, state_axes
 from zerojax.plan.leaf_placement import (
     Access,
     LeafPlacement,
@@ -126,7 +126,8 @@ def place_parameters(
         if rows is not None:
             _check_rows(name, shape, rows, axis_sizes)
             _check_stack(name, axes, stack_dims, barrier)
-        zero_axes = (*STATE_AXES, STAGE) if layer_rows and rows is None else STATE_AXES
+        zero_axes = state_axes(axis_sizes)
+        zero_axes = (*zero_axes, STAGE) if layer_rows and rows is None else zero_axes
         shards = rules.virtual_shards or math.prod(axis_sizes[axis] for axis in zero_axes)
         if shards > 1 and rules.zero > 0 and name not in (always_frozen or {}):
             over = f"{' x '.join(zero_axes)} {shards}"

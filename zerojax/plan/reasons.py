@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from zerojax.models.trace import ModelTrace
 from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
 from zerojax.plan import device_mesh as meshes
-from zerojax.plan.device_mesh import DATA, MODEL, STAGE
+from zerojax.plan.device_mesh import MODEL, STAGE
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
 from zerojax.plan.state_layout import OffloadLayout
@@ -30,7 +31,7 @@ def describe_choices(
     placement: Placement,
 ) -> list[str]:
     """What the settings come down to, one sentence each."""
-    shards = mesh.shape[DATA]
+    shards = math.prod(mesh.shape[axis] for axis in meshes.STATE_AXES)
     num_shards = meshes.num_data_shards(mesh)
     split = "the batch is not split" if num_shards == 1 else f"{num_shards} shards of the batch"
     lines = [f"mesh {meshes.describe_mesh(mesh)}: {split}"]

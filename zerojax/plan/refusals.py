@@ -76,7 +76,7 @@ def check_deterministic(
     if settings.deterministic is None:
         return num_microbatches
     asked, count = "deterministic='mesh'", settings.virtual_shards
-    for axis in [name for name in meshes.AXES if name not in meshes.STATE_AXES]:
+    for axis in [name for name in meshes.AXES if name != meshes.DATA]:
         if mesh.shape[axis] > 1:
             raise ValueError(
                 f"{asked} with {axis}={mesh.shape[axis]}: sums over `{axis}` depend on its size; "

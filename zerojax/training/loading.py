@@ -383,19 +383,19 @@ def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]
     if mesh is None:
         settings = own
         if record.num_devices != len(there):
-            axes = own.stage * own.model
+            axes = own.devices_per_shard
             settings = dataclasses.replace(own, data=-1, replica=1)
             if len(there) % axes:
-                settings = dataclasses.replace(settings, stage=1, model=1)
+                settings = dataclasses.replace(settings, context=1, stage=1, model=1)
             pieces = own.virtual_shards if own.deterministic else 0
-            axes = settings.stage * settings.model
+            axes = settings.devices_per_shard
             there = there[: _usable(len(there), axes, example, pieces)]
     else:
         settings = as_mesh_config(mesh)
         if not isinstance(mesh, MeshConfig):  # of a dict what it does not say is the run's
-            base = dataclasses.replace(own, data=-1, model=1, stage=1, replica=1)
+            base = dataclasses.replace(own, data=-1, context=1, model=1, stage=1, replica=1)
             settings = dataclasses.replace(base, **{name: getattr(settings, name) for name in mesh})
-        asked = settings.data * settings.model * settings.stage * settings.replica
+        asked = settings.data * settings.devices_per_shard * settings.replica
         if 0 < asked < len(there) and jax.process_count() == 1:
             there = there[:asked]
     settings = dataclasses.replace(settings, offload=OffloadConfig())

@@ -217,7 +217,7 @@ def _elastic_reasons(config: RunConfig) -> list[str]:
     """What an elastic run says of its batch."""
     if not config.elasticity.enabled:
         return []
-    counts = config.elasticity.choose_batch(config.mesh.stage * config.mesh.model).device_counts
+    counts = config.elasticity.choose_batch(config.mesh.devices_per_shard).device_counts
     return [
         f"elasticity: batch {config.global_batch_size} in {config.num_microbatches} microbatches "
         f"on {jax.device_count()} devices; valid on {len(counts)} numbers of devices from "

@@ -19,6 +19,13 @@ from zerojax.models.context.order import (
     parts_of,
 )
 from zerojax.models.context.ring import ring_attention
+from zerojax.models.context.split import (
+    ContextSplit,
+    attend_over,
+    current_split,
+    sequences_split,
+    whole_length,
+)
 from zerojax.models.context.ways import (
     ORDERS,
     WAYS,
@@ -34,12 +41,15 @@ __all__ = [
     "WAYS",
     "Asked",
     "Choice",
+    "ContextSplit",
     "Order",
     "Sizes",
     "Way",
     "Wire",
     "allgather_attention",
+    "attend_over",
     "choose_way",
+    "current_split",
     "inverse_order",
     "kv_repeats",
     "local_index",
@@ -47,7 +57,9 @@ __all__ = [
     "order_of_tokens",
     "parts_of",
     "ring_attention",
+    "sequences_split",
     "ulysses_attention",
+    "whole_length",
     "why_not",
     "wire_bytes",
 ]

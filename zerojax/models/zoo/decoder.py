@@ -13,6 +13,7 @@ from jax import lax
 
 from zerojax.models.attending import check_implementation
 from zerojax.models.chunked_loss import head_next_token
+from zerojax.models.context import current_split
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
 from zerojax.models.sparse_layouts import layout_table
 from zerojax.models.zoo.fp8 import check_matmul_dtype
@@ -49,12 +50,12 @@ class KVCache(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What goes from layer to layer where rows hold several texts."""
+    """What goes from layer to layer where rows hold several texts, or a part of one."""
 
     hidden: jax.Array
     """[batch, seq, embed]."""
-    segments: jax.Array
-    """Integers [batch, seq]: the text of each token, negative for padding."""
+    segments: jax.Array | None
+    """Integers [batch, seq]: the text of each token, negative for padding; None: all are of one."""
     positions: jax.Array
     """Integers [batch, seq]: the position of each token in its text."""
 
@@ -111,7 +112,7 @@ class Block(nnx.Module):
             return x._replace(hidden=self._layer(x.hidden, **texts))
         return self._layer(x)
 
-    def _layer(self, x: jax.Array, **texts: jax.Array) -> jax.Array:
+    def _layer(self, x: jax.Array, **texts: jax.Array | None) -> jax.Array:
         x = self._add(x, self.attention_dropout(self.attention(self.attention_norm(x), **texts)))
         return self._add(x, self.mlp_dropout(self.mlp(self.mlp_norm(x))))
 
@@ -169,22 +170,55 @@ class Decoder(nnx.Module):
         x = self.final_norm(x)
         return self.token_embedding.attend(x) if self.lm_head is None else self.lm_head(x)
 
-    def hidden(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
         """Integers [batch, seq] -> what the blocks make of them [batch, seq, embed], for `head`.
 
         Args:
           segments: integers [batch, seq], the text of each token where rows hold several: tokens
             see their own text alone, and positions begin anew in each.
+          positions: integers [batch, seq] of each token in its text; None: from `segments`, or the
+            indices.
         """
-        if segments is None:
+        if positions is None and segments is not None:
+            positions = positions_in_texts(segments)
+        if positions is None:
             return scan_blocks(self.blocks, self.embed(tokens), remat=self.config.remat)
-        positions = positions_in_texts(segments)
         x = Packed(self.embed(tokens, positions), segments, positions)
         return scan_blocks(self.blocks, x, remat=self.config.remat).hidden
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Integers [batch, seq] -> logits [batch, seq, vocab] of the token that follows each."""
         return self.head(self.hidden(tokens))
+
+    @staticmethod
+    def before_cut(batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch of which `loss` needs only a part of each row on each device.
+
+        Made where rows are whole: the position of each token in its text, and the weights within
+        texts, which depend on the tokens around.
+
+        Args:
+          batch: as `loss` has it.
+
+        Returns:
+          "tokens", "targets", "positions" and, where the batch has them, "weights" and "segments",
+          [batch, seq] each.
+        """
+        names = ("tokens", "targets", "weights", "segments")
+        prepared = {name: batch[name] for name in names if name in batch}
+        segments = batch.get("segments")
+        if segments is None:
+            index = jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32)
+            prepared["positions"] = jnp.broadcast_to(index, batch["tokens"].shape)
+        else:
+            prepared["positions"] = positions_in_texts(segments)
+            prepared["weights"] = _weights_within_texts(segments, batch.get("weights"))
+        return prepared
 
     def loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
         """Next-token cross-entropy in float32, as (sum, weight).
@@ -199,10 +233,12 @@ class Decoder(nnx.Module):
             is padding (a negative segment), does not count.
         """
         targets, weights = batch["targets"], batch.get("weights")
-        segments = batch.get("segments")
-        x = self.hidden(batch["tokens"], segments)
-        if segments is not None:
+        segments, positions = batch.get("segments"), None
+        if current_split() is not None:  # this is a part of what `before_cut` made
+            positions = batch["positions"]
+        elif segments is not None:
             weights = _weights_within_texts(segments, weights)
+        x = self.hidden(batch["tokens"], segments, positions)
         chunk = self.config.loss_chunk
         if chunk is None:
             return next_token(self.head(x), targets, weights)

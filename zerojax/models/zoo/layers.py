@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.models.attending import Implementation, attend_to_cache, attention
+from zerojax.models.context import whole_length
 from zerojax.models.sparse_layouts import BlockTable, layout_table
 from zerojax.models.zoo.fp8 import fp8_dot, init_history
 from zerojax.models.zoo.rope import RopeScaling, rotary_frequencies
@@ -236,7 +237,7 @@ class Attention(nnx.Module):
           [batch, seq, embed].
         """
         positions = jnp.arange(x.shape[1]) if positions is None else positions
-        query, key, value = self._project(x, positions, x.shape[1])
+        query, key, value = self._project(x, positions, whole_length(x.shape[1]))
         seen: Any = segments
         if visible is not None:  # all queries are of segment 0, and so are the keys that are seen
             seen = jnp.zeros(visible.shape, jnp.int32), jnp.where(visible, 0, -1)

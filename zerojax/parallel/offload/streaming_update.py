@@ -25,7 +25,7 @@ from zerojax.parallel.offload.streaming import StreamedPass, one_of
 from zerojax.parallel.offload.streaming_rows import LayerRows, put_rows, split_by_name
 from zerojax.parallel.sums import over_auto_axes, sum_replicated
 from zerojax.parallel.zero import PassConfig, reduce_gradients, shard_key, specs_of, split_batch
-from zerojax.plan.device_mesh import DATA, DATA_AXES, MODEL
+from zerojax.plan.device_mesh import DATA, DATA_AXES, MODEL, PASS_AXES
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import (
     map_moments,
@@ -96,7 +96,7 @@ def build_updating_gradients(
             mesh=config.mesh,
             in_specs=(*specs, slice_specs, P(), P(), P(DATA_AXES)),
             out_specs=(P(), others, P(), streamed, slice_specs),
-            axis_names=set(DATA_AXES),
+            axis_names=set(PASS_AXES),
             check_vma=False,
         )
         sums, grads, extras, weights, slices = mapped(

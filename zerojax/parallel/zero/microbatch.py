@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from zerojax.models.context import ContextSplit, sequences_split
 from zerojax.models.losses import as_sums
 from zerojax.models.protocol import Loss, Model
 from zerojax.models.zoo.layers import activation_rules
 from zerojax.optim.precision import Precision
 from zerojax.parallel.sums import TreeOrder
-from zerojax.plan.device_mesh import DATA, DATA_AXES, MODEL, REPLICA
+from zerojax.plan.device_mesh import CONTEXT, DATA_AXES, MODEL, PASS_AXES
 from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.placement import Placement
 from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
@@ -39,6 +40,8 @@ class PassConfig:
       sequence_sharding: split the residual stream over `model` along the sequence.
       regather: at stage 3, gather parameters again in the backward pass instead of keeping them.
       pipeline: how the layers lie on stages; None with one stage.
+      context: how sequences lie over `context`; None where each is whole on its device.
+      before_cut: what makes of a batch one whose rows can be cut; None where they are not.
       offload: what lies outside device memory; None where nothing does.
       virtual_shards: in how many pieces the batch is cut on any number of devices, so that all give
         the same bits; None cuts it as it comes.
@@ -57,6 +60,8 @@ class PassConfig:
     sequence_sharding: bool
     regather: bool
     pipeline: PipelineLayout | None = None
+    context: ContextSplit | None = None
+    before_cut: Callable[[Arrays], Arrays] | None = None
     offload: OffloadLayout | None = None
     virtual_shards: int | None = None
     metrics: tuple[str, ...] = ()
@@ -88,9 +93,20 @@ def split_batch(batch: Arrays, number: int) -> Arrays:
 
 
 def shard_key(key_data: jax.Array) -> jax.Array:
-    """The step's key folded with this data shard's index, so that shards drop different units."""
-    index = lax.axis_index(REPLICA) * lax.axis_size(DATA) + lax.axis_index(DATA)
+    """The step's key folded with the index of this part of the batch: parts drop other units."""
+    index = lax.axis_index(PASS_AXES)
     return jax.random.fold_in(jax.random.wrap_key_data(key_data), index)
+
+
+def cut_batch(config: PassConfig, batch: Arrays) -> tuple[Arrays, P]:
+    """The global batch as a pass cuts it, and how: rows over the data axes, tokens over `context`.
+
+    Integers of whole rows are all that a device holds for that; tokens are put in the order in
+    which devices have them.
+    """
+    if config.context is None or config.before_cut is None:
+        return batch, P(DATA_AXES)
+    return jax.tree.map(config.context.in_order, config.before_cut(batch)), P(DATA_AXES, CONTEXT)
 
 
 def run_microbatch(
@@ -106,7 +122,7 @@ def run_microbatch(
     """(`losses.as_sums`, extras afterwards) of one microbatch, from what parameters read as."""
     rules = {"sequence": MODEL} if config.sequence_sharding else None
     batch = cast_batch(batch, config.precision.compute_dtype)
-    with activation_rules(rules):
+    with activation_rules(rules), sequences_split(config.context):
         result, after = config.model.run(
             values,
             extras,
@@ -128,7 +144,7 @@ def map_gradients(
     local: Callable[..., tuple[Arrays, Arrays, Arrays]],
     *,
     spec_of: SpecOf = data_spec,
-    axes: tuple[str, ...] = DATA_AXES,
+    axes: tuple[str, ...] = PASS_AXES,
 ) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
     """What `build_gradients` returns, from what one device does.
 
@@ -149,10 +165,11 @@ def map_gradients(
         loss_factor: jax.Array | None = None,
     ) -> tuple[Arrays, Arrays, Arrays]:
         specs = specs_of(config, params, spec_of), specs_of(config, frozen, spec_of)
+        batch, rows = cut_batch(config, batch)
         mapped = jax.shard_map(
             local,
             mesh=config.mesh,
-            in_specs=(*specs, P(), P(), P(DATA_AXES), P()),
+            in_specs=(*specs, P(), P(), rows, P()),
             out_specs=(P(), specs[0], P()),
             axis_names=set(axes),
             check_vma=False,
@@ -167,7 +184,7 @@ def map_forward(
     local: Callable[..., Arrays],
     *,
     spec_of: SpecOf = data_spec,
-    axes: tuple[str, ...] = DATA_AXES,
+    axes: tuple[str, ...] = PASS_AXES,
 ) -> Callable[..., Arrays]:
     """What `build_forward` returns, from what one device does; arguments as in `map_gradients`."""
 
@@ -175,10 +192,11 @@ def map_forward(
         params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays
     ) -> Arrays:
         specs = specs_of(config, params, spec_of), specs_of(config, frozen, spec_of)
+        batch, rows = cut_batch(config, batch)
         mapped = jax.shard_map(
             local,
             mesh=config.mesh,
-            in_specs=(*specs, P(), P(), P(DATA_AXES)),
+            in_specs=(*specs, P(), P(), rows),
             out_specs=P(),
             axis_names=set(axes),
             check_vma=False,

@@ -14,7 +14,7 @@ from zerojax.parallel.sums import TreeOrder, barrier_kind
 from zerojax.parallel.zero.microbatch import Arrays, PassConfig
 from zerojax.parallel.zero.rewrite import Rewriting
 from zerojax.plan.device_mesh import (
-    DATA_AXES,
+    PASS_AXES,
     PIPELINE_AXES,
     REPLICA,
     STAGE,
@@ -158,8 +158,8 @@ def _slice_size(leaf: LeafPlacement) -> int:
 
 
 def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
-    """Gradients summed over the data axes, as stored, sharded where the placement says; float32,
-    but of parameters that are updated in slices in the dtype in which they were summed.
+    """Gradients summed over the axes of a pass, as stored, sharded where the placement says;
+    float32, but of parameters that are updated in slices in the dtype in which they were summed.
 
     Under a pipeline those of parameters that every stage reads are summed over `stage`, too: each
     stage has its own part of them, most have none.
@@ -170,7 +170,7 @@ def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
     wholes = {n: grads[n].astype(dtype) for n in _of_access(config, grads, Access.WHOLE)}
     everywhere = [n for n in wholes if config.pipeline and leaves[n].layer_rows is None]
     reduced: Arrays = {}
-    for over in (DATA_AXES, PIPELINE_AXES):
+    for over in (PASS_AXES, PIPELINE_AXES):
         chosen = {n: x for n, x in wholes.items() if (n in everywhere) == (STAGE in over)}
         reduced |= collectives.sum_buckets(chosen, axes, bucket_size, over)
     once = {n: grads[n] for n in _of_access(config, grads, Access.GATHER_ONCE)}

@@ -516,7 +516,10 @@ TABLE: Table = {
     "pipeline": _PIPELINE,
     "tensor_parallel": _TENSOR_PARALLEL,
     "sequence_parallel_size": Key(
-        "int", 1, "honoured", "off", (1,), "sequences are not split over devices; use 1"
+        "int",
+        1,
+        "mapped",
+        "mesh.context, for the reference decoders; DeepSpeed's Ulysses is one way",
     ),
     "data_parallel_size": Key("int", None, "honoured", "mesh.data"),
     "use_data_before_expert_parallelism": Key("bool", False, "compiler", "there are no experts"),

@@ -28,6 +28,7 @@ def mesh_of(file: File, num_devices: int | None) -> MeshConfig:
     fields: dict[str, Any] = {"zero": file[f"{ZERO}.stage"]}
     fields["model"] = max(1, file["tensor_parallel.autotp_size"])
     fields["stage"] = max(1, file.optional("pipeline.stages") or 1)
+    fields["context"] = max(1, file["sequence_parallel_size"])
     fields["data"] = file.optional("data_parallel_size") or -1
     fields |= _buckets(file) | _partition(file) | _replicas(file, num_devices, fields)
     if file["activation_checkpointing.partition_activations"] and fields["model"] > 1:
@@ -101,7 +102,7 @@ def _replicas(file: File, num_devices: int | None, fields: Mapping[str, Any]) ->
     if num_devices is None:
         file.notes.reasons.append(f"mesh.data={size}; mesh.replica is what the devices leave")
         return {"data": size}
-    group = size * fields["model"] * fields["stage"]
+    group = size * fields["model"] * fields["stage"] * fields["context"]
     if num_devices % group:
         file.notes.refuse(key, size, f"{num_devices} devices are not a multiple of {group}")
         return {}

@@ -91,7 +91,7 @@ def explain(
     elasticity = elasticity_of(file)
     shards = _data_shards(file, mesh, num_devices)
     if elasticity.enabled:
-        batch = settle_elastic(file, elasticity, num_devices, mesh.model * mesh.stage)
+        batch = settle_elastic(file, elasticity, num_devices, mesh.devices_per_shard)
         check_rows(file, batch, given)
         _check_elastic_mesh(file, mesh)
     else:
@@ -153,11 +153,14 @@ def _data_shards(file: File, mesh: MeshConfig, num_devices: int | None) -> int |
     """Into how many parts a batch goes; None where the number of devices is open."""
     if num_devices is None:
         return None if mesh.data == -1 or mesh.replica == 1 else mesh.data * mesh.replica
-    group = mesh.model * mesh.stage
+    group = mesh.devices_per_shard
     shards = num_devices // group
     axes = f"autotp_size {mesh.model} x pipeline.stages {mesh.stage}"
+    if mesh.context > 1:
+        axes = f"{axes} x sequence_parallel_size {mesh.context}"
     if num_devices % group:
         key = "tensor_parallel.autotp_size" if mesh.model > 1 else "pipeline.stages"
+        key = "sequence_parallel_size" if mesh.context > 1 else key
         file.notes.refuse(
             key, file[key], f"{num_devices} devices are not a multiple of {axes} = {group}"
         )

@@ -165,7 +165,7 @@ def _totals(lines: Iterable[Line]) -> Iterator[str]:
 def _run(translation: Translation) -> Iterator[str]:
     mesh, rows = translation.mesh, translation.train_batch_size
     data = translation.num_data_shards or "all that are left"
-    axes = {"data": data, "stage": mesh.stage, "model": mesh.model}
+    axes = {"data": data, "context": mesh.context, "stage": mesh.stage, "model": mesh.model}
     sizes = ", ".join(f"{name}={size}" for name, size in axes.items() if size != 1)
     yield "the run"
     copies = f" in {mesh.replica} replicas" if mesh.replica > 1 else ""

@@ -1,0 +1,158 @@
+"""A run whose sequences are split over `context` has the losses of one device.
+
+The bar is that of every other way of computing (`trajectories.TOLERANCE`).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests.small_models import UserText, reference_model
+from tests.trajectories import TOLERANCE, plan_for, text_batch, train_for
+from zerojax.models import chunked_attention
+from zerojax.models.context import WAYS
+from zerojax.models.zoo import decoder
+from zerojax.parallel import collectives
+from zerojax.parallel.zero import microbatch, parameters
+from zerojax.plan.device_mesh import CONTEXT, DATA_AXES
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(chunked_attention, "BLOCK", 2)
+
+
+def packed_batch(index):
+    """Random texts of 1 to 16 tokens; a row of padding, one of one text, one with many."""
+    batch = text_batch(index)
+    random = np.random.default_rng(index % 4)
+    begins = random.random(batch["tokens"].shape) < 0.2
+    segments = np.cumsum(begins, axis=1).astype(np.int32)
+    segments[0] = -1
+    segments[1] = 0
+    segments[2] = np.arange(16) // 2
+    segments[3, 10:] = -1
+    weights = (random.random(begins.shape) < 0.8).astype(np.float32)
+    return {**batch, "segments": segments, "weights": weights}
+
+
+BATCHES = {"causal": text_batch, "packed": packed_batch}
+
+
+@functools.cache
+def one_device(name, case, **model):
+    return train_for(reference_model(name, **model), devices=1, batch=BATCHES[case])
+
+
+def assert_equal(name, case, options, **model):
+    options = {"persistence_threshold": 0, **options}
+    found = train_for(reference_model(name, **model), batch=BATCHES[case], **options)
+    expected = one_device(name, case)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCE)
+    assert expected.losses[0] - expected.losses[-1] > 0.02
+    return found
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("case", BATCHES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("zero", range(4))
+def test_every_stage_and_way_trains_as_one_device(zero, way, case):
+    name = "llama" if zero % 2 else "gpt2"
+    mesh = {"data": 2, "context": 4}
+    found = assert_equal(name, case, {"zero": zero, "mesh": mesh, "context_parallel": way})
+    assert found.plan.context.way == way
+    specs = {str(leaf.stored_spec) for leaf in found.plan.placement.leaves.values()}
+    assert any("'data', 'context'" in spec for spec in specs) == (zero > 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("mesh", "options", "model"),
+    [
+        ({"context": 8, "data": 1}, {"zero": 3}, {"num_heads": 8}),
+        ({"context": 2, "data": 4}, {"zero": 3, "num_microbatches": 4}, {}),
+        ({"context": 2, "data": 2, "model": 2}, {"zero": 3}, {}),
+        ({"context": 2, "data": 2, "replica": 2}, {"zero": 3}, {}),
+        ({"context": 4, "data": 2}, {"zero": 2, "num_microbatches": 2}, {"remat": "full"}),
+        ({"context": 4, "data": 2}, {"zero": 3}, {"remat": "attention", "attention": "chunked"}),
+        ({"context": 4, "data": 2}, {"zero": 1}, {"loss_chunk": 2}),
+    ],
+    ids=["8", "accumulation", "tensor parallel", "replicas", "remat", "kept", "chunked loss"],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_combinations_train_as_one_device(way, mesh, options, model):
+    if mesh["context"] == 8:
+        expected = train_for(reference_model("gpt2", **model), devices=1, batch=packed_batch)
+        options = {"mesh": mesh, "persistence_threshold": 0, "context_parallel": way, **options}
+        found = train_for(reference_model("gpt2", **model), batch=packed_batch, **options)
+        np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCE)
+        return
+    options = {"mesh": mesh, "context_parallel": way, **options}
+    assert_equal("gpt2", "packed", options, **model)
+
+
+# --- mistakes that these tests see ----------------------------------------------------------------
+
+
+@pytest.mark.thorough
+def test_gradients_that_are_not_summed_over_context_are_seen(monkeypatch):
+    """At stage 0, where a sum over the data axes alone would leave each device its own."""
+    monkeypatch.setattr(collectives.sum_buckets, "__defaults__", (DATA_AXES,))
+    monkeypatch.setattr(parameters, "PASS_AXES", DATA_AXES)
+    mesh = {"data": 2, "context": 4}
+    found = train_for(reference_model("gpt2"), mesh=mesh, batch=packed_batch, steps=4)
+    expected = one_device("gpt2", "packed")
+    assert np.abs(found.losses - expected.losses[:4]).max() > 1e-4
+
+
+@pytest.mark.thorough
+def test_weights_cut_before_they_know_their_texts_are_seen(monkeypatch):
+    """`before_cut` made of parts, in which the next token of the last one is another device's."""
+    monkeypatch.setattr(microbatch, "cut_batch", lambda _, batch: (batch, P(DATA_AXES, CONTEXT)))
+    monkeypatch.setattr(decoder, "current_split", lambda: None)
+    mesh = {"data": 2, "context": 4}
+    found = train_for(reference_model("gpt2"), mesh=mesh, batch=packed_batch, steps=2)
+    expected = one_device("gpt2", "packed")
+    assert np.abs(found.losses - expected.losses[:2]).max() > 1e-3
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def refused(words, model=None, **options):
+    with pytest.raises(ValueError, match=words):
+        plan_for(model or reference_model("gpt2"), **options)
+
+
+def test_what_cannot_be_kept_equal_is_refused():
+    mesh = {"context": 2}
+    refused("stage=2.*use stage=1", mesh={"context": 2, "stage": 2}, num_microbatches=4)
+    refused("offload", mesh=mesh, offload={"activations": "host"})
+    refused("deterministic", mesh=mesh, deterministic="mesh")
+    refused("sequence_sharding=False", mesh={**mesh, "model": 2}, sequence_sharding=True)
+    refused("no method before_cut", lambda rngs: UserText(rngs), mesh=mesh)
+    refused("loss=None", mesh=mesh, loss=lambda model, batch: model.loss(batch))
+    heads = reference_model("gpt2", num_heads=2)
+    refused("2 heads do not divide .* use context=2", heads, mesh={"context": 4},
+            context_parallel="ulysses")  # fmt: skip
+    stored = reference_model("gpt2", attention="xla")
+    refused("attention='chunked' or 'auto'", stored, mesh=mesh, context_parallel="ring")
+    refused("use sequences of 8 or 16 tokens", mesh={"context": 8}, batch=short_batch)
+
+
+def short_batch(index):
+    return {name: x[:, :15] for name, x in text_batch(index).items()}
+
+
+def test_the_plan_says_how_a_sequence_lies():
+    plan = plan_for(reference_model("gpt2"), mesh={"context": 4}, zero=3)
+    assert plan.context.way == "ulysses"
+    shown = "\n".join(plan.reasons)
+    assert "context=4: each device has 4 of 16 tokens of a sequence, contiguous" in shown
+    assert "context_parallel ulysses (auto: fewest bytes within a node" in shown
+    assert "split over 8 devices" in shown

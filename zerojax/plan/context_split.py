@@ -1,0 +1,151 @@
+"""How sequences lie over the axis `context`: what cannot be split is refused, the way is chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.config import MeshConfig
+from zerojax.models.adapt import bound_attribute
+from zerojax.models.attending import Call
+from zerojax.models.context import Choice, ContextSplit, Sizes, choose_way
+from zerojax.models.protocol import Model
+from zerojax.models.trace import ModelTrace
+from zerojax.plan.device_mesh import CONTEXT, MODEL, STAGE
+
+GPUS_OF_A_NODE = 8
+
+
+def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model, loss: Any) -> None:
+    """Refuses what is not known to be the same with a split sequence.
+
+    Args:
+      loss: what the user gave; None: the model's own.
+
+    Raises:
+      ValueError: with what stands in the way, and what to do.
+    """
+    devices = mesh.shape[CONTEXT]
+    if devices == 1:
+        return
+    asked = f"context={devices}"
+    if settings.deterministic is not None:
+        raise ValueError(
+            f"{asked} with deterministic: sums over `context` depend on its size; use context=1, "
+            "or leave deterministic out"
+        )
+    if mesh.shape[STAGE] > 1:
+        raise ValueError(
+            f"{asked} with stage={mesh.shape[STAGE]}: attention between devices inside the ticks "
+            f"of a pipeline is not supported; use stage=1, or context=1"
+        )
+    if not settings.offload.is_off:
+        raise ValueError(
+            f"{asked} together with offload is not supported; leave offload out: the state is "
+            "sharded over data and context together; or use context=1"
+        )
+    if settings.sequence_sharding and mesh.shape[MODEL] > 1:
+        raise ValueError(
+            f"{asked} together with sequence_sharding is not supported; use "
+            "sequence_sharding=False: sequences are split over `context` already"
+        )
+    if not callable(bound_attribute(model, "before_cut")):
+        raise ValueError(
+            f"{asked} splits sequences, and the {model.kind} has no method before_cut(batch), by "
+            "which a model says that its loss may be given a part of each row; use context=1, or "
+            "a reference decoder (zerojax.models.Llama, GPT2)"
+        )
+    if loss is not None:
+        raise ValueError(
+            f"{asked} splits sequences, and a loss of one's own may mix tokens of a row; use "
+            "loss=None, the model's method loss(batch), or context=1"
+        )
+
+
+def plan_context(
+    settings: MeshConfig, mesh: Mesh | AbstractMesh, trace: ModelTrace, microbatch: Any
+) -> tuple[ContextSplit | None, list[str]]:
+    """(how sequences lie, sentences of why); (None, []) where each is whole on its device.
+
+    Args:
+      trace: of the loss of whole sequences.
+      microbatch: the rows of it, [rows, tokens] each.
+
+    Raises:
+      ValueError: lengths or heads that do not divide, with the next values that do.
+    """
+    devices, model = mesh.shape[CONTEXT], mesh.shape[MODEL]
+    if devices == 1:
+        return None, []
+    rows, tokens = _shape_of(microbatch)
+    if not trace.attention_calls:
+        raise ValueError(
+            f"context={devices} splits sequences, and the model never calls zerojax.attention, "
+            "which alone knows how to see the rest of a sequence; use context=1"
+        )
+    by_heads = all(call.heads % model == call.kv_heads % model == 0 for call in _of(trace))
+    heads_axis = MODEL if model > 1 and by_heads else None
+    split_heads = model if heads_axis else 1
+    choice: Choice | None = None
+    for call in _of(trace):
+        if (call.queries, call.keys) != (tokens, tokens):
+            raise ValueError(
+                f"context={devices} splits sequences of {tokens} tokens, and attention is asked "
+                f"for {call.queries} queries and {call.keys} keys; use context=1"
+            )
+        sizes = Sizes(
+            rows=rows,
+            tokens=tokens,
+            heads=call.heads // split_heads,
+            kv_heads=call.kv_heads // split_heads,
+            head_dim=call.head_dim,
+            itemsize=call.itemsize,
+            devices=devices,
+            causal=call.causal,
+        )
+        crosses = devices * model * mesh.shape[STAGE] > GPUS_OF_A_NODE
+        asked = settings.context_parallel if choice is None else choice.way
+        found = choose_way(asked, sizes, crosses_nodes=crosses)
+        _check_implementation(found, call)
+        choice = choice or found
+    assert choice is not None
+    split = ContextSplit(CONTEXT, devices, choice.way, heads_axis)
+    parts = f"each device has {tokens // devices} of {tokens} tokens of a sequence"
+    return split, [f"context={devices}: {parts}, {choice.order}", choice.reason]
+
+
+def _of(trace: ModelTrace) -> tuple[Call, ...]:
+    return trace.attention_calls
+
+
+def _shape_of(microbatch: Any) -> tuple[int, int]:
+    """(rows, tokens) of a batch whose leaves are all [rows, tokens].
+
+    Raises:
+      ValueError: they are not.
+    """
+    shapes = {leaf.shape for leaf in jax.tree.leaves(microbatch)}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+        raise ValueError(
+            f"a batch has arrays of the shapes {sorted(shapes)}; with context > 1 all have to be "
+            "[rows, tokens] of one length; use context=1"
+        )
+    rows, tokens = next(iter(shapes))
+    return rows, tokens
+
+
+def _check_implementation(choice: Choice, call: Call) -> None:
+    """Refuses a layout, and an implementation that was asked for and would not be taken."""
+    if call.layout is not None:
+        raise ValueError(
+            "context > 1 together with a layout of attention is not supported; leave the layout "
+            "out, or use context=1"
+        )
+    is_asked = call.why == "asked for" and call.implementation != "chunked"
+    if choice.way == "ring" and is_asked:
+        raise ValueError(
+            f"attention={call.implementation!r} with context_parallel='ring', which computes in "
+            "chunks; use attention='chunked' or 'auto', or context_parallel='ulysses'"
+        )
