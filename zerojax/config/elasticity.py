@@ -107,7 +107,7 @@ class ElasticityConfig:
         """The batch, and the numbers of devices that can cut it.
 
         Args:
-          devices_per_shard: devices that share the rows of one data shard (context x stage x model).
+          devices_per_shard: devices that share the rows of a data shard (context x stage x model).
 
         Raises:
           ConfigError: nodes that cannot be cut so, or no number of devices within the limits.

@@ -19,7 +19,7 @@ from zerojax.models.context.order import (
     parts_of,
 )
 from zerojax.models.context.ring import ring_attention
-from zerojax.models.context.split import (
+from zerojax.models.context.sequence_split import (
     ContextSplit,
     attend_over,
     current_split,

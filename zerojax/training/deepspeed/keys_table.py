@@ -519,7 +519,7 @@ TABLE: Table = {
         "int",
         1,
         "mapped",
-        "mesh.context, for the reference decoders; DeepSpeed's Ulysses is one way",
+        "mesh.context, for the reference decoders; Ulysses is one of its ways",
     ),
     "data_parallel_size": Key("int", None, "honoured", "mesh.data"),
     "use_data_before_expert_parallelism": Key("bool", False, "compiler", "there are no experts"),
