@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.small_models import UserText, reference_model
+from tests.small_models import VOCAB, UserText, reference_model
 from tests.trajectories import TOLERANCE, plan_for, text_batch, train_for
-from zerojax.models import chunked_attention
+from zerojax.models import GPT2, GPT2Config, chunked_attention
 from zerojax.models.context import WAYS
 from zerojax.models.zoo import decoder
 from zerojax.parallel import collectives
+from zerojax.parallel.step import build_evaluation
 from zerojax.parallel.zero import microbatch, parameters
 from zerojax.plan.device_mesh import CONTEXT, DATA_AXES
 
@@ -124,6 +125,20 @@ def test_weights_cut_before_they_know_their_texts_are_seen(monkeypatch):
 # --- plans ----------------------------------------------------------------------------------------
 
 
+class Mine(GPT2):
+    """A user's subclass, which may do anything."""
+
+
+def gpt_config():
+    return GPT2Config(vocab_size=VOCAB, max_seq_len=16, num_layers=1, num_heads=4, embed_dim=16)
+
+
+def test_an_evaluation_with_a_loss_of_ones_own_is_refused():
+    plan = plan_for(reference_model("gpt2"), mesh={"context": 4})
+    with pytest.raises(ValueError, match="use loss=None"):
+        build_evaluation(plan, lambda model, batch: model.loss(batch))
+
+
 def refused(words, model=None, **options):
     with pytest.raises(ValueError, match=words):
         plan_for(model or reference_model("gpt2"), **options)
@@ -135,8 +150,9 @@ def test_what_cannot_be_kept_equal_is_refused():
     refused("offload", mesh=mesh, offload={"activations": "host"})
     refused("deterministic", mesh=mesh, deterministic="mesh")
     refused("sequence_sharding=False", mesh={**mesh, "model": 2}, sequence_sharding=True)
-    refused("no method before_cut", lambda rngs: UserText(rngs), mesh=mesh)
+    refused("before_cut", lambda rngs: UserText(rngs), mesh=mesh)
     refused("loss=None", mesh=mesh, loss=lambda model, batch: model.loss(batch))
+    refused("before_cut.* of its own", lambda rngs: Mine(gpt_config(), rngs=rngs), mesh=mesh)
     heads = reference_model("gpt2", num_heads=2)
     refused("2 heads do not divide .* use context=2", heads, mesh={"context": 4},
             context_parallel="ulysses")  # fmt: skip

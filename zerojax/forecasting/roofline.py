@@ -16,7 +16,7 @@ from zerojax.forecasting.forecast_numbers import (
 from zerojax.forecasting.remedies import find_remedies, largest_role
 from zerojax.hardware.gpus import Gpu
 from zerojax.models.trees import format_bytes
-from zerojax.plan.device_mesh import DATA, DATA_AXES, MODEL, STAGE
+from zerojax.plan.device_mesh import DATA, MODEL, PASS_AXES, STAGE
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import Hiding
 
@@ -132,7 +132,7 @@ def _formula_rows(
     gpu: Gpu, mesh: Mapping[str, int], data_bytes: int, message_bytes: int
 ) -> list[TrafficRow]:
     """What formulas send: ZeRO's rings over the data axes, a pipeline's messages to neighbours."""
-    data_axes = [name for name in DATA_AXES if mesh.get(name, 1) > 1]
+    data_axes = [name for name in PASS_AXES if mesh.get(name, 1) > 1]
     span = mesh.get(STAGE, 1) * mesh.get(MODEL, 1)  # of devices, from first to last stage
     rows = (
         ("all-gather", "+".join(data_axes) or DATA, data_bytes, math.prod(mesh.values())),

@@ -14,7 +14,7 @@ from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.forecasting.roofline import link_bandwidth
 from zerojax.hardware.gpus import Gpu
 from zerojax.plan.counts import role_tiers
-from zerojax.plan.device_mesh import PIPELINE_AXES, STAGE
+from zerojax.plan.device_mesh import CONTEXT, DATA, PIPELINE_AXES, STAGE
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import buffer_bytes, file_bytes, hiding, moved_bytes
 from zerojax.plan.pipeline_costs import message_bytes
@@ -50,7 +50,13 @@ def find_traffic(
     rows = _rows(facts["collectives"], gpu, mesh, dtype)
     messages = [row for row in rows if (row.kind, row.axis) == (PERMUTE, STAGE)]
     shards = {*PIPELINE_AXES}
-    ours = [row for row in rows if set(row.axis.split("+")) <= shards and row not in messages]
+    # Attention's own, where ZeRO's go over `data` as well.
+    apart = {CONTEXT} if mesh.get(DATA, 1) > 1 else set()
+    ours = [
+        row
+        for row in rows
+        if set(row.axis.split("+")) <= shards and row not in messages and row.axis not in apart
+    ]
     return dataclasses.replace(
         by_formula,
         rows=rows,

@@ -196,8 +196,14 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
 
     Raises:
       TypeError: `plan` is not a plan.
+      ValueError: a loss of one's own where sequences are split.
     """
     require_plan(plan, "build_evaluation")
+    if plan.context is not None and loss is not None:
+        raise ValueError(
+            f"context={plan.context.devices} splits sequences, and a loss of one's own may mix "
+            "tokens of a row; use loss=None, the model's method loss(batch), or context=1"
+        )
     config = pass_config(plan)
     fixed = config.virtual_shards is not None
     build = zero.build_virtual_forward if fixed else _passes(plan).build_forward

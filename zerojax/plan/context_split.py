@@ -8,7 +8,6 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
-from zerojax.models.adapt import bound_attribute
 from zerojax.models.attending import Call
 from zerojax.models.context import Choice, ContextSplit, Sizes, choose_way
 from zerojax.models.protocol import Model
@@ -51,17 +50,31 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model,
             f"{asked} together with sequence_sharding is not supported; use "
             "sequence_sharding=False: sequences are split over `context` already"
         )
-    if not callable(bound_attribute(model, "before_cut")):
+    if not _says_so(model):
         raise ValueError(
-            f"{asked} splits sequences, and the {model.kind} has no method before_cut(batch), by "
-            "which a model says that its loss may be given a part of each row; use context=1, or "
-            "a reference decoder (zerojax.models.Llama, GPT2)"
+            f"{asked} splits sequences, and the class of the {model.kind} has no method "
+            "before_cut(batch) of its own, by which a model says that its loss may be given a part "
+            "of each row; use context=1, or a reference decoder (zerojax.models.Llama, GPT2)"
         )
     if loss is not None:
         raise ValueError(
             f"{asked} splits sequences, and a loss of one's own may mix tokens of a row; use "
             "loss=None, the model's method loss(batch), or context=1"
         )
+
+
+def _says_so(model: Model) -> bool:
+    """Whether a model's own class has `before_cut`, or is one of zerojax's that has.
+
+    A user's subclass may mix tokens where its parent does not, so it says it anew.
+    """
+    target = getattr(model, "template", None) or model.source
+    for one in type(target).__mro__:
+        if "before_cut" in vars(one):
+            return True
+        if not one.__module__.startswith("zerojax."):
+            return False
+    return False
 
 
 def plan_context(
