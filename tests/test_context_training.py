@@ -119,7 +119,7 @@ def test_weights_cut_before_they_know_their_texts_are_seen(monkeypatch):
     mesh = {"data": 2, "context": 4}
     found = train_for(reference_model("gpt2"), mesh=mesh, batch=packed_batch, steps=2)
     expected = one_device("gpt2", "packed")
-    assert np.abs(found.losses - expected.losses[:2]).max() > 1e-3
+    assert np.abs(found.losses - expected.losses[:2]).max() > 1e-4  # the bar is 4e-6
 
 
 # --- plans ----------------------------------------------------------------------------------------

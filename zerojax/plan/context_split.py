@@ -1,4 +1,4 @@
-"""How sequences lie over the axis `context`: what cannot be split is refused, the way is chosen."""
+"""Placement of sequences over the axis `context`: refusals, and the choice of the way."""
 
 from __future__ import annotations
 

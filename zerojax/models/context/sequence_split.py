@@ -1,4 +1,4 @@
-"""How a sequence lies while a model is traced: what `zerojax.attention` asks before it computes.
+"""Placement of a sequence while a model is traced, which `zerojax.attention` asks for."""
 
 A step sets it around the model; the model itself says nothing of devices.
 """
