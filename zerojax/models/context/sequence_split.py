@@ -1,4 +1,4 @@
-"""Placement of a sequence while a model is traced, which `zerojax.attention` asks for."""
+"""Placement of a sequence while a model is traced, which `zerojax.attention` asks for.
 
 A step sets it around the model; the model itself says nothing of devices.
 """
