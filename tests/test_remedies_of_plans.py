@@ -521,7 +521,7 @@ def test_a_state_for_absent_devices():
 def test_axes_of_a_mesh_of_ones_own(axes):
     here = lambda axes: jax.make_mesh((1,) * len(axes), axes)  # noqa: E731
     absent = lambda axes: jax.sharding.AbstractMesh(  # noqa: E731
-        tuple(1 if name == "stage" else 2 for name in axes), axes
+        tuple(1 if name in ("stage", "context") else 2 for name in axes), axes
     )
     for mesh in here, absent:
         (listed,) = told(
