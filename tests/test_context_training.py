@@ -6,18 +6,23 @@ The bar is that of every other way of computing (`trajectories.TOLERANCE`).
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import zerojax
 from tests.small_models import VOCAB, UserText, reference_model
 from tests.trajectories import TOLERANCE, plan_for, text_batch, train_for
+from zerojax.config import ModelConfig
+from zerojax.data import Boundary, TokenSource, tokens_of_array
+from zerojax.forecasting.transfers import attention_wire_bytes
 from zerojax.models import GPT2, GPT2Config, chunked_attention
-from zerojax.models.context import WAYS
+from zerojax.models.context import WAYS, Sizes, wire_bytes
 from zerojax.models.zoo import decoder
 from zerojax.parallel import collectives
-from zerojax.parallel.step import build_evaluation
+from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.parallel.zero import microbatch, parameters
 from zerojax.plan.device_mesh import CONTEXT, DATA_AXES
 
@@ -95,6 +100,57 @@ def test_combinations_train_as_one_device(way, mesh, options, model):
         return
     options = {"mesh": mesh, "context_parallel": way, **options}
     assert_equal("gpt2", "packed", options, **model)
+
+
+def speeches(index):
+    """Rows of 64 bytes of Shakespeare, packed; each speech is a text."""
+    text = (Path(zerojax.__file__).parent / "data" / "shakespeare.txt").read_bytes()
+    tokens = np.frombuffer(text.replace(b"\n\n", b"\0"), np.uint8)
+    source = TokenSource(
+        tokens=tokens_of_array(tokens.astype(np.int32)),
+        vocab_size=256,
+        boundary=Boundary(end_token=0),
+        seq_len=64,
+        global_batch_size=8,
+    )
+    return source.batch(index)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gpt_learns_packed_shakespeare_as_on_one_device(way):
+    assert len({len(set(row)) for row in speeches(0)["segments"].tolist()}) > 1
+    sizes = {"num_layers": 2, "num_heads": 4, "embed_dim": 32, "max_seq_len": 64}
+    model = zerojax.models.build_model(ModelConfig(name="gpt2", **sizes), 256)
+    expected = train_for(model, batch=speeches, devices=1)
+    options = {"zero": 3, "mesh": {"data": 2, "context": 4}, "persistence_threshold": 0}
+    found = train_for(model, batch=speeches, context_parallel=way, **options)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCE)
+    assert expected.losses[0] - expected.losses[-1] > 0.3
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_traced_step_sends_what_the_formulas_say(way):
+    """Of each layer and microbatch; what remat computes again is sent again."""
+    sizes = Sizes(
+        rows=4, tokens=16, heads=4, kv_heads=2, head_dim=8, itemsize=4, devices=4, causal=True
+    )
+    forward, backward = wire_bytes(way, sizes)
+    for remat, passes in (("none", 1), ("full", 2)):
+        plan = plan_for(
+            reference_model("llama", remat=remat),
+            mesh={"data": 2, "context": 4},
+            num_microbatches=4,
+            context_parallel=way,
+            zero=3,
+        )
+        traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
+        found = attention_wire_bytes(traced.jaxpr, plan.mesh.shape)
+        assert found == 2 * 4 * (passes * forward + backward)
+        assert attention_wire_bytes(traced.jaxpr, {**plan.mesh.shape, "context": 1}) == 0
 
 
 # --- mistakes that these tests see ----------------------------------------------------------------

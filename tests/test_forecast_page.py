@@ -39,6 +39,16 @@ def pipeline_forecast(**changes):
     return dataclasses.replace(found, traffic=traffic)
 
 
+def context_forecast(**changes):
+    """Of a plan whose sequences are split over several devices."""
+    heads = sample_row(kind="all-to-all", axis="context", of_attention=True, wire_bytes=GIB)
+    found = sample_forecast(rows=(sample_row(), heads))
+    traffic = dataclasses.replace(
+        found.traffic, attention_wire_bytes=GIB, attention_traced_bytes=2 * GIB, **changes
+    )
+    return dataclasses.replace(found, traffic=traffic)
+
+
 NAMES = (
     "fits",
     "too large",
@@ -47,6 +57,8 @@ NAMES = (
     "small",
     "pipeline",
     "pipeline by formula",
+    "context",
+    "context by formula",
     "options",
     "roles short of the peak",
 )
@@ -64,6 +76,8 @@ def pages():
         "small": sample_forecast(memory=sample_memory(scale=1e-5)),
         "pipeline": pipeline_forecast(),
         "pipeline by formula": pipeline_forecast(rows=(), wire_bytes=None, data_wire_bytes=None),
+        "context": context_forecast(),
+        "context by formula": context_forecast(rows=(), wire_bytes=None, data_wire_bytes=None),
         "options": sample_forecast(options_dropped={"xla_gpu_x": "No such compile option " * 9}),
         "roles short of the peak": sample_forecast(
             memory=dataclasses.replace(sample_memory(), peak=36 * GIB)

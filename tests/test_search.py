@@ -171,6 +171,13 @@ def test_only_even_cuts_within_a_node(devices, batch, options, models):
     assert {c.model for c in list_candidates(devices, batch, **options)} == models
 
 
+def test_a_split_of_sequences_stays_as_it_is():
+    """It shares the rows of a data shard, as tensor parallelism does, and ZeRO shards over it."""
+    found = list_candidates(8, 2, node_devices=8, context=4, num_layers=12)
+    assert {(c.model, c.stage) for c in found} == {(1, 1), (2, 1)}
+    assert {c.zero for c in found if c.model == 2} == {0, 1, 2, 3}
+
+
 def test_words_set_it():
     words = Candidate(zero=3, model=2, num_microbatches=4, remat="full").words()
     assert words == (

@@ -218,6 +218,7 @@ def _search(
         config.global_batch_size,
         node_devices=gpu.node_devices,
         replicas=config.mesh.replica,
+        context=config.mesh.context,
         num_layers=config.model.num_layers,
         remats=[
             remat for remat in REMATS if remat != "attention" or config.model.attention != "xla"

@@ -31,10 +31,11 @@ from zerojax.forecasting.hlo.overlap import find_overlap
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.forecasting.roles import bytes_by_role
 from zerojax.forecasting.roofline import estimate, verdict
-from zerojax.forecasting.transfers import find_traffic, offload_numbers
+from zerojax.forecasting.transfers import attention_wire_bytes, find_traffic, offload_numbers
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, find_gpu, target_text
 from zerojax.models.cudnn_attention import FORWARD as FUSED_ATTENTION
+from zerojax.models.context import SCOPE
 from zerojax.models.flops import count_program_flops
 from zerojax.parallel.step import build_step
 from zerojax.plan import device_mesh as meshes
@@ -50,7 +51,7 @@ from zerojax.plan.counts import (
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.offload_costs import hiding
 
-FACTS_VERSION = 6
+FACTS_VERSION = 7
 """Raised when the readers find something else in the same program: what is cached is not reused."""
 
 Facts = dict[str, Any]
@@ -151,6 +152,7 @@ def _make_forecast(
     say("tracing the step")
     traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
     flops = count_program_flops(traced.jaxpr) / plan.mesh.size
+    attention_bytes = attention_wire_bytes(traced.jaxpr, plan.mesh.shape)
     if why_formula is None:
         say("lowering")
         lowered = traced.lower() if devices is None else compile_client.lower_for_gpus(traced)
@@ -163,7 +165,7 @@ def _make_forecast(
             seconds = time.perf_counter() - began
             forecast_cache.store(key, facts)
     made_by = compile_client.compiler_version(fast=fast)
-    return _assemble(plan, gpu, flops, facts, why_formula, seconds, made_by)
+    return _assemble(plan, gpu, flops, attention_bytes, facts, why_formula, seconds, made_by)
 
 
 # --- what the compiled step says ------------------------------------------------------------------
@@ -217,6 +219,7 @@ def _collective_facts(one: Collective, overlap: Any, axes: str, nodes: Sequence[
         "kind": one.kind,
         "dtype": one.dtype,
         "axis": axes,
+        "of_attention": SCOPE in one.op_name,
         "crosses_nodes": len({nodes[index] for index in one.group}) > 1,
         "times": one.times,
         "payload_bytes": one.payload_bytes,
@@ -267,6 +270,7 @@ def _assemble(
     plan: Plan,
     gpu: Gpu,
     flops: float,
+    attention_bytes: int,
     facts: Facts | None,
     why_formula: str | None,
     seconds: float,
@@ -275,7 +279,7 @@ def _assemble(
     mesh = {str(name): size for name, size in plan.mesh.shape.items()}
     dtype = np.dtype(plan.precision.compute_dtype).name
     memory = _memory(plan, facts)
-    traffic = find_traffic(plan, gpu, mesh, dtype, facts)
+    traffic = find_traffic(plan, gpu, mesh, dtype, facts, attention_bytes)
     offload = offload_numbers(plan, gpu, facts)
     return Forecast(
         gpu=gpu,
@@ -300,6 +304,7 @@ def _assemble(
             rows=traffic.rows,
             formula_bytes=traffic.formula_bytes,
             message_bytes=traffic.message_formula_bytes,
+            attention_bytes=attention_bytes,
             tokens=tokens_per_step(plan),
             hiding=None if offload is None else offload.hiding,
         ),

@@ -69,6 +69,7 @@ class TrafficRow:
       wire_bytes: sent by one device, all executions, as a ring does it.
       loop_depth: 0 outside of loops.
       crosses_nodes: whether a group reaches beyond one node's fast fabric.
+      of_attention: whether attention over a split sequence sends it.
       hidden: share of the wire time that matrix products scheduled between start and end take, all
         at published peaks; 0 where a collective blocks.
     """
@@ -82,6 +83,7 @@ class TrafficRow:
     loop_depth: int
     crosses_nodes: bool
     hidden: float
+    of_attention: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,8 +94,10 @@ class Traffic:
       rows: from the compiled program, largest first; empty where nothing was compiled.
       wire_bytes: their sum; None where nothing was compiled.
       data_wire_bytes: of these ZeRO's own, over the data axes, and over `stage` for what all stages
-        read; message_wire_bytes: between neighbours of a pipeline.
-      formula_bytes: ZeRO's by formula (see `plan.wire`); message_formula_bytes: the messages'.
+        read; message_wire_bytes: between neighbours of a pipeline; attention_wire_bytes: of
+        attention over sequences that are split over `context`.
+      formula_bytes: ZeRO's by formula (see `plan.wire`); message_formula_bytes: the messages';
+        attention_traced_bytes: attention's, counted in the traced step.
       unit: 2 bytes x parameters x (N-1)/N.
     """
 
@@ -104,6 +108,8 @@ class Traffic:
     unit: float
     message_wire_bytes: int | None = None
     message_formula_bytes: int = 0
+    attention_wire_bytes: int | None = None
+    attention_traced_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

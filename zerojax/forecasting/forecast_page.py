@@ -191,7 +191,7 @@ def _traffic(traffic: Traffic, num_devices: int) -> list[str]:
             for name, sent in _by_formula(traffic)
         ]
         return [title, *by_formula, *_traffic_remarks(traffic)]
-    largest = max(traffic.wire_bytes, traffic.formula_bytes, traffic.message_formula_bytes, 1)
+    largest = max(traffic.wire_bytes, *(sent for _, sent in _by_formula(traffic)), 1)
     unit, scale, digits = _unit(largest, BYTE_UNITS)
     rows: Rows = [
         ["collective", "axis", "dtype", "times", "in loops", unit, "units", "link", "hidden"]
@@ -223,8 +223,11 @@ def _traffic(traffic: Traffic, num_devices: int) -> list[str]:
 
 
 def _by_formula(traffic: Traffic) -> list[tuple[str, int]]:
-    pipeline = [("messages", traffic.message_formula_bytes)] * bool(traffic.message_formula_bytes)
-    return [("ZeRO", traffic.formula_bytes), *pipeline]
+    others = [
+        ("messages", traffic.message_formula_bytes),
+        ("attention", traffic.attention_traced_bytes),
+    ]
+    return [("ZeRO", traffic.formula_bytes), *((name, sent) for name, sent in others if sent)]
 
 
 def _traffic_remarks(traffic: Traffic) -> list[str]:
@@ -236,6 +239,11 @@ def _traffic_remarks(traffic: Traffic) -> list[str]:
         ratio = traffic.message_wire_bytes / traffic.message_formula_bytes
         lines.append(
             f"  permutes along stage are messages between neighbours: {ratio:.1%} of the formula"
+        )
+    if traffic.attention_wire_bytes is not None and traffic.attention_traced_bytes:
+        ratio = traffic.attention_wire_bytes / traffic.attention_traced_bytes
+        lines.append(
+            f"  attention along context sends {ratio:.1%} of what its formula says"
         )
     if traffic.rows:
         lines += [

@@ -16,7 +16,7 @@ from zerojax.forecasting.forecast_numbers import (
 from zerojax.forecasting.remedies import find_remedies, largest_role
 from zerojax.hardware.gpus import Gpu
 from zerojax.models.trees import format_bytes
-from zerojax.plan.device_mesh import DATA, MODEL, PASS_AXES, STAGE
+from zerojax.plan.device_mesh import CONTEXT, DATA, MODEL, PASS_AXES, STAGE
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import Hiding
 
@@ -71,6 +71,7 @@ def estimate(
     rows: Sequence[TrafficRow],
     formula_bytes: int = 0,
     message_bytes: int = 0,
+    attention_bytes: int = 0,
     tokens: int | None = None,
     hiding: Hiding | None = None,
 ) -> Estimate:
@@ -94,12 +95,13 @@ def estimate(
       hbm_bytes: read and written by one device per step; None where nothing was compiled.
       rows: what one device sends; empty where nothing was compiled.
       formula_bytes: taken instead of rows where nothing was compiled: hidden as far as possible;
-        message_bytes: likewise what a pipeline sends.
+        message_bytes: likewise what a pipeline sends; attention_bytes: what attention sends along
+        `context`.
       tokens: of one global batch.
       hiding: of a plan with offload.
     """
     if hbm_bytes is None:
-        rows = _formula_rows(gpu, mesh, formula_bytes, message_bytes)
+        rows = _formula_rows(gpu, mesh, formula_bytes, message_bytes, attention_bytes)
     peak = gpu.peak_flops(dtype)
     compute = flops / peak if peak else None
     memory = None if hbm_bytes is None else hbm_bytes / gpu.memory_bandwidth
@@ -129,14 +131,16 @@ def estimate(
 
 
 def _formula_rows(
-    gpu: Gpu, mesh: Mapping[str, int], data_bytes: int, message_bytes: int
+    gpu: Gpu, mesh: Mapping[str, int], data_bytes: int, message_bytes: int, attention_bytes: int
 ) -> list[TrafficRow]:
-    """What formulas send: ZeRO's rings over the data axes, a pipeline's messages to neighbours."""
+    """What formulas send: ZeRO's rings over the data axes, a pipeline's messages to neighbours, and
+    attention's along a split sequence."""
     data_axes = [name for name in PASS_AXES if mesh.get(name, 1) > 1]
     span = mesh.get(STAGE, 1) * mesh.get(MODEL, 1)  # of devices, from first to last stage
     rows = (
         ("all-gather", "+".join(data_axes) or DATA, data_bytes, math.prod(mesh.values())),
         ("collective-permute", STAGE, message_bytes, span),
+        ("all-to-all", CONTEXT, attention_bytes, span * mesh.get(CONTEXT, 1)),
     )
     return [
         TrafficRow(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from zerojax.config.mesh import HOST
 from zerojax.forecasting.forecast_numbers import Offload, Traffic, TrafficRow
@@ -13,8 +16,10 @@ from zerojax.forecasting.hlo.communication import PERMUTE
 from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.forecasting.roofline import link_bandwidth
 from zerojax.hardware.gpus import Gpu
+from zerojax.models.flops import without_waste
+from zerojax.models.jaxpr import inner_programs
 from zerojax.plan.counts import role_tiers
-from zerojax.plan.device_mesh import CONTEXT, DATA, PIPELINE_AXES, STAGE
+from zerojax.plan.device_mesh import CONTEXT, PIPELINE_AXES, STAGE
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import buffer_bytes, file_bytes, hiding, moved_bytes
 from zerojax.plan.pipeline_costs import message_bytes
@@ -22,11 +27,24 @@ from zerojax.plan.wire import wire_bytes, wire_unit
 
 Facts = dict[str, Any]
 
-_ROW_KEYS = ("kind", "axis", "dtype", "loop_depth", "crosses_nodes")
+_SENT: Mapping[str, Callable[[int], float]] = {
+    "all_to_all": lambda devices: (devices - 1) / devices,
+    "all_gather": lambda devices: devices - 1,
+    "reduce_scatter": lambda devices: (devices - 1) / devices,
+    "ppermute": lambda devices: 1,
+}
+"""Share of what a device has that it sends to the others of an axis, by primitive."""
+
+_ROW_KEYS = ("kind", "axis", "dtype", "loop_depth", "crosses_nodes", "of_attention")
 
 
 def find_traffic(
-    plan: Plan, gpu: Gpu, mesh: Mapping[str, int], dtype: str, facts: Facts | None
+    plan: Plan,
+    gpu: Gpu,
+    mesh: Mapping[str, int],
+    dtype: str,
+    facts: Facts | None,
+    attention_bytes: int = 0,
 ) -> Traffic:
     """What one device sends per step, and the formulas beside it.
 
@@ -35,6 +53,7 @@ def find_traffic(
       mesh: axis -> size, outermost first.
       dtype: of the matrix products, behind which collectives hide.
       facts: what was read from the compiled step; None where nothing was compiled.
+      attention_bytes: `attention_wire_bytes` of the traced step.
     """
     unit = wire_unit(plan)
     by_formula = Traffic(
@@ -44,26 +63,52 @@ def find_traffic(
         formula_bytes=wire_bytes(plan),
         unit=unit,
         message_formula_bytes=message_bytes(plan.pipeline) if plan.pipeline else 0,
+        attention_traced_bytes=attention_bytes,
     )
     if facts is None:
         return by_formula
     rows = _rows(facts["collectives"], gpu, mesh, dtype)
     messages = [row for row in rows if (row.kind, row.axis) == (PERMUTE, STAGE)]
+    apart = [*messages, *(row for row in rows if row.of_attention)]
     shards = {*PIPELINE_AXES}
-    # Attention's own, where ZeRO's go over `data` as well.
-    apart = {CONTEXT} if mesh.get(DATA, 1) > 1 else set()
-    ours = [
-        row
-        for row in rows
-        if set(row.axis.split("+")) <= shards and row not in messages and row.axis not in apart
-    ]
+    ours = [row for row in rows if set(row.axis.split("+")) <= shards and row not in apart]
     return dataclasses.replace(
         by_formula,
         rows=rows,
         wire_bytes=sum(row.wire_bytes for row in rows),
         data_wire_bytes=sum(row.wire_bytes for row in ours),
         message_wire_bytes=sum(row.wire_bytes for row in messages),
+        attention_wire_bytes=sum(row.wire_bytes for row in rows if row.of_attention),
     )
+
+
+def attention_wire_bytes(program: ClosedJaxpr, mesh: Mapping[str, int]) -> int:
+    """Bytes that one device sends for attention over split sequences, counted in a traced step.
+
+    These collectives alone are over `context` by itself: ZeRO's are over `data` and `context`.
+
+    Args:
+      program: of one step; what nothing needs is left out.
+      mesh: axis -> size.
+    """
+    devices = mesh.get(CONTEXT, 1)
+    return 0 if devices == 1 else round(_sent_over_context(without_waste(program), devices))
+
+
+def _sent_over_context(jaxpr: Jaxpr, devices: int) -> float:
+    return math.fsum(_sent_by(equation, devices) for equation in jaxpr.eqns)
+
+
+def _sent_by(equation: Any, devices: int) -> float:
+    name, params = equation.primitive.name, equation.params
+    inner = [_sent_over_context(program, devices) for program in inner_programs(params)]
+    if inner:
+        return max(inner) if name == "cond" else sum(inner) * params.get("length", 1)
+    axes = params.get("axis_name")
+    if name not in _SENT or axes not in (CONTEXT, (CONTEXT,)):
+        return 0.0
+    payload = sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
+    return payload * _SENT[name](devices)
 
 
 def _rows(

@@ -74,33 +74,36 @@ def list_candidates(
     *,
     node_devices: int,
     replicas: int = 1,
+    context: int = 1,
     remats: Sequence[Remat] = REMATS,
     num_layers: int = 1,
 ) -> list[Candidate]:
     """Every combination that cuts the devices and the batch evenly, from the simplest on.
 
     Tensor parallelism stays inside a node, and microbatches are powers of two. With one device on
-    `data` ZeRO splits nothing, so that only stage 0 is listed. Of pipelines those are listed that
-    cut the layers evenly, with the two largest numbers of microbatches: the more there are, the
-    less they idle. Stage 0 beside a pipeline sends what stage 1 sends and needs more memory.
+    `data` and `context` ZeRO splits nothing, so that only stage 0 is listed. Of pipelines those are
+    listed that cut the layers evenly, with the two largest numbers of microbatches: the more there
+    are, the less they idle. Stage 0 beside a pipeline sends what stage 1 sends and needs more
+    memory. Where sequences are split there are none.
 
     Args:
       devices: all; node_devices: that one fast fabric joins.
       global_batch_size: rows.
-      replicas: size of the mesh axis `replica`.
+      replicas, context: sizes of these mesh axes, which the search leaves as they are.
       remats: of `REMATS`, what the model takes.
       num_layers: of the loop that a pipeline cuts; 1 lists no pipelines.
     """
     found = []
-    for stage, model in itertools.product(STAGE_SIZES, MODEL_SIZES):
-        if devices % (stage * model * replicas) or model > node_devices or num_layers % stage:
+    stages = STAGE_SIZES if context == 1 else (1,)
+    for stage, model in itertools.product(stages, MODEL_SIZES):
+        if devices % (stage * model * replicas * context) or model > node_devices or num_layers % stage:
             continue
-        shards = devices // (stage * model)
+        shards = devices // (stage * model * context)
         rows, rest = divmod(global_batch_size, shards)
         if rest:
             continue
         pieces = [2**power for power in range(rows.bit_length()) if rows % 2**power == 0]
-        zeros = range(4) if shards > replicas else range(1)
+        zeros = range(4) if shards * context > replicas else range(1)
         if stage > 1:
             pieces = [number for number in pieces if number >= MICROBATCHES_PER_STAGE * stage][-2:]
             zeros = zeros[1:] or zeros

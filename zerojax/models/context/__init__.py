@@ -20,6 +20,7 @@ from zerojax.models.context.order import (
 )
 from zerojax.models.context.ring import ring_attention
 from zerojax.models.context.sequence_split import (
+    SCOPE,
     ContextSplit,
     attend_over,
     current_split,
@@ -38,6 +39,7 @@ from zerojax.models.context.ways import (
 __all__ = [
     "ASKED",
     "ORDERS",
+    "SCOPE",
     "WAYS",
     "Asked",
     "Choice",

@@ -21,6 +21,10 @@ from zerojax.models.context.ring import ring_attention
 from zerojax.models.context.ways import ORDERS, Pair, Way, allgather_attention, ulysses_attention
 
 
+SCOPE = "attention_over_context"
+"""In the names of the operations of attention over a split sequence, compiled ones too."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ContextSplit:
     """Sequences that lie over an axis.
@@ -135,7 +139,8 @@ def attend_over(
             axis_names=remaining,
             check_vma=False,
         )
-    return local(query, key, value, rows)
+    with jax.named_scope(SCOPE):
+        return local(query, key, value, rows)
 
 
 def _axes_of_compiler() -> set[str]:
