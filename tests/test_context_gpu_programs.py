@@ -12,9 +12,9 @@ import pytest
 
 import zerojax
 from tests.test_context import largest_array, lowered
+from zerojax.config import ModelConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
-from zerojax.config import ModelConfig
 from zerojax.models.context import WAYS, Sizes, wire_bytes
 from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
 from zerojax.plan.make import make_plan

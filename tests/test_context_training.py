@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -22,6 +23,7 @@ from zerojax.models import GPT2, GPT2Config, chunked_attention
 from zerojax.models.context import WAYS, Sizes, wire_bytes
 from zerojax.models.zoo import decoder
 from zerojax.parallel import collectives
+from zerojax.parallel.reshard import reshard_state, to_canonical
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.parallel.zero import microbatch, parameters
 from zerojax.plan.device_mesh import CONTEXT, DATA_AXES
@@ -129,6 +131,57 @@ def test_a_gpt_learns_packed_shakespeare_as_on_one_device(way):
     assert expected.losses[0] - expected.losses[-1] > 0.3
 
 
+OFFLOAD = {
+    "activations": {"activations": "host"},
+    "optimizer state": {"opt_state": "host"},
+    "all": {"params": "host", "opt_state": "host", "activations": "host"},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", OFFLOAD)
+def test_what_lies_on_the_host_is_that_of_the_device(case, way):
+    slices = {} if case == "activations" else {"slice_elements": 256, "min_elements": 1}
+    options = {
+        "zero": 3,
+        "mesh": {"data": 1 if case == "all" else 2, "context": 4},
+        "devices": 4 if case == "all" else 8,
+        "context_parallel": way,
+        "offload": {**OFFLOAD[case], **slices},
+        "steps": 8,
+        "optimizer": zerojax.adamw(1e-2, eps=1e-5, weight_decay=0.1, clip_norm=1.0),
+    }
+    model = reference_model("llama", remat="full")
+    found = train_for(model, batch=packed_batch, persistence_threshold=50, **options)
+    assert found.plan.offload is not None
+    np.testing.assert_allclose(found.losses, by_adamw().losses, rtol=0, atol=TOLERANCE)
+
+
+@functools.cache
+def by_adamw():
+    model = reference_model("llama", remat="full")
+    tx = zerojax.adamw(1e-2, eps=1e-5, weight_decay=0.1, clip_norm=1.0)
+    return train_for(model, devices=1, batch=packed_batch, optimizer=tx, steps=8)
+
+
+@pytest.mark.thorough
+def test_a_state_goes_to_another_mesh_and_back_bit_by_bit():
+    """Widths of 36 do not divide over 8 devices, so that parameters are padded."""
+    model = reference_model("gpt2", embed_dim=36)
+    run = train_for(model, mesh={"data": 2, "context": 4}, zero=3, steps=2, persistence_threshold=0)
+    assert any(leaf.is_padded for leaf in run.plan.placement.leaves.values())
+    expected = jax.tree.map(np.asarray, to_canonical(run.plan, run.state))
+    plan, state = run.plan, run.state
+    for mesh in {"data": 8}, {"data": 1, "context": 8}, {"data": 4, "context": 2}:
+        old, plan = plan, plan_for(model, mesh=mesh, zero=3, persistence_threshold=0)
+        state = reshard_state(old, plan, state)
+        found = to_canonical(plan, state)
+        assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+        largest = max(found["params"].values(), key=lambda x: x.size)
+        assert largest.addressable_shards[0].data.size <= largest.size // 4
+
+
 # --- bytes ----------------------------------------------------------------------------------------
 
 
@@ -203,7 +256,8 @@ def refused(words, model=None, **options):
 def test_what_cannot_be_kept_equal_is_refused():
     mesh = {"context": 2}
     refused("stage=2.*use stage=1", mesh={"context": 2, "stage": 2}, num_microbatches=4)
-    refused("offload", mesh=mesh, offload={"activations": "host"})
+    streamed = {"params": "host", "opt_state": "host", "update_in_backward": True}
+    refused("leave update_in_backward out", mesh=mesh, offload=streamed)
     refused("deterministic", mesh=mesh, deterministic="mesh")
     refused("sequence_sharding=False", mesh={**mesh, "model": 2}, sequence_sharding=True)
     refused("before_cut", lambda rngs: UserText(rngs), mesh=mesh)

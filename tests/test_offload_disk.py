@@ -161,8 +161,9 @@ def test_moments_in_bfloat16(tmp_path):
         ({"data": 2, "replica": 2}, {"zero": 3, "num_microbatches": 4}),
         ({"data": 2, "stage": 2}, {"zero": 1, "num_microbatches": 4}),
         ({"data": 4}, {"zero": 0}),
+        ({"data": 2, "context": 2}, {"zero": 3}),
     ],
-    ids=["model", "replica", "stage", "zero 0"],
+    ids=["model", "replica", "stage", "zero 0", "context"],
 )
 def test_files_go_with_every_axis_of_the_mesh(tmp_path, mesh, options, opt_state):
     devices = jax.devices()[:4]

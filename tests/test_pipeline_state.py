@@ -120,7 +120,9 @@ def test_each_device_holds_the_rows_of_its_stage_and_zeros(name):
         assert row.tobytes() == expected.tobytes()
     number = plan.mesh.shape["stage"]
     for shard in state["opt_state"][1][0].nu["blocks/kernel"].addressable_shards:
-        stage = np.argwhere(plan.mesh.devices == shard.device)[0][2]
+        stage = np.argwhere(plan.mesh.devices == shard.device)[0][
+            plan.mesh.axis_names.index("stage")
+        ]
         rows = len(array) // number
         assert shard.index[0] == slice(stage * rows, (stage + 1) * rows)
         assert 12 in shard.data.shape, "data splits another dimension"

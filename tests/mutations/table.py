@@ -346,9 +346,19 @@ MUTATIONS = (
         "tests/test_placement.py",
     ),
     Mutation(
-        "            if self.shape[self.zero_dim] % axis_sizes[DATA] == 0:",
-        "            if True:",
+        "if self.shape[self.zero_dim] % math.prod(axis_sizes[axis] for axis in own) == 0:",
+        "if True:",
         "tests/test_placement.py tests/test_arrays.py",
+    ),
+    Mutation(
+        'PASS_AXES = names_of(AXIS_TABLE, manual="always")',
+        "PASS_AXES = DATA_AXES",
+        "tests/test_mesh.py tests/test_context_training.py",
+    ),
+    Mutation(
+        "jax.tree.map(config.context.in_order, config.before_cut(batch)), P(DATA_AXES",
+        "config.before_cut(batch), P(DATA_AXES",
+        "tests/test_context_training.py",
     ),
     Mutation(
         "    grad = _decayed(param, read[0], s)\n    new_trace = grad",

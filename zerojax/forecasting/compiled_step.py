@@ -34,8 +34,8 @@ from zerojax.forecasting.roofline import estimate, verdict
 from zerojax.forecasting.transfers import attention_wire_bytes, find_traffic, offload_numbers
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, find_gpu, target_text
-from zerojax.models.cudnn_attention import FORWARD as FUSED_ATTENTION
 from zerojax.models.context import SCOPE
+from zerojax.models.cudnn_attention import FORWARD as FUSED_ATTENTION
 from zerojax.models.flops import count_program_flops
 from zerojax.parallel.step import build_step
 from zerojax.plan import device_mesh as meshes

@@ -242,9 +242,7 @@ def _traffic_remarks(traffic: Traffic) -> list[str]:
         )
     if traffic.attention_wire_bytes is not None and traffic.attention_traced_bytes:
         ratio = traffic.attention_wire_bytes / traffic.attention_traced_bytes
-        lines.append(
-            f"  attention along context sends {ratio:.1%} of what its formula says"
-        )
+        lines.append(f"  attention along context sends {ratio:.1%} of what its formula says")
     if traffic.rows:
         lines += [
             "  hidden: share of its time that products scheduled beside it last, at peak rates"

@@ -30,7 +30,7 @@ from zerojax.plan.counts import (
     kept_activation_bytes,
     whole_elements,
 )
-from zerojax.plan.device_mesh import DATA, MODEL, STAGE, num_data_shards
+from zerojax.plan.device_mesh import DATA, MODEL, STAGE, num_data_shards, state_axes
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import link_seconds, rates_of
@@ -183,7 +183,7 @@ def _more_devices(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
 
 
 def _higher_zero(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
-    shards = plan.placement.axis_sizes[DATA]
+    shards = math.prod(plan.placement.axis_sizes[axis] for axis in state_axes(plan.mesh.shape))
     moved = {1: _sum(sizes, *STATE), 2: _sum(sizes, "gradients")}
     moved[3] = _sum(sizes, "gathered weights")
     names = {1: "optimizer state and masters", 2: "gradients", 3: "weights"}

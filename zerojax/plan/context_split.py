@@ -40,10 +40,10 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model,
             f"{asked} with stage={mesh.shape[STAGE]}: attention between devices inside the ticks "
             f"of a pipeline is not supported; use stage=1, or context=1"
         )
-    if not settings.offload.is_off:
+    if settings.offload.update_in_backward:
         raise ValueError(
-            f"{asked} together with offload is not supported; leave offload out: the state is "
-            "sharded over data and context together; or use context=1"
+            f"{asked} together with offload.update_in_backward is not supported; leave "
+            "update_in_backward out, or use context=1"
         )
     if settings.sequence_sharding and mesh.shape[MODEL] > 1:
         raise ValueError(

@@ -14,7 +14,7 @@ from zerojax.config.mesh import DEVICE, HOST, NVME
 from zerojax.hardware.local_devices import shares_host_memory
 from zerojax.models.trees import format_bytes, num_bytes
 from zerojax.plan.counts import GRADIENTS, STORED, role_tiers, state_bytes
-from zerojax.plan.device_mesh import DATA
+from zerojax.plan.device_mesh import state_axes
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import buffer_bytes, file_bytes, slice_bytes
 from zerojax.plan.offload_tiers import plan_offload
@@ -105,8 +105,10 @@ def host_remedies(plan: Plan, needed: int, there: int) -> Iterator[str]:
     if shares is not None:
         words = ", ".join(f"{tier}: {share:g}" for tier, share in shares.items())
         yield f"offload.opt_state: {{{words}}}, which puts more into files"
-    if plan.zero == 0 and plan.mesh.shape[DATA] > 1:
-        yield f"zero=1, which splits it over the {plan.mesh.shape[DATA]} devices on data"
+    axes = state_axes(plan.mesh.shape)
+    shards = math.prod(plan.mesh.shape[axis] for axis in axes)
+    if plan.zero == 0 and shards > 1:
+        yield f"zero=1, which splits it over the {shards} devices on {' and '.join(axes)}"
     tiers = role_tiers(plan)
     if tiers.get(STORED, {}).get(HOST) or tiers[GRADIENTS].get(HOST):
         yield "offload.params: device, if they fit there"

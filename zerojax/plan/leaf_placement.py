@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from zerojax.plan.device_mesh import COMPILER_AXES, DATA, MODEL, STAGE, STATE_AXES
+from zerojax.plan.device_mesh import COMPILER_AXES, DATA, MODEL, STAGE, STATE_AXES, state_axes
 
 Shape = tuple[int, ...]
 
@@ -126,10 +126,12 @@ class LeafPlacement:
         if self.layer_rows is not None and self.shape[0] % axis_sizes[STAGE] == 0:
             axes[0] = STAGE
         if self.zero_dim is not None:
-            if self.shape[self.zero_dim] % axis_sizes[DATA] == 0:
-                axes[self.zero_dim] = DATA
+            own = state_axes(axis_sizes)
+            if self.shape[self.zero_dim] % math.prod(axis_sizes[axis] for axis in own) == 0:
+                axes[self.zero_dim] = own[0] if len(own) == 1 else own
             else:
-                _put(axes, DATA, self.shape, axis_sizes)
+                for axis in own:
+                    _put(axes, axis, self.shape, axis_sizes)
         if self.layer_rows is not None and axes[0] != STAGE:
             _put(axes, STAGE, self.shape, axis_sizes, shared=True)
         return P(*axes)

@@ -96,7 +96,11 @@ def list_candidates(
     found = []
     stages = STAGE_SIZES if context == 1 else (1,)
     for stage, model in itertools.product(stages, MODEL_SIZES):
-        if devices % (stage * model * replicas * context) or model > node_devices or num_layers % stage:
+        if (
+            devices % (stage * model * replicas * context)
+            or model > node_devices
+            or num_layers % stage
+        ):
             continue
         shards = devices // (stage * model * context)
         rows, rest = divmod(global_batch_size, shards)

@@ -20,7 +20,6 @@ from zerojax.models.context.order import Order, order_of_tokens
 from zerojax.models.context.ring import ring_attention
 from zerojax.models.context.ways import ORDERS, Pair, Way, allgather_attention, ulysses_attention
 
-
 SCOPE = "attention_over_context"
 """In the names of the operations of attention over a split sequence, compiled ones too."""
 
