@@ -155,6 +155,14 @@ def test_auto_takes_it_on_a_gpu_where_it_can():
     assert taken(make_abstract_mesh({"data": 8}, 8)).startswith("attention xla (auto: no more")
 
 
+@pytest.mark.parametrize("activations", ["device", "host"])
+def test_a_plan_and_its_step_know_the_gpu_of_an_abstract_mesh(activations):
+    plan = plan_of(gpu_mesh(), remat="full", offload={"activations": activations})
+    assert any(reason.startswith("attention cudnn (auto") for reason in plan.reasons)
+    traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
+    assert FORWARD in str(traced.jaxpr)
+
+
 def test_it_can_be_asked_for_where_the_devices_are_not_known():
     found = taken(make_abstract_mesh({"data": 8}, 8), implementation="cudnn")
     assert found.startswith("attention cudnn (asked for): stores none")

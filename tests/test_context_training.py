@@ -26,6 +26,7 @@ from zerojax.parallel import collectives
 from zerojax.parallel.reshard import reshard_state, to_canonical
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.parallel.zero import microbatch, parameters
+from zerojax.plan.counts import kept_activation_bytes
 from zerojax.plan.device_mesh import CONTEXT, DATA_AXES
 
 
@@ -156,6 +157,14 @@ def test_what_lies_on_the_host_is_that_of_the_device(case, way):
     found = train_for(model, batch=packed_batch, persistence_threshold=50, **options)
     assert found.plan.offload is not None
     np.testing.assert_allclose(found.losses, by_adamw().losses, rtol=0, atol=TOLERANCE)
+
+
+def test_what_waits_on_the_host_is_a_part_of_each_sequence():
+    model = reference_model("llama", remat="full")
+    options = {"offload": {"activations": "host"}, "zero": 3}
+    whole = plan_for(model, mesh={"data": 2}, devices=2, **options)
+    part = plan_for(model, mesh={"data": 2, "context": 4}, **options)
+    assert kept_activation_bytes(whole) == 4 * kept_activation_bytes(part) > 0
 
 
 @functools.cache

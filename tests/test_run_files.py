@@ -22,6 +22,7 @@ EXPECTED = {
     "llama_1b_zero3_8xh100": (8, H100, 1126),
     "llama_7b_zero3_8xh100": (8, H100, 6738),
     "llama_8b_zero3_8xh100": (8, H100, 8030),
+    "llama_8b_1m_tokens_8xh100": (8, H100, 8030),
     "llama_13b_host_offload_1xh200": (1, H200, 13_016),
     "llama_70b_zero3_64xh200": (64, H200, 70_554),
     "llama_70b_pipeline_64xh200": (64, H200, 70_554),
@@ -31,6 +32,7 @@ EXPECTED = {
 PUBLISHED = {
     "llama_7b_zero3_8xh100": (6_738_415_616, 10_000),
     "llama_8b_zero3_8xh100": (8_030_261_248, 500_000),
+    "llama_8b_1m_tokens_8xh100": (8_030_261_248, 500_000),
     "llama_13b_host_offload_1xh200": (13_015_864_320, 10_000),
     "llama_70b_zero3_64xh200": (70_553_706_496, 500_000),
     "llama_70b_pipeline_64xh200": (70_553_706_496, 500_000),

@@ -13,7 +13,7 @@ from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
 from zerojax.models import jaxpr, trees
 from zerojax.models.flops import TRAINING_FACTOR, count_program_flops
 from zerojax.plan.decisions import Decisions
-from zerojax.plan.device_mesh import DATA, MODEL, REPLICA, STAGE
+from zerojax.plan.device_mesh import CONTEXT, DATA, MODEL, REPLICA, STAGE
 from zerojax.plan.leaf_placement import Access, LeafPlacement
 from zerojax.plan.pipeline_costs import total_buffer_bytes
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
@@ -149,7 +149,8 @@ def kept_activation_bytes(plan: Decisions) -> int | None:
     )
     split = plan.mesh.shape[MODEL] if plan.settings.sequence_sharding else 1
     streamed = plan.offload is not None and bool(plan.offload.streamed)
-    return size * (loop.params["length"] - streamed) // (split * plan.mesh.shape[STAGE])
+    split *= plan.mesh.shape[CONTEXT] * plan.mesh.shape[STAGE]
+    return size * (loop.params["length"] - streamed) // split
 
 
 def _loops(program: Any) -> Iterator[Any]:

@@ -179,8 +179,9 @@ def normalise_mesh(mesh: Mesh) -> Mesh:
 
 
 def normalise_abstract_mesh(mesh: AbstractMesh) -> AbstractMesh:
-    """The same of a mesh without devices."""
-    return AbstractMesh(_sizes_of_axes(mesh), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    """The same of a mesh without devices; what they will be stays."""
+    made = AbstractMesh(_sizes_of_axes(mesh), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return made.update(abstract_device=mesh.abstract_device)
 
 
 def _sizes_of_axes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
