@@ -66,7 +66,7 @@ def assert_equal(name, case, options, **model):
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", BATCHES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("zero", range(4))
@@ -194,7 +194,9 @@ def test_a_state_goes_to_another_mesh_and_back_bit_by_bit():
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["ulysses", *(pytest.param(way, marks=pytest.mark.thorough) for way in WAYS[1:])]
+)
 def test_a_traced_step_sends_what_the_formulas_say(way):
     """Of each layer and microbatch; what remat computes again is sent again."""
     sizes = Sizes(
