@@ -163,7 +163,7 @@ def test_a_row_of_padding_gives_zeros(implementation):
         np.testing.assert_array_equal(array, 0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_lower_precisions(implementation, dtype):

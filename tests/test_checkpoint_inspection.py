@@ -144,6 +144,7 @@ def test_a_step_that_a_run_deletes_meanwhile_is_not_damaged(run, monkeypatch):
     assert [(one.step, one.problem) for one in saved_steps(run)] == [(2, None), (3, None)]
 
 
+@pytest.mark.thorough
 def test_a_folder_that_is_being_written_can_be_looked_at(run):
     """Names come and go while they are listed: Orbax renames what it has written."""
     partial = run / "4.partial-1"

@@ -55,7 +55,7 @@ def unread(saved, name):
     return open_arrays(saved.folder, saved.whole_metadata())[f"params/{name}"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SPECS)
 def test_a_layer_costs_a_layer(name, saved, stacks):
     layers = Layers(saved, f"params/{name}", unread(saved, name), stacks[name].shape)

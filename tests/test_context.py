@@ -204,6 +204,7 @@ def is_seen(way, case, devices=4):
     return difference(split(way, devices, arrays, options), one_device(arrays, options)) > 1e-2
 
 
+@pytest.mark.thorough
 def test_segments_that_do_not_travel_with_their_keys_are_seen(monkeypatch):
     right = ring._pass_on
 
@@ -297,7 +298,7 @@ def largest_array(text):
     return max(int(np.prod([int(n) for n in dims.split(",")])) for dims in found)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("devices", [4, 2, 8])
 def test_a_ring_holds_no_scores_and_nothing_conditional(monkeypatch, devices, remat):

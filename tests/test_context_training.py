@@ -66,7 +66,7 @@ def assert_equal(name, case, options, **model):
     return found
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", BATCHES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("zero", range(4))

@@ -176,6 +176,7 @@ def losses(model, section, run_dir=None, **options):
     return found
 
 
+@pytest.mark.thorough
 def test_a_model_of_the_users_own_trains_with_the_layout_of_the_file():
     of_file = losses(own(), FIXED)
     assert of_file == losses(own(LAYOUT), None)
@@ -205,6 +206,7 @@ def test_a_layout_in_force_keeps_auto_from_a_kernel_without_layouts():
     assert calls[1].why == "auto: cuDNN: it takes no layout; a layout is given"
 
 
+@pytest.mark.thorough
 def test_so_does_an_engine():
     def steps(section):
         engine = zerojax.initialize(own(), file(section))

@@ -142,6 +142,7 @@ def test_prompts_of_similar_length_share_one_compilation(tokens, monkeypatch):
     assert traces == [(3, 32), (3, 1)]
 
 
+@pytest.mark.thorough
 def test_dropout_is_off_and_the_model_is_unchanged(tokens):
     noisy = build(dataclasses.replace(GPT2_TINY, dropout=0.5))
     plain = build(GPT2_TINY)

@@ -159,6 +159,7 @@ def test_a_run_is_exported_by_command_with_adapters_merged(run, tmp_path, capsys
     assert_same_bits(read_all(tmp_path / "live"), found)
 
 
+@pytest.mark.thorough
 def test_every_layer_is_asked_for_alone(tmp_path):
     """One tensor at a time: what is read for a tensor is a layer of what it is made of."""
     lora = LoraConfig(rank=2)

@@ -157,6 +157,7 @@ def test_moments_that_are_decoded_and_coded_again_keep_every_bit(size):
             np.testing.assert_array_equal(np.asarray(before), np.asarray(after))
 
 
+@pytest.mark.thorough
 def test_the_largest_element_of_a_block_has_the_largest_code():
     """Otherwise its scale would shrink when moments are stored; below a floor it has a smaller."""
     rng = np.random.default_rng(0)

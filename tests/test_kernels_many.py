@@ -123,7 +123,7 @@ def test_more_leaves_than_one_kernel_takes(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, 2, 16, 17])
 def test_every_program_finds_its_leaf_once(count):
     """The branches, followed with numbers."""

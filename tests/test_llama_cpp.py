@@ -272,6 +272,7 @@ def test_a_table_that_cannot_be_is_refused_before_it_is_walked(case, tmp_path):
     assert "\x1b" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_changed_bytes_are_refused_in_a_sentence_or_converted(tmp_path):
     """Of the table, which is nine tenths vocabulary here: so also of its fields by name."""
     good = write_gguf(tmp_path / "good.gguf", their_tensors()).read_bytes()

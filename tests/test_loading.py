@@ -164,6 +164,7 @@ def test_a_model_of_the_users_own_is_asked_for_and_the_remedy_works(tmp_path, mo
         zerojax.load_run("runs/own", model=Line)
 
 
+@pytest.mark.thorough
 def test_a_run_that_saved_nothing_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     zerojax.train(Line, None, [rows(0)], loss=squared, steps=1, run_dir="runs/none")

@@ -106,6 +106,7 @@ def products(program):
     return found
 
 
+@pytest.mark.thorough
 def test_the_product_of_a_and_b_is_never_made():
     adapted = add_lora(base("llama"), LORA)
     batch = {"tokens": TOKENS, "targets": TOKENS}

@@ -16,6 +16,7 @@ def dump(text):
     return ast.dump(ast.parse(text))
 
 
+@pytest.mark.thorough
 def test_every_mutation_changes_one_place_of_valid_code():
     for mutation in MUTATIONS:
         path = find(mutation, ROOT)

@@ -72,6 +72,7 @@ def test_such_a_checkpoint_holds_every_array_once(saved):
     assert files["pieces/process_0.bin"] == 3 * 4 * sum(padded)
 
 
+@pytest.mark.thorough
 def test_its_fingerprints_are_those_of_whole_arrays(saved):
     folder, expected, _, _ = saved
     with Checkpointer(folder) as checkpointer:

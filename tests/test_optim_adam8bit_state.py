@@ -47,6 +47,7 @@ def test_the_canonical_form_is_the_state_of_adamw():
     assert coding_of(adamw(1e-2)) is None
 
 
+@pytest.mark.thorough
 def test_canonical_moments_are_those_of_float32_up_to_their_codes():
     """After 40 steps. Neighbouring codes of mu differ by up to 1.6 % of the block's scale, which is
     about 4 standard deviations: 0.03 of one where rounding is stochastic and ten steps count."""

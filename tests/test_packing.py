@@ -208,6 +208,7 @@ def test_packed_texts_train_as_on_one_device(options, monkeypatch):
 # --- runs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_run_file_packs(tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()

@@ -316,7 +316,7 @@ def of_real_rows(model, batch):
 STREAMED = {"params": "host", "opt_state": "host", "min_elements": 1}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

@@ -74,7 +74,7 @@ def test_traced_steps(mesh, zero):
         assert places == {mesh == "whole"}, what
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", MESHES)
 def test_traced_evaluations(mesh):
     plan = gpt2(mesh, 3, pipeline_schedule="interleaved(2)")

@@ -81,6 +81,7 @@ def test_where_the_backward_is_split_the_count_is_close():
     assert computed == pytest.approx(costs.executed_flops(plan.pipeline), rel=0.05)
 
 
+@pytest.mark.thorough
 def test_model_flops_of_a_device_are_its_part_of_all_stages():
     plan, _ = traced_step(1, "1f1b", "residuals")
     whole = plan_on(make_abstract_mesh({"data": DATA}, DATA))

@@ -364,6 +364,7 @@ MODEL_LAYOUT = BigBirdLayout(
 )
 
 
+@pytest.mark.thorough
 def test_a_model_generates_by_its_layout():
     """Tokens after a cache see the blocks that they see in the whole row."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 12)))
@@ -393,6 +394,7 @@ def test_a_short_row_has_a_part_of_the_layout_of_the_longest():
     assert {call.layout for call in calls} == {table}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_other_reference_models_take_a_layout(kind):
     layout = FixedLayout(block=2, num_local_blocks=2)

@@ -252,7 +252,7 @@ def one_device(use):
     return train_for(Tied(use), devices=1, steps=6, **OPTIONS)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("use", "stage"), CASES)
 def test_a_model_that_goes_by_its_variables_equals_one_device(use, stage):
     run = train_for(Tied(use), zero=stage, steps=6, **OPTIONS)

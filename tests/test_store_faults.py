@@ -266,6 +266,7 @@ def test_five_kills_lose_nothing(tmp_path):
     assert kills(tmp_path, 5)["inside_manifest"] == 2
 
 
+@pytest.mark.thorough
 def test_sixty_kills_at_any_moment_lose_nothing(tmp_path):
     report = kills(tmp_path, 60)
     assert report["inside_manifest"] == 20

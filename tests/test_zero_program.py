@@ -220,6 +220,7 @@ def test_a_users_stack_of_layers_is_not_held_at_stage_3():
     assert named_shapes(plan) == set()
 
 
+@pytest.mark.thorough
 def test_stage_2_reads_whole_parameters_but_stacks_no_copy():
     plan = gpt2(2)
     whole = set(whole_shapes(plan, Access.GATHER_ONCE_SCATTER_EARLY).values())
@@ -247,6 +248,7 @@ def test_microbatches_are_accumulated_in_the_dtype_asked_for(dtype):
     assert found == {plan.precision.accumulate_dtype}
 
 
+@pytest.mark.thorough
 def test_sequence_sharding_splits_what_lies_between_the_matrices():
     """The residual stream of each layer, [rows, sequence, width], over `model` in each loop."""
     split = {}
@@ -309,6 +311,7 @@ def test_stage_1_sends_one_collective_per_bucket():
     assert not found.inside
 
 
+@pytest.mark.thorough
 def test_stage_0_reduces_once_and_gathers_nothing():
     found = count_collectives(lower(gpt2(0)))
     assert found.outside["all_gather"] == found.outside["reduce_scatter"] == 0
