@@ -25,6 +25,7 @@ NAMES = (
     "default_run",
     "plans",
     "attention",
+    "sequences",
     "optimizer",
     "pipeline",
     "offload_disk",

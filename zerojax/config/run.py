@@ -90,6 +90,10 @@ class ModelConfig:
     thousand, 8192 tokens and width 2048 the loss then needs 1.4 GB instead of 6.3 (compiled for
     an H200), with the same products. Below about 1000 the accumulation of the head's gradient
     limits the speed."""
+    mlp_chunk: int | None = None
+    """Tokens of a row whose hidden activations of the MLP a layer holds at once; null holds all.
+    For long rows: the products are the same, and those of the forward pass are computed again in
+    the backward pass, as under remat full."""
     matmul_dtype: Literal["fp8"] | None = None
     """Dtype of the blocks' matrix products. null: the compute dtype of `precision`. fp8: 8-bit
     floats (e4m3, gradients e5m2) with delayed scaling; attention scores, embedding and head
@@ -110,15 +114,15 @@ class ModelConfig:
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     pretrained: str | None = None
     """Hugging Face folder (config.json, *.safetensors) with the initial weights. The folder
-    sets the sizes; dropout, remat, loss_chunk, matmul_dtype, attention, attention_layout and lora
-    are set here."""
+    sets the sizes; dropout, remat, loss_chunk, mlp_chunk, matmul_dtype, attention,
+    attention_layout and lora are set here."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
         if self.pretrained is not None:
             self._check_pretrained()
         check_at_least(self, 1, "vocab_size", "max_seq_len", "num_layers", "num_heads", "embed_dim")
-        check_at_least(self, 1, "num_kv_heads", "mlp_dim", "loss_chunk")
+        check_at_least(self, 1, "num_kv_heads", "mlp_dim", "loss_chunk", "mlp_chunk")
         check_fraction(self, "dropout", below_one=True)
         check_positive(self, "rope_theta", "norm_eps")
         if self.embed_dim % self.num_heads:
@@ -138,8 +142,8 @@ class ModelConfig:
             )
 
     def _check_pretrained(self) -> None:
-        free = ("dropout", "remat", "loss_chunk", "matmul_dtype", "attention", "attention_layout")
-        free = (*free, "lora", "pretrained")
+        free = ("dropout", "remat", "loss_chunk", "mlp_chunk", "matmul_dtype", "attention")
+        free = (*free, "attention_layout", "lora", "pretrained")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name not in (*free, "vocab_size") and value != field.default:

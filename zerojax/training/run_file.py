@@ -202,7 +202,7 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
         return build_model(config, vocab_size)
     model = from_hugging_face(config.pretrained)
     fields = {field.name for field in dataclasses.fields(model.config)}
-    may_change = ("dropout", "remat", "loss_chunk", "matmul_dtype", "attention")
+    may_change = ("dropout", "remat", "loss_chunk", "mlp_chunk", "matmul_dtype", "attention")
     changes = {name: getattr(config, name) for name in may_change if name in fields}
     model = model.with_changes(**changes, attention_layout=config.attention_layout.layout)
     if vocab_size > model.config.vocab_size:

@@ -80,6 +80,7 @@ class BertConfig:
     num_kv_heads: ClassVar[int] = 1
     head_dim: ClassVar[None] = None
     loss_chunk: ClassVar[None] = None
+    mlp_chunk: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if self.mlp_dim is None:

@@ -17,7 +17,16 @@ from zerojax.models.context import current_split
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
 from zerojax.models.sparse_layouts import layout_table
 from zerojax.models.zoo.fp8 import check_matmul_dtype
-from zerojax.models.zoo.layers import Attention, Dropout, Embedding, Projection, constrain
+from zerojax.models.zoo.layers import (
+    Attention,
+    Dropout,
+    Embedding,
+    GeluMlp,
+    Projection,
+    SwiGluMlp,
+    constrain,
+    in_chunks,
+)
 from zerojax.models.zoo.stacking import check_remat, scan_blocks
 
 RESIDUAL_DIMS = ("batch", "sequence", "embed")
@@ -83,6 +92,8 @@ class DecoderConfig(Protocol):
     def remat(self) -> str: ...
     @property
     def loss_chunk(self) -> int | None: ...
+    @property
+    def mlp_chunk(self) -> int | None: ...
 
 
 class Block(nnx.Module):
@@ -94,9 +105,10 @@ class Block(nnx.Module):
         attention_norm: Callable[[jax.Array], jax.Array],
         attention: Attention,
         mlp_norm: Callable[[jax.Array], jax.Array],
-        mlp: Callable[[jax.Array], jax.Array],
+        mlp: GeluMlp | SwiGluMlp,
         dropout: float,
         rngs: nnx.Rngs,
+        mlp_chunk: int | None = None,
     ) -> None:
         self.attention_norm = attention_norm
         self.attention = attention
@@ -104,6 +116,7 @@ class Block(nnx.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         self.mlp_dropout = Dropout(dropout, rngs=rngs)
+        self.mlp_chunk = mlp_chunk
 
     def __call__(self, x: jax.Array | Packed) -> jax.Array | Packed:
         """[batch, seq, embed] -> the same shape and dtype; so of rows of several texts."""
@@ -114,7 +127,10 @@ class Block(nnx.Module):
 
     def _layer(self, x: jax.Array, **texts: jax.Array | None) -> jax.Array:
         x = self._add(x, self.attention_dropout(self.attention(self.attention_norm(x), **texts)))
-        return self._add(x, self.mlp_dropout(self.mlp(self.mlp_norm(x))))
+        normed = self.mlp_norm(x)
+        chunk = self.mlp_chunk
+        change = self.mlp(normed) if chunk is None else in_chunks(self.mlp, normed, chunk)
+        return self._add(x, self.mlp_dropout(change))
 
     def extend(
         self, x: jax.Array, cache: tuple[jax.Array, jax.Array], position: jax.Array
@@ -330,8 +346,8 @@ def check_decoder_sizes(config: Any) -> None:
 
     Raises:
       ValueError: a size below 1, heads that do not divide, a dropout outside [0, 1), an unknown
-        remat name, matmul dtype or attention, a layout with more blocks than max_seq_len has, or a
-        loss chunk below 1.
+        remat name, matmul dtype or attention, a layout with more blocks than max_seq_len has, a
+        loss or MLP chunk below 1, or an MLP chunk with 8-bit products.
     """
     for field in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "num_kv_heads"):
         _check_at_least_one(field, getattr(config, field))
@@ -359,8 +375,14 @@ def check_decoder_sizes(config: Any) -> None:
         layout_table(
             config.attention_layout, num_heads=config.num_heads, num_tokens=config.max_seq_len
         )
-    if config.loss_chunk is not None:
-        _check_at_least_one("loss_chunk", config.loss_chunk)
+    for field in ("loss_chunk", "mlp_chunk"):
+        if getattr(config, field) is not None:
+            _check_at_least_one(field, getattr(config, field))
+    if config.mlp_chunk is not None and config.matmul_dtype is not None:
+        raise ValueError(
+            f"mlp_chunk={config.mlp_chunk} with matmul_dtype={config.matmul_dtype!r}: 8-bit "
+            "products are scaled by all tokens of a step; use mlp_chunk=None, or matmul_dtype=None"
+        )
 
 
 def _check_at_least_one(field: str, value: Any) -> None:

@@ -33,6 +33,8 @@ class GPT2Config:
       norm_eps: added to the variance.
       remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
       loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
+      mlp_chunk: tokens of a row whose hidden activations of the MLP a layer holds at once; None:
+        those of all.
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
       attention: "auto", "xla", "chunked" or "cudnn" (see `zerojax.attention`).
       attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
@@ -50,6 +52,7 @@ class GPT2Config:
     norm_eps: float = 1e-5
     remat: str = "none"
     loss_chunk: int | None = None
+    mlp_chunk: int | None = None
     matmul_dtype: str | None = None
     attention: Implementation = "auto"
     attention_layout: BlockLayout | None = None
@@ -137,6 +140,7 @@ def _build_block(config: GPT2Config, rngs: nnx.Rngs) -> Block:
             rngs=rngs,
             matmul_dtype=config.matmul_dtype,
         ),
+        mlp_chunk=config.mlp_chunk,
         dropout=config.dropout,
         rngs=rngs,
     )

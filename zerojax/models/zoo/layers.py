@@ -15,7 +15,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,13 @@ def expand_rank(array: jax.Array, ndim: int) -> jax.Array:
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float) -> nnx.Param[jax.Array]:
     """A float32 parameter drawn from N(0, stddev^2)."""
     return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+class Weights(NamedTuple):
+    """What a `Projection` reads: kernel, and bias if it has one."""
+
+    kernel: jax.Array
+    bias: jax.Array | None
 
 
 class Projection(nnx.Module):
@@ -76,15 +83,23 @@ class Projection(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., *in_shape] -> [..., *out_shape], in the kernel's dtype."""
-        kernel = self.kernel[...]
+        return self.apply(self.read(), x)
+
+    def read(self) -> Weights:
+        """The parameters as they are read, for one or several calls of `apply`."""
+        return Weights(self.kernel[...], self.bias[...] if self.use_bias else None)
+
+    def apply(self, weights: Weights, x: jax.Array) -> jax.Array:
+        """`__call__` with parameters that have been read."""
+        kernel = weights.kernel
         x = x.astype(kernel.dtype)
         if self.matmul_dtype is None:
             dims = tuple(range(x.ndim - self.num_inputs, x.ndim)), tuple(range(self.num_inputs))
             y = lax.dot_general(x, kernel, (dims, ((), ())))
         else:
             y = fp8_dot(x, kernel, self.amax_history[...], self.num_inputs)
-        if self.use_bias:
-            y = y + expand_rank(self.bias[...].astype(y.dtype), y.ndim)
+        if weights.bias is not None:
+            y = y + expand_rank(weights.bias.astype(y.dtype), y.ndim)
         return y if self.lora is None else y + self.lora(x).astype(y.dtype)
 
 
@@ -325,7 +340,17 @@ class GeluMlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., embed] -> [..., embed]."""
-        return self.down(jax.nn.gelu(self.up(x), approximate=not self.exact_gelu))
+        return self.apply(self.read(), x)
+
+    def read(self) -> tuple[Weights, ...]:
+        """The parameters as they are read, for one or several calls of `apply`."""
+        return self.up.read(), self.down.read()
+
+    def apply(self, weights: tuple[Weights, ...], x: jax.Array) -> jax.Array:
+        """`__call__` with parameters that have been read."""
+        up, down = weights
+        hidden = jax.nn.gelu(self.up.apply(up, x), approximate=not self.exact_gelu)
+        return self.down.apply(down, hidden)
 
 
 class SwiGluMlp(nnx.Module):
@@ -348,7 +373,56 @@ class SwiGluMlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., embed] -> [..., embed]."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.apply(self.read(), x)
+
+    def read(self) -> tuple[Weights, ...]:
+        """The parameters as they are read, for one or several calls of `apply`."""
+        return self.gate.read(), self.up.read(), self.down.read()
+
+    def apply(self, weights: tuple[Weights, ...], x: jax.Array) -> jax.Array:
+        """`__call__` with parameters that have been read."""
+        gate, up, down = weights
+        hidden = jax.nn.silu(self.gate.apply(gate, x)) * self.up.apply(up, x)
+        return self.down.apply(down, hidden)
+
+
+def in_chunks(mlp: GeluMlp | SwiGluMlp, x: jax.Array, chunk: int) -> jax.Array:
+    """`mlp(x)` with hidden activations of so many tokens of a row at a time.
+
+    The parameters are read once, outside of the loop over chunks. Their gradients are summed over
+    chunks in float32, and the backward pass computes the hidden activations again. A chunk holds
+    every n-th token, so that rows that lie in parts over devices are not moved. The idea is that of
+    TiledMLP in Arctic Long Sequence Training (arXiv:2506.13996).
+
+    Args:
+      mlp: whose projections have neither adapters nor 8-bit products.
+      x: [batch, seq, embed].
+      chunk: tokens, at least 1.
+
+    Raises:
+      ValueError: an adapter, whose random state a loop cannot advance.
+    """
+    rows, tokens, width = x.shape
+    number = -(-tokens // chunk)
+    if number == 1:
+        return mlp(x)
+    if any(child.lora is not None for child in vars(mlp).values() if isinstance(child, Projection)):
+        raise ValueError(
+            f"mlp_chunk={chunk} computes the MLP in a loop, and the MLP has adapters; use "
+            "mlp_chunk=None, or adapters on the attention alone: targets=('attention/',)"
+        )
+    weights = mlp.read()
+    wide = jax.tree.map(lambda array: array.astype(jnp.float32), weights)
+
+    def one(part: jax.Array) -> jax.Array:
+        read = jax.tree.map(lambda array, like: array.astype(like.dtype), wide, weights)
+        return mlp.apply(read, part)
+
+    size = -(-tokens // number)
+    padded = jnp.pad(x, [(0, 0), (0, number * size - tokens), (0, 0)])
+    parts = jnp.moveaxis(padded.reshape(rows, size, number, width), 2, 0)
+    out = lax.map(jax.checkpoint(one, prevent_cse=False), parts)
+    return jnp.moveaxis(out, 0, 2).reshape(rows, number * size, -1)[:, :tokens]
 
 
 class Dropout(nnx.Dropout):
