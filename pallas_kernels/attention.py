@@ -1,0 +1,350 @@
+"""Attention by the kernels of `attention_kernel`, differentiable, or in parts whose sums are merged.
+
+Blocks of keys are data: a layout of blocks of 16 tokens, positions and segments. Hopper alone; 16-bit
+floats; head_dim 64 or 128.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import attention_kernel
+from pallas_kernels.attention_kernel import Form
+from pallas_kernels.attention_tables import BLOCK, PARTS, TILE, BlockTables, TileTable, tables_of
+from pallas_kernels.choice import KernelUnavailable, missing
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+HEAD_DIMS = (64, 128)
+COMPUTE_CAPABILITY = 9.0
+"""Hopper: the products are its warpgroup's. On other cards the assembler ends the process."""
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+class Part(NamedTuple):
+    """Attention over some of the keys.
+
+    Attributes:
+      out: [rows, queries, heads, head_dim] in the dtype of the query; 0 for one that sees no key.
+      log_sum: float32 [rows, queries, heads], log-sum-exp of its scores in nats; -inf for such one.
+    """
+
+    out: jax.Array
+    log_sum: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What queries see of keys.
+
+    Attributes:
+      causal: keys at a query's own position and before.
+      window: positions that are less than so many away; None: any.
+      layout: bool [heads or 1, blocks of queries, blocks of keys] of 16 tokens each, numpy: which
+        see which; None: all.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    layout: Any = None
+
+
+def why_not(query: jax.Array, key: jax.Array, *, capability: float | None = None) -> str | None:
+    """Why the kernels cannot compute this; None if they can.
+
+    Args:
+      query, key: arrays or `jax.ShapeDtypeStruct`s, [rows, tokens, heads, head_dim].
+      capability: compute capability of the GPU; None: not asked.
+    """
+    if (obstacle := missing()) is not None:
+        return obstacle
+    if capability is not None and capability != COMPUTE_CAPABILITY:
+        return f"they need compute capability {COMPUTE_CAPABILITY} (Hopper), not {capability}"
+    if query.dtype not in DTYPES:
+        return f"they take bfloat16 and float16, not {query.dtype}"
+    if query.shape[-1] not in HEAD_DIMS:
+        return f"they take a head_dim of 64 or 128, not {query.shape[-1]}"
+    if query.shape[2] % key.shape[2]:
+        return f"{key.shape[2]} key/value heads do not divide {query.shape[2]} heads"
+    return None
+
+
+def block_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    seen: Seen,
+    scale: float | None = None,
+    segments: Pair | None = None,
+    positions: Pair | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Softmax attention, differentiable once in reverse mode.
+
+    Args:
+      query: [rows, queries, heads, head_dim], bfloat16 or float16.
+      key, value: [rows, keys, kv_heads, head_dim]; kv_heads divides heads.
+      seen: see there.
+      scale: what scores are multiplied with; None: 1 / sqrt(head_dim).
+      segments: integers ([rows, queries], [rows, keys]): a query sees keys of its own segment, and
+        nobody those of a negative one. None: one segment.
+      positions: integers of these shapes, which `seen` compares; None: the indices.
+      interpret: runs the kernels on the CPU, for tests.
+
+    Returns:
+      [rows, queries, heads, head_dim] in the dtype of `query`.
+
+    Raises:
+      KernelUnavailable: what the kernels cannot compute.
+      ValueError: a layout that is not of these tokens and heads.
+    """
+    call = _Call.of(query, key, seen, scale, segments, positions, interpret)
+    return _attend(call, query, key, value, call.integers(segments, positions))
+
+
+def attention_part(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    seen: Seen,
+    scale: float | None = None,
+    segments: Pair | None = None,
+    positions: Pair | None = None,
+    interpret: bool = False,
+) -> Part:
+    """Attention over some of the keys, for a caller that merges parts and differentiates itself.
+
+    Arguments and errors as of `block_attention`.
+    """
+    call = _Call.of(query, key, seen, scale, segments, positions, interpret)
+    return _forward(call, query, key, value, call.integers(segments, positions))
+
+
+def part_gradients(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    log_sum: jax.Array,
+    turned: jax.Array,
+    slope: jax.Array,
+    seen: Seen,
+    scale: float | None = None,
+    segments: Pair | None = None,
+    positions: Pair | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What some of the keys add to the gradients of attention over all of them.
+
+    Args:
+      query, key, value, seen, scale, segments, positions, interpret: as of `block_attention`.
+      log_sum: float32 [rows, queries, heads], over all keys; -inf for a query that sees none.
+      turned: float32 [rows, queries, heads], the sum over features of the result times `slope`.
+      slope: [rows, queries, heads, head_dim], gradient with respect to the result.
+
+    Returns:
+      Gradients of query (in its dtype), key and value (float32).
+    """
+    call = _Call.of(query, key, seen, scale, segments, positions, interpret)
+    integers = call.integers(segments, positions)
+    return _backward(call, (query, key, value), integers, log_sum, turned, slope)
+
+
+# --- one call -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is known before any array.
+
+    Attributes:
+      form: of the kernels, with tokens padded to whole tiles.
+      queries, keys: tokens that there are.
+      tables: None without a layout.
+      interpret: see `block_attention`.
+    """
+
+    form: Form
+    queries: int
+    keys: int
+    tables: BlockTables | None
+    interpret: bool
+
+    @classmethod
+    def of(
+        cls,
+        query: jax.Array,
+        key: jax.Array,
+        seen: Seen,
+        scale: float | None,
+        segments: Pair | None,
+        positions: Pair | None,
+        interpret: bool,
+    ) -> _Call:
+        if (obstacle := why_not(query, key)) is not None:
+            raise KernelUnavailable(f"attention by Mosaic GPU: {obstacle}")
+        queries, keys, heads = query.shape[1], key.shape[1], query.shape[2]
+        tables = None
+        if seen.layout is not None:
+            tables = _tables(_Layout.of(seen, heads, queries, keys, positions is not None))
+        hidden_by_order = seen.causal and positions is None and queries == keys
+        form = Form(
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            heads=heads,
+            kv_heads=key.shape[2],
+            head_dim=query.shape[-1],
+            queries=_whole(queries),
+            keys=_whole(keys),
+            causal=seen.causal,
+            window=seen.window,
+            has_positions=positions is not None,
+            has_segments=segments is not None or (keys % TILE > 0 and not hidden_by_order),
+            layouts=0 if tables is None else tables.of_queries.num_heads,
+        )
+        return cls(form, queries, keys, tables, interpret)
+
+    def integers(self, segments: Pair | None, positions: Pair | None) -> dict[str, jax.Array]:
+        """What the kernels compare of tokens, as far as they do, [rows or 1, tokens] each."""
+        found = {}
+        sides = (("query", self.queries), ("key", self.keys))
+        for place, (side, tokens) in enumerate(sides):
+            if self.form.compares_positions:
+                index = jnp.arange(tokens, dtype=jnp.int32)[None]
+                found[f"{side}_position"] = index if positions is None else positions[place]
+            if self.form.has_segments:
+                one = jnp.zeros((1, tokens), jnp.int32)
+                found[f"{side}_segment"] = one if segments is None else segments[place]
+        return found
+
+    def padded_integers(self, given: dict[str, jax.Array], rows: int) -> dict[str, jax.Array]:
+        """The same for all rows and whole tiles; nobody sees the keys that are added."""
+        fill = {"key_position": 2**30}  # behind all queries
+        fill |= dict.fromkeys(("query_segment", "key_segment"), -1)
+        return {
+            name: jnp.broadcast_to(
+                _padded(x.astype(jnp.int32), fill=fill.get(name, 0)), (rows, _whole(x.shape[1]))
+            )
+            for name, x in given.items()
+        }
+
+    def table(self, side: str) -> tuple[jax.Array, ...]:
+        """Blocks, words and counts, or nothing."""
+        if self.tables is None:
+            return ()
+        table: TileTable = getattr(self.tables, side)
+        return tuple(map(jnp.asarray, (table.blocks, table.words, table.counts)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """A layout without what the order of tokens hides anyway, hashable."""
+
+    seen: bytes
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, seen: Seen, heads: int, queries: int, keys: int, has_positions: bool
+    ) -> _Layout:
+        layout = np.asarray(seen.layout)
+        wanted = (-(-queries // BLOCK), -(-keys // BLOCK))
+        if layout.dtype != bool or layout.shape[1:] != wanted or layout.shape[0] not in (1, heads):
+            raise ValueError(
+                f"the layout is {layout.dtype}{list(layout.shape)}; for {heads} heads, {queries} "
+                f"queries and {keys} keys give bool [{heads} or 1, {wanted[0]}, {wanted[1]}]"
+            )
+        if not has_positions:
+            query, key = (np.arange(n) * BLOCK for n in wanted)
+            distance = query[:, None] - key[None]
+            if seen.causal:
+                layout = layout & (distance > -BLOCK)
+            if seen.window is not None:
+                layout = layout & (distance < seen.window + BLOCK - 1)
+                if not seen.causal:
+                    layout = layout & (-distance < seen.window + BLOCK - 1)
+        layout = np.pad(layout, [(0, 0), *((0, -n % PARTS) for n in wanted)])
+        return cls(layout.tobytes(), layout.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(layout: _Layout) -> BlockTables:
+    return tables_of(np.frombuffer(layout.seen, bool).reshape(layout.shape))
+
+
+def _whole(tokens: int) -> int:
+    """Tokens of whole tiles."""
+    return -(-tokens // TILE) * TILE
+
+
+def _padded(array: jax.Array, fill: float = 0) -> jax.Array:
+    """[rows, tokens, ...] with tokens added up to whole tiles."""
+    missing_tokens = _whole(array.shape[1]) - array.shape[1]
+    widths = [(0, 0), (0, missing_tokens)] + [(0, 0)] * (array.ndim - 2)
+    return jnp.pad(array, widths, constant_values=fill) if missing_tokens else array
+
+
+# --- differentiation ------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: _Call, query: Any, key: Any, value: Any, integers: Any) -> jax.Array:
+    return _forward(call, query, key, value, integers).out
+
+
+def _attend_forward(call: _Call, query: Any, key: Any, value: Any, integers: Any) -> Any:
+    part = _forward(call, query, key, value, integers)
+    return part.out, (query, key, value, integers, part)
+
+
+def _attend_backward(call: _Call, kept: Any, slope: jax.Array) -> Any:
+    query, key, value, integers, part = kept
+    turned = jnp.sum(slope.astype(jnp.float32) * part.out.astype(jnp.float32), axis=-1)
+    found = _backward(call, (query, key, value), integers, part.log_sum, turned, slope)
+    return *(x.astype(y.dtype) for x, y in zip(found, (query, key, value), strict=True)), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _forward(call: _Call, query: Any, key: Any, value: Any, integers: Any) -> Part:
+    rows = query.shape[0]
+    out, log_sum = attention_kernel.forward(
+        call.form,
+        *map(_padded, (query, key, value)),
+        call.padded_integers(integers, rows),
+        call.table("of_queries"),
+        interpret=call.interpret,
+    )
+    return Part(out[:, : call.queries], jnp.moveaxis(log_sum, 1, 2)[:, : call.queries])
+
+
+def _backward(
+    call: _Call,
+    operands: tuple[jax.Array, ...],
+    integers: Any,
+    log_sum: jax.Array,
+    turned: jax.Array,
+    slope: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    dtype, rows = operands[0].dtype, operands[0].shape[0]
+    arrays = tuple(map(_padded, (*operands, slope.astype(dtype))))
+    log_sum = jnp.where(log_sum == -jnp.inf, jnp.inf, log_sum)
+    sums = (_padded(log_sum, fill=jnp.inf), _padded(turned))
+    sums = tuple(jnp.moveaxis(x, 2, 1).astype(jnp.float32) for x in sums)
+    given = call.padded_integers(integers, rows)
+    more = {"interpret": call.interpret}
+    of_query = attention_kernel.query_gradients(
+        call.form, arrays, sums, given, call.table("of_queries"), **more
+    )
+    of_key, of_value = attention_kernel.key_gradients(
+        call.form, arrays, sums, given, call.table("of_keys"), **more
+    )
+    return of_query[:, : call.queries], of_key[:, : call.keys], of_value[:, : call.keys]

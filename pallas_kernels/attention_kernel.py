@@ -1,0 +1,616 @@
+"""Attention as three Mosaic GPU kernels for Hopper: forward, gradients of queries, of keys and values.
+
+One warpgroup computes one tile of 64 queries (or keys) and loops over tiles of 64 of the other side:
+those that the order of tokens or a window leaves, or those that a table of blocks of 16 lists,
+gathered four to a tile. Positions and segments are data and are compared inside. Scores stay on the
+chip; the softmax is taken online (arXiv:2112.05682), and the backward pass computes them again from
+the log-sum-exp (arXiv:2205.14135). No atomics: each tile is written once, so two runs give the same
+bits. Not pipelined: a tile is loaded, then computed. No GPU has timed it.
+
+Needs jax >= 0.11.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention_tables import BLOCK, PARTS, TILE
+
+LOG2E = math.log2(math.e)
+HIDDEN = -1e30
+"""A score that counts as minus infinity, and whose differences are finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is known of a call before any array.
+
+    Attributes:
+      scale: what scores are multiplied with.
+      heads, kv_heads, head_dim: of query and key.
+      queries, keys: tokens, multiples of 64.
+      causal: keys at a query's own position and before are seen.
+      window: positions that are less than so many away are seen; None: any.
+      has_positions: whether positions are data, so that every tile may hold what is seen.
+      has_segments: whether tokens see those of their own segment alone.
+      layouts: heads with tables of their own; 1: all have the same; 0: there is none.
+    """
+
+    scale: float
+    heads: int
+    kv_heads: int
+    head_dim: int
+    queries: int
+    keys: int
+    causal: bool
+    window: int | None
+    has_positions: bool
+    has_segments: bool
+    layouts: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def compares_positions(self) -> bool:
+        return self.causal or self.window is not None
+
+    def key_tiles(self, tile: Any) -> tuple[Any, Any]:
+        """(first, number) of the tiles of keys that a tile of queries visits, without a table."""
+        first, last = jnp.int32(0), jnp.int32(self.keys // TILE)
+        if self.has_positions:
+            return first, last
+        if self.causal:
+            last = jnp.minimum(last, tile + 1)
+        if self.window is not None:
+            first = lax.div(jnp.maximum(tile * TILE - (self.window - 1), 0), jnp.int32(TILE))
+            if not self.causal:
+                end = lax.div(tile * TILE + TILE - 1 + self.window - 1, jnp.int32(TILE)) + 1
+                last = jnp.minimum(last, end)
+        return first, jnp.maximum(last - first, 0)
+
+    def query_tiles(self, tile: Any) -> tuple[Any, Any]:
+        """(first, number) of the tiles of queries that visit a tile of keys, without a table."""
+        first, last = jnp.int32(0), jnp.int32(self.queries // TILE)
+        if self.has_positions:
+            return first, last
+        if self.causal:
+            first = tile
+        elif self.window is not None:
+            first = lax.div(jnp.maximum(tile * TILE - (self.window - 1), 0), jnp.int32(TILE))
+        if self.window is not None:
+            end = lax.div(tile * TILE + TILE - 1 + self.window - 1, jnp.int32(TILE)) + 1
+            last = jnp.minimum(last, end)
+        return first, jnp.maximum(last - first, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Integers of tokens, int32 [rows or 1, tokens] each, as far as they are compared."""
+
+    position: Any = None
+    segment: Any = None
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def forward(
+    form: Form,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    integers: dict[str, jax.Array],
+    table: Sequence[jax.Array],
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """(out, log-sum-exp of scores in nats, -inf where a query sees no key).
+
+    Args:
+      query: [rows, queries, heads, head_dim], 16-bit floats.
+      key, value: [rows, keys, kv_heads, head_dim].
+      integers: as far as `form` has them, "query_position", "key_position", "query_segment",
+        "key_segment": int32 [rows, tokens].
+      table: blocks, words and counts of the queries' tiles, or nothing.
+      interpret: runs the kernel on the CPU.
+
+    Returns:
+      [rows, queries, heads, head_dim] in the dtype of `query`; float32 [rows, heads, queries].
+    """
+    rows = query.shape[0]
+    tile, vector = _tile(query.dtype, form.head_dim), _vector(jnp.int32)
+    names = sorted(integers)
+    copies = (2 + _num_of_keys(names)) * _copies(form)
+    return _call(
+        functools.partial(_forward_body, form, names),
+        [
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            jax.ShapeDtypeStruct((rows, form.heads, form.queries), jnp.float32),
+        ],
+        [tile, tile, tile, vector, vector, _vector(jnp.float32), *_barriers(1, copies)],
+        (form.heads, form.queries // TILE, rows),
+        name="attention_forward",
+        dtype=query.dtype,
+        interpret=interpret,
+    )(query, key, value, *(integers[name] for name in names), *table)
+
+
+def query_gradients(
+    form: Form,
+    arrays: Sequence[jax.Array],
+    sums: Sequence[jax.Array],
+    integers: dict[str, jax.Array],
+    table: Sequence[jax.Array],
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """Gradient with respect to the query, in its dtype.
+
+    Args:
+      arrays: query, key, value, and the gradient with respect to the result, all of one dtype.
+      sums: float32 [rows, heads, queries]: log-sum-exp in nats, +inf where a query sees no key; sum
+        over features of the result times its gradient.
+      integers, table, interpret: as of `forward`.
+    """
+    query = arrays[0]
+    tile, vector = _tile(query.dtype, form.head_dim), _vector(jnp.int32)
+    names = sorted(integers)
+    copies = (2 + _num_of_keys(names)) * _copies(form)
+    (out,) = _call(
+        functools.partial(_query_body, form, names),
+        [jax.ShapeDtypeStruct(query.shape, query.dtype)],
+        [tile, tile, tile, tile, vector, vector, *_barriers(2, copies)],
+        (form.heads, form.queries // TILE, query.shape[0]),
+        name="attention_query_gradients",
+        dtype=query.dtype,
+        interpret=interpret,
+    )(*arrays, *sums, *(integers[name] for name in names), *table)
+    return out
+
+
+def key_gradients(
+    form: Form,
+    arrays: Sequence[jax.Array],
+    sums: Sequence[jax.Array],
+    integers: dict[str, jax.Array],
+    table: Sequence[jax.Array],
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients with respect to key and value, in float32: sums over the heads that share them.
+
+    Arguments as of `query_gradients`; `table` is that of the keys' tiles.
+    """
+    query, key = arrays[:2]
+    tile, vector = _tile(query.dtype, form.head_dim), _vector(jnp.int32)
+    wide = _tile(jnp.float32, form.head_dim)
+    number = _vector(jnp.float32)
+    names = sorted(integers)
+    copies = (4 + len(names) - _num_of_keys(names)) * _copies(form)
+    shape = jax.ShapeDtypeStruct(key.shape, jnp.float32)
+    return _call(
+        functools.partial(_key_body, form, names),
+        [shape, shape],
+        [tile, tile, tile, tile, wide, vector, vector, number, number, *_barriers(2, copies)],
+        (form.kv_heads, form.keys // TILE, query.shape[0]),
+        name="attention_key_gradients",
+        dtype=query.dtype,
+        interpret=interpret,
+    )(*arrays, *sums, *(integers[name] for name in names), *table)
+
+
+def _call(
+    body: Callable[..., None],
+    out: Sequence[Any],
+    scratch: Sequence[Any],
+    grid: tuple[int, ...],
+    *,
+    name: str,
+    dtype: Any,
+    interpret: bool,
+) -> Any:
+    from jax.experimental import pallas as pl
+
+    plgpu = _plgpu()
+    if interpret:  # see `_times`
+        scratch = [*scratch, _tile(dtype, TILE)]
+
+    def with_scratch(*refs: Any) -> None:  # `pl.kernel` itself takes no scratch with transforms
+        pl.run_scoped(functools.partial(body, *refs), *scratch)
+
+    return pl.kernel(
+        with_scratch,
+        out_type=list(out),
+        mesh=plgpu.Mesh(grid=grid, grid_names=("head", "tile", "row")),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams() if interpret else False,
+        name=name,
+    )
+
+
+def _num_of_keys(names: Sequence[str]) -> int:
+    return sum(name.startswith("key_") for name in names)
+
+
+def _copies(form: Form) -> int:
+    """Copies that bring one array of a tile of the other side."""
+    return PARTS if form.layouts else 1
+
+
+# --- bodies ---------------------------------------------------------------------------------------
+
+
+def _forward_body(form: Form, names: Sequence[str], *refs: Any) -> None:
+    query, key, value, *rest = refs
+    integers, rest = _named(names, rest)
+    table, rest = _table(form, rest)
+    out, log_sum, mine, keys, values, position, segment, number, loaded, barrier, *spare = rest
+    place = _place(form)
+    own = place.of(query)
+    _plgpu().copy_gmem_to_smem(own, mine, loaded)
+    _plgpu().barrier_wait(loaded)
+    rows = _of_rows(integers, "query", place)
+
+    def step(turn: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        total, greatest, weight = carry
+        pairs = [(place.shared(key), keys), (place.shared(value), values)]
+        columns = _of_columns(integers, "key", place, (position, segment), pairs)
+        word = _gather(form, table, place, turn, form.key_tiles, pairs, barrier)
+        scores = _times(mine, keys.T, (TILE, TILE)) * (form.scale * LOG2E)
+        seen = _seen(form, rows, _loaded(columns), word, transposed=False)
+        scores = scores if seen is None else jnp.where(seen, scores, HIDDEN)
+        after = jnp.maximum(greatest, scores.max(axis=1))
+        weights = jnp.exp2(scores - _by_row(after))
+        weights = weights if seen is None else jnp.where(seen, weights, 0.0)
+        shrink = jnp.exp2(greatest - after)
+        mixed = _times(weights.astype(value.dtype), values, mine.shape, spare)
+        total = total * _by_row(shrink, form.head_dim) + mixed
+        return total, after, weight * shrink + weights.sum(axis=1)
+
+    start = _full(mine.shape, 0.0), _full((TILE,), HIDDEN), _full((TILE,), 0.0)
+    count = _turns(form, table, place, form.key_tiles)
+    total, greatest, weight = lax.fori_loop(0, count, step, start)
+    some = weight > 0.0
+    weight = jnp.where(some, weight, 1.0)
+    mine[...] = (total / _by_row(weight, form.head_dim)).astype(query.dtype)
+    number[...] = jnp.where(some, (greatest + jnp.log2(weight)) / LOG2E, -jnp.inf)
+    _store([(mine, place.of(out)), (number, place.of_sums(log_sum))])
+
+
+def _query_body(form: Form, names: Sequence[str], *refs: Any) -> None:
+    query, key, value, slope, log_sum, turned, *rest = refs
+    integers, rest = _named(names, rest)
+    table, rest = _table(form, rest)
+    out, mine, slopes, keys, values, position, segment, loaded, barrier, *spare = rest
+    place = _place(form)
+    _plgpu().copy_gmem_to_smem(place.of(query), mine, loaded)
+    _plgpu().copy_gmem_to_smem(place.of(slope), slopes, loaded)
+    _plgpu().barrier_wait(loaded)
+    rows = _of_rows(integers, "query", place)
+    log_sums = _row(place.of_sums(log_sum)) * LOG2E
+    inner = _row(place.of_sums(turned))
+
+    def step(turn: Any, total: Any) -> Any:
+        pairs = [(place.shared(key), keys), (place.shared(value), values)]
+        columns = _of_columns(integers, "key", place, (position, segment), pairs)
+        word = _gather(form, table, place, turn, form.key_tiles, pairs, barrier)
+        scores = _times(mine, keys.T, (TILE, TILE)) * (form.scale * LOG2E)
+        seen = _seen(form, rows, _loaded(columns), word, transposed=False)
+        weights = jnp.exp2(scores - _by_row(log_sums))
+        weights = weights if seen is None else jnp.where(seen, weights, 0.0)
+        given = _times(slopes, values.T, (TILE, TILE))
+        scores = weights * (given - _by_row(inner))
+        return total + _times(scores.astype(key.dtype), keys, mine.shape, spare)
+
+    count = _turns(form, table, place, form.key_tiles)
+    total = lax.fori_loop(0, count, step, _full(mine.shape, 0.0))
+    mine[...] = (total * form.scale).astype(query.dtype)
+    _store([(mine, place.of(out))])
+
+
+def _key_body(form: Form, names: Sequence[str], *refs: Any) -> None:
+    """Rows of a tile of scores are keys here, and columns queries."""
+    query, key, value, slope, log_sum, turned, *rest = refs
+    integers, rest = _named(names, rest)
+    table, rest = _table(form, rest)
+    of_key, of_value, *rest = rest
+    mine, values, queries, slopes, wide, position, segment, *rest = rest
+    log_sums, inner, loaded, barrier, *spare = rest
+    place = _place(form)
+    _plgpu().copy_gmem_to_smem(place.of(key), mine, loaded)
+    _plgpu().copy_gmem_to_smem(place.of(value), values, loaded)
+    _plgpu().barrier_wait(loaded)
+    rows = _of_rows(integers, "key", place)
+
+    def of_head(member: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        here = place.for_head(place.head * form.group + member)
+
+        def step(turn: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            by_key, by_value = carry
+            pairs = [
+                (here.whole(query), queries),
+                (here.whole(slope), slopes),
+                (here.whole_sums(log_sum), log_sums),
+                (here.whole_sums(turned), inner),
+            ]
+            columns = _of_columns(integers, "query", here, (position, segment), pairs)
+            word = _gather(form, table, here, turn, form.query_tiles, pairs, barrier)
+            scores = _times(mine, queries.T, (TILE, TILE)) * (form.scale * LOG2E)
+            seen = _seen(form, rows, _loaded(columns), word, transposed=True)
+            weights = jnp.exp2(scores - _by_column(_column(log_sums) * LOG2E))
+            weights = weights if seen is None else jnp.where(seen, weights, 0.0)
+            added = _times(weights.astype(value.dtype), slopes, mine.shape, spare)
+            given = _times(values, slopes.T, (TILE, TILE))
+            scores = weights * (given - _by_column(_column(inner)))
+            more = _times(scores.astype(query.dtype), queries, mine.shape, spare)
+            return by_key + more, by_value + added
+
+        return lax.fori_loop(0, _turns(form, table, here, form.query_tiles), step, carry)
+
+    start = _full(mine.shape, 0.0), _full(mine.shape, 0.0)
+    by_key, by_value = lax.fori_loop(0, form.group, of_head, start)
+    wide[...] = by_key * form.scale
+    _store([(wide, place.of(of_key))])
+    wide[...] = by_value
+    _store([(wide, place.of(of_value))])
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """What one program computes: a tile of one head of one row."""
+
+    form: Form
+    head: Any
+    tile: Any
+    row: Any
+
+    def for_head(self, head: Any) -> _Place:
+        return dataclasses.replace(self, head=head)
+
+    def of(self, ref: Any) -> Any:
+        """The program's own tile of [rows, tokens, heads, head_dim]."""
+        return ref.at[self.row, _at(self.tile), self.head]
+
+    def of_sums(self, ref: Any) -> Any:
+        """The program's own numbers of [rows, heads, tokens]."""
+        return ref.at[self.row, self.head, _at(self.tile)]
+
+    def whole(self, ref: Any) -> Any:
+        """All tokens of the program's head."""
+        return ref.at[self.row, :, self.head]
+
+    def shared(self, ref: Any) -> Any:
+        """All tokens of the key/value head of the program's query head."""
+        return ref.at[self.row, :, lax.div(self.head, jnp.int32(self.form.group))]
+
+    def whole_sums(self, ref: Any) -> Any:
+        """All numbers of the program's head."""
+        return ref.at[self.row, self.head]
+
+
+def _place(form: Form) -> _Place:
+    return _Place(form, lax.axis_index("head"), lax.axis_index("tile"), lax.axis_index("row"))
+
+
+def _at(tile: Any) -> Any:
+    from jax.experimental import pallas as pl
+
+    return pl.ds(tile * TILE, TILE)
+
+
+def _named(names: Sequence[str], refs: Sequence[Any]) -> tuple[dict[str, Any], Sequence[Any]]:
+    return dict(zip(names, refs[: len(names)], strict=True)), refs[len(names) :]
+
+
+def _table(form: Form, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    return (refs[:3], refs[3:]) if form.layouts else ((), refs)
+
+
+def _layout_head(form: Form, place: _Place) -> Any:
+    return place.head if form.layouts > 1 else 0
+
+
+def _turns(form: Form, table: Sequence[Any], place: _Place, visited: Callable[..., Any]) -> Any:
+    if not table:
+        return visited(place.tile)[1]
+    return table[2][_layout_head(form, place), place.tile]
+
+
+def _gather(
+    form: Form,
+    table: Sequence[Any],
+    place: _Place,
+    turn: Any,
+    visited: Callable[..., Any],
+    pairs: Sequence[tuple[Any, Any]],
+    barrier: Any,
+) -> Any:
+    """Brings what a turn sees of each pair (tokens of the other side, tile); returns its word."""
+    from jax.experimental import pallas as pl
+
+    plgpu = _plgpu()
+    if not table:
+        first = visited(place.tile)[0]
+        for source, target in pairs:
+            plgpu.copy_gmem_to_smem(source.at[_at(first + turn)], target, barrier)
+        plgpu.barrier_wait(barrier)
+        return None
+    blocks, words, _ = table
+    head = _layout_head(form, place)
+    for part in range(PARTS):
+        block = blocks[head, place.tile, turn, part]
+        for source, target in pairs:
+            there = source.at[pl.ds(block * BLOCK, BLOCK)]
+            plgpu.copy_gmem_to_smem(there, target.at[pl.ds(part * BLOCK, BLOCK)], barrier)
+    plgpu.barrier_wait(barrier)
+    return words[head, place.tile, turn]
+
+
+# --- visibility -----------------------------------------------------------------------------------
+
+
+def _of_rows(integers: dict[str, Any], side: str, place: _Place) -> Tokens:
+    """Integers of the program's own tokens, in registers."""
+    found = {
+        name: _row(integers[f"{side}_{name}"].at[place.row, _at(place.tile)])
+        for name in ("position", "segment")
+        if f"{side}_{name}" in integers
+    }
+    return Tokens(**found)
+
+
+def _of_columns(
+    integers: dict[str, Any],
+    side: str,
+    place: _Place,
+    scratch: tuple[Any, Any],
+    pairs: list[tuple[Any, Any]],
+) -> Tokens:
+    """Where those of the other side will be; adds to `pairs` what is to be copied there."""
+    found = {}
+    for name, target in zip(("position", "segment"), scratch, strict=True):
+        if f"{side}_{name}" in integers:
+            pairs.append((integers[f"{side}_{name}"].at[place.row], target))
+            found[name] = target
+    return Tokens(**found)
+
+
+def _loaded(columns: Tokens) -> Tokens:
+    position, segment = columns.position, columns.segment
+    return Tokens(
+        None if position is None else _column(position),
+        None if segment is None else _column(segment),
+    )
+
+
+def _seen(form: Form, rows: Tokens, columns: Tokens, word: Any, *, transposed: bool) -> Any:
+    """Bool [64, 64]; None where all is seen. Rows are queries, or keys if `transposed`."""
+
+    def spread(name: str) -> tuple[Any, Any]:
+        row, column = _by_row(getattr(rows, name)), _by_column(getattr(columns, name))
+        return (column, row) if transposed else (row, column)
+
+    found = []
+    if form.compares_positions:
+        query, key = spread("position")
+        if form.causal:
+            found.append(query >= key)
+        if form.window is not None:
+            found.append(query - key < form.window)
+            if not form.causal:
+                found.append(key - query < form.window)
+    if form.has_segments:
+        query, key = spread("segment")
+        found += [query == key, key >= 0]
+    if word is not None:
+        found.append(_bits(word, transposed=transposed))
+    return functools.reduce(lax.bitwise_and, found) if found else None
+
+
+def _bits(word: Any, *, transposed: bool) -> Any:
+    """Bool [64, 64]: the bit of a word that belongs to each pair of parts."""
+    parts = [lax.shift_right_logical(_iota(dim), jnp.int32(4)) for dim in (0, 1)]
+    query, key = reversed(parts) if transposed else parts
+    words = _plgpu().layout_cast(jnp.full((TILE, TILE), word, jnp.int32), _layout())
+    return lax.rem(lax.shift_right_logical(words, query * PARTS + key), jnp.int32(2)) == 1
+
+
+# --- tiles ----------------------------------------------------------------------------------------
+
+
+def _times(left: Any, right: Any, shape: tuple[int, ...], spare: Sequence[Any] = ()) -> Any:
+    """left @ right of one tile, summed in float32.
+
+    A product whose left side is in registers goes through `spare` where there is one: the
+    interpreter of jax 0.12 takes products of memory alone.
+    """
+    from jax.experimental import pallas as pl
+
+    plgpu = _plgpu()
+    if spare:
+        (memory,) = spare
+        memory[...] = left.astype(memory.dtype)
+        plgpu.commit_smem()
+        left = memory
+
+    def product(sums: Any) -> Any:
+        plgpu.wgmma(sums, left, right)
+        return sums[...]
+
+    return pl.run_scoped(product, plgpu.ACC(tuple(shape), jnp.float32))
+
+
+def _store(pairs: Sequence[tuple[Any, Any]]) -> None:
+    plgpu = _plgpu()
+    plgpu.commit_smem()
+    for source, target in pairs:
+        plgpu.copy_smem_to_gmem(source, target)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _tile(dtype: Any, width: int) -> Any:
+    plgpu = _plgpu()
+    columns = 128 // jnp.dtype(dtype).itemsize  # of 128 bytes, what a swizzle goes over
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM((TILE, width), dtype, transforms=transforms)
+
+
+def _vector(dtype: Any) -> Any:
+    return _plgpu().SMEM((TILE,), dtype)
+
+
+def _barriers(first: int, copies: int) -> list[Any]:
+    plgpu = _plgpu()
+    return [plgpu.Barrier(num_arrivals=first), plgpu.Barrier(num_arrivals=copies)]
+
+
+def _layout() -> Any:
+    return _plgpu().Layout.WGMMA
+
+
+def _iota(dim: int) -> Any:
+    return _plgpu().broadcasted_iota(jnp.int32, (TILE, TILE), dim, layout=_layout())
+
+
+def _full(shape: tuple[int, ...], value: float) -> Any:
+    layout = _layout() if len(shape) == 2 else _layout().reduce(1)
+    return _plgpu().layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _row(ref: Any) -> Any:
+    """A vector of global memory, one number for each row of a tile."""
+    return _plgpu().load(ref, layout=_layout().reduce(1), optimized=False)
+
+
+def _column(ref: Any) -> Any:
+    """A vector of shared memory, one number for each column of a tile."""
+    return _plgpu().load(ref, layout=_layout().reduce(0))
+
+
+def _by_row(vector: Any, columns: int = TILE) -> Any:
+    return lax.broadcast_in_dim(vector, (TILE, columns), [0])
+
+
+def _by_column(vector: Any) -> Any:
+    return lax.broadcast_in_dim(vector, (TILE, TILE), [1])
+
+
+def _plgpu() -> Any:
+    # Pallas takes 0.4 s to import and is needed only where a kernel is built.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu

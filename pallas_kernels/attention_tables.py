@@ -1,0 +1,100 @@
+"""Tiles that an attention kernel visits: blocks of 16 tokens, gathered four to a tile of 64.
+
+A table says for each tile of 64 tokens which blocks of 16 tokens of the other side it sees, four at
+a time, so that layouts of small blocks stay sparse on tiles of 64 x 64. Numpy alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+BLOCK = 16
+"""Tokens of a block of a table."""
+PARTS = 4
+"""Blocks of a tile, on either side."""
+TILE = BLOCK * PARTS
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TileTable:
+    """What each tile of one side sees of the other.
+
+    Attributes:
+      blocks: int32 [heads, tiles, turns, 4]: the blocks of the other side that a turn takes. Places
+        that are left over repeat a block, of which nothing is seen.
+      words: int32 [heads, tiles, turns]: bit 4 q + k says whether part q of the queries sees part k
+        of the keys.
+      counts: int32 [heads, tiles]: turns of each tile.
+    """
+
+    blocks: np.ndarray
+    words: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.counts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockTables:
+    """Both directions of one layout: what queries see, and by whom keys are seen."""
+
+    of_queries: TileTable
+    of_keys: TileTable
+
+
+def tables_of(seen: np.ndarray) -> BlockTables:
+    """Tables of a layout.
+
+    Args:
+      seen: bool [heads or 1, query blocks, key blocks], both numbers multiples of 4.
+
+    Raises:
+      ValueError: another shape or dtype.
+
+    >>> found = tables_of(np.tril(np.ones((1, 8, 8), bool))).of_queries
+    >>> found.counts.tolist(), found.blocks[0, 0].tolist(), bin(found.words[0, 0, 0])
+    ([[1, 2]], [[0, 1, 2, 3]], '0b1111011100110001')
+    """
+    if seen.dtype != bool or seen.ndim != 3 or seen.shape[1] % PARTS or seen.shape[2] % PARTS:
+        raise ValueError(
+            f"seen is {seen.dtype}{list(seen.shape)}; give bool [heads or 1, query blocks, key "
+            f"blocks] of blocks of {BLOCK} tokens, padded to multiples of {PARTS} blocks"
+        )
+    return BlockTables(
+        _one_side(seen, is_of_keys=False), _one_side(seen.transpose(0, 2, 1), is_of_keys=True)
+    )
+
+
+def _one_side(seen: np.ndarray, *, is_of_keys: bool) -> TileTable:
+    """`seen` is [heads, own blocks, blocks of the other side]."""
+    heads, own, _ = seen.shape
+    tiles = seen.reshape(heads, own // PARTS, PARTS, -1)
+    listed = tiles.any(2)
+    turns = -(-listed.sum(-1) // PARTS)
+    most = max(int(turns.max(initial=0)), 1)
+    blocks = np.zeros((heads, own // PARTS, most, PARTS), np.int32)
+    words = np.zeros((heads, own // PARTS, most), np.int32)
+    for head, tile in np.ndindex(*turns.shape):
+        columns = np.flatnonzero(listed[head, tile])
+        if not columns.size:
+            continue
+        missing = -columns.size % PARTS
+        shown = np.pad(tiles[head, tile][:, columns], [(0, 0), (0, missing)])
+        columns = np.pad(columns, (0, missing), mode="edge").reshape(-1, PARTS)
+        shown = shown.reshape(PARTS, -1, PARTS)
+        # [own part, turn, other part] -> [turn, query part, key part]
+        shown = shown.transpose(1, 2, 0) if is_of_keys else shown.transpose(1, 0, 2)
+        bits = shown.reshape(len(columns), -1) << np.arange(PARTS * PARTS)
+        blocks[head, tile, : len(columns)] = columns
+        words[head, tile, : len(columns)] = bits.sum(-1)
+    return TileTable(blocks, words, turns.astype(np.int32))
+
+
+def share_visited(table: TileTable) -> float:
+    """Share of the scores of all tiles that a kernel computes for a table."""
+    most = table.counts.shape[1] * TILE
+    return float(table.counts.mean() * TILE / most) if most else 0.0
