@@ -1,7 +1,7 @@
-"""Attention by the kernels of `attention_kernel`, differentiable, or in parts whose sums are merged.
+"""Attention by kernels of its own, differentiable, or in parts whose sums are merged.
 
-Blocks of keys are data: a layout of blocks of 16 tokens, positions and segments. Hopper alone; 16-bit
-floats; head_dim 64 or 128.
+Blocks of keys are data: a layout of blocks of 16 tokens, positions and segments. Hopper alone;
+16-bit floats; head_dim 64 or 128.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import attention_kernel
-from pallas_kernels.attention_kernel import Form
-from pallas_kernels.attention_tables import BLOCK, PARTS, TILE, BlockTables, TileTable, tables_of
+from pallas_kernels.attention_tables import (
+    BLOCK,
+    PARTS,
+    TILE,
+    BlockTables,
+    Form,
+    TileTable,
+    tables_of,
+)
 from pallas_kernels.choice import KernelUnavailable, missing
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -207,7 +214,7 @@ class _Call:
             window=seen.window,
             has_positions=positions is not None,
             has_segments=segments is not None or (keys % TILE > 0 and not hidden_by_order),
-            layouts=0 if tables is None else tables.of_queries.num_heads,
+            **({} if tables is None else _of_tables(tables, heads)),
         )
         return cls(form, queries, keys, tables, interpret)
 
@@ -251,9 +258,7 @@ class _Layout:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, seen: Seen, heads: int, queries: int, keys: int, has_positions: bool
-    ) -> _Layout:
+    def of(cls, seen: Seen, heads: int, queries: int, keys: int, has_positions: bool) -> _Layout:
         layout = np.asarray(seen.layout)
         wanted = (-(-queries // BLOCK), -(-keys // BLOCK))
         if layout.dtype != bool or layout.shape[1:] != wanted or layout.shape[0] not in (1, heads):
@@ -272,6 +277,15 @@ class _Layout:
                     layout = layout & (-distance < seen.window + BLOCK - 1)
         layout = np.pad(layout, [(0, 0), *((0, -n % PARTS) for n in wanted)])
         return cls(layout.tobytes(), layout.shape)
+
+
+def _of_tables(tables: BlockTables, heads: int) -> dict[str, Any]:
+    """What the kernels know of tables before any array."""
+    layouts = tables.of_queries.num_heads
+    times = heads // layouts
+    sides = tables.of_queries, tables.of_keys
+    listed = tuple(times * int(side.counts.sum()) for side in sides)
+    return {"layouts": layouts, "listed": listed}
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,11 +1,11 @@
-"""Attention as three Mosaic GPU kernels for Hopper: forward, gradients of queries, of keys and values.
+"""Attention as three Mosaic GPU kernels: forward, gradients of queries, of keys and values.
 
-One warpgroup computes one tile of 64 queries (or keys) and loops over tiles of 64 of the other side:
-those that the order of tokens or a window leaves, or those that a table of blocks of 16 lists,
-gathered four to a tile. Positions and segments are data and are compared inside. Scores stay on the
-chip; the softmax is taken online (arXiv:2112.05682), and the backward pass computes them again from
-the log-sum-exp (arXiv:2205.14135). No atomics: each tile is written once, so two runs give the same
-bits. Not pipelined: a tile is loaded, then computed. No GPU has timed it.
+For Hopper. One warpgroup computes one tile of 64 queries (or keys) and loops over tiles of 64 of
+the other side: those that the order of tokens or a window leaves, or those that a table of blocks
+of 16 lists, gathered four to a tile. Positions and segments are data and are compared inside.
+Scores stay on the chip; the softmax is taken online (arXiv:2112.05682), and the backward pass
+computes them again from the log-sum-exp (arXiv:2205.14135). No atomics: each tile is written once,
+so two runs give the same bits. Not pipelined: a tile is loaded, then computed. No GPU has timed it.
 
 Needs jax >= 0.11.
 """
@@ -22,76 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention_tables import BLOCK, PARTS, TILE
+from pallas_kernels.attention_tables import BLOCK, PARTS, TILE, Form
 
 LOG2E = math.log2(math.e)
 HIDDEN = -1e30
 """A score that counts as minus infinity, and whose differences are finite."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """What is known of a call before any array.
-
-    Attributes:
-      scale: what scores are multiplied with.
-      heads, kv_heads, head_dim: of query and key.
-      queries, keys: tokens, multiples of 64.
-      causal: keys at a query's own position and before are seen.
-      window: positions that are less than so many away are seen; None: any.
-      has_positions: whether positions are data, so that every tile may hold what is seen.
-      has_segments: whether tokens see those of their own segment alone.
-      layouts: heads with tables of their own; 1: all have the same; 0: there is none.
-    """
-
-    scale: float
-    heads: int
-    kv_heads: int
-    head_dim: int
-    queries: int
-    keys: int
-    causal: bool
-    window: int | None
-    has_positions: bool
-    has_segments: bool
-    layouts: int
-
-    @property
-    def group(self) -> int:
-        """Query heads of a key/value head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def compares_positions(self) -> bool:
-        return self.causal or self.window is not None
-
-    def key_tiles(self, tile: Any) -> tuple[Any, Any]:
-        """(first, number) of the tiles of keys that a tile of queries visits, without a table."""
-        first, last = jnp.int32(0), jnp.int32(self.keys // TILE)
-        if self.has_positions:
-            return first, last
-        if self.causal:
-            last = jnp.minimum(last, tile + 1)
-        if self.window is not None:
-            first = lax.div(jnp.maximum(tile * TILE - (self.window - 1), 0), jnp.int32(TILE))
-            if not self.causal:
-                end = lax.div(tile * TILE + TILE - 1 + self.window - 1, jnp.int32(TILE)) + 1
-                last = jnp.minimum(last, end)
-        return first, jnp.maximum(last - first, 0)
-
-    def query_tiles(self, tile: Any) -> tuple[Any, Any]:
-        """(first, number) of the tiles of queries that visit a tile of keys, without a table."""
-        first, last = jnp.int32(0), jnp.int32(self.queries // TILE)
-        if self.has_positions:
-            return first, last
-        if self.causal:
-            first = tile
-        elif self.window is not None:
-            first = lax.div(jnp.maximum(tile * TILE - (self.window - 1), 0), jnp.int32(TILE))
-        if self.window is not None:
-            end = lax.div(tile * TILE + TILE - 1 + self.window - 1, jnp.int32(TILE)) + 1
-            last = jnp.minimum(last, end)
-        return first, jnp.maximum(last - first, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,18 +67,19 @@ def forward(
     tile, vector = _tile(query.dtype, form.head_dim), _vector(jnp.int32)
     names = sorted(integers)
     copies = (2 + _num_of_keys(names)) * _copies(form)
-    return _call(
+    return _run(
         functools.partial(_forward_body, form, names),
-        [
+        (query, key, value, *(integers[name] for name in names), *table),
+        out=[
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((rows, form.heads, form.queries), jnp.float32),
         ],
-        [tile, tile, tile, vector, vector, _vector(jnp.float32), *_barriers(1, copies)],
-        (form.heads, form.queries // TILE, rows),
+        scratch=[tile, tile, tile, vector, vector, _vector(jnp.float32), *_barriers(1, copies)],
+        grid=(form.heads, form.queries // TILE, rows),
         name="attention_forward",
-        dtype=query.dtype,
+        flops=_flops(form, rows, products=2, of_keys=False),
         interpret=interpret,
-    )(query, key, value, *(integers[name] for name in names), *table)
+    )
 
 
 def query_gradients(
@@ -167,15 +103,16 @@ def query_gradients(
     tile, vector = _tile(query.dtype, form.head_dim), _vector(jnp.int32)
     names = sorted(integers)
     copies = (2 + _num_of_keys(names)) * _copies(form)
-    (out,) = _call(
+    (out,) = _run(
         functools.partial(_query_body, form, names),
-        [jax.ShapeDtypeStruct(query.shape, query.dtype)],
-        [tile, tile, tile, tile, vector, vector, *_barriers(2, copies)],
-        (form.heads, form.queries // TILE, query.shape[0]),
+        (*arrays, *sums, *(integers[name] for name in names), *table),
+        out=[jax.ShapeDtypeStruct(query.shape, query.dtype)],
+        scratch=[tile, tile, tile, tile, vector, vector, *_barriers(2, copies)],
+        grid=(form.heads, form.queries // TILE, query.shape[0]),
         name="attention_query_gradients",
-        dtype=query.dtype,
+        flops=_flops(form, query.shape[0], products=3, of_keys=False),
         interpret=interpret,
-    )(*arrays, *sums, *(integers[name] for name in names), *table)
+    )
     return out
 
 
@@ -199,44 +136,60 @@ def key_gradients(
     names = sorted(integers)
     copies = (4 + len(names) - _num_of_keys(names)) * _copies(form)
     shape = jax.ShapeDtypeStruct(key.shape, jnp.float32)
-    return _call(
+    of_tile = [tile, tile, tile, tile, wide, vector, vector, number, number]
+    return _run(
         functools.partial(_key_body, form, names),
-        [shape, shape],
-        [tile, tile, tile, tile, wide, vector, vector, number, number, *_barriers(2, copies)],
-        (form.kv_heads, form.keys // TILE, query.shape[0]),
+        (*arrays, *sums, *(integers[name] for name in names), *table),
+        out=[shape, shape],
+        scratch=[*of_tile, *_barriers(2, copies)],
+        grid=(form.kv_heads, form.keys // TILE, query.shape[0]),
         name="attention_key_gradients",
-        dtype=query.dtype,
+        flops=_flops(form, query.shape[0], products=4, of_keys=True),
         interpret=interpret,
-    )(*arrays, *sums, *(integers[name] for name in names), *table)
+    )
 
 
-def _call(
+def _run(
     body: Callable[..., None],
-    out: Sequence[Any],
+    given: Sequence[jax.Array],
+    *,
+    out: Sequence[jax.ShapeDtypeStruct],
     scratch: Sequence[Any],
     grid: tuple[int, ...],
-    *,
     name: str,
-    dtype: Any,
+    flops: int,
     interpret: bool,
 ) -> Any:
+    """Runs a kernel, and says what it computes and moves at least, for those who count."""
     from jax.experimental import pallas as pl
 
     plgpu = _plgpu()
     if interpret:  # see `_times`
-        scratch = [*scratch, _tile(dtype, TILE)]
+        scratch = [*scratch, _tile(given[0].dtype, TILE)]
 
     def with_scratch(*refs: Any) -> None:  # `pl.kernel` itself takes no scratch with transforms
         pl.run_scoped(functools.partial(body, *refs), *scratch)
 
-    return pl.kernel(
+    kernel = pl.kernel(
         with_scratch,
         out_type=list(out),
         mesh=plgpu.Mesh(grid=grid, grid_names=("head", "tile", "row")),
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        cost_estimate=pl.CostEstimate(
+            flops=flops,
+            transcendentals=0,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*given, *out)),
+        ),
         interpret=plgpu.InterpretGPUParams() if interpret else False,
         name=name,
     )
+    return kernel(*given)
+
+
+def _flops(form: Form, rows: int, *, products: int, of_keys: bool) -> int:
+    """Of so many products of each tile of scores with head_dim."""
+    scores = rows * form.visited(of_keys=of_keys) * TILE * TILE
+    return 2 * products * scores * form.head_dim
 
 
 def _num_of_keys(names: Sequence[str]) -> int:

@@ -1,14 +1,20 @@
 """Tiles that an attention kernel visits: blocks of 16 tokens, gathered four to a tile of 64.
 
 A table says for each tile of 64 tokens which blocks of 16 tokens of the other side it sees, four at
-a time, so that layouts of small blocks stay sparse on tiles of 64 x 64. Numpy alone.
+a time, so that layouts of small blocks stay sparse on tiles of 64 x 64. Without a table the tiles
+follow from the order of tokens and a window.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 BLOCK = 16
 """Tokens of a block of a table."""
@@ -98,3 +104,91 @@ def share_visited(table: TileTable) -> float:
     """Share of the scores of all tiles that a kernel computes for a table."""
     most = table.counts.shape[1] * TILE
     return float(table.counts.mean() * TILE / most) if most else 0.0
+
+
+# --- a call ---------------------------------------------------------------------------------------
+
+Operations = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+"""The smaller, the larger, the quotient of numbers that are not negative."""
+_NUMBERS: Operations = (min, max, operator.floordiv)
+
+
+def _traced() -> Operations:
+    return jnp.minimum, jnp.maximum, lambda number, by: lax.div(number, jnp.int32(by))
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is known of a call before any array.
+
+    Attributes:
+      scale: what scores are multiplied with.
+      heads, kv_heads, head_dim: of query and key.
+      queries, keys: tokens, multiples of 64.
+      causal: keys at a query's own position and before are seen.
+      window: positions that are less than so many away are seen; None: any.
+      has_positions: whether positions are data, so that every tile may hold what is seen.
+      has_segments: whether tokens see those of their own segment alone.
+      layouts: heads with tables of their own; 1: all have the same; 0: there is none.
+      listed: turns of all heads' tables, of the queries' tiles and of the keys'; None without.
+    """
+
+    scale: float
+    heads: int
+    kv_heads: int
+    head_dim: int
+    queries: int
+    keys: int
+    causal: bool
+    window: int | None
+    has_positions: bool
+    has_segments: bool
+    layouts: int = 0
+    listed: tuple[int, int] | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def compares_positions(self) -> bool:
+        return self.causal or self.window is not None
+
+    def key_tiles(self, tile: Any, ops: Operations | None = None) -> tuple[Any, Any]:
+        """(first, number) of the tiles of keys that a tile of queries visits, without a table."""
+        least, most, divide = ops or _traced()
+        first, last = 0, self.keys // TILE
+        if not self.has_positions:
+            if self.causal:
+                last = least(last, tile + 1)
+            if self.window is not None:
+                first = divide(most(tile * TILE - (self.window - 1), 0), TILE)
+                if not self.causal:
+                    last = least(last, self._end_of_window(tile, divide))
+        return first, most(last - first, 0)
+
+    def query_tiles(self, tile: Any, ops: Operations | None = None) -> tuple[Any, Any]:
+        """(first, number) of the tiles of queries that visit a tile of keys, without a table."""
+        least, most, divide = ops or _traced()
+        first, last = 0, self.queries // TILE
+        if not self.has_positions:
+            if self.causal:
+                first = tile
+            elif self.window is not None:
+                first = divide(most(tile * TILE - (self.window - 1), 0), TILE)
+            if self.window is not None:
+                last = least(last, self._end_of_window(tile, divide))
+        return first, most(last - first, 0)
+
+    def _end_of_window(self, tile: Any, divide: Callable[[Any, int], Any]) -> Any:
+        """The tile after the last one that a window around a tile reaches."""
+        assert self.window is not None
+        return divide(tile * TILE + TILE - 1 + self.window - 1, TILE) + 1
+
+    def visited(self, *, of_keys: bool) -> int:
+        """Pairs of tiles that the programs of all heads of one row visit."""
+        if self.listed is not None:
+            return self.listed[of_keys]
+        tiles, of = (self.keys, self.query_tiles) if of_keys else (self.queries, self.key_tiles)
+        return self.heads * sum(of(tile, _NUMBERS)[1] for tile in range(tiles // TILE))

@@ -99,10 +99,11 @@ class ModelConfig:
     floats (e4m3, gradients e5m2) with delayed scaling; attention scores, embedding and head
     keep their dtype. With precision fp32 the rest is float32, which is no faster but shows the
     effect of fp8 alone."""
-    attention: Literal["auto", "xla", "chunked", "cudnn"] = "auto"
+    attention: Literal["auto", "xla", "chunked", "cudnn", "mosaic_gpu"] = "auto"
     """Implementation of attention. xla holds the scores of all tokens of a row with all others;
     chunked holds a block of them at a time, for long rows; cudnn is NVIDIA's fused kernel, which
-    stores none. auto: cudnn on GPUs where it can (16-bit floats, no packed texts), else xla up to
+    stores none; mosaic_gpu is zerojax's own for Hopper, with packed texts and layouts, not timed
+    on a GPU yet. auto: cudnn on GPUs where it can (16-bit floats, no packed texts), else xla up to
     4096 tokens, else chunked."""
     attention_layout: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
     tie_embeddings: bool | None = None

@@ -30,6 +30,7 @@ from zerojax.models.attention_tiles import tiles_of
 from zerojax.models.chunked_attention import Visibility, chunked_attention, extent_of
 from zerojax.models.context import attend_over, current_split
 from zerojax.models.cudnn_attention import cudnn_attention
+from zerojax.models.kernel_attention import kernel_attention
 from zerojax.models.sparse_layouts import BlockTable, layout_table
 
 Both = jax.Array | tuple[jax.Array, jax.Array]
@@ -69,6 +70,8 @@ class Call:
         if self.tile is not None:
             queries, keys = self.tile
             does = f"holds {queries} x {keys} of the {stored} at a time"
+        elif self.implementation == "mosaic_gpu":
+            does = f"stores none of the {stored}; not measured on a GPU yet"
         elif self.implementation == "cudnn":
             does = f"stores none of the {stored}; cuDNN's workspace is not counted"
         else:
@@ -154,7 +157,8 @@ def attention(
       scale: None: head_dim^-0.5.
       implementation: "xla" holds the scores of all queries and keys; "chunked" holds those of 512
         by 512 at a time and computes them again in the backward pass; "cudnn" is NVIDIA's fused
-        kernel, for bfloat16 and float16 without segments, positions and layout. "auto" is "cudnn"
+        kernel, for bfloat16 and float16 without segments, positions and layout; "mosaic_gpu" is
+        zerojax's own for Hopper, with them, which no GPU has timed. "auto" is "cudnn"
         on GPUs where that can compute it, else "chunked" above 4096 keys or with a layout, else
         "xla".
 
@@ -189,7 +193,7 @@ def attention(
     device = device_here()
     more = {"segments": segments, "positions": positions, "layout": table}
     given = frozenset(name for name, value in more.items() if value is not None)
-    chosen, why = choose(implementation, device, query, key, visibility, given)
+    chosen, why = choose(implementation, device, query, key, visibility, given, table)
     calls = _CALLS.get()
     if calls is not None:
         call = Call(
@@ -209,8 +213,14 @@ def attention(
             _cudnn_of_jax if alone else cudnn_attention, visibility=visibility, scale=scale
         )
         return run(query, key, value) if alone else on_each_device(run)(query, key, value)
+    if chosen == "mosaic_gpu" and device.where != "plan":
+        run = functools.partial(kernel_attention, visibility=visibility, scale=scale, table=table)
+        pairs = {"segments": where[0], "positions": where[1]}
+        rows = {name: pair for name, pair in pairs.items() if pair is not None}
+        return on_each_device(run, rows)(query, key, value)
     attend = _stored if chosen == "xla" else chunked_attention
-    if chosen == "cudnn":  # its products, to within one 64th of those of causal attention
+    if chosen in ("cudnn", "mosaic_gpu") and table is None:
+        # Its products, to within one 64th of those of causal attention.
         attend = functools.partial(chunked_attention, block=-(-key.shape[1] // 64))
     run = functools.partial(
         attend,
@@ -248,7 +258,7 @@ def attend_to_cache(
 
 def _with_tiles(call: Call, visibility: Visibility, has_positions: bool, groups: int) -> Call:
     """What a call holds and computes."""
-    if call.implementation == "cudnn":
+    if call.implementation in ("cudnn", "mosaic_gpu"):
         return call
     if call.implementation == "xla":
         return dataclasses.replace(call, computed=None if call.layout is None else 1.0)

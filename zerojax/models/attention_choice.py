@@ -12,17 +12,19 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from zerojax.hardware.gpus import Gpu, gpu_of_device, named_gpu
 from zerojax.models import cudnn_attention as cudnn
+from zerojax.models import kernel_attention as kernels
 from zerojax.models.chunked_attention import Visibility
+from zerojax.models.sparse_layouts import BlockTable
 
-Implementation = Literal["auto", "xla", "chunked", "cudnn"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "chunked", "cudnn")
+Implementation = Literal["auto", "xla", "chunked", "cudnn", "mosaic_gpu"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "chunked", "cudnn", "mosaic_gpu")
 LONGEST_STORED = 4096
 """`auto` computes in chunks where a query may see more keys than these, unless cuDNN computes it:
 the scores of one sequence of 8192 tokens and 32 heads are 8 GiB in float32."""
@@ -48,8 +50,8 @@ class Device:
     def is_gpu(self) -> bool:
         return self.platform in ("gpu", "cuda")
 
-    def why_no_cudnn(self) -> str | None:
-        """Why cuDNN cannot run there; None if it can, as far as is known."""
+    def why_no_gpu(self) -> str | None:
+        """Why a GPU's code cannot run there; None if it can, as far as is known."""
         if self.platform is None or self.is_gpu:
             return None
         return f"it needs an NVIDIA GPU, and these devices are {self.platform.upper()}s"
@@ -132,6 +134,7 @@ def choose(
     key: jax.Array,
     visibility: Visibility,
     given: Collection[str],
+    table: BlockTable | None = None,
 ) -> tuple[Implementation, str]:
     """(the implementation, why).
 
@@ -140,13 +143,25 @@ def choose(
       device: where it will run.
       query, key, visibility: of the call.
       given: which of "segments", "positions" and "layout" the call has.
+      table: of the layout, if there is one.
 
     Raises:
-      ValueError: cuDNN was asked for and cannot compute this.
+      ValueError: cuDNN or the kernels were asked for and cannot compute this.
     """
     if implementation in ("xla", "chunked"):
         return implementation, "asked for"
-    why_not = device.why_no_cudnn() or cudnn.obstacle(
+    if implementation == "mosaic_gpu":
+        capability = None if device.platform is None else device.capability
+        why_not = device.why_no_gpu() or kernels.obstacle(
+            query, key, table, capability=capability, split=device.split
+        )
+        if why_not:
+            raise ValueError(
+                f"attention by Mosaic GPU: {why_not}; use implementation='auto', or 'chunked', "
+                "which computes the same (in a run file model.attention)"
+            )
+        return "mosaic_gpu", "asked for"
+    why_not = device.why_no_gpu() or cudnn.obstacle(
         query, key, visibility, given=given, capability=device.capability, split=device.split
     )
     if implementation == "cudnn":
@@ -166,16 +181,18 @@ def choose(
     return ("chunked" if is_long else "xla"), f"auto: {because}{limit} than {LONGEST_STORED} keys"
 
 
-def on_each_device(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Each device computes its own heads.
+def on_each_device(run: Callable[..., jax.Array], *more: Any) -> Callable[..., jax.Array]:
+    """Each device computes its own heads; `more` are arguments that all have.
 
     The compiler cannot cut a library's call: where it splits arrays over an axis by itself, it
     would gather the operands of all. So every such axis becomes manual here.
     """
     left = _left_to_compiler(jax.sharding.get_abstract_mesh())
     if not left:
-        return run
-    heads = PartitionSpec(None, None, tuple(left))
-    return jax.shard_map(
-        run, in_specs=(heads,) * 3, out_specs=heads, axis_names=set(left), check_vma=False
+        return lambda *operands: run(*operands, *more)
+    heads, whole = PartitionSpec(None, None, tuple(left)), PartitionSpec()
+    specs = (heads,) * 3 + (whole,) * len(more)
+    mapped = jax.shard_map(
+        run, in_specs=specs, out_specs=heads, axis_names=set(left), check_vma=False
     )
+    return lambda *operands: mapped(*operands, *more)

@@ -61,6 +61,8 @@ def equation_flops(equation: core.JaxprEqn) -> int:
         return _convolution_flops(equation)
     if name == "ffi_call":
         return _library_flops(equation)
+    if (cost := equation.params.get("cost_estimate")) is not None:  # a kernel that says so itself
+        return cost.flops
     inner = [_jaxpr_flops(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
     if name == "cond":
         return max(inner)

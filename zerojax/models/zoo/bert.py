@@ -54,7 +54,7 @@ class BertConfig:
         reads it, so `freeze=("pooler/",)` keeps weight decay from wearing down a trained one.
       remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
-      attention: "auto", "xla", "chunked" or "cudnn" (see `zerojax.attention`).
+      attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
       attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
         ones have a part of it (see `zerojax.attention`).
     """

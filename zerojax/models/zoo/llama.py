@@ -42,7 +42,7 @@ class LlamaConfig:
       mlp_chunk: tokens of a row whose hidden activations of the MLP a layer holds at once; None:
         those of all.
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
-      attention: "auto", "xla", "chunked" or "cudnn" (see `zerojax.attention`).
+      attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
       attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
         ones have a part of it (see `zerojax.attention`).
     """
