@@ -217,16 +217,35 @@ def test_the_compute_capability_decides():
 # --- programs for GPUs ----------------------------------------------------------------------------
 
 
-def plan_of(mesh, *, attention="auto", remat="full", zero=3, **options):
-    sizes = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64}
+def plan_of(
+    mesh,
+    *,
+    attention="auto",
+    remat="full",
+    zero=3,
+    head_dim=None,
+    attention_layout=None,
+    segments=False,
+    **options,
+):
+    """Of a Llama with 4 heads of 16 and 2 for keys; with `head_dim` 2 heads of so many."""
+    heads = (4, 2) if head_dim is None else (2, 2)
+    sizes = {"num_layers": 4, "num_heads": heads[0], "num_kv_heads": heads[1], "embed_dim": 64}
+    sizes["head_dim"] = head_dim
     config = zerojax.models.LlamaConfig(
-        vocab_size=320, max_seq_len=192, attention=attention, remat=remat, **sizes
+        vocab_size=320,
+        max_seq_len=192,
+        attention=attention,
+        attention_layout=attention_layout,
+        remat=remat,
+        **sizes,
     )
     shape = jax.ShapeDtypeStruct((16, 192), jnp.int32)
+    batch = {"tokens": shape, "targets": shape, **({"segments": shape} if segments else {})}
     return make_plan(
         lambda rngs: zerojax.models.Llama(config, rngs=rngs),
         mesh,
-        example_batch={"tokens": shape, "targets": shape},
+        example_batch=batch,
         zero=zero,
         precision="bf16",
         persistence_threshold=0,
