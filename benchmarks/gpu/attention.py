@@ -20,6 +20,9 @@ import zerojax
 from benchmarks.machine import load_average
 from benchmarks.measuring import Sample, interleave, least_of, median_of, sample
 from benchmarks.recording import Goal, Record, parse_arguments, save_so_far, write_record
+from pallas_kernels.attention import COMPUTE_CAPABILITY
+from pallas_kernels.choice import missing
+from zerojax.config import SlidingWindowLayout
 
 TOLERANCE = 2e-2
 """Of the largest value: bfloat16 keeps 8 bits, and the backward pass rounds twice."""
@@ -28,11 +31,16 @@ ROUNDS, STEPS, WARM_UP = 3, 5, 2
 CASES, SMOKE_CASES = ((1024, 16, True), (4096, 4, True), (32768, 1, False)), ((64, 2, True),)
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SMOKE_HEADS = (4, 2, 16)
+TOKENS = 256
+"""Of what is compared."""
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "all": {},
     "window": {"causal": True, "window": 48},
+    "packed": {"causal": True, "segments": np.arange(2 * TOKENS).reshape(2, TOKENS) // 77},
+    "layout": {"causal": True, "layout": SlidingWindowLayout(block=16)},
 }
+NOT_BY_CUDNN = ("packed", "layout")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -50,9 +58,11 @@ def measure(smoke: bool) -> Iterator[Record]:
     """The record after each row: first what is compared, then what is timed."""
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
-    ways = ("chunked", "cudnn") if _on_gpu() else ("chunked",)
+    ways = ("chunked", *_ways_of_gpu())
     for mask, options in MASKS.items():
         for way in ways:
+            if way == "cudnn" and mask in NOT_BY_CUDNN:
+                continue
             difference = _difference(way, options, smoke)
             rows.append({"way": way, "mask": mask, "difference": difference})
             name = f"{way}, {mask}: difference from float32, over the largest value"
@@ -64,8 +74,13 @@ def measure(smoke: bool) -> Iterator[Record]:
             yield Record(name="attention", rows=rows, goals=goals)
 
 
-def _on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
+def _ways_of_gpu() -> tuple[str, ...]:
+    """Implementations that this GPU has; () without one."""
+    if jax.default_backend() != "gpu":
+        return ()
+    capability = float(jax.devices()[0].compute_capability)
+    own = missing() is None and capability == COMPUTE_CAPABILITY
+    return ("cudnn", "mosaic_gpu") if own else ("cudnn",)
 
 
 def _operands(tokens: int, batch: int, smoke: bool, dtype: str) -> tuple[jax.Array, ...]:
@@ -89,9 +104,9 @@ def _difference(way: str, options: dict[str, Any], smoke: bool) -> float:
     """The largest of the result and its three gradients."""
     attend = functools.partial(zerojax.attention, **options)
     of = lambda name: _both_passes(functools.partial(attend, implementation=name))  # noqa: E731
-    found = of(way)(*_operands(256, 2, smoke, "bfloat16"))
+    found = of(way)(*_operands(TOKENS, 2, smoke, "bfloat16"))
     with jax.default_matmul_precision("highest"):
-        expected = of("xla")(*_operands(256, 2, smoke, "float32"))
+        expected = of("xla")(*_operands(TOKENS, 2, smoke, "float32"))
     pairs = [
         (np.asarray(a, np.float32), np.asarray(b)) for a, b in zip(found, expected, strict=True)
     ]
@@ -104,8 +119,8 @@ def _times(tokens: int, batch: int, stores: bool, smoke: bool) -> list[dict[str,
     ways = {"chunked": _of_zerojax("chunked")}
     if stores:
         ways["xla"] = _of_zerojax("xla")
-    if _on_gpu():
-        ways["cudnn"] = _of_zerojax("cudnn")
+    ways |= {name: _of_zerojax(name) for name in _ways_of_gpu()}
+    if "cudnn" in ways:
         ways["cudnn through JAX"] = functools.partial(
             jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
         )
