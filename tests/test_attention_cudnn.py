@@ -226,6 +226,7 @@ def plan_of(
     head_dim=None,
     attention_layout=None,
     segments=False,
+    tokens=192,
     **options,
 ):
     """Of a Llama with 4 heads of 16 and 2 for keys; with `head_dim` 2 heads of so many."""
@@ -234,13 +235,13 @@ def plan_of(
     sizes["head_dim"] = head_dim
     config = zerojax.models.LlamaConfig(
         vocab_size=320,
-        max_seq_len=192,
+        max_seq_len=tokens,
         attention=attention,
         attention_layout=attention_layout,
         remat=remat,
         **sizes,
     )
-    shape = jax.ShapeDtypeStruct((16, 192), jnp.int32)
+    shape = jax.ShapeDtypeStruct((16, tokens), jnp.int32)
     batch = {"tokens": shape, "targets": shape, **({"segments": shape} if segments else {})}
     return make_plan(
         lambda rngs: zerojax.models.Llama(config, rngs=rngs),
