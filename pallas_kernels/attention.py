@@ -332,7 +332,9 @@ def _forward(call: _Call, query: Any, key: Any, value: Any, integers: Any) -> Pa
     rows = query.shape[0]
     out, log_sum = attention_kernel.forward(
         call.form,
-        *map(_padded, (query, key, value)),
+        _padded(query),
+        _padded(key),
+        _padded(value),
         call.padded_integers(integers, rows),
         call.table("of_queries"),
         interpret=call.interpret,

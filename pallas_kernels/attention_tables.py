@@ -62,8 +62,8 @@ def tables_of(seen: np.ndarray) -> BlockTables:
       ValueError: another shape or dtype.
 
     >>> found = tables_of(np.tril(np.ones((1, 8, 8), bool))).of_queries
-    >>> found.counts.tolist(), found.blocks[0, 0].tolist(), bin(found.words[0, 0, 0])
-    ([[1, 2]], [[0, 1, 2, 3]], '0b1111011100110001')
+    >>> found.counts.tolist(), found.blocks[0, 0, 0].tolist(), bin(found.words[0, 0, 0])
+    ([[1, 2]], [0, 1, 2, 3], '0b1111011100110001')
     """
     if seen.dtype != bool or seen.ndim != 3 or seen.shape[1] % PARTS or seen.shape[2] % PARTS:
         raise ValueError(
@@ -79,13 +79,13 @@ def _one_side(seen: np.ndarray, *, is_of_keys: bool) -> TileTable:
     """`seen` is [heads, own blocks, blocks of the other side]."""
     heads, own, _ = seen.shape
     tiles = seen.reshape(heads, own // PARTS, PARTS, -1)
-    listed = tiles.any(2)
+    listed = np.asarray(tiles.any(2))
     turns = -(-listed.sum(-1) // PARTS)
     most = max(int(turns.max(initial=0)), 1)
     blocks = np.zeros((heads, own // PARTS, most, PARTS), np.int32)
     words = np.zeros((heads, own // PARTS, most), np.int32)
-    for head, tile in np.ndindex(*turns.shape):
-        columns = np.flatnonzero(listed[head, tile])
+    for head, tile in np.ndindex(heads, own // PARTS):
+        columns = np.flatnonzero(listed[head, tile, :])
         if not columns.size:
             continue
         missing = -columns.size % PARTS

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.attention import Seen, attention_part, part_gradients, why_not
 from zerojax.models.chunked_attention import KEPT, Visibility
 from zerojax.models.sparse_layouts import BlockTable
 
@@ -37,7 +38,6 @@ def obstacle(
       capability: compute capability of the GPU; None: not known.
       split: over how many devices the heads are split.
     """
-    from pallas_kernels.attention import why_not  # imports numpy and jax alone, but few need it
 
     if (found := why_not(query, key, capability=capability)) is not None:
         return found
@@ -87,8 +87,6 @@ class _Options:
 
     def of(self, queries: int, keys: int) -> dict[str, Any]:
         """What the kernels take."""
-        from pallas_kernels.attention import Seen
-
         layout = None
         if self.table is not None:
             times = self.table.block // KERNEL_BLOCK
@@ -109,8 +107,6 @@ def _forward(options: _Options, query: Any, key: Any, value: Any, rows: Any) -> 
 
 
 def _backward(options: _Options, kept: Any, slope: jax.Array) -> Any:
-    from pallas_kernels.attention import part_gradients
-
     query, key, value, rows, out, log_sum = kept
     turned = jnp.sum(slope.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     found = part_gradients(
@@ -128,7 +124,5 @@ _attend.defvjp(_forward, _backward)
 
 
 def _part(options: _Options, query: Any, key: Any, value: Any, rows: Any) -> tuple[Any, Any]:
-    from pallas_kernels.attention import attention_part
-
     found = attention_part(query, key, value, **options.of(query.shape[1], key.shape[1]), **rows)
     return tuple(found)
