@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.attention import Seen, attention_part, part_gradients, why_not
+from pallas_kernels import attention as kernels
 from zerojax.models.chunked_attention import KEPT, Visibility
 from zerojax.models.sparse_layouts import BlockTable
 
@@ -39,7 +39,7 @@ def obstacle(
       split: over how many devices the heads are split.
     """
 
-    if (found := why_not(query, key, capability=capability)) is not None:
+    if (found := kernels.why_not(query, key, capability=capability)) is not None:
         return found
     if key.shape[2] % split:
         return f"their {key.shape[2]} key/value heads cannot be split over {split} devices"
@@ -93,7 +93,10 @@ class _Options:
             layout = self.table.seen.repeat(times, 1).repeat(times, 2)
             layout = layout[:, : -(-queries // KERNEL_BLOCK), : -(-keys // KERNEL_BLOCK)]
         causal, window = self.visibility.causal, self.visibility.window
-        return {"seen": Seen(causal=causal, window=window, layout=layout), "scale": self.scale}
+        return {
+            "seen": kernels.Seen(causal=causal, window=window, layout=layout),
+            "scale": self.scale,
+        }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -109,7 +112,7 @@ def _forward(options: _Options, query: Any, key: Any, value: Any, rows: Any) -> 
 def _backward(options: _Options, kept: Any, slope: jax.Array) -> Any:
     query, key, value, rows, out, log_sum = kept
     turned = jnp.sum(slope.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    found = part_gradients(
+    found = kernels.part_gradients(
         *(query, key, value),
         log_sum=log_sum,
         turned=turned,
@@ -124,5 +127,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _part(options: _Options, query: Any, key: Any, value: Any, rows: Any) -> tuple[Any, Any]:
-    found = attention_part(query, key, value, **options.of(query.shape[1], key.shape[1]), **rows)
+    found = kernels.attention_part(
+        query, key, value, **options.of(query.shape[1], key.shape[1]), **rows
+    )
     return tuple(found)
