@@ -106,6 +106,9 @@ class ModelConfig:
     on a GPU yet. auto: cudnn on GPUs where it can (16-bit floats, no packed texts), else xla up to
     4096 tokens, else chunked."""
     attention_layout: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
+    attention_window: int | None = None
+    """Tokens that each one sees, itself included: a sliding window in all layers. null: all before
+    it."""
     tie_embeddings: bool | None = None
     """Whether the head reuses the embedding. null: true for gpt2, false for llama."""
     rope_theta: float = 10_000.0
@@ -124,6 +127,7 @@ class ModelConfig:
             self._check_pretrained()
         check_at_least(self, 1, "vocab_size", "max_seq_len", "num_layers", "num_heads", "embed_dim")
         check_at_least(self, 1, "num_kv_heads", "mlp_dim", "loss_chunk", "mlp_chunk")
+        check_at_least(self, 1, "attention_window")
         check_fraction(self, "dropout", below_one=True)
         check_positive(self, "rope_theta", "norm_eps")
         if self.embed_dim % self.num_heads:

@@ -239,6 +239,7 @@ def attend_to_cache(
     value: jax.Array,
     *,
     positions: jax.Array,
+    window: int | None,
     table: BlockTable | None,
 ) -> jax.Array:
     """Causal attention of new tokens to a cache of keys; no gradient is meant.
@@ -246,10 +247,13 @@ def attend_to_cache(
     Args:
       query, key, value: see `attention`; the keys are at 0, 1, 2, ...
       positions: integers [queries], where the queries are; not known before the arrays.
+      window: see `attention`.
       table: the blocks that are seen, of at least as many tokens; None: all.
     """
-    seen = positions[:, None] >= jnp.arange(key.shape[1])[None, :]
-    seen = seen[None, None]
+    visibility = Visibility(causal=True, window=window)
+    seen = visibility.is_visible(positions[None], jnp.arange(key.shape[1])[None])
+    assert seen is not None  # it is causal
+    seen = seen[:, None]
     if table is not None:
         seen = seen & table.of_positions(positions, key.shape[1])[None]
     run = functools.partial(_masked, seen=seen, scale=query.shape[-1] ** -0.5)

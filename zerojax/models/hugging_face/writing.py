@@ -81,8 +81,8 @@ def describe_model(model: Model) -> Description:
     """The description of a model that is going to be trained.
 
     Raises:
-      UnsupportedError: its class has no row in the table, or it has a layout of attention, which
-        config.json has no key for.
+      UnsupportedError: its class has no row in the table, or its attention has a layout or a
+        window, which its config.json has no key for.
     """
     config = bound_attribute(model, "config")
     row = architecture_of_config(config)
@@ -91,6 +91,13 @@ def describe_model(model: Model) -> Description:
         raise UnsupportedError(
             f"attention_layout={layout.mode}: Hugging Face's {row.class_name} would compute the "
             "attention of all tokens; train with attention_layout=None, or use zerojax.load_run"
+        )
+    window = config.attention_window
+    if window is not None:
+        raise UnsupportedError(
+            f"attention_window={window}: Hugging Face's {row.class_name} has no sliding window and "
+            "would compute the attention of all tokens; train with attention_window=None, or use "
+            "zerojax.load_run"
         )
     scales = {
         f"{path_name(path)}/kernel": float(node.lora.scale)

@@ -76,6 +76,7 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             matmul_dtype=config.matmul_dtype,
             attention=config.attention,
             attention_layout=config.attention_layout.layout,
+            attention_window=config.attention_window,
         )
     if config.name == "llama":
         return LlamaConfig(
@@ -96,6 +97,7 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             matmul_dtype=config.matmul_dtype,
             attention=config.attention,
             attention_layout=config.attention_layout.layout,
+            attention_window=config.attention_window,
         )
     raise ValueError(f"model.name={config.name!r} is unknown; use one of {', '.join(_RULES)}")
 

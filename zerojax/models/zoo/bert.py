@@ -81,6 +81,7 @@ class BertConfig:
     head_dim: ClassVar[None] = None
     loss_chunk: ClassVar[None] = None
     mlp_chunk: ClassVar[None] = None
+    attention_window: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if self.mlp_dim is None:

@@ -347,7 +347,7 @@ def check_decoder_sizes(config: Any) -> None:
     Raises:
       ValueError: a size below 1, heads that do not divide, a dropout outside [0, 1), an unknown
         remat name, matmul dtype or attention, a layout with more blocks than max_seq_len has, a
-        loss or MLP chunk below 1, or an MLP chunk with 8-bit products.
+        window, loss or MLP chunk below 1, or an MLP chunk with 8-bit products.
     """
     for field in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "num_kv_heads"):
         _check_at_least_one(field, getattr(config, field))
@@ -375,7 +375,7 @@ def check_decoder_sizes(config: Any) -> None:
         layout_table(
             config.attention_layout, num_heads=config.num_heads, num_tokens=config.max_seq_len
         )
-    for field in ("loss_chunk", "mlp_chunk"):
+    for field in ("loss_chunk", "mlp_chunk", "attention_window"):
         if getattr(config, field) is not None:
             _check_at_least_one(field, getattr(config, field))
     if config.mlp_chunk is not None and config.matmul_dtype is not None:

@@ -39,6 +39,8 @@ class GPT2Config:
       attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
       attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
         ones have a part of it (see `zerojax.attention`).
+      attention_window: how many tokens each one sees, itself included (a sliding window, Mistral's
+        `sliding_window`); None: all before it.
     """
 
     vocab_size: int = 50257
@@ -56,6 +58,7 @@ class GPT2Config:
     matmul_dtype: str | None = None
     attention: Implementation = "auto"
     attention_layout: BlockLayout | None = None
+    attention_window: int | None = None
 
     def __post_init__(self) -> None:
         if self.mlp_dim is None:
@@ -129,6 +132,7 @@ def _build_block(config: GPT2Config, rngs: nnx.Rngs) -> Block:
             matmul_dtype=config.matmul_dtype,
             implementation=config.attention,
             layout=config.attention_layout,
+            window=config.attention_window,
             max_seq_len=config.max_seq_len,
         ),
         mlp_norm=LayerNorm(config.embed_dim, eps=config.norm_eps),

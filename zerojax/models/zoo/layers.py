@@ -186,7 +186,7 @@ class Attention(nnx.Module):
 
     Query, key and value are separate, so that each splits over its own heads. `matmul_dtype` is
     that of the four projections; scores and mixing stay in the dtype of the activations. `layout`
-    is of rows of `max_seq_len` tokens.
+    is of rows of `max_seq_len` tokens; of `window` see `zerojax.attention`.
     """
 
     def __init__(
@@ -206,6 +206,7 @@ class Attention(nnx.Module):
         is_causal: bool = True,
         implementation: Implementation = "auto",
         layout: BlockLayout | None = None,
+        window: int | None = None,
         max_seq_len: int = 0,
     ) -> None:
         head_dim = head_dim or embed_dim // num_heads
@@ -214,6 +215,7 @@ class Attention(nnx.Module):
         self.is_causal = is_causal
         self.implementation: Implementation = implementation
         self.layout, self.max_seq_len, self.num_heads = layout, max_seq_len, num_heads
+        self.window = window
 
         def projection(in_shape: tuple[int, ...], out_shape: tuple[int, ...], scale: float):
             return Projection(
@@ -262,6 +264,7 @@ class Attention(nnx.Module):
             value,
             causal=self.is_causal,
             segments=seen,
+            window=self.window,
             layout=self._table(),
             implementation=self.implementation,
         )
@@ -292,6 +295,7 @@ class Attention(nnx.Module):
             keys.astype(query.dtype),
             values.astype(query.dtype),
             positions=positions,
+            window=self.window,
             table=self._table(),
         )
         return self.output(mixed), (keys, values)

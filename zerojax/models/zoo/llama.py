@@ -45,6 +45,8 @@ class LlamaConfig:
       attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
       attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
         ones have a part of it (see `zerojax.attention`).
+      attention_window: how many tokens each one sees, itself included (a sliding window, Mistral's
+        `sliding_window`); None: all before it.
     """
 
     vocab_size: int
@@ -66,6 +68,7 @@ class LlamaConfig:
     matmul_dtype: str | None = None
     attention: Implementation = "auto"
     attention_layout: BlockLayout | None = None
+    attention_window: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:
@@ -146,6 +149,7 @@ def _build_block(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
             matmul_dtype=config.matmul_dtype,
             implementation=config.attention,
             layout=config.attention_layout,
+            window=config.attention_window,
             max_seq_len=config.max_seq_len,
         ),
         mlp_norm=RMSNorm(config.embed_dim, eps=config.norm_eps),
