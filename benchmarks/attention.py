@@ -2,7 +2,8 @@
 
 One sequence of 32 heads of 128, bfloat16, causal, by implementation and length. Needs the extra
 `plan`; nothing here is a measurement of a GPU (`benchmarks/gpu/attention.py` measures). cuDNN's
-workspace is not counted.
+workspace is not counted. Products are read in the compiled program, those of zerojax's own kernels
+in the trace.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from zerojax.forecasting.hlo.costs import hbm_bytes, matmul_flops
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
+from zerojax.models.flops import count_program_flops
 from zerojax.plan.device_mesh import make_mesh
 
 HEADS, HEAD_DIM = 32, 128
 CASES = (("h100", 9.89e14, 3.35e12), ("a100-80gb", 3.12e14, 2.04e12))
 """Card, dense bfloat16 FLOP/s and bytes/s of its memory, as published."""
 LENGTHS, SMOKE_LENGTHS = (1024, 4096, 8192, 32768), (256,)
-WAYS = ("xla", "chunked", "cudnn")
+WAYS = ("xla", "chunked", "cudnn", "mosaic_gpu")
+HOPPER = "h100"
+"""The card of `CASES` that zerojax's own kernels are for."""
 GIB = 2**30
-LINEAR = 8
+LINEAR = {"cudnn": 8, "mosaic_gpu": 9}
 """Bytes of temporary memory per element of the query that storing no scores may take."""
 
 
@@ -46,15 +50,22 @@ def measure(lengths: tuple[int, ...]) -> Record:
     why = compile_client.missing()
     if why is not None:
         return Record(name="attention", rows=[], notes=[why])
-    rows = [_row(*case, length, way) for case in CASES for length in lengths for way in WAYS]
+    rows = [
+        _row(*case, length, way)
+        for case in CASES
+        for length in lengths
+        for way in WAYS
+        if way != "mosaic_gpu" or case[0] == HOPPER
+    ]
     goals = [
         Goal(
-            name=f"{row['gpu']}, cudnn, {row['tokens']} tokens: temporary bytes per element",
+            name=f"{row['gpu']}, {row['attention']}, {row['tokens']} tokens: "
+            "temporary bytes per element",
             value=row["temporary_GiB"] * GIB / (row["tokens"] * HEADS * HEAD_DIM),
-            limit=LINEAR,
+            limit=LINEAR[row["attention"]],
         )
         for row in rows
-        if row["attention"] == "cudnn"
+        if row["attention"] in LINEAR
     ]
     compiler = compile_client.compiler_version(fast=True)
     return Record(name="attention", rows=rows, goals=goals, notes=[f"compiled with {compiler}"])
@@ -72,11 +83,14 @@ def _row(gpu: str, flops: float, bandwidth: float, tokens: int, way: str) -> dic
         return out, pull(slope)
 
     everywhere = jax.shard_map(both, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    step = jax.jit(everywhere)
     compiled = compile_client.compile_for_gpus(
-        jax.jit(everywhere), *(given,) * 4, options=dict(compile_client.FAST_OPTIONS)
+        step, *(given,) * 4, options=dict(compile_client.FAST_OPTIONS)
     )
     program = read_program(compiled.text)
     products, moved = matmul_flops(program), hbm_bytes(program)
+    if way == "mosaic_gpu":
+        products = count_program_flops(step.trace(*(given,) * 4).jaxpr)
     return {
         "gpu": gpu,
         "tokens": tokens,

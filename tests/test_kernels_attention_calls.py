@@ -144,6 +144,14 @@ WAYS = {
 
 @needs_compiler
 @pytest.mark.gpu_programs
+def test_the_kernels_compile_for_h200s_too():
+    devices = compile_client.gpu_devices(find_gpu("h200"), 8)
+    plan = plan_of(make_mesh({"data": 8}, devices), attention="mosaic_gpu", head_dim=64)
+    assert len(re.findall(r"custom_call_target=\"mosaic_gpu\w*\"", compiled(plan).text)) >= 3
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_for_h100s_holds_it_and_sends_nothing_more(way):
     sizes, options = WAYS[way]
