@@ -13,7 +13,7 @@ process may take all of a card, of which JAX takes 75 % unless it is told otherw
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import zerojax
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
         for row in _rows(CASES[:1] if arguments.smoke else CASES, smoke=arguments.smoke):
             record = dataclasses.replace(record, rows=[*record.rows, row])
             save_so_far(record, arguments, load_before)
-    goals = [] if arguments.smoke else _goals(record.rows)
+    goals = [] if arguments.smoke else goals_of(record.rows)
     write_record(dataclasses.replace(record, goals=goals), arguments, load_before)
 
 
@@ -146,16 +146,18 @@ def _row(case: Case, tokens: int, found: Any) -> dict[str, Any]:
     }
 
 
-def _goals(rows: list[dict[str, Any]]) -> list[Goal]:
+def goals_of(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
+    """Both numbers of GPUs against stored scores, and 8 against a million tokens."""
     goals = []
     for devices in (1, 8):
         lengths = [row["tokens"] for row in rows if row["devices"] == devices]
         if lengths and lengths[0]:
             name = f"{devices} H100: longest / longest with stored scores"
-            goals.append(Goal(name, max(lengths) / lengths[0], TENFOLD, at_least=True))
+            ratio = max(lengths) / lengths[0]
+            goals.append(Goal(name=name, value=ratio, limit=TENFOLD, at_least=True))
         if lengths and devices == 8:
             name = "8 H100: tokens of the longest sequence"
-            goals.append(Goal(name, max(lengths), MILLION, at_least=True))
+            goals.append(Goal(name=name, value=max(lengths), limit=MILLION, at_least=True))
     return goals
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from benchmarks import sequences
 from benchmarks.gpu import collect, largest, offload, summary
 from benchmarks.gpu.subjects import make_factory, make_source
 from benchmarks.gpu.workloads import choose_workload
@@ -215,6 +216,15 @@ def test_the_committed_results_are_measurements():
         record = json.loads(path.read_text())
         assert path.stem == record["name"]
         assert record["smoke"] is False
+
+
+def test_lengths_of_sequences_are_held_to_their_goals():
+    record = json.loads((RESULTS / "sequences.json").read_text())
+    found = {goal.name: (goal.value, goal.is_met) for goal in sequences.goals_of(record["rows"])}
+    assert found == {goal["name"]: (goal["value"], goal["met"]) for goal in record["goals"]}
+    assert len(found) == 3
+    short = [{"devices": 8, "tokens": 4096}, {"devices": 8, "tokens": 8192}]
+    assert [goal.is_met for goal in sequences.goals_of(short)] == [False, False]
 
 
 def test_sides_take_turns_and_none_is_always_first():
