@@ -158,8 +158,19 @@ class NnxModel:
     def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
         return self._arrays_of(self.source) if isinstance(self.source, nnx.Module) else None
 
+    def abstract_arrays(self) -> tuple[Arrays, Arrays]:
+        """What `init` gives, as `ShapeDtypeStruct`s, without calling the factory again.
+
+        Each random draw of a constructor that is traced walks over all that was traced before (flax
+        asks a count for its sharding, and JAX writes an error), so a call is dear for many layers.
+        """
+        return jax.eval_shape(self._arrays_in, self._state)
+
     def _arrays_of(self, module: nnx.Module) -> tuple[Arrays, Arrays]:
-        flat = dict(nnx.to_flat_state(nnx.split(module, graph=True)[1]))
+        return self._arrays_in(nnx.split(module, graph=True)[1])
+
+    def _arrays_in(self, state: Any) -> tuple[Arrays, Arrays]:
+        flat = dict(nnx.to_flat_state(state))
         params = {name: _value_of(flat[path]) for name, path in self._param_paths.items()}
         extras = {}
         for name, path in self._extra_paths.items():

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import models
 from zerojax.config.mesh import DEVICE
 from zerojax.models import trees
+from zerojax.models.from_nnx import NnxModel
 from zerojax.models.trees import check_arrays
 from zerojax.optim import coding_of, loss_scale, map_state
 from zerojax.optim.precision import Precision
@@ -327,6 +328,8 @@ def abstract_model(model: models.Model, batch: Tree, loss: models.Loss) -> tuple
     arrays = model.initial_arrays()
     if arrays is not None:
         params, extras = (dict(abstract(part)) for part in arrays)
+    elif isinstance(model, NnxModel):
+        params, extras = model.abstract_arrays()
     else:
         params, extras = jax.eval_shape(
             lambda batch: model.init(jax.random.key(0), batch, loss), batch

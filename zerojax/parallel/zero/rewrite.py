@@ -1,7 +1,9 @@
 """Rewritten loss program: one collective per layer, and gathers repeated in the backward pass.
 
 **Buckets.** The reads of one loop body, which is one layer, are done together, so that gathering
-them, and scattering their gradients, is one collective instead of one per parameter.
+them, and scattering their gradients, is one collective instead of one per parameter. Outside of
+loops a layer is what has one number in its names (`parallel.zero.straight_parts`), and a straight
+piece of the program is cut where the reads of another layer begin.
 
 **Gathers done again.** `jax.checkpoint` around a whole loss would run a loop over layers a second
 time, and that loop would stack the gathered parameters of all layers for the loop of the backward
@@ -27,7 +29,9 @@ from zerojax.models.jaxpr import (
     program_of,
     read_name,
     split_scan,
+    variables,
 )
+from zerojax.parallel.zero.straight_parts import cut_at_layers, layer_of, run_in_turn
 
 # Kept, these would be copies of gathered parameters; done again, they are part of another kernel.
 _LAYOUT = frozenset(
@@ -55,7 +59,7 @@ class Rewriting:
       buckets: cuts such names into groups, each for one collective.
       read_together: (names, what each read takes) -> what each read gives.
       regather: keep no gathered value for the backward pass.
-      everywhere: reads join others outside of loops, too.
+      everywhere: all reads join others outside of loops, too, not only those of one layer.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -125,6 +129,14 @@ def _evaluate(
     """The outputs of a program."""
 
     def run_piece(
+        program: Jaxpr, equations: Sequence[Any], taken: Sequence[Any], needed: Sequence[Any]
+    ) -> Callable[..., Any]:
+        if where.in_loop or rules.everywhere:
+            return run_part(program, equations, taken, needed)
+        parts = cut_at_layers(equations, needed)
+        return run_in_turn(parts, program, taken, needed, run_part)
+
+    def run_part(
         program: Jaxpr, equations: Sequence[Any], taken: Sequence[Any], needed: Sequence[Any]
     ) -> Callable[..., Any]:
         run = _piece(rules, program, equations, taken, needed, where)
@@ -214,9 +226,9 @@ def _piece(
     needed: Sequence[Any],
     where: _Surroundings,
 ) -> Callable[..., Sequence[Any]]:
-    """A straight piece as a function of what it takes, with its reads done together in a loop."""
-    joins = where.in_loop or rules.everywhere
-    groups = _groups(rules, equations, taken) if joins else []
+    """A straight piece as a function of what it takes, with the reads of a layer done together."""
+    by_number = not (where.in_loop or rules.everywhere)
+    groups = _groups(rules, equations, taken, needed, by_number=by_number)
     together = [read for group in groups for read in group]
     done = {id(read.call) for read in together}
     # Marks go: a mark between a parameter and its use would make a scan stack copies of it.
@@ -255,10 +267,31 @@ def _piece(
     return run
 
 
-def _groups(rules: Rewriting, equations: Sequence[Any], taken: Sequence[Any]) -> list[list[_Read]]:
-    """The reads of a piece that take only what comes from outside, in buckets of two or more."""
-    outside = set(taken)
-    marks = {e.invars[0]: read_name(e) for e in equations if read_name(e) is not None}
+def _groups(
+    rules: Rewriting,
+    equations: Sequence[Any],
+    taken: Sequence[Any],
+    needed: Sequence[Any],
+    *,
+    by_number: bool,
+) -> list[list[_Read]]:
+    """The reads of a piece that take only what comes from outside, in buckets of two or more.
+
+    A read that nothing uses is in none: `if self.scale` in a layer of flax is one, and the read
+    after it is the one that counts.
+
+    Args:
+      by_number: a layer is what has one number in its names, and reads without one stay alone; not
+        where the whole piece is one layer.
+    """
+    outside, used = set(taken), {*needed}
+    for equation in equations:
+        used.update(() if read_name(equation) is not None else variables(equation.invars))
+    marks = {
+        e.invars[0]: read_name(e)
+        for e in equations
+        if read_name(e) is not None and not used.isdisjoint((e.invars[0], e.outvars[0]))
+    }
     reads: dict[str, _Read] = {}
     for call in equations:
         name = marks.get(call.outvars[0]) if len(call.outvars) == 1 else None
@@ -270,5 +303,10 @@ def _groups(rules: Rewriting, equations: Sequence[Any], taken: Sequence[Any]) ->
         # second read of the same parameter.
         if result.aval.shape == shape[len(shape) - result.aval.ndim :]:
             reads.setdefault(name, _Read(name, call, result))
-    groups = ([reads[name] for name in bucket] for bucket in rules.buckets(list(reads)))
-    return [group for group in groups if len(group) > 1]
+    layers: dict[str, list[str]] = {"": list(reads)} if not by_number else {}
+    if by_number:
+        for name in reads:
+            if (layer := layer_of(name)) is not None:
+                layers.setdefault(layer, []).append(name)
+    buckets = [bucket for names in layers.values() for bucket in rules.buckets(names)]
+    return [[reads[name] for name in bucket] for bucket in buckets if len(bucket) > 1]
