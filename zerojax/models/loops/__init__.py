@@ -1,6 +1,6 @@
 """The loop over layers in a traced loss, and the loss cut around it."""
 
-from zerojax.models.loops.detection import LayerLoop, find_layer_loop, find_stacks
+from zerojax.models.loops.detection import LayerLoop, find_layer_loop, find_stacks, keeps_products
 from zerojax.models.loops.loss_pieces import LossPieces, cut_loss
 from zerojax.models.loops.split import SplitPasses, split_layers, split_passes
 
@@ -11,6 +11,7 @@ __all__ = [
     "cut_loss",
     "find_layer_loop",
     "find_stacks",
+    "keeps_products",
     "split_layers",
     "split_passes",
 ]

@@ -46,12 +46,12 @@ class Stack:
         return rows
 
 
-def _keeps_products(equation: Any) -> bool:
+def keeps_products(equation: Any) -> bool:
     """Whether a backward pass may find products of this equation that were kept."""
     if is_checkpoint(equation) and equation.params["policy"] is None:
         return False
     return equation.primitive.name in ("dot_general", "conv_general_dilated") or any(
-        _keeps_products(inner)
+        keeps_products(inner)
         for program in inner_programs(equation.params)
         for inner in program.eqns
     )
@@ -100,7 +100,7 @@ class LayerLoop:
     @cached_property
     def is_checkpointed(self) -> bool:
         """Whether all products of a layer are in checkpoints that keep none of them."""
-        return not any(map(_keeps_products, self.layer.jaxpr.eqns))
+        return not any(map(keeps_products, self.layer.jaxpr.eqns))
 
     @property
     def head(self) -> ClosedJaxpr:
