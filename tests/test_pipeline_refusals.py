@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -200,6 +201,16 @@ class Unrolled(nnx.Module):
         return next_token(self.embed.attend(x), batch["targets"])
 
 
+class Unlike(Unrolled):
+    """Each layer with an activation of its own."""
+
+    def loss(self, batch: dict) -> Any:
+        x = self.embed(batch["tokens"])
+        for layer, act in zip(self.layers, (jnp.sin, jnp.tanh, jnp.cos, jnp.exp), strict=True):
+            x = act(layer(x))
+        return next_token(self.embed.attend(x), batch["targets"])
+
+
 class TwoStacks(nnx.Module):
     """An encoder and a decoder: two loops over layers."""
 
@@ -220,7 +231,7 @@ class TwoStacks(nnx.Module):
 
 def test_a_model_without_a_loop_over_layers_is_told_what_to_do():
     for text in (
-        refused(Unrolled),
+        refused(Unrolled, roll="off"),
         refused(
             (small_models.init_functions, small_models.apply_functions),
             loss=regression_loss,
@@ -230,6 +241,12 @@ def test_a_model_without_a_loop_over_layers_is_told_what_to_do():
         assert "need a model whose layers run in one jax.lax.scan over stacked parameters" in text
         assert "use zerojax.Stages(embed, block, head), flax.linen.scan, or stack" in text
         assert "Found no loop in the loss: layers that a Python loop calls are unrolled" in text
+
+
+def test_layers_that_cannot_be_rolled_are_named_with_the_first_difference():
+    text = refused(Unlike)
+    assert "Found no loop in the loss" in text
+    assert "In this model layers: not rolled: layers/0..3 are not one loop" in text
 
 
 def test_a_model_with_two_loops_is_told_what_to_do():

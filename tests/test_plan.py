@@ -364,6 +364,7 @@ def list_plan(mesh=None, zero=3, num_microbatches=1, precision="fp32", **options
         num_microbatches=num_microbatches,
         precision=precision,
         persistence_threshold=1000,
+        roll="off",
     )
 
 

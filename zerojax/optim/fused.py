@@ -147,6 +147,10 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
         changed = {"moments_dtype": jnp.dtype(moments_dtype), "stochastic": stochastic}
         return make_optimizer(method, dataclasses.replace(options, **changed))
 
+    def with_stacks(stacks: Mapping[str, tuple[str, ...]]) -> Optimizer:
+        decay = dataclasses.replace(options.decay, stacks=dict(stacks))
+        return make_optimizer(method, dataclasses.replace(options, decay=decay))
+
     return Optimizer(
         init,
         core.update if dtype is None else update_in_float32,
@@ -159,6 +163,8 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
         begin=functools.partial(_begin, method, options) if method.elementwise else None,
         moments=method.moments if method.elementwise else (),
         per_layer=method.per_layer,
+        with_stacks=with_stacks,
+        settings=options.decay.settings,
     )
 
 
@@ -172,7 +178,7 @@ def _cast_floats(tree: Tree, dtype: Any) -> Tree:
 
 def _transformation(method: Method, options: Options) -> Any:
     rate = optax.scale_by_learning_rate(options.learning_rate)
-    decay = optax.add_decayed_weights(options.decay.weight_decay, options.decay.mask)
+    decay = optax.add_decayed_weights(options.decay.weight_decay, options.decay.stored_mask)
     if options.decay.groups:
         rate, decay = _factors_after(rate, options.decay), _grouped_decay(decay, options.decay)
     core = method.chain(decay, rate)

@@ -61,11 +61,21 @@ class Decay:
       mask: which parameters decay, as optax takes it: a tree of booleans or the upper part of one,
         a function of the parameters that returns one, or None for all. It holds in groups as well.
       groups: (regular expression on names, settings); a parameter belongs to the first it matches.
+      stacks: {stack of layers: names of its rows}, each row a parameter of its own for mask and
+        groups, which say the same of all of them.
     """
 
     weight_decay: Any
     mask: Any
     groups: Groups
+    stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def stored_mask(self) -> Any:
+        """The mask of parameters as they are stored, in stacks."""
+        if not self.stacks or self.mask is None:
+            return self.mask
+        return lambda params: _of_stored(params, self._decaying(self._as_rows(params)), self.stacks)
 
     def settings(self, params: Tree) -> dict[str, LeafSettings]:
         """{name: settings} for a tree of arrays, or of what has their shapes.
@@ -75,6 +85,20 @@ class Decay:
         """
         if not jax.tree.leaves(params):  # optax looks for parameters in a state with none
             return {}
+        if not self.stacks or not isinstance(params, Mapping):
+            return self._settings(params)
+        return _of_stored(params, self._settings(self._as_rows(params)), self.stacks)
+
+    def _as_rows(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Structs of parameters, with the rows of stacks in place of stacks."""
+        rows: dict[str, Any] = {}
+        for name, x in params.items():
+            shape = x.shape[1:] if name in self.stacks else x.shape
+            struct = jax.ShapeDtypeStruct(shape, x.dtype)
+            rows |= dict.fromkeys(self.stacks.get(name, (name,)), struct)
+        return rows
+
+    def _settings(self, params: Tree) -> dict[str, LeafSettings]:
         decays = self._decaying(params)
         pattern_of = assign_groups(decays, [pattern for pattern, _ in self.groups])
         for pattern, group in self.groups:
@@ -109,6 +133,13 @@ class Decay:
                 f"({', '.join(wanted[:4])}), nor the upper part of their tree; give a function of "
                 "the parameters, such as zerojax.optim.decay_mask, or None for all"
             ) from None
+
+
+def _of_stored(
+    params: Mapping[str, Any], of_rows: Mapping[str, Any], stacks: Mapping[str, tuple[str, ...]]
+) -> dict[str, Any]:
+    """{stored name, in the order of sorted names: what its first row has}."""
+    return {name: of_rows[stacks.get(name, (name,))[0]] for name in sorted(params)}
 
 
 def as_groups(groups: Mapping[str, Any] | Iterable[tuple[str, Any]] | None) -> Groups:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, get_args
@@ -148,7 +147,7 @@ def lamb(
             ),
             moments=("mu", "nu"),
             scalars=adam_scalars(b1, b2, eps),
-            run=functools.partial(_lamb_passes, per_layer),
+            run=_lamb_passes,
             elementwise=False,
             per_layer=per_layer,
         ),
@@ -258,14 +257,13 @@ def _scale_by_trust_ratio(per_layer: bool) -> optax.GradientTransformationExtraA
 
 
 def _lamb_passes(
-    per_layer: bool,
     params: Arrays,
     moments: tuple[Arrays, ...],
     grads: Arrays,
     numbers: Numbers,
 ) -> tuple[Arrays, tuple[Arrays, ...]]:
     """Moments and norms, then, with the norms of whole parameters or layers, the parameters."""
-    layers = numbers.context.layers if per_layer else {}
+    layers = numbers.context.layers
     half = numbers.update(optimizers.LAMB_MOMENTS, moments, (params, grads), by_row=layers)
     norms = _norms(half.sums, numbers.context, layers)
     second = Numbers(

@@ -149,6 +149,9 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       moments: what optax calls the moments that the state holds, in the order of the rule; () where
         `begin` is None.
       per_layer: whether layers that are stacked in one array are updated as arrays of their own.
+      with_stacks: {stack: names of its rows} -> the same optimizer for parameters of which some are
+        stacks; None where its state depends on how arrays are stacked.
+      settings: parameters -> {name: what it does to the parameter}; None where that is not known.
     """
 
     apply: Apply
@@ -161,6 +164,8 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     begin: Begin | None
     moments: tuple[str, ...]
     per_layer: bool
+    with_stacks: Callable[[Mapping[str, tuple[str, ...]]], Optimizer] | None
+    settings: Callable[[Tree], Mapping[str, Any]] | None
 
     def __new__(
         cls,
@@ -177,12 +182,14 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         begin: Begin | None = None,
         moments: tuple[str, ...] = (),
         per_layer: bool = False,
+        with_stacks: Callable[[Mapping[str, tuple[str, ...]]], Optimizer] | None = None,
+        settings: Callable[[Tree], Mapping[str, Any]] | None = None,
     ) -> Optimizer:
         self = super().__new__(cls, init, update)
         self.apply, self.kernel, self.impl, self.clip_norm = apply, kernel, impl, clip_norm
         self.with_dtypes, self.learning_rate = with_dtypes, learning_rate
         self.coding, self.begin, self.moments = coding, begin, moments
-        self.per_layer = per_layer
+        self.per_layer, self.with_stacks, self.settings = per_layer, with_stacks, settings
         return self
 
 

@@ -210,6 +210,8 @@ def _make_missing(
     """({name: parameter as it is stored} of those in no file, all of the model's own state)."""
     names = [name for name, x in params.items() if isinstance(x, jax.ShapeDtypeStruct)]
     missing = [name for name, x in extras.items() if isinstance(x, jax.ShapeDtypeStruct)]
+    if not names and not missing:
+        return {}, extras
 
     def make(key_data: jax.Array) -> tuple[dict, dict]:
         stored, own = _new_params(plan, key_data)

@@ -6,7 +6,9 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import names_keywords
 from zerojax.optim import StateCoding, coding_of
@@ -14,6 +16,7 @@ from zerojax.parallel.offload.disk import fill_disk
 from zerojax.parallel.offload.disk_durable import rest_writer
 from zerojax.parallel.offload.disk_saving import restore_pieces
 from zerojax.parallel.offload.sliced_state import cut_state, join_params, join_state
+from zerojax.plan.layer_stacks import StackRows, group_rows, ungroup_rows
 from zerojax.plan.make import Plan
 from zerojax.plan.state import (
     StageRows,
@@ -33,6 +36,8 @@ Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
 def to_canonical(plan: Plan, state: TrainState, *, joined: bool = True) -> TrainState:
     """The state without padding, layers in order, in `plan.abstract_canonical`'s shardings.
 
+    Layers that are stored stacked become arrays of their own, under the user's names.
+
     Leaves whose two forms are the same are passed on as they are, not copied. Moments that are
     coded are decoded to float32 first.
 
@@ -47,7 +52,9 @@ def to_canonical(plan: Plan, state: TrainState, *, joined: bool = True) -> Train
     else:
         stored = join_state(plan, state, joined=joined)
     decoded = _recoded(plan, stored, decode=True)
-    return convert(decoded, plan.abstract_canonical, _rows_of_state(plan), to_rows=False)
+    wanted = group_rows(plan.abstract_canonical, plan.stacks)
+    found = convert(decoded, wanted, _rows_of_state(plan), to_rows=False)
+    return ungroup_rows(found, plan.stacks)
 
 
 def model_parts(plan: Plan, state: TrainState) -> dict[str, Any]:
@@ -65,7 +72,8 @@ def model_parts(plan: Plan, state: TrainState) -> dict[str, Any]:
     rows: dict[str, Any] | None = None
     if (all_rows := _rows_of_state(plan)) is not None:
         rows = {name: x for name, x in all_rows.items() if name in parts}
-    return convert(parts, {name: abstract[name] for name in parts}, rows)
+    wanted = group_rows({name: abstract[name] for name in parts}, plan.stacks)
+    return ungroup_rows(convert(parts, wanted, rows), plan.stacks)
 
 
 def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +88,8 @@ def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
     rows: dict[str, Any] | None = None
     if (all_rows := _rows_of_state(plan)) is not None:
         rows = {name: x for name, x in all_rows.items() if name in parts}
-    return convert(parts, {name: stored[name] for name in parts}, rows, to_rows=True)
+    given = group_rows(parts, plan.stacks)
+    return convert(given, {name: stored[name] for name in parts}, rows, to_rows=True)
 
 
 @names_keywords()
@@ -100,7 +109,8 @@ def from_canonical(
     stored["opt_state"] = decoded_opt_state(plan)
     if plan.offload is not None:
         stored = canonical_on_host(stored, plan.offload)
-    arrays = convert(canonical, stored, _rows_of_state(plan), to_rows=True)
+    given = group_rows(canonical, plan.stacks)
+    arrays = convert(given, stored, _rows_of_state(plan), to_rows=True)
     recoded = _recoded(plan, arrays, decode=False)
     if plan.offload is None:
         return recoded
@@ -191,6 +201,8 @@ def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False
     programs with collectives that do not wait for each other can block each other for good.
 
     Args:
+      tree: with `StackRows` where layers are to be joined to the stack that `abstract` has there.
+      abstract: with `StackRows` where a stack is to be taken apart.
       rows: `StageRows` of the leaves whose rows change places, None for the others; or just None.
       to_rows: from layers in order to rows, or back.
     """
@@ -199,6 +211,9 @@ def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False
     moves = [None] * len(leaves) if rows is None else structure.flatten_up_to(rows)
     changing, result = [], list(leaves)
     for index, (leaf, target, move) in enumerate(zip(leaves, targets, moves, strict=True)):
+        if isinstance(leaf, StackRows) or isinstance(target, StackRows):
+            changing.append(index)
+            continue
         if not isinstance(leaf, jax.Array):  # see `parallel.offload.disk_saving`
             result[index] = target if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
             continue
@@ -217,10 +232,10 @@ def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False
         else:
             changing.append(index)
     if changing:
-        wanted = tuple((targets[i].shape, targets[i].sharding, moves[i]) for i in changing)
-        change = _resizer(wanted, to_rows)
-        for index, leaf in zip(changing, change([leaves[i] for i in changing]), strict=True):
-            result[index] = leaf
+        change = _resizer(tuple(_wanted(targets[i], moves[i]) for i in changing), to_rows)
+        given = [leaf.values if isinstance(leaf, StackRows) else leaf for leaf in leaves]
+        for index, found in zip(changing, change([given[i] for i in changing]), strict=True):
+            result[index] = StackRows(found) if isinstance(found, tuple) else found
     return structure.unflatten(result)
 
 
@@ -234,16 +249,37 @@ def _devices(sharding: NamedSharding) -> list[jax.Device]:
     return list(sharding.mesh.devices.flat)
 
 
-@functools.lru_cache(maxsize=16)
-def _resizer(
-    wanted: tuple[tuple[tuple[int, ...], NamedSharding, StageRows | None], ...], to_rows: bool
-) -> Any:
-    """A jitted function of arrays that gives them new shapes and shardings."""
+Wanted = tuple[tuple[int, ...], NamedSharding | tuple[NamedSharding, ...], StageRows | None]
+"""What an array, or the rows of a stack, become: the whole shape, the sharding (of a stack that is
+taken apart, that of each row), and how rows change places."""
 
-    def resize(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [
-            fit(jax.device_put(x, jax.memory.Space.Device), shape, rows, to_rows=to_rows)
-            for x, (shape, _, rows) in zip(arrays, wanted, strict=True)
-        ]
+
+def _wanted(target: Any, move: StageRows | None) -> Wanted:
+    if not isinstance(target, StackRows):
+        return target.shape, target.sharding, move
+    shape = (len(target.values), *target.values[0].shape)
+    return shape, tuple(row.sharding for row in target.values), move
+
+
+@functools.lru_cache(maxsize=16)
+def _resizer(wanted: tuple[Wanted, ...], to_rows: bool) -> Any:
+    """A jitted function of arrays, or tuples of rows, that gives them new shapes and shardings."""
+
+    def resize(arrays: list[Any]) -> list[Any]:
+        return [_resize(x, each, to_rows) for x, each in zip(arrays, wanted, strict=True)]
 
     return jax.jit(resize, out_shardings=[sharding for _, sharding, _ in wanted])
+
+
+def _resize(x: Any, wanted: Wanted, to_rows: bool) -> Any:
+    """Traced: one array, joined of rows or taken apart into them where asked."""
+    shape, shardings, move = wanted
+    x = jax.tree.map(lambda part: jax.device_put(part, jax.memory.Space.Device), x)
+    x = jnp.stack(x) if isinstance(x, tuple) else x
+    x = fit(x, shape, move, to_rows=to_rows)
+    if not isinstance(shardings, tuple):
+        return x
+    # Whole along the layers before they are taken apart, so that no device has a whole stack.
+    spec = P(None, *shardings[0].spec)
+    x = jax.lax.with_sharding_constraint(x, NamedSharding(shardings[0].mesh, spec))
+    return tuple(x[row] for row in range(len(shardings)))

@@ -157,7 +157,9 @@ def _build_in_place(plan: Plan, tx: Optimizer) -> Callable[..., tuple[Arrays, An
     """Every device updates its own shards: one read and one write of each array."""
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
     shapes = true_shapes(plan)
-    choice, layers = plan.program.kernels["update"], stacks_of(plan) if tx.per_layer else {}
+    choice, layers = plan.program.kernels["update"], stacks_of(plan)
+    if not tx.per_layer:  # layers that are rolled are arrays of their own to their user
+        layers = {name: axes for name, axes in layers.items() if name in plan.stacks}
 
     def local(
         grads: Arrays,

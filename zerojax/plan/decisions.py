@@ -21,9 +21,11 @@ from zerojax.models.batch_weight import BatchWeight
 from zerojax.models.context import ContextSplit
 from zerojax.models.index_limits import IndexLimit
 from zerojax.models.protocol import Loss, Model
+from zerojax.models.rolling import RolledModel
 from zerojax.optim import Schedule
 from zerojax.optim.precision import Precision
 from zerojax.plan.device_mesh import DATA_AXES
+from zerojax.plan.layer_stacks import Stacks, row_placement
 from zerojax.plan.placement import Placement
 from zerojax.plan.state import TrainState
 from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
@@ -89,8 +91,11 @@ class Decisions:
       abstract_state: `TrainState` of `ShapeDtypeStruct`s with shardings, as it lies in memory.
       abstract_stored: the same with every parameter and moment in one piece on the device; without
         offload the same object.
-      abstract_canonical: the same with true shapes and evenly dividing shardings: the form on disk
-        and between two plans.
+      stacks: {name of stored layers of a rolled list: the user's names of its rows, in order}; {}
+        where nothing is rolled. Placement, state and step have stacks, everything that a user sees
+        has rows.
+      abstract_canonical: the same with true shapes, the user's names and evenly dividing shardings:
+        the form on disk and between two plans.
       abstract_batch: the global batch, with shardings.
       traced: what the trace of the loss showed.
       program: the choices with which the step is compiled.
@@ -112,6 +117,7 @@ class Decisions:
     offload: OffloadLayout | None
     abstract_state: TrainState
     abstract_stored: TrainState
+    stacks: Stacks
     abstract_canonical: TrainState
     abstract_batch: Tree
     traced: TracedLoss
@@ -133,6 +139,16 @@ class Decisions:
     def batch_sharding(self) -> NamedSharding:
         """Dimension 0 over the data axes; fits every leaf of a batch."""
         return NamedSharding(self.mesh, P(DATA_AXES))
+
+    @property
+    def users_model(self) -> Model:
+        """The model as the user wrote it, whose arrays have the user's names."""
+        return self.model.inner if isinstance(self.model, RolledModel) else self.model
+
+    @property
+    def users_placement(self) -> Placement:
+        """The table with one row per parameter of the model, where some are stored stacked."""
+        return row_placement(self.placement, self.stacks) if self.stacks else self.placement
 
     @property
     def global_batch_size(self) -> int:

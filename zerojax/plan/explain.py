@@ -16,6 +16,7 @@ from zerojax.models import trees
 from zerojax.optim.optimizer import Optimizer, map_state
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import describe_mesh
+from zerojax.plan.layer_stacks import find_row, users_names
 from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.wire import LeafTransfer, leaf_transfers
 
@@ -31,9 +32,12 @@ def explain_parameter(plan: Decisions, name: str) -> str:
     Raises:
       ValueError: there is no such parameter; names the nearest one.
     """
-    leaf = _find(plan, name)
+    found = find_row(name, plan.stacks)
+    leaf = _find(plan, name if found is None else found[0])
     stored = _abstract(plan, leaf)
+    of_stack = [] if found is None else [("row", f"{found[1]} of {printable(found[0])}")]
     rows = [
+        *of_stack,
         ("stored", f"{_array(leaf.stored_shape, stored.dtype)} split as {_spec(leaf)}"),
         ("", f"{_array(_shard(stored), stored.dtype)} on each device, {_bytes(plan, leaf)}"),
         ("computed", _access(plan, leaf)),
@@ -41,10 +45,11 @@ def explain_parameter(plan: Decisions, name: str) -> str:
         ("update", _update(plan, leaf)),
         *[("", line) for line in _state_lines(plan, leaf)],
         ("memory", _tiers(plan, leaf)),
-        ("checkpoint", ", ".join(checkpoint_names(plan, name))),
+        ("checkpoint", ", ".join(_names_on_disk(plan, name))),
         *[("because", printable(reason)) for reason in leaf.reasons],
     ]
-    head = f"{printable(name)}: {_array(leaf.shape, stored.dtype)}, mesh {describe_mesh(plan.mesh)}"
+    shape = leaf.shape if found is None else leaf.shape[1:]
+    head = f"{printable(name)}: {_array(shape, stored.dtype)}, mesh {describe_mesh(plan.mesh)}"
     lines = [f"{head}, zero={plan.zero}"]
     previous = None
     for label, text in rows:
@@ -56,7 +61,7 @@ def explain_parameter(plan: Decisions, name: str) -> str:
 
 def checkpoint_names(plan: Decisions, name: str) -> list[str]:
     """Names of the arrays in a checkpoint that belong to a parameter, the parameter first."""
-    role = "frozen" if plan.placement.leaves[name].frozen else "params"
+    role = "frozen" if name in plan.abstract_canonical["frozen"] else "params"
     marked = map_state(
         plan.tx,
         lambda leaf, of: of,
@@ -67,10 +72,19 @@ def checkpoint_names(plan: Decisions, name: str) -> list[str]:
     return [f"{role}/{name}", *(path for path, of in moments.items() if of == name)]
 
 
+def _names_on_disk(plan: Decisions, name: str) -> list[str]:
+    """Names in a checkpoint: of a parameter, or of the first and last row of a stack."""
+    names = users_names(name, plan.stacks)
+    if len(names) == 1:
+        return checkpoint_names(plan, names[0])
+    ends = checkpoint_names(plan, names[0])[0], checkpoint_names(plan, names[-1])[0]
+    return [f"{ends[0]} to {ends[1]}"]
+
+
 def _find(plan: Decisions, name: str) -> LeafPlacement:
     leaves = plan.placement.leaves
     if name not in leaves:
-        near = difflib.get_close_matches(name, leaves, n=1, cutoff=0.3)
+        near = difflib.get_close_matches(name, plan.users_placement.leaves, n=1, cutoff=0.3)
         hint = f"did you mean {near[0]!r}?" if near else "plan.table() lists all"
         raise ValueError(f"{name!r} is not a parameter of this plan; {hint}")
     return leaves[name]
@@ -134,10 +148,19 @@ def _update(plan: Decisions, leaf: LeafPlacement) -> str:
     return f"in place on each device's shard, {by}"
 
 
+def _stored_names(plan: Decisions, name: str) -> list[str]:
+    """Names in the state of an optimizer's arrays for what is stored under a name."""
+    if name not in plan.stacks:
+        return checkpoint_names(plan, name)[1:]
+    row = plan.stacks[name][0]
+    paths = checkpoint_names(plan, row)[1:]
+    return [path.removesuffix(row) + name for path in paths if path.endswith(row)]
+
+
 def _state_lines(plan: Decisions, leaf: LeafPlacement) -> list[str]:
     leaves = trees.flatten_names(plan.abstract_stored)
     lines = []
-    for path in checkpoint_names(plan, leaf.name)[1:]:
+    for path in _stored_names(plan, leaf.name):
         if path in leaves:
             array = leaves[path]
             lines.append(f"{_array(_shard(array), array.dtype)} {path} on each device")

@@ -54,6 +54,7 @@ class LeafPlacement:
       layer_rows: for a parameter on a pipeline the layer in each row of the stored stack, -1 where
         a row is padding (zeros); its dimension 0 is split over `stage`. None: not on a pipeline,
         so that every pipeline stage has all of it.
+      is_row_of_stages: whether it is one row of a stack that a pipeline splits, in canonical form.
       reasons: why this row is an exception to its stage's rule, if it is.
     """
 
@@ -68,6 +69,7 @@ class LeafPlacement:
     frozen: bool = False
     zero_axes: tuple[str, ...] = (DATA,)
     layer_rows: tuple[int, ...] | None = None
+    is_row_of_stages: bool = False
     reasons: tuple[str, ...] = ()
 
     @property
@@ -120,7 +122,7 @@ class LeafPlacement:
 
         Where a pipeline does not divide the layers, `stage` takes another dimension.
         """
-        if not self.is_padded and self.layer_rows is None:
+        if not self.is_padded and self.layer_rows is None and not self.is_row_of_stages:
             return self.stored_spec
         axes: list[Any] = [axis if axis == MODEL else None for axis in self.stored_spec]
         if self.layer_rows is not None and self.shape[0] % axis_sizes[STAGE] == 0:
@@ -132,7 +134,7 @@ class LeafPlacement:
             else:
                 for axis in own:
                     _put(axes, axis, self.shape, axis_sizes)
-        if self.layer_rows is not None and axes[0] != STAGE:
+        if self.is_row_of_stages or (self.layer_rows is not None and axes[0] != STAGE):
             _put(axes, STAGE, self.shape, axis_sizes, shared=True)
         return P(*axes)
 
@@ -183,6 +185,8 @@ class PlacementRules:
       freeze: regular expressions on names.
       persistence_threshold: elements; at stage 3 a smaller parameter is gathered once per step
         instead of at every use, which saves a collective per use.
+      stacks: {stack of layers: the user's names of its rows}; patterns are asked of these names,
+        and axes of a tensor-parallel rule are those of a row. All rows are told the same.
       virtual_shards: dimensions are chosen and padded for so many shards, however many devices
         there are, which divide it; None: for as many as there are.
     """
@@ -192,12 +196,20 @@ class PlacementRules:
     freeze: Sequence[str] = ()
     persistence_threshold: int = 100_000
     virtual_shards: int | None = None
+    stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 def tensor_parallel_axes(
-    shapes: Mapping[str, Shape], axis_sizes: Mapping[str, int], rules: Rules
+    shapes: Mapping[str, Shape],
+    axis_sizes: Mapping[str, int],
+    rules: Rules,
+    stacks: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, tuple[str | None, ...]]:
-    """Mesh axis per dimension of every parameter, from the first rule that matches its name."""
+    """Mesh axis per dimension of every parameter, from the first rule that matches its name.
+
+    Args:
+      stacks: as `PlacementRules` has them.
+    """
     compiled = []
     for pattern, axes in rules:
         for axis in axes:
@@ -214,11 +226,14 @@ def tensor_parallel_axes(
             ) from None
     result = {}
     for name, shape in shapes.items():
-        axes = next((axes for pattern, axes in compiled if pattern.search(name)), ())
-        if len(axes) > len(shape):
+        rows = (stacks or {}).get(name, ())
+        asked = rows[0] if rows else name
+        axes = next((axes for pattern, axes in compiled if pattern.search(asked)), ())
+        own = shape[1:] if rows else shape
+        if len(axes) > len(own):
             raise ValueError(
-                f"a tensor-parallel rule gives {len(axes)} axes {axes} for {name}, which has "
-                f"{len(shape)} dimensions {list(shape)}; give at most one axis per trailing "
+                f"a tensor-parallel rule gives {len(axes)} axes {axes} for {asked}, which has "
+                f"{len(own)} dimensions {list(own)}; give at most one axis per trailing "
                 "dimension"
             )
         full = (None,) * (len(shape) - len(axes)) + axes

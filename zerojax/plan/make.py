@@ -30,6 +30,7 @@ from zerojax.plan.context_split import check_context, plan_context
 from zerojax.plan.decisions import Decisions, ProgramChoices, TracedLoss
 from zerojax.plan.device_mesh import COMPILER_AXES, DATA, DATA_AXES, STAGE
 from zerojax.plan.explain import explain_parameter
+from zerojax.plan.layer_stacks import Stacks, row_layout, row_placement, row_structs
 from zerojax.plan.loss_checks import (
     check_loss,
     check_pieces,
@@ -65,6 +66,16 @@ from zerojax.plan.refusals import (
     check_trained,
     errors_with_users_lines,
 )
+from zerojax.plan.rolling import (
+    Rolling,
+    Wishes,
+    check_remat,
+    check_same_result,
+    choose_rolling,
+    fit_stacks,
+    stack_structs,
+    works_with_loops_alone,
+)
 from zerojax.plan.state import (
     abstract,
     abstract_model,
@@ -85,6 +96,8 @@ _MESH_OPTIONS = (
     "allgather_bucket_size",
     "sequence_sharding",
     "context_parallel",
+    "roll",
+    "remat",
     "offload",
     "pipeline_schedule",
     "partition",
@@ -188,7 +201,7 @@ def make_plan(
       freeze: regular expressions, or one, on names of parameters that get no gradient.
       steps: length of the run, for the learning-rate schedule.
       **mesh_options: other fields of `MeshConfig`: rules, persistence_threshold,
-        reduce_bucket_size, allgather_bucket_size, sequence_sharding.
+        reduce_bucket_size, allgather_bucket_size, sequence_sharding, roll, remat.
 
     Raises:
       ValueError, TypeError: with the value, the limit and the remedy.
@@ -256,12 +269,40 @@ def _make(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given) -> Pla
 
 
 def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given) -> Plan:
-    task, why_defaults, why_microbatches = _resolve(settings, mesh, given)
+    task, *reasons = _resolve(settings, mesh, given)
     seen = _trace(task)
+    wishes = Wishes(settings=settings, mesh=mesh, freeze=given.freeze, tx=task.optimizer.tx)
+    rolling = choose_rolling(task.model, seen.trace, seen.params, wishes)
+    check_remat(settings, rolling)
+    needs_loop = works_with_loops_alone(settings, mesh)
+    if rolling.model is None:
+        try:
+            return _decide(task, seen, rolling, given, reasons)
+        except ValueError as error:
+            if needs_loop and rolling.reasons:
+                raise ValueError(f"{error}. In this model {'; '.join(rolling.reasons)}") from error
+            raise
+    try:
+        rolled = _trace_rolled(task, seen, rolling)
+        return _decide(*rolled, rolling, given, reasons)
+    except Exception as error:
+        try:
+            return _decide(task, seen, rolling.given_up(error), given, reasons)
+        except Exception as unrolled:
+            # Both fail: where the settings need a loop, what the loop lacks is the answer.
+            raise (error if needs_loop else unrolled) from None
+
+
+def _decide(
+    task: _Task, seen: _Seen, rolling: Rolling, given: _Given, why: Sequence[Sequence[str]]
+) -> Plan:
+    """The plan of a traced model, as the user wrote it or rolled."""
+    settings, mesh, (why_defaults, why_microbatches) = task.settings, task.mesh, why
+    names = rolling.stacks
     context, why_context = plan_context(settings, mesh, seen.trace, seen.microbatch)
-    placement, layout, stacked = _place(task, seen, given.freeze)
+    placement, layout, stacked = _place(task, seen, given.freeze, names)
     traced, why_traced, rules = _examine_loss(task, seen, placement)
-    tx = optim.fit_optimizer(task.optimizer.tx, task.precision)
+    tx = fit_stacks(optim.fit_optimizer(task.optimizer.tx, task.precision), names)
     check_elementwise(settings, tx)
     program = _choose_program(task, seen, placement, tx)
     stacks = find_stacks(seen.trace.jaxpr, sorted(seen.params))
@@ -270,9 +311,11 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given)
     offload = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
     check_update_in_backward(offload, task.num_microbatches, task.precision, tx)
     build = functools.partial(
-        abstract_state, seen.params, seen.extras, placement, tx, task.precision, mesh
+        abstract_state, extras=seen.extras, tx=tx, precision=task.precision, mesh=mesh
     )
-    stored, canonical = build(canonical=False), build(canonical=True)
+    stored = build(seen.params, placement=placement, canonical=False)
+    by_name, users = row_structs(seen.params, names), row_placement(placement, names)
+    canonical = build(by_name, placement=users, canonical=True)
     return Plan(
         mesh=mesh,
         model=task.model,
@@ -288,7 +331,10 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given)
         offload=offload,
         abstract_state=abstract_offloaded(stored, offload, task.precision) if offload else stored,
         abstract_stored=stored,
-        abstract_canonical=canonical_on_host(canonical, offload) if offload else canonical,
+        stacks=names,
+        abstract_canonical=canonical_on_host(canonical, row_layout(offload, names))
+        if offload
+        else canonical,
         abstract_batch=_abstract_batch(task),
         traced=traced,
         program=program,
@@ -310,12 +356,13 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given)
                 program.regather,
             ),
             *why_traced,
+            *rolling.reasons,
             *rules,
             *describe_offload(settings, offload),
             *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
             *describe_update(program.kernels, tx, stacks & stored["params"].keys(), mesh),
             *why_padding,
-            *optim.describe_muon(stored["opt_state"], stacks),
+            *optim.describe_muon(stored["opt_state"], stacks - names.keys()),
             *describe_options(program.options, program.dropped),
         ),
         remake=functools.partial(_remake, settings, given),
@@ -375,8 +422,24 @@ def _trace(task: _Task) -> _Seen:
     return _Seen(params=params, extras=extras, microbatch=microbatch, trace=trace)
 
 
+def _trace_rolled(task: _Task, seen: _Seen, rolling: Rolling) -> tuple[_Task, _Seen]:
+    """The task and what was seen of it, with loops in place of layers.
+
+    Raises:
+      ValueError: the loss is not the user's any more.
+    """
+    model = rolling.model
+    assert model is not None
+    params = stack_structs(seen.params, rolling.stacks)
+    read = as_read(params, task.precision)
+    trace = models.trace_model(model, read, seen.extras, seen.microbatch, task.loss)
+    check_same_result(seen.trace, trace)
+    rolled = dataclasses.replace(seen, params=params, trace=trace)
+    return dataclasses.replace(task, model=model), rolled
+
+
 def _place(
-    task: _Task, seen: _Seen, freeze: tuple[str, ...]
+    task: _Task, seen: _Seen, freeze: tuple[str, ...], stacks: Stacks
 ) -> tuple[Placement, PipelineLayout | None, frozenset[str]]:
     """(the table of parameters, the pipeline, names of what a loop takes layer by layer)."""
     arrays = (as_read(seen.params, task.precision), seen.extras, seen.microbatch)
@@ -395,6 +458,7 @@ def _place(
         freeze=freeze,
         stacked=stacked,
         layout=layout,
+        stacks=stacks,
     )
     check_trained(placement)
     return placement, layout, stacked

@@ -111,10 +111,8 @@ def place_parameters(
         parameter on a pipeline is not read layer by layer, or a rule splits its layers.
     """
     frozen = dict(always_frozen or {})
-    frozen_by_user = (
-        trees.match_names(shapes, rules.freeze, option="freeze") if rules.freeze else ()
-    )
-    axes_of = tensor_parallel_axes(shapes, axis_sizes, rules.tensor_parallel)
+    frozen_by_user = _frozen_by_user(shapes, rules) if rules.freeze else frozenset()
+    axes_of = tensor_parallel_axes(shapes, axis_sizes, rules.tensor_parallel, rules.stacks)
     leaves = {}
     for name, shape in shapes.items():
         stack_dims, barrier = _stack_dims(shape, read_shapes.get(name))
@@ -154,6 +152,14 @@ def place_parameters(
             reasons=tuple(reasons),
         )
     return Placement(leaves, rules.zero, dict(axis_sizes))
+
+
+def _frozen_by_user(shapes: Mapping[str, Shape], rules: PlacementRules) -> frozenset[str]:
+    """Names of what is stored that the user's patterns freeze; of a stack, all rows."""
+    rows_of = {name: rules.stacks.get(name, (name,)) for name in shapes}
+    names = [row for rows in rows_of.values() for row in rows]
+    matched = trees.match_names(names, rules.freeze, option="freeze")
+    return frozenset(name for name, rows in rows_of.items() if matched.issuperset(rows))
 
 
 def _access(
@@ -240,6 +246,7 @@ def place_model(
     freeze: tuple[str, ...],
     stacked: frozenset[str],
     layout: PipelineLayout | None,
+    stacks: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Placement:
     """The table of a model's parameters.
 
@@ -249,6 +256,7 @@ def place_model(
       freeze: regular expressions on names.
       stacked: names of the parameters that a pass takes layer by layer, whatever the model reads.
       layout: of a pipeline, None without one.
+      stacks: {rolled stack: the user's names of its rows}, which patterns are asked of.
     """
     integers = {
         name: f"{leaf.dtype.name} has no gradient: frozen and kept whole"
@@ -278,6 +286,7 @@ def place_model(
             freeze=freeze,
             persistence_threshold=settings.persistence_threshold,
             virtual_shards=virtual_shards,
+            stacks=stacks or {},
         ),
         always_frozen=integers,
         barriers=barriers,

@@ -28,6 +28,8 @@ def save_state(
 ) -> None:
     """Saves a state; parameters with slices on the host or in files are copied slice by slice.
 
+    Stacked layers are joined on the host instead: their rows are written under their own names.
+
     Args:
       checkpointer: a `zerojax.checkpoint.Checkpointer`.
       plan: which `state` follows.
@@ -38,10 +40,10 @@ def save_state(
     Raises:
       CheckpointError: see there.
     """
-    apart = plan.offload is not None and bool(plan.offload.off_device)
+    apart = plan.offload is not None and bool(plan.offload.off_device) and not plan.stacks
     sums = checkpointer.fingerprints
     pieces = functools.partial(write_pieces, plan, state, with_fingerprints=sums)
-    canonical = to_canonical(plan, state, joined=False)
+    canonical = to_canonical(plan, state, joined=not apart)
     checkpointer.save(
         step,
         canonical,
@@ -66,7 +68,7 @@ def restore_state(
         a later one than the step that is left, and are taken instead.
     """
     unread = []
-    if plan.offload is not None and plan.offload.off_device:
+    if plan.offload is not None and plan.offload.off_device and not plan.stacks:
         unread = [name for arrays in saved_names(plan).values() for name in arrays.values()]
     restored = checkpointer.restore(plan.abstract_canonical, step, unread=unread)
     durable = resume_step(plan) if at_start else None
@@ -113,9 +115,9 @@ def model_of(plan: Plan, state: TrainState) -> Any:
     whole = jax.jit(lambda tree: tree, out_shardings=replicated)(named)
     host = jax.tree.map(np.asarray, whole)
     values = {**host["params"], **host["frozen"]}
-    params = {name: jnp.asarray(values[name]) for name in plan.placement.leaves}
+    params = {name: jnp.asarray(values[name]) for name in plan.users_placement.leaves}
     extras = {name: jnp.asarray(value) for name, value in host["extras"].items()}
-    return plan.model.to_source(params, extras)
+    return plan.users_model.to_source(params, extras)
 
 
 def end_state(state: TrainState | None) -> None:

@@ -139,7 +139,11 @@ class LoadedRun:
             batches = itertools.chain([first], iterator)
         plan, evaluate = self._evaluation(first)
         default = self.record.eval_batches
-        return mean_loss(evaluate, plan, self.state, batches, num_batches, default)
+        state = self.state
+        if plan.stacks != self.plan.stacks:  # what is rolled may depend on the batch
+            parts = {**model_parts(self.plan, state), "rng": state["rng"]}
+            state = from_model_parts(plan, parts)
+        return mean_loss(evaluate, plan, state, batches, num_batches, default)
 
     def _evaluation(self, batch: Any) -> tuple[Plan, Any]:
         """A plan for batches of this shape, over the same arrays, and its compiled evaluation."""
@@ -168,7 +172,7 @@ class LoadedRun:
 
         shardings = {name: x.sharding for name, x in read.items()}
         params = jax.jit(cast, out_shardings=shardings)(read)
-        return self.plan.model.to_source(params, parts["extras"])
+        return self.plan.users_model.to_source(params, parts["extras"])
 
     def to_model(self) -> Any:
         """The model with whole arrays on one device, as `Trainer.to_model` gives it."""

@@ -150,7 +150,7 @@ def record_of(plan: Plan, notes: RunNotes) -> RunRecord:
         adapters=adapters,
         loss=notes.loss,
         precision={name: np.dtype(getattr(plan.precision, name)).name for name in _DTYPE_NAMES},
-        frozen=tuple(name for name, leaf in plan.placement.leaves.items() if leaf.frozen),
+        frozen=tuple(name for name, leaf in plan.users_placement.leaves.items() if leaf.frozen),
         mesh=settings,
         platform=devices.flat[0].platform,
         num_devices=devices.size,

@@ -352,7 +352,7 @@ class Engine(EngineQueries, AbsentMethods):
             freeze=self._freeze,
             steps=self._steps,
         )
-        deepspeed.check_rules(plan.settings, plan.placement.leaves)
+        deepspeed.check_rules(plan.settings, plan.users_placement.leaves)
         return plan
 
     def _make_state(self, plan: Plan) -> None:

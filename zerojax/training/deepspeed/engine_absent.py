@@ -82,7 +82,7 @@ ABSENT: Mapping[str, str] = {
     "scale": "train_batch scales the loss in float16 itself; leave this out",
     "clip_fp32_gradients": "train_batch clips as gradient_clipping says; leave this out",
     "checkpoint_engine": "checkpoints are saved by save_checkpoint alone",
-    "param_names": "engine.plan.placement.leaves has the names of the parameters",
+    "param_names": "engine.plan.users_placement.leaves has the names of the parameters",
     "flops": "engine.plan counts products; `zerojax profile` measures them",
     "get_type": "the optimizer's name is engine.optimizer_name()",
     "get_pld_theta": "layers are not dropped; leave this out",

@@ -325,7 +325,7 @@ class PortedArguments(Arguments):
 
     def check_plan(self, plan: Plan) -> None:
         """Refuses rules of the file that split nothing. Raises: ConfigError."""
-        check_rules(plan.settings, plan.placement.leaves)
+        check_rules(plan.settings, plan.users_placement.leaves)
 
 
 def _source_of(mesh_config: Any) -> Source | None:

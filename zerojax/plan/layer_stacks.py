@@ -1,0 +1,162 @@
+"""Names of stacked layers: between what is stored, stacks, and what users see, a row each.
+
+Knows names, shapes and trees of a state. Never touches arrays: those change their form in
+`zerojax.parallel.reshard`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from zerojax.plan.device_mesh import STAGE
+from zerojax.plan.leaf_placement import LeafPlacement
+from zerojax.plan.placement import Placement
+from zerojax.plan.state_layout import OffloadLayout
+
+Tree = Any
+Stacks = Mapping[str, tuple[str, ...]]
+"""{name of a stack: the user's names of its rows, in order}."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackRows:
+    """The rows of a stack in the place of the stack: a leaf, for JAX's functions of trees.
+
+    Attributes:
+      values: one for each row, in order.
+    """
+
+    values: tuple[Any, ...]
+
+
+class RowsDifferError(ValueError):
+    """Rows of a stack that are not of one kind; the message names two."""
+
+
+def users_names(name: str, stacks: Stacks) -> tuple[str, ...]:
+    """The user's names of what is stored under a name."""
+    return stacks.get(name, (name,))
+
+
+def find_row(name: str, stacks: Stacks) -> tuple[str, int] | None:
+    """(the stack that holds a parameter, its row); None where it is stored by itself."""
+    for stack, rows in stacks.items():
+        if name in rows:
+            return stack, rows.index(name)
+    return None
+
+
+def group_rows(tree: Tree, stacks: Stacks) -> Tree:
+    """A tree of the user's names with `StackRows` under the names of stacks.
+
+    Args:
+      tree: its dicts with names of parameters have all rows of a stack, or none.
+
+    Raises:
+      RowsDifferError: the rows of a stack are trees of different structure, or some are missing.
+    """
+    stack_of = {name: stack for stack, names in stacks.items() for name in names}
+    if not stack_of:
+        return tree
+
+    def group(node: Any) -> Any:
+        if not _has_any(node, stack_of):
+            return node
+        result: dict[str, Any] = {}
+        for name, value in node.items():
+            stack = stack_of.get(name)
+            if stack is None:
+                result[name] = value
+            elif stack not in result:
+                result[stack] = _joined(node, stack, stacks[stack])
+        return result
+
+    return jax.tree.map(group, tree, is_leaf=lambda node: _has_any(node, stack_of))
+
+
+def ungroup_rows(
+    tree: Tree, stacks: Stacks, row_of: Callable[[Any, int], Any] = lambda rows, i: rows.values[i]
+) -> Tree:
+    """The inverse of `group_rows`.
+
+    Args:
+      tree: its dicts have stacks in place of their rows.
+      row_of: (leaf of a stack, number of the row) -> the row.
+    """
+
+    def ungroup(node: Any) -> Any:
+        if not _has_any(node, stacks):
+            return node
+        result: dict[str, Any] = {}
+        for name, value in node.items():
+            if name not in stacks:
+                result[name] = value
+                continue
+            for index, row in enumerate(stacks[name]):
+                result[row] = jax.tree.map(lambda leaf, index=index: row_of(leaf, index), value)
+        return result
+
+    return jax.tree.map(ungroup, tree, is_leaf=lambda node: _has_any(node, stacks))
+
+
+def _has_any(node: Any, names: Mapping[str, Any]) -> bool:
+    return isinstance(node, dict) and any(name in names for name in node)
+
+
+def _joined(node: Mapping[str, Any], stack: str, names: tuple[str, ...]) -> Tree:
+    missing = [name for name in names if name not in node]
+    if missing:
+        raise RowsDifferError(f"{stack}: {missing[0]} has no place where {names[0]} has one")
+    first = jax.tree.structure(node[names[0]])
+    for name in names:
+        if jax.tree.structure(node[name]) != first:
+            raise RowsDifferError(f"{stack}: {names[0]} and {name} are kept in different forms")
+    return jax.tree.map(lambda *values: StackRows(values), *(node[name] for name in names))
+
+
+def row_structs(params: Mapping[str, Any], stacks: Stacks) -> dict[str, Any]:
+    """{user's name: struct} of stored parameters' structs."""
+    rows: dict[str, Any] = {}
+    for name, x in params.items():
+        shape = x.shape[1:] if name in stacks else x.shape
+        rows |= dict.fromkeys(users_names(name, stacks), jax.ShapeDtypeStruct(shape, x.dtype))
+    return rows
+
+
+def row_placement(placement: Placement, stacks: Stacks) -> Placement:
+    """The table under the user's names, for the canonical form of a state.
+
+    Args:
+      placement: the table of what is stored.
+    """
+    leaves: dict[str, LeafPlacement] = {}
+    for name, leaf in placement.leaves.items():
+        rows = {row: _row(leaf, row) for row in stacks[name]} if name in stacks else {name: leaf}
+        leaves |= rows
+    return dataclasses.replace(placement, leaves=leaves)
+
+
+def _row(leaf: LeafPlacement, name: str) -> LeafPlacement:
+    """One row of a stack as a parameter of its own; `stage` splits a dimension of it."""
+    return dataclasses.replace(
+        leaf,
+        name=name,
+        shape=leaf.shape[1:],
+        stack_dims=max(leaf.stack_dims - 1, 0),
+        mapped_dims=min(leaf.mapped_dims, max(leaf.stack_dims - 1, 0)),
+        axes=leaf.axes[1:],
+        layer_rows=None,
+        is_row_of_stages=leaf.layer_rows is not None and STAGE not in leaf.zero_axes,
+    )
+
+
+def row_layout(layout: OffloadLayout, stacks: Stacks) -> OffloadLayout:
+    """The layout under the user's names: each row has the slices of its stack."""
+    leaves = {
+        row: leaf for name, leaf in layout.leaves.items() for row in users_names(name, stacks)
+    }
+    return dataclasses.replace(layout, leaves=leaves)

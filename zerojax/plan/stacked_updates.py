@@ -1,0 +1,157 @@
+"""Updates of the user's arrays, run on stacks: one program for all rows of a stack.
+
+An optax transformation is traced over the user's names. What it does to every row of a stack alike
+runs once, mapped over the rows; what joins rows, such as a global norm, is given slices. Knows
+transformations and names, never models or meshes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from zerojax.models.rolling import map_rows
+from zerojax.plan.layer_stacks import StackRows, Stacks, group_rows, ungroup_rows
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stored:
+    """An array as it is stored: a parameter's own, a stack, or neither."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _RowOf:
+    """One row of a stored stack."""
+
+    stack: _Stored
+    row: int
+
+
+def over_stacks(
+    tx: optax.GradientTransformation, stacks: Stacks
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation of stacks that does to each row what `tx` does to an array of its name.
+
+    Its state has `tx`'s structure with stacks in place of their rows: what belongs to a row lies in
+    row 0, 1, ... of one array. Parameters under other names than those of stacks, as the canonical
+    form has them, go to `tx` itself.
+
+    Args:
+      tx: any transformation; its state keeps what belongs to parameters in dicts of their names.
+      stacks: {stack: the user's names of its rows}; those of frozen parameters may be among them.
+
+    Raises:
+      RowsDifferError: from `init` and `update`, where the state keeps rows of one stack in
+        different forms.
+    """
+    inner = optax.with_extra_args_support(tx)
+    run = _Mapped(stacks)
+
+    def init(params: Any) -> Tree:
+        if not _is_stacked(params, stacks):
+            return inner.init(params)
+        return run("init", inner.init, (params,))
+
+    def update(updates: Any, state: Tree, params: Any = None, **extra: Any) -> tuple[Any, Tree]:
+        if not _is_stacked(updates, stacks):
+            return inner.update(updates, state, params, **extra)
+        if "layers" in extra:  # rows are arrays of their own here, and have no layers
+            extra["layers"] = frozenset(extra["layers"]) - stacks.keys()
+        fixed = {name: x for name, x in extra.items() if not _is_arrays(x)}
+        arrays = {name: x for name, x in extra.items() if name not in fixed}
+
+        def plain(updates: Any, state: Tree, params: Any, arrays: Any) -> tuple[Any, Tree]:
+            return inner.update(updates, state, params, **arrays, **fixed)
+
+        key = ("update", *sorted((name, _as_key(x)) for name, x in fixed.items()))
+        return run(key, plain, (updates, state, params, arrays))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_stacked(params: Any, stacks: Stacks) -> bool:
+    return isinstance(params, Mapping) and any(name in stacks for name in params)
+
+
+def _is_arrays(tree: Any) -> bool:
+    return all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(tree))
+
+
+def _as_key(value: Any) -> Any:
+    return tuple(sorted(value)) if isinstance(value, frozenset) else repr(value)
+
+
+class _Mapped:
+    """Runs functions of the user's arrays on stacks; each is traced once for each set of shapes."""
+
+    def __init__(self, stacks: Stacks) -> None:
+        self._stacks = stacks
+        self._made: dict[Any, tuple[Any, Any]] = {}
+
+    def __call__(self, key: Any, function: Callable[..., Tree], stored: tuple[Any, ...]) -> Tree:
+        """`function(*stored)` with the user's names, its result with stacks again."""
+        boxed = jax.tree.map(_Stored, stored)
+        named = ungroup_rows(boxed, self._stacks, _RowOf)
+        leaves, structure = jax.tree.flatten(named)
+        groups: dict[_Stored, dict[int, int]] = {}
+        others: dict[int, Any] = {}
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, _RowOf):
+                groups.setdefault(leaf.stack, {})[leaf.row] = position
+            else:
+                others[position] = leaf.value
+        structs = tuple(map(_struct, leaves))
+        made = (key, structure, tuple((x.shape, x.dtype) for x in structs))
+        if made not in self._made:
+            tree = structure.unflatten(structs)
+            self._made[made] = self._trace(function, tree, _in_order(groups))
+        mapped, places = self._made[made]
+        stacked, rest = mapped([box.value for box in groups], others)
+        return jax.tree.map(
+            lambda place: stacked[place[0]] if isinstance(place, tuple) else rest[place],
+            places,
+            is_leaf=_is_place,
+        )
+
+    def _trace(
+        self, function: Callable[..., Tree], structs: Any, groups: list[tuple[int, ...]]
+    ) -> tuple[Any, Any]:
+        """(the mapped program, the result: (number of a stack, StackRows), or a position)."""
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*structs)
+        leaves, structure = jax.tree.flatten(shapes)
+        positions = structure.unflatten(range(len(leaves)))
+        found = group_rows(positions, self._stacks)
+        outputs: list[tuple[int, ...]] = []
+
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, StackRows):
+                return leaf
+            outputs.append(leaf.values)
+            return len(outputs) - 1, StackRows
+
+        places = jax.tree.map(place, found)
+        return map_rows(closed, groups, outputs), places
+
+
+def _is_place(place: Any) -> bool:
+    return isinstance(place, tuple) and bool(place) and place[-1] is StackRows
+
+
+def _in_order(groups: Mapping[Any, Mapping[int, int]]) -> list[tuple[int, ...]]:
+    """For each stack the positions of its rows, by row: names sort as text, 10 before 2."""
+    return [tuple(rows[row] for row in sorted(rows)) for rows in groups.values()]
+
+
+def _struct(leaf: _Stored | _RowOf) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, _RowOf):
+        value = leaf.stack.value
+        return jax.ShapeDtypeStruct(value.shape[1:], value.dtype)
+    return jax.ShapeDtypeStruct(leaf.value.shape, leaf.value.dtype)
