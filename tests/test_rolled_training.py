@@ -223,8 +223,8 @@ def test_off_leaves_layers_as_they_are() -> None:
 def test_remat_of_a_mesh_is_that_of_every_layer(remat: str) -> None:
     """Whether the model checkpoints its layers or not."""
     for checkpoints in (True, False):
-        plan = plan_of({**ZERO_3, "remat": remat}, checkpoints=checkpoints)
-        assert any(line.endswith(f"6 turns; remat={remat}") for line in plan.reasons)
+        plan = plan_of({**ZERO_3, "roll_remat": remat}, checkpoints=checkpoints)
+        assert any(line.endswith(f"6 turns; roll_remat={remat}") for line in plan.reasons)
         np.testing.assert_allclose(train(plan)[1], losses_on_one_device(ADAMW), rtol=LOSSES)
         jaxpr = str(models.trace_model(*traced_arguments(plan)).jaxpr)
         policies = re.findall(r"policy=(\S+)", jaxpr)
@@ -241,17 +241,19 @@ def test_remat_makes_a_loop_of_layers_without_a_checkpoint() -> None:
     """At stages below 3, where such layers stay as they are without."""
     plan = plan_of({"data": 4, "zero": 1}, checkpoints=False)
     assert plan.stacks == {}
-    assert any("with remat=full, or zero=3, it stores less" in line for line in plan.reasons)
-    plan = plan_of({"data": 4, "zero": 1, "remat": "full"}, checkpoints=False)
+    assert any("with roll_remat=full, or zero=3, it stores less" in line for line in plan.reasons)
+    plan = plan_of({"data": 4, "zero": 1, "roll_remat": "full"}, checkpoints=False)
     assert plan.stacks
     np.testing.assert_allclose(train(plan)[1], losses_on_one_device(ADAMW), rtol=LOSSES)
 
 
 def test_remat_without_a_loop_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"remat=full is for layers .* none do here \(roll=off\)"):
-        plan_of({**ZERO_3, "roll": "off", "remat": "full"})
+    with pytest.raises(
+        ValueError, match=r"roll_remat=full is for layers .* none do here \(roll=off\)"
+    ):
+        plan_of({**ZERO_3, "roll": "off", "roll_remat": "full"})
     with pytest.raises(ValueError, match=r"adam8bit codes the state"):
-        plan_of({**ZERO_3, "remat": "dots"}, optimizer=zerojax.optim.adam8bit(1e-3))
+        plan_of({**ZERO_3, "roll_remat": "dots"}, optimizer=zerojax.optim.adam8bit(1e-3))
 
 
 def test_a_pattern_that_freezes_nothing_is_refused_with_the_users_names() -> None:

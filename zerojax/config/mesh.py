@@ -202,7 +202,7 @@ class MeshConfig:
     """Layers that a Python loop calls run as one loop of the compiler, stored stacked. auto: where
     at least four layers are the same program and are gathered, streamed, pipelined or recomputed
     one by one; off: as they are written. Every name stays the model's own."""
-    remat: Literal["model", "none", "full", "attention", "dots"] = "model"
+    roll_remat: Literal["model", "none", "full", "attention", "dots"] = "model"
     """What the backward pass computes again of layers that are rolled: full, all of a layer from
     its input; attention, all but its result; dots, all but matrix products; none, nothing; model,
     what the model's own jax.checkpoint says. Reference models have `model.remat` instead."""

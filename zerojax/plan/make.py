@@ -97,7 +97,7 @@ _MESH_OPTIONS = (
     "sequence_sharding",
     "context_parallel",
     "roll",
-    "remat",
+    "roll_remat",
     "offload",
     "pipeline_schedule",
     "partition",
@@ -201,7 +201,7 @@ def make_plan(
       freeze: regular expressions, or one, on names of parameters that get no gradient.
       steps: length of the run, for the learning-rate schedule.
       **mesh_options: other fields of `MeshConfig`: rules, persistence_threshold,
-        reduce_bucket_size, allgather_bucket_size, sequence_sharding, roll, remat.
+        reduce_bucket_size, allgather_bucket_size, sequence_sharding, roll, roll_remat.
 
     Raises:
       ValueError, TypeError: with the value, the limit and the remedy.

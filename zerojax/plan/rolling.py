@@ -104,8 +104,8 @@ def _choose(
     found = find_loops(trace, params)
     rolled: list[Loop] = []
     reasons: list[str] = []
-    rows_of, remat = _Rows(model, params, wishes), wishes.settings.remat
-    said = "" if remat == "model" else f"; remat={remat}"
+    rows_of, remat = _Rows(model, params, wishes), wishes.settings.roll_remat
+    said = "" if remat == "model" else f"; roll_remat={remat}"
     for loop in found.loops:
         why = _why_not_worth(loop, wishes) or rows_of.why_not_alike(loop)
         if why is None:
@@ -120,7 +120,7 @@ def _choose(
         titles = ", ".join(loop.title for loop in rolled)
         return Rolling(reasons=(f"layers: {titles} not rolled: {why}",))
     return Rolling(
-        model=RolledModel(model, rolled, params, wishes.settings.remat),
+        model=RolledModel(model, rolled, params, wishes.settings.roll_remat),
         loops=tuple(rolled),
         reasons=tuple(reasons),
     )
@@ -152,11 +152,15 @@ def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
     by_layer = (
         settings.zero == 3
         or works_with_loops_alone(settings, wishes.mesh)
-        or (loop.is_checkpointed if settings.remat == "model" else settings.remat != "none")
+        or (
+            loop.is_checkpointed
+            if settings.roll_remat == "model"
+            else settings.roll_remat != "none"
+        )
     )
     if not by_layer:
         return (
-            "a loop would store more for the backward pass; with remat=full, or zero=3, it stores "
+            "a loop would store more for the backward pass; with roll_remat=full, or zero=3, it stores "
             "less"
         )
     if not loop.has_small_rows:
@@ -169,7 +173,7 @@ def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
 
 def _fewest_turns(wishes: Wishes) -> int:
     needs_loop = works_with_loops_alone(wishes.settings, wishes.mesh)
-    return 2 if needs_loop or wishes.settings.remat != "model" else MIN_TURNS
+    return 2 if needs_loop or wishes.settings.roll_remat != "model" else MIN_TURNS
 
 
 def works_with_loops_alone(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> bool:
@@ -184,13 +188,13 @@ def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
     Raises:
       ValueError: nothing is rolled.
     """
-    if settings.remat == "model" or rolling.model is not None:
+    if settings.roll_remat == "model" or rolling.model is not None:
         return
     why = "roll=off" if settings.roll == "off" else "; ".join(rolling.reasons)
     raise ValueError(
-        f"remat={settings.remat} is for layers of a Python list that become a loop, and none do "
+        f"roll_remat={settings.roll_remat} is for layers of a Python list that become a loop, and none do "
         f"here ({why or 'the model has no such list'}); put jax.checkpoint around the layers in "
-        "the model, or give model.remat to a reference model, and leave remat=model"
+        "the model, or give model.remat to a reference model, and leave roll_remat=model"
     )
 
 
