@@ -149,19 +149,16 @@ def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
     settings = wishes.settings
     if loop.count < _fewest_turns(wishes):
         return f"{loop.count} turns, fewer than {_fewest_turns(wishes)}"
+    remat = settings.roll_remat
     by_layer = (
         settings.zero == 3
         or works_with_loops_alone(settings, wishes.mesh)
-        or (
-            loop.is_checkpointed
-            if settings.roll_remat == "model"
-            else settings.roll_remat != "none"
-        )
+        or (loop.is_checkpointed if remat == "model" else remat != "none")
     )
     if not by_layer:
         return (
-            "a loop would store more for the backward pass; with roll_remat=full, or zero=3, it stores "
-            "less"
+            "a loop would store more for the backward pass; with roll_remat=full, or zero=3, it "
+            "stores less"
         )
     if not loop.has_small_rows:
         return (
@@ -192,8 +189,8 @@ def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
         return
     why = "roll=off" if settings.roll == "off" else "; ".join(rolling.reasons)
     raise ValueError(
-        f"roll_remat={settings.roll_remat} is for layers of a Python list that become a loop, and none do "
-        f"here ({why or 'the model has no such list'}); put jax.checkpoint around the layers in "
+        f"roll_remat={settings.roll_remat} is for layers of a Python list that become a loop, "
+        f"and none do here ({why or 'the model has no such list'}); put jax.checkpoint around the layers in "
         "the model, or give model.remat to a reference model, and leave roll_remat=model"
     )
 
