@@ -190,8 +190,8 @@ def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
     why = "roll=off" if settings.roll == "off" else "; ".join(rolling.reasons)
     raise ValueError(
         f"roll_remat={settings.roll_remat} is for layers of a Python list that become a loop, "
-        f"and none do here ({why or 'the model has no such list'}); put jax.checkpoint around the layers in "
-        "the model, or give model.remat to a reference model, and leave roll_remat=model"
+        f"and none do here ({why or 'the model has no such list'}); put jax.checkpoint around the "
+        "layers in the model, or give model.remat to a reference model, and leave roll_remat=model"
     )
 
 
