@@ -111,7 +111,7 @@ def _choose(
         if why is None:
             rolled.append(loop)
             reasons.append(f"layers: {loop.describe()}{said}")
-        elif loop.count >= _fewest_turns(wishes):
+        elif loop.period * loop.count >= MIN_TURNS:
             reasons.append(f"layers: {loop.title} not rolled: {why}")
     reasons += [f"layers: not rolled: {sentence}" for sentence in found.left]
     if not rolled:
