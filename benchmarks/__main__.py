@@ -22,6 +22,7 @@ NAMES = (
     "deterministic",
     "start_up",
     "compile_time",
+    "rolled_layers",
     "default_run",
     "plans",
     "attention",

@@ -1,0 +1,326 @@
+"""Layers of a Python list that became a loop, beside the same in a scan and left as they are.
+
+Three forms of one decoder, whose user checkpoints every layer: `rolled` (a list, which the plan
+rolls), `scanned` (its twin, `zerojax.Stages`) and `unrolled` (the list with roll=off). On 8 CPU
+devices: processor time to plan, trace, lower and compile the step, and its temporaries. Compiled
+for 8 H100, where the extra `plan` is there: temporaries, ZeRO's units on the wire, and the share of
+the wire's time that products scheduled beside it last. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import zerojax
+from benchmarks.machine import load_average
+from benchmarks.recording import Goal, Record, parse_arguments, save_so_far, write_record
+from zerojax.forecasting import hlo
+from zerojax.hardware import compile_client, gpus
+from zerojax.parallel.step import build_step
+from zerojax.plan.device_mesh import make_mesh
+from zerojax.plan.make import Plan, make_plan
+
+NUM_DEVICES = 8
+CPU, H100 = "8 CPU devices", "8 H100"
+ROLLED, SCANNED, UNROLLED = "rolled", "scanned", "unrolled"
+DEPTHS = (4, 12, 24, 48)
+UNROLLED_DEPTHS = (4, 12, 24)
+DEPTHS_AT_STAGE_2 = (4, 12)
+COMPILE_LIMIT = 1.2
+MEMORY_LIMIT = 1.02
+NEAR = 1.01
+"""Of wire and hidden share, either way."""
+MB = 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the decoder and of one device's rows.
+
+    Attributes:
+      rows: of one device; precision: of the plan.
+    """
+
+    width: int
+    heads: int
+    vocab: int
+    tokens: int
+    rows: int
+    precision: str
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of six arrays: two norms, queries with keys and values, attention's output, the MLP."""
+        return 12 * self.width**2 + 2 * self.width
+
+    @property
+    def carry_bytes(self) -> int:
+        """What a checkpointed layer keeps on each device: its input."""
+        return self.rows * self.tokens * self.width * self._itemsize
+
+    @property
+    def inherent_bytes(self) -> int:
+        """What every layer adds to the temporaries of stage 3, whoever runs it.
+
+        Its input and its piece of the gradients; in bfloat16 also its piece of the weights, cast
+        from float32 before it is gathered.
+        """
+        pieces = 1 if self.precision == "fp32" else 2
+        return self.carry_bytes + pieces * self.layer_parameters * self._itemsize // NUM_DEVICES
+
+    @property
+    def _itemsize(self) -> int:
+        return 4 if self.precision == "fp32" else 2
+
+
+ON_CPU = Sizes(width=64, heads=4, vocab=512, tokens=64, rows=1, precision="fp32")
+ON_H100 = Sizes(width=1024, heads=8, vocab=4096, tokens=1024, rows=4, precision="bf16")
+TINY = Sizes(width=16, heads=2, vocab=32, tokens=16, rows=1, precision="fp32")
+
+
+class Block(nnx.Module):
+    """One layer of a decoder, [rows, tokens, width] to the same."""
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
+        width = sizes.width
+        self.heads = sizes.heads
+        self.before_attention = nnx.RMSNorm(width, rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.before_mlp = nnx.RMSNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        parts = jnp.split(self.qkv(self.before_attention(x)), 3, axis=-1)
+        q, k, v = (part.reshape(*x.shape[:2], self.heads, -1) for part in parts)
+        seen = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.reshape(x.shape))
+        return x + self.down(jax.nn.gelu(self.up(self.before_mlp(x))))
+
+
+class Listed(nnx.Module):
+    """A decoder that calls a list of checkpointed layers, as most people write it."""
+
+    def __init__(self, sizes: Sizes, num_layers: int, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(sizes.vocab, sizes.width, rngs=rngs)
+        self.blocks = nnx.List([Block(sizes, rngs) for _ in range(num_layers)])
+        self.head = nnx.Linear(sizes.width, sizes.vocab, use_bias=False, rngs=rngs)
+
+    def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x = self.embed(batch["tokens"])
+        for block in self.blocks:
+            x = nnx.remat(Block.__call__)(block, x)
+        return loss_of(self.head(x), batch)
+
+
+class Scanned(nnx.Module):
+    """The same decoder with its layers stacked beforehand."""
+
+    def __init__(self, sizes: Sizes, num_layers: int, rngs: nnx.Rngs) -> None:
+        self.parts = zerojax.Stages(
+            nnx.Embed(sizes.vocab, sizes.width, rngs=rngs),
+            lambda rngs: Block(sizes, rngs),
+            nnx.Linear(sizes.width, sizes.vocab, use_bias=False, rngs=rngs),
+            num_layers=num_layers,
+            rngs=rngs,
+            remat="full",
+        )
+
+    def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return loss_of(self.parts(batch["tokens"]), batch)
+
+
+def loss_of(logits: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """(sum, number of tokens) of the cross-entropy; logits: [rows, tokens, vocab]."""
+    logs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    picked = jnp.take_along_axis(logs, batch["targets"][..., None], axis=-1)
+    return -jnp.sum(picked), jnp.float32(batch["targets"].size)
+
+
+def plan_form(form: str, num_layers: int, sizes: Sizes, devices: Any, *, zero: int = 3) -> Plan:
+    """The plan of one form of the decoder."""
+    make = Scanned if form == SCANNED else Listed
+    tokens = jax.ShapeDtypeStruct((NUM_DEVICES * sizes.rows, sizes.tokens), np.int32)
+    plan = make_plan(
+        lambda rngs: make(sizes, num_layers, rngs),
+        make_mesh({"data": NUM_DEVICES}, devices),
+        example_batch={"tokens": tokens, "targets": tokens},
+        precision=sizes.precision,
+        zero=zero,
+        roll="off" if form == UNROLLED else "auto",
+        persistence_threshold=0,
+    )
+    assert bool(plan.stacks) == (form == ROLLED), plan.reasons
+    return plan
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuStep:
+    """A step that was compiled for 8 H100.
+
+    Attributes:
+      temporary: bytes per device, without arguments and outputs.
+      wire_units: what one device sends, in units of all its bfloat16 weights x 7/8.
+      hidden: share of the wire's time that products scheduled beside it last, at published peaks.
+    """
+
+    temporary: int
+    wire_units: float
+    hidden: float
+
+
+def compile_for_h100(form: str, num_layers: int, sizes: Sizes, *, zero: int = 3) -> GpuStep:
+    """Plans, compiles and reads one step: about ten seconds of processor time."""
+    card = gpus.find_gpu("h100")
+    devices = compile_client.gpu_devices(card, NUM_DEVICES)
+    plan = plan_form(form, num_layers, sizes, devices, zero=zero)
+    forecast = zerojax.forecast(plan, gpu="h100", fast=True)
+    rows = forecast.traffic.rows
+    wire = math.fsum(row.wire_bytes for row in rows)
+    temporary, sent = forecast.memory.temporary, forecast.traffic.data_wire_bytes
+    assert temporary is not None, "there is a compiler"
+    assert sent is not None, "there is a compiler"
+    return GpuStep(
+        temporary=temporary,
+        wire_units=sent / forecast.traffic.unit,
+        hidden=math.fsum(row.hidden * row.wire_bytes for row in rows) / wire,
+    )
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures and records."""
+    arguments = parse_arguments(__doc__ or "", argv)
+    load_before = load_average()
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    record = Record(name="rolled_layers", rows=[], notes=_notes())
+    for row in _rows(arguments.smoke):
+        record = dataclasses.replace(record, rows=[*record.rows, row])
+        save_so_far(record, arguments, load_before)
+    goals = goals_of(record.rows)
+    write_record(dataclasses.replace(record, goals=goals), arguments, load_before)
+
+
+def _rows(smoke: bool) -> Iterator[dict[str, Any]]:
+    if smoke:
+        yield from (_cpu_row(form, 4, TINY) for form in (ROLLED, SCANNED, UNROLLED))
+        return
+    _cpu_row(ROLLED, DEPTHS[0], ON_CPU)  # pays for what JAX does once
+    for depth, form in itertools.product(DEPTHS, (ROLLED, SCANNED, UNROLLED)):
+        if form != UNROLLED or depth in UNROLLED_DEPTHS:
+            yield _cpu_row(form, depth, ON_CPU)
+    if compile_client.missing() is None:
+        for depth, form in itertools.product(DEPTHS, (ROLLED, SCANNED)):
+            yield _gpu_row(form, depth, zero=3)
+        for depth, form in itertools.product(DEPTHS_AT_STAGE_2, (ROLLED, SCANNED)):
+            yield _gpu_row(form, depth, zero=2)
+        yield _gpu_row(UNROLLED, DEPTHS[1], zero=3)
+
+
+def _cpu_row(form: str, depth: int, sizes: Sizes) -> dict[str, Any]:
+    jax.clear_caches()
+    times = [time.process_time()]
+    plan = plan_form(form, depth, sizes, jax.devices()[:NUM_DEVICES])
+    times.append(time.process_time())
+    traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
+    times.append(time.process_time())
+    compiled = traced.lower().compile()
+    times.append(time.process_time())
+    planning, tracing, compiling = (after - before for before, after in itertools.pairwise(times))
+    temporary = compile_client.memory_of(compiled).temporary
+    return {
+        **_row(CPU, 3, form, depth, temporary, sizes),
+        "plan_cpu_s": planning,
+        "trace_cpu_s": tracing,
+        "lower_and_compile_cpu_s": compiling,
+        "hlo_instructions": count_instructions(compiled),
+    }
+
+
+def _gpu_row(form: str, depth: int, *, zero: int) -> dict[str, Any]:
+    step = compile_for_h100(form, depth, ON_H100, zero=zero)
+    found = {"wire_units": step.wire_units, "hidden": step.hidden}
+    return _row(H100, zero, form, depth, step.temporary, ON_H100) | found
+
+
+def _row(
+    where: str, zero: int, form: str, depth: int, temporary: int, sizes: Sizes
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"on": where, "zero": zero, "form": form, "layers": depth}
+    row |= {"temporary_MB": temporary / MB}
+    if zero == 3:
+        row |= {"without_layers_MB": (temporary - depth * sizes.inherent_bytes) / MB}
+    return row
+
+
+def count_instructions(compiled: jax.stages.Compiled) -> int:
+    """Of a compiled program, each of its computations once."""
+    computations = hlo.read_program(compiled.as_text() or "").computations.values()
+    return sum(len(computation.instructions) for computation in computations)
+
+
+# --- goals ----------------------------------------------------------------------------------------
+
+
+def goals_of(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
+    """What compiling, temporaries, wire and hidden share of the rolled step are held to."""
+    goals = _growth_with_depth(rows)
+    for row, twin in _pairs(rows):
+        name = f"{row['on']}, zero {row['zero']}, {row['layers']} layers: rolled / scanned"
+        limits = {"temporary_MB": MEMORY_LIMIT, "wire_units": NEAR}
+        for key, limit in limits.items():
+            if row.get(key):
+                ratio = row[key] / twin[key]
+                goals.append(Goal(name=f"{name}, {key}", value=ratio, limit=limit))
+        if twin.get("hidden"):
+            ratio = row["hidden"] / twin["hidden"]
+            goals.append(Goal(name=f"{name}, hidden", value=ratio, limit=1 / NEAR, at_least=True))
+    return goals
+
+
+def _growth_with_depth(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
+    limits = {"lower_and_compile_cpu_s": COMPILE_LIMIT, "without_layers_MB": MEMORY_LIMIT}
+    goals = []
+    for where, key in itertools.product((CPU, H100), limits):
+        same = [row for row in rows if (row["on"], row["form"]) == (where, ROLLED) and key in row]
+        if len(same) > 1:
+            few, many = same[0], same[-1]
+            name = f"{where}, zero 3, rolled: {key}, {many['layers']} / {few['layers']} layers"
+            goals.append(Goal(name=name, value=many[key] / few[key], limit=limits[key]))
+    return goals
+
+
+def _pairs(
+    rows: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Each rolled row with its scanned twin."""
+    of = {(row["on"], row["zero"], row["layers"], row["form"]): row for row in rows}
+    for (*case, form), row in of.items():
+        if form == ROLLED:
+            yield row, of[*case, SCANNED]
+
+
+def _notes() -> list[str]:
+    return [
+        "without_layers_MB: temporaries at stage 3 less what every layer keeps in any form: its "
+        "input and its piece of the gradients, in bfloat16 also its piece of the weights",
+        "hidden: share of the wire's time that products scheduled beside it last, at peak rates",
+        compile_client.missing() or f"compiled with {compile_client.compiler_version(fast=True)}",
+    ]
+
+
+if __name__ == "__main__":
+    main()
