@@ -365,4 +365,24 @@ MUTATIONS = (
         "    grad = read[0]\n    new_trace = grad",
         "tests/test_kernels_optax.py",
     ),
+    Mutation(
+        "rows[name] = jax.tree.map(lambda x, i=number: x[i], params[stack])",
+        "rows[name] = jax.tree.map(lambda x: x[0], params[stack])",
+        "tests/test_rolling.py",
+    ),
+    Mutation(
+        "return next((name for name in names if value_of(name) != first), None)",
+        "return None",
+        "tests/test_rolled_training.py",
+    ),
+    Mutation(
+        "jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=False)",
+        "run",
+        "tests/test_rolled_training.py",
+    ),
+    Mutation(
+        "and layer_of(name) != layer and held_until < at:",
+        "and layer_of(name) != layer:",
+        "tests/test_unrolled_layers.py",
+    ),
 )
