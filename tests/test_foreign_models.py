@@ -1,0 +1,164 @@
+"""Models that nobody here wrote: their layers become loops, unchanged, and they train the same.
+
+    BONSAI_CHECKOUT=... TUNIX_CHECKOUT=... TRANSFORMERS_CHECKOUT=... FLAX_CHECKOUT=...
+    python -m pytest -m slow tests/test_foreign_models.py
+
+Each variable names a checkout, and models of one that is not given are skipped; models of the same
+shapes in our own words run everywhere. Last run with jax-ml/bonsai at 36284254cf73, google/tunix at
+c7d8950f12a9, google/flax at 18f8f311c275 and huggingface/transformers 4.57.1.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.foreign_models import (
+    GRADIENT_LIMIT,
+    Comparison,
+    compare,
+    noise_of,
+    train,
+    variables,
+    with_goals,
+)
+from benchmarks.recording import RESULTS, Record
+from tests.foreign_checkouts import MODELS
+from tests.foreign_modules import is_given
+from tests.foreign_shapes import SHAPES, ForeignModel
+from tests.trajectories import TOLERANCE
+from zerojax.models.rolling import RolledModel
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import to_canonical
+
+REQUIRED = {
+    *("bonsai Qwen3", "bonsai Gemma3", "bonsai ViT", "bonsai ResNet"),
+    *("tunix Llama3", "tunix Gemma3", "Hugging Face FlaxBert", "Hugging Face FlaxGPT2"),
+    *("flax LM1B", "flax WMT"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _promoting_ranks() -> Iterator[None]:
+    """Others multiply arrays of different rank, as users may; our own code never does."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def _of_checkouts() -> list:
+    """One parameter for each model, skipped without its checkout."""
+    return [
+        pytest.param(
+            name,
+            id=name,
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.filterwarnings("ignore"),  # theirs, of names that Flax gives up
+                pytest.mark.skipif(not is_given(variable), reason=f"{variable} is not given"),
+            ],
+        )
+        for name, (variable, _) in MODELS.items()
+    ]
+
+
+@functools.cache
+def _model(name: str) -> ForeignModel:
+    return SHAPES[name]() if name in SHAPES else MODELS[name][1]()
+
+
+@functools.cache
+def _compared(name: str) -> Comparison:
+    return compare(_model(name))
+
+
+QUICK = "windows"
+"""The shape that every run of the tests compares; each takes seconds to compile twice."""
+
+TRAINED = ("windows", "numbers behind a name")
+DEAR = [pytest.param(name, marks=pytest.mark.thorough) for name in SHAPES if name != QUICK]
+ALL = [QUICK, *DEAR, *_of_checkouts()]
+
+
+def _mark_of_training(name: str) -> pytest.MarkDecorator:
+    """Two steps are compiled for each: some shapes are trained in the thorough part, all in slow."""
+    return pytest.mark.thorough if name in TRAINED else pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_its_layers_become_the_loops_that_they_are(name):
+    found = {loop.title: loop.period for loop in _compared(name).found.loops}
+    assert found == _model(name).rolled
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_loss_and_gradients_are_those_of_its_own_program(name):
+    compared = _compared(name)
+    plain, rolled = compared.losses
+    assert rolled == pytest.approx(plain, abs=1e-6)  # float32 near 4, whose last digit is 4.8e-7
+    assert compared.gradients[0].keys() == compared.gradients[1].keys()
+    assert all(np.abs(x).max() > 0 for x in compared.gradients[0].values()) or name in MODELS
+    assert compared.largest_difference() < GRADIENT_LIMIT
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_its_program_is_shorter(name):
+    before, after = _compared(name).equations
+    assert after < before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(name, marks=_mark_of_training(name)) for name in SHAPES), *_of_checkouts()],
+)
+def test_at_stage_3_it_trains_rolled_as_unrolled_at_stage_0(name):
+    model = _model(name)
+    expected = train(model, zero=0, roll="off")
+    run = train(model, zero=3, roll="auto")
+    assert not isinstance(expected.plan.model, RolledModel)
+    assert isinstance(run.plan.model, RolledModel)
+    assert run.plan.fingerprint == expected.plan.fingerprint
+    difference = np.abs(run.losses - expected.losses).max()
+    assert difference <= TOLERANCE or difference <= noise_of(model, expected.losses)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["windows", "numbers behind a name"])
+def test_a_new_state_has_the_bits_and_the_names_of_the_unrolled_one(name):
+    """With twelve layers too, whose names are in another order than their numbers."""
+    plans = [train(_model(name), zero=3, roll=roll, steps=0).plan for roll in ("auto", "off")]
+    assert isinstance(plans[0].model, RolledModel)
+    rolled, plain = (to_canonical(plan, init_state(plan, seed=3))["params"] for plan in plans)
+    assert list(rolled) == list(plain)
+    for one in plain:
+        np.testing.assert_array_equal(np.asarray(rolled[one]), np.asarray(plain[one]))
+
+
+def test_the_committed_table_has_the_models_that_were_asked_for():
+    rows = json.loads((RESULTS / "foreign_models.json").read_text())["rows"]
+    measured = {row["model"] for row in rows}
+    assert measured >= REQUIRED
+    assert len(measured) >= 12
+    assert all(goal.is_met for goal in with_goals(Record(name="foreign_models", rows=rows)).goals)
+
+
+def test_the_committed_table_says_of_each_model_what_rolled_or_why_not():
+    rows = json.loads((RESULTS / "foreign_models.json").read_text())["rows"]
+    for row in rows:
+        assert row["rolled"] or row["left"], row["model"]
+        for sentence in filter(None, row["rolled"].split("; ")):
+            assert re.search(r"as one loop of \d+ turns|values differ by layer", sentence)
+
+
+def test_variables_that_name_checkouts():
+    assert variables() == [
+        "BONSAI_CHECKOUT",
+        "FLAX_CHECKOUT",
+        "TRANSFORMERS_CHECKOUT",
+        "TUNIX_CHECKOUT",
+    ]
