@@ -86,7 +86,7 @@ ALL = [QUICK, *DEAR, *_of_checkouts()]
 
 
 def _mark_of_training(name: str) -> pytest.MarkDecorator:
-    """Two steps are compiled for each: some shapes are trained in the thorough part, all in slow."""
+    """Two steps are compiled for each: some shapes train in the thorough part, the rest in slow."""
     return pytest.mark.thorough if name in TRAINED else pytest.mark.slow
 
 
