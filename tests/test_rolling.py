@@ -320,6 +320,17 @@ def test_a_checkpoint_stays_around_a_rolled_layer():
     assert num_kept("checkpoint") < num_kept("plain") / 2
 
 
+def test_a_checkpoint_in_a_loop_has_no_guard_against_cse():
+    """It is a barrier, which keeps gathers from being sent a turn ahead."""
+    case = case_of("checkpoint")
+    assert "prevent_cse=True" in str(case.trace.jaxpr)
+    rolled = case.rolled()
+    params = stacked(rolled, case.params)
+    after = trace_of(rolled, params, case.extras, case.batch, case.loss)
+    assert "prevent_cse=False" in str(after.jaxpr)
+    assert "prevent_cse=True" not in str(after.jaxpr)
+
+
 @pytest.mark.parametrize("style", ["plain", "nnx_dropout", "linen_setup", "functions"])
 def test_new_arrays_are_the_models_own_in_stacks(style):
     case = case_of(style)

@@ -158,7 +158,7 @@ class Rolled:
 def _layers_with(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
     """A body as a function, with this remat."""
     if remat == "model":
-        return jaxpr_as_fun(body)
+        return jaxpr_as_fun(_without_barriers(body))
 
     def run(*inputs: Any) -> list[Any]:
         return _without_checkpoints(body, inputs)
@@ -166,6 +166,21 @@ def _layers_with(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
     if remat == "none":
         return run
     return jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=False)
+
+
+def _without_barriers(body: ClosedJaxpr) -> ClosedJaxpr:
+    """A body whose checkpoints do not guard against CSE.
+
+    The backward pass is a loop of its own, so that nothing is common; and no collective moves over
+    the guard, a barrier, into the turn before.
+    """
+    equations = [
+        equation.replace(params=equation.params | {"prevent_cse": False})
+        if is_checkpoint(equation)
+        else equation
+        for equation in body.jaxpr.eqns
+    ]
+    return ClosedJaxpr(body.jaxpr.replace(eqns=equations), body.consts)
 
 
 def _without_checkpoints(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
