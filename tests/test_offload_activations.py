@@ -217,7 +217,13 @@ class Unrolled(nnx.Module):
 
 def test_a_model_without_a_loop_over_layers_is_refused():
     with pytest.raises(ValueError, match=r"activations=host needs .* jax.lax.scan over stacked"):
-        plan_for(Unrolled, batch=regression_batch, loss=small_models.regression_loss, offload=HOST)
+        plan_for(
+            Unrolled,
+            batch=regression_batch,
+            loss=small_models.regression_loss,
+            offload=HOST,
+            roll="off",
+        )
 
 
 def test_pipeline_stages_are_refused():

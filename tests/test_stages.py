@@ -166,6 +166,7 @@ def test_layers_in_a_list_are_refused_with_what_to_write() -> None:
             batch=regression_batch,
             loss=squared_error,
             num_microbatches=4,
+            roll="off",
         )
 
 
