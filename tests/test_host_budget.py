@@ -25,6 +25,7 @@ from zerojax.plan.host_budget import (
     check_host_memory,
     check_pinned_limit,
     disk_bytes,
+    has_pinned_room,
     host_bytes,
 )
 from zerojax.plan.make import Plan, make_plan
@@ -193,8 +194,22 @@ def test_the_pool_of_pinned_memory_is_large_enough(told, gib, problem, monkeypat
             check_pinned_limit(plan, environ)
 
 
+@pytest.mark.parametrize(
+    ("told", "more", "has_room"),
+    [(None, 30, True), (None, 31, False), ("80", 46, True), ("80", 47, False), ("many", 31, False)],
+)
+def test_room_in_the_pool_beside_what_a_plan_keeps_there(told, more, has_room, monkeypatch):
+    """30 GiB on the two devices, and as much again, with 5 % for gaps."""
+    plan = small_plan("host")
+    monkeypatch.setattr(host_budget, "_local_devices", lambda plan: [Gpu(), Gpu()])
+    monkeypatch.setattr(host_budget, "role_tiers", lambda plan: {"parameters": {"host": 15 * GIB}})
+    environ = {} if told is None else {PINNED_LIMIT: told}
+    assert has_pinned_room(plan, more * GIB // 2, environ=environ) is has_room
+
+
 def test_there_is_no_such_pool_on_a_cpu():
     check_pinned_limit(small_plan("host"), {PINNED_LIMIT: "0"})
+    assert has_pinned_room(small_plan("host"), 2**60, environ={PINNED_LIMIT: "0"})
 
 
 # Disks that fill up

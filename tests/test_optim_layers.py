@@ -94,6 +94,17 @@ def test_one_ratio_for_all_layers_where_that_is_asked_for():
     check_close(follow(by_apply(tx, layers=LAYERS), tx.init(arrays(0))), wanted)
 
 
+@pytest.mark.thorough
+def test_rows_of_rolled_layers_are_arrays_of_their_own_whatever_is_asked_for(expected):
+    names = list(unstacked(arrays(0)))
+    rows = {s: tuple(n for n in names if n.removesuffix(f"/{n[-1]}") == s) for s in STACKS}
+    apart = {name: MASK[name.removesuffix(f"/{name[-1]}")] for name in names}
+    tx = lamb(1e-2, weight_decay=0.1, mask=apart, clip_norm=None, per_layer=False)
+    tx = tx.with_stacks(rows)
+    for follows in (by_update(tx, layers=STACKS), by_apply(tx, layers=LAYERS)):
+        check_close(unstacked(follow(follows, tx.init(arrays(0)))[0]), expected)
+
+
 def test_names_reach_it_in_a_chain_and_in_a_part_of_the_parameters(expected):
     tx = optax.masked(
         optax.chain(optax.identity(), TX), {**dict.fromkeys(STACKS, True), "embed": False}

@@ -17,9 +17,16 @@ from flax import nnx
 import zerojax
 from zerojax import models
 from zerojax.checkpoint import Checkpointer
+from zerojax.config.mesh import HOST_KIND
 from zerojax.data import shard_batch
+from zerojax.parallel import reshard
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import reshard_state, to_canonical
+from zerojax.parallel.reshard import (
+    canonical_to_read,
+    from_canonical,
+    reshard_state,
+    to_canonical,
+)
 from zerojax.parallel.step import build_step
 from zerojax.training.checkpointing import model_of, restore_state, save_state
 
@@ -295,6 +302,23 @@ def test_a_checkpoint_is_read_unrolled_and_rolled_again(
     again = save_and_read("plain", plain, by_name, rolled)
     assert_same_bits((rolled, state), (rolled, again))
     assert jax.tree.structure(again) == jax.tree.structure(state)
+
+
+def _kinds(tree: Any) -> set[str]:
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
+
+
+def test_rows_are_saved_and_read_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the device never holds the state twice, where pinned memory has room for it."""
+    plan = plan_of(ZERO_3)
+    row, single = "layers/3/up/kernel", "embed/embedding"
+    saved = to_canonical(plan, init_state(plan, 3), rows_on_host=True)
+    for canonical in (saved, canonical_to_read(plan)):
+        found = {name: _kinds(canonical["params"][name]) for name in (row, single)}
+        assert found == {row: {HOST_KIND}, single: _kinds(plan.abstract_stored["params"][single])}
+    assert_same_bits((plan, from_canonical(plan, saved)), (plan, init_state(plan, 3)))
+    monkeypatch.setattr(reshard, "has_pinned_room", lambda *_, **__: False)
+    assert canonical_to_read(plan) is plan.abstract_canonical
 
 
 def test_a_state_moves_to_an_unrolled_plan_and_back() -> None:

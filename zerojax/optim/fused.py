@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -131,9 +131,16 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
         state = core.init(params)
         return state if dtype is None else _cast_floats(state, dtype)
 
-    def update_in_float32(
-        updates: Tree, state: Tree, params: Tree = None, **extra: Any
+    def apart(layers: Iterable[str]) -> list[str]:
+        # Layers that are rolled are arrays of their own to their user, whatever per_layer says.
+        return [name for name in layers if method.per_layer or name in options.decay.stacks]
+
+    def update(
+        updates: Tree, state: Tree, params: Tree = None, *, layers: Iterable[str] = (), **extra: Any
     ) -> tuple[Tree, Tree]:
+        extra["layers"] = apart(layers)
+        if dtype is None:
+            return core.update(updates, state, params, **extra)
         updates, state, params = (_cast_floats(x, jnp.float32) for x in (updates, state, params))
         updates, state = core.update(updates, state, params, **extra)
         return updates, _cast_floats(state, dtype)
@@ -141,6 +148,8 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
     def apply(
         grads: Arrays, state: Tree, params: Arrays, context: UpdateContext
     ) -> tuple[Arrays, Tree]:
+        layers = {name: context.layers[name] for name in apart(context.layers)}
+        context = dataclasses.replace(context, layers=layers)
         return _apply(method, options, (params, grads, state), context)
 
     def with_dtypes(moments_dtype: Any, stochastic: bool) -> Optimizer:
@@ -153,7 +162,7 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
 
     return Optimizer(
         init,
-        core.update if dtype is None else update_in_float32,
+        update,
         apply=apply,
         kernel=method.kernel,
         impl=options.impl,

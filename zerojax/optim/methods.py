@@ -143,7 +143,7 @@ def lamb(
         Method(
             kernel="lamb",
             chain=lambda decay, rate: optax.chain(
-                scale_by_adam(b1, b2, eps), decay, _scale_by_trust_ratio(per_layer), rate
+                scale_by_adam(b1, b2, eps), decay, _scale_by_trust_ratio(), rate
             ),
             moments=("mu", "nu"),
             scalars=adam_scalars(b1, b2, eps),
@@ -238,7 +238,7 @@ def _scheduled(
     return optax.GradientTransformation(make(0.9).init, update)
 
 
-def _scale_by_trust_ratio(per_layer: bool) -> optax.GradientTransformationExtraArgs:
+def _scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
     """`optax.scale_by_trust_ratio`, mapped over the layers of the parameters named `layers`."""
     plain = optax.scale_by_trust_ratio()
 
@@ -251,7 +251,7 @@ def _scale_by_trust_ratio(per_layer: bool) -> optax.GradientTransformationExtraA
         def one(param: jax.Array, update: jax.Array) -> Any:
             return plain.update(update, state, param)[0]
 
-        return map_layers(one, layers if per_layer else (), params, updates), state
+        return map_layers(one, layers, params, updates), state
 
     return optax.GradientTransformationExtraArgs(plain.init, update)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import jax
@@ -16,8 +17,11 @@ from zerojax.parallel.offload.disk import fill_disk
 from zerojax.parallel.offload.disk_durable import rest_writer
 from zerojax.parallel.offload.disk_saving import restore_pieces
 from zerojax.parallel.offload.sliced_state import cut_state, join_params, join_state
+from zerojax.plan.counts import shard_bytes
+from zerojax.plan.host_budget import has_pinned_room
 from zerojax.plan.layer_stacks import StackRows, group_rows, ungroup_rows
 from zerojax.plan.make import Plan
+from zerojax.plan.slices import on_host
 from zerojax.plan.state import (
     StageRows,
     TrainState,
@@ -33,7 +37,9 @@ Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
 
 
 @names_keywords()
-def to_canonical(plan: Plan, state: TrainState, *, joined: bool = True) -> TrainState:
+def to_canonical(
+    plan: Plan, state: TrainState, *, joined: bool = True, rows_on_host: bool = False
+) -> TrainState:
     """The state without padding, layers in order, in `plan.abstract_canonical`'s shardings.
 
     Layers that are stored stacked become arrays of their own, under the user's names.
@@ -46,15 +52,49 @@ def to_canonical(plan: Plan, state: TrainState, *, joined: bool = True) -> Train
       state: stays valid.
       joined: False: a parameter or moment with slices on the host or in files is not read, and
         what is in its place is not an array (see `parallel.offload.disk_saving`).
+      rows_on_host: True: the rows of stacks lie in host memory, as `canonical_to_read` has them, so
+        that the device has never more than one stack twice.
     """
     if plan.offload is None:
         stored = state
     else:
         stored = join_state(plan, state, joined=joined)
     decoded = _recoded(plan, stored, decode=True)
-    wanted = group_rows(plan.abstract_canonical, plan.stacks)
-    found = convert(decoded, wanted, _rows_of_state(plan), to_rows=False)
-    return ungroup_rows(found, plan.stacks)
+    wanted = _grouped(plan, canonical_to_read(plan) if rows_on_host else plan.abstract_canonical)
+    return _ungrouped(plan, convert(decoded, wanted, _rows_of_state(plan), to_rows=False))
+
+
+def canonical_to_read(plan: Plan) -> TrainState:
+    """`plan.abstract_canonical` with the rows of stacks in host memory.
+
+    The device holds the stacks and has no room for all rows beside them. Where pinned memory has
+    none either (`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`), rows stay on the device.
+    """
+    if not plan.stacks:
+        return plan.abstract_canonical
+    grouped = group_rows(plan.abstract_canonical, plan.stacks)
+    rows = [row for leaf in jax.tree.leaves(grouped) for row in _rows(leaf)]
+    if not has_pinned_room(plan, shard_bytes(rows), environ=os.environ):
+        return plan.abstract_canonical
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, StackRows):
+            return leaf
+        return StackRows(tuple(x.update(sharding=on_host(x.sharding)) for x in leaf.values))
+
+    return ungroup_rows(jax.tree.map(place, grouped), plan.stacks)
+
+
+def _rows(leaf: Any) -> tuple[Any, ...]:
+    return leaf.values if isinstance(leaf, StackRows) else ()
+
+
+def _grouped(plan: Plan, tree: Any) -> Any:
+    return group_rows(tree, plan.stacks) if plan.stacks else tree
+
+
+def _ungrouped(plan: Plan, tree: Any) -> Any:
+    return ungroup_rows(tree, plan.stacks) if plan.stacks else tree
 
 
 def model_parts(plan: Plan, state: TrainState) -> dict[str, Any]:
@@ -72,8 +112,8 @@ def model_parts(plan: Plan, state: TrainState) -> dict[str, Any]:
     rows: dict[str, Any] | None = None
     if (all_rows := _rows_of_state(plan)) is not None:
         rows = {name: x for name, x in all_rows.items() if name in parts}
-    wanted = group_rows({name: abstract[name] for name in parts}, plan.stacks)
-    return ungroup_rows(convert(parts, wanted, rows), plan.stacks)
+    wanted = _grouped(plan, {name: abstract[name] for name in parts})
+    return _ungrouped(plan, convert(parts, wanted, rows))
 
 
 def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +128,7 @@ def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
     rows: dict[str, Any] | None = None
     if (all_rows := _rows_of_state(plan)) is not None:
         rows = {name: x for name, x in all_rows.items() if name in parts}
-    given = group_rows(parts, plan.stacks)
+    given = _grouped(plan, parts)
     return convert(given, {name: stored[name] for name in parts}, rows, to_rows=True)
 
 
@@ -109,7 +149,7 @@ def from_canonical(
     stored["opt_state"] = decoded_opt_state(plan)
     if plan.offload is not None:
         stored = canonical_on_host(stored, plan.offload)
-    given = group_rows(canonical, plan.stacks)
+    given = _grouped(plan, canonical)
     arrays = convert(given, stored, _rows_of_state(plan), to_rows=True)
     recoded = _recoded(plan, arrays, decode=False)
     if plan.offload is None:
@@ -198,7 +238,8 @@ def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False
     """`tree` with `abstract`'s shapes (cut, or padded with zeros) and shardings.
 
     Everything that has to change on one set of devices changes in one program: on CPU several
-    programs with collectives that do not wait for each other can block each other for good.
+    programs with collectives that do not wait for each other can block each other for good. Stacks
+    that are joined or taken apart change one after the other, so that only one is there twice.
 
     Args:
       tree: with `StackRows` where layers are to be joined to the stack that `abstract` has there.
@@ -212,7 +253,7 @@ def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False
     changing, result = [], list(leaves)
     for index, (leaf, target, move) in enumerate(zip(leaves, targets, moves, strict=True)):
         if isinstance(leaf, StackRows) or isinstance(target, StackRows):
-            changing.append(index)
+            result[index] = _convert_stack(leaf, target, move, to_rows=to_rows)
             continue
         if not isinstance(leaf, jax.Array):  # see `parallel.offload.disk_saving`
             result[index] = target if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
@@ -232,11 +273,27 @@ def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False
         else:
             changing.append(index)
     if changing:
-        change = _resizer(tuple(_wanted(targets[i], moves[i]) for i in changing), to_rows)
-        given = [leaf.values if isinstance(leaf, StackRows) else leaf for leaf in leaves]
-        for index, found in zip(changing, change([given[i] for i in changing]), strict=True):
-            result[index] = StackRows(found) if isinstance(found, tuple) else found
+        forms = [(targets[i].shape, targets[i].sharding, moves[i]) for i in changing]
+        change = _resizer(tuple(forms), to_rows)
+        for index, found in zip(changing, change([leaves[i] for i in changing]), strict=True):
+            result[index] = found
     return structure.unflatten(result)
+
+
+def _convert_stack(leaf: Any, target: Any, move: StageRows | None, *, to_rows: bool) -> Any:
+    """A stack of rows, or the rows of a stack, changed on the device and moved to their memory."""
+    apart = isinstance(target, StackRows)
+    first = target.values[0] if apart else target
+    shape = (len(target.values), *first.shape) if apart else first.shape
+    on_device = NamedSharding(first.sharding.mesh, first.sharding.spec)
+    shardings: Any = (on_device,) * len(target.values) if apart else on_device
+    change = _resizer(((shape, shardings, move),), to_rows)
+    given = leaf.values if isinstance(leaf, StackRows) else leaf
+    (found,) = jax.block_until_ready(change([given]))
+    if not apart:
+        return jax.block_until_ready(jax.device_put(found, target.sharding))
+    moved = [jax.device_put(x, row.sharding) for x, row in zip(found, target.values, strict=True)]
+    return StackRows(tuple(jax.block_until_ready(moved)))
 
 
 def _same_shards(leaf: Any, target: Any) -> bool:
@@ -254,14 +311,7 @@ Wanted = tuple[tuple[int, ...], NamedSharding | tuple[NamedSharding, ...], Stage
 taken apart, that of each row), and how rows change places."""
 
 
-def _wanted(target: Any, move: StageRows | None) -> Wanted:
-    if not isinstance(target, StackRows):
-        return target.shape, target.sharding, move
-    shape = (len(target.values), *target.values[0].shape)
-    return shape, tuple(row.sharding for row in target.values), move
-
-
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=256)
 def _resizer(wanted: tuple[Wanted, ...], to_rows: bool) -> Any:
     """A jitted function of arrays, or tuples of rows, that gives them new shapes and shardings."""
 

@@ -43,7 +43,7 @@ class GradientNorm(NamedTuple):
 
 
 class ThisStep(NamedTuple):
-    """What an update is extra_arguments beside gradients and state.
+    """What an update is given beside gradients and state.
 
     Attributes:
       scale: float32 []; gradients are multiplied by it.
@@ -158,8 +158,6 @@ def _build_in_place(plan: Plan, tx: Optimizer) -> Callable[..., tuple[Arrays, An
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
     shapes = true_shapes(plan)
     choice, layers = plan.program.kernels["update"], stacks_of(plan)
-    if not tx.per_layer:  # layers that are rolled are arrays of their own to their user
-        layers = {name: axes for name, axes in layers.items() if name in plan.stacks}
 
     def local(
         grads: Arrays,

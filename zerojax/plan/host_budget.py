@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 
 from zerojax.config.mesh import DEVICE, HOST, NVME
@@ -156,15 +157,15 @@ def check_pinned_limit(plan: Plan, environ: Mapping[str, str]) -> None:
       ValueError: the variable is not set, or to too little, or is not a number.
     """
     devices = _local_devices(plan)
-    if not devices or devices[0].platform not in ("gpu", "cuda", "rocm"):
+    if not _has_pinned_pool(devices):
         return
     told = environ.get(PINNED_LIMIT, "")
     if told and not told.isdigit():
         raise ValueError(
             f"{PINNED_LIMIT}={told!r} is not a whole number of GiB; set it, or unset it"
         )
-    limit = int(told) if told else DEFAULT_PINNED_GIB
-    pinned = sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values()) * len(devices)
+    limit = _pinned_limit(environ)
+    pinned = _pinned_bytes(plan, devices)
     if pinned * POOL <= limit * GIB:
         return
     origin = f"{PINNED_LIMIT}={told}" if told else f"{PINNED_LIMIT} is not set, so it is {limit}"
@@ -174,6 +175,35 @@ def check_pinned_limit(plan: Plan, environ: Mapping[str, str]) -> None:
         f"{limit} GiB of it ({origin}); set {PINNED_LIMIT}={wanted} before JAX starts "
         "its devices: in the shell, or in os.environ above the first use of jax"
     )
+
+
+def has_pinned_room(plan: Plan, num_bytes: int, *, environ: Mapping[str, str]) -> bool:
+    """Whether XLA's pool of pinned memory has room for more than what a plan keeps there.
+
+    Args:
+      plan: on devices that are here.
+      num_bytes: per device.
+      environ: of the process.
+    """
+    devices = _local_devices(plan)
+    if not _has_pinned_pool(devices):
+        return True
+    needed = _pinned_bytes(plan, devices) + num_bytes * len(devices)
+    return needed * POOL <= _pinned_limit(environ) * GIB
+
+
+def _has_pinned_pool(devices: Sequence[jax.Device]) -> bool:
+    return bool(devices) and devices[0].platform in ("gpu", "cuda", "rocm")
+
+
+def _pinned_bytes(plan: Plan, devices: Sequence[jax.Device]) -> int:
+    return sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values()) * len(devices)
+
+
+def _pinned_limit(environ: Mapping[str, str]) -> int:
+    """XLA's limit, GiB; its default where the variable is no number, as XLA takes it."""
+    told = environ.get(PINNED_LIMIT, "")
+    return int(told) if told.isdigit() else DEFAULT_PINNED_GIB
 
 
 def check_disk(plan: Plan) -> None:

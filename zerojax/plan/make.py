@@ -23,6 +23,7 @@ from zerojax.models.activation_offload import describe_layer_inputs
 from zerojax.models.attention_choice import attention_planned_for
 from zerojax.models.loops import find_stacks
 from zerojax.models.losses import split_result
+from zerojax.models.rolling import find_lists
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.compiler_options import choose_options
@@ -272,7 +273,10 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given)
     task, *reasons = _resolve(settings, mesh, given)
     seen = _trace(task)
     wishes = Wishes(settings=settings, mesh=mesh, freeze=given.freeze, tx=task.optimizer.tx)
-    rolling = choose_rolling(task.model, seen.trace, seen.params, wishes)
+    has_lists = bool(find_lists(sorted(seen.params)))
+    rolling = (
+        choose_rolling(task.model, seen.trace, seen.params, wishes) if has_lists else Rolling()
+    )
     check_remat(settings, rolling)
     needs_loop = works_with_loops_alone(settings, mesh)
     if rolling.model is None:
@@ -314,7 +318,9 @@ def _decide(
         abstract_state, extras=seen.extras, tx=tx, precision=task.precision, mesh=mesh
     )
     stored = build(seen.params, placement=placement, canonical=False)
-    by_name, users = row_structs(seen.params, names), row_placement(placement, names)
+    by_name, users = seen.params, placement
+    if names:
+        by_name, users = row_structs(seen.params, names), row_placement(placement, names)
     canonical = build(by_name, placement=users, canonical=True)
     return Plan(
         mesh=mesh,

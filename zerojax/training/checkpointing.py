@@ -16,7 +16,12 @@ from jax.sharding import PartitionSpec as P
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.offload.disk_durable import AnotherPlanError, resume, resume_step
 from zerojax.parallel.offload.disk_saving import saved_names, write_pieces
-from zerojax.parallel.reshard import from_canonical, model_parts, to_canonical
+from zerojax.parallel.reshard import (
+    canonical_to_read,
+    from_canonical,
+    model_parts,
+    to_canonical,
+)
 from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState
 from zerojax.runtime.memory import allocating_for
@@ -43,7 +48,7 @@ def save_state(
     apart = plan.offload is not None and bool(plan.offload.off_device) and not plan.stacks
     sums = checkpointer.fingerprints
     pieces = functools.partial(write_pieces, plan, state, with_fingerprints=sums)
-    canonical = to_canonical(plan, state, joined=not apart)
+    canonical = to_canonical(plan, state, joined=not apart, rows_on_host=True)
     checkpointer.save(
         step,
         canonical,
@@ -70,7 +75,7 @@ def restore_state(
     unread = []
     if plan.offload is not None and plan.offload.off_device and not plan.stacks:
         unread = [name for arrays in saved_names(plan).values() for name in arrays.values()]
-    restored = checkpointer.restore(plan.abstract_canonical, step, unread=unread)
+    restored = checkpointer.restore(canonical_to_read(plan), step, unread=unread)
     durable = resume_step(plan) if at_start else None
     if durable is not None and durable > restored.step:
         restored = dataclasses.replace(restored, step=durable, state=None)
