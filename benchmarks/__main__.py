@@ -28,6 +28,7 @@ NAMES = (
     "attention",
     "sequences",
     "optimizer",
+    "update_phase",
     "pipeline",
     "offload_disk",
     "checkpoint_faults",

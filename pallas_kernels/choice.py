@@ -43,7 +43,9 @@ class Choice:
     reason: str
 
 
-def choose(impl: Impl, *, kernel: str, devices: Sequence[Any] | None = None) -> Choice:
+def choose(
+    impl: Impl, *, kernel: str, devices: Sequence[Any] | None = None, option: str = "impl"
+) -> Choice:
     """Decides once, before anything is traced.
 
     Args:
@@ -52,6 +54,7 @@ def choose(impl: Impl, *, kernel: str, devices: Sequence[Any] | None = None) -> 
         some 20 ms per block, for tests.
       kernel: its name, as in "adamw" or "adam8bit".
       devices: those the arrays will lie on; None takes `jax.devices()`.
+      option: what `impl` is called where it was asked for, for errors.
 
     Raises:
       KernelUnavailable: "mosaic_gpu" or "interpret", and this JAX or these devices cannot.
@@ -60,15 +63,15 @@ def choose(impl: Impl, *, kernel: str, devices: Sequence[Any] | None = None) -> 
     if impl not in get_args(Impl):
         near = difflib.get_close_matches(str(impl), get_args(Impl), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"impl={impl!r} is not one of {', '.join(get_args(Impl))}{hint}")
+        raise ValueError(f"{option}={impl!r} is not one of {', '.join(get_args(Impl))}{hint}")
     if impl == "xla":
         return Choice("xla", "asked for")
     if impl == "interpret":
-        _refuse(impl, kernel, missing())
+        _refuse(f"{option}={impl!r}", kernel, missing())
         return Choice("interpret", "asked for: the kernel in interpret mode, for tests")
     obstacle = missing() or _why_not_these(jax.devices() if devices is None else devices)
     if impl == "mosaic_gpu":
-        _refuse(impl, kernel, obstacle)
+        _refuse(f"{option}={impl!r}", kernel, obstacle)
         return Choice("mosaic_gpu", "asked for")
     if kernel not in KERNELS_THAT_WIN:
         return Choice(
@@ -90,10 +93,23 @@ def missing() -> str | None:
     return f"the kernels need jax >= {needed} (so Python >= 3.12) and this is jax {jax.__version__}"
 
 
-def _refuse(impl: str, kernel: str, obstacle: str | None) -> None:
+def choose_for_others(impl: Impl, *, kernel: str, option: str = "impl") -> Choice:
+    """As `choose`, for GPUs that this machine does not have: only this JAX is looked at.
+
+    Raises:
+      KernelUnavailable: "mosaic_gpu" or "interpret", and this JAX cannot build kernels.
+    """
+    if impl != "mosaic_gpu":
+        return choose(impl, kernel=kernel, option=option)
+    _refuse(f"{option}={impl!r}", kernel, missing())
+    return Choice("mosaic_gpu", "asked for, on devices that this machine does not have")
+
+
+def _refuse(asked: str, kernel: str, obstacle: str | None) -> None:
     if obstacle:
+        option = asked.partition("=")[0]
         raise KernelUnavailable(
-            f"impl={impl!r} for {kernel}: {obstacle}; use impl='xla', which computes the same"
+            f"{asked} for {kernel}: {obstacle}; use {option}='xla', which computes the same"
         )
 
 

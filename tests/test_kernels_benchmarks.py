@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import optimizer
+from benchmarks import optimizer, update_phase
 from benchmarks.gpu import optimizer as gpu_optimizer
 from benchmarks.gpu.traced import device_events
+from benchmarks.recording import RESULTS
 from pallas_kernels import choice
+from zerojax.hardware import compile_client
+
+MISSING = choice.missing() or compile_client.missing()
 
 REFERENCE = optimizer.Ours(choice.Choice("xla", "to compare with"))
 
@@ -25,6 +29,34 @@ def test_the_references_are_timed_against_optax(tmp_path):
     assert {row["kind"] for row in record["rows"]} == set(optimizer.BYTES)
     assert {row["way"] for row in record["rows"]} == {"reference", "optax"}
     assert len(record["goals"]) == 3
+
+
+@pytest.mark.gpu_programs
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_the_update_phase_has_few_launches(tmp_path):
+    update_phase.main(["--smoke", "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "update_phase.json").read_text())
+    xla, ours = record["rows"]
+    assert (xla["way"], ours["way"]) == ("xla", "mosaic_gpu")
+    assert xla["kernels"] == 0
+    assert ours["kernels"] == 2  # statistics and update
+    assert ours["launches"] <= update_phase.MOST_LAUNCHES < xla["launches"]
+    # Gradients are read twice, parameters and moments read and written: 32 bytes.
+    assert ours["bytes_per_parameter"] == pytest.approx(32, rel=1e-3)
+    assert ours["bytes_per_parameter"] <= xla["bytes_per_parameter"] * 1.001
+    assert all(row["temporary_MB"] < 0.1 for row in record["rows"])
+
+
+def test_the_committed_update_phase_says_where_kernels_are_less():
+    rows = json.loads((RESULTS / "update_phase.json").read_text())["rows"]
+    pairs = list(zip(rows[::2], rows[1::2], strict=True))
+    assert all((a["way"], b["way"]) == ("xla", "mosaic_gpu") for a, b in pairs)
+    whole = [(a, b) for a, b in pairs if a["arrays"] == 148]
+    assert {a["optimizer"] for a, _ in whole} == {name for name, _ in update_phase.CASES}
+    for xla, ours in whole:
+        assert ours["bytes_per_parameter"] <= xla["bytes_per_parameter"] * 1.001, xla
+        if ours["optimizer"] in ("adamw", "lion", "sgd"):
+            assert ours["launches"] <= update_phase.MOST_LAUNCHES < xla["launches"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,15 +99,16 @@ def test_stochastic_rounding_is_right_on_average_and_follows_the_key(tx):
     rounded = tx.with_dtypes(BF16, True)
     params = make_params(BF16)
     _, state = run_update(rounded, params, range(2))  # moments that are not 0
+    grads = gradient(2)  # it is kept for other tests, so not made while tracing
 
     @jax.jit
     @jax.vmap
     def draw(key):
-        return rounded.apply(gradient(2), state, params, context(scale=0.1, key=key))
+        return rounded.apply(grads, state, params, context(scale=0.1, key=key))
 
     drawn = draw(jnp.arange(200))
     wide = lambda tree: jax.tree.map(lambda x: x.astype(F32) if x.dtype == BF16 else x, tree)  # noqa: E731
-    exact = tx.apply(gradient(2), wide(state), wide(params), context(scale=0.1))
+    exact = tx.apply(grads, wide(state), wide(params), context(scale=0.1))
     moved, first = 0, 1 if tx.kernel == "lamb" else 0
     for some, one in zip(floats(drawn[first:]), floats(exact[first:]), strict=True):
         assert some.dtype == BF16
@@ -154,6 +157,27 @@ def test_the_kernel_does_the_same(tx):
 
 
 # Leaves that are split
+
+
+@pytest.mark.parametrize("piece", [None, 3])
+def test_seeds_drawn_together_are_those_of_each_leaf(piece):
+    """On every device of a mesh of two axes, for leaves split over one, both and none."""
+    axes = {"x": ("data",), "y": (), "z": ("data", "model"), "w": ("data",)}
+    names = ("w", "z", "x", "y")
+
+    def local():
+        now = dataclasses.replace(context(key=5, axes=axes), piece=piece)
+        return jnp.stack([now.seed(name) for name in names])[None], now.seeds(names)[None]
+
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    each, together = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(), out_specs=P(("data", "model")), check_vma=False
+        )
+    )()
+    np.testing.assert_array_equal(each, together)
+    assert len(np.unique(each.reshape(-1, 2), axis=0)) == 4 + 2 + 2 + 1
+
 
 AXES = {
     "block/bias": (),

@@ -88,6 +88,8 @@ def test_a_compiled_step_is_found_again_by_the_next_process(tmp_path):
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_LOG_COMPILES": "1",
+        # A fast machine compiles this in less than the second from which JAX keeps a program.
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
     def num_found() -> int:

@@ -66,8 +66,8 @@ MUTATIONS = (
         "tests/test_loss_scale.py",
     ),
     Mutation(
-        "squares.append(sums[0] / copies)",
-        "squares.append(sums[0])",
+        "squares.append(read[name] / copies)",
+        "squares.append(read[name])",
         "tests/test_updates.py",
     ),
     Mutation(

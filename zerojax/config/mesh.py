@@ -206,6 +206,11 @@ class MeshConfig:
     """What the backward pass computes again of layers that are rolled: full, all of a layer from
     its input; attention, all but its result; dots, all but matrix products; none, nothing; model,
     what the model's own jax.checkpoint says. Reference models have `model.remat` instead."""
+    kernels: Literal["auto", "xla", "mosaic_gpu", "interpret"] = "auto"
+    """What runs the statistics of gradients (with the loss scale) and the update. xla: the
+    compiler's fusions; mosaic_gpu: this project's Pallas kernels, one for many arrays, or an error;
+    auto: the kernel where it moves fewer bytes; interpret: the kernels, slowly, on a CPU, for
+    tests. An optimizer's own `impl` counts more."""
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     """What lies outside device memory; null leaves everything on the device."""
     rules: Rules | None = None

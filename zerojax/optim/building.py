@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from pallas_kernels.choice import Choice, choose
+from pallas_kernels.choice import Choice, Impl, choose, choose_for_others
 from pallas_kernels.gradients import GRADIENT_STATS
 from zerojax.config import OptimizerConfig
 from zerojax.config.display import quoted
@@ -125,23 +125,30 @@ def fit_optimizer(
 
 
 def choose_update(
-    tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh
+    tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh, kernels: Impl = "auto"
 ) -> Mapping[str, Choice]:
     """{what is computed: which implementation runs on these devices, and why}.
 
+    Args:
+      tx: the optimizer; its own `impl`, where it is not "auto", counts more than `kernels`.
+      mesh: of the plan.
+      kernels: as `MeshConfig.kernels`.
+
     Raises:
-      KernelUnavailable: the optimizer asks for a kernel that cannot run there.
+      KernelUnavailable: a kernel is asked for that cannot run there.
     """
-    here = isinstance(mesh, Mesh)
-    devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else None
-    statistics = choose("auto", kernel=GRADIENT_STATS.name, devices=devices)
+
+    def of(impl: Impl, kernel: str, option: str) -> Choice:
+        if isinstance(mesh, Mesh):
+            devices = list(mesh.devices.flat)
+            return choose(impl, kernel=kernel, devices=devices, option=option)
+        return choose_for_others(impl, kernel=kernel, option=option)
+
+    statistics = of(kernels, GRADIENT_STATS.name, "kernels")
     if not isinstance(tx, Optimizer):
         return {"update": Choice("xla", "an optax transformation"), "statistics": statistics}
-    if tx.impl == "mosaic_gpu" and not here:
-        chosen = Choice("mosaic_gpu", "asked for, on devices that this machine does not have")
-    else:
-        chosen = choose(tx.impl, kernel=tx.kernel, devices=devices)
-    return {"update": chosen, "statistics": statistics}
+    asked = (kernels, tx.kernel, "kernels") if tx.impl == "auto" else (tx.impl, tx.kernel, "impl")
+    return {"update": of(*asked), "statistics": statistics}
 
 
 def _configured(config: OptimizerConfig, schedule: Schedule) -> Optimizer:

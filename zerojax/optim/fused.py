@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from pallas_kernels.choice import Impl
 from pallas_kernels.elementwise import Rule, Updated
+from pallas_kernels.many import update_many
 from pallas_kernels.update import update, update_trees
 from zerojax.optim.groups import Decay, LeafSettings
 from zerojax.optim.optimizer import Arrays, BegunUpdate, Optimizer, UpdateContext
@@ -28,6 +30,9 @@ _PARTS = (
     optax.ScaleByScheduleState,
 )
 """The states of optax that hold arrays; the others that these optimizers have are empty."""
+MAX_SETS = 16
+"""Sets of scalars in one kernel, which has code for each: groups of an optimizer. LAMB has one for
+each parameter, and then a kernel for each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,20 +63,67 @@ class Numbers:
         Passes that round need different salts. `by_row`: names of leaves whose rows have scalars
         and sums of their own.
         """
+        names = sorted(self.scalars)
+        if self._is_for_one_kernel(rule, names, by_row):
+            return self._update_together(rule, updated, read, names, salt)
+
+        is_piece = self.context.piece is not None and self.context.choice.implementation != "xla"
+        rounded = [name for name in names if self._rounds(updated, name)]
+        seeds = self.context.seeds(rounded) ^ jnp.uint32(salt) if rounded else None
+        seed_of = {} if seeds is None else dict(zip(rounded, seeds, strict=True))
 
         def leaf(arrays: Sequence[Any], also_read: Sequence[Any], name: str) -> Updated:
-            rounds = self.stochastic and any(x.dtype == jnp.bfloat16 for x in arrays)
+            if is_piece:
+                # A kernel reads memory by its address. Without a barrier XLA 0.12 hands it a piece
+                # where it lies on the host, and then refuses its own program.
+                arrays, also_read = lax.optimization_barrier((arrays, also_read))
             return update(
                 rule,
                 arrays,
                 also_read,
                 scalars=self.scalars[name],
-                seed=self.context.seed(name) ^ jnp.uint32(salt) if rounds else None,
+                seed=seed_of.get(name),
                 impl=self.context.choice,
                 by_row=name in by_row,
             )
 
         return update_trees(leaf, updated, read, {name: name for name in self.scalars})
+
+    def _rounds(self, updated: tuple[Arrays, ...], name: str) -> bool:
+        """Whether a leaf is stored with random bits."""
+        return self.stochastic and any(tree[name].dtype == jnp.bfloat16 for tree in updated)
+
+    def _is_for_one_kernel(self, rule: Rule, names: Sequence[str], by_row: Container[str]) -> bool:
+        """Whether leaves share a kernel: a launch each costs more than a branch in one."""
+        sets = {id(self.scalars[name]) for name in names}
+        return (
+            self.context.choice.implementation != "xla"
+            and self.context.piece is None
+            and len(names) > 1
+            and len(sets) <= MAX_SETS
+            and not any(name in by_row for name in names)
+        )
+
+    def _update_together(
+        self,
+        rule: Rule,
+        updated: tuple[Arrays, ...],
+        read: tuple[Arrays, ...],
+        names: Sequence[str],
+        salt: int,
+    ) -> Any:
+        rounds = any(self._rounds(updated, name) for name in names)
+        seeds = self.context.seeds(names) ^ jnp.uint32(salt) if rounds else None
+        found = update_many(
+            rule,
+            updated,
+            read,
+            scalars=[self.scalars[name] for name in names],
+            seeds=seeds,
+            impl=self.context.choice,
+        )
+        sums: Any = tuple(dict(zip(names, total, strict=True)) for total in found.sums)
+        return Updated(found.updated, found.outputs, sums)  # trees
 
 
 Run = Callable[[Arrays, tuple[Arrays, ...], Arrays, Numbers], tuple[Arrays, tuple[Arrays, ...]]]

@@ -7,10 +7,11 @@ to each parameter.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 
@@ -85,6 +86,27 @@ class UpdateContext:
         for axis in self.axes[name]:
             key = jax.random.fold_in(key, lax.axis_index(axis))
         return seed_of(key)
+
+    def seeds(self, names: Sequence[str]) -> jax.Array:
+        """uint32 [names, 2]: `seed` of each, in few operations however many there are."""
+        number_of = {name: number for number, name in enumerate(sorted(self.axes))}
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for name in names:
+            groups.setdefault(tuple(self.axes[name]), []).append(name)
+        fold_each = jax.vmap(jax.random.fold_in, (None, 0))
+        fold_all = jax.vmap(jax.random.fold_in, (0, None))
+        parts = []
+        for axes, group in groups.items():
+            keys = fold_each(self.key, jnp.array([number_of[name] for name in group]))
+            for number in () if self.piece is None else (self.piece,):
+                keys = fold_all(keys, number)
+            for axis in axes:
+                keys = fold_all(keys, lax.axis_index(axis))
+            parts.append(jax.vmap(seed_of)(keys))
+        place = {
+            name: row for row, name in enumerate(n for group in groups.values() for n in group)
+        }
+        return jnp.concatenate(parts)[jnp.array([place[name] for name in names])]
 
     def whole(self, params: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
         """What the parameters are before they are split: shapes and dtypes, no arrays."""

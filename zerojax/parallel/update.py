@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +14,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.choice import Choice
 from pallas_kernels.gradients import GRADIENT_STATS, StatsScalars
+from pallas_kernels.many import update_many
 from pallas_kernels.update import update as update_leaf
 from zerojax.models.loops import find_stacks
 from zerojax.optim import Optimizer, UpdateContext, extra_arguments
@@ -78,13 +81,11 @@ def build_norm(plan: Plan) -> Callable[..., GradientNorm]:
     order = list(specs)
 
     def local(grads: Arrays, scale: jax.Array, known: Arrays) -> GradientNorm:
+        read = sums_of_squares(grads, scale, choice)
         squares = []
-        for name, grad in grads.items():
-            sums = update_leaf(
-                GRADIENT_STATS, (), (grad,), scalars=StatsScalars(scale), impl=choice
-            ).sums
+        for name in grads:
             copies = math.prod(plan.mesh.shape[axis] for axis in set(over) - set(axes[name]))
-            squares.append(sums[0] / copies)
+            squares.append(read[name] / copies)
         # In two halves, both needed at once: the sum of a single small array over 64 GPUs becomes a
         # Triton kernel that XLA 0.12 cannot compile ("size mismatch when packing elements").
         squares = squares or [jnp.float32(0)]
@@ -111,6 +112,16 @@ def build_norm(plan: Plan) -> Callable[..., GradientNorm]:
         return mapped(read, scale, squares)
 
     return norm
+
+
+def sums_of_squares(grads: Arrays, scale: jax.Array, choice: Choice) -> Arrays:
+    """{name: float32 []} of the gradients times `scale`: a fusion each, or one kernel for all."""
+    scalars = StatsScalars(scale)
+    if choice.implementation == "xla" or not grads:
+        leaf = functools.partial(update_leaf, GRADIENT_STATS, (), scalars=scalars, impl=choice)
+        return {name: leaf((grad,)).sums[0] for name, grad in grads.items()}
+    sums = update_many(GRADIENT_STATS, (), (grads,), scalars=scalars, impl=choice).sums
+    return dict(zip(sorted(grads), sums[0], strict=True))
 
 
 def describe_squares(each: jax.Array, total: jax.Array, read_finite: jax.Array) -> GradientNorm:

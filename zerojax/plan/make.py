@@ -99,6 +99,7 @@ _MESH_OPTIONS = (
     "context_parallel",
     "roll",
     "roll_remat",
+    "kernels",
     "offload",
     "pipeline_schedule",
     "partition",
@@ -506,7 +507,7 @@ def _choose_program(
         unrolled=task.num_microbatches > 1
         and bool(unrolled(placement, straight_pieces(seen.trace.jaxpr.jaxpr))),
     )
-    kernels = optim.choose_update(tx, task.mesh)
+    kernels = optim.choose_update(tx, task.mesh, settings.kernels)
     return ProgramChoices(options=options, dropped=dropped, kernels=kernels, regather=regather)
 
 

@@ -195,6 +195,9 @@ def describe_update(
     # That no kernel runs says something where one could.
     if on_gpu or chosen.implementation != "xla":
         lines.append(f"optimizer update by {chosen.implementation}: {chosen.reason}")
+    statistics = choices["statistics"]
+    if statistics.implementation != "xla":
+        lines.append(f"gradient statistics by {statistics.implementation}: {statistics.reason}")
     if isinstance(tx, Optimizer) and tx.kernel == "lamb" and stacks:
         each = "each layer" if tx.per_layer else "all layers together (per_layer=False)"
         lines.append(

@@ -1,0 +1,200 @@
+"""Launches and bytes of the whole update phase, compiled for an H200: XLA's fusions and kernels.
+
+The phase is what a step does after the backward pass: unscale, finite check, norm, clip, update and
+skip. The cast of weights to the compute dtype is the next forward pass's, in both. Needs the extra
+`plan`; nothing here is a measurement of a GPU (`benchmarks/gpu/optimizer.py` measures).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from benchmarks.machine import load_average
+from benchmarks.recording import Goal, Record, parse_arguments, write_record
+from pallas_kernels import choice
+from zerojax.forecasting import hlo
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import find_gpu
+from zerojax.optim.precision import as_precision
+from zerojax.parallel import zero
+from zerojax.parallel.step import pass_config
+from zerojax.parallel.update import ThisStep, build_norm, build_update
+from zerojax.plan.device_mesh import make_mesh
+
+CARD = "h200"
+WIDTH, LAYERS, VOCAB, LENGTH = 768, 12, 50257, 1024
+MOST_LAUNCHES = 12
+"""Of AdamW and the statistics together, over GPT-2's 148 arrays."""
+SMALL = 10_000
+"""Bytes of a value that is no part of the state: scalars, partial sums."""
+LAUNCHES = ("fusion", "custom-call", "copy", "fusion-start", "sort", "reduce")
+WITHOUT_MASTERS = "bf16 without masters"
+CASES = (
+    ("adamw", "fp16"),
+    ("adamw", "bf16"),
+    ("adamw", WITHOUT_MASTERS),
+    ("lion", "bf16"),
+    ("sgd", "bf16"),
+    ("lamb", "bf16"),
+    ("adam8bit", "bf16"),
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compiles and records."""
+    arguments = parse_arguments(__doc__ or "", argv)
+    load_before = load_average()
+    write_record(measure(arguments.smoke), arguments, load_before)
+
+
+def measure(smoke: bool) -> Record:
+    """One row per optimizer, precision, form of the model and implementation."""
+    why = choice.missing() or compile_client.missing()
+    if why is not None:
+        return Record(name="update_phase", rows=[], notes=[why])
+    forms = {"a list": _shapes(2 if smoke else LAYERS, stacked=False)}
+    if not smoke:
+        forms["stacked"] = _shapes(LAYERS, stacked=True)
+    rows = [
+        {"optimizer": name, "precision": precision, "model": form, **_read(shapes, *case, way)}
+        for form, shapes in forms.items()
+        for case in (CASES[:1] if smoke else CASES)
+        for name, precision in (case,)
+        for way in ("xla", "mosaic_gpu")
+    ]
+    goals = [
+        Goal(
+            name=f"adamw, {row['precision']}, {row['arrays']} arrays: launches of the kernels",
+            value=row["launches"],
+            limit=MOST_LAUNCHES,
+        )
+        for row in rows
+        if row["optimizer"] == "adamw" and row["way"] == "mosaic_gpu"
+    ]
+    sizes = sum(math.prod(shape) for shape in forms["a list"].values())
+    notes = [
+        f"compiled for one {CARD}; GPT-2, {sizes / 1e6:.1f} million parameters; statistics, "
+        "clipping and skipping included; gradients as the backward pass leaves them"
+    ]
+    return Record(name="update_phase", rows=rows, goals=goals, notes=notes)
+
+
+class Arrays(nnx.Module):
+    """Arrays of given shapes, each of which the loss reads."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        for name, shape in shapes.items():
+            setattr(self, name, nnx.Param(jnp.zeros(shape)))
+
+    def loss(self, batch: dict) -> jax.Array:
+        leaves = jax.tree.leaves(nnx.state(self, nnx.Param))
+        return sum(jnp.sum(jnp.sin(x)) for x in leaves) * jnp.mean(batch["x"])
+
+
+def _shapes(layers: int, *, stacked: bool) -> dict[str, tuple[int, ...]]:
+    """GPT-2's arrays: 12 for each layer, or 12 stacks, and 4 others."""
+    layer = {
+        **{f"norm{k}_{name}": (WIDTH,) for k in (1, 2) for name in ("scale", "bias")},
+        "qkv_kernel": (WIDTH, 3 * WIDTH),
+        "qkv_bias": (3 * WIDTH,),
+        "out_kernel": (WIDTH, WIDTH),
+        "out_bias": (WIDTH,),
+        "up_kernel": (WIDTH, 4 * WIDTH),
+        "up_bias": (4 * WIDTH,),
+        "down_kernel": (4 * WIDTH, WIDTH),
+        "down_bias": (WIDTH,),
+    }
+    others = {
+        "tokens": (VOCAB, WIDTH),
+        "positions": (LENGTH, WIDTH),
+        "norm_scale": (WIDTH,),
+        "norm_bias": (WIDTH,),
+    }
+    if stacked:
+        return {**{name: (layers, *shape) for name, shape in layer.items()}, **others}
+    letters = "abcdefghijkl"[:layers]  # numbers would make a list of layers of them
+    return {**{f"{k}_{n}": shape for k in letters for n, shape in layer.items()}, **others}
+
+
+def _read(shapes: dict, optimizer: str, precision: str, way: str) -> dict[str, Any]:
+    found = compile_phase(_plan(shapes, optimizer, precision, way))
+    entry = hlo.read_program(found.text).entry.instructions
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    return {
+        "arrays": len(shapes),
+        "way": way,
+        "launches": sum(i.opcode in LAUNCHES for i in entry),
+        "kernels": found.text.count('custom_call_target="mosaic_gpu_v2"'),
+        "bytes_per_parameter": _moved(entry) / parameters,
+        "temporary_MB": found.memory.temporary / 1e6,
+    }
+
+
+def _plan(shapes: dict, optimizer: str, precision: str, way: str) -> zerojax.Plan:
+    masters = precision != WITHOUT_MASTERS
+    more = {} if masters else {"param_dtype": "bf16", "moments_dtype": "bf16"}
+    return zerojax.make_plan(
+        lambda rngs: Arrays(shapes),
+        make_mesh({}, compile_client.gpu_devices(find_gpu(CARD), 1)),
+        example_batch={"x": jax.ShapeDtypeStruct((1, 8), jnp.float32)},
+        optimizer=getattr(zerojax.optim, optimizer)(1e-3, weight_decay=0.1),
+        precision=as_precision("bf16", **more) if precision != "fp16" else "fp16",
+        kernels=way,
+        zero=1,
+        roll="off",
+    )
+
+
+def compile_phase(plan: zerojax.Plan) -> compile_client.CompiledProgram:
+    """The update phase of a plan's step, by itself."""
+    norm, update = build_norm(plan), build_update(plan)
+
+    def phase(grads: Any, state: Any, loss: jax.Array, weight: jax.Array) -> Any:
+        scale = 1 / weight
+        read = norm(grads, scale)
+        finite = jnp.isfinite(loss) & jnp.isfinite(read.norm)
+        now = ThisStep(scale, read.norm, ~finite, jax.random.key(0), loss)
+        params, opt_state = update(grads, state, now)
+        # In the order of what was donated, so that each array stays in its place.
+        return {"params": params, "opt_state": opt_state}, read.norm
+
+    state = plan.abstract_state
+    grads = _abstract_gradients(plan)
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(plan.mesh, P()))
+    trained = {name: state[name] for name in ("params", "opt_state")}
+    program = jax.jit(phase, donate_argnums=1)
+    return compile_client.compile_for_gpus(program, grads, trained, number, number)
+
+
+def _abstract_gradients(plan: zerojax.Plan) -> dict[str, jax.ShapeDtypeStruct]:
+    """As the backward pass of the plan's step leaves them."""
+    state, key = plan.abstract_state, jax.random.key_data(jax.random.key(0))
+    given = (state["params"], state["frozen"], state["extras"], key, plan.abstract_batch, None)
+    grads = jax.eval_shape(zero.build_gradients(pass_config(plan)), *given)[1]
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state["params"][name].sharding)
+        for name, x in grads.items()
+    }
+
+
+def _moved(entry: Any) -> int:
+    """Bytes that all launches read and write."""
+    by_name = {instruction.name: instruction for instruction in entry}
+    total = 0
+    for one in entry:
+        if one.opcode in LAUNCHES:
+            read = [by_name[name].bytes for name in one.operands if name in by_name]
+            total += sum(size for size in (one.bytes, *read) if size > SMALL)
+    return total
+
+
+if __name__ == "__main__":
+    main()
