@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from zerojax.training.loading import LoadedRun, load_run
     from zerojax.training.run_file import run_from_config
     from zerojax.training.trainer import Trainer
+    from zerojax.training.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -104,6 +105,7 @@ __all__ = [
     "to_hugging_face",
     "to_peft",
     "train",
+    "tune",
 ]
 
 # Name -> module: what the block above says to type checkers (tests/test_public_api.py).
@@ -165,6 +167,7 @@ _HOME_OF_NAME = {
     "to_hugging_face": "training.hugging_face_export",
     "to_peft": "training.hugging_face_export",
     "train": "training.entry",
+    "tune": "training.tuning",
 }
 _PUBLIC_MODULES = {
     "checkpoint": "checkpoint",

@@ -210,7 +210,11 @@ class MeshConfig:
     """What runs the statistics of gradients (with the loss scale) and the update. xla: the
     compiler's fusions; mosaic_gpu: this project's Pallas kernels, one for many arrays, or an error;
     auto: the kernel where it moves fewer bytes; interpret: the kernels, slowly, on a CPU, for
-    tests. An optimizer's own `impl` counts more."""
+    tests. On GPUs that are here auto is measured before training, see `tune`. An optimizer's own
+    `impl` counts more."""
+    tune: Literal["auto", "off"] = "auto"
+    """Whether `kernels: auto` is measured on the GPUs of a run, in some seconds before its first
+    step; what was faster is kept for the next run. off: what counted bytes say."""
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     """What lies outside device memory; null leaves everything on the device."""
     rules: Rules | None = None

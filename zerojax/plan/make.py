@@ -100,6 +100,7 @@ _MESH_OPTIONS = (
     "roll",
     "roll_remat",
     "kernels",
+    "tune",
     "offload",
     "pipeline_schedule",
     "partition",

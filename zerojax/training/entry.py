@@ -55,6 +55,7 @@ from zerojax.training.run_lifecycle import (
 from zerojax.training.run_record import LossKind, RunNotes, TextData
 from zerojax.training.train_arguments import Arguments, LoopSettings, check_validation, checked
 from zerojax.training.trainer import Callback, Trainer
+from zerojax.training.tuning import tune
 
 DEFAULT_STEPS = 200
 DEFAULT_BATCH = 32
@@ -300,7 +301,7 @@ def _replan_of(given: _Given) -> Callable[[Any], Plan]:
     }
 
     def replan(mesh_config: Any) -> Plan:
-        return make_plan(model, with_disk_folder(mesh_config, files), **options, **exact)
+        return tune(make_plan(model, with_disk_folder(mesh_config, files), **options, **exact))
 
     return replan
 

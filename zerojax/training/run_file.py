@@ -39,6 +39,7 @@ from zerojax.training.run_lifecycle import (
 from zerojax.training.run_record import RunNotes, TextData
 from zerojax.training.train_arguments import LoopSettings
 from zerojax.training.trainer import Trainer
+from zerojax.training.tuning import tune
 
 
 @names_keywords()
@@ -79,7 +80,8 @@ def run_from_config(
     def replan(mesh_config: Any) -> Plan:
         mesh_config = with_disk_folder(mesh_config, folder)
         platform = jax.devices()[0].platform
-        return _make_plan(config, mesh_config, train_source.batch(0), vocab_size, platform=platform)
+        batch = train_source.batch(0)
+        return tune(_make_plan(config, mesh_config, batch, vocab_size, platform=platform))
 
     with print_if_slow(folder, config.log, PLANNING):
         plan = replan(config.mesh)

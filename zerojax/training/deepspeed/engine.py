@@ -46,6 +46,7 @@ from zerojax.training.deepspeed.engine_tags import (
 )
 from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
 from zerojax.training.run_lifecycle import with_disk_folder
+from zerojax.training.tuning import tune
 
 _AXES = "axes are in the configuration: tensor_parallel.autotp_size and pipeline.stages"
 _DATA = (
@@ -353,7 +354,7 @@ class Engine(EngineQueries, AbsentMethods):
             steps=self._steps,
         )
         deepspeed.check_rules(plan.settings, plan.users_placement.leaves)
-        return plan
+        return tune(plan)
 
     def _make_state(self, plan: Plan) -> None:
         end_state(self.state)
