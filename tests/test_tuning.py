@@ -16,7 +16,13 @@ import pytest
 
 import zerojax
 from pallas_kernels.choice import missing
-from tests.small_models import reference_model
+from tests.small_models import (
+    apply_functions,
+    init_functions,
+    reference_model,
+    regression_loss,
+)
+from tests.trajectories import regression_batch
 from zerojax.training.tuning import (
     Answer,
     KeptChoices,
@@ -401,3 +407,30 @@ def test_a_key_changes_with_what_an_answer_hangs_on(monkeypatch: pytest.MonkeyPa
     assert key != tuned_plan.key_of(plan, "lion", shapes)
     monkeypatch.setattr(tuned_plan, "source_hash", lambda: "another")
     assert key != tuned_plan.key_of(plan, "adamw", shapes)
+
+
+# Runs that go on
+
+
+def test_a_run_that_goes_on_with_other_kernels_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The first part of the run says that its update was a kernel's."""
+
+    def train(steps: int) -> None:
+        model = (init_functions, apply_functions)
+        mesh, folder = {"zero": 1}, str(tmp_path / "run")
+        zerojax.train(
+            model, mesh, regression_batch, loss=regression_loss, steps=steps, checkpoint=folder
+        ).close()
+
+    as_dict = zerojax.Plan.as_dict
+    with monkeypatch.context() as patch:
+        kernels = {"update": "mosaic_gpu", "statistics": "xla"}
+        patch.setattr(zerojax.Plan, "as_dict", lambda plan: {**as_dict(plan), "kernels": kernels})
+        train(1)
+    train(2)
+    told = capsys.readouterr().out
+    assert "update by xla, and by mosaic_gpu when the checkpoint of step 1 was written" in told
+    train(3)
+    assert "when the checkpoint" not in capsys.readouterr().out

@@ -132,6 +132,7 @@ def plan_dict(plan: Decisions) -> dict[str, Any]:
             for name in ("param_dtype", "compute_dtype", "reduce_dtype", "accumulate_dtype")
         },
         "num_microbatches": plan.num_microbatches,
+        "kernels": {what: one.implementation for what, one in plan.program.kernels.items()},
         "deterministic": plan.settings.deterministic,
         "virtual_shards": plan.settings.virtual_shards if plan.settings.deterministic else None,
         "global_batch_size": plan.global_batch_size,

@@ -81,6 +81,7 @@ class Trainer:
         self._replan = replan
         self._open_log = open_log
         self._log: RunLog | None = None
+        self._notes: list[str] = []
         self._checkpointer = checkpointer
         self._config = dict(config or {})
         self._validation = validation
@@ -216,7 +217,8 @@ class Trainer:
             yield
             return
         self._log = self._open_log(self.plan, self.num_steps, steps)
-        for text in self._checkpointer.take_notes() if self._checkpointer else ():
+        notes, self._notes = self._notes, []
+        for text in (*(self._checkpointer.take_notes() if self._checkpointer else ()), *notes):
             self._log.message(text)
         try:
             yield
@@ -271,6 +273,17 @@ class Trainer:
                 "no weights were saved: pass checkpoint='runs/NAME' to train, or take them from "
                 "trainer.to_model() now"
             )
+
+    def _kernels_that_differ(self, saved: Mapping[str, str]) -> Iterator[str]:
+        """A measured choice may be another today, and then computes other last digits."""
+        now = {what: one.implementation for what, one in self.plan.program.kernels.items()}
+        for what, before in saved.items():
+            if now.get(what, before) != before:
+                yield (
+                    f"{what} by {now[what]}, and by {before} when the checkpoint of step "
+                    f"{self.num_steps} was written: losses may differ in the last digits; "
+                    f"kernels: {before} keeps them"
+                )
 
     def _say_if_short(self, steps: int | None) -> None:
         if steps is not None and self.num_steps < steps and self._log is not None:
@@ -511,6 +524,7 @@ class Trainer:
         is_saved = restored.step in self._checkpointer.steps()
         self._saved_step = restored.step if is_saved else None
         self._data_state = restored.data_state or None
+        self._notes += self._kernels_that_differ(restored.plan.get("kernels", {}))
         self._reports = self._new_reports()
         states = restored.config.get(CALLBACKS, {})
         for name, callback in self._stateful().items():
