@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.choice import Choice
 from zerojax.optim.optimizer import UpdateContext
@@ -46,9 +46,4 @@ def stepped(tx, params, state, *, first=0, steps=3, **more):
 
 def assert_same(one, other):
     """Structures, dtypes and every bit."""
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True
-    ):
-        assert a.dtype == b.dtype, path
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=str(path))
+    chex.assert_trees_all_equal(one, other, strict=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,7 +98,7 @@ def check_close(ours, theirs, tolerance=TOLERANCE):
 
 
 def check_same(ours, theirs):
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    chex.assert_trees_all_equal(ours, theirs, strict=True)
 
 
 def clipping_of(tx):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def user_model(rngs):
 
 
 def assert_same_state(left, right):
-    jax.tree.map(np.testing.assert_array_equal, left, right)
+    chex.assert_trees_all_equal(left, right, strict=True)
 
 
 def test_a_state_is_what_the_plan_says():

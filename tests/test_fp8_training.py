@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -201,11 +202,11 @@ def test_a_skipped_step_and_an_evaluation_keep_the_histories():
     poisoned["weights"][5, 3] = np.nan
     state, metrics = step(state, jax.device_put(poisoned, plan.batch_sharding))
     assert int(metrics["skipped"]) == 1
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state["extras"]), before)
+    chex.assert_trees_all_equal(jax.device_get(state["extras"]), before, strict=True)
     batch = jax.device_put(weighted_batch(2), plan.batch_sharding)
     first, second = evaluate(state, batch), evaluate(state, batch)
     assert float(first["loss"]) == float(second["loss"])
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state["extras"]), before)
+    chex.assert_trees_all_equal(jax.device_get(state["extras"]), before, strict=True)
     # The training step's loss on the same batch, before its update.
     state, metrics = step(state, batch)
     mean = float(first["loss"]) / float(first["weight"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -205,7 +206,7 @@ def test_trees_come_back_in_the_order_of_donation():
 
     result = update_trees(leaf, (params, trace), (grads,), decays)
     expected = {"a": jnp.full((2,), -1.0), "b": [jnp.full((3,), -0.5), jnp.full((2,), 1.0)]}
-    jax.tree.map(np.testing.assert_array_equal, result.updated[0], expected)
+    chex.assert_trees_all_equal(result.updated[0], expected, strict=True)
     assert float(result.updated[1]["b"][0][0]) == 1.5
     assert jax.tree.map(lambda x: x.dtype, result.outputs[0])["a"] == BF16
     assert result.sums == ()

@@ -10,6 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -127,7 +128,7 @@ def test_text_from_shards_is_that_of_the_whole_model(run):
         np.asarray(whole[0])
     )
     ours, theirs = (nnx.state(x.to_model()) for x in (loaded, run.trainer))
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    chex.assert_trees_all_equal(ours, theirs, strict=True)
 
 
 @pytest.mark.thorough

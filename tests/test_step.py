@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,7 +199,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(value):
     assert not np.isfinite(metrics["loss"])
     assert (after["step"], after["skipped"]) == (2, 1)
     for part in ("params", "frozen", "opt_state", "extras", "rng"):
-        jax.tree.map(np.testing.assert_array_equal, after[part], before[part])
+        chex.assert_trees_all_equal(after[part], before[part], strict=True)
     state, metrics = step(state, batch_of(plan, 2))
     assert (int(metrics["skipped"]), int(state["skipped"]), int(state["step"])) == (0, 1, 3)
     assert int(state["opt_state"][0].count) == 2
@@ -257,7 +258,7 @@ def test_an_evaluation_changes_nothing_and_is_traced_once():
     assert evaluate(state, batch_of(plan))["loss"] == first["loss"]
     assert loss.traces == traces
     assert float(first["weight"]) == 32 * 5
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+    chex.assert_trees_all_equal(jax.device_get(state), before, strict=True)
 
 
 def test_dtypes_on_the_wire_and_in_the_accumulator():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,7 +107,7 @@ def test_a_resumed_run_is_bit_equal_and_traces_nothing_twice(tmp_path, monkeypat
     with train(second, checkpoint=folder) as trainer:
         assert trainer.num_steps == 6
         assert trainer.jitted_step._compiled._cache_size() == 1
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), expected)
+        chex.assert_trees_all_equal(jax.device_get(trainer.state), expected, strict=True)
     assert first + second == whole
     assert len(whole) == 6
     assert expected["extras"]["dropout/rngs/count"] == 6

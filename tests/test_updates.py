@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,7 +189,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_counters(name):
     after = jax.device_get(run.state)
     assert (after.pop("step"), after.pop("skipped")) == (3, 1)
     assert (before.pop("step"), before.pop("skipped")) == (2, 0)
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+    chex.assert_trees_all_equal(after, before, strict=True)
 
 
 def test_the_first_leaf_that_is_not_finite_is_found_wherever_it_lies():
