@@ -288,7 +288,8 @@ def _convert_stack(leaf: Any, target: Any, move: StageRows | None, *, to_rows: b
     on_device = NamedSharding(first.sharding.mesh, first.sharding.spec)
     shardings: Any = (on_device,) * len(target.values) if apart else on_device
     change = _resizer(((shape, shardings, move),), to_rows)
-    given = leaf.values if isinstance(leaf, StackRows) else leaf
+    # What comes before is done first: no other program with collectives runs beside this one.
+    given = jax.block_until_ready(leaf.values if isinstance(leaf, StackRows) else leaf)
     (found,) = jax.block_until_ready(change([given]))
     if not apart:
         return jax.block_until_ready(jax.device_put(found, target.sharding))
