@@ -23,6 +23,7 @@ from tests.small_models import (
     regression_loss,
 )
 from tests.trajectories import regression_batch
+from zerojax.cli import main
 from zerojax.training.tuning import (
     Answer,
     KeptChoices,
@@ -334,7 +335,7 @@ def _no_biases(params: Any) -> Any:
 def test_on_a_cpu_nothing_is_measured() -> None:
     plan = plan_for()
     assert zerojax.tune(plan) is plan
-    assert not tuned_plan.is_measured(plan)
+    assert "no NVIDIA GPUs" in tuned_plan.why_not_measured(plan)
 
 
 @pytest.fixture
@@ -379,9 +380,39 @@ def test_both_ways_are_timed_in_place_on_the_sizes_of_the_plan(
 
 
 def test_what_was_asked_for_is_not_measured(on_gpus: None) -> None:
-    for options in ({"kernels": "xla"}, {"tune": "off"}):
+    for options in ({"kernels": "xla"}, {"tune": "off"}, {"deterministic": "mesh"}):
         plan = plan_for(**options)
         assert zerojax.tune(plan) is plan
+        assert tuned_plan.why_not_measured(plan)
+
+
+TINY = [
+    *("cpu_devices=8", "steps=1", "model.num_layers=1", "model.embed_dim=16", "model.num_heads=2"),
+    *("model.vocab_size=64", "data.seq_len=16", "model.max_seq_len=16", "global_batch_size=8"),
+]
+
+
+def test_the_command_prints_what_was_chosen(
+    on_gpus: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
+    answers = iter(["one", "two"])
+    monkeypatch.setattr(
+        tuned_plan, "decide", lambda *_, **__: Answer(choice="xla", reason=next(answers))
+    )
+    assert main(["tune", *TINY]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert sorted(told[1:]) == ["  statistics: xla (one)", "  update: xla (two)"]
+
+
+def test_the_command_refuses_what_leaves_nothing_to_measure(capsys: pytest.CaptureFixture) -> None:
+    assert main(["tune", *TINY]) == 2
+    assert "nothing to measure: the devices are no NVIDIA GPUs" in capsys.readouterr().err
+    assert main(["tune", *TINY, "kernels=xla"]) == 2
+    assert "kernels=xla asks for them; use kernels=auto" in capsys.readouterr().err
 
 
 def test_the_sample_has_small_and_large_arrays_within_the_room(

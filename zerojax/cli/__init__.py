@@ -26,6 +26,7 @@ from zerojax.cli import (
     run_commands,
     schedule_command,
     train_command,
+    tune_command,
 )
 from zerojax.cli.arguments import Parser
 from zerojax.cli.complaints import explain
@@ -90,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     train_command.add(commands)
     launch_command.add(commands)
     plan_command.add(commands)
+    tune_command.add(commands)
     check_command.add(commands)
     schedule_command.add(commands)
     deepspeed_command.add_elastic(commands)

@@ -274,18 +274,21 @@ def _precision(config: RunConfig, platform: str | None) -> tuple[Precision, list
     return precision, reasons
 
 
-def plan_from_config(config: RunConfig, num_devices: int, *, gpu: Gpu | None = None) -> Plan:
+def plan_from_config(
+    config: RunConfig, num_devices: int, *, gpu: Gpu | None = None, is_here: bool = False
+) -> Plan:
     """The plan that `run_from_config` makes on so many devices, none of which has to be here.
 
     Reads no data: a batch is `global_batch_size` rows of `seq_len` tokens and as many targets.
     Where the file names no precision it is that of accelerators. `gpu` is what the devices will be,
-    as `make_abstract_mesh` takes it.
+    as `make_abstract_mesh` takes it; with `is_here` they are those that JAX has.
 
     Raises:
       ValueError: sizes that do not fit together, or a vocabulary that only the data could tell.
     """
     config = config.on_devices(num_devices)
-    mesh = meshes.make_abstract_mesh(config.mesh, num_devices, gpu=gpu)
+    mesh: Any = meshes.make_mesh(config.mesh) if is_here else None
+    mesh = mesh or meshes.make_abstract_mesh(config.mesh, num_devices, gpu=gpu)
     _check_pieces(config, meshes.num_data_shards(mesh))
     tokens = jax.ShapeDtypeStruct((config.global_batch_size, config.data.seq_len), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
@@ -297,7 +300,7 @@ def plan_from_config(config: RunConfig, num_devices: int, *, gpu: Gpu | None = N
         mesh,
         batch,
         vocab_size_of(config),
-        platform=None,
+        platform=jax.devices()[0].platform if is_here else None,
         zero=config.mesh.zero,
         **plan_options(config.mesh),
     )

@@ -2,7 +2,7 @@
 
 from zerojax.training.tuning.kept_choices import Kept, KeptChoices
 from zerojax.training.tuning.measured_choices import Answer, Question, Way, decide
-from zerojax.training.tuning.tuned_plan import tune
+from zerojax.training.tuning.tuned_plan import tune, why_not_measured
 
 __all__ = [
     "Answer",
@@ -12,4 +12,5 @@ __all__ = [
     "Way",
     "decide",
     "tune",
+    "why_not_measured",
 ]

@@ -74,7 +74,7 @@ def tune(
       TypeError: `plan` is not a plan.
     """
     require_plan(plan, "tune")
-    if not is_measured(plan):
+    if why_not_measured(plan) is not None:
         return plan
     kept = KeptChoices.of_user(jax.process_index()) if kept is None else kept
     decided = functools.partial(decide, kept=kept, again=again, clock=clock, exchange=exchange)
@@ -84,12 +84,18 @@ def tune(
     return with_answers(plan, answers)
 
 
-def is_measured(plan: Plan) -> bool:
-    """Whether anything is left to be measured: on GPUs that are here, and nothing asked for."""
+def why_not_measured(plan: Plan) -> str | None:
+    """Why nothing is measured for a plan, with what to change; None where something is."""
     settings = plan.settings
-    if settings.kernels != "auto" or settings.tune == "off" or settings.deterministic is not None:
-        return False
-    return is_on_gpus(plan)
+    if settings.kernels != "auto":
+        return f"kernels={settings.kernels} asks for them; use kernels=auto"
+    if settings.tune == "off":
+        return "tune=off; use tune=auto"
+    if settings.deterministic is not None:
+        return "deterministic runs have the same bits everywhere; leave deterministic away"
+    if not is_on_gpus(plan):
+        return "the devices are no NVIDIA GPUs of this machine; run it where the GPUs are"
+    return None
 
 
 def is_on_gpus(plan: Plan) -> bool:
