@@ -232,7 +232,12 @@ def held_per_layer(case: Case) -> float:
 
 @claim(lambda case: len(case.depths) > 1 and case.activations == "host")
 def temporaries_grow_by_no_activation(built):
-    for shallow, deep in itertools.pairwise(built):
+    """From the shallowest: whether two buffers share a place moves them by 2 MB, once and back.
+
+    Measured with XLA of jaxlib 0.12.0.1 at 2 to 20 layers: 3.16 MB a layer, and two such jumps.
+    """
+    shallow, *deeper = built
+    for deep in deeper:
         growth = deep.memory.temporary - shallow.memory.temporary
         layers = deep.layers - shallow.layers
         assert growth / layers < 1.05 * held_per_layer(deep.case) + 0.1 * ACTIVATION
