@@ -415,6 +415,14 @@ def test_the_command_refuses_what_leaves_nothing_to_measure(capsys: pytest.Captu
     assert "kernels=xla asks for them; use kernels=auto" in capsys.readouterr().err
 
 
+def test_a_plan_says_why_a_kernel_was_not_taken() -> None:
+    plan, why = plan_for(), "mosaic_gpu was not taken: its results are wrong"
+    answers = {what: Answer(choice="xla", reason=why) for what in ("update", "statistics")}
+    reasons = tuned_plan.with_answers(plan, answers).reasons
+    for title in ("optimizer update", "gradient statistics"):
+        assert reasons.count(f"{title} by xla: {why}") == 1
+
+
 def test_the_sample_has_small_and_large_arrays_within_the_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

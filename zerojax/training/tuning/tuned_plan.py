@@ -45,6 +45,7 @@ and sums of squares are taken in another order."""
 STORED_LIMIT = 2.0**-6
 """Relative, element by element, of what is stored in bfloat16: two of its neighbours."""
 _KERNEL = "mosaic_gpu"
+_TITLES = {"update": "optimizer update", "statistics": "gradient statistics"}
 
 
 @names_keywords()
@@ -112,10 +113,14 @@ def with_answers(plan: Plan, answers: Mapping[str, Answer]) -> Plan:
     kernels = {**plan.program.kernels, **chosen}
     before = describe_update(plan.program.kernels, plan.tx, (), plan.mesh)
     rest = [reason for reason in plan.reasons if reason not in before]
+    said = describe_update(kernels, plan.tx, (), plan.mesh)
+    for what, one in chosen.items():  # also that a kernel was not taken, and why
+        line = f"{_TITLES[what]} by {one.implementation}: {one.reason}"
+        said += [line] if line not in said else []
     return dataclasses.replace(
         plan,
         program=dataclasses.replace(plan.program, kernels=kernels),
-        reasons=(*rest, *describe_update(kernels, plan.tx, (), plan.mesh)),
+        reasons=(*rest, *said),
     )
 
 
