@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
 def measure(smoke: bool) -> Record:
     """One row: the whole command."""
     with tempfile.TemporaryDirectory() as folder:
-        usage, wall = _run(["train", CONFIG, f"run_dir={folder}", *(TINY if smoke else ())])
+        usage, wall = run_command(["train", CONFIG, f"run_dir={folder}", *(TINY if smoke else ())])
         reports = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
     train = [report for report in reports if report["kind"] == "train"]
     evaluations = [report for report in reports if report["kind"] == "eval"]
@@ -52,7 +52,7 @@ def measure(smoke: bool) -> Record:
     return Record(name="default_run", rows=[row])
 
 
-def _run(words: list[str]) -> tuple[Any, float]:
+def run_command(words: list[str]) -> tuple[Any, float]:
     """(what the kernel counted, wall seconds) of `python -m zerojax WORDS`."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     began = time.perf_counter()

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from flax import nnx
 
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, save_so_far, write_record
 from tests.foreign_checkouts import MODELS
-from tests.foreign_modules import is_given
+from tests.foreign_modules import in_64_bits, is_given, load
 from tests.foreign_shapes import SHAPES, ForeignModel
 from zerojax.config import MeshConfig
 from zerojax.models.adapt import as_model
@@ -35,7 +37,7 @@ from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
 
 NUM_DEVICES = 8
-STEPS = 5
+STEPS = 20
 NOISE = 0.1
 """Added to every new parameter: some of these models begin with weights of zero, of which the
 gradients of others would be zero as well."""
@@ -43,6 +45,20 @@ GRADIENT_LIMIT = 5e-6
 """Of the largest gradient of a model: products inside of a loop are added in another order."""
 LOSS_LIMIT = 4e-6
 """Of float32 runs: the noise of summing one device's batch in reversed order is 3.8e-6."""
+WIDE_LIMIT = 1e-10
+"""Of float64 runs in plain JAX, whose rounding is 5e8 times less than that of float32."""
+LIMITS = {"gradients": GRADIENT_LIMIT, "losses": LOSS_LIMIT, "losses in float64": WIDE_LIMIT}
+DROPOUT = (
+    *("Hugging Face FlaxBert", "Hugging Face FlaxGPT2", "flax LM1B", "flax WMT"),
+    *("numbers alone", "numbers alone, remat", "numbers behind a name", "encoder and decoder"),
+)
+"""Models with dropout, of which each device draws its own."""
+IN_64_BITS = {
+    "bonsai Gemma3": ("BONSAI_CHECKOUT", "bonsai.models.gemma3.modeling"),
+    "bonsai ResNet": ("BONSAI_CHECKOUT", "bonsai.models.resnet.modeling"),
+    "tunix Gemma3": ("TUNIX_CHECKOUT", "tunix.models.gemma3.model"),
+}
+"""Models that are also compared in float64 where float32 is not enough, and their modules."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -80,15 +96,24 @@ def with_goals(record: Record) -> Record:
     goals = [
         Goal(name=f"{row['model']}, {key}", value=row[key], limit=limit)
         for row in record.rows
-        for key, limit in (("gradients", GRADIENT_LIMIT), ("losses", LOSS_LIMIT))
+        for key, limit in LIMITS.items()
+        if row.get(key) is not None
     ]
     notes = [
         "equations: of the traced loss, those of nested programs once",
         "gradients: largest difference, rolled against not rolled, over the model's largest",
-        f"losses: largest difference in {STEPS} steps of AdamW on {NUM_DEVICES} devices, what the "
-        "plan makes of the model at stage 3 against stage 0 with roll=off",
-        f"losses without rolling: the same at stage 3 with roll=off, measured where losses are "
-        f"beyond {LOSS_LIMIT}: how much of it is the model's own sensitivity",
+        "losses: largest difference in these steps, in float32, of what the plan makes of the "
+        f"model at stage 3 on {NUM_DEVICES} devices and of the model as it is at stage 0; the "
+        "optimizer is that of the repository's other comparisons, clipped AdamW at a learning rate "
+        "of 1e-3 with an eps of 1e-5",
+        "devices of the other: on which the model as it is runs: one, but with dropout, of which "
+        f"each device draws its own, all {NUM_DEVICES}",
+        f"the columns behind it are measured where losses are beyond {LOSS_LIMIT}",
+        "losses without rolling: as losses, at stage 3 with roll=off",
+        "losses from float64: largest difference of the model as it is, in plain JAX on one "
+        "device, in float32 and in float64: what rounding alone does to it",
+        "losses in float64: largest difference in plain JAX on one device of the model rolled and "
+        "as it is: what is left of rolling where rounding is 5e8 times less",
     ]
     return dataclasses.replace(record, goals=goals, notes=notes)
 
@@ -97,10 +122,9 @@ def measure(name: str, foreign: ForeignModel) -> dict[str, Any]:
     """One row of the table."""
     with warnings.catch_warnings(action="ignore"), jax.numpy_rank_promotion("allow"):
         compared = compare(foreign)
-        rolled, plain = train(foreign, zero=3, roll="auto"), train(foreign, zero=0, roll="off")
-        difference = float(np.abs(rolled.losses - plain.losses).max())
-        is_near = difference <= LOSS_LIMIT
-        noise = None if is_near else noise_of(foreign, plain.losses)
+        rolled, plain = train(foreign, zero=3, roll="auto"), train_as_it_is(name, foreign)
+        difference = distance(rolled.losses, plain.losses)
+        sensitivity = {} if difference <= LOSS_LIMIT else why_further(name, foreign, plain.losses)
     return {
         "model": name,
         "rolled": "; ".join(loop.describe() for loop in compared.found.loops),
@@ -112,17 +136,38 @@ def measure(name: str, foreign: ForeignModel) -> dict[str, Any]:
         "loss": compared.losses[0],
         "loss rolled": compared.losses[1],
         "gradients": compared.largest_difference(),
+        "steps": len(rolled.losses),
         "first loss": float(rolled.losses[0]),
         "last loss": float(rolled.losses[-1]),
         "losses": difference,
-        "losses without rolling": noise,
+        "devices of the other": devices_of_the_plain_run(name),
+        **sensitivity,
     }
 
 
-def noise_of(foreign: ForeignModel, losses: np.ndarray) -> float:
-    """How far these losses at stage 0 are from those at stage 3, nothing being rolled."""
-    sharded = train(foreign, zero=3, roll="off").losses
-    return float(np.abs(sharded - losses).max())
+def distance(losses: np.ndarray, others: np.ndarray) -> float:
+    """The largest difference of two runs in any step."""
+    return float(np.abs(losses - others).max())
+
+
+def why_further(name: str, foreign: ForeignModel, losses: np.ndarray) -> dict[str, float]:
+    """How much of a difference is the model's own rounding, which its steps enlarge.
+
+    Args:
+      name: of the model; of one that is not in `IN_64_BITS`, float64 is not measured.
+      foreign: the model.
+      losses: of the model as it is.
+    """
+    sharded = {
+        "losses without rolling": distance(train(foreign, zero=3, roll="off").losses, losses)
+    }
+    if name not in IN_64_BITS:
+        return sharded
+    exact, rolled = compare_in_64_bits(foreign, load(*IN_64_BITS[name]))
+    return sharded | {
+        "losses from float64": distance(train_in_32_bits(foreign), exact),
+        "losses in float64": distance(rolled, exact),
+    }
 
 
 def titles_of(plan: Plan) -> list[str]:
@@ -227,6 +272,15 @@ def count_equations(program: Any) -> int:
     return len(program.eqns) + sum(map(count_equations, inner))
 
 
+def optimizer() -> optax.GradientTransformation:
+    """Clipped AdamW.
+
+    Its eps is large, since Adam would blow the rounding noise of gradients that are truly zero up
+    to full updates.
+    """
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, eps=1e-5))
+
+
 @dataclasses.dataclass(frozen=True)
 class Training:
     """A plan and the losses of its first steps."""
@@ -235,18 +289,31 @@ class Training:
     losses: np.ndarray
 
 
-def train(foreign: ForeignModel, *, zero: int, roll: str, steps: int = STEPS) -> Training:
-    """The first steps of AdamW in float32 on all devices.
+def devices_of_the_plain_run(name: str) -> int:
+    """One, but for models with dropout, which depends on how rows are spread over devices."""
+    return NUM_DEVICES if name in DROPOUT else 1
 
-    AdamW's eps is large, since Adam would blow the rounding noise of gradients that are truly zero
-    up to full updates.
-    """
+
+def train_as_it_is(name: str, foreign: ForeignModel) -> Training:
+    """The first steps of a model at stage 0, nothing being rolled."""
+    return train(foreign, zero=0, roll="off", devices=devices_of_the_plain_run(name))
+
+
+def train(
+    foreign: ForeignModel,
+    *,
+    zero: int,
+    roll: str,
+    steps: int = STEPS,
+    devices: int = NUM_DEVICES,
+) -> Training:
+    """The first steps of AdamW in float32."""
     plan = make_plan(
         foreign.model,
-        make_mesh(MeshConfig(), devices=jax.devices()[:NUM_DEVICES]),
+        make_mesh(MeshConfig(), devices=jax.devices()[:devices]),
         example_batch=foreign.batch(0),
         loss=foreign.loss,
-        optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, eps=1e-5)),
+        optimizer=optimizer(),
         precision="fp32",
         zero=zero,
         roll=roll,
@@ -258,6 +325,75 @@ def train(foreign: ForeignModel, *, zero: int, roll: str, steps: int = STEPS) ->
         state, metrics = step(state, jax.device_put(foreign.batch(index), plan.batch_sharding))
         losses.append(float(metrics["loss"]))
     return Training(plan, np.array(losses))
+
+
+def compare_in_64_bits(foreign: ForeignModel, module: ModuleType) -> tuple[np.ndarray, np.ndarray]:
+    """(losses of the model, losses of all of it rolled), in plain JAX on one device, in float64.
+
+    Args:
+      foreign: a model of `nnx`, of whose layers `Embed` alone keeps the dtype it was made with.
+      module: of its source, see `foreign_modules.in_64_bits`.
+    """
+
+    model, batch = as_model(_in_any_dtype(foreign)), foreign.batch(0)
+    params, extras = model.init(jax.random.key(0), batch, foreign.loss)
+    with in_64_bits(module):
+        params, extras, batch = wider((params, extras, batch))
+        trace = trace_model(model, shapes(params), shapes(extras), shapes(batch), foreign.loss)
+        rolled = RolledModel(model, find_loops(trace, params).loops, shapes(params))
+        stacked = stack(params, rolled.stacks)
+        return (
+            train_alone(model, params, extras, foreign),
+            train_alone(rolled, stacked, extras, foreign),
+        )
+
+
+def train_in_32_bits(foreign: ForeignModel) -> np.ndarray:
+    """Losses of the model by itself, as the first of `compare_in_64_bits`, in float32."""
+    model = as_model(_in_any_dtype(foreign))
+    params, extras = model.init(jax.random.key(0), foreign.batch(0), foreign.loss)
+    return train_alone(model, params, extras, foreign)
+
+
+def _in_any_dtype(foreign: ForeignModel) -> Callable[[nnx.Rngs], Any]:
+    """The constructor of a model whose embeddings have the dtype of their weights."""
+
+    def build(rngs: nnx.Rngs) -> Any:
+        made = foreign.model(rngs)
+        for _, layer in made.iter_modules():
+            if isinstance(layer, nnx.Embed):
+                layer.dtype = None
+        return made
+
+    return build
+
+
+def wider(tree: Any) -> Any:
+    """NumPy arrays; those of float32 as float64."""
+    return jax.tree.map(
+        lambda x: np.asarray(x, np.float64) if x.dtype == np.float32 else np.asarray(x), tree
+    )
+
+
+def train_alone(model: Model, params: Arrays, extras: Arrays, foreign: ForeignModel) -> np.ndarray:
+    """[STEPS]: losses of the steps of `train`, in plain JAX, in the dtype of the parameters."""
+    tx = optimizer()
+
+    def loss(params: Arrays, batch: Any) -> Any:
+        key = jax.random.key(1)
+        return model.run(params, extras, key, lambda bound: foreign.loss(bound, batch))
+
+    @jax.jit
+    def step(params: Arrays, state: Any, batch: Any) -> Any:
+        (value, _), gradients = jax.value_and_grad(loss, has_aux=True)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state, losses = tx.init(params), []
+    for index in range(STEPS):
+        params, state, value = step(params, state, wider(foreign.batch(index)))
+        losses.append(value)
+    return np.array(losses)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from pallas_kernels import gradients, optimizers
 from pallas_kernels.adam8bit import init_moments
 from pallas_kernels.adam8bit_kernel import update_adam8bit
+from pallas_kernels.adam8bit_many import update_adam8bit_many
 from pallas_kernels.choice import Choice
 from pallas_kernels.many import update_many
 from pallas_kernels.mosaic import BLOCK
@@ -41,7 +42,7 @@ class Ours:
     Attributes:
       choice: the implementation.
       block: the tile of its kernel.
-      is_table: whether one kernel goes over many leaves (`update_many`); AdamW, Lion, statistics.
+      is_table: whether one kernel goes over many leaves (`update_many`, `update_adam8bit_many`).
       options: of XLA's compiler.
     """
 
@@ -272,10 +273,14 @@ def _adam8bit(shapes: Leaves, ours: Ours) -> Way:
         key = jax.random.fold_in(jax.random.key(0), count)
         seeds = jax.random.bits(key, (len(shapes), 2), jnp.uint32)
         more = {"scalars": scalars, "compute_dtype": jnp.bfloat16, "impl": ours.choice}
-        found = [
-            update_adam8bit(param, moments, grad, seed=seed, **more)
-            for param, moments, grad, seed in zip(*state, grads, seeds, strict=True)
-        ]
+        if ours.is_table:
+            each = {**more, "scalars": [scalars] * len(shapes)}
+            found = update_adam8bit_many(*state, grads, seeds=seeds, **each)
+        else:
+            found = [
+                update_adam8bit(param, moments, grad, seed=seed, **more)
+                for param, moments, grad, seed in zip(*state, grads, seeds, strict=True)
+            ]
         new_state = ([leaf.param for leaf in found], [leaf.moments for leaf in found])
         return new_state, [leaf.compute for leaf in found]
 

@@ -30,6 +30,8 @@ CASES = (
     ("llama_8b_zero3_8xh100", "h100", 8),
     ("llama_70b_zero3_64xh200", "h200", 64),
     ("llama_405b_zero3_512xh200", "h200", 512),
+    ("olmoe_7b_expert_8xh100", "h100", 8),
+    ("mixtral_8x22b_expert_64xh200", "h200", 64),
 )
 STORED_SCORES = {"llama_405b_zero3_512xh200": ("num_microbatches=16",)}
 """Settings with which stored scores fit, where those of the file are for attention without them."""

@@ -1,13 +1,15 @@
 """Launches and bytes of the whole update phase, compiled for an H200: XLA's fusions and kernels.
 
 The phase is what a step does after the backward pass: unscale, finite check, norm, clip, update and
-skip. The cast of weights to the compute dtype is the next forward pass's, in both. Needs the extra
-`plan`; nothing here is a measurement of a GPU (`benchmarks/gpu/optimizer.py` measures).
+skip. The cast of weights to the compute dtype begins the next step, and has rows of its own: as it
+is done, and by an update that would leave a copy. Needs the extra `plan`; nothing here is a
+measurement of a GPU (`benchmarks/gpu/optimizer.py` measures).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,11 +17,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 import zerojax
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
-from pallas_kernels import choice
+from pallas_kernels import choice, optimizers
+from pallas_kernels.many import update_many
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
@@ -32,7 +36,7 @@ from zerojax.plan.device_mesh import make_mesh
 CARD = "h200"
 WIDTH, LAYERS, VOCAB, LENGTH = 768, 12, 50257, 1024
 MOST_LAUNCHES = 12
-"""Of AdamW and the statistics together, over GPT-2's 148 arrays."""
+"""Of update and statistics together, over GPT-2's 148 arrays; without Muon's products."""
 SMALL = 10_000
 """Bytes of a value that is no part of the state: scalars, partial sums."""
 LAUNCHES = ("fusion", "custom-call", "copy", "fusion-start", "sort", "reduce")
@@ -45,7 +49,16 @@ CASES = (
     ("sgd", "bf16"),
     ("lamb", "bf16"),
     ("adam8bit", "bf16"),
+    ("muon", "bf16"),
 )
+PRODUCTS = "newton_schulz"
+"""The scope of what Muon leaves to XLA in both ways."""
+CASTS = (
+    "each weight, by the next step (one device, stage 3)",
+    "into the buckets of the next step's gathers (stages 1, 2)",
+    "kept copies into these buckets",
+)
+UPDATES = ("AdamW", "AdamW that leaves a copy")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -72,19 +85,62 @@ def measure(smoke: bool) -> Record:
     ]
     goals = [
         Goal(
-            name=f"adamw, {row['precision']}, {row['arrays']} arrays: launches of the kernels",
+            name=f"{row['optimizer']}, {row['precision']}, {row['arrays']} arrays: launches of the "
+            "kernels",
             value=row["launches"],
             limit=MOST_LAUNCHES,
         )
         for row in rows
-        if row["optimizer"] == "adamw" and row["way"] == "mosaic_gpu"
+        if row["way"] == "mosaic_gpu"
     ]
     sizes = sum(math.prod(shape) for shape in forms["a list"].values())
     notes = [
         f"compiled for one {CARD}; GPT-2, {sizes / 1e6:.1f} million parameters; statistics, "
-        "clipping and skipping included; gradients as the backward pass leaves them"
+        "clipping and skipping included; gradients as the backward pass leaves them (float32); "
+        "launches of Muon's products of matrices are counted apart, their bytes are among all"
     ]
+    rows += cast_rows(forms["a list"])
     return Record(name="update_phase", rows=rows, goals=goals, notes=notes)
+
+
+def cast_rows(shapes: dict[str, tuple[int, ...]]) -> list[dict[str, Any]]:
+    """What the weights of the next pass cost in bfloat16, made by it or left by AdamW's update."""
+    (device,) = compile_client.gpu_devices(find_gpu(CARD), 1)
+    place = NamedSharding(make_mesh({}, [device]), P())
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
+
+    def tree(dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        return {n: jax.ShapeDtypeStruct(x, dtype, sharding=place) for n, x in shapes.items()}
+
+    def cast(params: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+    def bucket(params: Any) -> jax.Array:
+        return jnp.concatenate([x.astype(jnp.bfloat16).reshape(-1) for x in params.values()])
+
+    def update(way: str, outputs: tuple[Any, ...]) -> Callable[..., Any]:
+        def run(state: Any, grads: Any, rate: jax.Array, count: jax.Array) -> Any:
+            scalars = optimizers.adam_scalars(rate, count=count, weight_decay=0.1)
+            more = {"scalars": scalars, "out_dtypes": outputs}
+            chosen = choice.Choice(way, "compiled")  # type: ignore[arg-type]
+            found = update_many(optimizers.ADAMW, state, (grads,), impl=chosen, **more)
+            return found.updated, found.outputs
+
+        return run
+
+    def count(what: str, way: str, program: Any, *given: Any, donated: Any = ()) -> dict[str, Any]:
+        found = compile_client.compile_for_gpus(jax.jit(program, donate_argnums=donated), *given)
+        entry = hlo.read_program(found.text).entry.instructions
+        return {"cast": what, "way": way, **_counted(entry, shapes)}
+
+    whole, half = tree(jnp.float32), tree(jnp.bfloat16)
+    programs = zip(CASTS, ((cast, whole), (bucket, whole), (bucket, half)), strict=True)
+    rows = [count(what, "xla", *program) for what, program in programs]
+    given = ((whole, whole, whole), whole, number, number)
+    for way in ("xla", "mosaic_gpu"):
+        for what, outputs in zip(UPDATES, ((), (jnp.bfloat16,)), strict=True):
+            rows.append(count(what, way, update(way, outputs), *given, donated=0))
+    return rows
 
 
 class Arrays(nnx.Module):
@@ -127,15 +183,25 @@ def _shapes(layers: int, *, stacked: bool) -> dict[str, tuple[int, ...]]:
 def _read(shapes: dict, optimizer: str, precision: str, way: str) -> dict[str, Any]:
     found = compile_phase(_plan(shapes, optimizer, precision, way))
     entry = hlo.read_program(found.text).entry.instructions
-    parameters = sum(math.prod(shape) for shape in shapes.values())
     return {
         "arrays": len(shapes),
         "way": way,
-        "launches": sum(i.opcode in LAUNCHES for i in entry),
         "kernels": found.text.count('custom_call_target="mosaic_gpu_v2"'),
-        "bytes_per_parameter": _moved(entry) / parameters,
+        **_counted(entry, shapes),
         "temporary_MB": found.memory.temporary / 1e6,
     }
+
+
+def _counted(entry: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Launches and bytes per parameter of a program's instructions."""
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    launched = [one for one in entry if one.opcode in LAUNCHES]
+    products = [one for one in launched if PRODUCTS in one.attribute_text]
+    found = {
+        "launches": len(launched) - len(products),
+        "bytes_per_parameter": _moved(entry, launched) / parameters,
+    }
+    return found | ({"products": len(products)} if products else {})
 
 
 def _plan(shapes: dict, optimizer: str, precision: str, way: str) -> zerojax.Plan:
@@ -145,12 +211,23 @@ def _plan(shapes: dict, optimizer: str, precision: str, way: str) -> zerojax.Pla
         lambda rngs: Arrays(shapes),
         make_mesh({}, compile_client.gpu_devices(find_gpu(CARD), 1)),
         example_batch={"x": jax.ShapeDtypeStruct((1, 8), jnp.float32)},
-        optimizer=getattr(zerojax.optim, optimizer)(1e-3, weight_decay=0.1),
+        optimizer=_optimizer(optimizer),
         precision=as_precision("bf16", **more) if precision != "fp16" else "fp16",
         kernels=way,
         zero=1,
         roll="off",
     )
+
+
+def _optimizer(name: str) -> Any:
+    if name == "muon":
+        return zerojax.optim.muon(1e-3, weight_decay=0.1, dimensions=_matrices)
+    return getattr(zerojax.optim, name)(1e-3, weight_decay=0.1)
+
+
+def _matrices(params: dict[str, Any]) -> dict[str, Any]:
+    matrix = MuonDimensionNumbers(-2, -1)
+    return {name: matrix if name.endswith("kernel") else None for name in params}
 
 
 def compile_phase(plan: zerojax.Plan) -> compile_client.CompiledProgram:
@@ -185,14 +262,13 @@ def _abstract_gradients(plan: zerojax.Plan) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _moved(entry: Any) -> int:
-    """Bytes that all launches read and write."""
+def _moved(entry: Any, launched: Any) -> int:
+    """Bytes that launches read and write."""
     by_name = {instruction.name: instruction for instruction in entry}
     total = 0
-    for one in entry:
-        if one.opcode in LAUNCHES:
-            read = [by_name[name].bytes for name in one.operands if name in by_name]
-            total += sum(size for size in (one.bytes, *read) if size > SMALL)
+    for one in launched:
+        read = [by_name[name].bytes for name in one.operands if name in by_name]
+        total += sum(size for size in (one.bytes, *read) if size > SMALL)
     return total
 
 

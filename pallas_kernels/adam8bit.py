@@ -249,7 +249,7 @@ def kept_scales(skip: Any, old: Any, mu_scale: Any, nu_scale: Any) -> tuple[Any,
     return skip * old.mu_scale + applied * mu_scale, skip * old.nu_scale + applied * nu_scale
 
 
-def check_leaf(param: Any, moments: Moments8bit, grad: Any) -> None:
+def check_leaf(param: Any, moments: Moments8bit, grad: Any, average: Any = None) -> None:
     """Refuses arrays that are not of one leaf.
 
     Raises:
@@ -275,6 +275,11 @@ def check_leaf(param: Any, moments: Moments8bit, grad: Any) -> None:
                 f"adam8bit: {name} has shape {tuple(x.shape)}; for a parameter of shape "
                 f"{tuple(param.shape)} it is {tuple(shape)} (see init_moments)"
             )
+    if average is not None and (average.dtype, average.shape) != (jnp.float32, param.shape):
+        raise ValueError(
+            f"adam8bit: average is {average.dtype}{list(average.shape)} and has to be float32 of "
+            f"the shape of the parameter, {list(param.shape)}"
+        )
     if tuple(grad.shape) != tuple(param.shape):
         raise ValueError(f"adam8bit: grad {grad.shape} and param {param.shape} differ in shape")
 

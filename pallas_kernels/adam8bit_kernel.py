@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +21,17 @@ from pallas_kernels.adam8bit import (
     reference_adam8bit,
 )
 from pallas_kernels.choice import Choice, Impl, choose
-from pallas_kernels.elementwise import FLOATS, check_seed, stored_as
+from pallas_kernels.elementwise import (
+    FLOATS,
+    averaging_scalars,
+    check_seed,
+    moved_average,
+    stored_as,
+)
 from pallas_kernels.optimizers import AdamScalars
+
+AVERAGING = averaging_scalars(AdamScalars)
+"""Scalars of an update that moves an average of the parameter as well."""
 
 
 class Adam8bitLeaf(NamedTuple):
@@ -30,11 +40,13 @@ class Adam8bitLeaf(NamedTuple):
     Attributes:
       param, moments: of the shapes and dtypes that came in, and in a kernel in their memory.
       compute: the new parameter in the dtype asked for, or None.
+      average: as it came in, moved; None where there was none.
     """
 
     param: jax.Array
     moments: Moments8bit
     compute: jax.Array | None
+    average: jax.Array | None = None
 
 
 def update_adam8bit(
@@ -42,9 +54,10 @@ def update_adam8bit(
     moments: Moments8bit,
     grad: jax.Array,
     *,
-    scalars: AdamScalars,
+    scalars: Any,
     seed: jax.Array,
     compute_dtype: Any = None,
+    average: jax.Array | None = None,
     impl: Impl | Choice = "auto",
 ) -> Adam8bitLeaf:
     """Updates one leaf. Inside a `jax.jit` that donates them, the arrays change in place.
@@ -53,49 +66,68 @@ def update_adam8bit(
       param: any shape; float32, or bfloat16 that is rounded stochastically.
       moments: of `adam8bit.init_moments(param.shape)`.
       grad: of that shape; float32, bfloat16 or float16.
-      scalars: of `optimizers.adam_scalars`.
+      scalars: of `optimizers.adam_scalars`; with an average `AVERAGING` of these and its rate.
       seed: uint32[2] of `rounding.seed_of`, other for every leaf and step.
       compute_dtype: of a copy of the new parameter; None for none.
+      average: float32 of that shape; moved towards the new parameter as it is stored, see
+        `elementwise.averaging`.
       impl: see `choice.choose`; a `Choice` is taken as it is.
 
     Raises:
       TypeError, ValueError: arrays that are not of one leaf.
       KernelUnavailable: the kernel was asked for and cannot run here.
     """
-    check_leaf(param, moments, grad)
+    check_leaf(param, moments, grad, average)
     check_seed("adam8bit", seed)
-    if not isinstance(scalars, AdamScalars):
+    check_options(scalars, compute_dtype, averages=average is not None)
+    choice = choose(impl, kernel="adam8bit") if isinstance(impl, str) else impl
+    static = choice.implementation, compute_dtype
+    return _update(static, param, moments, grad, average, tuple(scalars), seed)
+
+
+def scalars_of(averages: bool) -> Any:
+    """The class of an update's scalars."""
+    return AVERAGING if averages else AdamScalars
+
+
+def check_options(scalars: Any, compute_dtype: Any, *, averages: bool = False) -> None:
+    """Raises TypeError for scalars of another rule, or a dtype that is not taken."""
+    wanted = scalars_of(averages)
+    if not isinstance(scalars, wanted):
         raise TypeError(
-            f"adam8bit: scalars of type {type(scalars).__name__} in place of AdamScalars, "
+            f"adam8bit: scalars of type {type(scalars).__name__} in place of {wanted.__name__}, "
             "which pallas_kernels.optimizers.adam_scalars makes"
+            + ", and AVERAGING of them and a rate"
+            * averages
         )
     if compute_dtype is not None and compute_dtype not in FLOATS:
         raise TypeError(
             f"adam8bit: compute_dtype={jnp.dtype(compute_dtype)} is not one of float32, bfloat16, "
             "float16"
         )
-    choice = choose(impl, kernel="adam8bit") if isinstance(impl, str) else impl
-    return _update(choice.implementation, compute_dtype, param, moments, grad, tuple(scalars), seed)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # as in `update`
+@functools.partial(jax.jit, static_argnums=0)  # as in `update`
 def _update(
-    implementation: str,
-    compute_dtype: Any,
+    static: tuple[str, Any],
     param: jax.Array,
     moments: Moments8bit,
     grad: jax.Array,
+    average: jax.Array | None,
     scalars: tuple[Any, ...],
     seed: jax.Array,
 ) -> Adam8bitLeaf:
+    (implementation, compute_dtype), averages = static, average is not None
     block = block_of(param.size)
     rows = param.size // block
     if implementation == "xla" or rows == 0:
         new, moments, exact = reference_adam8bit(
-            param, moments, grad, AdamScalars(*scalars), seed=seed
+            param, moments, grad, AdamScalars(*scalars[: len(AdamScalars._fields)]), seed=seed
         )
         compute = None if compute_dtype is None else exact.astype(compute_dtype)
-        return Adam8bitLeaf(new, moments, compute)
+        if average is not None:
+            average = moved_average(average, new.astype(jnp.float32), AVERAGING(*scalars))
+        return Adam8bitLeaf(new, moments, compute, average)
     tiles = mosaic.Tiles(block, rows, 1, param.size - rows * block)
     if tiles.tail and param.size > mosaic.MAX_FLAT:
         raise ValueError(
@@ -104,7 +136,9 @@ def _update(
         )
     view = (param.size,) if tiles.tail else (rows, block)
     state = (param.reshape(view), moments.mu.reshape(view), moments.nu.reshape(view))
-    refs = [jax.new_ref(x) for x in (*state, moments.mu_scale, moments.nu_scale)]
+    state = (*state, moments.mu_scale, moments.nu_scale)
+    more = () if average is None else (average.reshape(view),)
+    refs = [jax.new_ref(x) for x in (*state, *more)]
     flat = grad.reshape(view)
     packed = jnp.stack([jnp.asarray(x, jnp.float32) for x in scalars])
     prepared, out_type = [], ()
@@ -115,7 +149,7 @@ def _update(
     elif compute_dtype is not None:
         out_type = (jax.ShapeDtypeStruct(view, compute_dtype),)
     kernel = mosaic.run_on_tiles(
-        _body(tiles, has_output=compute_dtype is not None),
+        _body(tiles, has_output=compute_dtype is not None, averages=averages),
         tiles,
         name="adam8bit",
         out_type=out_type,
@@ -124,64 +158,94 @@ def _update(
     )
     results = kernel(*refs, flat, packed, seed, *prepared)
     outputs = [jax.freeze(ref) for ref in prepared] or list(results)
-    new, mu, nu, mu_scale, nu_scale = (jax.freeze(ref) for ref in refs)
-    shape = param.shape
+    compute = outputs[0].reshape(param.shape) if outputs else None
+    return frozen_leaf(refs, param.shape, compute)
+
+
+def frozen_leaf(refs: Sequence[Any], shape: tuple[int, ...], compute: Any) -> Adam8bitLeaf:
+    """What a kernel has left in the Refs of a leaf: parameter, moments, average if there is one."""
+    new, mu, nu, mu_scale, nu_scale, *average = (jax.freeze(ref) for ref in refs)
     moments = Moments8bit(mu.reshape(shape), nu.reshape(shape), mu_scale, nu_scale)
-    compute = outputs[0].reshape(shape) if outputs else None
-    return Adam8bitLeaf(new.reshape(shape), moments, compute)
+    averages = [x.reshape(shape) for x in average]
+    return Adam8bitLeaf(new.reshape(shape), moments, compute, *averages)
 
 
 def _update_tail(refs: list[Any], grad: jax.Array, scalars: Any, seed: Any, tiles: Any) -> Any:
     """The last, short block by the reference, on the same memory, before the kernel (see
     `mosaic.fused_update`); returns its new parameters as float32."""
     start = tiles.size - tiles.tail
-    param, mu, nu, mu_scale, nu_scale = refs
+    param, mu, nu, mu_scale, nu_scale, *average = refs
     old_param, old_mu, old_nu, old_grad = mosaic.tails_of((param, mu, nu, grad), start)
     old = Moments8bit(old_mu, old_nu, *mosaic.tails_of((mu_scale, nu_scale), tiles.rows))
+    plain = AdamScalars(*scalars[: len(AdamScalars._fields)])
     new, moments, exact = reference_adam8bit(
-        old_param, old, old_grad, AdamScalars(*scalars), seed=seed, first_index=start
+        old_param, old, old_grad, plain, seed=seed, first_index=start
     )
+    for ref in average:
+        (before,) = mosaic.tails_of((ref,), start)
+        ref[start:] = moved_average(before, new.astype(jnp.float32), AVERAGING(*scalars))
     param[start:], mu[start:], nu[start:] = new, moments.mu, moments.nu
     mu_scale[tiles.rows :], nu_scale[tiles.rows :] = moments.mu_scale, moments.nu_scale
     return exact
 
 
-def _body(tiles: Any, *, has_output: bool) -> Any:
+def _body(tiles: mosaic.Tiles, *, has_output: bool, averages: bool) -> Any:
     """The function of one program: one block of codes and its two scales."""
-    block = tiles.block
-
-    def spread(x: Any) -> Any:
-        return lax.broadcast(x, (block,))
+    kind, count = scalars_of(averages), 8 + averages
 
     def body(*refs: Any) -> None:
-        param, mu, nu, mu_scale, nu_scale, grad, scalar_ref, seed_ref = refs[:8]
-        program = lax.axis_index("program")
-
-        def at(ref: Any) -> Any:
-            return mosaic.at_tile(ref, program, tiles)
-
-        def load(ref: Any) -> Any:
-            return mosaic.load_tile(ref, program, tiles)
-
-        seeds = (spread(seed_ref[0]), spread(seed_ref[1]))
-        bits = rounding.bits_at(mosaic.block_index(program, block), seeds)
-        scalars = AdamScalars(*(spread(scalar_ref[k]) for k in range(len(AdamScalars._fields))))
-        old = Moments8bit(mu, nu, mu_scale[program], nu_scale[program])
-        new = adam8bit(
-            Blocks8bit(load(param), load(mu), load(nu), old.mu_scale, old.nu_scale),
-            load(grad),
-            scalars,
-            bits=bits,
-            largest=jnp.max,
-            spread=spread,
+        *arrays, scalar_ref, seed_ref = refs[:count]
+        update_block(
+            tiles,
+            lax.axis_index("program"),
+            (arrays, refs[count] if has_output else None),
+            scalars=kind(*(scalar_ref[k] for k in range(len(kind._fields)))),
+            seed=(seed_ref[0], seed_ref[1]),
         )
-        at(param)[...] = stored_as(param.dtype, new.param, bits, 2)
-        at(mu)[...] = new.mu.astype(jnp.int8)
-        at(nu)[...] = new.nu.astype(jnp.int8)
-        skip = scalar_ref[AdamScalars._fields.index("skip")]
-        scales = kept_scales(skip, old, new.mu_scale, new.nu_scale)
-        mu_scale[program], nu_scale[program] = scales
-        if has_output:
-            at(refs[8])[...] = new.param.astype(refs[8].dtype)
 
     return body
+
+
+def update_block(
+    tiles: mosaic.Tiles,
+    row: Any,
+    refs: tuple[Sequence[Any], Any],
+    *,
+    scalars: Any,
+    seed: tuple[Any, Any],
+) -> None:
+    """Inside a kernel: updates block number `row` of one leaf.
+
+    Args:
+      tiles: one for each block that shares scales.
+      refs: (parameter, codes and scales as `Moments8bit` has them, the average if there is one,
+        gradient; output or None).
+      scalars: numbers.
+      seed: the two words of the leaf's seed.
+    """
+    (param, mu, nu, mu_scale, nu_scale, *average, grad), output = refs
+    block = tiles.block
+    spread = functools.partial(mosaic.spread, block=block)
+    at = functools.partial(mosaic.at_tile, row=row, tiles=tiles)
+    load = functools.partial(mosaic.load_tile, row=row, tiles=tiles)
+    bits = rounding.bits_at(mosaic.block_index(row, block), (spread(seed[0]), spread(seed[1])))
+    old = Moments8bit(mu, nu, mu_scale[row], nu_scale[row])
+    blocks: Any = type(scalars)(*map(spread, scalars))
+    new = adam8bit(
+        Blocks8bit(load(param), load(mu), load(nu), old.mu_scale, old.nu_scale),
+        load(grad),
+        blocks,
+        bits=bits,
+        largest=jnp.max,
+        spread=spread,
+    )
+    stored = stored_as(param.dtype, new.param, bits, 2)
+    at(param)[...] = stored
+    for ref in average:
+        at(ref)[...] = moved_average(load(ref), stored.astype(jnp.float32), blocks)
+    at(mu)[...] = new.mu.astype(jnp.int8)
+    at(nu)[...] = new.nu.astype(jnp.int8)
+    scales = kept_scales(scalars.skip, old, new.mu_scale, new.nu_scale)
+    mu_scale[row], nu_scale[row] = scales
+    if output is not None:
+        at(output)[...] = new.param.astype(output.dtype)

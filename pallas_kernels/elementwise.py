@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +57,8 @@ class Rule:
         whole arrays, so constants are written with `jnp.full_like`.
       scalars: a NamedTuple class; its fields are the float32 numbers that `math` is given.
       num_updated, num_read, num_outputs, num_sums: how many arrays of each kind.
+      averages: whether the last updated array is the moving average of the first, see `averaging`;
+        `math` is neither given it nor returns it.
     """
 
     name: str
@@ -64,6 +68,41 @@ class Rule:
     num_read: int
     num_outputs: int = 0
     num_sums: int = 0
+    averages: bool = False
+
+
+AVERAGE_RATE = "average_rate"
+"""The scalar that the rule of `averaging` has beside those of the rule it is made of."""
+
+
+@functools.cache
+def averaging_scalars(scalars: Any) -> Any:
+    """The class of these scalars and an `AVERAGE_RATE` after them."""
+    fields = (*scalars._fields, AVERAGE_RATE)
+    return collections.namedtuple(f"{scalars.__name__}AndAverage", fields)
+
+
+@functools.cache
+def averaging(rule: Rule) -> Rule:
+    """The rule that also moves an average of the first updated array, in the same pass.
+
+    average + average_rate * (new - average), where `new` is what is stored of the first array,
+    after rounding. The average is the last of the updated arrays and is stored rounded to nearest.
+    Where the rule's scalar `skip` is not 0 it keeps its value.
+    """
+    return dataclasses.replace(
+        rule,
+        name=f"{rule.name}_ema",
+        scalars=averaging_scalars(rule.scalars),
+        num_updated=rule.num_updated + 1,
+        averages=True,
+    )
+
+
+def moved_average(average: Any, new: Any, s: Any) -> Any:
+    """float32 block of the average after this step; `new` is a float32 block of what is stored."""
+    moved = average + s.average_rate * (new - average)
+    return jnp.where(s.skip == jnp.zeros_like(average), moved, average)
 
 
 def check_arrays(
@@ -162,21 +201,30 @@ def reference_update(
 
     scalars = rule.scalars(*map(spread, scalars))
     blocks = tuple(x.astype(jnp.float32) for x in updated)
-    values = rule.math(blocks, tuple(x.astype(jnp.float32) for x in read), scalars)
+    read = tuple(x.astype(jnp.float32) for x in read)
+    values = rule.math(blocks[:-1] if rule.averages else blocks, read, scalars)
     bits = None
     if seed is not None:
         shape, size = updated[0].shape, updated[0].size
         index = lax.iota(jnp.uint32, size).reshape(shape) + jnp.uint32(first_index % 2**32)
         bits = rounding.bits_at(index, (seed[0], seed[1]))
-    stored = [
-        stored_as(x.dtype, new, bits, number)
-        for number, (x, new) in enumerate(zip(updated, values.updated, strict=True))
-    ]
+    stored = stored_blocks([x.dtype for x in updated], values.updated, bits)
+    if rule.averages:
+        average = moved_average(blocks[-1], stored[0].astype(jnp.float32), scalars)
+        stored.append(average.astype(updated[-1].dtype))
     outputs = [new.astype(d) for new, d in zip(values.outputs, out_dtypes, strict=False)]
     summed = tuple(range(1, 1 + row_dims)) if by_row else None
     return Updated(
         tuple(stored), tuple(outputs), tuple(jnp.sum(x, axis=summed) for x in values.sums)
     )
+
+
+def stored_blocks(
+    dtypes: Sequence[Any], blocks: Sequence[Any], bits: rounding.Bits | None
+) -> list[Any]:
+    """float32 blocks as the updated arrays of these dtypes keep them, in order."""
+    pairs = zip(dtypes, blocks, strict=False)
+    return [stored_as(dtype, x, bits, number) for number, (dtype, x) in enumerate(pairs)]
 
 
 def stored_as(dtype: Any, x: Any, bits: rounding.Bits | None, number: int) -> Any:

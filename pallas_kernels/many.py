@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, totals
 from pallas_kernels.choice import Choice, Impl, choose
 from pallas_kernels.elementwise import Rule, Updated, check_arrays, reference_update
-
-MAX_PARAMETERS = 480
-"""Arrays of one kernel: their addresses are its parameters, and 4096 bytes are what any driver
-takes. GPT-2's 148 leaves of 5 arrays are then two kernels."""
-BRANCHES = 16
-"""Ways that one branch has. Wider ones cost comparisons, deeper ones time: JAX (0.12) lowers the
-first way of each branch twice."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One leaf of a kernel's table.
-
-    Attributes:
-      leaf: its number in the call.
-      tiles: how it is cut; never with a tail.
-      scalars: number of the set of scalars that it is given.
-      start: number of its first program.
-    """
-
-    leaf: int
-    tiles: mosaic.Tiles
-    scalars: int
-    start: int
-
-    @property
-    def programs(self) -> int:
-        return self.tiles.rows // self.tiles.loop
-
-    @property
-    def kind(self) -> tuple[int, int]:
-        """What leaves have in common that share their scalars as blocks."""
-        return self.tiles.block, self.scalars
+from pallas_kernels.table import (
+    Entry,
+    ScalarsAt,
+    Table,
+    find_leaf,
+    kernel_of,
+    pack_scalars,
+    row_of_scalars,
+    tables_of,
+)
 
 
 def update_many(
@@ -60,24 +36,25 @@ def update_many(
     seeds: jax.Array | None = None,
     impl: Impl | Choice = "auto",
     block: int = mosaic.BLOCK,
+    by_row: Sequence[bool] = (),
 ) -> Updated:
     """Updates all leaves of trees with as few kernels as can be.
 
-    A leaf of a size that 128 does not divide is updated on its own, as by `update`. As there,
-    arrays change in place inside a `jax.jit` that donates them.
+    A leaf of a size that 128 does not divide, or by rows of such a size, is updated on its own, as
+    by `update`. As there, arrays change in place inside a `jax.jit` that donates them.
 
     Args:
       rule: such as `optimizers.ADAMW`.
       updated, read: trees of one structure; each leaf of its own shape and dtypes.
       scalars: an instance of `rule.scalars` for all leaves; or a list of them, one per leaf in the
-        order of `jax.tree.leaves`. Leaves given the same object (decayed ones, and others) share
-        code: make as few as there are kinds of leaves.
+        order of `jax.tree.leaves`. To the kernel they are data, so that each leaf may have its own.
       out_dtypes, impl, block: as in `update.update`.
       seeds: uint32[number of leaves, 2], or None to round to nearest.
+      by_row: for each leaf whether it is updated by rows, as in `update.update`; () for none.
 
     Returns:
-      Trees, in the order of donation (see `update.update_trees`). Each of `sums` is
-      float32[number of leaves].
+      Trees, in the order of donation (see `update.update_trees`). Each of `sums` is float32 with
+      one number for each leaf, or for each row of a leaf by rows, leaf after leaf.
 
     Raises:
       TypeError, ValueError: leaves that do not fit the rule, the scalars or the seeds.
@@ -86,18 +63,18 @@ def update_many(
     leaves, structure = jax.tree.flatten(updated[0] if updated else read[0])
     columns = [tuple(structure.flatten_up_to(tree)) for tree in (*updated, *read)]
     rows = [tuple(row) for row in zip(*columns, strict=True)]
-    sets, which = _sets_of(rule, scalars, len(leaves))
-    if seeds is not None and seeds.shape != (len(leaves), 2):
-        raise ValueError(
-            f"{rule.name}: seeds of shape {seeds.shape} for {len(leaves)} leaves; "
-            f"they are of shape {(len(leaves), 2)}"
-        )
-    for row, number in zip(rows, which, strict=True):
+    each = [scalars] * len(leaves) if isinstance(scalars, rule.scalars) else list(scalars)
+    has_rows = tuple(by_row) or (False,) * len(leaves)
+    _check_numbers(rule, len(leaves), each, has_rows, seeds)
+    for row, one, with_rows in zip(rows, each, has_rows, strict=True):
         old, others = row[: len(updated)], row[len(updated) :]
-        check_arrays(rule, old, others, seeds, out_dtypes, scalars=sets[number])
+        check_arrays(rule, old, others, seeds, out_dtypes, scalars=one, by_row=with_rows)
     choice = choose(impl, kernel=rule.name) if isinstance(impl, str) else impl
-    static = (rule, choice.implementation, tuple(out_dtypes), block, which)
-    found, sums = _update_many(static, tuple(rows), tuple(map(tuple, sets)), seeds)
+    packed, where = pack_scalars(
+        each, [len(row[0]) if one else 1 for row, one in zip(rows, has_rows, strict=True)]
+    )
+    static = (rule, choice.implementation, tuple(out_dtypes), block, where, has_rows)
+    found, sums = _update_many(static, tuple(rows), packed, seeds)
 
     def trees(start: int, stop: int) -> tuple[Any, ...]:
         return tuple(structure.unflatten([row[k] for row in found]) for k in range(start, stop))
@@ -106,132 +83,162 @@ def update_many(
     return Updated(trees(0, count), trees(count, count + len(out_dtypes)), sums)
 
 
-def _sets_of(rule: Rule, scalars: Any, count: int) -> tuple[list[Any], tuple[int, ...]]:
-    """(the different sets of scalars, for each leaf the number of its own)."""
-    if isinstance(scalars, rule.scalars):
-        return [scalars], (0,) * count
+def _check_numbers(
+    rule: Rule, count: int, scalars: Sequence[Any], by_row: Sequence[bool], seeds: Any
+) -> None:
     if len(scalars) != count:
         raise ValueError(f"{rule.name}: {len(scalars)} sets of scalars for {count} leaves")
-    numbers: dict[int, int] = {}
-    which = tuple(numbers.setdefault(id(one), len(numbers)) for one in scalars)
-    return [scalars[which.index(number)] for number in range(len(numbers))], which
+    if len(by_row) != count:
+        raise ValueError(
+            f"{rule.name}: by_row tells of {len(by_row)} leaves and there are {count}; give one "
+            "boolean for each, or () for none"
+        )
+    if seeds is not None and seeds.shape != (count, 2):
+        raise ValueError(
+            f"{rule.name}: seeds of shape {seeds.shape} for {count} leaves; "
+            f"they are of shape {(count, 2)}"
+        )
 
 
 # Jitted as in `update`: equal lists of leaves are traced and lowered once.
 @functools.partial(jax.jit, static_argnums=0)
 def _update_many(
-    static: tuple[Any, ...], rows: tuple[Any, ...], sets: tuple[Any, ...], seeds: Any
+    static: tuple[Any, ...], rows: tuple[Any, ...], packed: jax.Array, seeds: Any
 ) -> tuple[list[Any], tuple[jax.Array, ...]]:
     """([(*updated, *outputs) of each leaf], the sums of all)."""
-    rule, implementation, out_dtypes, block, which = static
-    packed = jnp.stack([jnp.asarray(x, jnp.float32) for one in sets for x in one])
-    found: list[Any] = [None] * len(rows)
-    sums: list[Any] = [None] * len(rows)
-    in_kernels, apart = [], range(len(rows))
-    if implementation != "xla":
-        in_kernels, apart = _split(rule, rows, which, block)
-    for leaf in apart:
-        one = _one_leaf(rule, implementation, rows[leaf], sets[which[leaf]])
-        seed = None if seeds is None else seeds[leaf]
-        result = one(out_dtypes=out_dtypes, seed=seed)
-        found[leaf], sums[leaf] = (*result.updated, *result.outputs), result.sums
-    per_leaf = max(1, MAX_PARAMETERS // (rule.num_updated + rule.num_read + len(out_dtypes)))
-    for first in range(0, len(in_kernels), per_leaf):
-        table = _table(in_kernels[first : first + per_leaf])
-        results, partial = _run(
-            rule, table, rows, packed, seeds, out_dtypes, interpret=implementation == "interpret"
-        )
-        for entry, result, total in zip(table, results, partial, strict=True):
-            found[entry.leaf], sums[entry.leaf] = result, total
-    return found, tuple(jnp.stack(column) for column in zip(*sums, strict=True))
-
-
-def _one_leaf(rule: Rule, implementation: str, row: Any, scalars: Any) -> Callable[..., Updated]:
-    old, others = row[: rule.num_updated], row[rule.num_updated :]
-    if implementation == "xla":
-        return functools.partial(reference_update, rule, old, others, scalars)
+    rule, implementation, out_dtypes, block, where, by_row = static
     interpret = implementation == "interpret"
-    return functools.partial(mosaic.fused_update, rule, old, others, scalars, interpret=interpret)
+    found: list[Any] = [None] * len(rows)
+    in_kernels: list[Entry] = []
+    if implementation != "xla":
+        in_kernels = _entries(rule, rows, where, by_row, block)
+    apart: dict[int, Any] = {}
+    for leaf in sorted(set(range(len(rows))) - {entry.leaf for entry in in_kernels}):
+        row, scalars = rows[leaf], _scalars_at(rule, packed, where[leaf], rows[leaf][0])
+        run = reference_update
+        if implementation != "xla":
+            run = functools.partial(mosaic.fused_update, interpret=interpret)
+        result = run(
+            rule,
+            row[: rule.num_updated],
+            row[rule.num_updated :],
+            scalars,
+            out_dtypes=out_dtypes,
+            seed=None if seeds is None else seeds[leaf],
+            by_row=by_row[leaf],
+        )
+        found[leaf], apart[leaf] = (*result.updated, *result.outputs), result.sums
+    arrays = rule.num_updated + rule.num_read + len(out_dtypes)
+    tables, partial = tables_of(in_kernels, arrays=arrays), []
+    for table in tables:
+        results, left = _run(rule, table, rows, packed, seeds, out_dtypes, interpret=interpret)
+        partial += left
+        for entry, result in zip(table, results, strict=True):
+            found[entry.leaf] = result
+    if not rule.num_sums:
+        return found, ()
+    return found, _sums_of(rule, tables, partial, apart, interpret=interpret)
 
 
-def _split(
-    rule: Rule, rows: Sequence[Any], which: Sequence[int], block: int
-) -> tuple[list[Entry], list[int]]:
-    """(leaves for tables, those that share scalars beside each other; leaves apart)."""
-    entries, apart = [], []
+def _entries(
+    rule: Rule,
+    rows: Sequence[Any],
+    where: Sequence[ScalarsAt],
+    by_row: Sequence[bool],
+    block: int,
+) -> list[Entry]:
+    """The leaves that go into tables: those without a tail."""
+    entries = []
     for leaf, row in enumerate(rows):
-        tiles = mosaic.tiles_of(row[0].size, block=block, loops=rule.num_sums > 0)
-        if tiles.tail or not tiles.rows:
-            apart.append(leaf)
-        else:
-            entries.append(Entry(leaf, tiles, which[leaf], 0))
-    return sorted(entries, key=lambda entry: entry.kind), apart
+        cut = {"block": block, "loops": rule.num_sums > 0}
+        shape, size = row[0].shape, row[0].size
+        has_rows = by_row[leaf]
+        tiles = mosaic.tiles_of_rows(shape, **cut) if has_rows else mosaic.tiles_of(size, **cut)
+        if tiles.rows and not tiles.tail:
+            entries.append(Entry(leaf, tiles, where[leaf]))
+    return entries
 
 
-def _table(entries: Sequence[Entry]) -> list[Entry]:
-    starts = itertools.accumulate((entry.programs for entry in entries), initial=0)
-    return [dataclasses.replace(e, start=s) for e, s in zip(entries, starts, strict=False)]
+def _scalars_at(rule: Rule, packed: jax.Array, where: ScalarsAt, leaf: Any) -> Any:
+    """The scalars of one leaf."""
+    rows = slice(where.first, where.first + len(leaf)) if where.by_row else where.first
+    return rule.scalars(*(packed[rows, k] for k in range(len(rule.scalars._fields))))
 
 
 def _run(
     rule: Rule,
-    table: Sequence[Entry],
+    table: Table,
     rows: Sequence[Any],
     packed: jax.Array,
     seeds: Any,
     out_dtypes: Sequence[Any],
     *,
     interpret: bool,
-) -> tuple[list[Any], list[Any]]:
-    """One kernel: for each entry (*updated, *outputs), and its sums."""
-    from jax.experimental import pallas as pl  # as in `mosaic.run_on_tiles`
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+) -> tuple[list[Any], list[jax.Array]]:
+    """One kernel: for each entry (*updated, *outputs), and what its programs leave to be added."""
     views = [(entry.tiles.rows, entry.tiles.block) for entry in table]
     leaves = [[x.reshape(v) for x in rows[e.leaf]] for e, v in zip(table, views, strict=True)]
     refs = [[jax.new_ref(x) for x in leaf[: rule.num_updated]] for leaf in leaves]
     others = [leaf[rule.num_updated :] for leaf in leaves]
     programs = sum(entry.programs for entry in table)
     arrays = [[jax.ShapeDtypeStruct(view, dtype) for dtype in out_dtypes] for view in views]
-    partial = [jax.ShapeDtypeStruct((programs,), jnp.float32) for _ in range(rule.num_sums)]
-    kernel: Any = pl.kernel(
-        _body(rule, table, num_outputs=len(out_dtypes), has_seeds=seeds is not None),
-        out_type=(*itertools.chain(*arrays), *partial),
-        mesh=mosaic.mesh_of(programs),
-        # Layouts are all written down. Inferring them for many leaves takes minutes (jax 0.12).
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=rule.num_sums == 0,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        interpret=mosaic.interpret_params() if interpret else False,
+    width = totals.width_of(programs)
+    partial = [jax.ShapeDtypeStruct((rule.num_sums * width,), jnp.float32)] * (rule.num_sums > 0)
+    kernel = kernel_of(
+        _body(rule, table, width, num_outputs=len(out_dtypes), has_seeds=seeds is not None),
+        programs,
         name=f"{rule.name}_many",
+        out_type=(*itertools.chain(*arrays), *partial),
+        has_barriers=rule.num_sums > 0,
+        interpret=interpret,
     )
-    more = [] if seeds is None else [seeds.reshape(-1)]
-    results = kernel(*itertools.chain(*refs), *itertools.chain(*others), packed, *more)
-    width = len(out_dtypes)
+    more = [packed.reshape(-1)] + ([] if seeds is None else [seeds.reshape(-1)])
+    results = kernel(*itertools.chain(*refs), *itertools.chain(*others), *more)
     found = []
     for number, (entry, leaf) in enumerate(zip(table, refs, strict=True)):
-        new = results[number * width : (number + 1) * width]
+        new = results[number * len(out_dtypes) : (number + 1) * len(out_dtypes)]
         shape = rows[entry.leaf][0].shape
         found.append(tuple(x.reshape(shape) for x in (*map(jax.freeze, leaf), *new)))
-    return found, _sums_of(table, results[len(table) * width :])
+    return found, list(results[len(table) * len(out_dtypes) :])
 
 
-def _sums_of(table: Sequence[Entry], partial: Sequence[jax.Array]) -> list[Any]:
-    """Each leaf's sums of its programs' numbers: one reduction for all leaves, not one for each."""
-    if not partial:
-        return [()] * len(table)
-    starts = jnp.array([entry.start for entry in table], jnp.int32)[:, None]
-    counts = jnp.array([entry.programs for entry in table], jnp.int32)[:, None]
-    program = lax.iota(jnp.int32, partial[0].size)[None, :]
-    is_own = (program >= starts) & (program < starts + counts)
-    totals = [jnp.sum(jnp.where(is_own, x[None, :], 0.0), axis=1) for x in partial]
-    return [tuple(total[k] for total in totals) for k in range(len(table))]
+def _sums_of(
+    rule: Rule,
+    tables: Sequence[Table],
+    partial: Sequence[jax.Array],
+    apart: dict[int, Any],
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """For each of the rule's sums float32 [leaves and rows], leaf after leaf."""
+    parts = {
+        entry.leaf: [totals.Part(kernel, *part) for part in entry.parts]
+        for kernel, table in enumerate(tables)
+        for entry in table
+    }
+    in_order = [part for leaf in sorted(parts) for part in parts[leaf]]
+    sums: tuple[jax.Array, ...] = ()
+    if in_order:
+        sums = totals.total(partial, in_order, rule.num_sums, interpret=interpret)
+    if not apart:
+        return sums
+
+    def joined(number: int) -> jax.Array:
+        pieces, start = [], 0
+        for leaf in range(len(parts) + len(apart)):
+            if leaf in apart:
+                pieces.append(apart[leaf][number].reshape(-1))
+                continue
+            pieces.append(sums[number][start : start + len(parts[leaf])])
+            start += len(parts[leaf])
+        return jnp.concatenate(pieces)
+
+    return tuple(map(joined, range(rule.num_sums)))
 
 
-def _body(rule: Rule, table: Sequence[Entry], *, num_outputs: int, has_seeds: bool) -> Any:
+def _body(rule: Rule, table: Table, width: int, *, num_outputs: int, has_seeds: bool) -> Any:
     """The function of one program: refs of updated, read, scalars, seeds, outputs, sums."""
-    count = len(table)
+    fields = len(rule.scalars._fields)
 
     def body(*refs: Any) -> None:
         rest = iter(refs)
@@ -239,12 +246,17 @@ def _body(rule: Rule, table: Sequence[Entry], *, num_outputs: int, has_seeds: bo
         def take(number: int) -> list[Any]:
             return list(itertools.islice(rest, number))
 
-        updated = [take(rule.num_updated) for _ in range(count)]
-        read = [take(rule.num_read) for _ in range(count)]
+        updated = [take(rule.num_updated) for _ in table]
+        read = [take(rule.num_read) for _ in table]
         (scalar_ref,), seed_refs = take(1), take(int(has_seeds))
-        outputs = [take(num_outputs) for _ in range(count)]
-        sums = take(rule.num_sums)
+        outputs = [take(num_outputs) for _ in table]
+        partial = take(int(rule.num_sums > 0))
         program = lax.axis_index("program")
+        first = row_of_scalars(table, program) * fields
+        numbers = [scalar_ref[first + k] for k in range(fields)]
+
+        def share(block: int) -> Any:
+            return rule.scalars(*(mosaic.spread(x, block) for x in numbers))
 
         def leaf(number: int, scalars: Any) -> tuple[Any, ...]:
             entry = table[number]
@@ -258,34 +270,8 @@ def _body(rule: Rule, table: Sequence[Entry], *, num_outputs: int, has_seeds: bo
                 seed=words,
             )
 
-        def kind(first: int, last: int) -> tuple[Any, ...]:
-            block, scalars_number = table[first].kind
-            offset = scalars_number * len(rule.scalars._fields)
-            scalars = mosaic.spread_scalars(rule, scalar_ref, block, first=offset)
-            cuts = list(range(first, last + 1))
-            return _branch(table, program, cuts, lambda number, _: leaf(number, scalars))
-
-        kinds = [k for k in range(count) if k == 0 or table[k].kind != table[k - 1].kind]
-        for ref, total in zip(sums, _branch(table, program, [*kinds, count], kind), strict=True):
-            ref[program] = total
+        sums = find_leaf(table, program, leaf, share)
+        for number, total in enumerate(sums):
+            partial[0][number * width + program] = total
 
     return body
-
-
-def _branch(
-    table: Sequence[Entry], program: Any, cuts: Sequence[int], run: Callable[[int, int], Any]
-) -> Any:
-    """Calls `run(first, last)` for those of the ranges between `cuts` to which the program belongs,
-    through branches of at most `BRANCHES` ways."""
-    ranges = len(cuts) - 1
-    if ranges == 1:
-        return run(cuts[0], cuts[1])
-    ways = min(BRANCHES, ranges)
-    ends = [ranges * way // ways for way in range(ways + 1)]
-    later = [program >= table[cuts[end]].start for end in ends[1:-1]]
-    number = functools.reduce(lambda a, b: a + b, [x.astype(jnp.int32) for x in later])
-
-    def way(first: int, last: int) -> Callable[[], Any]:
-        return lambda: _branch(table, program, cuts[first : last + 1], run)
-
-    return lax.switch(number, [way(a, b) for a, b in itertools.pairwise(ends)])

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import rounding
-from pallas_kernels.elementwise import Rule, Updated, reference_update, stored_as
+from pallas_kernels.elementwise import (
+    Rule,
+    Updated,
+    moved_average,
+    reference_update,
+    stored_blocks,
+)
 
 BLOCK = 512
 """Elements of one program: 4 for each of 128 threads. AdamW then takes 48 registers (72 at 1024)
@@ -102,13 +108,22 @@ def at_tile(ref: Any, row: Any, tiles: Tiles) -> Any:
 
 def load_tile(ref: Any, row: Any, tiles: Tiles) -> Any:
     """That tile as a float32 block."""
-    loaded = _plgpu().load(at_tile(ref, row, tiles), layout=layout_of(tiles.block), optimized=False)
-    return loaded.astype(jnp.float32)
+    return load_block(at_tile(ref, row, tiles), tiles.block).astype(jnp.float32)
+
+
+def load_block(ref: Any, block: int) -> Any:
+    """What a part of a Ref holds, as a block."""
+    return _plgpu().load(ref, layout=layout_of(block), optimized=False)
+
+
+def laid_out(x: Any) -> Any:
+    """What no Ref held, in the layout of blocks of its size."""
+    return _plgpu().layout_cast(x, layout_of(x.size))
 
 
 def block_index(program: Any, block: int) -> Any:
     """uint32[block]: positions in the leaf of the elements of tile number `program`."""
-    inside = _plgpu().layout_cast(lax.broadcasted_iota(jnp.uint32, (block,), 0), layout_of(block))
+    inside = laid_out(lax.broadcasted_iota(jnp.uint32, (block,), 0))
     first = program.astype(jnp.uint32) * jnp.uint32(block)
     return inside + lax.broadcast(first, (block,))
 
@@ -279,13 +294,18 @@ def update_tile(
     """
     updated, read, outputs = refs
     old = tuple(load_tile(ref, row, tiles) for ref in updated)
-    values = rule.math(old, tuple(load_tile(ref, row, tiles) for ref in read), scalars)
+    own = old[:-1] if rule.averages else old
+    values = rule.math(own, tuple(load_tile(ref, row, tiles) for ref in read), scalars)
     bits = None
     if seed is not None:
         words = (spread(seed[0], tiles.block), spread(seed[1], tiles.block))
         bits = rounding.bits_at(block_index(row, tiles.block), words)
-    for number, (ref, new) in enumerate(zip(updated, values.updated, strict=True)):
-        at_tile(ref, row, tiles)[...] = stored_as(ref.dtype, new, bits, number)
+    stored = stored_blocks([ref.dtype for ref in updated], values.updated, bits)
+    if rule.averages:
+        average = moved_average(old[-1], stored[0].astype(jnp.float32), scalars)
+        stored.append(average.astype(updated[-1].dtype))
+    for ref, new in zip(updated, stored, strict=True):
+        at_tile(ref, row, tiles)[...] = new
     for ref, new in zip(outputs, values.outputs, strict=False):
         at_tile(ref, row, tiles)[...] = new.astype(ref.dtype)
     return values.sums
@@ -308,9 +328,8 @@ def update_tiles(
             values = update_tile(rule, tiles, row, refs, **more)
             return tuple(a + b for a, b in zip(totals, values, strict=True))
 
-        layout = layout_of(tiles.block)
         zero = jnp.zeros((tiles.block,), jnp.float32)
-        totals = tuple(_plgpu().layout_cast(zero, layout) for _ in range(rule.num_sums))
+        totals = tuple(laid_out(zero) for _ in range(rule.num_sums))
         totals = lax.fori_loop(0, tiles.loop, one_more, totals)
     return tuple(jnp.sum(total) for total in totals)
 

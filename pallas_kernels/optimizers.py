@@ -3,6 +3,12 @@
 They follow optax's order of operations. A rule multiplies the gradient by `gradient_scale`
 (clipping and loss scale in one). Where `skip` is not 0, every array keeps its value, whatever the
 gradient contains.
+
+Parameters are computed from the moments as they are kept, after `skip` was looked at. The values
+are the same as from the moments before. But what is kept is an output, which XLA does not compute a
+second time: the parameter's fusion reads the new moments alone, and each moment is written where it
+lay. Where the parameter's fusion reads the old moments as well, XLA on CPUs copies every moment
+first, since nothing orders the fusions that read a moment and write it.
 """
 
 from __future__ import annotations
@@ -108,20 +114,27 @@ def adam_scalars(
     )
 
 
-def lamb_scalars(scalars: AdamScalars, *, param_norm: Any, update_norm: Any) -> LambScalars:
-    """Numbers of LAMB's second half (arXiv:1904.00962), with the norms of whole leaves.
+def lamb_scalars(scalars: AdamScalars, *, trust_ratio: Any) -> LambScalars:
+    """Numbers of LAMB's second half (arXiv:1904.00962).
 
     Args:
       scalars: those of the first half.
+      trust_ratio: of `trust_ratio_of`.
+    """
+    kept = {name: getattr(scalars, name) for name in LambScalars._fields if name != "trust_ratio"}
+    return LambScalars(trust_ratio=trust_ratio, **kept)
+
+
+def trust_ratio_of(param_norm: Any, update_norm: Any) -> jax.Array:
+    """float32; what the update of a leaf is multiplied by: 1 where one of its norms is 0.
+
+    Args:
       param_norm, update_norm: Euclidean norms over the whole leaf, on all devices that hold parts
-        of it: the roots of the sums of `LAMB_MOMENTS`. The trust ratio is their ratio, and 1 where
-        one of them is 0.
+        of it: the roots of the sums of `LAMB_MOMENTS`. Of one leaf, or arrays of many.
     """
     param_norm, update_norm = _float32(param_norm, update_norm)
     is_zero = (param_norm == 0) | (update_norm == 0)
-    ratio = jnp.where(is_zero, 1.0, param_norm / jnp.where(is_zero, 1.0, update_norm))
-    kept = {name: getattr(scalars, name) for name in LambScalars._fields if name != "trust_ratio"}
-    return LambScalars(trust_ratio=ratio, **kept)
+    return jnp.where(is_zero, 1.0, param_norm / jnp.where(is_zero, 1.0, update_norm))
 
 
 def lion_scalars(
@@ -147,8 +160,8 @@ def _correction(decay: Any, count: Any) -> jax.Array:
     return 1 - jnp.asarray(decay, jnp.float32) ** jnp.asarray(count, jnp.int32)
 
 
-def new_moments(mu: Any, nu: Any, grad: Any, s: AdamScalars) -> tuple[Any, Any]:
-    """Adam's moments after a gradient that is already scaled."""
+def new_moments(mu: Any, nu: Any, grad: Any, s: Any) -> tuple[Any, Any]:
+    """Adam's moments after a gradient that is already scaled; `s` has both decays."""
     return s.rest1 * grad + s.b1 * mu, s.rest2 * (grad * grad) + s.b2 * nu
 
 
@@ -170,10 +183,10 @@ def adamw(updated: Any, read: Any, s: AdamScalars) -> Values:
     """(param, mu, nu), (grad,): AdamW; the output is the new parameter."""
     param, mu, nu = updated
     grad = read[0] * s.gradient_scale
-    new_mu, new_nu = new_moments(mu, nu, grad, s)
-    new = param - s.learning_rate * adam_direction(param, new_mu, new_nu, s)
-    new, new_mu, new_nu = unless_skipped(s.skip, updated, (new, new_mu, new_nu))
-    return Values(updated=(new, new_mu, new_nu), outputs=(new,))
+    kept_mu, kept_nu = unless_skipped(s.skip, (mu, nu), new_moments(mu, nu, grad, s))
+    direction = adam_direction(param, kept_mu, kept_nu, s)
+    (new,) = unless_skipped(s.skip, (param,), (param - s.learning_rate * direction,))
+    return Values(updated=(new, kept_mu, kept_nu), outputs=(new,))
 
 
 def lamb_moments(updated: Any, read: Any, s: AdamScalars) -> Values:
@@ -211,16 +224,16 @@ def lion(updated: Any, read: Any, s: LionScalars) -> Values:
 def sgd(updated: Any, read: Any, s: SgdScalars) -> Values:
     """(param, trace), (grad,): SGD with momentum; the output is the new parameter."""
     param, trace = updated
-    new_trace = _decayed(param, read[0], s) + s.momentum * trace
-    return _descend(updated, new_trace, new_trace, s)
+    (kept,) = unless_skipped(s.skip, (trace,), (_decayed(param, read[0], s) + s.momentum * trace,))
+    return _descend(param, kept, kept, s)
 
 
 def sgd_nesterov(updated: Any, read: Any, s: SgdScalars) -> Values:
     """(param, trace), (grad,): SGD with Nesterov momentum; the output is the new parameter."""
     param, trace = updated
     grad = _decayed(param, read[0], s)
-    new_trace = grad + s.momentum * trace
-    return _descend(updated, new_trace, grad + s.momentum * new_trace, s)
+    (kept,) = unless_skipped(s.skip, (trace,), (grad + s.momentum * trace,))
+    return _descend(param, kept, grad + s.momentum * kept, s)
 
 
 def sgd_plain(updated: Any, read: Any, s: SgdScalars) -> Values:
@@ -235,9 +248,8 @@ def _decayed(param: Any, grad: Any, s: SgdScalars) -> Any:
     return grad * s.gradient_scale + s.weight_decay * param
 
 
-def _descend(updated: Any, trace: Any, direction: Any, s: SgdScalars) -> Values:
-    new = updated[0] - s.learning_rate * direction
-    new, trace = unless_skipped(s.skip, updated, (new, trace))
+def _descend(param: Any, trace: Any, direction: Any, s: SgdScalars) -> Values:
+    (new,) = unless_skipped(s.skip, (param,), (param - s.learning_rate * direction,))
     return Values(updated=(new, trace), outputs=(new,))
 
 

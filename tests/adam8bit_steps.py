@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import chex
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.choice import Choice
+from tests import equal_trees
 from zerojax.optim.optimizer import UpdateContext
 
 XLA = Choice("xla", "for a test")
@@ -46,4 +46,4 @@ def stepped(tx, params, state, *, first=0, steps=3, **more):
 
 def assert_same(one, other):
     """Structures, dtypes and every bit."""
-    chex.assert_trees_all_equal(one, other, strict=True)
+    equal_trees.assert_same(one, other)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import zerojax
+
 ROWS = 16
 
 
@@ -112,6 +114,44 @@ def balanced(model, batch):
     return jnp.mean((y - batch["y"]) ** 2) + 0.1 * jnp.sum(share * used)
 
 
+def balanced_over_batch(model, batch):
+    y = model(batch["x"])
+    share = zerojax.batch_mean(jax.nn.softmax(y).mean(0))
+    used = zerojax.batch_mean((y > 0).astype(jnp.float32).mean(0))
+    return jnp.mean((y - batch["y"]) ** 2) + 0.1 * jnp.sum(share * used)
+
+
+def normalised_over_batch(model, batch):
+    """Inside of a loop, by sums and their number, and what is made of them for each row."""
+
+    def layer(x, _):
+        rows = zerojax.batch_sum(jnp.float32(x.shape[0]))
+        mean = zerojax.batch_sum(x.sum(0, keepdims=True)) / rows
+        return jnp.tanh(x - mean), None
+
+    y, _ = jax.lax.scan(layer, model(batch["x"]), None, length=2)
+    return jnp.sum((y - batch["y"]) ** 2), batch["x"].shape[0]
+
+
+def balanced_and_centred(model, batch):
+    """One coupling is over the batch, and another is not."""
+    y = model(batch["x"])
+    y = y - y.mean(0, keepdims=True)
+    return balanced_over_batch(model, batch) + jnp.mean((y - batch["y"]) ** 2)
+
+
+def sum_of_means(model, batch):
+    share = zerojax.batch_sum(jax.nn.softmax(model(batch["x"])).mean(0))
+    return jnp.mean(errors(model, batch)) + jnp.sum(share**2)
+
+
+def half_of_it_over_batch(model, batch):
+    y = model(batch["x"])
+    share = zerojax.batch_mean(jax.nn.softmax(y).mean(0))
+    used = (y > 0).astype(jnp.float32).mean(0)
+    return jnp.mean((y - batch["y"]) ** 2) + 0.1 * jnp.sum(jnp.exp(used) * share)
+
+
 def clipping(model, batch):
     return jnp.mean((clipped(model(batch["x"])) - batch["y"]) ** 2)
 
@@ -128,7 +168,7 @@ def weight_of_parameters(model, batch):
     return jnp.sum(errors(model, batch)) * scale, scale**2 * batch["x"].shape[0]
 
 
-RIGHT = [mean, pair, picks_by_row_number]
+RIGHT = [mean, pair, picks_by_row_number, balanced_over_batch, normalised_over_batch]
 """What the forward pass shows of them is right; `clipping` trains right, too."""
 WRONG = {
     plain_sum: ("sum", "jnp.sum(errors"),
@@ -141,6 +181,9 @@ WRONG = {
     contrastive: ("coupled_rows", "y @ y.T"),
     root: ("coupled_rows", "jnp.sqrt"),
     balanced: ("auxiliary_loss", "jnp.sum(share * used)"),
+    balanced_and_centred: ("coupled_rows", "y = y - y.mean(0"),
+    sum_of_means: ("coupled_rows", "zerojax.batch_sum("),
+    half_of_it_over_batch: ("coupled_rows", "jnp.exp(used)"),
 }
 """loss: (kind of the reason, a part of the line that it names). What the forward pass shows."""
 

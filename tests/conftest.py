@@ -25,8 +25,13 @@ from zerojax.runtime.memory import keep_freed_memory
 NUM_CPU_DEVICES = 8
 KILOBYTES_PER_WORKER = 3 << 19
 """1.5 GiB: a process that has run all quick tests holds about one."""
-XLA_FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
-"""LLVM gets a program in one part, not in up to 32 for as many cores: less work in all."""
+XLA_FLAGS = (
+    "--xla_cpu_parallel_codegen_split_count=1"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+)
+"""LLVM gets a program in one part, not in up to 32 for as many cores: less work in all. A CPU
+device may wait ten minutes for the others of a collective: after 40 seconds, XLA's own limit, it
+aborts the process, and eight devices on two busy cores were seen to take longer."""
 GARBAGE_THRESHOLDS = 50_000, 10, 10
 """Tracing makes many objects that live on. Python's own thresholds (700, 10, 10) would have it look
 for cycles among them for 6 % of the processor time."""

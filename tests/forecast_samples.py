@@ -161,6 +161,7 @@ def sample_forecast(
             traffic=Traffic(
                 rows=rows,
                 wire_bytes=total if compiled else None,
+                network_bytes=sum(row.network_bytes for row in rows) if compiled else None,
                 data_wire_bytes=total if compiled else None,
                 formula_bytes=formula,
                 unit=2.05 * GIB,

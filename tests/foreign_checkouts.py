@@ -136,7 +136,7 @@ def bonsai_gemma3() -> ForeignModel:
         logits = model(
             given,
             batch["images"],
-            cache=theirs.init_cache(config, given.shape[0], LENGTH, 0, jnp.float32),
+            cache=theirs.init_cache(config, given.shape[0], LENGTH, 0, jnp.result_type(float)),
             segment_ids=jnp.ones_like(given),
             token_type_ids=of_pictures,
         )

@@ -16,10 +16,11 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import flax
+import jax
 
 READING = ("clu", "ml_collections", "sentencepiece", "tensorflow", "tensorflow_datasets")
 STAND_INS = {
@@ -80,3 +81,28 @@ def kept_settings() -> Iterator[None]:
         yield
     finally:
         flax.config.update("flax_always_shard_variable", before)
+
+
+class _Wider:
+    """A module in which `float32` is float64 and `int32` int64."""
+
+    NAMES: ClassVar[dict[str, str]] = {"float32": "float64", "int32": "int64"}
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, self.NAMES.get(name, name))
+
+
+@contextlib.contextmanager
+def in_64_bits(module: ModuleType) -> Iterator[None]:
+    """What a module calls `jnp.float32` and `np.int32` has 64 bits while it runs, and JAX has them.
+
+    The program is otherwise its own: nothing of the module's source is changed.
+    """
+    names = [name for name in ("jnp", "np") if hasattr(module, name)]
+    with jax.enable_x64(True), contextlib.ExitStack() as wider:
+        for name in names:
+            wider.enter_context(mock.patch.object(module, name, _Wider(getattr(module, name))))
+        yield

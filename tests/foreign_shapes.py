@@ -54,8 +54,8 @@ def pictures(step: int, size: int = 16) -> dict[str, np.ndarray]:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
-    return losses.mean()
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return optax.softmax_cross_entropy_with_integer_labels(wide, labels).mean()
 
 
 def next_word(logits: jax.Array, words: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
+import zerojax
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
 from zerojax.models import GPT2, GPT2Config
@@ -25,6 +26,7 @@ LAYER_PARAMETERS = 12 * WIDTH * WIDTH
 TABLE_PARAMETERS = VOCAB * WIDTH
 """Of the token table, which is read at both ends of the model."""
 BF16, FP32 = 2, 4
+OPTIMIZERS = {"adamw": None, "muon": zerojax.muon(1e-3)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Case:
     Attributes:
       devices: number of H100; model: of these, how many split each matrix.
       zero: the stage; microbatches: per step.
-      remat: of the model.
+      remat: of the model; optimizer: "adamw" or "muon".
       regather, prefetch: False takes away what stage 3 does about the backward pass's gathers, and
         the compiler options that let it gather early.
     """
@@ -46,6 +48,7 @@ class Case:
     remat: str = "full"
     regather: bool = True
     prefetch: bool = True
+    optimizer: str = "adamw"
 
     @property
     def name(self) -> str:
@@ -53,6 +56,7 @@ class Case:
         parts += [f"accumulate{self.microbatches}"] * (self.microbatches > 1)
         parts += [f"model{self.model}"] * (self.model > 1)
         parts += [f"remat_{self.remat}"] * (self.remat != "full")
+        parts += [self.optimizer] * (self.optimizer != "adamw")
         return "-".join(parts)
 
     @property
@@ -106,6 +110,7 @@ def compile_case(case: Case) -> GpuProgram:
         example_batch={"tokens": tokens, "targets": tokens},
         zero=case.zero,
         num_microbatches=case.microbatches,
+        optimizer=OPTIMIZERS[case.optimizer],
     )
     if not case.regather:
         program = dataclasses.replace(plan.program, regather=False)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from pallas_kernels.choice import Choice
+from tests import equal_trees
 from zerojax.optim import UpdateContext
 
 STEPS = 5
@@ -87,18 +87,13 @@ def run_apply(tx, params, steps=range(STEPS), *, scale_of=lambda grads: 1.0, sta
 
 def check_close(ours, theirs, tolerance=TOLERANCE):
     """The same tree; integers equal; every float leaf within `tolerance` of its largest element."""
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    paths = jax.tree_util.tree_flatten_with_path(theirs)[0]
-    for mine, (path, other) in zip(jax.tree.leaves(ours), paths, strict=True):
-        assert (mine.shape, mine.dtype) == (other.shape, other.dtype), path
-        a, b = np.asarray(mine, np.float64), np.asarray(other, np.float64)
-        limit = 0 if jnp.issubdtype(other.dtype, jnp.integer) else tolerance * np.abs(b).max()
-        assert np.abs(a - b).max() <= limit, path
-        assert np.abs(b).max() > 0, path
+    equal_trees.assert_near(ours, theirs, tolerance=tolerance)
+    for path, other in jax.tree_util.tree_leaves_with_path(theirs):
+        assert np.abs(np.asarray(other, np.float64)).max() > 0, path
 
 
 def check_same(ours, theirs):
-    chex.assert_trees_all_equal(ours, theirs, strict=True)
+    equal_trees.assert_same(ours, theirs)
 
 
 def clipping_of(tx):

@@ -41,7 +41,8 @@ def main(out: str, order: str, zero: str) -> None:
         partition=(3, 1),
         persistence_threshold=THRESHOLD,
     )
-    owners = [[device.process_index for device in row] for row in plan.mesh.devices[0, :, 0, :, 0]]
+    sizes = plan.mesh.shape["data"], plan.mesh.shape["stage"]  # the other axes have one device
+    owners = [[device.process_index for device in row] for row in plan.mesh.devices.reshape(sizes)]
     step, state, losses = build_step(plan), init_state(plan, 0), []
     low, high = local_rows(plan)
     for index in range(STEPS):

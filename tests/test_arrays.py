@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-import chex
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from tests import small_models
+from tests import equal_trees, small_models
 from tests.small_models import reference_model
 from tests.trajectories import advance, optimizer, plan_for, regression_batch, text_batch
 from zerojax.parallel.initialization import build_initialiser, init_state
@@ -32,7 +31,7 @@ def user_model(rngs):
 
 
 def assert_same_state(left, right):
-    chex.assert_trees_all_equal(left, right, strict=True)
+    equal_trees.assert_same(left, right)
 
 
 def test_a_state_is_what_the_plan_says():

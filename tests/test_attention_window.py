@@ -16,7 +16,7 @@ from tests.test_context_training import packed_batch
 from tests.trajectories import TOLERANCE, plan_for, text_batch, train_for
 from zerojax.config import ModelConfig
 from zerojax.models import chunked_attention
-from zerojax.models.hugging_face.layouts import UnsupportedError
+from zerojax.models.hugging_face import UnsupportedError
 from zerojax.models.hugging_face.writing import describe_model
 
 WINDOW, LAYERS, LENGTH = 3, 2, 16
@@ -117,7 +117,9 @@ def test_sizes_are_checked():
         zerojax.models.LlamaConfig(vocab_size=32, attention_window=0)
 
 
-def test_it_is_not_written_as_a_model_without_a_window():
-    plan = plan_for(reference_model("llama", attention_window=4))
+def test_it_is_written_as_the_model_that_has_one():
+    described = describe_model(plan_for(reference_model("llama", attention_window=4)).model)
+    written = described.config_json()
+    assert (written["model_type"], written["sliding_window"]) == ("mistral", 4)
     with pytest.raises(UnsupportedError, match="attention_window=4: .*no sliding window"):
-        describe_model(plan.model)
+        describe_model(plan_for(reference_model("gpt2", attention_window=4)).model)

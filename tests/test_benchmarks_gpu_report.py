@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 
-from benchmarks.gpu import report
+from benchmarks.gpu import collect, report, tune
+from tests.tuning_doubles import Clock, Runs, question
+from zerojax.training.tuning import Kept, KeptChoices, decide
+from zerojax.training.tuning.kept_choices import FILE
 
 
 def timed(leaves, kind, **times):
@@ -59,6 +63,19 @@ def run_file(folder):
         },
         "gpt2": {"rows": model_rows, "goals": [goal]},
         "optimizer": {"rows": optimizer, "goals": []},
+        "tune": {
+            "rows": [
+                {
+                    "what": "update by adamw",
+                    "choice": "xla",
+                    "ways": "xla or mosaic_gpu",
+                    "reference_ms": 1.0,
+                    "other_ms": 1.25,
+                },
+                {"what": "whole step", "choice": "as planned", "ms": 50.0},
+            ],
+            "goals": [],
+        },
         "memory": {
             "rows": [
                 {"program": "p", "zero": 0, "predicted_MB": 10.0, "measured_MB": 10.1},
@@ -81,7 +98,46 @@ def test_a_report_has_the_figures_and_the_line_to_change(tmp_path, capsys):
     assert '`"adamw": "the kernel needs of XLA' in said
     assert "- `update_many` of adamw: 1.30 times XLA's speed" in said
     assert "| p | 0 | 10 | 10 |" in said
+    assert "| update by adamw | xla | xla or mosaic_gpu | 1.000 | 1.250 |  |" in said
+    assert "| whole step | as planned |  |  |  | 50.00 |" in said
     assert "- gpt2: g: 1.005 (<= 1.01, met)" in said
+
+
+def test_a_report_of_a_users_cache_has_what_was_kept(tmp_path, capsys):
+    """By the code that keeps it."""
+    kept = KeptChoices(tmp_path)
+    key = {"device": "a card", "driver": "1.2", "elements": 2**20, "ways": ["xla", "mosaic_gpu"]}
+    kept.keep(
+        {**key, "what": "adamw"},
+        Kept(choice="mosaic_gpu", seconds=2e-3, other_seconds=1e-3, date="2000-01-01"),
+    )
+    kept.keep({"n": 1}, Kept(choice="xla", seconds=1.0, other_seconds=1.0, date="2000-01-01"))
+    report.main([str(run_file(tmp_path)), str(tmp_path / FILE)])
+    said = capsys.readouterr().out
+    row = "| adamw | a card | 1.2 | 1,048,576 | mosaic_gpu | xla or mosaic_gpu | 2.000 | 1.000 | "
+    assert f"{row}2000-01-01 |" in said
+    assert "| update by adamw | xla |" in said
+
+
+def test_what_is_measured_has_the_form_of_the_cache(monkeypatch):
+    clock, kept = Clock(), {}
+    about = {"what": "sum", "ways": ["xla", "mosaic_gpu"]}
+    right, fast = Runs(clock, 1.0), Runs(clock, 0.5)
+    monkeypatch.setattr(tune, "decide", functools.partial(decide, clock=clock))
+    row = tune.choose("a sum", lambda: question(right, fast, **about), kept)
+    assert (row["choice"], row["reference_ms"], row["other_ms"]) == ("mosaic_gpu", 1e3, 5e2)
+    assert "refused" not in row
+    (found,) = collect.rows_of_cache(kept)
+    assert {name: found[name] for name in tune.TIMES} == {name: row[name] for name in tune.TIMES}
+    noisy = Runs(clock, 0.1, 0.1, 0.1, 0.2, 0.9, 0.1, 0.8, 0.3, 0.9, 0.1)
+    assert "refused" not in tune.choose("a sum", lambda: question(right, noisy, **about), {})
+    wrong = Runs(clock, 0.5, result=RuntimeError("no such card"))
+    assert "no such card" in tune.choose("a sum", lambda: question(right, wrong), {})["refused"]
+
+    def ask():
+        raise ValueError("no such package")
+
+    assert "no such package" in tune.choose("a sum", ask, {})["refused"], "it says nothing else"
 
 
 def test_a_report_of_nothing_is_empty():

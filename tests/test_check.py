@@ -72,6 +72,11 @@ def test_a_loss_that_is_no_mean_over_rows_is_told_with_its_line(loss):
     assert reason.remedy
 
 
+def test_a_product_of_means_is_mended_with_batch_mean():
+    reason = experiments(cases.PAIR, cases.balanced).forward(train=True).reason
+    assert "zerojax.batch_mean(jnp.mean(x, axis=0))" in reason.remedy
+
+
 def test_a_row_inside_of_a_scan_is_found_inside_of_it():
     def loss(model, batch):
         def layer(x, _):
@@ -107,6 +112,18 @@ def test_a_model_that_trains_the_same_agrees(monkeypatch):
     assert repr(result) == "<check: agrees, 1 runs>"
     json.dumps(result.as_dict())
     result.require()
+
+
+@pytest.mark.parametrize("loss", [cases.balanced_over_batch, cases.normalised_over_batch])
+def test_sums_over_the_batch_agree(loss, monkeypatch):
+    """With several microbatches they are those of the same microbatches in plain JAX."""
+    result = found_here(cases.PAIR, loss, monkeypatch, only=[Configuration(DEVICES), LAST])
+    assert result.agrees, result.table()
+    assert not result.reasons
+    assert [run.against for run in result.runs] == [
+        "plain JAX, 1 device",
+        "plain JAX, 1 device, the same microbatches",
+    ]
 
 
 @pytest.mark.thorough

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests import equal_trees
 from tests.small_models import reference_model
 from tests.test_zero_program import SIZES, THRESHOLD, count_collectives, lower
 from tests.trajectories import TOLERANCE, plan_for, train_for
@@ -49,14 +50,28 @@ def loss_sum(function, **options):
 
 def assert_same(ours, plain):
     """float32 sums of up to 37 terms of O(1) in another order: 37 x 2^-24 = 2e-6 of the largest."""
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
-        assert one.dtype == other.dtype
-        assert one.shape == other.shape
-        largest = float(jnp.abs(other).max())
-        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * largest)
+    equal_trees.assert_near(ours, plain, tolerance=2e-6)
 
 
 # --- the same numbers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{"scale": 0.3}, {"softcap": 2.0}, {"scale": 0.5, "softcap": 1.0}]
+)
+def test_scales_and_caps_of_logits_are_in_loss_and_gradients(options):
+    def theirs(hidden, head):
+        logits = options.get("scale", 1.0) * jnp.einsum("bsw,vw->bsv", hidden, head)
+        if (cap := options.get("softcap")) is not None:
+            logits = cap * jnp.tanh(logits / cap)
+        return next_token(logits, TARGETS, UNEVEN)
+
+    def ours(hidden, head):
+        return head_next_token(hidden, head, TARGETS, UNEVEN, vocab_dim=0, chunk=5, **options)
+
+    run = lambda f: jax.value_and_grad(f, (0, 1), has_aux=True)(HIDDEN, TABLE)  # noqa: E731
+    assert_same(run(ours), run(theirs))
+    assert float(ours(HIDDEN, TABLE)[0]) != float(chunked(HIDDEN, TABLE, UNEVEN)[0])
 
 
 @pytest.mark.sampled(4)

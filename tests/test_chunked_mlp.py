@@ -20,15 +20,17 @@ from tests.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.config import LoraConfig
 from zerojax.forecasting import hlo
 from zerojax.models import GPT2Config, add_lora
-from zerojax.models.zoo.layers import GeluMlp, SwiGluMlp, in_chunks
+from zerojax.models.zoo.layers import Mlp, in_chunks
 from zerojax.parallel.step import build_step
 
+GELU = {"activation": "gelu_tanh", "gated": False, "use_bias": True}
+SWIGLU = {"activation": "silu", "gated": True, "use_bias": False}
 CLOSE = {"rtol": 2e-6, "atol": 1e-5}
 TOKENS, WIDTH, HIDDEN = 50, 16, 64
 
 
 def mlp_of(kind):
-    return kind(WIDTH, HIDDEN, stddev=0.3, output_stddev=0.3, rngs=nnx.Rngs(0))
+    return Mlp(WIDTH, HIDDEN, **kind, stddev=0.3, output_stddev=0.3, rngs=nnx.Rngs(0))
 
 
 def drawn(seed, *shape):
@@ -54,7 +56,7 @@ def both(kind, chunk, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 25, 50, 64])
-@pytest.mark.parametrize("kind", [GeluMlp, SwiGluMlp])
+@pytest.mark.parametrize("kind", [GELU, SWIGLU], ids=["gelu", "swiglu"])
 def test_values_and_gradients_are_those_of_all_tokens(kind, chunk):
     for found, expected in zip(
         *map(jax.tree.leaves, (both(kind, chunk), both(kind, None))), strict=True
@@ -64,9 +66,9 @@ def test_values_and_gradients_are_those_of_all_tokens(kind, chunk):
 
 def test_gradients_of_weights_are_summed_in_float32():
     """In bfloat16 chunks of one token lose no more than all tokens at once do."""
-    exact = jax.tree.leaves(both(SwiGluMlp, None)[1][0])
-    rounded = jax.tree.leaves(both(SwiGluMlp, None, jnp.bfloat16)[1][0])
-    chunked = jax.tree.leaves(both(SwiGluMlp, 1, jnp.bfloat16)[1][0])
+    exact = jax.tree.leaves(both(SWIGLU, None)[1][0])
+    rounded = jax.tree.leaves(both(SWIGLU, None, jnp.bfloat16)[1][0])
+    chunked = jax.tree.leaves(both(SWIGLU, 1, jnp.bfloat16)[1][0])
     for true, whole, parts in zip(exact, rounded, chunked, strict=True):
         assert parts.dtype == jnp.bfloat16
         lost = [float(jnp.linalg.norm(x.astype(jnp.float32) - true)) for x in (whole, parts)]
@@ -75,7 +77,7 @@ def test_gradients_of_weights_are_summed_in_float32():
 
 def test_hidden_activations_of_all_tokens_are_never_held():
     tokens = 1024
-    graph, weights = nnx.split(mlp_of(SwiGluMlp))
+    graph, weights = nnx.split(mlp_of(SWIGLU))
     x = jnp.ones((1, tokens, WIDTH))
 
     def loss(weights, x, chunk):

@@ -23,7 +23,7 @@ from zerojax.config import ConfigError, RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ["train", "plan", "generate", "eval", "report", "keys", "env", "data", "data prepare"]
-COMMANDS += ["schedule", "bench", "bench io"]
+COMMANDS += ["schedule", "bench", "bench io", "finetune"]
 
 
 def run_cli(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -151,8 +151,12 @@ def test_the_command_checks_a_script_and_tells_by_its_exit_code(tmp_path):
     assert reason["where"].startswith("script.py:")
 
 
-EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name[:2] != "13"]
-"""13 needs weights that are not here everywhere."""
+NOT_CHECKED = ("13", "16", "17", "18")
+"""13 and 18 need weights that are not here everywhere; 17 and 18 give their work to commands.
+
+16 takes five minutes, and one of its ReLUs is 0 but for rounding: the gradient of plain JAX in
+float32 is 7 % of a leaf's largest from that in float64, where two microbatches are 9e-7 from it."""
+EXAMPLES = [p for p in sorted((ROOT / "examples").glob("*.py")) if p.name[:2] not in NOT_CHECKED]
 SAME_MODEL = ("03", "04", "09", "10")
 """Examples with the model of 01 in other sizes. Each was seen to agree; one of them is checked."""
 
@@ -166,6 +170,13 @@ def test_examples_of_one_model_are_read(script):
     made, expected = (nnx.eval_shape(lambda f=f: f(nnx.Rngs(0))) for f in (model, first))
     assert type(made) is type(expected)
     assert made.config.num_layers == expected.config.num_layers
+
+
+def test_a_configuration_of_deepspeed_knows_the_width_of_a_script_s_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # Bucket sizes of "auto" are made from it.
+    parts = check_targets.parts_of_script(str(ROOT / "examples/16_t5_translation.py"), steps=1)
+    assert parts["optimizer"].update is not None
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from zerojax import make_mesh
 from zerojax.config import MeshConfig
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.plan.compiler_options import PREFETCH_OPTIONS, choose_options
+from zerojax.plan.compiler_options import NO_KERNELS_OPTIONS, PREFETCH_OPTIONS, choose_options
 from zerojax.plan.device_mesh import make_abstract_mesh
 
 H100 = find_gpu("h100")
@@ -262,6 +262,23 @@ def test_steps_with_host_memory_are_compiled_with_the_guard():
     assert why == "layers outside of loops would all be gathered for the next microbatch as well"
     chosen, dropped = choose_options(mesh, regather=True, on_host=True)
     assert chosen.keys() | dropped.keys() == {*compile_client.HOST_OPTIONS, *PREFETCH_OPTIONS}
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
+def test_small_all_reduces_over_many_devices_do_not_end_the_process():
+    """Without the option XLA aborts, and this process with it."""
+    few = make_mesh({"data": 32}, devices=compile_client.gpu_devices(H100, 32))
+    assert choose_options(few, regather=False) == ({}, {})
+    mesh = make_mesh({"data": 64}, devices=compile_client.gpu_devices(H100, 64))
+    chosen, dropped = choose_options(mesh, regather=False)
+    assert (chosen, dropped) == (NO_KERNELS_OPTIONS, {})
+    numbers = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=NamedSharding(mesh, P()))
+    summed = jax.shard_map(
+        lambda x: lax.psum(2 * x, "data"), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    compiled = compile_client.compile_for_gpus(jax.jit(summed), numbers, options=chosen)
+    assert "all-reduce" in compiled.text
 
 
 def test_a_refused_program_is_one_sentence():

@@ -250,6 +250,19 @@ def test_round_trip_of_nested_lists():
     assert hash(again) == hash(run)
 
 
+def test_off_is_a_word_where_it_is_a_choice(tmp_path):
+    """YAML 1.1 reads it as false."""
+    path = tmp_path / "run.yaml"
+    path.write_text("mesh: {tune: off, roll: off}\n")
+    for settings in (load(RunConfig, path).mesh, load(RunConfig, None, ["tune=off"]).mesh):
+        assert settings.tune == "off"
+    assert load(RunConfig, path).mesh.roll == "off"
+    with pytest.raises(ConfigError, match="mesh.tune: True is not one of auto, off"):
+        load(RunConfig, None, ["mesh.tune=on"])
+    with pytest.raises(ConfigError, match="is not one of uniform, parameters, flops"):
+        load(RunConfig, None, ["mesh.partition=off"])
+
+
 def test_python_callers_get_the_same_checks():
     assert MeshConfig(data=np.int64(4)).data == 4
     assert RunConfig(mesh={"zero": 3}).mesh.zero == 3

@@ -141,6 +141,17 @@ def difference(found, expected):
     return max(float(jnp.max(jnp.abs(x - y))) for x, y in zip(found, expected, strict=True))
 
 
+def assert_equal_in_float64(way, devices, arrays, options):
+    """Inputs in float64: their products are exact to 1e-15, and what is left is float32 statistics
+    (measured 1.7e-6 at most). In float32 one device's own sums are up to 6.8e-6 from these.
+    """
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in arrays]
+        found, expected = split(way, devices, wide, options), one_device(wide, options)
+        assert {x.dtype for x in found} == {jnp.dtype(jnp.float64)}
+        assert difference(found, expected) < CLOSE["atol"]
+
+
 # --- one function ---------------------------------------------------------------------------------
 
 
@@ -151,9 +162,7 @@ def difference(found, expected):
 @pytest.mark.parametrize("way", WAYS)
 def test_values_and_gradients_are_those_of_one_device(way, devices, case, kv_heads):
     arrays, options = inputs(kv_heads), CASES[case]
-    expected = one_device(arrays, options)
-    for found, wanted in zip(split(way, devices, arrays, options), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, **CLOSE)
+    assert_equal_in_float64(way, devices, arrays, options)
 
 
 @pytest.mark.sampled(2)
@@ -181,8 +190,7 @@ def test_heads_are_repeated_where_they_do_not_divide(heads, kv_heads):
     devices = 4 if heads % 4 == 0 else 2
     arrays = [drawn(4, 32, n, 4, seed=n) for n in (heads, kv_heads, kv_heads, heads)]
     options = {"causal": True}
-    found = split("ulysses", devices, arrays, options)
-    assert difference(found, one_device(arrays, options)) < CLOSE["atol"]
+    assert_equal_in_float64("ulysses", devices, arrays, options)
 
 
 @pytest.mark.thorough

@@ -196,7 +196,7 @@ def test_generated_text_begins_as_texts_begin_and_does_not_show_it(
         return np.concatenate([tokens, tokens[:, -num_tokens:]], axis=1)
 
     monkeypatch.setattr(generating, "generate", repeat)
-    model = types.SimpleNamespace(config=types.SimpleNamespace(max_seq_len=16))
+    model = types.SimpleNamespace(config=types.SimpleNamespace(max_seq_len=16, vocab_size=99))
     options: dict[str, Any] = {"num_tokens": 2, "temperature": 0.0, "top_k": None, "seed": 0}
     prompt = ours.encode("to be").tolist()
     text = generating.continue_text(model, ours, "to be", **options)

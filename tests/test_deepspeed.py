@@ -12,11 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax.contrib import MuonDimensionNumbers
 
 import zerojax
-from zerojax.config import ConfigError, LogConfig, LossScale, MeshConfig, OptimizerConfig
+from zerojax.config import (
+    ConfigError,
+    LogConfig,
+    LossScale,
+    MeshConfig,
+    OptimizerConfig,
+    WireConfig,
+)
 from zerojax.config.recognition import DEEPSPEED_KEYS, MESH_KEYS, is_deepspeed
-from zerojax.optim import Optimizer
+from zerojax.optim import Optimizer, matrices_by_shape
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.training import deepspeed
 from zerojax.training.deepspeed import Given
@@ -213,10 +221,10 @@ def test_make_plan_says_who_takes_a_deepspeed_configuration():
 
 def test_several_refusals_come_at_once():
     text = refusal(
-        {"amp": {"enabled": True}, "sparse_gradients": True, "fp16": {"x": 1}, "fp_16": 1}
+        {"amp": {"enabled": True}, "gradient_allreduce_op": "sum", "fp16": {"x": 1}, "fp_16": 1}
     )
     assert "amp" in text
-    assert "sparse_gradients" in text
+    assert "gradient_allreduce_op" in text
     assert "and 1 more" in text
 
 
@@ -611,7 +619,6 @@ def test_old_names_of_offload_and_zero_are_translated_with_a_warning():
         ({"stage": 3, "offload_param": {"device": "nvme"}}, "not in files"),
         ({"stage": 2, "reduce_scatter": False}, "set it to true"),
         ({"stage": 2, "mics_shard_size": 4}, "needs stage 3"),
-        ({"stage": 3, "zero_hpz_partition_size": 8}, "mics_shard_size"),
     ],
 )
 def test_what_zero_cannot_do_is_refused(zero, words):
@@ -657,6 +664,35 @@ def test_mics_shards_in_groups_and_copies_across():
     assert (translation.mesh.data, translation.mesh.replica) == (4, 4)
     assert translation.micro_batch_size == 1
     assert "not a multiple of 4" in refusal(file, num_devices=6)
+
+
+def test_quantized_weights_are_codes_on_the_wire():
+    file = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+    assert deepspeed.translate(file).mesh == MeshConfig(zero=3, wire=WireConfig(weights="int8"))
+    file["zero_optimization"] |= {"zero_quantized_gradients": True, "zero_hpz_partition_size": 8}
+    wire = WireConfig(weights="int8", gradients="int8", secondary=True)
+    assert deepspeed.translate(file, num_devices=64).mesh == MeshConfig(zero=3, node=8, wire=wire)
+    file["zero_optimization"] = {"stage": 2, "zero_quantized_weights": True}
+    ignored = deepspeed.translate(file)
+    assert ignored.mesh == MeshConfig(zero=2)
+    assert any("zero_quantized_weights=true works at stage 3" in x for x in ignored.warnings)
+    frozen = {"stage": 3, "zero_quantized_nontrainable_weights": True}
+    assert "freeze_dtype int8 or nf4" in refusal({"zero_optimization": frozen})
+
+
+def test_hpz_is_a_node_that_gathers_by_itself():
+    file = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}
+    for devices in (64, None):
+        mesh = deepspeed.translate(file, num_devices=devices).mesh
+        assert (mesh.node, mesh.wire.secondary, mesh.replica) == (8, True, 1)
+    assert deepspeed.translate(file, num_devices=8).mesh == MeshConfig(zero=3)
+    said = refusal(file, num_devices=12)
+    assert "zero_hpz_partition_size" in said
+    assert "does not divide the 12 devices; use 6" in said
+    file["zero_optimization"]["stage"] = 2
+    ignored = deepspeed.translate(file, num_devices=64)
+    assert ignored.mesh == MeshConfig(zero=2)
+    assert any("works at stage 3, and stage is 2" in text for text in ignored.warnings)
 
 
 def test_layer_specs_become_rules_on_the_names_of_flax():
@@ -863,7 +899,87 @@ def test_sgd_and_lion():
     assert_close(after_steps(lion), after_steps(wanted))
 
 
-@pytest.mark.parametrize("kind", ["Adagrad", "Muon", "OneBitAdam", "MuSGD", "RMSprop"])
+def newton_schulz(x: np.ndarray, rounds: int = 5) -> np.ndarray:
+    x = x / (np.linalg.norm(x) + 1e-7)
+    for _ in range(rounds):
+        product = x @ x.T
+        x = 3.4445 * x + (-4.7750 * product + 2.0315 * product @ product) @ x
+    return x
+
+
+def authors_muon(muon_lr: float, adam_lr: float, decay: float, parts=(1,) * 5) -> dict:
+    """Matrices by Muon and vectors by Adam as DeepSpeed's `original_muon.py` has them: no
+    correction of the momentum's bias, no look ahead in Adam. In float64; rates are multiplied by
+    `parts`, one for each step."""
+    params = {name: np.asarray(x, np.float64) for name, x in PARAMS.items()}
+    momentum, first, second = (dict.fromkeys(params, 0.0) for _ in range(3))
+    for step, part in enumerate(parts, 1):
+        for name, grad in gradients(step - 1).items():
+            grad = np.asarray(grad, np.float64)
+            if grad.ndim == 2:
+                momentum[name] = 0.9 * momentum[name] + 0.1 * grad
+                update = newton_schulz(0.1 * grad + 0.9 * momentum[name])
+                update, rate = update * max(1, grad.shape[1] / grad.shape[0]) ** 0.5, muon_lr
+            else:
+                first[name] = 0.8 * first[name] + 0.2 * grad
+                second[name] = 0.95 * second[name] + 0.05 * grad**2
+                root = np.sqrt(second[name] / (1 - 0.95**step)) + 1e-10
+                update, rate = first[name] / (1 - 0.8**step) / root, adam_lr
+            params[name] = params[name] * (1 - part * rate * decay) - part * rate * update
+    return params
+
+
+MUON = {"momentum": 0.9, "betas": [0.8, 0.95], "weight_decay": 0.1, "ns_method": "standard"}
+
+
+def assert_authors(found: dict, *rates: float, **more) -> None:
+    wanted = authors_muon(*rates, 0.1, **more)
+    for name, value in found.items():
+        # Five rounds multiply the rounding of float32 by up to 3.4445^5, times the rate.
+        np.testing.assert_allclose(value, wanted[name], atol=2e-5)
+
+
+def test_muon_is_its_authors():
+    both = tx_of("Muon", muon_lr=0.02, adam_lr=1e-3, **MUON)
+    assert isinstance(both, Optimizer)
+    assert_authors(after_steps(both), 0.02, 1e-3)
+    assert_authors(after_steps(tx_of("Muon", lr=5e-3, **MUON)), 5e-3, 5e-3)
+    assert_authors(after_steps(tx_of("Muon", **MUON)), 0.02, 3e-4)
+
+
+def test_a_scheduler_drives_both_rates_of_muon():
+    numbers = {"total_num_steps": 10, "warmup_num_steps": 2}
+    cosine = {"type": "WarmupCosineLR", "params": numbers}
+    tx = tx_of("Muon", scheduler=cosine, muon_lr=0.02, adam_lr=1e-3, **MUON)
+    parts = [float(tx.learning_rate(step)) / 0.02 for step in range(5)]
+    assert len({*parts}) > 3
+    assert_authors(after_steps(tx), 0.02, 1e-3, parts=parts)
+    cycle = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
+    file = {"optimizer": {"type": "Muon"}, "scheduler": {"type": "OneCycle", "params": cycle}}
+    assert "set scheduler.params.cycle_momentum: false" in refusal(file)
+    cycle["cycle_momentum"] = False
+    assert isinstance(deepspeed.translate(file).optimizer, Optimizer)
+
+
+def test_matrices_of_muon_are_those_that_deepspeed_takes():
+    shapes = {
+        "blocks/attention/output/kernel": (2, 3, 4, 5),
+        "blocks/attention/output/bias": (2, 5),
+        "dense/kernel": (3, 4),
+        "embedding/table": (7, 5),
+        "lm_head/kernel": (5, 7),
+        "norm/scale": (5,),
+    }
+    found = matrices_by_shape({name: np.zeros(shape) for name, shape in shapes.items()})
+    assert {name: dims for name, dims in found.items() if dims is not None} == {
+        "blocks/attention/output/kernel": MuonDimensionNumbers((1, 2), 3),
+        "dense/kernel": MuonDimensionNumbers(),
+    }
+    with pytest.raises(ValueError, match="conv/kernel has 4 dim.*pass optimizer=zerojax.muon"):
+        matrices_by_shape({"conv/kernel": np.zeros((3, 3, 2, 4))})
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "ZeroOneAdam", "MuSGD"])
 def test_optimizers_that_are_not_here_are_refused_with_what_to_do(kind):
     text = refusal({"optimizer": {"type": kind}})
     assert f"optimizer.type='{kind}'" in text

@@ -73,6 +73,20 @@ def test_what_is_rare_has_its_own_limit():
             assert ends.has_ended.wait(60)
 
 
+def test_what_has_a_limit_of_its_own_is_ended_by_that_alone(capfd):
+    ends = Ends()
+    watchdog = make(ends, step_timeout=60.0)
+    with watchdog, watchdog.during("trying a kernel", limit=LIMIT):
+        assert ends.has_ended.wait(60)
+    errors = capfd.readouterr().err
+    assert "it is trying a kernel, and may for 0.4 s (a limit of its own)" in errors
+    assert "raised" not in errors, "no setting changes it"
+    patient = make(ends := Ends(), step_timeout=LIMIT)
+    with patient, patient.during("trying a kernel", limit=60.0):
+        time.sleep(2 * LIMIT)
+    assert ends.codes == []
+
+
 def test_what_is_rare_is_ended_too(capfd):
     ends = Ends()
     watchdog = make(ends, step_timeout=60.0, long_timeout=LIMIT)

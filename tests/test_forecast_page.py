@@ -18,6 +18,7 @@ from forecast_samples import (
 )
 
 from tests.pipelines import layout_of, plan_of
+from tests.test_search import mixture_plan
 from zerojax.forecasting.forecast_numbers import FORMULA
 from zerojax.forecasting.forecast_page import WIDTH, forecast_dict, forecast_page, round_to_sum
 
@@ -49,6 +50,16 @@ def context_forecast(**changes):
     return dataclasses.replace(found, traffic=traffic)
 
 
+def experts_forecast(**changes):
+    """Of a plan whose experts are split over several devices."""
+    rows = sample_row(kind="all-to-all", axis="expert", wire_bytes=GIB)
+    found = sample_forecast(mixture_plan(8), rows=(sample_row(), rows))
+    traffic = dataclasses.replace(
+        found.traffic, exchange_wire_bytes=GIB, exchange_formula_bytes=2 * GIB, **changes
+    )
+    return dataclasses.replace(found, traffic=traffic)
+
+
 NAMES = (
     "fits",
     "too large",
@@ -59,6 +70,8 @@ NAMES = (
     "pipeline by formula",
     "context",
     "context by formula",
+    "experts",
+    "experts by formula",
     "options",
     "roles short of the peak",
 )
@@ -66,7 +79,11 @@ NAMES = (
 
 @functools.cache
 def pages():
-    crossing = (sample_row(crosses_nodes=True), sample_row(kind="all-reduce", wire_bytes=7))
+    crossing = (
+        sample_row(crosses_nodes=True, network_bytes=GIB // 2 - 5),
+        sample_row(kind="all-to-all", crosses_nodes=True, network_bytes=GIB // 7),
+        sample_row(kind="all-reduce", wire_bytes=7),
+    )
     wide = sample_plan(devices=64, zero=1, rows=256)
     return {
         "fits": sample_forecast(),
@@ -78,6 +95,8 @@ def pages():
         "pipeline by formula": pipeline_forecast(rows=(), wire_bytes=None, data_wire_bytes=None),
         "context": context_forecast(),
         "context by formula": context_forecast(rows=(), wire_bytes=None, data_wire_bytes=None),
+        "experts": experts_forecast(),
+        "experts by formula": experts_forecast(rows=(), wire_bytes=None, data_wire_bytes=None),
         "options": sample_forecast(options_dropped={"xla_gpu_x": "No such compile option " * 9}),
         "roles short of the peak": sample_forecast(
             memory=dataclasses.replace(sample_memory(), peak=36 * GIB)
@@ -92,6 +111,13 @@ def page(request) -> str:
 
 def test_every_page_is_looked_at():
     assert tuple(pages()) == NAMES
+
+
+def test_rows_of_experts_stand_beside_their_formula():
+    page = forecast_page(pages()["experts"])
+    assert "  all-to-alls along expert send 50.0% of what the formula says" in page
+    assert "experts by formula" in page
+    assert len(section(page, "EXPERTS, by formula")) > 3
 
 
 def section(page: str, title: str) -> list[str]:
@@ -134,7 +160,9 @@ def test_the_traffic_table_adds_up(page):
     header = re.split(r" {2,}", lines[0].strip())
     end = next(i for i, line in enumerate(lines) if line.startswith("  sum "))
     total = re.split(r" {2,}", lines[end].strip())
-    for name, place in ((header[5], 1), ("units", 2)):
+    places = [(header[5], 1), ("units", 2), ("between nodes", 3)]
+    assert ("between nodes" in header) == ("64 x" in page)
+    for name, place in places[: 2 + ("between nodes" in header)]:
         shown = column(lines[1:end], header.index(name))
         assert sum(shown) == pytest.approx(float(total[place].replace(",", "")), abs=1e-9)
 
@@ -179,7 +207,9 @@ def test_bytes_without_a_role_are_shown():
 def test_links_and_left_out_options_are_noted():
     page = forecast_page(pages()["too large"])
     assert "50 GB/s per GPU between nodes" in page
-    assert "as NCCL" in section(page, "NOTES")[-1]
+    notes = " ".join(line.strip() for line in section(page, "NOTES"))
+    assert "as NCCL" in notes
+    assert "sends each GPU of another node its part directly" in notes
     assert "(8 nodes of 8), mesh data 64" in page
     assert "option xla_gpu_x left out: No such" in forecast_page(pages()["options"])
 

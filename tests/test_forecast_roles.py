@@ -296,16 +296,19 @@ def test_weights_and_gradients_are_what_the_stage_says(name, remat, zero, option
     layer, outside = weight_bytes(plan)
     weights, gradients = found[roles.WEIGHTS], found[roles.GRADIENTS]
     if zero == 3:
-        # Shards, the layer that is read and the next; small ones also as they are laid out.
+        # Shards, the layer that is read and the next; small ones also as they are laid out. Where
+        # attention is cuDNN's the peak is elsewhere: the layer that is read came as one buffer, and
+        # one matrix of its MLP and one of attention are there also as their products read them.
+        turned = 2 * (4 * WIDTH**2 + WIDTH**2) if name == "gpt2" else 0
         assert weights > 0.97 * whole / 8
-        assert weights < whole / 8 + outside + 2.05 * layer
+        assert weights < whole / 8 + outside + 2.05 * layer + turned
     else:
         # jaxlib 0.10 also copies the layer that is read out of the stack; 0.12 does not.
         assert 0.97 * whole < weights < 1.03 * whole + layer * (jax.__version_info__ < (0, 12))
     formula = role_bytes(plan)[roles.GRADIENTS]
     if options.get("microbatches", 1) > 1:
-        # The accumulator, and gradients of one microbatch that are not in it yet.
-        formula += whole if zero < 2 else whole / 8
+        # Of scattered ones also those of one microbatch that are not in the accumulator yet.
+        formula += whole / 8 if zero >= 2 else 0
     if zero < 2:
         assert 0.85 * formula < gradients < 1.03 * formula
     else:

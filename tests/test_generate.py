@@ -116,6 +116,17 @@ def test_samples_have_the_probabilities_of_the_softmax(tokens):
         assert expected.max() < 0.9
 
 
+def test_ids_that_a_tokenizer_lacks_are_not_drawn(tokens):
+    """Tables are often padded: Qwen's have more rows than its tokenizer has ids."""
+    model = build(LLAMA_TINY)
+    logits = np.asarray(model(tokens)[:, -1])
+    few = int(logits.argmax(axis=-1).min()) or 1  # so that the likeliest id of one text is out
+    kept = generate(model, tokens % few, 20, num_ids=few, seed=1)
+    assert kept.max() < few
+    likeliest = generate(model, tokens, 1, temperature=0.0, num_ids=few)[:, -1]
+    np.testing.assert_array_equal(likeliest, logits[:, :few].argmax(axis=-1))
+
+
 @pytest.mark.thorough
 def test_the_seed_decides_the_samples(model, tokens):
     first, again, other = (generate(model, tokens, 10, seed=seed) for seed in (1, 1, 2))
@@ -176,6 +187,7 @@ def test_the_cache_has_the_dtype_of_the_activations():
         ({"temperature": float("nan")}, "temperature=nan must be a finite number >= 0"),
         ({"top_k": 0}, "top_k=0 must be between 1 and the vocabulary's 13"),
         ({"top_k": 14}, "top_k=14 must be between 1 and the vocabulary's 13"),
+        ({"num_ids": 14}, "num_ids=14 must be between 1 and the vocabulary's 13"),
         ({"tokens": np.zeros((2, 0), np.int32)}, "the prompt is empty"),
         ({"tokens": np.zeros(3, np.int32)}, r"shape \(3,\), but must be \[batch, seq\]"),
         ({"tokens": np.full((1, 2), 13)}, "token 13, .* 13 rows"),

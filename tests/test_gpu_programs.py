@@ -7,12 +7,18 @@ two minutes of two free cores. One test is one program, and looks at every claim
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests import gpu_programs
+from tests.forecast_samples import sample_row
 from tests.gpu_programs import BF16, LAYERS, SEQ, WIDTH, Case, compile_case
 from tests.program_claims import Claims
 from tests.test_plan import list_plan
+from zerojax.forecasting import hlo
+from zerojax.forecasting.roofline import with_network_bytes
 from zerojax.hardware import compile_client, gpus
 from zerojax.parallel import collectives
 from zerojax.parallel.step import build_step
@@ -237,3 +243,23 @@ def test_layers_of_a_python_loop_take_what_the_table_says(zero, num_microbatches
     roles = role_bytes(plan)
     counted = roles["gathered weights"] + roles["gradients"]
     assert counted == pytest.approx(compiled.memory.temporary, rel=0.25)
+
+
+def network_bytes(sum_of, dtype):
+    """(bytes that one of 64 H100 sends, of these between nodes) of a sum of 2^26 numbers."""
+    gpu = gpus.find_gpu("h100")
+    mesh = make_mesh({"data": 64}, compile_client.gpu_devices(gpu, 64))
+    whole = jax.ShapeDtypeStruct((64, 2**20), dtype, sharding=NamedSharding(mesh, P()))
+    one = jax.shard_map(sum_of, mesh=mesh, in_specs=P(), out_specs=P("data"), check_vma=False)
+    text = compile_client.compile_for_gpus(jax.jit(one), whole, sketch=True).text
+    (found,) = hlo.find_collectives(hlo.read_program(text), 64)
+    row = sample_row(kind=found.kind, wire_bytes=found.wire_bytes, crosses_nodes=True)
+    return found.wire_bytes, with_network_bytes(gpu, dict(mesh.shape), row).network_bytes
+
+
+def test_codes_sent_directly_cost_more_between_nodes_than_a_ring_of_bfloat16():
+    """The rows that a plan prints; half the bytes in all, 3.6 times as many between nodes."""
+    ring = network_bytes(lambda x: jax.lax.psum_scatter(x, "data", tiled=True), jnp.bfloat16)
+    direct = network_bytes(lambda x: jax.lax.all_to_all(x, "data", 0, 0, tiled=True), jnp.uint8)
+    assert direct[0] == ring[0] / 2
+    assert direct[1] / ring[1] == pytest.approx(3.556, abs=1e-3)

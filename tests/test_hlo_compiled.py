@@ -221,7 +221,7 @@ ROWS = 8
 @functools.cache
 def compile_step(target, zero):
     """One row per device, all layers rematerialized; attention is the same on every target."""
-    mesh = mesh_of(target, (1, 8, 1, 1, 1), AXES)
+    mesh = mesh_of(target, tuple(8 if axis == "data" else 1 for axis in AXES), AXES)
     config = ModelConfig(name="gpt2", remat="full", attention="xla", **MODEL_SIZES)
     model = build_model(config, VOCAB)
     tokens = jax.ShapeDtypeStruct((ROWS, MODEL_SIZES["max_seq_len"]), jnp.int32)

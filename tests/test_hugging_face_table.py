@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -12,7 +13,7 @@ from flax import nnx
 
 from zerojax.models import BertConfig, GPT2Config, LlamaConfig, trees
 from zerojax.models.hugging_face import ARCHITECTURES, UnsupportedError, architecture_of
-from zerojax.models.hugging_face.layouts import parse_layout
+from zerojax.models.hugging_face.layouts import RowsOfTensor, parse_layout
 from zerojax.models.zoo.rope import RopeScaling, rotary_frequencies
 
 SIZES = {"vocab_size": 20, "max_seq_len": 8, "num_layers": 3, "num_heads": 4, "embed_dim": 16}
@@ -96,6 +97,28 @@ def test_every_slice_is_found_in_their_tensor(text, part, sizes):
         assert picked.size == wanted.size, "reads no more than it needs"
 
 
+def test_slices_of_unequal_parts_are_found_too():
+    """Three arrays of 4, 2 and 2 heads, one after the other in one tensor."""
+    text, counts, first, total = "(heads dim) embed -> embed heads dim", (4, 2, 2), 0, 8 * 3
+    theirs = np.full((total, 5), -1)
+    layouts = []
+    for heads in counts:
+        rows = RowsOfTensor(first, total)
+        layouts.append(dataclasses.replace(parse_layout(text), rows=rows))
+        first += heads * 3
+    arrays = [np.arange(5 * n * 3).reshape(5, n, 3) + 1000 * i for i, n in enumerate(counts)]
+    for layout, ours in zip(layouts, arrays, strict=True):
+        assert layout.their_shape(ours.shape) == theirs.shape
+        layout.to_theirs(ours, theirs)
+    assert (theirs >= 0).all(), "every row belongs to one of them"
+    for layout, ours in zip(layouts, arrays, strict=True):
+        for index in (((0, 5), (0, ours.shape[1]), (0, 3)), ((1, 3), (1, 2), (0, 3))):
+            runs = layout.their_runs(ours.shape, index)
+            picked = theirs[np.ix_(*[np.r_[tuple(slice(*run) for run in dim)] for dim in runs])]
+            wanted = ours[tuple(slice(*taken) for taken in index)]
+            np.testing.assert_array_equal(layout.to_ours(picked, index), wanted)
+
+
 @pytest.mark.parametrize(
     ("text", "part", "words"),
     [
@@ -126,7 +149,10 @@ LLAMA = {
         ({"model_type": "mamba"}, "model_type='mamba' is none of those .* llama"),
         ({"attention_bias": True}, "attention_bias=True, but the projections .* no biases"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', .*only 'silu' or 'swish' will do"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type 'yarn' are not built"),
+        (
+            {"rope_scaling": {"rope_type": "twisted"}},
+            "type 'twisted' are not built",
+        ),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "no 'original_max_position"),
         ({"hidden_size": None}, "no 'hidden_size'"),
     ],
@@ -152,7 +178,16 @@ def test_settings_of_transformers_5_are_those_of_4():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"kind": "yarn", "factor": 2.0}, "'yarn': use linear, dynamic or llama3"),
+        ({"kind": "twisted", "factor": 2.0}, "'twisted': use linear, dynamic, llama3, yarn or lon"),
+        ({"kind": "yarn", "factor": 2.0}, "needs original_max_seq_len"),
+        (
+            {"kind": "yarn", "factor": 2.0, "original_max_seq_len": 8, "beta_fast": 1.0},
+            "beta_slow=1.0 must be above 0 and below beta_fast=1.0",
+        ),
+        (
+            {"kind": "longrope", "factor": 2.0, "original_max_seq_len": 8, "short_factor": (1.0,)},
+            "short_factor has 1 numbers and long_factor 0",
+        ),
         ({"kind": "linear", "factor": 0.5}, "factor=0.5 must be at least 1"),
         ({"kind": "llama3", "factor": 8.0}, "needs original_max_seq_len"),
         (
@@ -186,3 +221,35 @@ def test_wavelengths_are_stretched_as_each_kind_says():
         wanted = frequency if wavelength < 64 / 4 else wanted
         wanted = frequency / 8 if wavelength > 64 / 1 else wanted
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_yarn_keeps_short_waves_and_stretches_long_ones():
+    """arXiv:2309.00071, equations 17 to 23, in float64; cosine and sine grow by its equation 22."""
+    half, theta, factor, length = 16, 10000.0, 4.0, 1024
+    scaling = RopeScaling(kind="yarn", factor=factor, original_max_seq_len=length)
+    plain = theta ** (-np.arange(half) / half)
+    ends = [half * np.log(length / (turns * 2 * np.pi)) / np.log(theta) for turns in (32, 1)]
+    low, high = max(np.floor(ends[0]), 0), np.ceil(ends[1])
+    ramp = np.clip((np.arange(half) - low) / (high - low), 0, 1)
+    wanted = ramp * plain / factor + (1 - ramp) * plain
+    found = rotary_frequencies(half, theta, scaling)
+    np.testing.assert_allclose(found, wanted, rtol=2e-6)
+    np.testing.assert_allclose(found[0], 1.0)
+    np.testing.assert_allclose(found[-1], plain[-1] / factor, rtol=2e-6)
+    assert scaling.magnitude == pytest.approx(0.1 * np.log(4.0) + 1.0)
+    untruncated = rotary_frequencies(half, theta, dataclasses.replace(scaling, truncate=False))
+    assert np.abs(np.asarray(untruncated) / wanted - 1).max() > 1e-3
+
+
+def test_longrope_has_one_factor_for_each_pair_and_length():
+    scaling = RopeScaling(
+        kind="longrope",
+        factor=4.0,
+        original_max_seq_len=16,
+        short_factor=(1.0, 1.5),
+        long_factor=(2.0, 6.0),
+    )
+    for length, factors in ((16, (1.0, 1.5)), (17, (2.0, 6.0))):
+        found = rotary_frequencies(2, 100.0, scaling, seq_len=length)
+        np.testing.assert_allclose(found, np.array([1.0, 0.1]) / factors, rtol=1e-6)
+    assert scaling.magnitude == pytest.approx((1 + np.log(4) / np.log(16)) ** 0.5)

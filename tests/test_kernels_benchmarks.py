@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,27 +37,46 @@ def test_the_references_are_timed_against_optax(tmp_path):
 def test_the_update_phase_has_few_launches(tmp_path):
     update_phase.main(["--smoke", "--out", str(tmp_path)])
     record = json.loads((tmp_path / "update_phase.json").read_text())
-    xla, ours = record["rows"]
+    xla, ours, *casts = record["rows"]
     assert (xla["way"], ours["way"]) == ("xla", "mosaic_gpu")
     assert xla["kernels"] == 0
-    assert ours["kernels"] == 2  # statistics and update
+    assert ours["kernels"] == 3  # statistics, their sums and the update
     assert ours["launches"] <= update_phase.MOST_LAUNCHES < xla["launches"]
     # Gradients are read twice, parameters and moments read and written: 32 bytes.
     assert ours["bytes_per_parameter"] == pytest.approx(32, rel=1e-3)
     assert ours["bytes_per_parameter"] <= xla["bytes_per_parameter"] * 1.001
-    assert all(row["temporary_MB"] < 0.1 for row in record["rows"])
+    assert all(row["temporary_MB"] < 0.1 for row in (xla, ours))
+    check_casts(casts)
+
+
+def check_casts(rows):
+    """What a copy of the weights, left by the update, is worth."""
+    moved = {(row["cast"], row["way"]): row["bytes_per_parameter"] for row in rows}
+    by_step, into, kept = (moved[name, "xla"] for name in update_phase.CASTS)
+    for way in ("xla", "mosaic_gpu"):
+        plain, leaves = (moved[name, way] for name in update_phase.UPDATES)
+        assert leaves - plain == pytest.approx(2, abs=0.02)
+        # One device and stage 3 read 4 bytes less; stages 1 and 2 fill the buckets of their gathers
+        # anyway, from masters or from copies.
+        assert by_step - (leaves - plain) == pytest.approx(4, abs=0.02)
+        assert kept + (leaves - plain) == pytest.approx(into, abs=0.03)
 
 
 def test_the_committed_update_phase_says_where_kernels_are_less():
-    rows = json.loads((RESULTS / "update_phase.json").read_text())["rows"]
+    record = json.loads((RESULTS / "update_phase.json").read_text())
+    rows = [row for row in record["rows"] if "optimizer" in row]
     pairs = list(zip(rows[::2], rows[1::2], strict=True))
     assert all((a["way"], b["way"]) == ("xla", "mosaic_gpu") for a, b in pairs)
     whole = [(a, b) for a, b in pairs if a["arrays"] == 148]
     assert {a["optimizer"] for a, _ in whole} == {name for name, _ in update_phase.CASES}
     for xla, ours in whole:
-        assert ours["bytes_per_parameter"] <= xla["bytes_per_parameter"] * 1.001, xla
-        if ours["optimizer"] in ("adamw", "lion", "sgd"):
-            assert ours["launches"] <= update_phase.MOST_LAUNCHES < xla["launches"]
+        assert ours["launches"] <= update_phase.MOST_LAUNCHES < xla["launches"]
+        # What `auto` says of bytes is what was counted.
+        ratio, name = ours["bytes_per_parameter"] / xla["bytes_per_parameter"], ours["optimizer"]
+        is_equal = ratio == pytest.approx(1, abs=1e-3)
+        assert (name in choice.KERNELS_THAT_WIN) == (ratio < 0.8)
+        assert (name in choice.UNDECIDED) == (ratio > 0.8 and not is_equal)
+    check_casts([row for row in record["rows"] if "cast" in row])
 
 
 @pytest.mark.slow
@@ -82,7 +102,7 @@ def test_the_part_for_a_gpu_runs_on_a_cpu(tmp_path):
 @pytest.mark.parametrize("kind", sorted(optimizer.BYTES))
 def test_several_updates_in_one_program_are_those_of_several_programs(kind):
     shapes = ((3, 5), (7,))
-    for name, way in optimizer.ways_of(kind, shapes, {"ours": REFERENCE}).items():
+    for way in optimizer.ways_of(kind, shapes, {"ours": REFERENCE}).values():
         grads, state = optimizer.make_gradients(shapes), jax.jit(way.init)()
         one = optimizer.compile_way(way, shapes)
         for count in (1, 2, 3):
@@ -90,10 +110,8 @@ def test_several_updates_in_one_program_are_those_of_several_programs(kind):
         others = jax.tree.map(jnp.zeros_like, new)
         three = optimizer.compile_way(way, shapes, 3)
         found = three(jax.jit(way.init)(), others, grads, jnp.int32(1))
-        for a, b in zip(jax.tree.leaves((state, new)), jax.tree.leaves(found), strict=True):
-            np.testing.assert_allclose(
-                np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, err_msg=name
-            )
+        pair = [jax.tree.leaves(tree) for tree in ((state, new), found)]
+        chex.assert_trees_all_close(*pair, rtol=1e-5)
 
 
 def test_time_that_is_over_begins_nothing():

@@ -29,7 +29,12 @@ def test_auto_says_why(monkeypatch):
     monkeypatch.setattr(choice, "missing", lambda: None)
     plain = choice.choose("auto", kernel="adamw", devices=H200)
     assert plain.implementation == "xla"
-    assert "moves the same bytes" in plain.reason
+    assert "moves as many bytes as the kernel" in plain.reason
+    for kernel, counted in (("lamb", "5 to 8 % less"), ("muon", "within 2 %")):
+        left = choice.choose("auto", kernel=kernel, devices=H200)
+        assert left.implementation == "xla"
+        assert counted in left.reason
+        assert left.reason.endswith("no measurement on a GPU puts the kernel ahead")
     taken = choice.choose("auto", kernel="adam8bit", devices=H200)
     assert taken.implementation == "mosaic_gpu"
     assert "16 bytes" in taken.reason

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import choice, gradients, mosaic, optimizers, rounding
+from pallas_kernels import choice, gradients, mosaic, muon, optimizers, rounding
 from pallas_kernels.update import update, update_trees
 from tests.kernel_rules import RULES
 
@@ -26,14 +26,18 @@ def normal(number, shape, dtype=F32, scale=1.0):
 
 
 def scalars_of(rule, skip=False):
-    adam = optimizers.adam_scalars(
-        1e-2, count=3, b2=0.95, weight_decay=0.1, gradient_scale=0.5, skip=skip
-    )
+    step = {"gradient_scale": 0.5, "skip": skip}
+    adam = optimizers.adam_scalars(1e-2, count=3, b2=0.95, weight_decay=0.1, **step)
     return {
         optimizers.AdamScalars: adam,
-        optimizers.LambScalars: optimizers.lamb_scalars(adam, param_norm=3.0, update_norm=2.0),
-        optimizers.LionScalars: optimizers.lion_scalars(1e-2, gradient_scale=0.5, skip=skip),
+        optimizers.LambScalars: optimizers.lamb_scalars(adam, trust_ratio=1.5),
+        optimizers.LionScalars: optimizers.lion_scalars(1e-2, **step),
         optimizers.SgdScalars: optimizers.SgdScalars(1e-2, 0.9, 0.1, 0.5, float(skip)),
+        muon.MomentumScalars: muon.momentum_scalars(0.95, count=3, nesterov=True, **step),
+        muon.DescentScalars: muon.DescentScalars(1e-2, 1.5, 0.1, float(skip)),
+        muon.NesterovAdamScalars: muon.nesterov_adam_scalars(
+            1e-2, count=3, nesterov=True, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, **step
+        ),
         gradients.StatsScalars: gradients.StatsScalars(0.5),
     }[rule.scalars]
 
@@ -42,7 +46,11 @@ def arrays_of(rule, shape, dtype=F32, grad_dtype=BF16):
     """Of one leaf. Second moments must not be negative; all are made so where it does no harm."""
     updated = tuple(normal(k, shape, dtype) for k in range(rule.num_updated))
     read = tuple(normal(10 + k, shape, grad_dtype) for k in range(rule.num_read))
-    if rule.scalars in (optimizers.AdamScalars, optimizers.LambScalars):
+    if rule.scalars in (
+        optimizers.AdamScalars,
+        optimizers.LambScalars,
+        muon.NesterovAdamScalars,
+    ):
         updated = (*updated[:-1], jnp.abs(updated[-1]))
         if rule is optimizers.LAMB_APPLY:
             read = (read[0].astype(F32), jnp.abs(read[1]).astype(F32))
@@ -72,6 +80,21 @@ def check_equal(kernel, reference, *, sums=0):
 
 
 by_name = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+
+
+@pytest.mark.parametrize("rule", [optimizers.ADAMW, optimizers.SGD], ids=lambda rule: rule.name)
+def test_the_reference_writes_moments_where_they_lie_on_cpus(rule):
+    """XLA copies each moment that the new parameter would be computed from before it is updated."""
+    updated, read = arrays_of(rule, (64, 128), grad_dtype=F32)
+
+    def step(updated, read, scalars):
+        return update(rule, updated, read, scalars=scalars, impl=XLA).updated
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        lowered = jax.jit(step, donate_argnums=0).lower(updated, read, scalars_of(rule))
+    memory = lowered.compile().memory_analysis()
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in updated)
+    assert memory.temp_size_in_bytes < updated[0].nbytes / 8  # numbers alone
 
 
 @needs_kernels

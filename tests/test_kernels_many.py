@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels import choice, gradients, many, mosaic, optimizers, rounding
+from pallas_kernels import choice, gradients, mosaic, optimizers, rounding, table, totals
 from pallas_kernels.adam8bit import init_moments
 from pallas_kernels.adam8bit_kernel import update_adam8bit
+from pallas_kernels.adam8bit_many import update_adam8bit_many
 from pallas_kernels.choice import Choice
 from pallas_kernels.many import update_many
 from pallas_kernels.update import update
@@ -99,6 +100,97 @@ def test_leaves_may_differ_in_their_dtypes_and_have_scalars_and_seeds_of_their_o
             assert np.mean(np.asarray(a) != np.asarray(b)) <= 2 / a.size or a.dtype == F32
 
 
+# By rows in tiles of 256 and 128, by rows that 128 does not divide, whole, and with a tail.
+ROWS = [((2, 256), True), ((2, 33), True), ((384,), False), ((3, 128), True), ((513,), False)]
+
+
+def numbers_for_rows(rule, shape, has_rows, number):
+    """Scalars of one leaf, of which some are other numbers in each row."""
+    own = 1.0 + number + jnp.arange(shape[0], dtype=F32) if has_rows else 1.0 + number
+    adam = scalars_of(optimizers.LAMB_MOMENTS)._replace(gradient_scale=own)
+    if rule is optimizers.LAMB_MOMENTS:
+        return adam
+    return optimizers.lamb_scalars(adam._replace(gradient_scale=1.0), trust_ratio=own)
+
+
+@needs_kernels
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "rule", [optimizers.LAMB_MOMENTS, optimizers.LAMB_APPLY], ids=lambda rule: rule.name
+)
+def test_every_row_has_scalars_and_sums_of_its_own(rule):
+    shapes, by_row = zip(*ROWS, strict=True)
+    updated, read = leaves_of(rule, shapes, grad_dtypes=(F32,))
+    scalars = [numbers_for_rows(rule, *row, k) for k, row in enumerate(ROWS)]
+    more = {"scalars": scalars, "by_row": by_row}
+    alone = []
+    for k, (one, has_rows) in enumerate(zip(scalars, by_row, strict=True)):
+        leaf = [tuple(tree[f"leaf {k}"] for tree in trees) for trees in (updated, read)]
+        alone.append(update(rule, *leaf, scalars=one, by_row=has_rows, impl=XLA))
+    arrays = [x for column in zip(*(r.updated for r in alone), strict=True) for x in column]
+    sums = [
+        jnp.concatenate([x.reshape(-1) for x in column])
+        for column in zip(*(r.sums for r in alone), strict=True)
+    ]
+    assert all(x.shape == (2 + 2 + 1 + 3 + 1,) for x in sums)
+    for impl in ("interpret", XLA):
+        found = jax.tree.leaves(update_many(rule, updated, read, impl=impl, **more))
+        check_equal(found, [*arrays, *sums], sums=rule.num_sums)
+
+
+@needs_kernels
+def test_sums_are_of_the_programs_of_their_leaf_and_of_no_other():
+    """Two kernels' numbers; parts shorter and longer than what is read at once, in any order."""
+    counts = [[1, 300, 5], [128, 129]]
+    partial, parts, expected = [], [], []
+    for kernel, own in enumerate(counts):
+        drawn = np.random.default_rng(kernel).normal(size=(2, sum(own))).astype(np.float32)
+        unwritten = np.full((2, totals.width_of(sum(own))), np.nan, np.float32)
+        unwritten[:, : sum(own)] = drawn
+        partial.append(jnp.asarray(unwritten.reshape(-1)))
+        starts = np.cumsum([0, *own])
+        parts += [totals.Part(kernel, a, n) for a, n in zip(starts, own, strict=False)]
+        expected += [
+            drawn[:, a : a + n].astype(np.float64).sum(1) for a, n in zip(starts, own, strict=False)
+        ]
+    order = [3, 0, 4, 2, 1]
+    found = totals.total(partial, [parts[k] for k in order], 2, interpret=True)
+    wanted = np.stack([expected[k] for k in order], axis=1)
+    # 300 terms of size 1: their rounding errors are below 300 * 2^-24.
+    np.testing.assert_allclose(np.stack(found), wanted, atol=2e-5)
+
+
+EIGHT_BIT = [(2, 512), (3, 128), (33, 25), (5,)]
+
+
+@needs_kernels
+@pytest.mark.thorough
+def test_leaves_with_moments_of_eight_bits_share_a_kernel():
+    """Bit for bit as alone. What ends in a short block is on its own in both, and the last bit of
+    that block hangs on how a product and a sum are contracted."""
+    params = [normal(k, shape, (F32, BF16)[k % 2]) for k, shape in enumerate(EIGHT_BIT)]
+    grads = [normal(10 + k, shape, BF16) for k, shape in enumerate(EIGHT_BIT)]
+    moments = [init_moments(shape) for shape in EIGHT_BIT]
+    seeds = jax.random.bits(jax.random.key(3), (len(EIGHT_BIT), 2), jnp.uint32)
+    plain = scalars_of(optimizers.ADAMW)
+    scalars = [plain, plain._replace(weight_decay=jnp.float32(0.5))] * 2
+    found, reference = (
+        update_adam8bit_many(
+            params, moments, grads, scalars=scalars, seeds=seeds, compute_dtype=BF16, impl=impl
+        )
+        for impl in ("interpret", XLA)
+    )
+    for k, one in enumerate(zip(params, moments, grads, strict=True)):
+        more = {"scalars": scalars[k], "seed": seeds[k], "compute_dtype": BF16}
+        alone = update_adam8bit(*one, impl="interpret", **more)
+        if alone.param.size % 128 == 0:
+            chex.assert_trees_all_equal(found[k], alone, strict=True)
+        assert not np.array_equal(found[k].moments.mu, moments[k].mu)
+        for other in (alone, reference[k]):
+            # A code may be the next one where random bits decide it: see test_kernels_adam8bit.
+            np.testing.assert_allclose(found[k].compute, other.compute, rtol=2**-7, atol=2**-12)
+
+
 @needs_kernels
 def test_a_skipped_step_changes_nothing_in_any_leaf():
     rule = optimizers.ADAMW
@@ -117,7 +209,7 @@ def test_more_leaves_than_one_kernel_takes(monkeypatch):
     expected = one_by_one(rule, updated, read, [scalars_of(rule)] * 5)
     for name, limit in (("MAX_PARAMETERS", 6), ("BRANCHES", 2)):
         with monkeypatch.context() as patch:
-            patch.setattr(many, name, limit)
+            patch.setattr(table, name, limit)
             jax.clear_caches()
             found = update_many(rule, updated, read, scalars=scalars_of(rule), impl="interpret")
             check_equal(jax.tree.leaves(found), expected)
@@ -129,16 +221,35 @@ def test_more_leaves_than_one_kernel_takes(monkeypatch):
 def test_every_program_finds_its_leaf_once(count):
     """The branches, followed with numbers."""
     rows = [((number * 7) % 3 + 1, 128) for number in range(count)]
-    leaves = [(normal(0, shape),) for shape in rows]
-    entries, apart = many._split(optimizers.SGD, leaves, [0] * count, 128)
-    table = many._table(entries)
+    entries = [
+        table.Entry(leaf, mosaic.tiles_of_rows(shape, block=128), table.ScalarsAt(leaf))
+        for leaf, shape in enumerate(rows)
+    ]
+    (whole,) = table.tables_of(entries, arrays=3)
     found = []
-    for program in range(sum(entry.programs for entry in table)):
+    for program in range(sum(entry.programs for entry in whole)):
         cuts = list(range(count + 1))
-        number = many._branch(table, jnp.int32(program), cuts, lambda first, _: jnp.int32(first))
-        found.append((table[int(number)].leaf, program - table[int(number)].start))
+        number = table.branch(whole, jnp.int32(program), cuts, lambda first, _: jnp.int32(first))
+        found.append((whole[int(number)].leaf, program - whole[int(number)].start))
     assert sorted(found) == [(k, row) for k, (n, _) in enumerate(rows) for row in range(n)]
-    assert apart == []
+
+
+@pytest.mark.thorough
+def test_every_program_finds_its_row_of_scalars():
+    """Leaves with a row of their own, that share one, and with one for each of their rows."""
+    shapes = [(3, 128), (2, 256), (2, 128), (1, 128), (3, 256)]
+    shared, own, others = (table.ScalarsAt(k, by_row=k > 0) for k in (0, 1, 3))
+    where = [shared, shared, own, shared, others]
+    entries = [
+        table.Entry(leaf, mosaic.tiles_of_rows(shape, block=128), at)
+        for leaf, (shape, at) in enumerate(zip(shapes, where, strict=True))
+    ]
+    (whole,) = table.tables_of(entries, arrays=3)
+    for entry in whole:
+        each = entry.tiles.row_programs
+        for program in range(entry.programs):
+            own = entry.scalars.first + (program // each if entry.scalars.by_row else 0)
+            assert int(table.row_of_scalars(whole, jnp.int32(entry.start + program))) == own
 
 
 def test_what_does_not_fit_is_refused():
@@ -146,6 +257,8 @@ def test_what_does_not_fit_is_refused():
     one = optimizers.lion_scalars(1e-3)
     with pytest.raises(ValueError, match="lion: 1 sets of scalars for 2 leaves"):
         update_many(rule, (x, x), (x,), scalars=[one])
+    with pytest.raises(ValueError, match="lion: by_row tells of 1 leaves and there are 2; give"):
+        update_many(rule, (x, x), (x,), scalars=one, by_row=[True])
     with pytest.raises(ValueError, match=r"seeds of shape \(2,\) for 2 leaves; .* \(2, 2\)"):
         update_many(rule, (x, x), (x,), scalars=one, seeds=jnp.zeros((2,), jnp.uint32))
     with pytest.raises(ValueError, match="lion updates 2 arrays and reads 1; got 1 and 2"):
@@ -164,10 +277,12 @@ def run_alone_and_together(rule):
 def run_adam8bit(shape=(5, 512)):
     param, grad = normal(0, shape), normal(1, shape, BF16)
     moments, seed = init_moments(shape), rounding.seed_of(jax.random.key(0))
+    scalars = scalars_of(optimizers.ADAMW)
     for _ in range(2):
-        more = {"scalars": scalars_of(optimizers.ADAMW), "seed": seed, "impl": "interpret"}
-        param, moments, _ = update_adam8bit(param, moments, grad, **more)
-    return param, moments
+        more = {"scalars": scalars, "seed": seed, "impl": "interpret"}
+        param, moments, *_ = update_adam8bit(param, moments, grad, **more)
+    more = {"scalars": [scalars] * 2, "seeds": jnp.stack([seed] * 2), "impl": "interpret"}
+    return update_adam8bit_many([param] * 2, [moments] * 2, [grad] * 2, **more)
 
 
 @needs_kernels

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import equal_trees
 from zerojax.models.losses import classification, mean_squared_error, next_token, weighted
 
 RANDOM = np.random.default_rng(0)
@@ -79,7 +79,7 @@ def test_a_target_outside_the_vocabulary_is_ignored_at_weight_0_and_nan_otherwis
     run = jax.value_and_grad(lambda x, t, w: next_token(x, t, w)[0])
     logits = jnp.asarray(LOGITS, jnp.float32)
     ours, theirs = (run(logits, jnp.asarray(t), jnp.asarray(WEIGHTS)) for t in (targets, TARGETS))
-    chex.assert_trees_all_equal(ours, theirs, strict=True)
+    equal_trees.assert_same(ours, theirs)
     loss, gradient = run(logits, jnp.asarray(targets), None)
     assert jnp.isnan(loss)
     assert jnp.isnan(gradient[0, 1]).all()

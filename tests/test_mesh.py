@@ -24,29 +24,29 @@ from zerojax.plan.device_mesh import (
 
 def test_minus_one_takes_what_the_other_axes_leave():
     sizes = resolve_axis_sizes(MeshConfig(model=2, replica=2), 16)
-    assert sizes == {"replica": 2, "data": 4, "context": 1, "stage": 1, "model": 2}
+    assert sizes == {"replica": 2, "data": 4, "expert": 1, "context": 1, "stage": 1, "model": 2}
 
 
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError) as caught:
         resolve_axis_sizes(MeshConfig(model=3), 8)
     assert str(caught.value) == (
-        "mesh replica=1 x context=1 x stage=1 x model=3 = 3 does not divide the 8 devices; choose "
-        "sizes whose product divides 8"
+        "mesh replica=1 x expert=1 x context=1 x stage=1 x model=3 = 3 does not divide the 8 "
+        "devices; choose sizes whose product divides 8"
     )
     with pytest.raises(ValueError) as caught:
         resolve_axis_sizes(MeshConfig(data=2, model=2), 8)
     assert str(caught.value) == (
-        "mesh replica=1 x data=2 x context=1 x stage=1 x model=2 needs 4 devices, found 8; use "
-        "data=-1 to take what is there, or give the mesh of some of them: "
+        "mesh replica=1 x data=2 x expert=1 x context=1 x stage=1 x model=2 needs 4 devices, "
+        "found 8; use data=-1 to take what is there, or give the mesh of some of them: "
         'zerojax.make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4])'
     )
 
 
 def test_a_mesh_has_all_axes_all_auto_and_model_innermost():
     mesh = make_mesh({"model": 2})
-    assert mesh.axis_names == AXES == ("replica", "data", "context", "stage", "model")
-    assert mesh.axis_types == (AxisType.Auto,) * 5
+    assert mesh.axis_names == AXES == ("replica", "data", "expert", "context", "stage", "model")
+    assert mesh.axis_types == (AxisType.Auto,) * 6
     neighbours = [[device.id for device in pair] for pair in mesh.devices.reshape(4, 2)]
     assert neighbours == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert make_mesh(None).shape["data"] == 8
@@ -63,15 +63,16 @@ def test_replicas_are_data_shards_too():
 def test_a_users_mesh_keeps_its_devices_on_their_axes():
     devices = np.array(jax.devices()).reshape(2, 4)
     mesh = normalise_mesh(Mesh(devices, ("model", "data")))
-    assert dict(mesh.shape) == {"replica": 1, "data": 4, "context": 1, "stage": 1, "model": 2}
-    np.testing.assert_array_equal(mesh.devices[0, :, 0, 0, :], devices.T)
-    assert mesh.axis_types == (AxisType.Auto,) * 5
+    sizes = {"replica": 1, "data": 4, "expert": 1, "context": 1, "stage": 1, "model": 2}
+    assert dict(mesh.shape) == sizes
+    np.testing.assert_array_equal(mesh.devices[0, :, 0, 0, 0, :], devices.T)
+    assert mesh.axis_types == (AxisType.Auto,) * 6
 
 
 def test_unknown_axes_are_refused():
     mesh = Mesh(np.array(jax.devices()), ("batch",))
     with pytest.raises(
-        ValueError, match="mesh axis 'batch' is not one of replica, data, context, sta"
+        ValueError, match="mesh axis 'batch' is not one of replica, data, expert, con"
     ):
         normalise_mesh(mesh)
 

@@ -72,6 +72,7 @@ def test_trouble_is_said_in_words():
 def test_other_metrics_follow_by_name():
     assert "expert load 0.75" in format_line(1, {"expert_load": 0.75}, total_steps=1)
     assert "s/step 0.5" in format_line(1, {"step_seconds": 0.5}, total_steps=1)
+    assert "ema loss 2.6500" in format_line(1, {"ema_loss": 2.65}, total_steps=1)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,13 @@ def test_values_of_secret_variables_are_left_out_wherever_they_stand():
     }
 
 
+def test_the_working_folder_of_a_shell_is_no_secret():
+    """Every shell sets PWD; a path below it once came out as [hidden] in the files of a run."""
+    environment = {"PWD": "/home/mary-anne/work", "DB_PWD": SECRET}
+    text = f"/home/mary-anne/work/model {SECRET}"
+    assert redact(text, environment) == f"/home/mary-anne/work/model {HIDDEN}"
+
+
 @pytest.mark.parametrize(
     ("name", "is_secret"),
     [

@@ -265,8 +265,9 @@ KEYWORDS_OF_OTHERS = {
     "device_ids",  # XLA's text, as those below
     "is_scheduled",
     "replica_groups",
+    "feed_forward_proj",  # Hugging Face, as hidden_act
     "has_aux",  # jax.value_and_grad
-    "hidden_act",  # Hugging Face
+    "hidden_act",
     "lr",  # a line as DeepSpeed prints it
     "muon_weight_dimension_numbers",  # optax.contrib.muon
     "reverse",  # jax.lax.scan

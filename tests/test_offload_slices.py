@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import zerojax
+from tests.equal_trees import assert_same
 from tests.test_offload_layout import SMALL, plan_of
 from zerojax.hardware import compile_client
 from zerojax.optim.precision import Precision
@@ -32,19 +33,6 @@ MESHES = [
 TIERS = pytest.mark.parametrize(
     "offload", [SHARES, slow(HOST)], ids=lambda x: "host" if x is HOST else "shares"
 )
-
-
-def assert_same(found, expected):
-    """Equal trees, to the last bit, of the same dtypes."""
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(found),
-        jax.tree_util.tree_leaves_with_path(expected),
-        strict=True,
-    )
-    for (path, x), (other, y) in pairs:
-        assert path == other
-        assert x.dtype == y.dtype, path
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=str(path))
 
 
 @pytest.mark.thorough

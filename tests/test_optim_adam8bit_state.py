@@ -158,7 +158,8 @@ class Split:
         for name, shape in MESH_SHAPES.items():
             values[name] = values[name].at[tuple(map(slice, shape))].set(tree(0, MESH_SHAPES)[name])
         make = jax.jit(
-            lambda params: (params, self.coding.new_state(self.state)), out_shardings=self.shardings
+            lambda params: (params, self.coding.new_state(self.state, params)),
+            out_shardings=self.shardings,
         )
         return make(values)
 

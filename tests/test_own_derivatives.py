@@ -166,6 +166,17 @@ def test_models_without_rules_of_their_own_are_computed_as_before():
     assert chunked.traced.batch_weight is None
 
 
+def test_what_a_rule_gives_is_still_of_the_batch():
+    """A rule behind another one is not taken for one of parameters alone."""
+
+    def chained(params, x):
+        return clipped(jnp.tanh(clipped(x @ params["layers"][0])) @ params["head"])
+
+    plan = plan_for((init, chained), loss=mean, batch=batch_of)
+    assert any("are given gradients of the mean" in reason for reason in plan.reasons)
+    assert not any("of parameters alone" in reason for reason in plan.reasons)
+
+
 class ScaledAndClipped(nnx.Module):
     """An 8-bit product whose scales follow its gradients, before a rule that clips."""
 

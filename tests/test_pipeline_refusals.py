@@ -114,10 +114,6 @@ REFUSED = {
         {"pipeline_schedule": make_schedule("1f1b", stages=2, microbatches=8)},
         ["microbatches=4", "has 8", "use microbatches=8 or another table"],
     ),
-    "8-bit products": (
-        {"model": reference_model("gpt2", num_layers=4, matmul_dtype="fp8")},
-        ["stage=2", "8-bit products", "amax_history", "use matmul_dtype=None or stage=1"],
-    ),
 }
 
 
@@ -289,7 +285,6 @@ TRAIN = (
         (["stage=2", "stash=inputs"], "did you mean 'input'"),
         (["stage=2", "mesh.pipeline_schedule=no/such.csv"], "no/such.csv"),
         (["stage=2", "mesh.pipeline_schedule=TABLE"], "tick 0, stage 1: F0 needs F0 of stage 0"),
-        (["stage=2", "matmul_dtype=fp8"], "use matmul_dtype=None or stage=1"),
     ],
 )
 def test_the_command_line_says_so_in_one_line(words, part, tmp_path, capsys):

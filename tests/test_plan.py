@@ -353,7 +353,7 @@ class InAList(nnx.Module):
         return x
 
 
-def list_plan(mesh=None, zero=3, num_microbatches=1, precision="fp32", **options):
+def list_plan(mesh=None, zero=3, num_microbatches=1, precision="fp32", settings=None, **options):
     return make_plan(
         lambda rngs: InAList(rngs, **options),
         mesh,
@@ -365,6 +365,7 @@ def list_plan(mesh=None, zero=3, num_microbatches=1, precision="fp32", **options
         precision=precision,
         persistence_threshold=1000,
         roll="off",
+        **(settings or {}),
     )
 
 
@@ -376,8 +377,8 @@ def test_layers_of_a_python_loop_are_counted_as_the_program_holds_them():
     counted = roles["gathered weights"] + roles["gradients"]
     weights = 6 * 256 * 256 * 4
     assert roles["gathered weights"] > weights
-    # Activations of eight rows are nothing; a float32 shard that is read needs no copy, which the
-    # formula counts (1/8 of the weights).
+    # Activations of eight rows are nothing. Gradients, 1/8 of the weights, are counted beside all
+    # of them: XLA:CPU of JAX 0.12 has freed weights by then, and that of 0.10 a part of them.
     assert counted == pytest.approx(compiled.memory_analysis().temp_size_in_bytes, rel=0.2)
 
 

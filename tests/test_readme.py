@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import readme_table
+from tests.chat_samples import CHATS, TEMPLATES
+from tests.hugging_face_folders import write_chat_model
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -81,6 +83,9 @@ def test_the_commands_run_one_after_another(page, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     text = (ROOT / "zerojax" / "data" / "shakespeare.txt").read_text()
     (tmp_path / "my_text.txt").write_text(text[:200_000])
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(CHATS['one'])}\n" * 400)
+    (tmp_path / "chatml.jinja").write_text(TEMPLATES["chatml"])
+    write_chat_model(tmp_path / "my_model")
     for content in blocks("json", page):
         (tmp_path / "ds_config.json").write_text(content)
     ours = [line for line in commands(page) if line.startswith("zerojax ")]

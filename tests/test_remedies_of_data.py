@@ -216,8 +216,12 @@ def test_ids_that_the_model_does_not_have(tmp_path):
     told(lambda: source(ids - 1, vocab_size=50), r"\[0, 50\); make the file again with the model's")
     source(ids % 50, vocab_size=50)
     file = token_file(tmp_path / "ids.bin", vocab_size=60)
-    (size,) = told(lambda: source(file, vocab_size=50), r"; set it to (\d+) or more$")
+    (size,) = told(
+        lambda: source(file, vocab_size=50),
+        r"; set it to (\d+) or more, or prepare the data with the model's tokenizer$",
+    )
     source(file, vocab_size=int(size))
+    source(token_file(tmp_path / "ids.bin", vocab_size=50), vocab_size=50)
     floats = np.arange(200.0)
     told(lambda: source(floats), r"token ids are integers: save them as such$")
     source(floats.astype(int))

@@ -37,7 +37,7 @@ from zerojax.models.hugging_face.architectures import ARCHITECTURES, architectur
 from zerojax.models.hugging_face.folder import INDEX
 from zerojax.models.hugging_face.peft import ADAPTER_FILE, write_adapter
 from zerojax.models.hugging_face.safetensors import MAX_TABLE_BYTES, Tensor, read_table, write_file
-from zerojax.models.zoo.generation import continue_text, generate
+from zerojax.models.zoo.generation import continue_text, generate, generate_from_source
 from zerojax.models.zoo.lora import adapted_kernels
 from zerojax.models.zoo.rope import RopeScaling
 from zerojax.optim import build_deepspeed_schedule, muon_dimensions
@@ -164,9 +164,11 @@ def test_a_module_of_pytorch(tmp_path):
     net = type("Net", (), {"__module__": "torch.nn", "__call__": lambda self, x: x})
     function, *known = told(
         lambda: as_model(net),
-        r"and give zerojax\.(\w+)\(FOLDER\), which knows ([\w-]+), (\w+) and (\w+)$",
+        r"zerojax\.(\w+)\(FOLDER\), which knows ([\w-]+), (\w+), (\w+) and the families of",
     )
-    assert {name.lower().replace("-", "") for name in known} == set(ARCHITECTURES)
+    assert {name.lower().replace("-", "") for name in known} <= set(ARCHITECTURES)
+    page = (Path(__file__).parent.parent / "docs" / "hugging_face.md").read_text()
+    assert {name for name in ARCHITECTURES if f"`{name}`" in page} == set(ARCHITECTURES)
     as_model(getattr(zerojax, function)(write_folder(tmp_path / "saved", "gpt2")))
 
 
@@ -336,9 +338,11 @@ def test_how_tokens_are_drawn(monkeypatch):
     )
     for value in (least, most, none):
         draw(top_k=eval(value))
-    names = told(lambda: draw(bert()), r"are drawn from a (\w+) or a (\w+)$")
+    names = told(lambda: draw(bert()), r"are drawn from a (\w+), a (\w+) or a (\w+)$")
     for name in names:
         draw(abstract(name, **SIZES))
+    (name,) = told(lambda: draw(abstract("T5")), r"; for the targets of a T5 use (\w+)$")
+    assert getattr(models, name) is generate_from_source
 
 
 @pytest.mark.thorough
@@ -429,8 +433,9 @@ def test_prompts(monkeypatch):
 
 def test_rotary_positions():
     made = lambda kind, **more: RopeScaling(kind=kind, factor=2.0, **more)  # noqa: E731
-    for kind in told(lambda: made("yarn"), r": use (\w+), (\w+) or (\w+)$"):
-        made(kind, original_max_seq_len=32)
+    factors = {"short_factor": (1.0,), "long_factor": (2.0,)}
+    for kind in told(lambda: made("bent"), r": use (\w+), (\w+), (\w+), (\w+) or (\w+)$"):
+        made(kind, original_max_seq_len=32, **factors)
     (name,) = told(lambda: made("dynamic"), r" needs (\w+), the number of tokens of the texts")
     made("dynamic", **{name: 32})
 

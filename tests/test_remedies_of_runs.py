@@ -145,9 +145,10 @@ def test_heads_and_positions_in_their_config():
     read, config = ARCHITECTURES["llama"].read_config, CASES["llama"]["config"]
     rope = {"factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
     kinds = told(
-        lambda: read({**config, "rope_parameters": {**rope, "rope_type": "yarn"}}),
-        r"not built; (\w+), (\w+), (\w+) and (\w+) are$",
+        lambda: read({**config, "rope_parameters": {**rope, "rope_type": "bent"}}),
+        r"not built; (\w+), (\w+), (\w+), (\w+), (\w+) and (\w+) are$",
     )
     for kind in kinds:
         read({**config, "rope_parameters": {**rope, "rope_type": kind}})

@@ -23,6 +23,7 @@ def make_plan(precision):
     return types.SimpleNamespace(
         precision=as_precision(precision),
         abstract_state={"params": dict.fromkeys(NAMES)},
+        stacks={},
         learning_rate=None,
         traced=types.SimpleNamespace(metric_names=()),
     )

@@ -6,20 +6,28 @@ processor time. The model is that of `benchmarks.rolled_layers`, at a small widt
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from benchmarks.rolled_layers import (
+    NUM_DEVICES,
     ROLLED,
     SCANNED,
     UNROLLED,
     GpuStep,
     Sizes,
     compile_for_h100,
+    plan_form,
 )
-from zerojax.hardware import compile_client
+from zerojax.forecasting.hlo.live_buffers import LiveAtPeak, LiveValue, read_live
+from zerojax.hardware import compile_client, gpus
+from zerojax.parallel.step import build_step
+from zerojax.parallel.zero import rewrite
 
 MISSING = compile_client.missing()
 pytestmark = [
@@ -81,3 +89,53 @@ def test_as_much_is_hidden_as_in_the_twin(num_layers: int, zero: int) -> None:
 def test_unrolled_layers_hold_more() -> None:
     """The control of the tests above."""
     assert compiled(UNROLLED, MANY, 3).temporary > 1.1 * compiled(ROLLED, MANY, 3).temporary
+
+
+BEFORE_THE_LOOP = dataclasses.replace(SMALL, vocab=1024)
+"""The cotangents of its logits, 2 MiB, are less than a layer needs: the peak is in the loop."""
+
+
+@functools.cache
+def peak(num_layers: int, *, ordered: bool) -> LiveAtPeak:
+    """What lives at the peak of a rolled step at stage 3."""
+    devices = compile_client.gpu_devices(gpus.find_gpu("h100"), NUM_DEVICES)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        if not ordered:
+            patch.setattr(rewrite, "with_gradients_first", lambda run, *_: run)
+        plan = plan_form(ROLLED, num_layers, BEFORE_THE_LOOP, devices)
+        lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
+        options = compile_client.FAST_OPTIONS
+        compile_client.compile_for_gpus(lowered, options=options, dump=Path(folder))
+        live = read_live(Path(folder))
+    assert live is not None
+    return live
+
+
+def live_bytes(live: LiveAtPeak) -> int:
+    return sum(value.bytes for value in live.values)
+
+
+def cotangents_of_logits(live: LiveAtPeak) -> list[LiveValue]:
+    sizes = BEFORE_THE_LOOP
+    shape = f"bf16[{sizes.rows},{sizes.tokens},{sizes.vocab}]"
+    return [v for v in live.values if v.shape.startswith(shape) and "/while/" not in v.op_name]
+
+
+def test_the_cotangents_of_logits_do_not_live_through_the_backward_loop() -> None:
+    """The head's gradient is there before, in pieces; without that order both wait for it."""
+    sizes = BEFORE_THE_LOOP
+    with_order, without = peak(FEW, ordered=True), peak(FEW, ordered=False)
+    assert not cotangents_of_logits(with_order)
+    assert len(cotangents_of_logits(without)) == 1
+    saved = 2 * sizes.rows * sizes.tokens * (sizes.vocab + sizes.width)
+    scattered = 2 * sizes.width * sizes.vocab // NUM_DEVICES
+    assert live_bytes(without) - live_bytes(with_order) >= saved - scattered - 2**16
+
+
+def test_what_lives_at_the_peak_does_not_depend_on_depth() -> None:
+    """But for what a layer keeps in any form. What is reserved depends on the gaps of packing."""
+    few, many = (
+        live_bytes(peak(number, ordered=True)) - number * BEFORE_THE_LOOP.inherent_bytes
+        for number in (FEW, MANY)
+    )
+    assert many == pytest.approx(few, rel=SAME_BYTES)

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from benchmarks.rolled_layers import (
+    MEMORY_LIMIT,
     ROLLED,
     SCANNED,
     TINY,
@@ -20,9 +21,10 @@ from benchmarks.rolled_layers import (
     plan_form,
 )
 from tests.test_zero_program import Collectives, count_collectives
+from zerojax.hardware.compile_client import memory_of
 from zerojax.parallel.step import build_step
 
-FEW, MANY = 4, 12
+FEW, MANY, VERY_MANY = 4, 12, 48
 
 
 @functools.cache
@@ -57,7 +59,22 @@ def test_instructions_do_not_depend_on_depth(zero: int) -> None:
     few, many = (
         count_instructions(lowered(ROLLED, number, zero).compile()) for number in (FEW, MANY)
     )
-    assert few == many > 0
+    # One percent: sums of more than 32 numbers, such as one of each layer, are taken as trees.
+    assert 0 < few <= many <= 1.01 * few
+
+
+@pytest.mark.thorough
+def test_temporaries_do_not_depend_on_depth() -> None:
+    """But for what every layer keeps in any form: its input and its piece of the gradients.
+
+    Within the 2 % that are promised; they differ by 64 bytes. Copies of AdamW's moments, which XLA
+    makes where new parameters are computed from the old moments, were 42 % here.
+    """
+    few, many = (
+        memory_of(lowered(ROLLED, number, 3).compile()).temporary - number * TINY.inherent_bytes
+        for number in (FEW, VERY_MANY)
+    )
+    assert few / MEMORY_LIMIT <= many <= few * MEMORY_LIMIT
 
 
 def row(form: str, layers: int, **found: float) -> dict[str, object]:

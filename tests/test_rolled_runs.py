@@ -145,6 +145,7 @@ def test_validation_and_the_trained_model_are_those_of_the_users_object() -> Non
     np.testing.assert_allclose(mean, total / weight, rtol=TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_a_check_of_a_model_with_a_list_passes() -> None:
     """It compares the rolled step with the model's own program in plain JAX."""
     zerojax.check(build_decoder("checkpoint"), text(0)).require()

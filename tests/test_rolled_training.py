@@ -15,6 +15,8 @@ import pytest
 from flax import nnx
 
 import zerojax
+from pallas_kernels.choice import missing as kernels_missing
+from tests import equal_trees
 from zerojax import models
 from zerojax.checkpoint import Checkpointer
 from zerojax.config.mesh import HOST_KIND
@@ -28,6 +30,7 @@ from zerojax.parallel.reshard import (
     to_canonical,
 )
 from zerojax.parallel.step import build_step
+from zerojax.parallel.update import build_norm, leaf_names
 from zerojax.training.checkpointing import model_of, restore_state, save_state
 
 AXES = ("data", "stage", "model")
@@ -122,10 +125,7 @@ def leaves_of(plan: zerojax.Plan, state: Any) -> list[tuple[Any, np.ndarray]]:
 
 def assert_same_bits(one: tuple[zerojax.Plan, Any], other: tuple[zerojax.Plan, Any]) -> None:
     """Two states under the user's names."""
-    for (path, x), (same, y) in zip(leaves_of(*one), leaves_of(*other), strict=True):
-        assert path == same
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y, err_msg=str(path))
+    equal_trees.assert_same(to_canonical(*one), to_canonical(*other))
 
 
 def assert_all_rolled(plan: zerojax.Plan) -> None:
@@ -133,6 +133,56 @@ def assert_all_rolled(plan: zerojax.Plan) -> None:
         f"layers/{layer}/up/kernel" for layer in range(NUM_LAYERS)
     )
     assert "layers: layers/0..5 as one loop of 6 turns" in plan.reasons
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 2, "zero": 3},
+        pytest.param({"data": 2, "zero": 2, "roll_remat": "full"}, marks=pytest.mark.thorough),
+        pytest.param({"data": 2, "stage": 2, "zero": 1}, marks=pytest.mark.thorough),
+        pytest.param(
+            {
+                "stage": 2,
+                "pipeline_schedule": "interleaved(2)",
+                "partition": [2, 2, 1, 1],
+            },
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=str,
+)
+def test_the_layer_whose_gradient_is_largest_or_not_finite_is_named(mesh: dict[str, Any]) -> None:
+    """Gradients with an infinity, then with a large number, in one row of a stack."""
+    plan = plan_of(mesh, persistence_threshold=0)
+    stack, layer, names = "layers/0..5/down/kernel", 4, leaf_names(plan)
+    stored = plan.placement.leaves[stack].layer_rows or range(NUM_LAYERS)
+    norm = jax.jit(build_norm(plan))
+
+    def read(number: float) -> Any:
+        grads = {name: np.ones(x.shape, np.float32) for name, x in params.items()}
+        grads[stack][list(stored).index(layer), 1, 2] = number
+        placed = {name: jax.device_put(x, params[name].sharding) for name, x in grads.items()}
+        return norm(placed, jnp.float32(0.5)), grads
+
+    params = plan.abstract_state["params"]
+    found, _ = read(np.inf)
+    assert names[int(found.bad_leaf)] == f"layers/{layer}/down/kernel"
+    assert not found.read_finite
+    found, grads = read(100.0)
+    assert int(found.bad_leaf) == -1
+    assert names[int(found.largest_leaf)] == f"layers/{layer}/down/kernel"
+    squares = sum(float(np.sum(np.square(0.5 * x.astype(np.float64)))) for x in grads.values())
+    np.testing.assert_allclose(found.norm, np.sqrt(squares), rtol=1e-6)  # float32 sums
+    rows = {row for name in params for row in plan.stacks.get(name, [name])}
+    assert rows <= set(names)
+    assert (set(names) - rows) <= plan.stacks.keys()  # rows without a layer
+
+
+@pytest.mark.skipif(kernels_missing() is not None, reason=str(kernels_missing()))
+def test_a_kernel_names_the_stack() -> None:
+    plan = plan_of({"data": 2, "zero": 3, "kernels": "interpret"}, persistence_threshold=0)
+    assert leaf_names(plan) == list(plan.abstract_state["params"])
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ EXPECTED = {
     "llama_70b_zero3_64xh200": (64, H200, 70_554),
     "llama_70b_pipeline_64xh200": (64, H200, 70_554),
     "llama_405b_zero3_512xh200": (512, H200, 405_853),
+    "olmoe_7b_expert_8xh100": (8, H100, 6919),
+    "mixtral_8x22b_expert_64xh200": (64, H200, 140_630),
 }
 # Parameters of the published weights, and the base of their rotary positions.
 PUBLISHED = {
@@ -37,6 +39,9 @@ PUBLISHED = {
     "llama_70b_zero3_64xh200": (70_553_706_496, 500_000),
     "llama_70b_pipeline_64xh200": (70_553_706_496, 500_000),
     "llama_405b_zero3_512xh200": (405_853_388_800, 500_000),
+    # Less 16 layers' norms of queries and keys, 2 x 2048.
+    "olmoe_7b_expert_8xh100": (6_919_161_856 - 65_536, 10_000),
+    "mixtral_8x22b_expert_64xh200": (140_630_071_296, 1_000_000),
 }
 # Those that only `data` splits, so that any number of devices will do.
 LARGE = [name for name in PUBLISHED if "_zero3_" in name and "_7b_" not in name]

@@ -9,12 +9,21 @@ import json
 import random
 import re
 
+import jax
 import pytest
 from forecast_samples import GIB, sample_card, sample_forecast, sample_plan
 
 import zerojax
+from zerojax.config import ModelConfig, MoEConfig
 from zerojax.forecasting.forecast_numbers import FORMULA, RoleBytes
-from zerojax.forecasting.search import Candidate, list_candidates, search, search_dict, search_page
+from zerojax.forecasting.search import (
+    Candidate,
+    chosen_words,
+    list_candidates,
+    search,
+    search_dict,
+    search_page,
+)
 from zerojax.forecasting.search.candidates import REMATS, Bounds, bounds_of, bounds_on, repeated
 from zerojax.forecasting.search.search_result import (
     BEATEN,
@@ -27,8 +36,13 @@ from zerojax.forecasting.search.search_result import (
 )
 from zerojax.hardware import compile_client
 from zerojax.hardware.compile_client import CompileError
+from zerojax.models import build_model
 from zerojax.plan import pipeline_costs as costs
 from zerojax.plan.counts import role_bytes, shard_bytes
+from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.plan.expert_costs import exchange_bytes
+from zerojax.plan.make import make_plan
+from zerojax.plan.wire import wire_bytes
 
 CARD = sample_card()
 LIMIT = 60 * GIB
@@ -216,6 +230,24 @@ def test_pipelines_that_cut_the_layers_and_have_enough_microbatches_are_listed()
     }
 
 
+def test_experts_are_split_over_what_divides_them_and_the_devices():
+    found = list_candidates(8, 64, node_devices=8, num_layers=4, num_experts=12)
+    assert [c for c in found if c.expert == 1] == list_candidates(
+        8, 64, node_devices=8, num_layers=4
+    )
+    split = [c for c in found if c.expert > 1]
+    assert {(c.model, c.expert) for c in split} == {(1, 2), (1, 4), (2, 2), (2, 4), (4, 2)}
+    assert {c.stage for c in split} == {1}
+    assert {c.zero for c in split} == {0, 1, 2, 3}
+    assert {c.expert for c in list_candidates(64, 64, node_devices=8, num_experts=64)} == {
+        *(1, 2, 4, 8, 16, 32, 64)
+    }
+    replicas = list_candidates(8, 64, node_devices=8, num_experts=8, replicas=4)
+    assert {c.expert for c in replicas} == {1, 2}
+    sequences = list_candidates(8, 64, node_devices=8, num_experts=8, context=2)
+    assert {c.expert for c in sequences} == {1}
+
+
 # Order and pruning
 
 
@@ -372,6 +404,105 @@ def test_without_a_compiler_nothing_is_chosen():
     assert not result.certain
     assert "Nothing was chosen: pip install 'zerojax[plan]'" in result.sentence
     assert {t.status for t in result.trials} >= {NOT_TRIED}
+
+
+# Experts
+
+
+@dataclasses.dataclass
+class Mixtures(World):
+    """A model of experts on 16 cards, 8 in a node.
+
+    Attributes:
+      experts: GiB of weights of all experts in two bytes; rows: seconds on the wire if every row
+        leaves, inside a node; slower: of the link between nodes.
+    """
+
+    experts: float = 8.0
+    rows: float = 0.1
+    slower: float = 9.0
+
+    def peak(self, c: Candidate) -> float:
+        state = 6 * self.experts / (c.expert if c.zero == 0 else 16)
+        weights = self.experts / (c.expert if c.zero < 3 else 16)
+        return super().peak(c) + (state + 2 * weights) / c.model
+
+    def bounds(self, c: Candidate) -> Bounds:
+        bounds = super().bounds(c)
+        data = 16 // c.model // c.expert
+        gathered = 0.05 * self.experts * (data - 1) / data / c.expert
+        sent = self.rows * (c.expert - 1) / c.expert * (self.slower if c.expert > 8 else 1)
+        wire = bounds.wire_seconds + gathered + sent
+        return dataclasses.replace(
+            bounds, wire_seconds=wire, seconds=max(self.busy(c), wire), peak=int(self.peak(c) * GIB)
+        )
+
+    def plan(self, c: Candidate) -> Candidate:
+        if c.expert > 1 and c.model > 1:
+            raise ValueError(f"expert={c.expert} with model={c.model} is not supported")
+        return super().plan(c)
+
+
+MIXTURES = list_candidates(16, 64, node_devices=8, num_experts=16)
+
+
+@pytest.mark.parametrize("experts", [0.5, 8, 30])
+@pytest.mark.parametrize("rows", [0.01, 1.0, 10.0])
+@pytest.mark.parametrize("slower", [1.0, 9.0])
+def test_the_degree_of_experts_is_the_cheapest_of_all(experts, rows, slower):
+    world = Mixtures(experts=experts, rows=rows, slower=slower, compute=0.5)
+    result = run(world, MIXTURES, budget=10**9)
+    best = cheapest_of_all(world, [c for c in MIXTURES if c.model == 1 or c.expert == 1])
+    assert result.certain
+    assert result.chosen.seconds <= best / (1 - 0.05)
+    assert {c.expert for c in (t.candidate for t in result.trials)} == {1, 2, 4, 8, 16}
+    reasons = {t.candidate: t.status for t in result.trials if t.candidate.model > 1}
+    assert all(status == IMPOSSIBLE for c, status in reasons.items() if c.expert > 1)
+
+
+def test_experts_lie_in_several_nodes_where_that_pays_and_the_sentence_says_so():
+    large = {"experts": 60.0, "compute": 0.1, "activations": 1.0}
+    near = run(Mixtures(rows=1.0, slower=9.0, **large), MIXTURES, budget=10**9)
+    assert near.chosen.candidate.expert == 8
+    assert "nodes" not in near.sentence
+    far = run(Mixtures(rows=0.01, slower=1.0, **large), MIXTURES, budget=10**9)
+    assert far.chosen.candidate.expert == 16
+    assert "Its experts lie on several nodes, between which rows travel" in far.sentence
+    page = search_page(far)
+    assert "  expert  " in page
+    assert max(map(len, page.splitlines())) <= 100
+    assert "mesh.expert=16" in chosen_words(far)
+
+
+def test_the_words_set_experts_on_one_device_too():
+    result = run(Mixtures(rows=50.0, experts=0.1), MIXTURES, budget=10**9)
+    assert result.chosen.candidate.expert == 1
+    assert chosen_words(result)[-1] == "mesh.expert=1"
+    assert not any("expert" in word for word in chosen_words(run(World())))
+
+
+@functools.cache
+def mixture_plan(expert: int):
+    moe = MoEConfig(num_experts=16, experts_per_token=2, expert_dim=128)
+    sizes = {"num_layers": 2, "num_heads": 8, "embed_dim": 256, "max_seq_len": 128}
+    tokens = jax.ShapeDtypeStruct((64, 128), jax.numpy.int32)
+    return make_plan(
+        build_model(ModelConfig(name="llama", moe=moe, **sizes), 256),
+        make_abstract_mesh({"expert": expert}, 16),
+        example_batch={"tokens": tokens, "targets": tokens},
+        precision="bf16",
+        zero=1,
+    )
+
+
+@pytest.mark.parametrize(("expert", "speed"), [(1, 1), (8, 450e9), (16, 50e9 * 15 / 8)])
+def test_the_bound_counts_rows_at_the_speed_of_their_link(expert, speed):
+    """Of 16 devices on two nodes each sends 8 of 15 parts through its network card."""
+    plan = mixture_plan(expert)
+    found = bounds_of(plan, CARD, 1.0)
+    weights = wire_bytes(plan) / 400e9  # a ring over two nodes, through 8 cards
+    assert found.wire_seconds == pytest.approx(weights + exchange_bytes(plan) / speed)
+    assert (exchange_bytes(plan) > 0) == (expert > 1)
 
 
 # What is shown

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
+from tests import equal_trees
 from zerojax.optim import adamw, extra_arguments, lamb
 from zerojax.plan.layer_stacks import RowsDifferError, StackRows, group_rows, ungroup_rows
 from zerojax.plan.stacked_updates import over_stacks
@@ -64,11 +64,7 @@ def unstack(tree: Any) -> Any:
 
 
 def assert_close(found: Any, wanted: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        scale = float(jnp.max(jnp.abs(y))) if y.size else 0.0
-        np.testing.assert_allclose(x, y, rtol=0, atol=ROUNDING * scale)
+    equal_trees.assert_near(found, wanted, tolerance=ROUNDING)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

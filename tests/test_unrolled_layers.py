@@ -15,8 +15,9 @@ from flax import nnx
 
 from tests.test_zero_program import count_collectives, lower
 from tests.trajectories import STEPS, TOLERANCE, plan_for, regression_batch, train_for
+from zerojax.models.trees import layer_of
+from zerojax.parallel import collectives
 from zerojax.parallel.step import build_evaluation
-from zerojax.parallel.zero.straight_parts import layer_of
 
 WIDTH = 24
 SINGLE = 4
@@ -84,9 +85,13 @@ def test_a_layer_is_what_has_one_number(name, layer):
     assert layer_of(name) == layer
 
 
+@pytest.mark.parametrize("full_enough", [1, collectives.FULL_ENOUGH])
 @pytest.mark.parametrize("num_layers", [4, 8])
-def test_a_layer_is_gathered_twice_and_scattered_once_at_stage_3(num_layers):
-    """In one collective each, whatever number of parameters it has."""
+def test_a_layer_is_gathered_twice_and_scattered_once_at_stage_3(
+    num_layers, full_enough, monkeypatch
+):
+    """In one collective each, whatever number of parameters it has, and however large it is."""
+    monkeypatch.setattr(collectives, "FULL_ENOUGH", full_enough)
     found = count_collectives(lower(listed_plan(num_layers, zero=3)))
     assert found.outside["all_gather"] == 2 * num_layers + SINGLE_GATHERS
     assert found.outside["reduce_scatter"] == num_layers + SINGLE
@@ -96,6 +101,27 @@ def test_a_layer_is_gathered_twice_and_scattered_once_at_stage_3(num_layers):
 def test_a_layer_is_scattered_once_at_stage_2(num_layers):
     found = count_collectives(lower(listed_plan(num_layers, zero=2)))
     assert found.outside["reduce_scatter"] == num_layers + SINGLE
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_buckets_of_whole_layers_once_they_are_full_enough(zero, monkeypatch):
+    """What is reduced or gathered outside of the layers, with layers as large as buckets."""
+    monkeypatch.setattr(collectives, "FULL_ENOUGH", 1000)
+    kinds = {0: ["all_reduce"], 1: ["reduce_scatter", "all_gather"], 2: ["all_gather"]}[zero]
+    few, many = (count_collectives(lower(listed_plan(n, zero=zero))).outside for n in (4, 8))
+    assert all(many[kind] - few[kind] == 4 for kind in kinds)
+
+
+def test_buckets_end_with_a_layer_or_at_the_limit():
+    sizes = {"embed": 500, "h/0/a": 700, "h/0/b": 600, "h/1/a": 700, "h/1/b": 600, "norm": 9}
+    full = {name: 1000 * size for name, size in sizes.items()}
+    whole = [["embed", "h/0/a", "h/0/b"], ["h/1/a", "h/1/b"], ["norm"]]
+    assert collectives.make_buckets(full, 10**9) == whole
+    assert collectives.make_buckets(sizes, 10**9) == [[*sizes]], "all too small to be cut"
+    cut = [["embed"], ["h/0/a"], ["h/0/b"], ["h/1/a"], ["h/1/b", "norm"]]
+    assert collectives.make_buckets(full, 10**6) == cut
+    unnumbered = {"blocks/a": 10**7, "blocks/b": 10**7}
+    assert collectives.make_buckets(unnumbered, 10**9) == [[*unnumbered]]
 
 
 def test_a_smaller_bucket_cuts_a_layer():

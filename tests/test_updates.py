@@ -263,9 +263,9 @@ def test_a_kernel_is_refused_where_there_is_no_gpu_and_the_choice_is_told():
     assert not any("optimizer update by" in reason for reason in plan_of(None, 1).reasons)
     plan = plan_of(None, 1)
     kernel, xla = Choice("mosaic_gpu", "asked for"), Choice("xla", "asked for")
-    told = describe_update({"update": kernel, "statistics": xla}, plan.tx, (), plan.mesh)
+    told = describe_update({"update": kernel, "statistics": xla}, plan.tx, (), {}, plan.mesh)
     assert told == ["optimizer update by mosaic_gpu: asked for"]
-    told = describe_update({"update": xla, "statistics": kernel}, plan.tx, (), plan.mesh)
+    told = describe_update({"update": xla, "statistics": kernel}, plan.tx, (), {}, plan.mesh)
     assert told == ["gradient statistics by mosaic_gpu: asked for"]
 
 

@@ -188,11 +188,18 @@ def test_a_small_odd_model_is_padded_and_listed():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("remat", "matmul_dtype"), [("none", None), ("full", None), ("dots", None), ("none", "fp8")]
+    ("remat", "options"),
+    [
+        ("none", {}),
+        ("full", {}),
+        ("dots", {}),
+        ("none", {"matmul_dtype": "fp8"}),
+        ("none", {"matmul_dtype": "fp8", "wire": {"weights": "fp8"}}),
+    ],
 )
-def test_stage_3_holds_no_whole_parameter(remat, matmul_dtype):
+def test_stage_3_holds_no_whole_parameter(remat, options):
     """Neither among inputs and outputs, nor carried, stacked or passed into a loop."""
-    plan = gpt2(3, remat=remat, matmul_dtype=matmul_dtype, num_microbatches=2)
+    plan = gpt2(3, remat=remat, num_microbatches=2, **options)
     assert len(whole_shapes(plan)) == 7
     assert named_shapes(plan) == set()
 

@@ -53,12 +53,16 @@ def optimizer() -> optax.GradientTransformation:
 
 @dataclasses.dataclass
 class Trajectory:
-    """What a run left: its plan, its loss and gradient norm per step, its last state."""
+    """What a run left: its plan, its loss and gradient norm per step, its last state.
+
+    `first` are all metrics of its first step.
+    """
 
     plan: Plan
     losses: np.ndarray
     norms: np.ndarray
     state: Any
+    first: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def plan_for(
@@ -93,9 +97,10 @@ def advance(
 ) -> Trajectory:
     """Takes the steps of these batches from `state`, which is donated."""
     step = build_step(plan)
-    losses, norms = [], []
+    losses, norms, first = [], [], {}
     for index in indices:
         state, metrics = step(state, jax.device_put(batch(index), plan.batch_sharding))
+        first = first or metrics
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
-    return Trajectory(plan, np.array(losses), np.array(norms), state)
+    return Trajectory(plan, np.array(losses), np.array(norms), state, first)

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerojax.checkpoint import Checkpointer, CheckpointError
-    from zerojax.checkpoint.errors import DamagedError, FolderInUseError, MachineError
+    from zerojax.checkpoint.errors import (
+        BaseWeightsError,
+        DamagedError,
+        FolderInUseError,
+        MachineError,
+    )
     from zerojax.config import (
         ConfigError,
         LoraConfig,
@@ -22,9 +27,17 @@ if TYPE_CHECKING:
     from zerojax.data import TokenSource, shard_batch
     from zerojax.forecasting import forecast
     from zerojax.hardware.compile_client import CompileError, CompilerMissing
-    from zerojax.models import Stages, add_lora, attention, merge_lora
+    from zerojax.models import (
+        Stages,
+        add_lora,
+        attention,
+        batch_mean,
+        batch_sum,
+        experts,
+        merge_lora,
+    )
     from zerojax.models.hugging_face import Pretrained, UnsupportedError, from_hugging_face
-    from zerojax.optim import adam8bit, adamw, lamb, lion, sgd
+    from zerojax.optim import adam8bit, adamw, lamb, lion, muon, sgd, with_ema
     from zerojax.optim.precision import Precision
     from zerojax.parallel.initialization import init_state
     from zerojax.parallel.reshard import from_canonical, reshard_state, to_canonical
@@ -47,6 +60,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BaseWeightsError",
     "CheckResult",
     "CheckpointError",
     "Checkpointer",
@@ -81,9 +95,12 @@ __all__ = [
     "adamw",
     "add_lora",
     "attention",
+    "batch_mean",
+    "batch_sum",
     "build_evaluation",
     "build_step",
     "check",
+    "experts",
     "forecast",
     "from_canonical",
     "from_hugging_face",
@@ -97,6 +114,7 @@ __all__ = [
     "make_mesh",
     "make_plan",
     "merge_lora",
+    "muon",
     "reshard_state",
     "run_from_config",
     "sgd",
@@ -106,10 +124,12 @@ __all__ = [
     "to_peft",
     "train",
     "tune",
+    "with_ema",
 ]
 
 # Name -> module: what the block above says to type checkers (tests/test_public_api.py).
 _HOME_OF_NAME = {
+    "BaseWeightsError": "checkpoint.errors",
     "CheckResult": "training.equality",
     "CheckpointError": "checkpoint",
     "Checkpointer": "checkpoint",
@@ -143,9 +163,12 @@ _HOME_OF_NAME = {
     "adamw": "optim",
     "add_lora": "models",
     "attention": "models",
+    "batch_mean": "models",
+    "batch_sum": "models",
     "build_evaluation": "parallel.step",
     "build_step": "parallel.step",
     "check": "training.equality",
+    "experts": "models",
     "forecast": "forecasting",
     "from_canonical": "parallel.reshard",
     "from_hugging_face": "models.hugging_face",
@@ -159,6 +182,7 @@ _HOME_OF_NAME = {
     "make_mesh": "plan.device_mesh",
     "make_plan": "plan.make",
     "merge_lora": "models",
+    "muon": "optim",
     "reshard_state": "parallel.reshard",
     "run_from_config": "training.run_file",
     "sgd": "optim",
@@ -168,6 +192,7 @@ _HOME_OF_NAME = {
     "to_peft": "training.hugging_face_export",
     "train": "training.entry",
     "tune": "training.tuning",
+    "with_ema": "optim",
 }
 _PUBLIC_MODULES = {
     "checkpoint": "checkpoint",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,46 @@ def collect(folder: Path) -> dict[str, Any]:
     return {"name": "gpu", "smoke": smoke, "status": status, "parts": parts}
 
 
+def rows_of_cache(cache: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What `zerojax tune` has kept (`tuned.json` of a user's cache), a row for each choice.
+
+    Args:
+      cache: {a key, as JSON: its entry}; a key that does not say what it is about is left out.
+    """
+    rows = []
+    for text, entry in cache.items():
+        key = json.loads(text)
+        if not isinstance(key, dict) or "what" not in key or "ways" not in key:
+            continue
+        rows.append(
+            {
+                "what": key["what"],
+                "device": key.get("device"),
+                "driver": key.get("driver"),
+                "elements": key.get("elements"),
+                "choice": entry["choice"],
+                "ways": " or ".join(key["ways"]),
+                "reference_ms": 1e3 * entry["seconds"],
+                "other_ms": 1e3 * entry["other_seconds"],
+                "date": entry["date"],
+            }
+        )
+    return rows
+
+
 def read_runs(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """{part: its record} of one or several runs; a later one counts, and so does what ended well.
 
     Args:
-      paths: of files that this module wrote, oldest first.
+      paths: of files that this module wrote, oldest first, or `tuned.json` of a user's cache.
     """
     found: dict[str, dict[str, Any]] = {}
     ended_well: dict[str, bool] = {}
     for path in paths:
         run = json.loads(path.read_text())
+        if "parts" not in run:
+            found["cache"] = {"rows": rows_of_cache(run), "goals": []}
+            continue
         for name, record in run["parts"].items():
             is_well = run["status"].get(name, "").startswith("ok")
             if is_well or not ended_well.get(name, False):

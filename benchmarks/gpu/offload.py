@@ -27,6 +27,7 @@ from benchmarks.machine import load_average
 from benchmarks.measuring import interleave, least_of, median_of, sample
 from benchmarks.recording import Goal, Record, add_arguments, write_record
 from zerojax.checkpoint.store.rates import measure_rates
+from zerojax.config.mesh import SLICE_ELEMENTS
 from zerojax.hardware.local_devices import LinkRates, measure_link
 from zerojax.plan.offload_costs import moved_bytes
 
@@ -178,7 +179,7 @@ def _update(
     in_turns = (moved / 2 / rates.to_device + moved / 2 / rates.to_host) / seconds
     row = {"step_ms": 1e3 * seconds, "least_ms": 1e3 * least, "of_link": used, "of_turns": in_turns}
     name = f"update in slices of {elements}: bytes / time, of the link's both ways"
-    is_default = elements == plan.settings.offload.slice_elements or arguments.smoke
+    is_default = elements == SLICE_ELEMENTS or arguments.smoke
     goal = Goal(name=name, value=used, limit=UTILISATION, at_least=True)
     return row, [goal] if is_default else []
 

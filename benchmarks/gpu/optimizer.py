@@ -61,7 +61,7 @@ LAUNCHES = ("fusion", "custom-call", "copy", "fusion-start", "copy-start")
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 """XLA starts each kernel by itself. Without this option it gathers five or more of them in one
 command buffer (a CUDA graph)."""
-TABLES = ("adamw", "lion", "stats")
+TABLES = ("adamw", "lion", "stats", "adam8bit")
 KINDS = ("adamw", "stats", "lion", "adam8bit")
 """In the order in which they are measured."""
 TRACED = ("XLA", "XLA, no command buffers", "kernel, a table of leaves")

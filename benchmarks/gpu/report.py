@@ -1,7 +1,7 @@
 """What a run on a GPU found, as Markdown, and what `impl="auto"` should then be.
 
-`python -m benchmarks.gpu.report gpu.json ...` reads the files of one or several runs, oldest first;
-it measures nothing and changes nothing.
+`python -m benchmarks.gpu.report gpu.json ...` reads the files of one or several runs, oldest first,
+and `tuned.json` of a user's cache, which has the same form. It measures and changes nothing.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def report(parts: Parts) -> str:
     """All sections for which something was measured."""
-    sections = [_machine(parts), _speeds(parts), _optimizers(parts), _decisions(parts)]
-    sections += [_memory(parts), _offload(parts), _goals(parts)]
+    sections = [_machine(parts), _speeds(parts), _optimizers(parts)]
+    sections += [_tuned(parts), _decisions(parts), _memory(parts), _offload(parts), _goals(parts)]
     return "\n\n".join(section for section in sections if section)
 
 
@@ -126,6 +126,25 @@ def _optimizers(parts: Parts) -> str:
         ("note", "", "{}"),
     ]
     return _table(parts.get("optimizer", {}).get("rows", []), columns)
+
+
+def _tuned(parts: Parts) -> str:
+    """What `zerojax tune` chooses on this card, and what a user's cache has kept of it."""
+    columns = [
+        ("what", "measured as zerojax tune does", "{}"),
+        ("device", "card", "{}"),
+        ("driver", "driver", "{}"),
+        ("elements", "elements", "{:,}"),
+        ("choice", "choice", "{}"),
+        ("ways", "of", "{}"),
+        ("reference_ms", "ms of the first", "{:.3f}"),
+        ("other_ms", "of the second", "{:.3f}"),
+        ("ms", "ms per step", "{:.2f}"),
+        ("date", "date", "{}"),
+        ("reason", "", "{}"),
+    ]
+    tables = [_table(parts.get(part, {}).get("rows", []), columns) for part in ("tune", "cache")]
+    return "\n\n".join(table for table in tables if table)
 
 
 def _decisions(parts: Parts) -> str:

@@ -15,7 +15,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 # What is timed runs alone, the most important first. Checks share the GPU and run side by side.
-readonly first="environment optimizer gpt2 llama torch"
+readonly first="environment optimizer tune experts gpt2 llama torch"
 readonly checks="attention stages memory command offload_bits donation twin target"
 readonly last="offload largest"
 readonly by_default="$first $checks offload"
@@ -74,14 +74,21 @@ module_of() {
 usual_limit() {
   case $1 in
     environment) printf 40 ;;
+    tune) printf 90 ;;
+    experts) printf 60 ;;
     torch) printf 170 ;;
     *) printf 130 ;;
   esac
 }
 
-# Seconds of a part: more where few parts are wanted.
+# Seconds of a part: more where few parts are wanted. Tiny sizes end by themselves, and eight checks
+# side by side on two busy cores may take ten minutes for it.
 limit_of() {
   local name all=0 of_checks=0
+  if [[ -n $smoke ]]; then
+    printf '%s' "$budget_seconds"
+    return
+  fi
   for name in $wanted; do
     if [[ " $checks " == *" $name "* ]]; then
       of_checks=$(usual_limit "$name")

@@ -26,6 +26,91 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "_check_experts(name, axes, len(shape) + expert_dim)",
+        "pass",
+        "tests/test_experts_over_model.py -k splits_the_experts",
+    ),
+    Mutation(
+        "return math.gcd(self.expert, num_devices // (self.replica * self.devices_per_shard))",
+        "return math.gcd(self.expert, num_devices)",
+        "tests/test_expert_runs.py -k largest_divisor",
+    ),
+    Mutation(
+        "flat = batch_sum(jnp.concatenate([jnp.ravel(x) for x in sums]))",
+        "flat = jnp.concatenate([jnp.ravel(x) for x in sums])",
+        "tests/test_moe.py -k reports_the_balance",
+    ),
+    Mutation(
+        "if config.renormalize:",
+        "if True:",
+        "tests/test_moe.py -k goes_through_its_experts",
+    ),
+    Mutation(
+        "return total + weight * added, weight, metrics",
+        "return total + added, weight, metrics",
+        "tests/test_moe_families.py -k are_those_of_transformers",
+    ),
+    Mutation(
+        "if self.moe is not None and not self.deterministic:",
+        "if self.moe is not None:",
+        "tests/test_moe_families.py -k cross_entropy_alone",
+    ),
+    Mutation(
+        "None if segments is None else segments >= 0)",
+        "None)",
+        "tests/test_moe.py -k padding",
+    ),
+    Mutation(
+        "number = number * size + position",
+        "number = number + position",
+        "tests/test_moe_families.py -k bytes_of_a_box",
+    ),
+    Mutation(
+        "if planned is None and (why := here.why_over()):",
+        "if why := here.why_over():",
+        "tests/test_tuning_updates.py",
+    ),
+    Mutation(
+        "if (far > 0).mean() > CODES_LIMIT:",
+        "if (far > 0).mean() > 1:",
+        "tests/test_tuning_updates.py",
+    ),
+    Mutation(
+        "return average + rate * (new.astype(jnp.float32) - average)",
+        "return average + rate * new.astype(jnp.float32)",
+        "tests/test_ema.py",
+    ),
+    Mutation(
+        "moved = average + s.average_rate * (new - average)",
+        "moved = average + s.average_rate * new",
+        "tests/test_kernels_average.py",
+    ),
+    Mutation(
+        "return jnp.where(s.skip == jnp.zeros_like(average), moved, average)",
+        "return moved",
+        "tests/test_kernels_average.py",
+    ),
+    Mutation(
+        "average = moved_average(blocks[-1], stored[0].astype(jnp.float32), scalars)",
+        "average = moved_average(blocks[-1], values.updated[0], scalars)",
+        "tests/test_kernels_average.py",
+    ),
+    Mutation(
+        "far = jnp.minimum(exact + far.astype(jnp.int32), num_buckets - 1)",
+        "far = jnp.minimum(exact + far.astype(jnp.int32), num_buckets)",
+        "tests/test_t5.py",
+    ),
+    Mutation(
+        "start = jnp.full_like(targets[:, :1], self.config.start_token)",
+        "start = targets[:, :1]",
+        "tests/test_t5.py",
+    ),
+    Mutation(
+        "same = blocks[0].tobytes() == blocks[1].tobytes()",
+        "same = True",
+        "tests/test_t5.py",
+    ),
+    Mutation(
         "return jnp.sum(values * weights), jnp.sum(weights)",
         "return jnp.sum(values * weights), jnp.float32(weights.size)",
         "tests/test_losses.py",
@@ -66,8 +151,8 @@ MUTATIONS = (
         "tests/test_loss_scale.py",
     ),
     Mutation(
-        "squares.append(read[name] / copies)",
-        "squares.append(read[name])",
+        "squares[name] = read[name] / copies",
+        "squares[name] = read[name]",
         "tests/test_updates.py",
     ),
     Mutation(
@@ -91,7 +176,7 @@ MUTATIONS = (
         "tests/test_zero_program.py tests/test_optax.py",
     ),
     Mutation(
-        "if not buckets or filled + size > limit:",
+        "if not buckets or begins or filled + size > limit:",
         "if not buckets or filled > limit:",
         "tests/test_zero_program.py tests/test_equality.py",
     ),
@@ -129,6 +214,81 @@ MUTATIONS = (
         "jnp.maximum(earlier[name], x) for name, x in chosen.items()",
         "x for name, x in chosen.items()",
         "tests/test_fp8_training.py",
+    ),
+    Mutation(
+        "jnp.where(mine, jnp.maximum(totals[name], value), totals[name])",
+        "jnp.where(mine, value, totals[name])",
+        "tests/test_fp8_pipelines.py",
+    ),
+    Mutation(
+        "mine = jnp.zeros(value.shape[0], bool).at[places].set(active",
+        "mine = jnp.zeros(value.shape[0], bool).at[places].set(True",
+        "tests/test_fp8_pipelines.py",
+    ),
+    Mutation(
+        "overwritten_over=PIPELINE_AXES",
+        "overwritten_over=(STAGE,)",
+        "tests/test_fp8_pipelines.py",
+    ),
+    Mutation(
+        "asked.largest = fp8.largest_magnitude(exact)",
+        "asked.largest = fp8.largest_magnitude(whole)",
+        "tests/test_fp8_wire.py",
+    ),
+    Mutation(
+        "return gather_eight_bits(leaves, shards, histories), histories",
+        "return _in_one(gather_buckets, leaves, shards, histories), histories",
+        "tests/test_zero_program.py tests/test_fp8_wire.py",
+    ),
+    Mutation(
+        "in_bits = leaf.eight_bits and leaf.name in trace.eight_bits",
+        "in_bits = leaf.eight_bits",
+        "tests/test_fp8_wire.py",
+    ),
+    Mutation(
+        "gathered = jnp.dtype(jnp.uint8) if leaf.eight_bits else compute",
+        "gathered = compute",
+        "tests/test_fp8_wire.py",
+    ),
+    Mutation(
+        "nothing = [jnp.zeros_like(history) for history in histories]",
+        "nothing = [jnp.ones_like(history) for history in histories]",
+        "tests/test_fp8_wire.py",
+    ),
+    Mutation(
+        'small = all(array.dtype.startswith("f8") for array in operands)',
+        'small = any(array.dtype.startswith("f8") for array in operands)',
+        "tests/test_fp8_plan.py",
+    ),
+    Mutation(
+        "return 1 / ((1 - eight_bits) / peak + eight_bits / self.fp8_flops)",
+        "return (1 - eight_bits) * peak + eight_bits * self.fp8_flops",
+        "tests/test_fp8_plan.py",
+    ),
+    Mutation(
+        "kept, again = (kept, again + size) if inside else (kept + size, again)",
+        "kept, again = kept + size, again",
+        "tests/test_fp8_plan.py",
+    ),
+    Mutation(
+        "model_peak = gpu.peak_flops(dtype, model_eight_bits)",
+        "model_peak = gpu.peak_flops(dtype)",
+        "tests/test_fp8_plan.py",
+    ),
+    Mutation(
+        "return [0 if self._as_they_are else union(given)] * len(equation.outvars)",
+        "return [0] * len(equation.outvars)",
+        "tests/test_own_derivatives.py",
+    ),
+    Mutation(
+        "functools.reduce(jnp.add, input_gradients[::-1])",
+        "functools.reduce(jnp.add, input_gradients)",
+        "tests/test_fp8_inputs.py",
+    ),
+    Mutation(
+        "functools.reduce(jnp.maximum, [input_scale",
+        "functools.reduce(jnp.minimum, [input_scale",
+        "tests/test_fp8.py",
     ),
     Mutation(
         "return 1 - jnp.asarray(decay, jnp.float32) ** jnp.asarray(count, jnp.int32)",
@@ -346,7 +506,7 @@ MUTATIONS = (
         "tests/test_placement.py",
     ),
     Mutation(
-        "if self.shape[self.zero_dim] % math.prod(axis_sizes[axis] for axis in own) == 0:",
+        "if shape[self.zero_dim] % math.prod(axis_sizes[axis] for axis in own) == 0:",
         "if True:",
         "tests/test_placement.py tests/test_arrays.py",
     ),
@@ -386,14 +546,74 @@ MUTATIONS = (
         "tests/test_unrolled_layers.py",
     ),
     Mutation(
-        "slowest = exchange(mine).max(axis=0)",
-        "slowest = exchange(mine)[0]",
+        'table = {f"{index}th": leaf for',
+        "table = {str(index): leaf for",
+        "tests/test_unrolled_layers.py",
+    ),
+    Mutation(
+        "kept = narrow and kind in SAME_NUMBERS",
+        "kept = kind in SAME_NUMBERS",
+        "tests/test_wide_products.py",
+    ),
+    Mutation(
+        "yield product, flops * runs",
+        "yield product, flops",
+        "tests/test_wide_products.py",
+    ),
+    Mutation(
+        "slowest = here.exchange(mine).max(axis=0)",
+        "slowest = here.exchange(mine)[0]",
         "tests/test_tuning.py",
     ),
     Mutation(
         "is_faster = time_ <= MARGIN * base",
         "is_faster = time_ <= base",
         "tests/test_tuning.py",
+    ),
+    Mutation(
+        "if is_faster and 1 - time_ / base <= DOUBT * doubt:",
+        "if is_faster and 1 - time_ / base <= 0 * doubt:",
+        "tests/test_tuning_limits.py",
+    ),
+    Mutation(
+        "if not self.anywhere(self.clock() >= self.deadline):",
+        "if not self.anywhere(False):",
+        "tests/test_tuning_limits.py",
+    ),
+    Mutation(
+        "end = min(here.clock() + here.effort.seconds, here.deadline)",
+        "end = here.clock() + here.effort.seconds",
+        "tests/test_tuning_limits.py",
+    ),
+    Mutation(
+        '"driver": driver_version(),',
+        '"driver": None,',
+        "tests/test_tuning_limits.py",
+    ),
+    Mutation(
+        'return [mark for mark in self._marks(f"{self._name(key)}-*") if _is_over(mark)]',
+        'return self._marks(f"{self._name(key)}-*")',
+        "tests/test_tuning_limits.py",
+    ),
+    Mutation(
+        "BYTES_PER_ELEMENT = 56",
+        "BYTES_PER_ELEMENT = 48",
+        "tests/test_tuning_limits.py",
+    ),
+    Mutation(
+        "return max(SETS * given, given + RESULTS * updated)",
+        "return given",
+        "tests/test_tuning_slices.py",
+    ),
+    Mutation(
+        "reasons=tuple(told.get(reason, reason) for reason in plan.reasons),",
+        "reasons=plan.reasons,",
+        "tests/test_tuning_slices.py",
+    ),
+    Mutation(
+        "stored = (plan.precision.param_dtype, plan.precision.moments_dtype)",
+        "stored = (plan.precision.param_dtype,)",
+        "tests/test_tuning_slices.py",
     ),
     Mutation(
         "keys = fold_all(keys, lax.axis_index(axis))",
@@ -409,5 +629,340 @@ MUTATIONS = (
         "x.update(sharding=on_host(x.sharding)) for x in leaf.values",
         "x for x in leaf.values",
         "tests/test_rolled_training.py",
+    ),
+    Mutation(
+        "rows.add(room - in_last * length, taken[-1:])",
+        "rows.add(room - per_row * length, taken[-1:])",
+        "tests/test_best_fit.py",
+    ),
+    Mutation(
+        '"weights": has_next & self.texts.asked(following)',
+        '"weights": self.texts.asked(following)',
+        "tests/test_packed_source.py",
+    ),
+    Mutation(
+        "counts = -(-lengths[numbers] // size)",
+        "counts = lengths[numbers] // size + 1",
+        "tests/test_packed_source.py",
+    ),
+    Mutation(
+        "rows[mine] = before[chosen] + drawn - starts[chosen]",
+        "rows[mine] = before[chosen] + drawn",
+        "tests/test_mixture.py",
+    ),
+    Mutation(
+        "over = active & (wanted > left)",
+        "over = active & (wanted > left + 1)",
+        "tests/test_mixture.py",
+    ),
+    Mutation(
+        "begins[:, 1:] = segments[:, 1:] != segments[:, :-1]\n    return index - np",
+        "begins[:, 2:] = segments[:, 2:] != segments[:, 1:-1]\n    return index - np",
+        "tests/test_mixture.py",
+    ),
+    Mutation(
+        "mine = np.flatnonzero((starts < end) & (ends > start))",
+        "mine = np.flatnonzero((starts < end) & (starts >= start))",
+        "tests/test_chat_templates.py",
+    ),
+    Mutation(
+        "return len(asked), len(told)",
+        "return len(asked), len(text)",
+        "tests/test_chat_templates.py",
+    ),
+    Mutation(
+        'segments, positions = batch.get("segments"), batch.get("positions")',
+        'segments, positions = batch.get("segments"), None',
+        "tests/test_chat_training.py",
+    ),
+    Mutation(
+        "return jnp.int32(entry.scalars.first) + inside",
+        "return jnp.int32(entry.scalars.first) + 0 * inside",
+        "tests/test_kernels_many.py",
+    ),
+    Mutation(
+        "ratios[name] = found[first:end].reshape(shape)",
+        "ratios[name] = found[: end - first].reshape(shape)",
+        "tests/test_optim_layers.py",
+    ),
+    Mutation(
+        "direction = s.of_momentum * new + s.of_gradient * grad",
+        "direction = s.of_momentum * mu + s.of_gradient * grad",
+        "tests/test_optim_muon.py",
+    ),
+    Mutation(
+        "return _float32(beta / later, (1 - beta) / now)",
+        "return _float32(beta / now, (1 - beta) / now)",
+        "tests/test_optim_muon.py",
+    ),
+    Mutation(
+        "zip(reversed(splits), reversed(counts), strict=True)",
+        "zip(splits, reversed(counts), strict=True)",
+        "tests/test_optim_muon.py",
+    ),
+    Mutation(
+        "scale = math.sqrt(max(1.0, columns / rows))",
+        "scale = math.sqrt(columns / rows)",
+        "tests/test_optim_muon.py",
+    ),
+    Mutation(
+        "of_sinks = -jnp.sum(weights * turned, axis=(0, 1))",
+        "of_sinks = jnp.sum(weights * turned, axis=(0, 1))",
+        "tests/test_attention_branches.py",
+    ),
+    Mutation(
+        "slopes = slopes * _bend(cut.softcap, scores)",
+        "slopes = slopes",
+        "tests/test_attention_branches.py",
+    ),
+    Mutation(
+        "index = jnp.asarray(self.window_of_kind, jnp.int32)[kind]",
+        "index = 0 * kind",
+        "tests/test_families.py -k in_blocks",
+    ),
+    Mutation(
+        "return jnp.stack(tables)[kind], magnitude",
+        "return tables[0], magnitude",
+        "tests/test_layer_kinds.py -k turns_in_pairs",
+    ),
+    Mutation(
+        "scale + config.scale_offset if config.scale_offset else scale",
+        "scale",
+        "tests/test_layer_kinds.py -k norms_are",
+    ),
+    Mutation(
+        "slope = slope * (1 - (logits / cut.softcap) ** 2)",
+        "slope = slope * 1",
+        "tests/test_chunked_loss.py",
+    ),
+    Mutation(
+        "low, high = math.floor(low), math.ceil(high)",
+        "low, high = math.ceil(low), math.ceil(high)",
+        "tests/test_hugging_face_table.py",
+    ),
+    Mutation(
+        "is_long = seq_len > (scaling.original_max_seq_len or 0)",
+        "is_long = seq_len >= (scaling.original_max_seq_len or 0)",
+        "tests/test_hugging_face_table.py",
+    ),
+    Mutation(
+        "(start + before, stop + before) for start, stop in runs[0]",
+        "(start, stop) for start, stop in runs[0]",
+        "tests/test_hugging_face_table.py",
+    ),
+    Mutation(
+        "for key in sorted(set(self.values) - self.asked - set(no_effect)):",
+        "for key in sorted(set(no_effect) & set(self.values) - set(no_effect)):",
+        "tests/test_families.py -k no_row_knows",
+    ),
+    Mutation(
+        "slices.append(jnp.asarray(next(remaining))[layer_of_row])",
+        "slices.append(jnp.asarray(next(remaining))[rows - rows])",
+        "tests/test_layer_loop.py",
+    ),
+    Mutation(
+        "kept = precision.frozen_dtype if leaf.frozen else precision.param_dtype",
+        "kept = precision.param_dtype",
+        "tests/test_frozen_dtype.py -k dtype_of_what",
+    ),
+    Mutation(
+        "np.dtype(self.compute_dtype if self.has_masters else self.param_dtype)",
+        "np.dtype(self.compute_dtype)",
+        "tests/test_frozen_dtype.py -k dtype_of_what",
+    ),
+    Mutation(
+        "as_stored = leaf.name in copied or _is_read_as_stored(plan, leaf)",
+        "as_stored = leaf.name in copied",
+        "tests/test_frozen_dtype.py -k half_and_no_second",
+    ),
+    Mutation(
+        '{**host["params"], **in_param_dtype(plan, host["frozen"])}',
+        '{**host["params"], **host["frozen"]}',
+        "tests/test_frozen_dtype.py -k handed_over",
+    ),
+    Mutation(
+        "return values.astype(dtype_of(values), copy=False)",
+        "return values",
+        "tests/test_frozen_dtype.py -k merged_in_float32",
+    ),
+    Mutation(
+        "cast(value, compute if name in frozen else reduce)",
+        "cast(value, reduce)",
+        "tests/test_frozen_dtype.py -k no_copy",
+    ),
+    Mutation(
+        "if now != before:",
+        "if now[0] != before[0]:",
+        "tests/test_base_weights.py -k under_way",
+    ),
+    Mutation(
+        "model.stored.keys() & names if isinstance(model, Pretrained) else set()",
+        "set(names) if isinstance(model, Pretrained) else set()",
+        "tests/test_base_weights.py -k what_is_said",
+    ),
+    Mutation(
+        "both = tuple(sorted(set(self.arrays) & set(fingerprints)))",
+        "both = tuple(sorted(set(fingerprints)))",
+        "tests/test_base_weights.py -k only_what",
+    ),
+    Mutation(
+        "if sums[name] != base.fingerprints[name]]",
+        "if not sums[name]]",
+        "tests/test_base_weights.py -k somebody_puts",
+    ),
+    Mutation(
+        "fingerprints=save.metadata.fingerprints | fingerprints,",
+        "fingerprints=fingerprints,",
+        "tests/test_base_weights.py -k no_others",
+    ),
+    Mutation(
+        "own = [name for name in wrong if name not in base.names]",
+        "own = wrong",
+        "tests/test_base_weights.py -k way_out",
+    ),
+    Mutation(
+        "format=FORMAT if base else _WHOLE",
+        "format=_WHOLE",
+        "tests/test_base_weights.py -k no_others",
+    ),
+    Mutation(
+        "index = jnp.concatenate([body & 15, body >> 4], axis=axis)",
+        "index = jnp.concatenate([body >> 4, body & 15], axis=axis)",
+        "tests/test_weight_codes.py",
+    ),
+    Mutation(
+        "chosen = [low ^ (mask & (low ^ high)) for low, high in pairs]",
+        "chosen = [low ^ (mask & high) for low, high in pairs]",
+        "tests/test_weight_codes.py",
+    ),
+    Mutation(
+        "regather=config.regather or bool(coded),",
+        "regather=config.regather,",
+        "tests/test_frozen_codes.py -k no_decoded",
+    ),
+    Mutation(
+        'return params["name"] == DECODED',
+        "return False",
+        "tests/test_frozen_codes.py -k no_decoded",
+    ),
+    Mutation(
+        "if codes is not None and shape[codes.dim] % (shards * BLOCK):",
+        "if codes is not None and shape[codes.dim] % BLOCK:",
+        "tests/test_frozen_codes.py -k new_codes",
+    ),
+    Mutation(
+        "size = _ring(shards) * coded_bytes(placement, leaf)",
+        "size = _ring(shards) * whole",
+        "tests/test_frozen_codes.py -k sends_0_27",
+    ),
+    Mutation(
+        "return codes[name].decode_on_host(values) if name in codes else values",
+        "return values",
+        "tests/test_frozen_codes.py -k ways_out",
+    ),
+    Mutation(
+        "logits = model.head(last)[:, 0, :num_ids]",
+        "logits = model.head(last)[:, 0]",
+        "tests/test_generate.py -k ids_that",
+    ),
+    Mutation(
+        "if is_secret_name(name) and name not in _NOT_SECRET and",
+        "if is_secret_name(name) and",
+        "tests/test_monitor_safety.py",
+    ),
+    Mutation(
+        "asked -= sum(int(np.count_nonzero(part.asked(part.offsets[:-1]))) for part in parts)",
+        "asked -= 0",
+        "tests/test_finetune.py -k masks",
+    ),
+    Mutation(
+        "while 2 * size <= min(context, LONG_ROW) and",
+        "while 2 * size <= LONG_ROW and",
+        "tests/test_finetune.py -k rows",
+    ),
+    Mutation(
+        '"weights": has_next & self.texts.asked(following),',
+        '"weights": has_next & self.texts.asked(places),',
+        "tests/test_sft.py -k losses",
+    ),
+    Mutation(
+        "if self.load is not None and not self.deterministic:",
+        "if self.load is not None:",
+        "tests/test_moe_bias.py -k evaluation_and_of_padding",
+    ),
+    Mutation(
+        "+= jnp.sum((hot * weights[..., None]).astype(jnp.int32), dims)",
+        "+= jnp.sum(hot.astype(jnp.int32), dims)",
+        "tests/test_moe_bias.py -k evaluation_and_of_padding",
+    ),
+    Mutation(
+        "return jnp.take_along_axis(scores, ids, axis=-1), ids",
+        "return jnp.take_along_axis(biased, ids, axis=-1), ids",
+        "tests/test_moe_bias.py -k no_part",
+    ),
+    Mutation(
+        "ids = lax.top_k(self._in_best_groups(biased), k)[1]",
+        "ids = lax.top_k(self._in_best_groups(scores), k)[1]",
+        "tests/test_moe_bias.py -k no_part",
+    ),
+    Mutation(
+        "jnp.where(kept[..., None], grouped, -jnp.inf)",
+        "jnp.where(kept[..., None], grouped, -1.0)",
+        "tests/test_moe_bias.py -k groups",
+    ),
+    Mutation(
+        "is_equal = (load == mean) & (rest % number == 0)",
+        "is_equal = load == mean",
+        "tests/test_moe_bias.py -k exact",
+    ),
+    Mutation(
+        "return 0.01 if self.bias_rate is None else 0.0",
+        "return 0.01",
+        "tests/test_moe_bias.py -k test_settings",
+    ),
+    Mutation(
+        "extras = after_step(extras, plan.model.step_rules)",
+        "extras = dict(extras)",
+        "tests/test_step_count.py -k rule_each",
+    ),
+    Mutation(
+        "changed[name] = jnp.zeros_like(extras[name])",
+        "changed[name] = extras[name]",
+        "tests/test_step_count.py -k bit_for_bit",
+    ),
+    Mutation(
+        "for _ in range(np.ndim(counts) - self.ndim):",
+        "for _ in range(0):",
+        "tests/test_step_count.py -k rule_each",
+    ),
+    Mutation(
+        "counted, undefined = {*model.step_rules}, {}",
+        "counted, undefined = set(), {}",
+        "tests/test_moe_bias.py -k device_bit_for_bit",
+    ),
+    Mutation(
+        "check_step_counts(trace, params, extras, microbatch, task.model)",
+        "pass",
+        "tests/test_step_count.py -k is_no_count",
+    ),
+    Mutation(
+        "return moved, opt_state, after_step(after, self.model.step_rules), loss, norm",
+        "return moved, opt_state, after, loss, norm",
+        "tests/test_step_count.py -k check_has",
+    ),
+    Mutation(
+        "if config.moe.bias_rate is not None and again.moe.bias_rate is None:",
+        "if False:",
+        "tests/test_moe_families.py -k biases_that",
+    ),
+    Mutation(
+        "return lax.pmax(x, axes) if axes else x",
+        "return x",
+        "tests/test_moe_bias.py -k device_with_most",
+    ),
+    Mutation(
+        "return 1 + -(-further // slots_of_further_rounds(capacity))",
+        "return 1 + further // slots_of_further_rounds(capacity)",
+        "tests/test_experts.py -k as_many_rounds",
     ),
 )

@@ -1,7 +1,8 @@
 """Named arrays in verified folders, and buckets of bytes on a disk.
 
-Knows trees of arrays and JSON; never models, plans or how a state is padded. Sub-package: `store`
-(the buckets).
+Knows trees of arrays, JSON, and where a folder of Hugging Face has the weights that a checkpoint
+leaves there; never what a model computes, plans or how a state is padded. Sub-package: `store` (the
+buckets).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zerojax.checkpoint.checkpointer import Checkpointer, Restored
     from zerojax.checkpoint.errors import (
+        BaseWeightsError,
         CheckpointError,
         Damage,
         DamagedError,
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from zerojax.checkpoint.verification import Verification
 
 __all__ = [
+    "BaseWeightsError",
     "CheckpointError",
     "Checkpointer",
     "Damage",
@@ -37,6 +40,7 @@ __all__ = [
 ]
 
 _HOME_OF_NAME = {
+    "BaseWeightsError": "errors",
     "CheckpointError": "errors",
     "Checkpointer": "checkpointer",
     "Damage": "errors",

@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from zerojax.checkpoint.errors import (
+    BaseWeightsError,
     CheckpointError,
     DamagedError,
     DiskFullError,
@@ -31,6 +32,7 @@ _TEXT_BYTES = 1024
 _KINDS = (
     *(CheckpointError, DiskFullError, DamagedError, DivergedError, MachineError),
     FolderInUseError,
+    BaseWeightsError,
     GivenUpError,  # the last: told only when no process says more
 )
 _UNDER_WAY = 255

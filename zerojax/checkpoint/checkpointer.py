@@ -11,13 +11,14 @@ import os
 import threading
 import types
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 
 from zerojax.checkpoint import agreement, arrays, folders
+from zerojax.checkpoint.base_weights import BaseReader, BaseWeights, at_another_place
 from zerojax.checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -26,7 +27,7 @@ from zerojax.checkpoint.errors import (
     reason,
 )
 from zerojax.checkpoint.metadata import Metadata, make_metadata, read_metadata
-from zerojax.checkpoint.restoring import Candidates, read_step
+from zerojax.checkpoint.restoring import Candidates, fingerprints_of, read_step
 from zerojax.checkpoint.retention import Retention, as_retention, keep_step, kept_steps
 from zerojax.checkpoint.saving import Save, is_first_process, not_saved, write
 from zerojax.checkpoint.verification import Verification, verify_step
@@ -48,6 +49,12 @@ class Restored:
     data_state: dict[str, Any]
     config: dict[str, Any]
     plan: dict[str, Any]
+
+    arrays: dict[str, str]
+    """As `Metadata.arrays`: what the checkpoint has, also of what was not asked for."""
+
+    base: dict[str, str]
+    """Name -> fingerprint of the arrays that were read from another folder."""
 
 
 @names_keywords()
@@ -173,6 +180,7 @@ class Checkpointer:
         config: dict[str, Any],
         plan: dict[str, Any],
         write_pieces: Callable[[Path], None] | None = None,
+        base: BaseWeights | None = None,
     ) -> None:
         """Saves a state; returns when `state` may be donated, the rest happens in the background.
 
@@ -186,6 +194,9 @@ class Checkpointer:
           plan: the plan; JSON values.
           write_pieces: writes what `state` has as `ShapeDtypeStruct`s into the folder that it is
             given, with a `checkpoint.store.pieces.PieceWriter`; done before this method returns.
+          base: arrays of `state` that were read from a folder and are not written, but read from
+            there again. Where its files or the arrays have changed meanwhile, all are written, with
+            a warning.
 
         Raises:
           CheckpointError: this or the previous save failed. Earlier checkpoints are intact.
@@ -200,8 +211,20 @@ class Checkpointer:
             in_pieces = {}
         leaves = arrays.named_arrays({n: x for n, x in named.items() if n not in in_pieces})
         described = leaves | in_pieces
-        step, writer = self._make_room(step, num_bytes(described))
-        metadata = make_metadata(step, described, data_state=data_state, config=config, plan=plan)
+        if base is not None and not self._is_unchanged(base, leaves):
+            base = None
+        for name in base.arrays if base is not None else ():
+            del leaves[name]
+        step, writer = self._make_room(step, num_bytes(leaves | in_pieces))
+        metadata = make_metadata(
+            step,
+            described,
+            data_state=data_state,
+            config=config,
+            plan=plan,
+            base=None if base is None else base.to_dict(),
+            fingerprints=None if base is None else dict(base.fingerprints),
+        )
         self._attempts += 1
         self._given_up = threading.Event()
         agreement.same_everywhere(
@@ -213,7 +236,7 @@ class Checkpointer:
             partial=folders.partial_folder(self.path, step, writer, self._attempts),
             keep=self.keep,
             leaves=leaves,
-            state_bytes=num_bytes(described),
+            state_bytes=num_bytes(leaves | in_pieces),
             write_pieces=write_pieces if in_pieces else None,
             fingerprints=self.fingerprints,
             given_up=self._given_up,
@@ -225,6 +248,17 @@ class Checkpointer:
         self._pending = self._writer.submit(write, save)
         if not save.started.result() or not self.asynchronous:
             self.wait()
+
+    def _is_unchanged(self, base: BaseWeights, leaves: Mapping[str, jax.Array]) -> bool:
+        """Whether files and arrays of frozen weights are as they were; the same everywhere."""
+        change = base.change() if is_first_process() else None
+        sums = fingerprints_of({name: leaves[name] for name in base.arrays})
+        differing = [name for name in base.arrays if sums[name] != base.fingerprints[name]]
+        if change is None and differing:
+            change = f"{differing[0]!r} is not what was read from there any more"
+        if change is not None:
+            self._candidates.note(f"{base.folder}: {change}, so this checkpoint holds all weights")
+        return agreement.from_process_0(int(change is None)) == 1
 
     def wait(self) -> None:
         """Waits until the last save is visible.
@@ -314,6 +348,10 @@ class Checkpointer:
         *,
         subset: bool = False,
         unread: Collection[str] = (),
+        optional: Collection[str] = (),
+        optional_groups: Sequence[Collection[str]] = (),
+        passed_over: Collection[str] = (),
+        pretrained: str | os.PathLike[str] | None = None,
     ) -> Restored:
         """Reads a state into the shardings of `abstract`, whatever mesh it was saved on.
 
@@ -328,8 +366,16 @@ class Checkpointer:
             (for example only `{"params": ...}`, to generate text).
           unread: names of leaves that are not read now: an `checkpoint.pieces.Unread` in the place
             of each reads any part of it later.
+          optional: names of leaves that the checkpoint may lack, all of them or none. What
+            `abstract` has stays in their places then.
+          optional_groups: more such names, each group of which is there or not.
+          passed_over: names of leaves that the checkpoint may have although `abstract` has not; one
+            that ends with a slash is the beginning of such names.
+          pretrained: the folder with the frozen weights that a checkpoint does not hold; None: the
+            one that they were read from.
 
         Raises:
+          BaseWeightsError: they are not there as they were. No other step is taken then.
           CheckpointError: no such step; damaged; saved by another model (names the first differing
             leaf); or of a newer format.
           TypeError: a leaf of `abstract` has no sharding.
@@ -347,7 +393,16 @@ class Checkpointer:
         while True:
             folder = folders.step_folder(self.path, chosen)
             try:
-                metadata, flat = read_step(folder, wanted, subset=subset, unread=unread)
+                metadata, flat = read_step(
+                    folder,
+                    wanted,
+                    subset=subset,
+                    unread=unread,
+                    optional=optional,
+                    optional_groups=optional_groups,
+                    passed_over=passed_over,
+                    pretrained=pretrained,
+                )
                 break
             except DamagedError as error:
                 if step is not None:
@@ -366,6 +421,8 @@ class Checkpointer:
             data_state=metadata.data_state,
             config=metadata.config,
             plan=metadata.plan,
+            arrays=metadata.arrays,
+            base={name: metadata.fingerprints[name] for name in metadata.base.get("arrays", ())},
         )
 
     def usable_step(self) -> int | None:
@@ -411,20 +468,35 @@ class Checkpointer:
                 error = failure
         agreement.raise_together(error)
 
-    def check_step(self, step: int | None = None) -> None:
+    def check_step(
+        self, step: int | None = None, *, pretrained: str | os.PathLike[str] | None = None
+    ) -> None:
         """Refuses at once what `restore` would refuse for its metadata or its small files.
+
+        So it does where the folder of frozen weights lacks some.
 
         Raises:
           CheckpointError: as `restore`.
         """
         self.wait()
         self._candidates.check(step)
+        folder = folders.step_folder(self.path, self._candidates.first(step))
+        error: CheckpointError | None = None
+        if is_first_process():
+            try:
+                BaseReader(folder, at_another_place(read_metadata(folder), pretrained)).check()
+            except CheckpointError as failure:
+                error = failure
+        agreement.raise_together(error)
 
-    def verify(self, step: int | None = None) -> Verification:
+    def verify(
+        self, step: int | None = None, *, pretrained: str | os.PathLike[str] | None = None
+    ) -> Verification:
         """Reads all of a step and compares it with what was saved. For one process; needs no model.
 
         Args:
           step: a saved step; None: the newest.
+          pretrained: as `restore` takes it.
 
         Raises:
           CheckpointError: no such step; of a newer format; or not readable for another reason than
@@ -432,7 +504,8 @@ class Checkpointer:
         """
         self.wait()
         step = self._candidates.existing(step)
-        return verify_step(folders.step_folder(self.path, step), step)
+        folder = folders.step_folder(self.path, step)
+        return verify_step(folder, step, pretrained=pretrained)
 
     def _make_room(self, step: int, state_bytes: int) -> tuple[int, int]:
         """Refuses a step that is not new; renames damaged ones that were passed over.

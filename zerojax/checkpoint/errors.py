@@ -47,6 +47,14 @@ class MachineError(CheckpointError):
     is_bad_input = False
 
 
+class BaseWeightsError(CheckpointError):
+    """Frozen weights that a checkpoint leaves in their folder are not there as they were.
+
+    What lies in the checkpoint may be whole, so that it is no damage of it: no other step is taken
+    in its place.
+    """
+
+
 class GivenUpError(MachineError):
     """This process has stopped because another one has failed, which says why."""
 

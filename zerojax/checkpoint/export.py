@@ -7,13 +7,15 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from zerojax.checkpoint import fingerprint_math
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, reason
+from zerojax.checkpoint.base_weights import BaseReader
+from zerojax.checkpoint.errors import BaseWeightsError, CheckpointError, DamagedError, reason
 from zerojax.checkpoint.files import new_folder
 from zerojax.checkpoint.inspection import SavedStep, open_arrays
 from zerojax.checkpoint.metadata import as_abstract
@@ -24,9 +26,12 @@ from zerojax.models.hugging_face.safetensors import (
     check_dtype,
     write_files,
 )
+from zerojax.optim.weight_codes import WeightCodes, codes_of_plan
 
-PREFIXES = {"params/": "", "frozen/": "", "extras/": "extras."}
-"""What of a state a model is made of, and what its names begin with in the files."""
+AVERAGE = "opt_state/ema/"
+PREFIXES = {"params/": "", AVERAGE: "", "frozen/": "", "extras/": "extras."}
+"""What of a state a model is made of, and what its names begin with in the files. Of parameters and
+their average one is taken."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,7 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     config: Mapping[str, Any] | None = None,
     tokenizer: Path | None = None,
+    weights: Literal["trained", "ema"] = "trained",
 ) -> Exported:
     """Writes parameters, config.json and the tokenizer into a new folder.
 
@@ -61,24 +67,27 @@ def export(
     Args:
       saved: the step.
       out: must not be there, or be empty; it gets its name when everything is in it.
-      dtype: of all floating-point arrays, such as "bfloat16"; None: as they were saved.
+      dtype: of all floating-point arrays, such as "bfloat16"; None: as they were saved, and float32
+        where they were saved in codes.
       shard_bytes: of one file at most, unless a single array is larger.
       config: what becomes config.json besides the step; None: the settings in the checkpoint.
       tokenizer: a file to be copied as it is.
+      weights: "ema": the average of the weights in place of the parameters.
 
     Raises:
       DamagedError: the step is not what was saved. MachineError: it is not readable now.
-      CheckpointError: it is of a newer format, or has no parameters, or one of a dtype that the
-        format does not have.
+      CheckpointError: it is of a newer format, or has no parameters or no average, or one of a
+        dtype that the format does not have.
       FileExistsError: something is at `out`.
       OSError: what the disk says.
     """
     metadata = saved.whole_metadata()
     saved_names: dict[str, str] = {}
     tensors = []
+    wanted, codes = model_arrays(saved, weights), saved_codes(saved)
     for name, text in metadata.arrays.items():
-        if name.startswith(tuple(PREFIXES)):
-            leaf = as_abstract(text)
+        if name in wanted:
+            leaf = as_decoded(as_abstract(text), codes.get(name))
             tensors.append(Tensor(name=_name(name), shape=leaf.shape, dtype=_as(dtype, leaf.dtype)))
             saved_names[tensors[-1].name] = name
     if not tensors:
@@ -88,7 +97,11 @@ def export(
 
     def values(tensor: Tensor) -> np.ndarray:
         name = saved_names[tensor.name]
-        return read_whole(saved, name, opened[name], tensor.shape).astype(tensor.dtype, copy=False)
+        shape = as_abstract(metadata.arrays[name]).shape
+        read = read_whole(saved, name, opened[name], shape)
+        if name in codes:
+            read = codes[name].decode_on_host(read)
+        return read.astype(tensor.dtype, copy=False)
 
     is_wide = any(tensor.dtype in (np.float32, np.float64) for tensor in tensors)
     remedy = "or export fewer bytes with --dtype bf16" if is_wide else None
@@ -102,9 +115,51 @@ def export(
     return Exported(folder=out, files=tuple(names), num_arrays=len(tensors), num_bytes=total)
 
 
+def model_arrays(saved: SavedStep, weights: Literal["trained", "ema"]) -> dict[str, str]:
+    """{name of an array in a step: its name in the model} of what a model is made of.
+
+    Args:
+      saved: the step; weights: as `export` takes them.
+
+    Raises:
+      CheckpointError: an average is asked for, and there is none.
+    """
+    left_out = AVERAGE if weights == "trained" else "params/"
+    prefixes = tuple(prefix for prefix in PREFIXES if prefix != left_out)
+    names = [name for name in saved.whole_metadata().arrays if name.startswith(prefixes)]
+    if weights == "ema" and not any(name.startswith(AVERAGE) for name in names):
+        raise CheckpointError(without_average(f"step {saved.step} in {saved.folder.parent}"))
+    return {name: name.removeprefix(_prefix(name)) for name in names}
+
+
+def saved_codes(saved: SavedStep) -> dict[str, WeightCodes]:
+    """{name of an array in a step: how its weights are coded}, as the plan there says."""
+    found = codes_of_plan(saved.whole_metadata().plan)
+    return {f"frozen/{name}": codes for name, codes in found.items()}
+
+
+def as_decoded(leaf: Any, codes: WeightCodes | None) -> Any:
+    """The shape and dtype of the weights that an array stands for."""
+    if codes is None:
+        return leaf
+    return jax.ShapeDtypeStruct(codes.true_shape(leaf.shape), np.float32)
+
+
+def without_average(step: str) -> str:
+    """A sentence for who asks for an average that a step does not have."""
+    return (
+        f"{step} has no ema: weights='ema' (--weights ema) is for runs that keep an average of "
+        "their weights (optimizer.ema_decay, zerojax.with_ema); leave it out, or use 'trained'"
+    )
+
+
+def _prefix(saved: str) -> str:
+    return next(prefix for prefix in PREFIXES if saved.startswith(prefix))
+
+
 def _name(saved: str) -> str:
     """`params/blocks/kernel` -> `blocks.kernel`."""
-    prefix = next(prefix for prefix in PREFIXES if saved.startswith(prefix))
+    prefix = _prefix(saved)
     return PREFIXES[prefix] + saved.removeprefix(prefix).replace("/", ".")
 
 
@@ -144,6 +199,8 @@ def read_whole(saved: SavedStep, name: str, unread: Any, shape: Sequence[int]) -
     assert saved.metadata is not None
     try:
         values = np.asarray(unread.open()(((0,) * len(shape), tuple(shape))))
+    except BaseWeightsError:
+        raise
     except Exception as error:
         raise DamagedError(
             f"checkpoint {saved.folder} is damaged: {name!r} cannot be read ({reason(error)})"
@@ -156,6 +213,9 @@ def _check(saved: SavedStep, name: str, sums: fingerprint_math.Sums) -> None:
     assert saved.metadata is not None
     expected = saved.metadata.fingerprints.get(name)
     if expected is not None and fingerprint_math.as_text(sums) != expected:
+        base = BaseReader(saved.folder, saved.metadata)
+        if name in base.names:
+            raise base.differs(name)
         raise DamagedError(
             f"checkpoint {saved.folder} is damaged: {name!r} is not what was saved; export "
             "an earlier step"
@@ -189,6 +249,8 @@ class Layers:
             return self._whole[index]
         try:
             values = np.ascontiguousarray(self._read(index))
+        except BaseWeightsError:
+            raise
         except Exception as error:
             raise DamagedError(
                 f"checkpoint {self._saved.folder} is damaged: {self._name!r} cannot be read "

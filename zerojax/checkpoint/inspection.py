@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.checkpoint import files, folders
+from zerojax.checkpoint.base_weights import BaseReader, at_another_place
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, reason
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_metadata
 from zerojax.checkpoint.retention import kept_steps, named_step
@@ -117,13 +118,19 @@ def find_checkpoints(run: str | os.PathLike[str]) -> tuple[Path, int | None]:
     )
 
 
-def find_step(run: str | os.PathLike[str], step: int | str | None = None) -> SavedStep:
+def find_step(
+    run: str | os.PathLike[str],
+    step: int | str | None = None,
+    *,
+    pretrained: str | os.PathLike[str] | None = None,
+) -> SavedStep:
     """A complete checkpoint of what a user calls a run.
 
     Args:
       run: as `find_checkpoints` takes it.
       step: a saved step, or the name of a kept one, such as "best"; None: the one whose folder
         `run` is, else the newest.
+      pretrained: where frozen weights are that the checkpoint does not hold; None: where they were.
 
     Raises:
       CheckpointError: there is none; names those that there are.
@@ -136,7 +143,10 @@ def find_step(run: str | os.PathLike[str], step: int | str | None = None) -> Sav
     if not found:
         there = ", ".join(str(one.step) for one in steps) or "none"
         raise CheckpointError(f"{path} has no step {wanted}; the saved steps are: {there}")
-    return found[0]
+    saved = found[0]
+    if saved.metadata is None:
+        return saved
+    return dataclasses.replace(saved, metadata=at_another_place(saved.metadata, pretrained))
 
 
 def _named_by_run(path: Path) -> list[Path]:
@@ -206,7 +216,8 @@ def open_arrays(folder: Path, metadata: Metadata) -> Mapping[str, Unread]:
     """
     wanted = {name: as_abstract(text) for name, text in metadata.arrays.items()}
     try:
-        return StoredArrays(folder / ARRAYS, folder / PIECES).read(
+        base = BaseReader(folder, metadata)
+        return StoredArrays(folder / ARRAYS, folder / PIECES, base).read(
             wanted, unread=wanted, subset=True
         )
     except Exception as error:

@@ -7,7 +7,7 @@ each field holds for files that somebody wrote on purpose, too.
 
 Keys that a reader does not know are ignored, so later versions may add some; `format` is raised
 only when an older reader would misread the checkpoint, or when a newer one may rely on more.
-Format 1 had neither seal, checksums nor fingerprints.
+Format 1 had neither seal, checksums nor fingerprints; format 2 has all arrays in the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ from zerojax.runtime.bounded_json import (
     read_bytes,
 )
 
-FORMAT = 2
+FORMAT = 3
+"""The newest that is read; written where arrays are left in another folder."""
+_WHOLE = 2
+"""Written where all arrays are in the checkpoint, so that older versions read it."""
 FILE_NAME = "metadata.json"
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 SECTIONS = "sections"
@@ -88,7 +91,11 @@ class Metadata:
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     """File -> CRC-32 of its bytes, 8 hexadecimal digits; the same files as in `files`."""
 
-    format: int = FORMAT
+    base: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Arrays that were left in the folder that they were read from, as `BaseWeights.to_dict` has
+    them. {}: all are in the checkpoint."""
+
+    format: int = _WHOLE
 
 
 def describe(leaf: Any) -> str:
@@ -118,8 +125,17 @@ def make_metadata(
     data_state: dict[str, Any],
     config: dict[str, Any],
     plan: dict[str, Any],
+    base: dict[str, Any] | None = None,
+    fingerprints: dict[str, str] | None = None,
 ) -> Metadata:
     """The metadata of a state that is about to be saved.
+
+    Args:
+      step: batches consumed.
+      leaves: {name: array}, also of those that are not written.
+      data_state, config, plan: as `Metadata` has them.
+      base: the arrays that are not written, as `Metadata.base` has them; None: all are written.
+      fingerprints: of these arrays.
 
     Raises:
       TypeError: `data_state`, `config` or `plan` is not made of JSON values; names the place.
@@ -139,6 +155,9 @@ def make_metadata(
         saved=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         num_devices=jax.device_count(),
         num_processes=jax.process_count(),
+        fingerprints=fingerprints or {},
+        base=base or {},
+        format=FORMAT if base else _WHOLE,
     )
 
 
@@ -148,7 +167,7 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
     Raises:
       CheckpointError: it would be larger than what is read.
     """
-    content = seal({"format": FORMAT} | dataclasses.asdict(metadata)).encode("utf-8")
+    content = seal({"format": metadata.format} | dataclasses.asdict(metadata)).encode("utf-8")
     if len(content) > MAX_BYTES:
         raise CheckpointError(
             f"step {metadata.step} was not saved: its {FILE_NAME} would have {len(content)} bytes,"
@@ -238,11 +257,50 @@ def check_same_arrays(
         kind = "dtype" if theirs.split("[")[0] != ours.split("[")[0] else "shape"
         what = f"{kind} of {name!r}: the checkpoint has {theirs}, this run has {ours}"
     more = f" ({len(different) - 1} more leaves differ)" if len(different) > 1 else ""
+    if (remedy := _remedy_of_frozen(name, saved, described)) is not None:
+        raise CheckpointError(f"{where}: {what}{more}; {remedy}")
     raise CheckpointError(
         f"{where} was saved by another model or optimizer: {what}{more}; give the model and the "
         "optimizer that it was saved with (its metadata.json lists their arrays), or use another "
         "checkpoint folder"
     )
+
+
+_CODED = {"uint8": "codes (nf4 or int8)"}
+
+
+def _remedy_of_frozen(name: str, saved: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
+    """What to do where a parameter is frozen on one side only, or is stored in another dtype.
+
+    Args:
+      name: of an array that differs; saved, wanted: {name: dtype and shape}.
+    """
+    role, _, rest = name.partition("/")
+    roles = [
+        next((found for found in ("frozen", "params") if f"{found}/{rest}" in arrays), None)
+        for arrays in (saved, wanted)
+    ]
+    if role not in ("frozen", "params") or None in roles:
+        return None
+    if roles[0] != roles[1]:
+        there, here = ("frozen" if found == "frozen" else "trained" for found in roles)
+        return (
+            f"it is {there} there and {here} here: freeze what the run that saved it froze, or "
+            "begin a new run from its exported weights"
+        )
+    (dtype, shape), (own, own_shape) = (of[name].split("[") for of in (saved, wanted))
+    if role == "params":
+        return None
+    if "uint8" in (dtype, own) and (dtype, shape) != (own, own_shape):
+        theirs = "in codes of another kind" if dtype == own else f"in {_CODED.get(dtype, dtype)}"
+        return (
+            f"it is frozen, and stored there {theirs}: go on with the freeze_dtype of the run that "
+            "saved it (freeze_dtype in its plan or run.json)"
+        )
+    if dtype == own or shape != own_shape:
+        return None
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
+    return f"it is frozen, and stored there in {dtype}: set freeze_dtype={short} to go on"
 
 
 def _versions() -> dict[str, str]:
@@ -364,10 +422,34 @@ def problem_with(body: Mapping[str, Any]) -> str | None:
                 return f"{name!r} has {quoted(key)}, which is not the {kind[0]}"
             if not is_value(value):
                 return f"{name!r} has {quoted(value)} for {quoted(key)} in place of {kind[1]}"
+    if (problem := _problem_with_base(body)) is not None:
+        return problem
     for name, of in (("checksums", "files"), ("fingerprints", "arrays")):
         unknown = body.get(name, {}).keys() - body.get(of, {}).keys()
         if unknown:
             return f"{name!r} has {quoted(min(unknown))}, which {of!r} does not have"
+    return None
+
+
+def _problem_with_base(body: Mapping[str, Any]) -> str | None:
+    base = body.get("base", {})
+    if base == {}:
+        return None
+    if not isinstance(base, dict) or base.keys() != {"folder", "files", "arrays"}:
+        return f"'base' is {quoted(base)} in place of an object with folder, files and arrays"
+    folder, sizes, names = base["folder"], base["files"], base["arrays"]
+    if not isinstance(folder, str) or not Path(folder).is_absolute() or "\0" in folder:
+        return f"'base' has the folder {quoted(folder)}, which is no absolute path"
+    if not isinstance(sizes, dict) or not sizes:
+        return f"'base' has the files {quoted(sizes)} in place of an object"
+    for name, size in sizes.items():
+        if not inside(name) or not _is_int(0)(size):
+            return f"'base' has {quoted(size)} for the file {quoted(name)}, which are no bytes"
+    for name in names if isinstance(names, list) and names else [names]:
+        if not isinstance(name, str) or name not in body.get("arrays", {}):
+            return f"'base' has the array {quoted(name)}, which 'arrays' does not have"
+        if name not in body.get("fingerprints", {}):
+            return f"'base' has the array {quoted(name)}, which has no fingerprint"
     return None
 
 

@@ -6,8 +6,9 @@ All processes agree on the result.
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint import agreement, files, folders
+from zerojax.checkpoint.base_weights import BaseReader, at_another_place
 from zerojax.checkpoint.errors import (
+    BaseWeightsError,
     CheckpointError,
     Damage,
     DamagedError,
@@ -33,7 +36,15 @@ _MOST = 3  # damaged files that one sentence names
 
 
 def read_step(
-    folder: Path, wanted: Mapping[str, Any], *, subset: bool, unread: Collection[str]
+    folder: Path,
+    wanted: Mapping[str, Any],
+    *,
+    subset: bool,
+    unread: Collection[str],
+    optional: Collection[str] = (),
+    optional_groups: Sequence[Collection[str]] = (),
+    passed_over: Collection[str] = (),
+    pretrained: str | os.PathLike[str] | None = None,
 ) -> tuple[Metadata, dict[str, Any]]:
     """What is stored beside the arrays, and the arrays. Collective over all processes.
 
@@ -45,30 +56,51 @@ def read_step(
       wanted: name -> `ShapeDtypeStruct` with a sharding.
       subset: the checkpoint may hold more.
       unread: names that are not read now.
+      optional: names that the checkpoint may lack, all of them or none; of these what is `wanted`
+        comes back in place of arrays.
+      optional_groups: more such names, each group of which is there or not.
+      passed_over: names that the checkpoint may have although they are not wanted; one that ends
+        with a slash is the beginning of such names.
+      pretrained: where frozen weights are that the checkpoint does not hold; None: where they were.
 
     Raises:
+      BaseWeightsError: such weights are not there.
       DamagedError: what is there is not what was saved; names files and arrays.
       MachineError: not readable now.
       CheckpointError: saved by another model, or of a newer format.
     """
-    error, metadata, flat = None, None, {}
+    error, metadata, base, flat, lacking = None, None, None, {}, {}
     try:
-        metadata = read_metadata(folder)
-        check_same_arrays(metadata.arrays, wanted, where=str(folder), subset=subset)
+        metadata = at_another_place(read_metadata(folder), pretrained)
+        for group in (optional, *optional_groups):
+            if not metadata.arrays.keys() & set(group):
+                lacking |= {name: wanted[name] for name in group}
+        wanted = {name: leaf for name, leaf in wanted.items() if name not in lacking}
+        unread = [name for name in unread if name not in lacking]
+        folders = tuple(name for name in passed_over if name.endswith("/"))
+        more = {n for n in metadata.arrays if n in passed_over or n.startswith(folders)}
+        more -= wanted.keys()
+        saved = {name: x for name, x in metadata.arrays.items() if name not in more}
+        check_same_arrays(saved, wanted, where=str(folder), subset=subset)
+        subset = subset or bool(more)
         _check_files(folder, metadata, all_files=bool(unread))
+        base = BaseReader(folder, metadata)
+        if base.names & wanted.keys():
+            base.check()
     except (CheckpointError, OSError) as failure:
         error = failure if isinstance(failure, CheckpointError) else _unreadable(folder, failure)
     agreement.raise_together(error)
     assert metadata is not None
+    assert base is not None
     try:
-        pieces = StoredArrays(folder / ARRAYS, folder / PIECES)
+        pieces = StoredArrays(folder / ARRAYS, folder / PIECES, base)
         flat = pieces.read(wanted, unread=unread, subset=subset)
     except Exception as failure:
         error = _failed_read(folder, metadata, failure)
     agreement.raise_together(error)
     read = {name: flat[name] for name in wanted if name not in unread}
-    _check_fingerprints(folder, metadata, read)
-    return metadata, flat
+    _check_fingerprints(folder, metadata, read, base)
+    return metadata, flat | lacking
 
 
 def check_quickly(folder: Path) -> Metadata:
@@ -107,7 +139,9 @@ def _small(metadata: Metadata) -> dict[str, str]:
     }
 
 
-def _check_fingerprints(folder: Path, metadata: Metadata, arrays: Mapping[str, jax.Array]) -> None:
+def _check_fingerprints(
+    folder: Path, metadata: Metadata, arrays: Mapping[str, jax.Array], base: BaseReader
+) -> None:
     """Compares arrays on their devices with what was saved; the same on all processes."""
     known = {name: x for name, x in arrays.items() if name in metadata.fingerprints}
     if not known:
@@ -122,11 +156,21 @@ def _check_fingerprints(folder: Path, metadata: Metadata, arrays: Mapping[str, j
     if not wrong:
         return
     error = None
-    if is_first_process():
+    own = [name for name in wrong if name not in base.names]
+    if is_first_process() and not own:
+        error = base.differs(wrong[0], len(wrong) - 1)
+    elif is_first_process():
+        wrong = own
         more = f" (nor are {len(wrong) - 1} more arrays)" if len(wrong) > 1 else ""
         at_fault = _damaged_files(folder, metadata)
         error = _damaged(folder, f"{wrong[0]!r} is not what was saved{more}; {at_fault}")
     agreement.raise_together(error)
+
+
+def fingerprints_of(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+    """Name -> fingerprint, the same on all processes. Collective; waits for the arrays."""
+    parts = _of_all_processes(PendingFingerprints(arrays).result())
+    return {name: as_text(whole(leaf, parts[name])) for name, leaf in arrays.items()}
 
 
 def _of_all_processes(parts: Parts) -> Parts:
@@ -154,6 +198,8 @@ def _of_all_processes(parts: Parts) -> Parts:
 
 def _failed_read(folder: Path, metadata: Metadata, failure: Exception) -> CheckpointError:
     """What a failed read means: damage, unless all files are those that were written."""
+    if isinstance(failure, BaseWeightsError):
+        return failure
     if not is_damage(failure):
         return _unreadable(folder, failure)
     if not metadata.checksums:

@@ -268,7 +268,7 @@ def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str])
         save.metadata,
         files=sizes,
         checksums={name: checksums[name] for name in sizes},
-        fingerprints=fingerprints,
+        fingerprints=save.metadata.fingerprints | fingerprints,
     )
     write_metadata(save.partial, metadata)
     save.hold_folder()  # it may be another's by now, and so may what is visible in it

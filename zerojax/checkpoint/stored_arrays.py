@@ -1,7 +1,11 @@
-"""Arrays of a checkpoint, read whole or in part: each lies alone, in a pack, or in pieces."""
+"""Arrays of a checkpoint, read whole or in part.
+
+Each lies alone, in a pack, in pieces, or in another folder: `BaseReader`.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import numpy as np
 
 from zerojax.checkpoint import arrays, packs
 from zerojax.checkpoint.arrays import array_of_parts
+from zerojax.checkpoint.base_weights import BaseReader
 from zerojax.checkpoint.store.boxes import Box, box_of, slices_of
 from zerojax.checkpoint.store.pieces import PieceReader
 
@@ -50,12 +55,14 @@ class Unread:
 class StoredArrays:
     """The arrays of one checkpoint."""
 
-    def __init__(self, folder: Path, pieces: Path) -> None:
+    def __init__(self, folder: Path, pieces: Path, base: BaseReader) -> None:
         """Opens the tables.
 
         Args:
           folder: Orbax's; pieces: of `checkpoint.store.pieces`, if there is one.
+          base: of the arrays that are not in the checkpoint.
         """
+        self._base = base
         self._folder = folder
         self._reader = PieceReader(pieces) if pieces.is_dir() else None
         self._table = packs.load_table(folder.parent)
@@ -72,10 +79,10 @@ class StoredArrays:
           subset: the checkpoint may hold more.
         """
         in_pieces = frozenset() if self._reader is None else self._reader.names
-        in_packs = self._table.names
+        in_packs, in_base = self._table.names, self._base.names
         result: dict[str, Any] = {}
         now = {n: leaf for n, leaf in wanted.items() if n not in unread}
-        alone = {n: leaf for n, leaf in now.items() if n not in in_pieces | in_packs}
+        alone = {n: leaf for n, leaf in now.items() if n not in in_pieces | in_packs | in_base}
         if alone:
             subset = subset or bool(in_packs) or len(alone) < len(wanted)
             result |= arrays.read(self._folder, alone, subset=subset)
@@ -84,6 +91,8 @@ class StoredArrays:
         for name in sorted(now.keys() & in_packs, key=lambda name: (self._pack_of(name), name)):
             result[name] = self._from_pack(name, now[name])
         self._pack = None
+        for name in sorted(now.keys() & in_base):  # last: may fail in one process, alone
+            result[name] = self._from_base(name, now[name])
         for name, leaf in wanted.items():
             if name in unread:
                 opener = self._opener(name, leaf, name in in_pieces)
@@ -97,6 +106,21 @@ class StoredArrays:
         return array_of_parts(
             leaf.shape, leaf.sharding, lambda index: reader.read(name, box_of(index, leaf.shape))
         )
+
+    def _from_base(self, name: str, leaf: Any) -> jax.Array:
+        """As `_from_pieces`; what devices in a row hold alike is read once."""
+        last: tuple[Box, np.ndarray] | None = None
+
+        def part(index: Any) -> np.ndarray:
+            nonlocal last
+            box = box_of(index, leaf.shape)
+            if last is None or last[0] != box:
+                last = None  # first, so that two are never there
+                last = box, self._base.read(name, box)
+                return last[1]
+            return last[1].copy()
+
+        return array_of_parts(leaf.shape, leaf.sharding, part)
 
     def _from_pack(self, name: str, leaf: Any) -> jax.Array:
         pack, table = self._read_pack(name), self._table
@@ -133,6 +157,8 @@ class StoredArrays:
             array = arrays.read_on_host(self._folder, name, leaf)
             return lambda box: array[slices_of(box, (0,) * len(leaf.shape))]
 
+        if name in self._base.names:
+            return lambda: functools.partial(self._base.read, name)
         if in_pieces:
             return open_pieces
         return open_pack if name in self._table.names else open_whole
@@ -141,6 +167,8 @@ class StoredArrays:
         self, name: str, leaf: Any
     ) -> Callable[[], Callable[[int], np.ndarray] | None]:
         def open_layers() -> Callable[[int], np.ndarray] | None:
+            if name in self._base.names:
+                return self._base.layers(name)
             reader, rest = self._reader, tuple(leaf.shape[1:])
             if reader is not None and name in reader.names:
                 start = (0,) * len(rest)

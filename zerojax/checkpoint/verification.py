@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,15 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint import files, fingerprint_math
-from zerojax.checkpoint.errors import Damage, DamagedError, MachineError, is_damage, reason
+from zerojax.checkpoint.base_weights import BaseReader, at_another_place
+from zerojax.checkpoint.errors import (
+    BaseWeightsError,
+    Damage,
+    DamagedError,
+    MachineError,
+    is_damage,
+    reason,
+)
 from zerojax.checkpoint.fingerprint_math import Sums
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_metadata
 from zerojax.checkpoint.saving import ARRAYS, PIECES
@@ -51,15 +60,22 @@ class Verification:
         return not self.damages
 
 
-def verify_step(folder: Path, step: int) -> Verification:
-    """Reads all of a step, an array at a time.
+def verify_step(
+    folder: Path, step: int, *, pretrained: str | os.PathLike[str] | None = None
+) -> Verification:
+    """Reads all of a step, an array at a time, and the frozen weights that it leaves elsewhere.
+
+    Args:
+      folder: of the step.
+      step: its number.
+      pretrained: where such weights are; None: where they were.
 
     Raises:
       MachineError: not readable now, for another reason than damage. CheckpointError: of a newer
         format.
     """
     try:
-        metadata = read_metadata(folder)
+        metadata = at_another_place(read_metadata(folder), pretrained)
     except DamagedError as error:
         what = str(error).partition(f"{FILE_NAME} ")[2]
         return _verification(step, folder, None, [Damage(file=FILE_NAME, what=what)], 0)
@@ -93,11 +109,15 @@ def _verification(
 def _wrong_leaves(folder: Path, metadata: Metadata) -> Iterator[Damage]:
     wanted = {name: as_abstract(metadata.arrays[name]) for name in metadata.fingerprints}
     try:
-        pieces = StoredArrays(folder / ARRAYS, folder / PIECES)
+        base = BaseReader(folder, metadata)
+        pieces = StoredArrays(folder / ARRAYS, folder / PIECES, base)
         unread = pieces.read(wanted, unread=wanted, subset=True)
     except Exception as error:  # the tables themselves
         yield from (_unreadable(name, error) for name in wanted)
         return
+    if (away := _without_base(base)) is not None:
+        yield away
+        wanted = {name: leaf for name, leaf in wanted.items() if name not in base.names}
     for name, leaf in wanted.items():
         try:
             sums = _fingerprint(unread[name].open(), leaf)
@@ -105,7 +125,17 @@ def _wrong_leaves(folder: Path, metadata: Metadata) -> Iterator[Damage]:
             yield _unreadable(name, error)
             continue
         if fingerprint_math.as_text(sums) != metadata.fingerprints[name]:
-            yield Damage(leaf=name, what="is not what was saved")
+            where = f" ({base.folder} has other values)" if name in base.names else ""
+            yield Damage(leaf=name, what=f"is not what was saved{where}")
+
+
+def _without_base(base: BaseReader) -> Damage | None:
+    """What is wrong with the folder of frozen weights as a whole."""
+    try:
+        base.check()
+    except BaseWeightsError as error:
+        return Damage(file=str(base.folder), what=f"does not have the frozen weights ({error})")
+    return None
 
 
 def _unreadable(name: str, error: Exception) -> Damage:

@@ -18,6 +18,7 @@ from zerojax.cli import (
     checkpoint_command,
     data_command,
     deepspeed_command,
+    finetune_command,
     keys_command,
     launch_command,
     machine_commands,
@@ -89,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"zerojax {zerojax.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     train_command.add(commands)
+    finetune_command.add(commands)
     launch_command.add(commands)
     plan_command.add(commands)
     tune_command.add(commands)

@@ -104,6 +104,47 @@ def add_run_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Declares --weights, for what reads a trained model."""
+    parser.add_argument(
+        "--weights",
+        choices=("trained", "ema"),
+        default="trained",
+        help="ema: the average of the weights, of runs with optimizer.ema_decay (%(default)s)",
+    )
+
+
+def add_pretrained(parser: argparse.ArgumentParser) -> None:
+    """Declares --pretrained, for what reads frozen weights that a checkpoint does not hold."""
+    parser.add_argument(
+        "--pretrained",
+        metavar="FOLDER",
+        help="the weights that the run began with, where its checkpoints leave frozen ones there "
+        "and they are not where they were",
+    )
+
+
+def add_chats(parser: argparse.ArgumentParser) -> None:
+    """Declares --template, --bad and --answers, for what reads chats."""
+    parser.add_argument(
+        "--template",
+        metavar="FILE",
+        help="of chats: a file of Jinja, or the name of a template of the tokenizer (its default)",
+    )
+    parser.add_argument(
+        "--bad",
+        default="refuse",
+        choices=("refuse", "skip"),
+        help="chats that cannot be trained on: an error, or left out and counted (%(default)s)",
+    )
+    parser.add_argument(
+        "--answers",
+        default="all",
+        choices=("all", "each"),
+        help="of chats: all answers in one text, or a text for each answer (%(default)s)",
+    )
+
+
 def step_or_name(word: str) -> int | str:
     """A step as a number, or the name under which one is kept."""
     return int(word) if word.isdigit() else word

@@ -23,8 +23,8 @@ import zerojax
 from zerojax.config import MeshConfig, RunConfig, load
 from zerojax.config.recognition import is_deepspeed
 from zerojax.data import as_feed, as_source
-from zerojax.models.adapt import as_model, bound_attribute, default_loss
-from zerojax.models.losses import next_token
+from zerojax.models.adapt import as_model, bound_attribute, default_loss, width_of
+from zerojax.models.losses import next_token_of_call
 from zerojax.plan import make
 from zerojax.training import deepspeed, entry
 from zerojax.training.deepspeed import engine
@@ -73,7 +73,7 @@ def parts_of_run_file(path: str, overrides: list[str], steps: int) -> Parts:
     config = dataclasses.replace(config, mesh=MeshConfig(), num_microbatches=1)
     plan = plan_from_config(config, 1)
     source, _, _ = as_source(
-        config.data.path,
+        config.data.mixture or config.data.path,
         tokenizer=tokenizer_spec(config),
         seq_len=config.data.seq_len,
         global_batch_size=min(config.global_batch_size, ROWS),
@@ -81,6 +81,7 @@ def parts_of_run_file(path: str, overrides: list[str], steps: int) -> Parts:
         validation_fraction=config.data.validation_fraction,
         vocab_size=config.model.vocab_size,
         pack=config.data.pack,
+        long_texts=config.data.long_texts,
     )
     return {
         "model": plan.model,
@@ -182,7 +183,7 @@ def _of_train(given: Mapping[str, Any], steps: int) -> Any:
     optimizer = given["optimizer"]
     mesh = given["mesh_config"]
     if isinstance(mesh, str | Path) or (isinstance(mesh, Mapping) and is_deepspeed(mesh)):
-        optimizer = _optimizer_of(mesh, optimizer, given["steps"])
+        optimizer = _optimizer_of(mesh, given)
     if batches is None:
         config = bound_attribute(model, "config")
         source, _, _ = as_source(
@@ -219,7 +220,7 @@ def _loss_of_text(model: Any) -> Any:
     try:
         return default_loss(model)
     except ValueError:
-        return lambda bound, batch: next_token(bound(batch["tokens"]), batch["targets"])
+        return next_token_of_call
 
 
 def _of_plan(given: Mapping[str, Any], steps: int) -> Any:
@@ -238,7 +239,7 @@ def _of_engine(given: Mapping[str, Any], steps: int) -> Any:
     parts = {name: given[name] for name in names}
     args = getattr(given["args"], "deepspeed_config", None)
     config = next(x for x in (given["config"], given["config_params"], args) if x is not None)
-    parts["optimizer"] = _optimizer_of(config, given["optimizer"], given["steps"])
+    parts["optimizer"] = _optimizer_of(config, given)
     return _Engine(parts)
 
 
@@ -255,7 +256,11 @@ class _Engine:
         raise _Captured({**self._parts, "batch": example_batch})
 
 
-def _optimizer_of(config: Any, optimizer: Any, steps: int | None) -> Any:
-    """The optimizer of a DeepSpeed configuration, or the one that was given."""
-    given = deepspeed.Given(optimizer=optimizer, steps=steps)
-    return deepspeed.Ported(config, jax.device_count(), given).translate().optimizer
+def _optimizer_of(config: Any, given: Mapping[str, Any]) -> Any:
+    """The optimizer of a DeepSpeed configuration, or the one that a call was given."""
+    says = deepspeed.Given(
+        optimizer=given["optimizer"],
+        steps=given["steps"],
+        hidden_size=width_of(as_model(given["model"])),
+    )
+    return deepspeed.Ported(config, jax.device_count(), says).translate().optimizer

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerojax.checkpoint.errors import CheckpointError
-from zerojax.cli.arguments import Parser, add_command, add_run, step_or_name
+from zerojax.cli.arguments import (
+    Parser,
+    add_command,
+    add_pretrained,
+    add_run,
+    add_weights,
+    step_or_name,
+)
 from zerojax.config.display import show
 from zerojax.runtime.shutdown import FAILED, OK
 
@@ -34,6 +41,7 @@ examples:
   zerojax checkpoint export runs/mine exported --dtype bf16
   zerojax checkpoint export runs/mine for_transformers --format hugging_face
   zerojax checkpoint export runs/mine adapters --format peft
+  zerojax checkpoint export runs/mine averaged --weights ema
   zerojax checkpoint prune runs/mine --keep 2 --every 1000 --dry-run
 
 exit codes: 0 it worked, 1 it failed (verify: damage was found), 2 the input was wrong."""
@@ -73,6 +81,7 @@ def _add_verify(actions) -> None:
     parser = _add(actions, "verify", "read a step whole and compare it with what was saved")
     parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="default: the newest")
     parser.add_argument("--all", action="store_true", help="every saved step")
+    add_pretrained(parser)
     _add_json(parser)
 
 
@@ -89,6 +98,8 @@ def _add_export(actions) -> None:
         help="zerojax: arrays under their own names; hugging_face: what transformers loads, of "
         "GPT-2, Llama and BERT, adapters merged; peft: the adapters alone",
     )
+    add_weights(parser)
+    add_pretrained(parser)
     parser.add_argument(
         "--shard-gb", type=float, default=5.0, metavar="GB", help="size of one file at most (5)"
     )
@@ -209,7 +220,7 @@ def _verify(args: argparse.Namespace) -> int:
             steps = [args.step if args.step is not None else named]
         found = []
         for step in steps:
-            verification = checkpointer.verify(step)
+            verification = checkpointer.verify(step, pretrained=args.pretrained)
             found.append(verification)
             if not args.json:
                 _tell(verification)
@@ -264,14 +275,16 @@ def _export(args: argparse.Namespace) -> int:
         )
     if args.shard_gb <= 0:
         raise CheckpointError(f"--shard-gb {args.shard_gb}: more than 0 is needed")
-    saved = find_step(args.run, step_or_name(steps[0]) if steps else None)
+    step = step_or_name(steps[0]) if steps else None
+    saved = find_step(args.run, step, pretrained=args.pretrained)
     runs = run_folders(args.run, saved)
     if args.format == "hugging_face":
         return _export_for_hugging_face(args, saved, runs, out)
     if args.format == "peft":
-        folder = export_adapters(saved, runs, Path(out).expanduser().absolute())
+        place = Path(out).expanduser().absolute()
+        folder = export_adapters(saved, runs, place, weights=args.weights)
         size = format_bytes(sum(path.stat().st_size for path in folder.iterdir()))
-        show(f"step {saved.step}: adapters ({size}) for peft in {folder}")
+        show(f"{_step_of(args, saved)}: adapters ({size}) for peft in {folder}")
         return OK
     tokenizer = next((x / _TOKENIZER for x in runs if (x / _TOKENIZER).is_file()), None)
     done = export(
@@ -280,12 +293,13 @@ def _export(args: argparse.Namespace) -> int:
         dtype=_DTYPES.get(args.dtype),
         shard_bytes=int(args.shard_gb * 1e9),
         tokenizer=tokenizer,
+        weights=args.weights,
     )
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0]
     with_ = "" if tokenizer is None else f" and {_TOKENIZER}"
     show(
-        f"step {saved.step}: {done.num_arrays} arrays ({format_bytes(done.num_bytes)}) in {files}, "
-        f"config.json{with_} are in {done.folder}"
+        f"{_step_of(args, saved)}: {done.num_arrays} arrays ({format_bytes(done.num_bytes)}) in "
+        f"{files}, config.json{with_} are in {done.folder}"
     )
     if tokenizer is None:
         show("no tokenizer was found beside the checkpoints, so none is in it")
@@ -304,13 +318,18 @@ def _export_for_hugging_face(
         Path(out).expanduser().absolute(),
         dtype=_DTYPES.get(args.dtype),
         shard_bytes=int(args.shard_gb * 1e9),
+        weights=args.weights,
     )
     there = sorted(path.name for path in done.folder.iterdir())
     show(
-        f"step {saved.step}: {done.num_arrays} tensors ({format_bytes(done.num_bytes)}) for "
+        f"{_step_of(args, saved)}: {done.num_arrays} tensors ({format_bytes(done.num_bytes)}) for "
         f"transformers in {done.folder}: {', '.join(there)}"
     )
     return OK
+
+
+def _step_of(args: argparse.Namespace, saved: SavedStep) -> str:
+    return f"step {saved.step}" + " (ema)" * (args.weights == "ema")
 
 
 # --- prune ----------------------------------------------------------------------------------------

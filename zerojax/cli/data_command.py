@@ -1,20 +1,29 @@
-"""`zerojax data prepare`: text files to token files."""
+"""`zerojax data prepare`: texts and chats to files of tokens."""
 
 from __future__ import annotations
 
 import argparse
 
-from zerojax.cli.arguments import add_command
+from zerojax.cli.arguments import add_chats, add_command
 from zerojax.config.display import show
 
 _HELP = """\
-Tokenises text once, so that training only reads tokens.
+Tokenises once, so that training only reads tokens. IN is a text file, JSON lines (.jsonl), a
+.parquet or .arrow file, a folder of these, or a folder that Hugging Face's datasets has saved. The
+loss of a chat is on the assistant's turns alone.
 
 examples:
   zerojax data prepare book.txt runs/tokens
   zerojax data prepare folder_of_text runs/tokens --tokenizer bpe:4096
+  zerojax data prepare chats.jsonl runs/chats --format chat --tokenizer MODEL_FOLDER
 then:
   zerojax train CONFIG data.path=runs/tokens"""
+_OF_CHATS = {"template": None, "bad": "refuse", "answers": "all"}
+_WAYS = {
+    "marks": "by the template's own marks",
+    "renderings": "found by rendering what comes before each",
+    "pairs": "the completions of prompts",
+}
 
 
 def add(commands) -> None:
@@ -22,14 +31,22 @@ def add(commands) -> None:
     data = commands.add_parser("data", help="make token files", description="Make token files.")
     inner = data.add_subparsers(metavar="COMMAND", required=True)
     parser = add_command(inner, "prepare", run, "tokenise text into token files", _HELP)
-    parser.add_argument("source", metavar="IN", help="text file, or folder of text files")
+    parser.add_argument("source", metavar="IN", help="a file, or a folder of files")
     parser.add_argument("target", metavar="OUT", help="folder to write to")
+    parser.add_argument(
+        "--format",
+        default="text",
+        choices=("text", "chat"),
+        help="text: rows of {text}; chat: rows of {messages}, {conversations}, or {prompt, "
+        "completion} (%(default)s)",
+    )
     parser.add_argument(
         "--tokenizer",
         default="bytes",
         metavar="NAME",
-        help="bytes, bpe:SIZE (trained on IN), or a tokenizer.json (%(default)s)",
+        help="bytes, bpe:SIZE (trained on IN), or a tokenizer.json or its folder (%(default)s)",
     )
+    add_chats(parser)
     parser.add_argument(
         "--validation-fraction",
         type=float,
@@ -41,6 +58,11 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the token files and says what is in them and how to train on them."""
+    if args.format == "chat":
+        return _run_chats(args)
+    given = [f"--{name}" for name in _OF_CHATS if getattr(args, name) != _OF_CHATS[name]]
+    if given:
+        raise ValueError(f"{given[0]} is an option of chats; add --format chat, or leave it out")
     from zerojax.data.preparation import prepare
 
     made = prepare(
@@ -60,6 +82,48 @@ def run(args: argparse.Namespace) -> int:
     if made.left_out:
         kinds = ", ".join(sorted(set(made.left_out) - {""})) or "without an ending"
         show(f"files of other kinds that were left out: {len(made.left_out):,} ({kinds})")
+    _show_next(made)
+    return 0
+
+
+def _run_chats(args: argparse.Namespace) -> int:
+    from zerojax.data.chats import prepare_chats
+
+    made = prepare_chats(
+        args.source,
+        args.target,
+        tokenizer=args.tokenizer,
+        template=args.template,
+        validation_fraction=args.validation_fraction,
+        bad=args.bad,
+        answers=args.answers,
+    )
+    show("\n".join(lines_of_chats(made)))
+    _show_next(made)
+    return 0
+
+
+def lines_of_chats(made) -> list[str]:
+    """What `prepare_chats` has made, for people."""
+    share = 100 * made.num_asked / made.num_tokens
+    apart = (
+        f", {made.num_validation_texts:,} of them to validate with"
+        if made.num_validation_texts
+        else ""
+    )
+    lines = [
+        f"{made.num_texts:,} texts of {made.num_tokens:,} tokens from {made.num_records:,} rows"
+        f"{apart}; the longest has {made.longest:,} tokens",
+        f"{made.num_asked:,} tokens ({share:.1f} %) are answers, {_WAYS[made.way]}",
+    ]
+    if made.num_seams:
+        lines.append(f"answers that begin inside of a token: {made.num_seams:,}")
+    if made.skipped:
+        lines.append(f"rows that were left out: {made.skipped:,}, such as")
+        lines += [f"  {reason}" for reason in made.reasons]
+    return lines
+
+
+def _show_next(made) -> None:
     show(f"vocabulary of {made.vocab_size:,} tokens, written to {made.folder}")
     show(f"next: zerojax train CONFIG.yaml data.path={made.folder}")
-    return 0

@@ -119,6 +119,7 @@ def collect() -> dict[str, Any]:
         "devices": devices,
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "optional": {name: version_of(name) for name in OPTIONAL},
+        "kernels": describe_kernels(),
         "plan": compile_client.missing() or f"compiles with {compile_client.compiler_version()}",
         "advice": find_advice(devices, failure),
     }
@@ -178,6 +179,42 @@ def describe_devices() -> tuple[list[dict[str, Any]], str | None]:
     return list(groups.values()), None
 
 
+def describe_kernels() -> list[dict[str, Any]]:
+    """What was measured on GPUs by starts from this cache, and what is not tried again."""
+    from zerojax.training.tuning import KeptChoices
+
+    kept = KeptChoices.of_user()
+    rows = [
+        {
+            **_of_key(key),
+            "choice": one.choice,
+            "seconds": one.seconds,
+            "other_seconds": one.other_seconds,
+            "date": one.date,
+        }
+        for key, one in kept.all()
+        if _has_names(key)
+    ]
+    return rows + [{**_of_key(key), "choice": None} for key in kept.tried() if _has_names(key)]
+
+
+def _has_names(key: dict[str, Any]) -> bool:
+    """Whether a key says what is shown of it; a file may be of another version."""
+    ways = key.get("ways")
+    texts = [key.get("what"), key.get("device"), *(ways if isinstance(ways, list) else [])]
+    numbers = [key.get("devices"), key.get("elements")]
+    return (
+        len(texts) == 4
+        and all(isinstance(x, str) for x in texts)
+        and all(isinstance(x, int) for x in numbers)
+    )
+
+
+def _of_key(key: dict[str, Any]) -> dict[str, Any]:
+    names = ("what", "device", "devices", "driver", "elements", "versions", "ways")
+    return {name: key.get(name) for name in names}
+
+
 def find_advice(devices: list[dict[str, Any]], failure: str | None) -> list[str]:
     """One line for everything that could be better, with what to do."""
     advice = []
@@ -218,10 +255,23 @@ def format_table(facts: dict[str, Any]) -> str:
     for name, version in facts["optional"].items():
         purpose, command = OPTIONAL[name]
         rows.append((name, version or f"not installed; for {purpose}: {command}"))
+    rows += [("kernels", _format_kernel(row)) for row in facts["kernels"]]
     rows.append(("zerojax plan", facts["plan"]))
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{name:<{width}}{text}" for name, text in rows]
     return "\n".join(lines + [f"* {line}" for line in facts["advice"]])
+
+
+def _format_kernel(row: dict[str, Any]) -> str:
+    where = f"{row['what']} on {row['devices']} x {row['device']}"
+    if row["choice"] is None:
+        return f"{where}: left out, it failed in a start or ended it; zerojax tune tries it again"
+    ratio = row["seconds"] / row["other_seconds"]
+    reference, other = row["ways"]
+    return (
+        f"{where}, {row['elements']:,} elements: {row['choice']}; {other} is {ratio:.2f} times as "
+        f"fast as {reference} (measured {row['date']})"
+    )
 
 
 def _format_device(device: dict[str, Any]) -> str:

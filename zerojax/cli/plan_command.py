@@ -70,7 +70,8 @@ def add(commands) -> None:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="find zero, model, stage, num_microbatches and remat that fit and cost the least",
+        help="find zero, model, stage, expert, num_microbatches, remat that fit and cost least; "
+        "then sizes of buckets",
     )
     parser.add_argument(
         "--budget",
@@ -156,7 +157,7 @@ def plan(
     from zerojax.training.run_file import plan_from_config
 
     try:
-        make_abstract_mesh(config.mesh, devices)
+        make_abstract_mesh(config.mesh_on(devices), devices)
     except ValueError as error:
         if budget is None:
             raise ValueError(f"--devices {devices}: {error}") from None
@@ -205,7 +206,13 @@ def _search(
     Where nothing fits it looks once more, with the optimizer's state in host memory, for what is
     left of the budget.
     """
-    from zerojax.forecasting.search import REMATS, list_candidates, search_dict, search_page
+    from zerojax.forecasting.search import (
+        REMATS,
+        chosen_words,
+        list_candidates,
+        search_dict,
+        search_page,
+    )
     from zerojax.hardware import compile_client
 
     if config.elasticity.enabled:
@@ -220,6 +227,7 @@ def _search(
         replicas=config.mesh.replica,
         context=config.mesh.context,
         num_layers=config.model.num_layers,
+        num_experts=config.model.moe.num_experts,
         remats=[
             remat for remat in REMATS if remat != "attention" or config.model.attention != "xla"
         ],
@@ -241,15 +249,18 @@ def _search(
         found = _find(offloaded, gpu, devices, candidates, budget=left, quiet=as_json)
         sentence = f"{result.sentence} With {OFFLOADED}: {found.sentence}"
         better = result if found.chosen is None else found
+        config = config if found.chosen is None else offloaded
         settings = () if found.chosen is None else (OFFLOADED,)
         result = dataclasses.replace(better, sentence=sentence, settings=settings)
+    left = max(budget - result.elapsed, 0.0)
+    result = _with_buckets(config, gpu, devices, result, budget=left, quiet=as_json)
     if as_json:
         show(json.dumps(search_dict(result), indent=2))
     else:
         show(search_page(result))
         if result.chosen is not None:
             where = ["--gpu", gpu.name, "--devices", str(devices)]
-            chosen = [*words, *result.settings, *result.chosen.candidate.words()]
+            chosen = [*words, *chosen_words(result)]
             show(f"\nits page: {command_name()} {shlex.join(['plan', *chosen, *where])}")
             show(f"its run:  {command_name()} {shlex.join(['train', *chosen])}")
     return EXIT_DOES_NOT_FIT if result.chosen is None else EXIT_FITS
@@ -281,6 +292,41 @@ def _find(
         )
 
 
+def _with_buckets(
+    config: RunConfig,
+    gpu: Gpu,
+    devices: int,
+    result: SearchResult,
+    *,
+    budget: float,
+    quiet: bool,
+) -> SearchResult:
+    """The result with sizes of buckets for its choice, in what is left of the budget."""
+    from zerojax.forecasting import forecast
+    from zerojax.forecasting.search import search_buckets
+    from zerojax.training.run_file import plan_from_config
+
+    if result.chosen is None or result.forecast is None or devices == 1:
+        return result
+    chosen = with_candidate(config, result.chosen.candidate)
+
+    def make_plan_for(sizes):
+        mesh = dataclasses.replace(chosen.mesh, **sizes)
+        return plan_from_config(dataclasses.replace(chosen, mesh=mesh), devices, gpu=gpu)
+
+    with Progress(quiet=quiet) as progress:
+        progress(f"searching sizes of buckets, for {budget:.0f} s at most")
+        found = search_buckets(
+            make_plan_for,
+            gpu,
+            forecast_of=lambda plan: forecast(plan, gpu=gpu, fast=True, progress=progress),
+            before=result.forecast,
+            budget=budget,
+            report=progress,
+        )
+    return dataclasses.replace(result, buckets=found)
+
+
 def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:
     """The settings of a run with those of a candidate laid over them."""
     return dataclasses.replace(
@@ -290,6 +336,7 @@ def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:
             data=-1,
             model=candidate.model,
             stage=candidate.stage,
+            expert=candidate.expert,
             zero=candidate.zero,
         ),
         model=dataclasses.replace(config.model, remat=candidate.remat),

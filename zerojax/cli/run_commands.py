@@ -8,9 +8,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from zerojax.cli.arguments import add_command, add_run, add_run_settings
+from zerojax.cli.arguments import (
+    add_command,
+    add_pretrained,
+    add_run,
+    add_run_settings,
+    add_weights,
+)
 from zerojax.cli.jax_environment import run_one_program_at_a_time, use_cpu_devices
 from zerojax.config import MeshConfig
 from zerojax.config.display import show
@@ -26,11 +32,13 @@ examples:
   zerojax generate runs/tiny_shakespeare "ROMEO:" --tokens 100 --temperature 0.5 --seed 7"""
 
 _EVAL = """\
-The run is loaded with its own mesh, if this machine has as many devices as it was trained on.
+The run is loaded with its own mesh, if this machine has as many devices as it was trained on; else
+experts lie over the largest divisor of mesh.expert that divides the devices, and the rest is data.
 
 examples:
   zerojax eval runs/tiny_shakespeare
   zerojax eval runs/mine --step best
+  zerojax eval runs/mine --weights ema
   zerojax eval runs/tiny_shakespeare mesh.zero=3 mesh.data=4 --batches 20"""
 
 
@@ -42,6 +50,8 @@ def add_generate(commands) -> None:
     add_run(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
     add_run_settings(parser)
+    add_weights(parser)
+    add_pretrained(parser)
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="tokens to add (200, or as many as the model holds)"
     )
@@ -65,6 +75,8 @@ def add_eval(commands) -> None:
     parser = add_command(commands, "eval", evaluate, "measure the loss of a trained model", _EVAL)
     add_run(parser)
     add_run_settings(parser)
+    add_weights(parser)
+    add_pretrained(parser)
     parser.add_argument(
         "--batches", type=int, metavar="N", help="validation batches (the run's eval_batches)"
     )
@@ -78,7 +90,7 @@ def add_report(commands) -> None:
 
 def generate(args: argparse.Namespace) -> int:
     """Prints the prompt and its continuation."""
-    loaded = open_run(args.run, args.overrides, args.step)
+    loaded = open_run(args.run, args.overrides, args.step, args.weights, args.pretrained)
     text = loaded.generate(
         args.prompt,
         args.tokens,
@@ -94,12 +106,13 @@ def evaluate(args: argparse.Namespace) -> int:
     """Prints the loss; of text also perplexity and bits per token."""
     if args.batches is not None and args.batches < 1:
         raise ValueError(f"--batches {args.batches}: at least 1 is needed")
-    loaded = open_run(args.run, args.overrides, args.step)
+    loaded = open_run(args.run, args.overrides, args.step, args.weights, args.pretrained)
     found = loaded.evaluate(num_batches=args.batches)
-    loss = found["loss"]
+    loss, of_average = found["loss"], " (ema)" if args.weights == "ema" else ""
     show(
-        f"step {loaded.step}: loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.2f}, "
-        f"{loss / math.log(2):.3f} bits per token, over {int(found['weight']):,} validation tokens"
+        f"step {loaded.step}{of_average}: loss {loss:.4f}, "
+        f"perplexity {math.exp(min(loss, 700)):.2f}, {loss / math.log(2):.3f} bits per token, "
+        f"over {int(found['weight']):,} validation tokens"
     )
     return 0
 
@@ -125,13 +138,19 @@ class ReadSettings:
         coerce_fields(self)
 
 
-def open_run(run: str, overrides: Sequence[str], step: int | str | None = None) -> Any:
+def open_run(
+    run: str,
+    overrides: Sequence[str],
+    step: int | str | None = None,
+    weights: Literal["trained", "ema"] = "trained",
+    pretrained: str | None = None,
+) -> Any:
     """The `LoadedRun` in a folder.
 
     Args:
       run: the folder.
       overrides: KEY=VALUE of `ReadSettings`.
-      step: as `zerojax.load_run` takes it.
+      step, weights, pretrained: as `zerojax.load_run` takes them.
 
     Raises:
       ConfigError: an unknown key or a wrong value; else what `zerojax.load_run` raises.
@@ -153,7 +172,7 @@ def open_run(run: str, overrides: Sequence[str], step: int | str | None = None) 
     from zerojax.training.loading import load_run
 
     mesh = {name: getattr(settings.mesh, name) for name in names}
-    return load_run(run, step, mesh=mesh or None)
+    return load_run(run, step, mesh=mesh or None, weights=weights, pretrained=pretrained)
 
 
 def _cpu_devices_of(folder: Path) -> int | None:

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,15 @@ def run(args: argparse.Namespace) -> int:
     return train(config, command)
 
 
-def train(config: RunConfig, command: str) -> int:
+def train(
+    config: RunConfig, command: str, *, closing: Callable[[Any, RunConfig], str] | None = None
+) -> int:
     """Runs `config` to its end.
 
     Args:
       command: the words that started it, which also resume it.
+      closing: (trainer, config) -> what to say at the end, called on every process; None: a sample
+        of text and the next commands.
 
     Returns:
       0; 75 when a signal stopped the run and everything is saved; 128 + its number when not.
@@ -97,14 +102,20 @@ def train(config: RunConfig, command: str) -> int:
             show(to_go_on, file=sys.stderr)
         return getattr(error, "exit_code", shutdown.INTERRUPTED)
     with trainer:  # closed at the end: another run of this process may take its files
-        sample = draw_sample(trainer, config)
-    if jax.process_index() != 0:
-        return 0
-    if sample is not None:
-        show(f"\nWhat the model writes after {trainer.num_steps} steps:\n")
-        show("\n".join(f"    {line}" for line in sample.splitlines()))
-    show(next_commands(config))
+        text = (closing or sample_and_next)(trainer, config)
+    if jax.process_index() == 0:
+        show(text)
     return 0
+
+
+def sample_and_next(trainer: Any, config: RunConfig) -> str:
+    """What the trained model writes, and what can be done with it."""
+    sample = draw_sample(trainer, config)
+    if sample is None:
+        return next_commands(config)
+    lines = "\n".join(f"    {line}" for line in sample.splitlines())
+    heading = f"What the model writes after {trainer.num_steps} steps:"
+    return f"\n{heading}\n\n{lines}\n{next_commands(config)}"
 
 
 def draw_sample(trainer: Any, config: RunConfig) -> str | None:
@@ -118,11 +129,12 @@ def draw_sample(trainer: Any, config: RunConfig) -> str | None:
     tokenizer = load_tokenizer(file)
     if not prompt_ids(tokenizer, SAMPLE_PROMPT).size:  # one that leaves out line ends
         return None
+    model = trainer.to_model()  # of a folder, its context is not that of the settings
     text = continue_text(
-        trainer.to_model(),
+        model,
         tokenizer,
         SAMPLE_PROMPT,
-        num_tokens=min(SAMPLE_TOKENS, config.model.max_seq_len - 8),
+        num_tokens=min(SAMPLE_TOKENS, model.config.max_seq_len - 8),
         temperature=0.7,
         top_k=None,
         seed=config.seed,
@@ -130,13 +142,21 @@ def draw_sample(trainer: Any, config: RunConfig) -> str | None:
     return text.strip("\n")
 
 
-def next_commands(config: RunConfig) -> str:
-    """Where the run lies and what can be done with it."""
+def next_commands(
+    config: RunConfig, more: Sequence[tuple[str, str]] = (), prompt: str = "To be, or"
+) -> str:
+    """Where the run lies and what can be done with it.
+
+    Args:
+      more: (what, command) of further lines.
+      prompt: to generate from.
+    """
     run, zerojax = shlex.quote(config.run_dir), command_name()
     lines = [
-        ("generate", f'{zerojax} generate {run} "To be, or"'),
+        ("generate", f'{zerojax} generate {run} "{prompt}"'),
         ("evaluate", f"{zerojax} eval {run}"),
         ("look at it", f"{zerojax} report {run}"),
+        *more,
     ]
     if config.log.tensorboard and importlib.util.find_spec("tensorboard"):
         lines.append(("watch it", f"tensorboard --logdir {run}"))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from zerojax.cli.arguments import add_command, add_settings, split_words
 from zerojax.cli.jax_environment import allow_pinned_memory, use_cpu_devices
@@ -10,16 +13,27 @@ from zerojax.config import RunConfig, load
 from zerojax.config.display import show
 from zerojax.runtime.redaction import redact
 
-_HELP = """\
-Checks the kernels of the update and of gradient statistics against XLA's results, on arrays of the
-run's sizes, and times both in turns, whatever an earlier measurement said. The faster one is kept
-in the user's cache, where the next run on such GPUs finds it. No data are read, nothing is trained.
+if TYPE_CHECKING:
+    from zerojax.training.tuning import TimedStep
 
-A run with kernels=auto and tune=auto does this by itself where no answer is kept.
+MARGIN = 0.97
+"""Share of the planned step's time that a setting has to reach to be advised."""
+
+_HELP = """\
+Checks the kernels of the update and of gradient statistics against XLA's results, implementations
+of attention against each other, and slices of offloaded state of several sizes, on arrays of the
+run's sizes, and times them in turns, whatever an earlier measurement said. What is faster is kept
+in the user's cache, where the next run on such GPUs finds it. A run with tune=auto does this by
+itself, in some ten seconds, where no answer is kept; the command takes its time.
+
+Then times whole steps on a batch of zeros: as planned, with the other kernels, and with other
+buckets (allgather_bucket_size, reduce_bucket_size). What is faster there is printed as the setting
+to be written into the run file; no run takes it by itself. No data are read, and no state is kept.
 
 examples:
   zerojax tune configs/llama_7b_zero3_8xh100.yaml
-  zerojax tune configs/llama_8b_zero3_8xh100.yaml optimizer.name=lion"""
+  zerojax tune configs/llama_8b_zero3_8xh100.yaml optimizer.name=lion
+  zerojax tune configs/llama_8b_zero3_8xh100.yaml --no-steps"""
 
 
 def add(commands) -> None:
@@ -28,6 +42,9 @@ def add(commands) -> None:
         commands, "tune", run, "measure which kernels are faster on these GPUs", _HELP
     )
     add_settings(parser)
+    parser.add_argument(
+        "--no-steps", action="store_true", help="leave out whole steps, which take minutes"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,15 +63,51 @@ def run(args: argparse.Namespace) -> int:
 
     from zerojax.runtime.distributed import join_processes
     from zerojax.training.run_file import plan_from_config
-    from zerojax.training.tuning import tune, why_not_measured
+    from zerojax.training.tuning import (
+        SLICES,
+        time_steps,
+        tune,
+        variants_of,
+        why_not_measured,
+    )
 
     join_processes()
     plan = plan_from_config(config, jax.device_count(), is_here=True)
     if why := why_not_measured(plan):
         raise ValueError(f"nothing to measure: {why}")
-    tuned = tune(plan, again=True)
-    if jax.process_index() == 0:
+    tuned = tune(plan, again=True, watch=config.watch)
+    is_first = jax.process_index() == 0
+    if is_first:
         show(redact(tuned.describe()))
         for what, chosen in tuned.program.kernels.items():
             show(f"  {what}: {chosen.implementation} ({chosen.reason})")
+        for reason in tuned.reasons:
+            if reason.startswith(SLICES):
+                show(f"  {reason}")
+    if args.no_steps:
+        return 0
+    timed = []
+    for step in time_steps(variants_of(tuned)):
+        timed.append(step)
+        if is_first:
+            show(redact(_row(step, timed[0])))
+    if is_first:
+        show(_advice(timed))
     return 0
+
+
+def _row(step: TimedStep, planned: TimedStep) -> str:
+    if not math.isfinite(step.seconds):
+        return f"  {step.name}: no time ({step.failure or 'it failed on another process'})"
+    line = f"  {step.name}: {1e3 * step.seconds:.4g} ms a step"
+    if step is planned or not math.isfinite(planned.seconds):
+        return line
+    return f"{line}, {planned.seconds / step.seconds:.3f} times as fast"
+
+
+def _advice(timed: Sequence[TimedStep]) -> str:
+    """The setting that is faster than the plan by more than two measurements differ."""
+    planned, best = timed[0], min(timed, key=lambda step: step.seconds)
+    if best is planned or best.seconds > MARGIN * planned.seconds:
+        return f"no setting is faster by {1 - MARGIN:.0%}; leave the run file as it is"
+    return f"write {best.name} into the run file"

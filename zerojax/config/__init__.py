@@ -12,8 +12,9 @@ from zerojax.config.attention_layouts import (
     VariableLayout,
 )
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
+from zerojax.config.expert_settings import MoEConfig
 from zerojax.config.loader import ConfigError, from_dict, to_dict
-from zerojax.config.mesh import MeshConfig, OffloadConfig, as_mesh_config
+from zerojax.config.mesh import MeshConfig, OffloadConfig, WireConfig, as_mesh_config
 from zerojax.config.run import (
     DataConfig,
     ModelConfig,
@@ -27,6 +28,7 @@ from zerojax.config.sections import (
     LogConfig,
     LoraConfig,
     LossScale,
+    MixturePart,
     WatchConfig,
     describe_loss_scale,
 )
@@ -45,6 +47,8 @@ __all__ = [
     "LoraConfig",
     "LossScale",
     "MeshConfig",
+    "MixturePart",
+    "MoEConfig",
     "ModelConfig",
     "OffloadConfig",
     "OptimizerConfig",
@@ -53,6 +57,7 @@ __all__ = [
     "SlidingWindowLayout",
     "VariableLayout",
     "WatchConfig",
+    "WireConfig",
     "as_mesh_config",
     "describe_loss_scale",
     "from_dict",

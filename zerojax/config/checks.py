@@ -92,7 +92,7 @@ def check_fraction(config: Any, *names: str, below_one: bool = False) -> None:
     """Refuses a field outside of [0, 1], or of [0, 1)."""
     for name in names:
         value = getattr(config, name)
-        if not (0 <= value < 1 or (value == 1 and not below_one)):
+        if value is not None and not (0 <= value < 1 or (value == 1 and not below_one)):
             refuse(name, value, "must be in [0, 1)" if below_one else "must be in [0, 1]")
 
 

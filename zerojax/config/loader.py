@@ -39,6 +39,7 @@ MAX_CHARACTERS = 2**20
 """Of a configuration's text."""
 MAX_DEPTH = 64
 """Of sections and lists inside of one another."""
+_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep; write it flat"
 MAX_NODES = 100_000
 """Of sections, lists and values, with each alias (*name) counted as all that it stands for."""
 MAX_DIGITS = 100
@@ -377,6 +378,8 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Key, str]]:
         mark = getattr(error, "problem_mark", None)
         line = f"{source}:{mark.line + 1}" if mark else source
         problem = getattr(error, "problem", None) or str(error)
+        if "nesting depth" in problem:  # libyaml's own bound, met while it looks for the next event
+            raise ConfigError(_TOO_DEEP, where=line) from None
         raise NotYaml(f"not valid YAML: {problem}", where=line) from None
 
 
@@ -406,7 +409,7 @@ def _check_events(text: str, source: str) -> None:
         if opened and below >= opened[-1][2]:
             opened[-1] = (*opened[-1][:2], below)
         if len(opened) + below > MAX_DEPTH or total > MAX_NODES:
-            problem = f"nested more than {MAX_DEPTH} levels deep; write it flat"
+            problem = _TOO_DEEP
             if total > MAX_NODES:
                 problem = (
                     f"more than {MAX_NODES:,} values, each alias (*name) counted as all that it "
@@ -532,6 +535,9 @@ def _convert_text(value: Any) -> str:
 
 
 def _convert_literal(args: tuple[Any, ...], value: Any) -> Any:
+    if isinstance(value, bool) and value not in args:
+        word = "on" if value else "off"  # YAML 1.1 reads these words as booleans
+        value = word if word in args else value
     for choice in args:
         if type(choice) is type(value) and choice == value:
             return choice

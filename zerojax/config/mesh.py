@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,8 @@ DEVICE, HOST, NVME = TIERS = ("device", "host", "nvme")
 """Tiers, nearest first: the accelerator's memory, pinned host memory, files on a disk."""
 HOST_KIND = "pinned_host"
 """What JAX calls the memory of the tier host; the only kind from which GPUs copy by themselves."""
+SLICE_ELEMENTS = 2**24
+"""What `OffloadConfig.slice_elements` is where nothing says or measures it."""
 
 Shares = tuple[tuple[str, float], ...]
 Rules = tuple[tuple[str, tuple[str | None, ...]], ...]
@@ -46,9 +49,10 @@ class OffloadConfig:
     durable: bool = False
     """Keep two generations on disk, so that a killed run resumes from its last complete step,
     for twice the disk space. false: it resumes from the last checkpoint."""
-    slice_elements: int = 2**24
+    slice_elements: int | None = None
     """Elements of a parameter's shard that are moved and updated at once. The device holds two
-    slices of each array: 400 MB for Adam with 16 million elements."""
+    slices of each array: 400 MB for Adam with 16 million elements. null: 16 million (2**24); a
+    quarter or twice as many where that is measured to be faster, see tune of the mesh."""
     min_elements: int = 2**16
     """Elements. Parameters with smaller shards stay on the device: each costs a transfer and
     saves nothing."""
@@ -65,6 +69,11 @@ class OffloadConfig:
             )
         if self.durable and not self.on_disk:
             refuse("durable", True, "concerns files on a disk; set opt_state: nvme, or leave it")
+
+    @property
+    def slice_limit(self) -> int:
+        """Elements of a slice, at most."""
+        return SLICE_ELEMENTS if self.slice_elements is None else self.slice_elements
 
     @property
     def shares(self) -> dict[str, float]:
@@ -92,6 +101,39 @@ class OffloadConfig:
     def is_off(self) -> bool:
         """Whether everything stays on the device."""
         return not (self.moves_opt_state or self.on_host)
+
+
+@names_keywords()
+@dataclass(frozen=True, kw_only=True)
+class WireConfig:
+    """What devices send each other. The default sends every value as it is computed with."""
+
+    weights: Literal["compute", "fp8", "int8", "delta_int8", "delta_int4"] = "compute"
+    """Weights that are gathered. compute: in the compute dtype. fp8: where they are read (zero=3),
+    those that the model uses as 8-bit floats alone (matmul_dtype=fp8) are rounded before they are
+    sent, not behind, for half the bytes and the same bits of every result. int8 (zero=1, 2, 3): as
+    integers with a scale for 256 of them, half the bytes of bfloat16; masters are exact, losses are
+    near those of exact weights, not equal. delta_int8, delta_int4 (zero=1, 2): every device keeps
+    the weights in the compute dtype, and codes of what they lack to the masters are sent once per
+    step, half or a quarter of the bytes of bfloat16; nearer than int8."""
+    gradients: Literal["reduce", "int8", "int4"] = "reduce"
+    """Gradients that are scattered (zero=1, 2, 3). reduce: in reduce_dtype. int8, int4: as integers
+    with a scale for 256 or 64 of them, added up in float32, in two levels where devices are in
+    several nodes: half or a quarter of the bytes of bfloat16. Losses are near those of exact sums,
+    not equal."""
+    exact: tuple[str, ...] = ()
+    """Regular expressions on names of parameters whose gradients are sent in float32, and whose
+    weights are sent in the compute dtype."""
+    secondary: bool = False
+    """Secondary shards (hpZ of ZeRO++), zero=3 over several nodes: once per step the devices of a
+    node fetch all weights from the other nodes, each its part, and where weights are used the node
+    gathers these parts. Gradients go the same way back. Equal results, fewer bytes between nodes,
+    more memory: weights and summed gradients are cut over a node only during a step."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        for pattern in self.exact:
+            check_regex("exact", pattern)
 
 
 def _normal_shares(value: Any) -> Any:
@@ -174,6 +216,14 @@ class MeshConfig:
     """How attention sees all of a split sequence. ulysses: each device some of the heads; ring:
     keys and values go around; allgather: they are gathered. auto: what sends fewest bytes within a
     node, between nodes the ring. Unused without context > 1."""
+    expert: int = 1
+    """Devices over which the experts of `zerojax.experts` are split; it divides their number. Rows
+    of the batch are split over them, too, and travel to their experts. ZeRO shards experts over
+    `data` alone and all else over data and expert together. 1: no split."""
+    node: int | None = None
+    """Devices of one node, in the order of the mesh, for what is sent in two levels
+    (wire.gradients, wire.secondary). null: the devices of one process; 8 where each GPU has a
+    process of its own."""
     replica: int = 1
     """Copies of the ZeRO-sharded state: sharded inside a node, replicated across nodes. 1:
     sharded over all devices of `data`."""
@@ -213,10 +263,18 @@ class MeshConfig:
     tests. On GPUs that are here auto is measured before training, see `tune`. An optimizer's own
     `impl` counts more."""
     tune: Literal["auto", "off"] = "auto"
-    """Whether `kernels: auto` is measured on the GPUs of a run, in some seconds before its first
-    step; what was faster is kept for the next run. off: what counted bytes say."""
+    """Whether `kernels: auto`, attention "auto" and slices of offloaded state of no given size are
+    measured on the GPUs of a run, in at most some ten seconds before its first step; what was
+    faster is kept for the next run. off: what counted bytes say."""
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
     """What lies outside device memory; null leaves everything on the device."""
+    lookup: Literal["gather", "owners"] = "gather"
+    """How rows of tables are read where a model reads nothing else of them (embeddings that are not
+    tied to a head) and ZeRO shards them. gather: as all parameters, the table is gathered, and its
+    gradient reduced. owners: rows come from the devices that have them, and the rows' gradients go
+    back (DeepSpeed's sparse_gradients); the plan says of which tables, and why not of others."""
+    wire: WireConfig = dataclasses.field(default_factory=WireConfig)
+    """What devices send each other in fewer bits; null sends values as they are."""
     rules: Rules | None = None
     """Tensor-parallel rules, first match wins: (regular expression on the parameter's name,
     mesh axis or null for each trailing dimension). null: the model's own
@@ -227,11 +285,20 @@ class MeshConfig:
         """Devices that share the rows of one data shard."""
         return self.context * self.stage * self.model
 
+    def expert_on(self, num_devices: int) -> int:
+        """The degree of experts on another number of devices: the largest divisor of `expert` that
+        divides what the other axes leave. It divides the experts, since `expert` does.
+
+        >>> [MeshConfig(expert=8, model=2).expert_on(count) for count in (16, 8, 12, 2)]
+        [8, 4, 2, 1]
+        """
+        return math.gcd(self.expert, num_devices // (self.replica * self.devices_per_shard))
+
     def __post_init__(self) -> None:
         coerce_fields(self)
         if self.data < 1 and self.data != -1:
             refuse("data", self.data, "must be >= 1, or -1 for all devices the other axes leave")
-        check_at_least(self, 1, "model", "stage", "context", "replica")
+        check_at_least(self, 1, "model", "stage", "context", "expert", "replica", "node")
         if self.zero not in range(4):
             message = f"zero={self.zero} is not valid; use 0, 1, 2 or 3"
             raise ConfigError(message, ("zero",))

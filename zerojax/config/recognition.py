@@ -53,6 +53,7 @@ DEEPSPEED_KEYS = frozenset(
         "log_level",
         "managed_gradient_accumulation",
         "memory_breakdown",
+        "moe",
         "nebula",
         "optimizer",
         "pipeline",

@@ -20,13 +20,15 @@ from zerojax.config.checks import (
     refuse,
 )
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
+from zerojax.config.expert_settings import MoEConfig
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict, load_dataclass, to_dict
-from zerojax.config.mesh import MeshConfig, OffloadConfig, as_mesh_config
+from zerojax.config.mesh import MeshConfig, OffloadConfig, WireConfig, as_mesh_config
 from zerojax.config.sections import (
     CheckpointConfig,
     LogConfig,
     LoraConfig,
     LossScale,
+    MixturePart,
     WatchConfig,
     describe_loss_scale,
 )
@@ -41,12 +43,14 @@ __all__ = [
     "LoraConfig",
     "LossScale",
     "MeshConfig",
+    "MixturePart",
     "ModelConfig",
     "OffloadConfig",
     "OptimizerConfig",
     "ParameterGroup",
     "RunConfig",
     "WatchConfig",
+    "WireConfig",
     "as_mesh_config",
     "describe_loss_scale",
     "from_dict",
@@ -94,6 +98,7 @@ class ModelConfig:
     """Tokens of a row whose hidden activations of the MLP a layer holds at once; null holds all.
     For long rows: the products are the same, and those of the forward pass are computed again in
     the backward pass, as under remat full."""
+    moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
     matmul_dtype: Literal["fp8"] | None = None
     """Dtype of the blocks' matrix products. null: the compute dtype of `precision`. fp8: 8-bit
     floats (e4m3, gradients e5m2) with delayed scaling; attention scores, embedding and head
@@ -120,11 +125,16 @@ class ModelConfig:
     """Hugging Face folder (config.json, *.safetensors) with the initial weights. The folder
     sets the sizes; dropout, remat, loss_chunk, mlp_chunk, matmul_dtype, attention,
     attention_layout and lora are set here."""
+    config: str | None = None
+    """config.json of Hugging Face, or its folder: the model that it describes, with new weights
+    from the seed. It sets the sizes as `pretrained` does."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        if self.pretrained is not None:
-            self._check_pretrained()
+        if self.pretrained is not None and self.config is not None:
+            refuse("config", self.config, "cannot stand beside model.pretrained, which brings one")
+        if self.sizes_file is not None:
+            self._check_sizes_are_theirs()
         check_at_least(self, 1, "vocab_size", "max_seq_len", "num_layers", "num_heads", "embed_dim")
         check_at_least(self, 1, "num_kv_heads", "mlp_dim", "loss_chunk", "mlp_chunk")
         check_at_least(self, 1, "attention_window")
@@ -146,13 +156,21 @@ class ModelConfig:
                 f"does not divide num_heads ({self.num_heads}); use 1 or {self.num_heads}",
             )
 
-    def _check_pretrained(self) -> None:
+    @property
+    def sizes_file(self) -> str | None:
+        """What sets the sizes in place of the fields here."""
+        return self.pretrained or self.config
+
+    def _check_sizes_are_theirs(self) -> None:
+        what = "the folder of model.pretrained" if self.pretrained else "the file of model.config"
         free = ("dropout", "remat", "loss_chunk", "mlp_chunk", "matmul_dtype", "attention")
-        free = (*free, "attention_layout", "lora", "pretrained")
+        free = (*free, "attention_layout", "lora", "pretrained", "config")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name not in (*free, "vocab_size") and value != field.default:
-                refuse(field.name, value, "is set by the folder of model.pretrained; leave it out")
+            made = field.default_factory
+            default = field.default if made is dataclasses.MISSING else made()
+            if field.name not in (*free, "vocab_size") and value != default:
+                refuse(field.name, value, f"is set by {what}; leave it out")
 
 
 @names_keywords()
@@ -161,12 +179,14 @@ class DataConfig:
     """Where tokens come from."""
 
     path: str | None = None
-    """Text file, folder of text files, or token file of `zerojax data prepare`. null: the
+    """Text file, folder of text files, or what `zerojax data prepare` wrote. null: the
     Shakespeare text inside the package."""
+    mixture: tuple[MixturePart, ...] = ()
+    """In place of path: several sets of data, [{path: a, weight: 3}, {path: b, at_end: stop}]."""
     tokenizer: str = "bytes"
     """"bytes" (256 tokens), "bpe:2048" (trained on the corpus), or a tokenizer file: ours, a
-    model's tokenizer.json, or its folder. With model.pretrained "bytes" means that folder's
-    tokenizer.json, if it has one."""
+    model's tokenizer.json, or its folder. With model.pretrained or model.config "bytes" means
+    that folder's tokenizer.json, if it has one."""
     seq_len: int = 256
     """Tokens of one training example."""
     validation_fraction: float = 0.05
@@ -175,11 +195,16 @@ class DataConfig:
     """Seed of the order of examples. null: `seed`."""
     pack: bool = False
     """Tell the texts of a row apart: tokens see their own text alone, and no loss crosses from one
-    to the next. Needs a tokenizer with an id between two texts; bytes have none."""
+    to the next. Needs a tokenizer with an id between two texts; bytes have none. Chats are packed
+    whole, whatever this says."""
+    long_texts: Literal["refuse", "split", "drop"] = "refuse"
+    """Of chats that are longer than a row: an error, rows of their parts, or none of their rows."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
         check_at_least(self, 1, "seq_len")
+        if self.mixture and self.path is not None:
+            refuse("path", self.path, "stands beside data.mixture; write all paths in the mixture")
         check_fraction(self, "validation_fraction", below_one=True)
 
 
@@ -235,19 +260,28 @@ class OptimizerConfig:
     """Learning rate at the last step, as a fraction of the peak."""
     decay_fraction: float = 0.2
     """For wsd only: the fraction of the run spent in the decay."""
+    ema_decay: float | None = None
+    """Decay of an exponential moving average of the weights, 4 bytes per parameter beside the
+    optimizer's state; 0.999 averages over about 1,000 updates. null: none."""
+    ema_warmup: bool = True
+    """The average decays by at most (1 + t) / (10 + t) at update t, so that it soon forgets the
+    first weights."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
         check_positive(self, "learning_rate", "eps", "clip_norm")
-        check_fraction(self, "beta1", "beta2", below_one=True)
+        check_fraction(self, "beta1", "beta2", "ema_decay", below_one=True)
         check_fraction(self, "final_lr_fraction", "decay_fraction")
         check_at_least(self, 0, "weight_decay", "warmup_steps")
+        if self.ema_decay is None and not self.ema_warmup:
+            refuse("ema_warmup", False, "is for an average of the weights; set ema_decay as well")
         for pattern, _ in self.groups:
             check_regex("groups", pattern)
 
 
 Dtype = Literal["fp32", "bf16"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
+FrozenDtype = Literal["fp32", "bf16", "fp16", "nf4", "int8"]
 
 
 @names_keywords()
@@ -275,6 +309,11 @@ class RunConfig:
     with stochastically rounded updates."""
     moments_dtype: Dtype = "fp32"
     """Dtype of the optimizer's stored moments; its arithmetic is float32."""
+    freeze_dtype: FrozenDtype | None = None
+    """Dtype of stored parameters that are not trained (`freeze`, all but adapters). null: that of
+    `precision`, in which they are computed with; where param_dtype is bf16, bf16. nf4, int8:
+    kernels are rounded to codes of 4 or 8 bits (0.53 and 1.03 bytes a weight), the rest is stored
+    as with null."""
     loss_scale: LossScale = dataclasses.field(default_factory=LossScale)
     """How the loss is scaled in fp16; nothing else takes one."""
     global_batch_size: int = 32
@@ -323,7 +362,7 @@ class RunConfig:
                 "set precision=fp16",
                 ("loss_scale",),
             )
-        if self.data.seq_len > self.model.max_seq_len and self.model.pretrained is None:
+        if self.data.seq_len > self.model.max_seq_len and self.model.sizes_file is None:
             raise ConfigError(
                 f"{self.data.seq_len} is above model.max_seq_len ({self.model.max_seq_len}); "
                 "lower it or raise model.max_seq_len",
@@ -353,8 +392,22 @@ class RunConfig:
     def _elastic_batch(self) -> ElasticBatch:
         return self.elasticity.choose_batch(self.mesh.devices_per_shard)
 
+    def mesh_on(self, num_devices: int) -> MeshConfig:
+        """The mesh of an elastic run on these devices: experts over as many as divide them, and
+        `wire.secondary` where they are several nodes of `mesh.node`.
+
+        The same object where `elasticity` is not enabled, or `mesh.data` is given.
+        """
+        if not self.elasticity.enabled or self.mesh.data != -1:
+            return self.mesh
+        mesh = dataclasses.replace(self.mesh, expert=self.mesh.expert_on(num_devices))
+        if mesh.node is None or (num_devices > mesh.node and num_devices % mesh.node == 0):
+            return mesh
+        wire = dataclasses.replace(mesh.wire, secondary=False)
+        return dataclasses.replace(mesh, node=None, wire=wire)
+
     def on_devices(self, num_devices: int) -> "RunConfig":
-        """These settings with the batch, and its parts, that an elastic run has on these devices.
+        """These settings with the batch, its parts and the mesh of an elastic run on these devices.
 
         The same object where `elasticity` is not enabled.
 
@@ -372,7 +425,10 @@ class RunConfig:
                 f"is not what elasticity chooses on {num_devices} devices ({parts}); leave it out",
             )
         return dataclasses.replace(
-            self, global_batch_size=batch.global_batch_size, num_microbatches=parts
+            self,
+            global_batch_size=batch.global_batch_size,
+            num_microbatches=parts,
+            mesh=self.mesh_on(num_devices),
         )
 
 

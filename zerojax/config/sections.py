@@ -1,4 +1,4 @@
-"""Options of one concern each: adapters (LoRA), loss scale, watchdog, checkpoints and logs."""
+"""Options of one concern each: adapters, mixtures, loss scale, watchdog, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -70,6 +70,23 @@ class LoraConfig:
     def freeze(self) -> tuple[str, ...]:
         """For `freeze=`: everything but the adapters stays as it is; nothing without adapters."""
         return ADAPTERS_ONLY if self.rank else ()
+
+
+@names_keywords()
+@dataclass(frozen=True, kw_only=True)
+class MixturePart:
+    """One set of data of a mixture, and its share of the rows."""
+
+    path: str
+    """As data.path."""
+    weight: float = 1.0
+    """Rows of this set are weight / sum of all weights of the rows; at least 1/1,024 of them."""
+    at_end: Literal["repeat", "stop"] = "repeat"
+    """What follows when all its rows were given: its next epoch, or only rows of the others."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_positive(self, "weight")
 
 
 @names_keywords()
@@ -258,6 +275,10 @@ class CheckpointConfig:
     """Write in the background after one copy to the host."""
     fingerprints: bool = True
     """Compute a fingerprint of each array on its devices, and compare it after a restore."""
+    frozen: Literal["auto", "source", "saved"] = "auto"
+    """Weights that are not trained. source: they stay in the folder of Hugging Face that they were
+    read from, and are read from there again. saved: they are in every checkpoint. auto: source
+    where there is such a folder."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

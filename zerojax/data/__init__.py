@@ -1,12 +1,16 @@
 """Batches: from text or token files to global arrays, resumable by one integer."""
 
 from zerojax.data.batch_sharding import abstract_global, local_rows, local_rows_of_mesh, shard_batch
+from zerojax.data.chats import PreparedChats, prepare_chats
 from zerojax.data.corpus import read_text
 from zerojax.data.feed import Feed, as_feed, has_no_end, one_pass
 from zerojax.data.masking import MaskedSource, as_masked_source
+from zerojax.data.mixture import MixtureSource
+from zerojax.data.opening import array_names, as_source, mixture_parts
+from zerojax.data.packed_source import PackedSource
 from zerojax.data.packing import Boundary
 from zerojax.data.prefetching import Prefetch, prefetch
-from zerojax.data.source import TokenSource, as_source
+from zerojax.data.source import RowSource, TokenSource
 from zerojax.data.subwords import BpeTokenizer, HuggingFaceTokenizer
 from zerojax.data.tokenizer import (
     ByteTokenizer,
@@ -24,11 +28,16 @@ __all__ = [
     "Feed",
     "HuggingFaceTokenizer",
     "MaskedSource",
+    "MixtureSource",
+    "PackedSource",
     "Prefetch",
+    "PreparedChats",
+    "RowSource",
     "TokenSource",
     "Tokenizer",
     "Tokens",
     "abstract_global",
+    "array_names",
     "as_feed",
     "as_masked_source",
     "as_source",
@@ -37,9 +46,11 @@ __all__ = [
     "load_tokenizer",
     "local_rows",
     "local_rows_of_mesh",
+    "mixture_parts",
     "one_pass",
     "open_tokens",
     "prefetch",
+    "prepare_chats",
     "read_text",
     "save_tokenizer",
     "shard_batch",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.resources
-import json
 import os
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from zerojax.data.record_files import RECORD_SUFFIXES, read_records, saved_files
+
 EMBEDDED_NAME = "shakespeare.txt"
-TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".jsonl")
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py", *RECORD_SUFFIXES)
 TOKEN_SUFFIXES = (".bin", ".npy")
 # A piece is what one tokenizer call sees: large enough to amortise the call, small enough that a
 # corpus of any size is read in constant memory.
@@ -58,6 +59,8 @@ def other_suffixes(path: str | Path | None) -> list[str]:
     """Endings of the files of a folder, one for each file, that are not read as text."""
     if path is None or not (root := existing_path(path)).is_dir():
         return []
+    if saved_files(root) is not None:  # which knows its own files
+        return []
     every = find_files(root, {file.suffix.lower() for file in root.rglob("*")})
     return [file.suffix for file in every if file.suffix.lower() not in TEXT_SUFFIXES]
 
@@ -80,6 +83,8 @@ def find_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
 def find_text_files(path: str | Path | None) -> list[Path]:
     """The text files that `path` means: the embedded one, one file, or all those of a folder.
 
+    Of a folder that `datasets` has saved, the files of its split "train".
+
     Raises:
       FileNotFoundError: no such path.
       ValueError: a folder without text files, or files without a single byte.
@@ -87,7 +92,9 @@ def find_text_files(path: str | Path | None) -> list[Path]:
     if path is None:
         return [embedded_path()]
     root = existing_path(path)
-    files = find_files(root, TEXT_SUFFIXES) if root.is_dir() else [root]
+    files = saved_files(root) if root.is_dir() else [root]
+    if files is None:
+        files = find_files(root, TEXT_SUFFIXES)
     if not files:
         seen = sorted({p.suffix or p.name for p in root.rglob("*") if p.is_file()})[:8]
         raise ValueError(
@@ -110,15 +117,17 @@ def num_text_bytes(files: Sequence[Path]) -> int:
 def read_documents(files: Sequence[Path]) -> Iterator[Iterator[str]]:
     """One iterator of text pieces per document, in the order of `files`, in constant memory.
 
-    A text file is one document. Each line of a `.jsonl` file is one document, its `"text"` value.
-    Every document must be consumed before the next one is asked for. Empty documents are left.
+    A text file is one document. Each line of a `.jsonl` file, and each row of a `.parquet` or
+    `.arrow` file, is one document, its `"text"` value. Every document must be consumed before the
+    next one is asked for. Empty documents are left.
 
     Raises:
-      ValueError: bytes that are not UTF-8, or a `.jsonl` line without a "text" string.
+      ValueError: bytes that are not UTF-8, or a row without a "text" string.
+      ImportError: parquet or arrow without the package pyarrow.
     """
     for file in files:
-        if file.suffix.lower() == ".jsonl":
-            for text in _json_lines(file):
+        if file.suffix.lower() in RECORD_SUFFIXES:
+            for text in _texts_of_rows(file):
                 if text:
                     yield iter((text,))
         elif file.stat().st_size:
@@ -185,18 +194,11 @@ def _to_utf8(file: Path) -> str:
     return f"if it is Latin-1: iconv -f latin1 -t utf-8 {shlex.quote(os.fspath(file))} > {new}"
 
 
-def _json_lines(file: Path) -> Iterator[str]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{file}:{number}: not JSON ({error}); fix the line") from error
-            if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-                raise ValueError(
-                    f'{file}:{number}: no "text" string in {str(value)[:80]}; every line must be '
-                    'an object such as {"text": "..."}'
-                )
-            yield value["text"]
+def _texts_of_rows(file: Path) -> Iterator[str]:
+    for number, value in read_records(file, ("text",)):
+        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+            raise ValueError(
+                f'{file}:{number}: no "text" string in {str(value)[:80]}; every row must be '
+                'an object such as {"text": "..."}, or a chat: --format chat'
+            )
+        yield value["text"]

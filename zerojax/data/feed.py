@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from pathlib import Path
 from typing import Any
 
-from zerojax.data.source import TokenSource
+from zerojax.data.source import RowSource
 
 logger = logging.getLogger("zerojax.data")
 
@@ -96,6 +96,11 @@ class Feed(abc.ABC):
         if self._returned:
             self._returned_state = state
 
+    def epochs(self, state: Mapping[str, Any]) -> dict[str, int]:
+        """{part of the data: its epoch, from 1} at a state of this feed; empty: nothing to say."""
+        del state
+        return {}
+
     @abc.abstractmethod
     def _next(self) -> Batch:
         """The next batch; raises StopIteration at the end."""
@@ -110,13 +115,11 @@ class Feed(abc.ABC):
 
 
 class SourceFeed(Feed):
-    """The batches of a `TokenSource`; the position is one row number."""
+    """The batches of a `RowSource`; the position is one row number."""
 
-    kind = "tokens"
-
-    def __init__(self, source: TokenSource, start: int, rows: tuple[int, int] | None):
+    def __init__(self, source: RowSource, start: int, rows: tuple[int, int] | None):
         super().__init__(start)
-        size = source.global_batch_size
+        self.kind, size = source.kind, source.global_batch_size
         self._source = source
         self._lo, self._hi = rows or (0, size)
         if not 0 <= self._lo < self._hi <= size:
@@ -127,6 +130,10 @@ class SourceFeed(Feed):
         batch = self._source.rows(self._row + self._lo, self._row + self._hi)
         self._row += self._source.global_batch_size
         return batch
+
+    def epochs(self, state: Mapping[str, Any]) -> dict[str, int]:
+        """Which epoch each part of the data is in, from 1, at a state of this feed."""
+        return self._source.epochs(int(state["row"])) if "row" in state else {}
 
     def _details(self) -> State:
         # The row and not only the step: a run continued with another global_batch_size goes on
@@ -239,11 +246,11 @@ def as_feed(batches: Any, *, start: int = 0, rows: tuple[int, int] | None = None
     """A `Feed` of what a user calls batches.
 
     Args:
-      batches: a `TokenSource`, a function `step -> batch`, a sequence or iterable of batches
+      batches: a `RowSource`, a function `step -> batch`, a sequence or iterable of batches
         (repeated at its end), or an iterator (ends with it). With several processes everything
-        but a `TokenSource` gives each process its own rows (`local_rows`).
+        but a `RowSource` gives each process its own rows (`local_rows`).
       start: the step to start with; `Feed.restore` goes to a saved state more exactly.
-      rows: `(lo, hi)` of each global batch that this process reads from a `TokenSource`; None: all.
+      rows: `(lo, hi)` of each global batch that this process reads from a `RowSource`; None: all.
 
     Raises:
       TypeError: a single batch, a path, or something that is not data at all.
@@ -251,7 +258,7 @@ def as_feed(batches: Any, *, start: int = 0, rows: tuple[int, int] | None = None
     """
     if isinstance(batches, Feed):
         raise TypeError("this is a Feed already; use it as it is, with Feed.restore(state)")
-    if isinstance(batches, TokenSource):
+    if isinstance(batches, RowSource):
         return SourceFeed(batches, start, rows)
     if isinstance(batches, str | Path) or batches is None:
         raise TypeError(f"batches={batches!r}: turn it into a source first with as_source(...)")
@@ -293,7 +300,7 @@ def one_pass(batches: Any) -> tuple[Any, int | None]:
 def has_no_end(batches: Any) -> bool:
     """Whether batches go on forever: those of a text, and of a function of the step."""
     is_function = callable(batches) and not isinstance(batches, Iterable)
-    return batches is None or isinstance(batches, TokenSource) or is_function
+    return batches is None or isinstance(batches, RowSource) or is_function
 
 
 def _as_json(value: Any) -> Any:

@@ -69,8 +69,8 @@ class MaskedSource(TokenSource):
         ids = np.arange(size, dtype=np.int32)
         return ids[~np.isin(ids, (self.mask_token, *self.special_tokens))]
 
-    def rows(self, first: int, last: int) -> dict[str, np.ndarray]:
-        """Rows [first, last) of the endless sequence; pure.
+    def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows with these numbers; pure.
 
         Returns:
           "tokens": int32 [rows, seq_len], some masked. "positions": int32 [rows, num_places],
@@ -78,10 +78,10 @@ class MaskedSource(TokenSource):
           "weights": float32 [rows, num_places], 0 where a row has fewer ordinary tokens than
           places.
         """
-        tokens = super().rows(first, last)["tokens"]
-        positions, weights = self._places(tokens, first)
+        tokens = super().rows_at(numbers)["tokens"]
+        counters = self._counters(numbers)
+        positions, weights = self._places(tokens, counters)
         targets = np.take_along_axis(tokens, positions, axis=1)
-        counters = self._counters(first, last)
         at = np.take_along_axis(counters, positions.astype(np.int64), axis=1)
         drawn = self._ordinary[(self._words(at, 1) % np.uint64(self._ordinary.size)).astype(int)]
         share = self._words(at, 2) / 2.0**64
@@ -91,20 +91,20 @@ class MaskedSource(TokenSource):
         np.put_along_axis(tokens, positions, shown.astype(np.int32), axis=1)
         return {"tokens": tokens, "positions": positions, "targets": targets, "weights": weights}
 
-    def _places(self, tokens: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+    def _places(self, tokens: np.ndarray, counters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(positions int32, weights float32), both [rows, num_places]."""
         can_be = ~np.isin(tokens, (self.mask_token, *self.special_tokens))
         # In the order of random words, ordinary tokens first.
-        words = self._words(self._counters(first, first + len(tokens)), 0) >> np.uint64(1)
+        words = self._words(counters, 0) >> np.uint64(1)
         words |= np.where(can_be, np.uint64(0), np.uint64(1) << np.uint64(63))
         chosen = np.argsort(words, axis=1, kind="stable")[:, : self.num_places]
         positions = np.sort(chosen, axis=1)
         weights = np.take_along_axis(can_be, positions, axis=1).astype(np.float32)
         return positions.astype(np.int32), weights
 
-    def _counters(self, first: int, last: int) -> np.ndarray:
+    def _counters(self, numbers: np.ndarray) -> np.ndarray:
         """uint64 [rows, seq_len]: a number of its own for every place of every row."""
-        rows = np.arange(first, last, dtype=np.uint64)[:, None] * np.uint64(self.seq_len)
+        rows = numbers.astype(np.uint64)[:, None] * np.uint64(self.seq_len)
         return rows + np.arange(self.seq_len, dtype=np.uint64)[None, :]
 
     def _words(self, counters: np.ndarray, stream: int) -> np.ndarray:

@@ -79,6 +79,10 @@ class BpeTokenizer:
         # Pieces are encoded on all cores: twice as fast as one call on two cores.
         return _encode(self._backend, _pieces(text))
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(int32 [n] ids, int64 [n, 2] of the characters [start, end) of each) of each text."""
+        return _encode_with_offsets(self._backend, texts)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of the ids, end-of-text marks written out; ValueError for an unknown id."""
         checked = checked_ids(ids, self.vocab_size).tolist()
@@ -184,6 +188,19 @@ class HuggingFaceTokenizer:
         # of the text), one core encodes the text as a whole.
         return _encode(self._backend, _pieces(text) if self._is_cut_at_line_ends else [text])
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(int32 [n] ids, int64 [n, 2] of the characters [start, end) of each) of each text.
+
+        The template's tokens are not added; special tokens that a text writes out are tokens.
+        """
+        return _encode_with_offsets(self._backend, texts)
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """How special tokens, such as <|im_end|>, are written."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
+
     def encode_texts(
         self, texts: Sequence[str], *, max_length: int | None = None
     ) -> dict[str, np.ndarray]:
@@ -243,6 +260,14 @@ class HuggingFaceTokenizer:
 def _encode(backend: Any, pieces: list[str]) -> np.ndarray:
     encodings = backend.encode_batch_fast(pieces, add_special_tokens=False)
     return np.concatenate([np.asarray(e.ids, np.int32) for e in encodings])
+
+
+def _encode_with_offsets(backend: Any, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    encodings = backend.encode_batch(list(texts), add_special_tokens=False)
+    return [
+        (np.asarray(e.ids, np.int32), np.asarray(e.offsets, np.int64).reshape(-1, 2))
+        for e in encodings
+    ]
 
 
 def _pieces(text: str) -> list[str]:

@@ -22,6 +22,7 @@ from zerojax.runtime.bounded_json import JsonError, load
 _BPE_SPEC = re.compile(r"bpe:(\d[\d_]*)")
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 
 
 @runtime_checkable
@@ -68,6 +69,15 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """int32 [n]: the UTF-8 bytes of `text`."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(int32 [n] ids, int64 [n, 2] of the characters [start, end) of each) of each text."""
+        made = []
+        for text in texts:
+            sizes = [len(character.encode("utf-8")) for character in text]
+            starts = np.repeat(np.arange(len(text)), sizes)
+            made.append((self.encode(text), np.stack([starts, starts + 1], axis=1)))
+        return made
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text; a cut character becomes U+FFFD. Raises ValueError for an id outside 0-255."""
@@ -186,7 +196,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise FileNotFoundError(
             f"tokenizer={str(path)!r} is neither 'bytes', nor 'bpe:<size>', nor an existing file"
         )
-    value = _read_object(file, "a tokenizer file")
+    value = read_object(file, "a tokenizer file")
     if "kind" in value or "model" not in value:
         return tokenizer_from_dict(value)
     return HuggingFaceTokenizer(value, end=_stated_end(file.with_name(SETTINGS_FILE)))
@@ -196,11 +206,16 @@ def _stated_end(settings: Path) -> str | None:
     """The token that ends a text as tokenizer_config.json has it: a name, or an object with it."""
     if not settings.is_file():
         return None
-    end = _read_object(settings, "a tokenizer's settings").get("eos_token")
+    end = read_object(settings, "a tokenizer's settings").get("eos_token")
     return end.get("content") if isinstance(end, Mapping) else end
 
 
-def _read_object(file: Path, what: str) -> dict[str, Any]:
+def read_object(file: Path, what: str) -> dict[str, Any]:
+    """The object in a file of JSON.
+
+    Raises:
+      ValueError: the file is none, so that it is not `what`.
+    """
     try:
         value = load(file)
     except JsonError as error:

@@ -277,16 +277,26 @@ def check_ids(tokens: Tokens, vocab_size: int) -> None:
       ValueError: names the file, the offset and the id.
     """
     if tokens.vocab_size is not None:
-        if tokens.vocab_size > vocab_size:
-            raise ValueError(
-                f"{tokens.name} holds ids of a tokenizer with {tokens.vocab_size} entries, the "
-                f"model's vocab_size is {vocab_size}; set it to {tokens.vocab_size} or more"
-            )
+        check_vocab_sizes(tokens.name, tokens.vocab_size, vocab_size)
         return
     for part in tokens.parts:
         if part.ids.nbytes <= SCAN_BYTES:
             for start, block in _blocks(part.ids):
                 check_block(block, vocab_size, name=part.name, offset=part.offset + start)
+
+
+def check_vocab_sizes(name: str, of_data: int, of_model: int) -> None:
+    """Refuses data of a tokenizer with more entries than the model has.
+
+    Raises:
+      ValueError: names the data and both sizes.
+    """
+    if of_data > of_model:
+        raise ValueError(
+            f"{name} holds ids of a tokenizer with {of_data} entries, the model's vocab_size is "
+            f"{of_model}; set it to {of_data} or more, or prepare the data with the model's "
+            "tokenizer"
+        )
 
 
 def check_block(block: np.ndarray, vocab_size: int, *, name: str, offset: int) -> None:

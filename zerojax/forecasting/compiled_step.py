@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -37,6 +37,8 @@ from zerojax.hardware.gpus import Gpu, find_gpu, target_text
 from zerojax.models.context import SCOPE
 from zerojax.models.cudnn_attention import FORWARD as FUSED_ATTENTION
 from zerojax.models.flops import count_program_flops
+from zerojax.models.trees import format_bytes
+from zerojax.optim.matrices import SCOPE as MATRICES
 from zerojax.parallel.step import build_step
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.counts import (
@@ -48,16 +50,27 @@ from zerojax.plan.counts import (
     state_bytes,
     tokens_per_step,
 )
+from zerojax.plan.eight_bits import describe_eight_bits, eight_bit_share, wire_bytes_saved
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.offload_costs import hiding
+from zerojax.plan.open_choices import describe_open_choices
+from zerojax.plan.whole_matrices import matrix_bytes
+from zerojax.plan.wire import bytes_by_level
 
-FACTS_VERSION = 7
+FACTS_VERSION = 10
 """Raised when the readers find something else in the same program: what is cached is not reused."""
 
 Facts = dict[str, Any]
 """What was read from a compiled step: plain values, as JSON takes them."""
 
-STATE_ROLES = ("master weights", "optimizer state", "weights", "frozen", "extras")
+STATE_ROLES = (
+    "master weights",
+    "optimizer state",
+    "average of weights",
+    "weights",
+    "frozen",
+    "extras",
+)
 
 
 class Forecast(ForecastNumbers):
@@ -152,6 +165,7 @@ def _make_forecast(
     say("tracing the step")
     traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
     flops = count_program_flops(traced.jaxpr) / plan.mesh.size
+    eight_bits = eight_bit_share(traced.jaxpr)
     attention_bytes = attention_wire_bytes(traced.jaxpr, plan.mesh.shape)
     if why_formula is None:
         say("lowering")
@@ -165,7 +179,8 @@ def _make_forecast(
             seconds = time.perf_counter() - began
             forecast_cache.store(key, facts)
     made_by = compile_client.compiler_version(fast=fast)
-    return _assemble(plan, gpu, flops, attention_bytes, facts, why_formula, seconds, made_by)
+    work = _Work(flops, eight_bits, attention_bytes)
+    return _assemble(plan, gpu, work, facts, why_formula, seconds, made_by)
 
 
 # --- what the compiled step says ------------------------------------------------------------------
@@ -220,12 +235,15 @@ def _collective_facts(one: Collective, overlap: Any, axes: str, nodes: Sequence[
         "dtype": one.dtype,
         "axis": axes,
         "of_attention": SCOPE in one.op_name,
+        "of_matrices": MATRICES in one.op_name,
         "crosses_nodes": len({nodes[index] for index in one.group}) > 1,
+        "group": [len(one.group), sum(nodes[i] == nodes[one.group[0]] for i in one.group)],
         "times": one.times,
         "payload_bytes": one.payload_bytes,
         "wire_bytes": one.wire_bytes,
         "loop_depth": one.loop_depth,
         "hidden_flops": 0 if overlap is None else overlap.matmul_flops,
+        "hidden_eight_bit_flops": 0 if overlap is None else overlap.eight_bit_flops,
     }
 
 
@@ -266,11 +284,19 @@ def _nodes(devices: Mesh | AbstractMesh | Sequence[Any]) -> list[int]:
 # --- one forecast ---------------------------------------------------------------------------------
 
 
+class _Work(NamedTuple):
+    """What a traced step does on one device: FLOPs, which share of them is of 8-bit floats, and
+    bytes that attention sends."""
+
+    flops: float
+    eight_bits: float
+    attention_bytes: int
+
+
 def _assemble(
     plan: Plan,
     gpu: Gpu,
-    flops: float,
-    attention_bytes: int,
+    work: _Work,
     facts: Facts | None,
     why_formula: str | None,
     seconds: float,
@@ -279,7 +305,7 @@ def _assemble(
     mesh = {str(name): size for name, size in plan.mesh.shape.items()}
     dtype = np.dtype(plan.precision.compute_dtype).name
     memory = _memory(plan, facts)
-    traffic = find_traffic(plan, gpu, mesh, dtype, facts, attention_bytes)
+    traffic = find_traffic(plan, gpu, mesh, dtype, facts, work.attention_bytes)
     offload = offload_numbers(plan, gpu, facts)
     return Forecast(
         gpu=gpu,
@@ -298,19 +324,46 @@ def _assemble(
             gpu,
             mesh=mesh,
             dtype=dtype,
-            flops=flops,
+            flops=work.flops,
+            eight_bits=work.eight_bits,
+            model_eight_bits=eight_bit_share(plan.traced.forward),
             model_flops=model_flops(plan) / plan.mesh.size,
             hbm_bytes=None if facts is None else facts["hbm_bytes"],
             rows=traffic.rows,
             formula_bytes=traffic.formula_bytes,
+            level_bytes=bytes_by_level(plan),
             message_bytes=traffic.message_formula_bytes,
-            attention_bytes=attention_bytes,
+            attention_bytes=work.attention_bytes,
+            exchange_bytes=traffic.exchange_formula_bytes,
+            matrix_bytes=matrix_bytes(plan),
             tokens=tokens_per_step(plan),
             hiding=None if offload is None else offload.hiding,
         ),
         verdict=verdict(plan, gpu, memory),
-        remarks=(*_unmeasured(plan, gpu), *(() if facts is None else _remarks(facts))),
+        remarks=(
+            *_unmeasured(plan, gpu),
+            *_of_eight_bits(plan, gpu),
+            *(() if facts is None else _remarks(facts)),
+            *describe_open_choices(plan),
+        ),
     )
+
+
+def _of_eight_bits(plan: Plan, gpu: Gpu) -> Iterator[str]:
+    """What 8-bit floats save, and where a card has no units for them."""
+    said = describe_eight_bits(plan.traced.forward, plan.precision)
+    yield from said
+    if said and gpu.fp8_flops is None:
+        yield (
+            f"{gpu.title} has no units for 8-bit floats that anything is published of: such "
+            "products count as others do, and their operands are made wider first"
+        )
+    saved = wire_bytes_saved(plan)
+    if saved:
+        yield (
+            f"kernels that are gathered in 8 bits send {format_bytes(saved)} less per step, by "
+            "formula, than in the compute dtype"
+        )
 
 
 def _unmeasured(plan: Plan, gpu: Gpu) -> tuple[str, ...]:

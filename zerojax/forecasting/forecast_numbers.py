@@ -69,7 +69,11 @@ class TrafficRow:
       wire_bytes: sent by one device, all executions, as a ring does it.
       loop_depth: 0 outside of loops.
       crosses_nodes: whether a group reaches beyond one node's fast fabric.
-      of_attention: whether attention over a split sequence sends it.
+      group: (devices of a group, how many of them are in the node of the first); None: what the
+        axes and the devices of a node say.
+      network_bytes: of wire_bytes, what one device sends between nodes (`roofline.network_share`).
+      of_attention: whether attention over a split sequence sends it; of_matrices: an optimizer of
+        whole matrices.
       hidden: share of the wire time that matrix products scheduled between start and end take, all
         at published peaks; 0 where a collective blocks.
     """
@@ -83,7 +87,10 @@ class TrafficRow:
     loop_depth: int
     crosses_nodes: bool
     hidden: float
+    network_bytes: int = 0
     of_attention: bool = False
+    of_matrices: bool = False
+    group: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,11 +100,16 @@ class Traffic:
     Attributes:
       rows: from the compiled program, largest first; empty where nothing was compiled.
       wire_bytes: their sum; None where nothing was compiled.
+      network_bytes: of these between nodes.
       data_wire_bytes: of these ZeRO's own, over the data axes, and over `stage` for what all stages
         read; message_wire_bytes: between neighbours of a pipeline; attention_wire_bytes: of
         attention over sequences that are split over `context`.
       formula_bytes: ZeRO's by formula (see `plan.wire`); message_formula_bytes: the messages';
         attention_traced_bytes: attention's, counted in the traced step.
+      exchange_wire_bytes: between devices that experts are split over; exchange_formula_bytes: by
+        formula, of one round (see `plan.expert_costs`).
+      matrix_wire_bytes: for the update by an optimizer of whole matrices; matrix_formula_bytes: by
+        formula (see `plan.whole_matrices`).
       unit: 2 bytes x parameters x (N-1)/N.
     """
 
@@ -110,6 +122,11 @@ class Traffic:
     message_formula_bytes: int = 0
     attention_wire_bytes: int | None = None
     attention_traced_bytes: int = 0
+    network_bytes: int | None = None
+    exchange_wire_bytes: int | None = None
+    exchange_formula_bytes: int = 0
+    matrix_wire_bytes: int | None = None
+    matrix_formula_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,8 +169,10 @@ class Estimate:
         update's, and what of the rest lasts longer than max(compute, memory). 0 without offload.
       step_seconds: max(compute, memory) + exposed wire + offload.
       bound_by: "compute", "memory", "wire", or of offload "link", that of the host, or "disk".
-      mfu: model FLOPs over step_seconds and the published peak; None without a peak.
+      mfu: model FLOPs over step_seconds and the published peak, of 8-bit floats for products of
+        these; None without a peak.
       tokens_per_second: of the whole mesh; None where the batch has no tokens.
+      eight_bits: share of `flops` that are products of 8-bit floats, from 0 to 1.
     """
 
     flops: float
@@ -168,6 +187,7 @@ class Estimate:
     mfu: float | None
     tokens_per_second: float | None
     offload_seconds: float = 0.0
+    eight_bits: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from zerojax.forecasting.forecast_numbers import (
     Traffic,
 )
 from zerojax.models.trees import format_bytes, format_count
+from zerojax.plan.expert_costs import expert_lines
 from zerojax.plan.plan_page import CELL, ROLE, hiding_lines, moved_lines, tier_lines
 from zerojax.plan.plan_page import WIDTH as INNER_WIDTH
 
@@ -32,6 +33,7 @@ def forecast_page(forecast: ForecastNumbers) -> str:
         _head(forecast),
         _memory(forecast.memory),
         _traffic(forecast.traffic, forecast.num_devices),
+        _experts(forecast.plan["experts"]),
         offload_section(forecast),
         _time(forecast),
         _notes(forecast),
@@ -193,13 +195,15 @@ def _traffic(traffic: Traffic, num_devices: int) -> list[str]:
         return [title, *by_formula, *_traffic_remarks(traffic)]
     largest = max(traffic.wire_bytes, *(sent for _, sent in _by_formula(traffic)), 1)
     unit, scale, digits = _unit(largest, BYTE_UNITS)
+    between = ["between nodes"] if traffic.network_bytes else []
     rows: Rows = [
-        ["collective", "axis", "dtype", "times", "in loops", unit, "units", "link", "hidden"]
+        ["collective", "axis", "dtype", "times", "in loops", unit, "units", *between, "hidden"]
     ]
     unit_bytes = traffic.unit or 1.0
     shown = round_to_sum([row.wire_bytes / scale for row in traffic.rows], digits)
     units = round_to_sum([row.wire_bytes / unit_bytes for row in traffic.rows], 2)
-    for row, size, times_unit in zip(traffic.rows, shown, units, strict=True):
+    network = round_to_sum([row.network_bytes / scale for row in traffic.rows], digits)
+    for row, size, times_unit, crossing in zip(traffic.rows, shown, units, network, strict=True):
         rows.append(
             [
                 row.kind,
@@ -209,15 +213,17 @@ def _traffic(traffic: Traffic, num_devices: int) -> list[str]:
                 str(row.loop_depth),
                 f"{size:,.{digits}f}",
                 f"{times_unit:.2f}",
-                "network" if row.crosses_nodes else "node",
+                *(f"{crossing:,.{digits}f}" for _ in between),
                 f"{row.hidden:.0%}",
             ]
         )
     blank = ["", "", "", ""]
-    rows.append(["sum", *blank, f"{sum(shown):,.{digits}f}", f"{sum(units):.2f}", "", ""])
+    crossing_sum = [f"{sum(network):,.{digits}f}" for _ in between]
+    in_all = [f"{sum(shown):,.{digits}f}", f"{sum(units):.2f}"]
+    rows.append(["sum", *blank, *in_all, *crossing_sum, ""])
     for name, sent in _by_formula(traffic):
         size, in_units = f"{sent / scale:,.{digits}f}", f"{sent / unit_bytes:.2f}"
-        rows.append([f"{name} by formula", *blank, size, in_units, "", ""])
+        rows.append([f"{name} by formula", *blank, size, in_units, *("" for _ in between), ""])
     table = align_columns(rows, left=3)
     return [title, *table, *_traffic_remarks(traffic)]
 
@@ -226,6 +232,8 @@ def _by_formula(traffic: Traffic) -> list[tuple[str, int]]:
     others = [
         ("messages", traffic.message_formula_bytes),
         ("attention", traffic.attention_traced_bytes),
+        ("experts", traffic.exchange_formula_bytes),
+        ("whole matrices", traffic.matrix_formula_bytes),
     ]
     return [("ZeRO", traffic.formula_bytes), *((name, sent) for name, sent in others if sent)]
 
@@ -243,11 +251,29 @@ def _traffic_remarks(traffic: Traffic) -> list[str]:
     if traffic.attention_wire_bytes is not None and traffic.attention_traced_bytes:
         ratio = traffic.attention_wire_bytes / traffic.attention_traced_bytes
         lines.append(f"  attention along context sends {ratio:.1%} of what its formula says")
+    if traffic.network_bytes:
+        lines.append("  between nodes: of what a device sends, what goes through its network card")
+    if traffic.exchange_wire_bytes is not None and traffic.exchange_formula_bytes:
+        ratio = traffic.exchange_wire_bytes / traffic.exchange_formula_bytes
+        lines.append(f"  all-to-alls along expert send {ratio:.1%} of what the formula says")
+    if traffic.matrix_wire_bytes is not None and traffic.matrix_formula_bytes:
+        ratio = traffic.matrix_wire_bytes / traffic.matrix_formula_bytes
+        lines.append(
+            "  whole matrices, which the optimizer needs (all-to-alls in f32): "
+            f"{ratio:.1%} of the formula"
+        )
     if traffic.rows:
         lines += [
             "  hidden: share of its time that products scheduled beside it last, at peak rates"
         ]
     return lines
+
+
+def _experts(costs: dict[str, Any] | None) -> list[str]:
+    if costs is None:
+        return []
+    lines = [_wrap(f"- {line}", "  ", "    ") for line in expert_lines(costs)]
+    return ["EXPERTS, by formula", *(line for wrapped in lines for line in wrapped)]
 
 
 def _time(forecast: ForecastNumbers) -> list[str]:
@@ -259,7 +285,7 @@ def _time(forecast: ForecastNumbers) -> list[str]:
     def cell(seconds: float | None) -> str:
         return "-" if seconds is None else f"{seconds / scale:,.{digits}f}"
 
-    repeated = _repeated(forecast)
+    repeated = _repeated(forecast) + _in_eight_bits(forecast)
     rows: Rows = [["", unit, ""]]
     rows.append(
         ["matrix products", cell(times[0]), f"{_si(estimate.flops)}FLOP on a device{repeated}"]
@@ -281,6 +307,15 @@ def _repeated(forecast: ForecastNumbers) -> str:
     if forecast.plan["pipeline"] is None:
         return f", {again:.0%} of it computed again"
     return f", {again:.0%} of it not the model's own, idle slots included"
+
+
+def _in_eight_bits(forecast: ForecastNumbers) -> str:
+    """Which part of what is computed is of 8-bit floats, if any."""
+    share = forecast.estimate.eight_bits
+    if not share:
+        return ""
+    own = forecast.gpu.fp8_flops is not None
+    return f", {share:.0%} in 8 bits" + " at their own peak" * own
 
 
 def _step_rows(estimate: Estimate, scale: float, digits: int) -> Rows:
@@ -336,7 +371,8 @@ def _notes(forecast: ForecastNumbers) -> list[str]:
     notes += [f"option {name} left out: {why}" for name, why in forecast.options_dropped.items()]
     if forecast.num_devices > gpu.node_devices:
         notes.append(
-            "between nodes a ring uses the network cards of all its GPUs of a node at once, as NCCL"
+            "between nodes a ring uses the network cards of all its GPUs of a node at once, as "
+            "NCCL; an all-to-all sends each GPU of another node its part directly"
         )
     lines = ["NOTES"] if notes else []
     for note in notes:

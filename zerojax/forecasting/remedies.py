@@ -21,6 +21,7 @@ from zerojax.models.trees import format_bytes, num_elements
 from zerojax.optim import Optimizer
 from zerojax.plan.counts import (
     ACTIVATIONS,
+    AVERAGE,
     GATHERED,
     GRADIENTS,
     MASTERS,
@@ -37,7 +38,7 @@ from zerojax.plan.offload_costs import link_seconds, rates_of
 from zerojax.plan.pipeline_costs import activation_bytes, total_buffer_bytes
 from zerojax.plan.schedules import lower, make_schedule
 
-STATE = (MASTERS, OPTIMIZER, "optimizer temporaries")
+STATE = (MASTERS, OPTIMIZER, AVERAGE, "optimizer temporaries")
 MOST_FRACTION = 0.95
 """Of a card, what JAX may be given: CUDA, NCCL and libraries take some 0.5 to 2 GiB beside it."""
 PRICES = {
@@ -219,7 +220,7 @@ def accumulation_bytes(plan: Plan) -> int:
     Scattered gradients are added to it as they come; whole ones live beside it.
     """
     placement = plan.placement
-    early = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
+    early = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY, Access.LOOK_UP)
     sum_bytes = jnp.dtype(plan.precision.accumulate_dtype).itemsize
     replaced = jnp.dtype(plan.precision.reduce_dtype).itemsize
     total = 0
@@ -285,7 +286,7 @@ def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
     """What can wait in host memory: the optimizer's state, then what layers are given, then their
     weights."""
     config, in_slices = plan.settings.offload, can_slice(plan)
-    state = _sum(sizes, MASTERS, OPTIMIZER)
+    state = _sum(sizes, MASTERS, OPTIMIZER, AVERAGE)
     if in_slices and config.opt_state != HOST and state:
         # Forward and backward then read a copy that is kept; at stages 1 and 2 it comes on top of
         # what is gathered from it.

@@ -23,10 +23,12 @@ import jax
 
 from zerojax.forecasting.hlo.dataflow import MATMULS, MOVES, Dataflow, Edge, Value
 from zerojax.forecasting.hlo.live_buffers import LiveAtPeak
+from zerojax.optim import EMA
 from zerojax.plan.make import Plan
 
 MASTERS = "master weights"
 OPTIMIZER = "optimizer state"
+AVERAGE = "average of weights"
 FROZEN = "frozen"
 EXTRAS = "extras"
 BATCH = "batch"
@@ -42,6 +44,7 @@ FRAGMENTATION = "fragmentation"
 ROLES = (
     MASTERS,
     OPTIMIZER,
+    AVERAGE,
     FROZEN,
     EXTRAS,
     BATCH,
@@ -59,6 +62,8 @@ _ARGUMENTS = {
     "params": MASTERS,
     "masters": MASTERS,
     "opt_state": OPTIMIZER,
+    "one_bit": OPTIMIZER,
+    "copies": STORED,
     "frozen": FROZEN,
     "extras": EXTRAS,
 }
@@ -72,7 +77,7 @@ def bytes_by_role(live: LiveAtPeak, plan: Plan) -> dict[str, int]:
       plan: whose step it is; names the arguments.
 
     Returns:
-      Every one of `ROLES`. The first six and "other" hold arguments, for the whole step; copies
+      Every one of `ROLES`. The first seven and "other" hold arguments, for the whole step; copies
       and slices of the batch or of extras count there too. "other" also holds outputs that have
       memory of their own, counters, keys and tables of pointers; "fragmentation" is what no value
       uses of the temporaries' block. The sum is `live.peak`.
@@ -101,6 +106,8 @@ def argument_roles(plan: Plan) -> dict[str, str]:
         role = _ARGUMENTS.get(path[0].key, OTHER)
         if path[0].key == "params" and path[1].key in copied:
             role = STORED  # the copy that forward and backward read
+        if path[0].key == "opt_state" and getattr(path[1], "name", None) == EMA:
+            role = AVERAGE
         roles["state" + jax.tree_util.keystr(path)] = role
     for path, _ in jax.tree_util.tree_leaves_with_path(plan.abstract_batch):
         roles["batch" + jax.tree_util.keystr(path)] = BATCH
@@ -130,6 +137,7 @@ _ORIGINS = {
     STORED: _Origin.PARAMETER,
     FROZEN: _Origin.PARAMETER,
     OPTIMIZER: _Origin.STATE,
+    AVERAGE: _Origin.STATE,
     BATCH: _Origin.BATCH,
     EXTRAS: _Origin.EXTRAS,
     OTHER: _Origin.OTHER_ARGUMENT,
@@ -174,7 +182,19 @@ class Roles:
         if not origin:
             value = self._first_with_origin(value)
             origin = self._origin[value]
+        if not origin and self._only_update_reads(value):
+            return UPDATE
         return self._role(value, origin)
+
+    def _only_update_reads(self, value: Value) -> bool:
+        """Whether the update alone reads a constant, such as a coefficient of each element."""
+        readers = {
+            target
+            for found in self._walk(value)
+            for target, link in self._flow.targets(found)
+            if link is Edge.USED
+        }
+        return bool(readers) and readers <= self._update
 
     def _role(self, value: Value, origin: _Origin) -> str:
         read = value in self._read

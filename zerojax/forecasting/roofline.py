@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -16,13 +17,15 @@ from zerojax.forecasting.forecast_numbers import (
 from zerojax.forecasting.remedies import find_remedies, largest_role
 from zerojax.hardware.gpus import Gpu
 from zerojax.models.trees import format_bytes
-from zerojax.plan.device_mesh import CONTEXT, DATA, MODEL, PASS_AXES, STAGE
+from zerojax.plan.device_mesh import CONTEXT, DATA, EXPERT, MODEL, PASS_AXES, STAGE
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import Hiding
 
 FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """What JAX reads its share of the card from; the second is its older name."""
 RINGS = ("all-gather", "reduce-scatter", "all-reduce")
+DIRECT = ("all-to-all", "ragged-all-to-all")
+"""Each member of a group sends each other one its part, whatever lies between them."""
 TIGHT = 0.03
 """A head-room below this share of the limit is said to be tight: the allocator's own gaps."""
 
@@ -46,18 +49,41 @@ def members_per_node(mesh: Mapping[str, int], axis: str, node_devices: int) -> i
     return sum(number < node_devices for number in ids)
 
 
+def network_share(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> float:
+    """Which share of `row.wire_bytes` each device sends between nodes, by a network card.
+
+    A ring enters each node once: of m members of a node one sends to the next node, and NCCL runs m
+    rings, each through the card of another member, so that every card has 1/m (nccl-tests,
+    doc/PERFORMANCE.md, "bus bandwidth"). An all-to-all sends to each of the g - 1 others directly,
+    g - m of them in other nodes. A permute or broadcast has the card of its sender alone.
+    """
+    if not row.crosses_nodes:
+        return 0.0
+    if row.group is None:
+        members = members_per_node(mesh, row.axis, gpu.node_devices)
+        size = math.prod(mesh.get(name, 1) for name in row.axis.split("+"))
+    else:
+        size, members = row.group
+    if row.kind in RINGS:
+        return 1.0 / members
+    return (size - members) / (size - 1) if row.kind in DIRECT and size > members else 1.0
+
+
 def link_bandwidth(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> float:
     """Bytes per second at which one device of a group sends, at best.
 
-    Inside a node: its fabric. Across nodes a ring is as fast as its slowest link; as every GPU has
-    a network card, NCCL runs as many rings as a group has members in a node, each through the card
-    of another member, up to the speed of the fabric (nccl-tests, doc/PERFORMANCE.md, "bus
-    bandwidth"). A point-to-point message has the card of its sender alone.
+    Inside a node: its fabric. Across nodes the slower of both links: what goes between nodes by the
+    network card, and by the fabric the rest of what is sent directly or, in a ring, all of it.
     """
-    if not row.crosses_nodes:
-        return gpu.node_bandwidth
-    rings = members_per_node(mesh, row.axis, gpu.node_devices) if row.kind in RINGS else 1
-    return min(gpu.node_bandwidth, rings * gpu.network_bandwidth)
+    between = network_share(gpu, mesh, row)
+    inside = 1.0 if row.kind in RINGS or not between else 1.0 - between
+    return 1.0 / max(inside / gpu.node_bandwidth, between / gpu.network_bandwidth)
+
+
+def with_network_bytes(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> TrafficRow:
+    """The row with what it sends between nodes."""
+    sent = round(row.wire_bytes * network_share(gpu, mesh, row))
+    return dataclasses.replace(row, network_bytes=sent)
 
 
 def estimate(
@@ -72,8 +98,13 @@ def estimate(
     formula_bytes: int = 0,
     message_bytes: int = 0,
     attention_bytes: int = 0,
+    exchange_bytes: int = 0,
+    matrix_bytes: Mapping[str, int] | None = None,
+    level_bytes: tuple[int, int] = (0, 0),
     tokens: int | None = None,
     hiding: Hiding | None = None,
+    eight_bits: float = 0.0,
+    model_eight_bits: float = 0.0,
 ) -> Estimate:
     """The roofline (Williams et al. 2009, doi:10.1145/1498765.1498785) with a third roof, the wire.
 
@@ -96,13 +127,27 @@ def estimate(
       rows: what one device sends; empty where nothing was compiled.
       formula_bytes: taken instead of rows where nothing was compiled: hidden as far as possible;
         message_bytes: likewise what a pipeline sends; attention_bytes: what attention sends along
-        `context`.
+        `context`; exchange_bytes: what goes to experts along `expert` and back; matrix_bytes: {mesh
+        axes: what an optimizer of whole matrices sends over them}; level_bytes: of formula_bytes
+        what stays in nodes, and what goes between them alone.
       tokens: of one global batch.
       hiding: of a plan with offload.
+      eight_bits: share of `flops` that are products of 8-bit floats, whose peak is their own;
+        model_eight_bits: of `model_flops`.
     """
     if hbm_bytes is None:
-        rows = _formula_rows(gpu, mesh, formula_bytes, message_bytes, attention_bytes)
-    peak = gpu.peak_flops(dtype)
+        rows = _formula_rows(
+            gpu,
+            mesh,
+            formula_bytes,
+            level_bytes,
+            message_bytes,
+            attention_bytes,
+            exchange_bytes,
+            matrix_bytes or {},
+        )
+    peak = gpu.peak_flops(dtype, eight_bits)
+    model_peak = gpu.peak_flops(dtype, model_eight_bits)
     compute = flops / peak if peak else None
     memory = None if hbm_bytes is None else hbm_bytes / gpu.memory_bandwidth
     seconds = [row.wire_bytes / link_bandwidth(gpu, mesh, row) for row in rows]
@@ -124,25 +169,43 @@ def estimate(
         exposed_wire_seconds=exposed,
         step_seconds=step,
         bound_by=None if compute is None else _bound(compute, memory, exposed, offload, hiding),
-        mfu=model_flops / (step * peak) if step and peak else None,
+        mfu=model_flops / (step * model_peak) if step and model_peak else None,
         tokens_per_second=tokens / step if step and tokens else None,
         offload_seconds=offload,
+        eight_bits=eight_bits,
     )
 
 
 def _formula_rows(
-    gpu: Gpu, mesh: Mapping[str, int], data_bytes: int, message_bytes: int, attention_bytes: int
+    gpu: Gpu,
+    mesh: Mapping[str, int],
+    data_bytes: int,
+    level_bytes: tuple[int, int],
+    message_bytes: int,
+    attention_bytes: int,
+    exchange_bytes: int,
+    matrix_bytes: Mapping[str, int],
 ) -> list[TrafficRow]:
-    """What formulas send: ZeRO's rings over the data axes, a pipeline's messages to neighbours, and
-    attention's along a split sequence."""
+    """What formulas send: ZeRO's rings over the data axes, a pipeline's messages to neighbours,
+    attention's along a split sequence, rows to experts and back, and matrices to their owners."""
     data_axes = [name for name in PASS_AXES if mesh.get(name, 1) > 1]
     span = mesh.get(STAGE, 1) * mesh.get(MODEL, 1)  # of devices, from first to last stage
+    sequence = span * mesh.get(CONTEXT, 1)
+    axis, everyone = "+".join(data_axes) or DATA, math.prod(mesh.values())
+    inside, between = level_bytes
     rows = (
-        ("all-gather", "+".join(data_axes) or DATA, data_bytes, math.prod(mesh.values())),
-        ("collective-permute", STAGE, message_bytes, span),
-        ("all-to-all", CONTEXT, attention_bytes, span * mesh.get(CONTEXT, 1)),
+        ("all-gather", axis, data_bytes - inside - between, everyone, None),
+        ("all-gather", axis, inside, 1, None),
+        ("all-gather", axis, between, everyone, (max(everyone // gpu.node_devices, 2), 1)),
+        ("collective-permute", STAGE, message_bytes, span, None),
+        ("all-to-all", CONTEXT, attention_bytes, sequence, None),
+        ("all-to-all", EXPERT, exchange_bytes, sequence * mesh.get(EXPERT, 1), None),
+        *(
+            ("all-to-all", axes, sent, _span(mesh, axes), None)
+            for axes, sent in matrix_bytes.items()
+        ),
     )
-    return [
+    formula = [
         TrafficRow(
             kind=kind,
             axis=axis,
@@ -153,10 +216,18 @@ def _formula_rows(
             loop_depth=0,
             crosses_nodes=devices > gpu.node_devices,
             hidden=1.0,
+            group=group,
         )
-        for kind, axis, sent, devices in rows
+        for kind, axis, sent, devices, group in rows
         if sent
     ]
+    return [with_network_bytes(gpu, mesh, row) for row in formula]
+
+
+def _span(mesh: Mapping[str, int], axis: str) -> int:
+    """Devices from the first to the last of a group over axes such as "data+context"."""
+    names = [*mesh]
+    return math.prod(mesh[name] for name in names[min(map(names.index, axis.split("+"))) :])
 
 
 def _bound(

@@ -14,15 +14,17 @@ from zerojax.config.mesh import HOST
 from zerojax.forecasting.forecast_numbers import Offload, Traffic, TrafficRow
 from zerojax.forecasting.hlo.communication import PERMUTE
 from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
-from zerojax.forecasting.roofline import link_bandwidth
+from zerojax.forecasting.roofline import link_bandwidth, with_network_bytes
 from zerojax.hardware.gpus import Gpu
 from zerojax.models.flops import without_waste
 from zerojax.models.jaxpr import inner_programs
 from zerojax.plan.counts import role_tiers
-from zerojax.plan.device_mesh import CONTEXT, PIPELINE_AXES, STAGE
+from zerojax.plan.device_mesh import CONTEXT, EXPERT, PIPELINE_AXES, STAGE
+from zerojax.plan.expert_costs import exchange_bytes
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import buffer_bytes, file_bytes, hiding, moved_bytes
 from zerojax.plan.pipeline_costs import message_bytes
+from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import wire_bytes, wire_unit
 
 Facts = dict[str, Any]
@@ -35,7 +37,10 @@ _SENT: Mapping[str, Callable[[int], float]] = {
 }
 """Share of what a device has that it sends to the others of an axis, by primitive."""
 
-_ROW_KEYS = ("kind", "axis", "dtype", "loop_depth", "crosses_nodes", "of_attention")
+_ROW_KEYS = (
+    *("kind", "axis", "dtype", "loop_depth", "crosses_nodes"),
+    *("of_attention", "of_matrices", "group"),
+)
 
 
 def find_traffic(
@@ -64,21 +69,28 @@ def find_traffic(
         unit=unit,
         message_formula_bytes=message_bytes(plan.pipeline) if plan.pipeline else 0,
         attention_traced_bytes=attention_bytes,
+        exchange_formula_bytes=exchange_bytes(plan),
+        matrix_formula_bytes=sum(matrix_bytes(plan).values()),
     )
     if facts is None:
         return by_formula
     rows = _rows(facts["collectives"], gpu, mesh, dtype)
     messages = [row for row in rows if (row.kind, row.axis) == (PERMUTE, STAGE)]
-    apart = [*messages, *(row for row in rows if row.of_attention)]
+    exchanges = [row for row in rows if (row.kind, row.axis) == ("all-to-all", EXPERT)]
+    matrices = [row for row in rows if row.of_matrices]
+    apart = [*messages, *exchanges, *matrices, *(row for row in rows if row.of_attention)]
     shards = {*PIPELINE_AXES}
     ours = [row for row in rows if set(row.axis.split("+")) <= shards and row not in apart]
     return dataclasses.replace(
         by_formula,
         rows=rows,
         wire_bytes=sum(row.wire_bytes for row in rows),
+        network_bytes=sum(row.network_bytes for row in rows),
         data_wire_bytes=sum(row.wire_bytes for row in ours),
         message_wire_bytes=sum(row.wire_bytes for row in messages),
         attention_wire_bytes=sum(row.wire_bytes for row in rows if row.of_attention),
+        exchange_wire_bytes=sum(row.wire_bytes for row in exchanges),
+        matrix_wire_bytes=sum(row.wire_bytes for row in matrices),
     )
 
 
@@ -114,9 +126,10 @@ def _sent_by(equation: Any, devices: int) -> float:
 def _rows(
     collectives: Sequence[Facts], gpu: Gpu, mesh: Mapping[str, int], dtype: str
 ) -> tuple[TrafficRow, ...]:
-    """One row per kind, axis, dtype and loop depth; the largest first."""
+    """One row per kind, axis, dtype, loop depth and kind of group; the largest first."""
     grouped: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
     for one in collectives:
+        one = {**one, "group": tuple(one["group"])}  # a list, where facts were kept as JSON
         grouped[tuple(one[key] for key in _ROW_KEYS)].append(one)
     rows = []
     for key, members in grouped.items():
@@ -127,20 +140,21 @@ def _rows(
             wire_bytes=round(sum(one["times"] * one["wire_bytes"] for one in members)),
             hidden=0.0,
         )
-        hidden = _hidden(members, gpu.peak_flops(dtype), link_bandwidth(gpu, mesh, row))
-        rows.append(dataclasses.replace(row, hidden=hidden))
+        hidden = _hidden(members, gpu, dtype, link_bandwidth(gpu, mesh, row))
+        rows.append(with_network_bytes(gpu, mesh, dataclasses.replace(row, hidden=hidden)))
     return tuple(sorted(rows, key=lambda row: (-row.wire_bytes, row.kind, row.axis)))
 
 
-def _hidden(members: Sequence[Facts], peak: float | None, bandwidth: float) -> float:
+def _hidden(members: Sequence[Facts], gpu: Gpu, dtype: str, bandwidth: float) -> float:
     """Share of the wire time that products between start and end take, all at published peaks."""
-    if not peak:
-        return 0.0
     wire = hidden = 0.0
     for one in members:
         seconds = one["wire_bytes"] / bandwidth
         wire += one["times"] * seconds
-        hidden += one["times"] * min(seconds, one["hidden_flops"] / peak)
+        flops = one["hidden_flops"]
+        peak = gpu.peak_flops(dtype, one["hidden_eight_bit_flops"] / flops if flops else 0.0)
+        if peak:
+            hidden += one["times"] * min(seconds, flops / peak)
     return hidden / wire if wire else 0.0
 
 

@@ -1,9 +1,12 @@
-"""Devices of this process: their kind, the memory in use, and the bandwidth of the host link."""
+"""Devices of this process: kind, driver, the memory in use, and the bandwidth of the host link."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 import os
+import re
 import resource
 import sys
 import time
@@ -19,12 +22,43 @@ from zerojax.config.mesh import HOST_KIND
 
 SIZES = (16 * 2**20, 128 * 2**20, 1024 * 2**20)
 """Bytes of one array: a slice of a small layer, of a large one, and what the link does at best."""
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+NVML = "libnvidia-ml.so.1"
 MISSING = "this device offers no pinned host memory, so nothing can be offloaded to it"
 
 
 def device_kind() -> str:
     """What the first local device calls itself, as in "NVIDIA H100 80GB HBM3" or "cpu"."""
     return jax.local_devices()[0].device_kind
+
+
+@functools.cache
+def driver_version() -> str | None:
+    """Of NVIDIA's driver, such as "580.159.04"; None where there is none, or nothing says it.
+
+    JAX tells the CUDA that it was built with, not the driver that is here.
+    """
+    try:
+        line = DRIVER_FILE.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+    except OSError:  # a container may have the library and not the file
+        return _version_by_nvml()
+    found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", line)
+    return found[1] if found else _version_by_nvml()
+
+
+def _version_by_nvml() -> str | None:
+    try:
+        nvml = ctypes.CDLL(NVML)
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2():
+        return None
+    try:
+        text = ctypes.create_string_buffer(80)
+        failed = nvml.nvmlSystemGetDriverVersion(text, len(text))
+    finally:
+        nvml.nvmlShutdown()
+    return None if failed else text.value.decode(errors="replace")
 
 
 def device_memory() -> dict[str, Any]:

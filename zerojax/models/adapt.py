@@ -59,7 +59,8 @@ def _check_not_torch(model: Any) -> None:
         raise TypeError(
             f"{_name_of(model)} is a module of PyTorch, which JAX cannot differentiate; write it "
             "in Flax, or save it with save_pretrained(FOLDER) and give "
-            "zerojax.from_hugging_face(FOLDER), which knows GPT-2, Llama and BERT"
+            "zerojax.from_hugging_face(FOLDER), which knows GPT-2, Llama, BERT and the families of "
+            "docs/hugging_face.md"
         )
 
 
@@ -110,7 +111,8 @@ def as_loss(loss: Any, model: Model, batch: Any = None) -> Loss:
         )
     name, module = getattr(loss, "__name__", ""), getattr(loss, "__module__", None) or ""
     of_optax = module.startswith("optax.") and name
-    if of_optax or (module == losses.__name__ and getattr(losses, name, None) is loss):
+    of_ours = module == losses.__name__ and getattr(losses, name, None) is loss
+    if of_optax or (of_ours and loss is not losses.next_token_of_call):
         raise TypeError(
             f"loss={name} is a function of predictions and targets, and a loss is one of the model "
             f"and the batch; use "

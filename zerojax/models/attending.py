@@ -19,11 +19,15 @@ from jax import lax
 
 from zerojax.config.attention_layouts import LAYOUTS, BlockLayout
 from zerojax.config.checks import names_keywords
+from zerojax.models.attention_branches import Branch, attention_of_branch
 from zerojax.models.attention_choice import (
     IMPLEMENTATIONS,
+    Device,
     Implementation,
     choose,
     device_here,
+    kind_of,
+    measured_choice,
     on_each_device,
 )
 from zerojax.models.attention_tiles import tiles_of
@@ -32,6 +36,7 @@ from zerojax.models.context import attend_over, current_split
 from zerojax.models.cudnn_attention import cudnn_attention
 from zerojax.models.kernel_attention import kernel_attention
 from zerojax.models.sparse_layouts import BlockTable, layout_table
+from zerojax.models.stored_attention import masked_attention, stored_attention
 
 Both = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -49,6 +54,11 @@ class Call:
       layout: the table of blocks, if there is one.
       heads, kv_heads, head_dim, itemsize: of query and key; itemsize in bytes.
       causal: as it was asked for.
+      kind: words for its sizes (`attention_choice.kind_of`), where "auto" may take what was
+        measured; None elsewhere.
+      rows, dtype, window: of the query, and as it was asked for.
+      layers: (layers that make this call, layers of all) where a layer's kind decides.
+      has_sinks: whether heads have scores of no key.
     """
 
     implementation: Implementation
@@ -63,9 +73,21 @@ class Call:
     head_dim: int = 1
     itemsize: int = 4
     causal: bool = False
+    kind: str | None = None
+    rows: int = 1
+    dtype: str = "float32"
+    window: int | None = None
+    layers: tuple[int, int] | None = None
+    has_sinks: bool = False
 
     def describe(self) -> str:
         """One sentence: what was taken, and why."""
+        if self.layers is None:
+            return self._describe()
+        seen = "all tokens" if self.window is None else f"a window of {self.window}"
+        return f"{self._describe()}; {self.layers[0]} of {self.layers[1]} layers, {seen}"
+
+    def _describe(self) -> str:
         stored = f"{self.queries} x {self.keys} scores of each head"
         if self.tile is not None:
             queries, keys = self.tile
@@ -119,6 +141,27 @@ def layout_in_force(layout: BlockLayout) -> Iterator[list[BlockTable]]:
         _IN_FORCE.reset(token)
 
 
+@dataclasses.dataclass(frozen=True)
+class WindowOfLayer:
+    """A window that depends on the layer, one of a few that are known before any array.
+
+    Attributes:
+      windows: of each kind of layer, at least two; None: all tokens.
+      index: int32 [], which of them is this layer's.
+      layers: for each of them (layers that have it, layers of all); (): not known.
+    """
+
+    windows: tuple[int | None, ...]
+    index: jax.Array
+    layers: tuple[tuple[int, int], ...] = ()
+
+    def limit(self) -> jax.Array:
+        """The window as data: int32 [], above any distance where there is none."""
+        none = jnp.iinfo(jnp.int32).max
+        sizes = [none if window is None else window for window in self.windows]
+        return jnp.asarray(sizes, jnp.int32)[self.index]
+
+
 @names_keywords()
 def attention(
     query: jax.Array,
@@ -131,6 +174,8 @@ def attention(
     window: int | None = None,
     layout: BlockLayout | BlockTable | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Softmax attention, `softmax(scale * query @ key^T) @ value`, over the keys that are seen.
@@ -155,12 +200,16 @@ def attention(
         many tokens, which is cut. "chunked" computes the blocks alone that are seen, put together
         to tiles; "xla" computes all scores.
       scale: None: head_dim^-0.5.
+      softcap: scores become cap * tanh(scores / cap), as in Gemma 2 (arXiv:2408.00118).
+      sinks: [heads], a score of each head that is of no key: it takes part in the softmax and adds
+        nothing, as in gpt-oss.
       implementation: "xla" holds the scores of all queries and keys; "chunked" holds those of 512
         by 512 at a time and computes them again in the backward pass; "cudnn" is NVIDIA's fused
-        kernel, for bfloat16 and float16 without segments, positions and layout; "mosaic_gpu" is
-        zerojax's own for Hopper, with them, which no GPU has timed. "auto" is "cudnn"
+        kernel, for bfloat16 and float16 without segments, positions, layout, softcap and sinks;
+        "mosaic_gpu" is zerojax's own for Hopper, with the first three, which no GPU has timed.
+        "auto" is "cudnn"
         on GPUs where that can compute it, else "chunked" above 4096 keys or with a layout, else
-        "xla".
+        "xla"; a run on GPUs may have measured another to be faster (`zerojax.tune`).
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`.
@@ -179,58 +228,193 @@ def attention(
       >>> out.shape
       (2, 8, 4, 16)
     """
-    _check(query, key, value, window, implementation)
+    return attend_with(
+        query,
+        key,
+        value,
+        causal=causal,
+        segments=segments,
+        positions=positions,
+        window=window,
+        layout=layout,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        implementation=implementation,
+    )
+
+
+def attend_with(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    causal: bool = False,
+    segments: Both | None = None,
+    positions: Both | None = None,
+    window: int | WindowOfLayer | None = None,
+    layout: BlockLayout | BlockTable | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """`attention`, whose window may be the layer's."""
+    by_layer = window if isinstance(window, WindowOfLayer) else None
+    windows: tuple[Any, ...] = (window,) if by_layer is None else by_layer.windows
+    _check(query, key, value, windows, implementation, softcap, sinks)
     where = _pair("segments", segments, query, key), _pair("positions", positions, query, key)
-    visibility = Visibility(causal=causal, window=window)
     table = _table(layout, query, key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     split = current_split()
     if split is not None:  # a plan has refused layouts
-        attend = functools.partial(attention, implementation=implementation)
-        options = {"causal": causal, "window": window, "scale": scale}
-        rows = {"segments": where[0], "positions": where[1]}
-        return attend_over(split, attend, query, key, value, **options, **rows)
+        assert sinks is None, "a plan has refused sinks"
+        attend = functools.partial(attend_with, implementation=implementation)
+        options: dict[str, Any] = {"causal": causal, "scale": scale, "softcap": softcap}
+        options |= {"segments": where[0], "positions": where[1]}
+        if by_layer is None:
+            return attend_over(split, attend, query, key, value, window=windows[0], **options)
+
+        def of_layer(index: jax.Array, *arrays: jax.Array, **given: Any) -> jax.Array:
+            given["window"] = dataclasses.replace(by_layer, index=index)
+            return attend(*arrays, **given)
+
+        options |= {"window": None, "index": by_layer.index}
+        return attend_over(split, of_layer, query, key, value, **options)
     device = device_here()
     more = {"segments": segments, "positions": positions, "layout": table}
+    more |= {"softcap": softcap, "sinks": sinks}
     given = frozenset(name for name, value in more.items() if value is not None)
+    calls = [
+        _call(query, key, Visibility(causal, each), given, table, implementation, device)
+        for each in windows
+    ]
+    if by_layer is not None and by_layer.layers:
+        counted = zip(calls, by_layer.layers, strict=True)
+        calls = [dataclasses.replace(call, layers=layers) for call, layers in counted]
+    if (noted := _CALLS.get()) is not None:
+        noted.extend(calls)
+    pairs = {"segments": where[0], "positions": where[1]}
+    return _run(
+        query,
+        key,
+        value,
+        {name: pair for name, pair in pairs.items() if pair is not None},
+        calls=tuple(calls),
+        by_layer=by_layer,
+        where=device.where,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+def _call(
+    query: jax.Array,
+    key: jax.Array,
+    visibility: Visibility,
+    given: frozenset[str],
+    table: BlockTable | None,
+    implementation: Implementation,
+    device: Device,
+) -> Call:
+    """What computes a call, and why."""
     chosen, why = choose(implementation, device, query, key, visibility, given, table)
-    calls = _CALLS.get()
-    if calls is not None:
-        call = Call(
-            *(chosen, why, query.shape[1], key.shape[1]),
-            layout=table,
-            heads=query.shape[2],
-            kv_heads=key.shape[2],
-            head_dim=query.shape[3],
-            itemsize=query.dtype.itemsize,
-            causal=causal,
-        )
-        groups = query.shape[2] // key.shape[2]
-        calls.append(_with_tiles(call, visibility, positions is not None, groups))
-    if chosen == "cudnn" and device.where != "plan":
-        alone = device.where == "alone"
+    kind = kind_of(query, key, visibility, given) if implementation == "auto" else None
+    call = Call(
+        *(measured_choice(kind) or chosen, why, query.shape[1], key.shape[1]),
+        layout=table,
+        heads=query.shape[2],
+        kv_heads=key.shape[2],
+        head_dim=query.shape[3],
+        itemsize=query.dtype.itemsize,
+        causal=visibility.causal,
+        kind=kind,
+        rows=query.shape[0],
+        dtype=str(query.dtype),
+        window=visibility.window,
+        has_sinks="sinks" in given,
+    )
+    return _with_tiles(call, visibility, "positions" in given, query.shape[2] // key.shape[2])
+
+
+def _run(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    rows: dict[str, Any],
+    *,
+    calls: tuple[Call, ...],
+    by_layer: WindowOfLayer | None,
+    where: str,
+    scale: float,
+    softcap: float | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """What was chosen, on the arrays; `rows` are the segments and positions that are given."""
+    table, causal = calls[0].layout, calls[0].causal
+    chosen = {call.implementation for call in calls}
+    common: dict[str, Any] = {"scale": scale, "table": table}
+    if chosen == {"xla"}:
+        window: Any = calls[0].window if by_layer is None else by_layer.limit()
+        seen = Visibility(causal=causal, window=window)
         run = functools.partial(
-            _cudnn_of_jax if alone else cudnn_attention, visibility=visibility, scale=scale
+            stored_attention, visibility=seen, softcap=softcap, sinks=sinks, **common, **rows
+        )
+        return _in_float32_on_cpus(run, query, key, value)
+    if by_layer is not None or sinks is not None:
+        branches = tuple(_branch(call, where) for call in calls)
+        index = None if by_layer is None else by_layer.index
+        run = functools.partial(
+            attention_of_branch, branches=branches, causal=causal, softcap=softcap, **common
+        )
+        if {branch.implementation for branch in branches} != {"chunked"}:
+            return on_each_device(run, index, rows, sinks)(query, key, value)
+        run = functools.partial(_in_order, run, index, rows, sinks)
+        return _in_float32_on_cpus(run, query, key, value)
+    seen = Visibility(causal=causal, window=calls[0].window)
+    implementation = calls[0].implementation
+    if implementation == "cudnn" and where != "plan":
+        alone = where == "alone"
+        run = functools.partial(
+            _cudnn_of_jax if alone else cudnn_attention, visibility=seen, scale=scale
         )
         return run(query, key, value) if alone else on_each_device(run)(query, key, value)
-    if chosen == "mosaic_gpu" and device.where != "plan":
-        run = functools.partial(kernel_attention, visibility=visibility, scale=scale, table=table)
-        pairs = {"segments": where[0], "positions": where[1]}
-        rows = {name: pair for name, pair in pairs.items() if pair is not None}
+    if implementation == "mosaic_gpu" and where != "plan":
+        run = functools.partial(kernel_attention, visibility=seen, **common)
         return on_each_device(run, rows)(query, key, value)
-    attend = _stored if chosen == "xla" else chunked_attention
-    if chosen in ("cudnn", "mosaic_gpu") and table is None:
-        # Its products, to within one 64th of those of causal attention.
-        attend = functools.partial(chunked_attention, block=-(-key.shape[1] // 64))
+    block = _planned_block(implementation, key.shape[1], table)
     run = functools.partial(
-        attend,
-        visibility=visibility,
-        scale=scale,
-        segments=where[0],
-        positions=where[1],
-        table=table,
+        chunked_attention, visibility=seen, softcap=softcap, block=block, **common, **rows
     )
     return _in_float32_on_cpus(run, query, key, value)
+
+
+def _in_order(
+    run: Callable[..., jax.Array], index: Any, rows: Any, sinks: Any, *arrays: Any
+) -> Any:
+    return run(*arrays, index, rows, sinks)
+
+
+def _branch(call: Call, where: str) -> Branch:
+    """How a layer with this call is computed beside others of other calls."""
+    if call.implementation == "xla":  # all scores as one tile
+        return Branch("chunked", call.window, max(call.queries, call.keys), call.layers)
+    if where == "plan" or call.implementation == "chunked":
+        block = _planned_block(call.implementation, call.keys, call.layout)
+        return Branch("chunked", call.window, block, call.layers)
+    fused: Any = call.implementation
+    return Branch(fused, call.window, None, call.layers)
+
+
+def _planned_block(
+    implementation: Implementation, keys: int, table: BlockTable | None
+) -> int | None:
+    """Tokens of a block of "chunked" where it stands for a library's call in a plan's trace.
+
+    Its products are then those of the call, to within one 64th of those of causal attention.
+    """
+    return -(-keys // 64) if implementation != "chunked" and table is None else None
 
 
 def attend_to_cache(
@@ -239,24 +423,29 @@ def attend_to_cache(
     value: jax.Array,
     *,
     positions: jax.Array,
-    window: int | None,
+    window: int | WindowOfLayer | None,
     table: BlockTable | None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of new tokens to a cache of keys; no gradient is meant.
 
     Args:
       query, key, value: see `attention`; the keys are at 0, 1, 2, ...
       positions: integers [queries], where the queries are; not known before the arrays.
-      window: see `attention`.
+      window, scale, softcap, sinks: see `attention`; the window may be the layer's.
       table: the blocks that are seen, of at least as many tokens; None: all.
     """
-    visibility = Visibility(causal=True, window=window)
+    limit: Any = window.limit() if isinstance(window, WindowOfLayer) else window
+    visibility = Visibility(causal=True, window=limit)
     seen = visibility.is_visible(positions[None], jnp.arange(key.shape[1])[None])
     assert seen is not None  # it is causal
     seen = seen[:, None]
     if table is not None:
         seen = seen & table.of_positions(positions, key.shape[1])[None]
-    run = functools.partial(_masked, seen=seen, scale=query.shape[-1] ** -0.5)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    run = functools.partial(masked_attention, seen=seen, scale=scale, softcap=softcap, sinks=sinks)
     return _in_float32_on_cpus(run, query, key, value)
 
 
@@ -320,51 +509,6 @@ def _cudnn_of_jax(
     )
 
 
-def _stored(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    visibility: Visibility,
-    scale: float,
-    segments: tuple[jax.Array, jax.Array] | None,
-    positions: tuple[jax.Array, jax.Array] | None,
-    table: BlockTable | None,
-) -> jax.Array:
-    """`jax.nn.dot_product_attention` by XLA, which holds all scores."""
-    run = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation="xla")
-    plain = positions is None and visibility.window is None and table is None
-    if plain and segments is None:
-        return run(query, key, value, is_causal=visibility.causal)
-    if positions is None:
-        at = (jnp.arange(x.shape[1])[None] for x in (query, key))
-    else:
-        at = iter(positions)
-    seen = visibility.is_visible(*at)
-    if segments is not None:
-        of_query, of_key = segments
-        own = (of_query[:, :, None] == of_key[:, None, :]) & (of_key >= 0)[:, None, :]
-        seen = own if seen is None else own & jnp.broadcast_to(seen, own.shape)
-    seen = None if seen is None else seen[:, None]
-    if table is not None:
-        blocks = table.of_tokens(query.shape[1], key.shape[1])[None]
-        seen = blocks if seen is None else blocks & seen
-    if seen is None:
-        return run(query, key, value)
-    return _masked(query, key, value, seen, scale)
-
-
-def _masked(
-    query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array, scale: float
-) -> jax.Array:
-    """By XLA with `seen`: bool [batch or 1, heads or 1, queries, keys]; 0 where none is seen."""
-    out = jax.nn.dot_product_attention(
-        query, key, value, mask=seen, scale=scale, implementation="xla"
-    )
-    sees_any = jnp.moveaxis(jnp.any(seen, axis=-1), 1, 2)[..., None]
-    return jnp.where(sees_any, out, 0)
-
-
 # --- what is given --------------------------------------------------------------------------------
 
 
@@ -372,8 +516,10 @@ def _check(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    window: int | None,
+    windows: tuple[Any, ...],
     implementation: str,
+    softcap: float | None,
+    sinks: jax.Array | None,
 ) -> None:
     arrays = {"query": query, "key": key, "value": value}
     for name, array in arrays.items():
@@ -400,8 +546,15 @@ def _check(
             f"query has {heads} heads, which is not a multiple of the {key.shape[2]} of key and "
             f"value; use 1 or {heads} key/value heads"
         )
-    if window is not None and (isinstance(window, bool) or window < 1):
-        raise ValueError(f"window={window!r} must be at least 1; 1 is the token itself")
+    for window in windows:
+        if window is not None and (isinstance(window, bool) or window < 1):
+            raise ValueError(f"window={window!r} must be at least 1; 1 is the token itself")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap!r} must be above 0; use None for none")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(
+            f"sinks has shape {sinks.shape}, and query {heads} heads; give one score for each head"
+        )
     check_implementation("implementation", implementation)
 
 

@@ -11,7 +11,7 @@ import contextvars
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -97,6 +97,51 @@ def attention_planned_for(
         _PLANNED.reset(token)
 
 
+_MEASURED: contextvars.ContextVar[Mapping[str, str] | None]
+_MEASURED = contextvars.ContextVar("measured", default=None)
+
+
+@contextlib.contextmanager
+def attention_measured(choices: Mapping[str, str]) -> Iterator[None]:
+    """Calls of these kinds take these implementations where "auto" would choose.
+
+    Args:
+      choices: {kind of a call (`kind_of`): implementation}; other names are of no call.
+    """
+    token = _MEASURED.set(choices)
+    try:
+        yield
+    finally:
+        _MEASURED.reset(token)
+
+
+def measured_choice(kind: str | None) -> Implementation | None:
+    """What is in force for calls of a kind; None where "auto" chooses."""
+    choices = _MEASURED.get()
+    if kind is None or choices is None:
+        return None
+    return choices.get(kind)  # type: ignore[return-value]
+
+
+def kind_of(
+    query: jax.Array, key: jax.Array, visibility: Visibility, given: Collection[str]
+) -> str | None:
+    """Words for the sizes of a call, by which it is measured; None where its time hangs on data.
+
+    Args:
+      query, key, visibility, given: see `choose`.
+    """
+    if given:
+        return None
+    rows, tokens, heads, features = query.shape
+    words = [f"attention of {rows} x {tokens} tokens to {key.shape[1]}"]
+    words.append(f"{heads} heads of {features}, {key.shape[2]} of keys")
+    words.append(str(query.dtype))
+    words += ["causal"] * visibility.causal
+    words += [] if visibility.window is None else [f"window {visibility.window}"]
+    return ", ".join(words)
+
+
 def _card(kind: str | None) -> Gpu | None:
     """The card of a device kind, or of its own name, as the mesh of a plan has it."""
     return None if kind is None else gpu_of_device(kind) or named_gpu(kind)
@@ -142,7 +187,7 @@ def choose(
       implementation: what is asked for.
       device: where it will run.
       query, key, visibility: of the call.
-      given: which of "segments", "positions" and "layout" the call has.
+      given: which of "segments", "positions", "layout", "softcap" and "sinks" the call has.
       table: of the layout, if there is one.
 
     Raises:
@@ -152,7 +197,9 @@ def choose(
         return implementation, "asked for"
     if implementation == "mosaic_gpu":
         capability = None if device.platform is None else device.capability
-        why_not = device.why_no_gpu() or kernels.obstacle(
+        lacks = sorted({"softcap", "sinks"} & set(given))
+        why_not = f"they take no {' and no '.join(lacks)}" if lacks else device.why_no_gpu()
+        why_not = why_not or kernels.obstacle(
             query, key, table, capability=capability, split=device.split
         )
         if why_not:

@@ -2,9 +2,11 @@
 
 A result is one of: independent of the batch; **rows**, where each row of it depends on one row of
 the batch; a **total**, the sum over all rows of something computed row by row; a **count**, an
-input plus a total; or **other**. What is not understood is other, so each answer but that one can
-be relied on. Which numbers a row is computed with besides (parameters, random numbers, the place
-of the row) does not matter.
+input plus a total; **raised**, an input plus something that is other; or **other**. What is not
+understood is other, so each answer but that one can be relied on. Which numbers a row is computed
+with besides (parameters, random numbers, the place of the row) does not matter. What
+`zerojax.batch_sum` and `batch_mean` give is the same for all pieces of a microbatch, so it counts
+as independent of the batch, too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from zerojax.models.jaxpr import inner_programs, split_scan
+from zerojax.models.jaxpr import BatchCall, batch_call, inner_programs, split_scan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,15 +83,27 @@ class Count:
 
 
 @dataclasses.dataclass(frozen=True)
+class Raised:
+    """An input plus something that is other."""
+
+    input: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Other:
-    """Anything else. is_ratio: whether it is a total divided by a total."""
+    """Anything else.
+
+    is_ratio: whether it is a total divided by a total; is_product: whether it is a sum of terms one
+    of which is a product of totals, times anything that is no row.
+    """
 
     is_ratio: bool = False
+    is_product: bool = False
 
 
-Dependence = Fixed | Rows | Total | Count | Other
+Dependence = Fixed | Rows | Total | Count | Raised | Other
 
-_FIXED, _OTHER = Fixed(), Other()
+_FIXED, _OTHER, _PRODUCT = Fixed(), Other(), Other(is_product=True)
 _MOST_DIVISORS = 64
 """Of more, it is not said that none of them counts rows."""
 
@@ -115,6 +129,9 @@ _KEEPS_TOTALS = frozenset(
     ["convert_element_type", "copy", "copy_p", "name", "reduce_precision", "stop_gradient"]
 )
 _KEEPS_INPUTS = frozenset(["copy", "copy_p", "name", "optimization_barrier"])
+_MULTIPLIES = frozenset(["dot_general", "integer_pow", "mul", "square"])
+# A sum that has a term stays one that has it.
+_KEEPS_TERMS = frozenset(["add", "add_any", "div", "mul", "neg", "sub"]) | _REARRANGES
 _ALONG_A_DIM = {
     "concatenate": "dimension",
     "cumlogsumexp": "axis",
@@ -128,7 +145,11 @@ _ALONG_A_DIM = {
 
 
 def follow_rows(
-    closed: ClosedJaxpr, inputs: Sequence[Dependence], num_rows: int
+    closed: ClosedJaxpr,
+    inputs: Sequence[Dependence],
+    num_rows: int,
+    *,
+    over_batch: list[tuple[BatchCall, Dependence]] | None = None,
 ) -> list[Dependence]:
     """How each output of a program depends on the rows of its batch.
 
@@ -136,13 +157,18 @@ def follow_rows(
       closed: traced.
       inputs: for each input; a leaf of the batch is `Rows(0)`, all others `Fixed(place)`.
       num_rows: of the batch.
+      over_batch: gets (kind, what it was given) of each call of `zerojax.batch_sum` and
+        `batch_mean`, of one in a loop several times.
     """
-    return _Follow(num_rows).outputs(closed.jaxpr, inputs, closed.consts)
+    return _Follow(num_rows, over_batch).outputs(closed.jaxpr, inputs, closed.consts)
 
 
 class _Follow:
-    def __init__(self, num_rows: int) -> None:
+    def __init__(
+        self, num_rows: int, over_batch: list[tuple[BatchCall, Dependence]] | None = None
+    ) -> None:
         self._num_rows = num_rows
+        self._over_batch = [] if over_batch is None else over_batch
         self._numbers: dict[Any, float | None] = {}
 
     def outputs(
@@ -162,13 +188,12 @@ class _Follow:
 
     def _equation(self, equation: Any, given: list[Dependence]) -> Sequence[Dependence]:
         kind, number = equation.primitive.name, len(equation.outvars)
-        if kind in _KEEPS_INPUTS and len(given) == number:
-            return given
-        if kind == "convert_element_type" and isinstance(given[0], Fixed | Count):
-            same = equation.invars[0].aval.dtype == equation.outvars[0].aval.dtype
-            return given if same else [_FIXED if isinstance(given[0], Fixed) else _OTHER]
+        if (known := self._renamed(equation, given)) is not None:
+            return known
         if kind == "scan":
             return self._scan(equation, given)
+        if kind != "cond" and self._inner(equation) is None:
+            given = [_OTHER if isinstance(one, Raised) else one for one in given]
         if all(isinstance(one, Fixed) for one in given):
             inner = self._inner(equation)
             return [_FIXED] * number if inner is None else self.outputs(inner, given)
@@ -176,6 +201,8 @@ class _Follow:
             return [Other(is_ratio=True)]
         if kind in _KEEPS_TOTALS and isinstance(given[0], Other):
             return given
+        if _is_product(kind, given):
+            return [_PRODUCT] * number
         if any(isinstance(one, Other) for one in given) and not list(
             inner_programs(equation.params)
         ):
@@ -185,9 +212,24 @@ class _Follow:
         inner = self._inner(equation)
         if inner is not None:
             return self.outputs(inner, given)
-        if number != 1 and kind not in ("sort", "split"):
+        if number != 1 and kind not in ("sort", "split", "top_k"):
             return [_OTHER] * number
         return [self._one(equation, given)] * number
+
+    def _renamed(self, equation: Any, given: list[Dependence]) -> Sequence[Dependence] | None:
+        """Of an equation that gives its inputs under other names, or over the whole batch, or an
+        input with something added."""
+        kind = equation.primitive.name
+        if (call := batch_call(equation)) is not None:
+            self._over_batch.append((call, given[0]))
+            return [_FIXED]
+        if kind in _KEEPS_INPUTS and len(given) == len(equation.outvars):
+            return given
+        if kind == "convert_element_type" and isinstance(given[0], Fixed | Count | Raised):
+            same = equation.invars[0].aval.dtype == equation.outvars[0].aval.dtype
+            return given if same else [_FIXED if isinstance(given[0], Fixed) else _OTHER]
+        raised = _raised(kind, given)
+        return None if raised is None else [raised]
 
     def _inner(self, equation: Any) -> Jaxpr | None:
         """The program of a call."""
@@ -214,7 +256,7 @@ class _Follow:
         while True:
             outputs = self.outputs(body, [*consts, *carry, *items])
             joined = [
-                _join([a, _plain(b)]) for a, b in zip(carry, outputs[:num_carry], strict=True)
+                _joined_carry(a, _plain(b)) for a, b in zip(carry, outputs[:num_carry], strict=True)
             ]
             if joined == carry:
                 return [*carry, *map(_outside, outputs[num_carry:])]
@@ -321,6 +363,12 @@ class _Follow:
         assert isinstance(rows, Rows)
         return _OTHER if rows.dim in equation.params["dimensions"] else rows
 
+    def _top_k(self, equation: Any, given: list[Dependence]) -> Dependence:
+        (rows,) = given
+        last = equation.invars[0].aval.ndim - 1
+        along = equation.params.get("axis", last) % (last + 1)
+        return rows if isinstance(rows, Rows) and rows.dim != along else _OTHER
+
     def _keeping(self, equation: Any, given: list[Dependence]) -> Dependence:
         """What leaves the dimension of the rows as it is."""
         rows, *rest = given
@@ -408,6 +456,7 @@ _RULES = {
     "reshape": _Follow._reshape,
     "rev": _Follow._rev,
     "squeeze": _Follow._squeeze,
+    "top_k": _Follow._top_k,
     "transpose": _Follow._transpose,
 }
 
@@ -475,6 +524,19 @@ def _added(first: Dependence, second: Dependence, *, commutes: bool) -> Dependen
     return Total(None, is_scaled=True)
 
 
+def _raised(kind: str, given: Sequence[Dependence]) -> Raised | None:
+    """What an input, or what was raised already, becomes with one more term that is other."""
+    if kind not in ("add", "add_any"):
+        return None
+    for one, added in (given, given[::-1]):
+        starts = isinstance(one, Fixed) and one.input is not None and isinstance(added, Other)
+        more = isinstance(one, Count) and isinstance(added, Other)
+        again = isinstance(one, Raised) and isinstance(added, Other | Total)
+        if starts or more or again:
+            return Raised(one.input)  # type: ignore[union-attr]
+    return None
+
+
 def _join(several: Sequence[Dependence]) -> Dependence:
     """What a value is that is one of these, or computed element by element from them."""
     rest = [one for one in several if not isinstance(one, Fixed)]
@@ -487,8 +549,25 @@ def _join(several: Sequence[Dependence]) -> Dependence:
     return _OTHER
 
 
+def _joined_carry(before: Dependence, after: Dependence) -> Dependence:
+    """What a loop carries: a sum that has got a term keeps it, and other stays other."""
+    return after if after == _PRODUCT and before != _OTHER else _join([before, after])
+
+
+def _is_product(kind: str, given: Sequence[Dependence]) -> bool:
+    """Whether a result is a product of totals, or a sum with such a term."""
+    if any(isinstance(one, Rows) for one in given):
+        return False
+    if kind in _MULTIPLIES and all(isinstance(one, Total) for one in given):
+        return True
+    terms = given[:1] if kind == "div" else given
+    return kind in _KEEPS_TERMS and _PRODUCT in terms
+
+
 def _plain(one: Dependence) -> Dependence:
     """Without the input that a value is: a loop may change it."""
+    if isinstance(one, Raised):
+        return _OTHER
     return _FIXED if isinstance(one, Fixed) else one
 
 

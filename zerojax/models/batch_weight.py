@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from zerojax.models.jaxpr import cut_piece, inner_programs
+from zerojax.models.jaxpr import cut_piece, inner_programs, takes_over_batch
 from zerojax.models.losses import split_result
 from zerojax.models.trace import ModelTrace
 
@@ -62,11 +62,13 @@ def find_batch_weight(trace: ModelTrace, num_before: int) -> BatchWeight | None:
       num_before: how many inputs of its program are no leaves of the batch.
 
     Returns:
-      None where the weight is drawn at random, or depends on the model.
+      None where the weight is drawn at random, depends on the model, or is a sum over the batch.
     """
     if split_result(trace.result).weight is None:
         return BatchWeight()
     piece = cut_piece(trace.jaxpr, trace.jaxpr.jaxpr.outvars[1:2])
+    if takes_over_batch(piece.closed.jaxpr):
+        return None
     if _draws(piece.closed.jaxpr) or any(place < num_before for place in piece.inputs):
         return None
     return BatchWeight(piece.closed, tuple(place - num_before for place in piece.inputs))

@@ -64,11 +64,13 @@ class _Cut:
       scale: what scores are multiplied with.
       visibility: see there.
       extent: what the tiles of the loop follow from.
+      softcap: see `zerojax.attention`.
     """
 
     scale: float
     visibility: Visibility
     extent: Extent
+    softcap: float | None = None
 
     @property
     def tiles(self) -> Tiles:
@@ -86,6 +88,7 @@ def chunked_attention(
     positions: tuple[jax.Array, jax.Array] | None = None,
     table: BlockTable | None = None,
     block: int | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Softmax attention, tile by tile.
 
@@ -104,11 +107,13 @@ def chunked_attention(
       table: which blocks of keys the queries of a block see, by their indices, of as many blocks as
         there are: others are not computed. None: all.
       block: most queries and keys of a tile; None: `BLOCK`.
+      softcap: see `zerojax.attention`.
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`; 0 for a query that sees no key.
     """
-    cut = _cut_of(query, key, visibility, scale, positions, table=table, block=block)
+    more = {"table": table, "block": block, "softcap": softcap}
+    cut = _cut_of(query, key, visibility, scale, positions, **more)
     out = _attend(cut, *_operands(cut, query, key, value, segments, positions))
     return _of_queries(out, query)
 
@@ -122,18 +127,22 @@ def part_forward(
     scale: float,
     segments: tuple[jax.Array, jax.Array] | None = None,
     positions: tuple[jax.Array, jax.Array] | None = None,
+    table: BlockTable | None = None,
+    block: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over a part of the keys, for a caller that merges parts and differentiates itself.
 
     Args:
-      query, key, value, visibility, scale, segments, positions: as of `chunked_attention`; integers
-        may be [1, tokens] where all rows have the same.
+      query, key, value, visibility, scale, segments, positions, table, block, softcap: as of
+        `chunked_attention`; integers may be [1, tokens] where all rows have the same.
 
     Returns:
       (out float32 [batch, queries, heads, head_dim], 0 for a query that sees none of these keys;
       log-sum-exp of its scores, float32 [batch, queries, heads], -inf for such a query).
     """
-    cut = _cut_of(query, key, visibility, scale, positions)
+    more = {"table": table, "block": block, "softcap": softcap}
+    cut = _cut_of(query, key, visibility, scale, positions, **more)
     out, log_sum = _forward_pass(cut, *_operands(cut, query, key, value, segments, positions))
     log_sum = _of_queries(log_sum[..., None], query)[..., 0]
     return _of_queries(out, query), jnp.where(log_sum == jnp.inf, -jnp.inf, log_sum)
@@ -151,11 +160,15 @@ def part_backward(
     scale: float,
     segments: tuple[jax.Array, jax.Array] | None = None,
     positions: tuple[jax.Array, jax.Array] | None = None,
+    table: BlockTable | None = None,
+    block: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What a part of the keys adds to the gradients of attention over all keys.
 
     Args:
-      query, key, value, visibility, scale, segments, positions: as of `part_forward`.
+      query, key, value, visibility, scale, segments, positions, table, block, softcap: as of
+        `part_forward`.
       log_sum: float32 [batch, queries, heads], over all keys and not over this part alone; -inf for
         a query that sees no key.
       turned: float32 [batch, queries, heads], the sum over features of `slope` times the result.
@@ -164,7 +177,8 @@ def part_backward(
     Returns:
       float32 gradients of query, key and value.
     """
-    cut = _cut_of(query, key, visibility, scale, positions)
+    more = {"table": table, "block": block, "softcap": softcap}
+    cut = _cut_of(query, key, visibility, scale, positions, **more)
     groups = query.shape[2] // key.shape[2]
 
     def in_blocks(x: jax.Array) -> jax.Array:
@@ -191,6 +205,7 @@ def _cut_of(
     *,
     table: BlockTable | None = None,
     block: int | None = None,
+    softcap: float | None = None,
 ) -> _Cut:
     extent = extent_of(
         query.shape[1],
@@ -201,7 +216,7 @@ def _cut_of(
         groups=query.shape[2] // key.shape[2],
         block=block,
     )
-    return _Cut(scale, visibility, extent)
+    return _Cut(scale, visibility, extent, softcap)
 
 
 def _operands(
@@ -380,7 +395,10 @@ def _backward_pass(
         add = _product("bkgqs,bkgqh->bksh", weights.astype(value.dtype), given)
         of_value = added(of_value, add)
         inner = _product("bkgqh,bksh->bkgqs", given, values)
-        scores = (weights * (inner - turned[i][..., None]) * cut.scale).astype(query.dtype)
+        slopes = weights * (inner - turned[i][..., None]) * cut.scale
+        if cut.softcap is not None:
+            slopes = slopes * _bend(cut.softcap, scores)
+        scores = slopes.astype(query.dtype)
         of_query = of_query.at[i].add(_product("bkgqs,bksh->bkgqh", scores, keys))
         of_key = added(of_key, _product("bkgqs,bkgqh->bksh", scores, query[i]))
         return (of_query, of_key, of_value), None
@@ -396,8 +414,16 @@ def _scores(
 ) -> jax.Array:
     """float32 [batch, kv_heads, groups, queries, keys] of a tile, -inf where a key is not seen."""
     scores = _product("bkgqh,bksh->bkgqs", query, key) * cut.scale
+    if cut.softcap is not None:
+        scores = cut.softcap * jnp.tanh(scores / cut.softcap)
     seen = _seen(cut, rows, turn)
     return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
+
+
+def _bend(softcap: float, capped: jax.Array) -> jax.Array:
+    """The derivative of capped scores by those before; 0 where a key is not seen."""
+    flat = jnp.where(capped == -jnp.inf, softcap, capped) / softcap
+    return 1 - flat * flat
 
 
 def _seen(cut: _Cut, rows: dict[str, Any], turn: _Turn) -> jax.Array | None:

@@ -32,6 +32,8 @@ def head_next_token(
     *,
     vocab_dim: int,
     chunk: int,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy of the target tokens under `softmax(hidden @ head)`, logits never held whole.
 
@@ -48,6 +50,8 @@ def head_next_token(
       weights: [...]; a position of weight 0 does not count. None: every position counts 1.
       vocab_dim: which dimension of `head` is the vocabulary.
       chunk: tokens; at most so many have logits at once.
+      scale: what logits are multiplied with.
+      softcap: logits, after their scale, become cap * tanh(logits / cap); None: they stay.
 
     Returns:
       (sum over positions of weight x negative log-likelihood in nats, sum of weights), float32.
@@ -63,7 +67,7 @@ def head_next_token(
     counted = weights.astype(jnp.float32).reshape(count)
     known = (targets >= 0) & (targets < head.shape[vocab_dim])
     total = _loss_sum(
-        _Cut(vocab_dim, num_chunks=-(-count // chunk)),
+        _Cut(vocab_dim, -(-count // chunk), scale, softcap),
         hidden.reshape(count, -1).astype(head.dtype),
         head,
         targets,
@@ -100,10 +104,18 @@ def _check(
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """How the work is cut: which dimension of the head is the vocabulary, how many chunks."""
+    """How the work is cut, and what is done to logits.
+
+    Attributes:
+      vocab_dim: which dimension of the head is the vocabulary.
+      num_chunks: of tokens.
+      scale, softcap: see `head_next_token`.
+    """
 
     vocab_dim: int
     num_chunks: int
+    scale: float = 1.0
+    softcap: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +244,10 @@ def _one_chunk(
     """({what is summed over chunks}, {what belongs to the rows of this chunk})."""
     hidden, targets, counted = chunk
     logits = _product(hidden, head, 1, 1 - cut.vocab_dim)
+    if cut.scale != 1.0:
+        logits = logits * cut.scale
+    if cut.softcap is not None:
+        logits = cut.softcap * jnp.tanh(logits / cut.softcap)
     # A comparison in place of an index: a vocabulary that is split over devices stays where it is.
     hit = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == targets[:, None]
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
@@ -244,6 +260,10 @@ def _one_chunk(
     if wanted.hidden or wanted.head:
         counted = counted if upscale is None else counted * upscale
         slope = (exponents / total[:, None] - hit) * counted[:, None]
+        if cut.softcap is not None:
+            slope = slope * (1 - (logits / cut.softcap) ** 2)
+        if cut.scale != 1.0:
+            slope = slope * cut.scale
         slope = slope.astype(head.dtype)
         back = (lambda x: x) if upscale is None else (lambda x: x / upscale)
         if wanted.hidden:

@@ -47,7 +47,7 @@ def obstacle(
 
     Args:
       query, key, visibility: of a call of `zerojax.attention`.
-      given: which of "segments", "positions" and "layout" it has.
+      given: which of "segments", "positions", "layout", "softcap" and "sinks" it has.
       capability: compute capability of the GPU.
       split: over how many devices the heads are split.
     """
@@ -105,6 +105,41 @@ def cudnn_attention(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(mask: _Mask, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return _call_forward(mask, query, key, value)[0]
+
+
+def part_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, visibility: Visibility, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """(out, log-sum-exp of the scores, float32 [batch, queries, heads]), without a derivative.
+
+    Args:
+      query, key, value, visibility, scale: as of `cudnn_attention`.
+    """
+    mask = _Mask(scale=float(scale), causal=visibility.causal, window=visibility.window or 0)
+    out, log_sum = _call_forward(mask, query, key, value)
+    return out, jnp.swapaxes(log_sum, 1, 2)
+
+
+def part_backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    out: jax.Array,
+    log_sum: jax.Array,
+    slope: jax.Array,
+    visibility: Visibility,
+    scale: float,
+) -> tuple[jax.Array, ...]:
+    """Gradients of query, key and value.
+
+    Args:
+      query, key, value, visibility, scale: as of `cudnn_attention`.
+      out, log_sum: from `part_forward`.
+      slope: [batch, queries, heads, head_dim], gradient with respect to `out`.
+    """
+    mask = _Mask(scale=float(scale), causal=visibility.causal, window=visibility.window or 0)
+    return _backward(mask, (query, key, value, out, jnp.swapaxes(log_sum, 1, 2)), slope)
 
 
 def _forward(mask: _Mask, *operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:

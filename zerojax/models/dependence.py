@@ -21,7 +21,7 @@ STOP_GRADIENT = frozenset(["stop_gradient"])
 """Where a derivative ends, whatever the value depends on."""
 
 
-_SAME_NUMBERS = frozenset(
+SAME_NUMBERS = frozenset(
     (
         "broadcast_in_dim",
         "convert_element_type",
@@ -72,10 +72,16 @@ def marks_of_outputs(
       inputs: one for each input.
       ends_at: names of primitives whose results carry no marks.
     """
-    return _Follow(ends_at).outputs(program, inputs)
+    return Follow(ends_at).outputs(program, inputs)
 
 
-class _Follow:
+class Follow:
+    """A walk over a program that gives each value the union of the marks it is computed from.
+
+    Args:
+      ends_at: names of primitives whose results carry no marks.
+    """
+
     def __init__(self, ends_at: frozenset[str]) -> None:
         self._ends_at = ends_at
 
@@ -142,7 +148,7 @@ class _Follow:
             carry = joined
 
 
-class _Given(_Follow):
+class _Given(Follow):
     """Notes what is given to functions with derivatives of their own, in every program."""
 
     def __init__(self, as_they_are: bool) -> None:
@@ -151,16 +157,19 @@ class _Given(_Follow):
         self.found: dict[int, Marks] = {}
 
     def _ends(self, equation: Any, given: list[Marks]) -> bool:
+        return False
+
+    def _equation(self, equation: Any, given: list[Marks]) -> Sequence[Marks]:
         if not is_own_rule(equation):
-            return False
+            return super()._equation(equation, given)
         # A loop's body is followed more than once, with more marks each time.
         self.found[id(equation)] = self.found.get(id(equation), 0) | union(given)
-        return True
+        return [0 if self._as_they_are else union(given)] * len(equation.outvars)
 
     def _leaf(self, equation: Any, given: list[Marks]) -> Marks:
         if any(map(has_own_rules, inner_programs(equation.params))):
             self.found[id(equation)] = union(given)
-        computed = self._as_they_are and equation.primitive.name not in _SAME_NUMBERS
+        computed = self._as_they_are and equation.primitive.name not in SAME_NUMBERS
         return 0 if computed else union(given)
 
 

@@ -11,16 +11,19 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from zerojax.models.cudnn_attention import BACKWARD, FORWARD, call_flops
+from zerojax.models.jaxpr import FURTHER_ROUNDS, cost_of_branches, share_of_branch
 
 
 def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
     """Floating-point operations of products, convolutions and fused attention in one call of `fn`.
 
-    A multiply-add is two. Loops count as often as they run, a `cond` as its dearest branch, the
-    body of a `shard_map` once per device: the result is a sum over all devices. Elementwise work
-    is left out, as in every published MFU, and so is what no result depends on. What remat computes
-    again is counted when `fn` contains its backward pass; for MFU (model FLOPs) count the forward
-    pass times `TRAINING_FACTOR`.
+    A multiply-add is two. Loops count as often as they run, a `cond` as its dearest branch, or as
+    the mean over layers where the kind of a layer decides; the body of a `shard_map` counts once
+    per device: the result is a sum over all devices; rounds of `zerojax.experts` after the first,
+    which equal loads do not need, count nothing. Elementwise work is left out, as in every
+    published MFU, and so is what no result depends on. What remat computes again is counted when
+    `fn` contains its backward pass; for MFU (model FLOPs) count the forward pass times
+    `TRAINING_FACTOR`.
 
     Args:
       fn: any function that JAX can trace.
@@ -35,6 +38,37 @@ def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
 def count_program_flops(program: core.ClosedJaxpr) -> float:
     """The same of a program that is traced already; what nothing needs is left out."""
     return float(_jaxpr_flops(without_waste(program)))
+
+
+def further_round_flops(program: core.ClosedJaxpr) -> float:
+    """FLOPs of one round after the first of each call of `zerojax.experts` in a program."""
+    return float(_further_flops(without_waste(program)))
+
+
+def _further_flops(jaxpr: core.Jaxpr) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        inner = list(_inner_jaxprs(equation.params))
+        if _is_further(equation):
+            total += sum(map(_jaxpr_flops, inner))
+        elif found := sum(map(_further_flops, inner)):
+            total += found * times_run(equation)
+    return total
+
+
+def eight_bit_flops(program: core.ClosedJaxpr) -> float:
+    """FLOPs of the products among them whose two operands are 8-bit floats."""
+    return float(
+        sum(
+            flops
+            for equation, flops in products(without_waste(program))
+            if all(_is_float8(variable) for variable in equation.invars[:2])
+        )
+    )
+
+
+def _is_float8(variable: Any) -> bool:
+    return variable.aval.dtype.name.startswith("float8")
 
 
 def without_waste(program: core.ClosedJaxpr) -> core.Jaxpr:
@@ -65,8 +99,50 @@ def equation_flops(equation: core.JaxprEqn) -> int:
         return cost.flops
     inner = [_jaxpr_flops(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
     if name == "cond":
-        return max(inner)
+        return cost_of_branches(inner, [_share(x) for x in _inner_jaxprs(equation.params)])
     return sum(inner) * times_run(equation) if any(inner) else 0
+
+
+def _share(branch: core.Jaxpr) -> float | None:
+    """Of the layers that take a branch; None: it was not traced in the scope that says so."""
+    return share_of_branch(str(equation.source_info.name_stack) for equation in branch.eqns)
+
+
+PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
+"""Primitives that are matrix products or convolutions."""
+
+
+def products(program: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, int]]:
+    """(equation, FLOPs in all of its runs) of each product of a program, in loops and branches too.
+
+    Warns:
+      UserWarning: as `count_flops`, of a loop that has a product.
+    """
+    for equation in program.eqns:
+        if equation.primitive.name in PRODUCTS:
+            yield equation, equation_flops(equation)
+            continue
+        inner = [pair for part in _inner_jaxprs(equation.params) for pair in products(part)]
+        runs = times_run(equation) if inner else 0
+        for product, flops in inner:
+            yield product, flops * runs
+
+
+def ragged_groups(program: core.Jaxpr) -> dict[int, int]:
+    """{number of groups: FLOPs} of products of rows with the matrix of their group.
+
+    Those are `jax.lax.ragged_dot` and its kin with more than one group, in loops and branches too.
+
+    Warns:
+      UserWarning: as `count_flops`, of a loop that has a product.
+    """
+    found: dict[int, int] = {}
+    for equation, flops in products(program):
+        if equation.primitive.name in ("ragged_dot", "ragged_dot_general"):
+            groups = _shape(equation.invars[2])[-1]
+            if groups > 1:
+                found[groups] = found.get(groups, 0) + flops
+    return found
 
 
 def times_run(equation: core.JaxprEqn) -> int:
@@ -75,12 +151,18 @@ def times_run(equation: core.JaxprEqn) -> int:
     if name == "scan":
         return params["length"]
     if name == "while":
-        return _trip_count(equation)
+        return 0 if _is_further(equation) else _trip_count(equation)
     if name == "shard_map":
         return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     if name == "pallas_call":
         return math.prod(params["grid_mapping"].grid)
     return 1
+
+
+def _is_further(equation: core.JaxprEqn) -> bool:
+    """Whether an equation is the loop of the rounds after the first."""
+    is_loop = equation.primitive.name == "while"
+    return is_loop and FURTHER_ROUNDS in str(equation.source_info.name_stack)
 
 
 def _inner_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:

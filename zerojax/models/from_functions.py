@@ -6,13 +6,13 @@ Every parameter is read when `apply` starts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from zerojax.models import trees
-from zerojax.models.protocol import Arrays, Loss, OnRead
+from zerojax.models.protocol import NO_RULES, Arrays, Loss, OnRead, StepRule
 
 
 class BoundFunction:
@@ -34,6 +34,7 @@ class FunctionModel:
     kind = "functions"
     reads_lazily = False
     overwritten: frozenset[str] = frozenset()
+    step_rules: Mapping[str, StepRule] = NO_RULES
 
     def __init__(self, init: Callable, apply: Callable):
         self.source = init, apply

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from flax import linen
 from flax.core import meta, unfreeze
 
 from zerojax.models import trees
-from zerojax.models.protocol import Arrays, Loss, OnRead
+from zerojax.models.protocol import NO_RULES, Arrays, Loss, OnRead, StepRule
 from zerojax.models.reads import MarkRead
 
 _BINARY = (
@@ -168,6 +168,7 @@ class LinenModel:
 
     kind = "linen module"
     reads_lazily = True
+    step_rules: Mapping[str, StepRule] = NO_RULES
 
     def __init__(self, module: linen.Module):
         self.source = module

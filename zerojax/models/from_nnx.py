@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from zerojax.models import trees
-from zerojax.models.protocol import Arrays, Loss, OnRead
+from zerojax.models.protocol import Arrays, Loss, OnRead, StepRule
+from zerojax.models.step_count import find_step_rules
 
 # PRNG keys live in the state as plain uint32 arrays, so that every leaf is an ordinary array.
 
@@ -132,6 +133,10 @@ class NnxModel:
         )
         paths = self._extra_paths.items()
         return frozenset(n for n, path in paths if isinstance(self._templates[path], overwritten))
+
+    @property
+    def step_rules(self) -> Mapping[str, StepRule]:
+        return find_step_rules(self._templates, self._extra_paths)
 
     def _make(self, key: jax.Array) -> nnx.Module:
         """A new module from the factory, traced."""

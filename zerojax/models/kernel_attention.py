@@ -99,6 +99,45 @@ class _Options:
         }
 
 
+def part_forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    rows: dict[str, Any],
+    *,
+    visibility: Visibility,
+    scale: float,
+    table: BlockTable | None,
+) -> tuple[jax.Array, jax.Array]:
+    """(out, log-sum-exp of the scores, float32 [batch, queries, heads]), without a derivative."""
+    return _part(_Options(visibility, scale, table), query, key, value, rows)
+
+
+def part_backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    rows: dict[str, Any],
+    *,
+    log_sum: jax.Array,
+    turned: jax.Array,
+    slope: jax.Array,
+    visibility: Visibility,
+    scale: float,
+    table: BlockTable | None,
+) -> tuple[jax.Array, ...]:
+    """Float32 gradients of query, key and value; see `chunked_attention.part_backward`."""
+    options = _Options(visibility, scale, table)
+    return kernels.part_gradients(
+        *(query, key, value),
+        log_sum=log_sum,
+        turned=turned,
+        slope=slope,
+        **options.of(query.shape[1], key.shape[1]),
+        **rows,
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(options: _Options, query: Any, key: Any, value: Any, rows: Any) -> jax.Array:
     return _part(options, query, key, value, rows)[0]

@@ -157,6 +157,25 @@ def next_token(
     return jnp.sum(negative_log_likelihood * trusted), jnp.sum(counted)
 
 
+def next_token_of_call(model: Callable[[jax.Array], jax.Array], batch: Mapping[str, Any]) -> Any:
+    """`next_token` of `model(tokens)`, for a model of text that has no loss of its own.
+
+    Args:
+      model: integers [batch, seq] -> logits [batch, seq, vocab].
+      batch: "tokens" and "targets", and "weights" where some do not count.
+
+    Raises:
+      ValueError: rows of several texts, of which such a call knows nothing.
+    """
+    if "segments" in batch:
+        raise ValueError(
+            "rows hold several texts each (batch['segments'], of chats or packed text), and this "
+            "model is called with tokens alone, so that one text would see the others; give the "
+            "model a method loss(batch), or give loss=, that looks at batch['segments']"
+        )
+    return next_token(model(batch["tokens"]), batch["targets"], batch.get("weights"))
+
+
 def mean_squared_error(
     predictions: jax.Array, targets: jax.Array, weights: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:

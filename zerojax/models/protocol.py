@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -12,6 +13,31 @@ Arrays = dict[str, Any]
 OnRead = Mapping[str, Callable[[Any], jax.Array]]
 Loss = Callable[[Any, Any], Any]
 ModelLike = Any
+Rule = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class StepRule(NamedTuple):
+    """What becomes of a count once per step.
+
+    Attributes:
+      target: name of the extra that is made anew.
+      rule: as `zerojax.models.StepCount` has it.
+      ndim: dimensions of the count in its module; more in the state are those of stacks.
+    """
+
+    target: str
+    rule: Rule
+    ndim: int
+
+    def apply(self, value: Any, counts: Any) -> Any:
+        """The next value of the target, of arrays with the dimensions of stacks before others."""
+        rule = self.rule
+        for _ in range(np.ndim(counts) - self.ndim):
+            rule = jax.vmap(rule)
+        return rule(value, counts)
+
+
+NO_RULES: Mapping[str, StepRule] = types.MappingProxyType({})
 
 
 @runtime_checkable
@@ -44,6 +70,7 @@ class Model(Protocol):
         parameters before the model starts (False: a pair of functions has no point of use).
       overwritten: names of the extras whose gradient is their new value, as Flax means by its
         collection `_overwrite_with_gradient` (scales of 8-bit products); known after `init`.
+      step_rules: {name of an extra that passes count in: what becomes of it once per step}.
     """
 
     kind: str
@@ -52,6 +79,9 @@ class Model(Protocol):
 
     @property
     def overwritten(self) -> frozenset[str]: ...
+
+    @property
+    def step_rules(self) -> Mapping[str, StepRule]: ...
 
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
         """New arrays, traceable: `({name: parameter}, {name: extra})`.

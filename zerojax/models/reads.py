@@ -8,6 +8,8 @@ read has left a mark.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -16,10 +18,51 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, Literal
 
-from zerojax.models.jaxpr import inner_programs, mark_read, read_name, read_shape, split_scan
+from zerojax.models.jaxpr import (
+    inner_programs,
+    mark_read,
+    read_name,
+    read_shape,
+    reads_eight_bits,
+    split_scan,
+)
 
 Names = frozenset[str]
 _NOTHING: Names = frozenset()
+
+
+@dataclasses.dataclass(eq=False)
+class EightBits:
+    """A read of a kernel that a model uses as 8-bit floats alone.
+
+    Attributes:
+      history: float32 [3, length], from which the scale follows (`zerojax.models.zoo.fp8`).
+      largest: None: what is read is the value itself. Else what is read is what 8 bits keep of it,
+        in units of the scale (`zerojax.models.zoo.fp8.from_bits`), and whoever reads sets here
+        float32 [], the largest magnitude of the value itself on this device.
+    """
+
+    history: jax.Array
+    largest: jax.Array | None = None
+
+
+_ASKED: contextvars.ContextVar[EightBits | None] = contextvars.ContextVar("eight_bits")
+
+
+@contextlib.contextmanager
+def in_eight_bits(history: jax.Array) -> Iterator[EightBits]:
+    """The reads inside may give what 8 bits keep of a value, and set `largest`."""
+    asked = EightBits(history)
+    token = _ASKED.set(asked)
+    try:
+        yield asked
+    finally:
+        _ASKED.reset(token)
+
+
+def asked_eight_bits() -> EightBits | None:
+    """The read that is under way, if 8 bits are all that is used of it."""
+    return _ASKED.get(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +78,7 @@ class MarkRead:
     handed: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def __call__(self, value: jax.Array) -> jax.Array:
-        return mark_read(value, self.name)
+        return mark_read(value, self.name, eight_bits=asked_eight_bits() is not None)
 
 
 @dataclasses.dataclass
@@ -46,11 +89,13 @@ class Reads:
       shapes: name -> the shapes it is read with.
       mapped_dims: name -> how many leading dimensions `jax.vmap` maps at a read, at most.
       barriers: name -> why it cannot be gathered where it is read.
+      in_full: names of which some read needs more than 8 bits.
     """
 
     shapes: dict[str, set[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
     mapped_dims: dict[str, int] = dataclasses.field(default_factory=dict)
     barriers: dict[str, str] = dataclasses.field(default_factory=dict)
+    in_full: set[str] = dataclasses.field(default_factory=set)
 
 
 def find_reads(jaxpr: Jaxpr, inputs: Sequence[str | None]) -> Reads:
@@ -115,6 +160,8 @@ def _note_read(equation: Any, given: Names, branch: str, reads: Reads) -> None:
     assert name is not None
     stored, shape = tuple(equation.invars[0].aval.shape), read_shape(equation)
     reads.shapes.setdefault(name, set()).add(shape)
+    if not reads_eight_bits(equation):
+        reads.in_full.add(name)
     mapped = len(stored) - len(shape)
     reads.mapped_dims[name] = max(mapped, reads.mapped_dims.get(name, 0))
     if mapped and list(_leaving(stored, shape)) != [tuple(range(mapped))]:

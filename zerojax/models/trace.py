@@ -28,6 +28,7 @@ class ModelTrace:
         the stored one; so is that of an ensemble under `jax.vmap`.
       mapped_dims: name -> how many leading dimensions `jax.vmap` maps at a read.
       barriers: name -> why the parameter cannot be gathered where the model reads it.
+      eight_bits: names of the parameters that the model uses as 8-bit floats alone.
       result: the abstract value of the loss.
       jaxpr: the traced forward pass, for counting. Its inputs are parameters, extras and batch, in
         the order of sorted names; its outputs the leaves of `result`.
@@ -40,6 +41,7 @@ class ModelTrace:
     read_shapes: Mapping[str, frozenset[tuple[int, ...]]]
     mapped_dims: Mapping[str, int]
     barriers: Mapping[str, str]
+    eight_bits: frozenset[str]
     result: Any
     jaxpr: Any
     index_limits: Mapping[str, tuple[IndexLimit, ...]]
@@ -98,6 +100,7 @@ def trace_model(
         read_shapes={name: frozenset(shapes) for name, shapes in reads.shapes.items()},
         mapped_dims=reads.mapped_dims,
         barriers=reads.barriers,
+        eight_bits=frozenset(reads.shapes.keys() - reads.in_full),
         result=result,
         jaxpr=jaxpr,
         index_limits=find_index_limits(jaxpr.jaxpr, [*before, *of_batch]),
@@ -115,5 +118,5 @@ def _about_an_axis(error: NameError) -> Exception:
     return ValueError(
         f"the model sums over an axis named {found[1]!r}, as under jax.pmap (BatchNorm has it from "
         "axis_name=); zerojax has no such axis: leave the name away, and each device normalises by "
-        "its own rows"
+        "its own rows, or take means over the whole batch with zerojax.batch_mean"
     )

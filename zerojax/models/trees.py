@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import re
@@ -12,25 +13,57 @@ import jax
 
 PyTree = Any
 SEPARATOR = "/"
+_ENDS_IN_NUMBER = re.compile(r"\d+$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Unnamed:
+    """A key of a JAX tree path that adds nothing to the name of a leaf.
+
+    Attributes:
+      place: what it leads to, for people.
+    """
+
+    place: str
+
+    def __str__(self) -> str:
+        return f".{self.place}"
 
 
 def path_name(path: Sequence[Any]) -> str:
     """The name of one leaf: its path parts joined by "/".
 
     Args:
-      path: keys of a JAX tree path (`DictKey`, `GetAttrKey`, ...) or plain strings and integers.
+      path: keys of a JAX tree path (`DictKey`, `GetAttrKey`, `Unnamed`, ...) or plain strings and
+        integers.
 
     Returns:
       For example `"blocks/attention/query/kernel"`.
     """
     parts = []
     for part in path:
+        if isinstance(part, Unnamed):
+            continue
         for attribute in ("key", "name", "idx"):
             if hasattr(part, attribute):
                 part = getattr(part, attribute)
                 break
         parts.append(str(part))
     return SEPARATOR.join(parts)
+
+
+def layer_of(name: str) -> str | None:
+    """The part of a parameter's name that tells its layer; None where it has no number.
+
+    It ends with the first number that stands alone ("encoder/layers/3/attn/q" is of
+    "encoder/layers/3"), else with the first word that ends in one ("h_3/mlp/up" is of "h_3").
+    """
+    words = name.split(SEPARATOR)
+    alone = (at for at, word in enumerate(words) if word.isdecimal())
+    ending = (at for at, word in enumerate(words) if _ENDS_IN_NUMBER.search(word))
+    at = next(alone, None)
+    at = next(ending, None) if at is None else at
+    return None if at is None else SEPARATOR.join(words[: at + 1])
 
 
 def flatten_names(tree: PyTree) -> dict[str, Any]:

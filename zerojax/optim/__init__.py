@@ -7,9 +7,30 @@ from zerojax.optim.building import (
     check_optimizer,
     choose_update,
     fit_optimizer,
+    with_ema,
 )
-from zerojax.optim.groups import decay_mask, describe_muon, is_matrix, muon_dimensions
+from zerojax.optim.ema import (
+    COUNT,
+    EMA,
+    Ema,
+    EmaState,
+    Weights,
+    as_average,
+    check_weights,
+    ema_of,
+    is_average,
+)
+from zerojax.optim.groups import (
+    decay_mask,
+    describe_muon,
+    is_matrix,
+    matrices_by_shape,
+    muon_dimensions,
+)
 from zerojax.optim.methods import adamw, lamb, lion, sgd
+from zerojax.optim.muon import muon
+from zerojax.optim.one_bit import one_bit_adam, one_bit_of
+from zerojax.optim.one_bit_layers import one_bit_lamb
 from zerojax.optim.optimizer import (
     BegunUpdate,
     Optimizer,
@@ -35,37 +56,52 @@ from zerojax.optim.transforms import (
 )
 
 __all__ = [
+    "COUNT",
     "DEEPSPEED_SCHEDULES",
+    "EMA",
     "EXTRA_ARGUMENTS",
     "BegunUpdate",
     "BuiltOptimizer",
     "DeepSpeedSchedule",
+    "Ema",
+    "EmaState",
     "OnTrueShapes",
     "Optimizer",
     "Schedule",
     "StateCoding",
     "UpdateContext",
+    "Weights",
     "adam8bit",
     "adamw",
+    "as_average",
     "build_deepspeed_schedule",
     "build_optimizer",
     "build_schedule",
     "check_optimizer",
+    "check_weights",
     "choose_update",
     "clip_by_global_norm",
     "coding_of",
     "decay_mask",
     "describe_muon",
+    "ema_of",
     "extra_arguments",
     "fit_optimizer",
+    "is_average",
     "is_matrix",
     "lamb",
     "lion",
     "map_layers",
     "map_state",
+    "matrices_by_shape",
+    "muon",
     "muon_dimensions",
+    "one_bit_adam",
+    "one_bit_lamb",
+    "one_bit_of",
     "sgd",
     "trace_update",
     "why_padding_shows",
+    "with_ema",
     "with_raw_keys",
 ]

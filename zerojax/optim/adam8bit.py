@@ -13,19 +13,26 @@ import optax
 from pallas_kernels import optimizers
 from pallas_kernels.adam8bit import Moments8bit
 from pallas_kernels.adam8bit_kernel import update_adam8bit
+from pallas_kernels.adam8bit_many import update_adam8bit_many
 from pallas_kernels.choice import Choice, Impl
 from zerojax.config.checks import names_keywords
 from zerojax.models import trees
 from zerojax.optim import adam8bit_state as states
+from zerojax.optim.ema import Ema, around
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
 from zerojax.optim.groups import Decay, as_groups, decay_mask
 from zerojax.optim.methods import GroupsLike, adam_scalars, adamw, scale_by_adam
-from zerojax.optim.optimizer import Arrays, Optimizer, StateCoding, UpdateContext
+from zerojax.optim.optimizer import (
+    Arrays,
+    Optimizer,
+    StateCoding,
+    UpdateContext,
+    coding_around,
+)
 from zerojax.optim.schedules import Schedule
 
 Tree = Any
 
-_SMALL = Choice("xla", "too small for codes: float32 moments")
 _WHOLE = Choice("xla", "an update of whole arrays, which a kernel could not be split for")
 
 
@@ -105,7 +112,8 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
     ) -> tuple[Tree, Tree]:
         if params is None:
             raise ValueError("adam8bit needs the parameters: call update(gradients, state, params)")
-        return _update_whole(method, options, (updates, state, params), grad_norm)
+        own = dataclasses.replace(options, ema=None)
+        return _update_whole(method, own, (updates, state, params), grad_norm)
 
     def with_dtypes(moments_dtype: Any, stochastic: bool) -> Optimizer:
         if moments_dtype is not None and jnp.dtype(moments_dtype) != jnp.float32:
@@ -115,22 +123,29 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
             )
         return _make(plain, method, dataclasses.replace(options, stochastic=stochastic))
 
+    def with_ema(ema: Ema) -> Optimizer:
+        return _make(plain, method, dataclasses.replace(options, ema=ema))
+
     return Optimizer(
-        init,
-        update,
+        *around(init, update, options.ema),
         apply=apply,
         kernel=method.kernel,
         impl=options.impl,
         clip_norm=options.clip_norm,
         with_dtypes=with_dtypes,
         learning_rate=plain.learning_rate,
-        coding=StateCoding(
-            canonical_init=canonical_init,
-            abstract_state=lambda stored, sizes: abstract(dict(stored), sizes),
-            new_state=states.new_state,
-            to_canonical=states.to_canonical,
-            from_canonical=states.from_canonical,
+        coding=coding_around(
+            StateCoding(
+                canonical_init=canonical_init,
+                abstract_state=lambda stored, sizes: abstract(dict(stored), sizes),
+                new_state=lambda structs, _: states.new_state(structs),
+                to_canonical=states.to_canonical,
+                from_canonical=states.from_canonical,
+            ),
+            options.ema,
         ),
+        ema=options.ema,
+        with_ema=with_ema,
     )
 
 
@@ -141,43 +156,86 @@ def _update_leaves(
     params: Arrays, moments: tuple[Any, ...], grads: Arrays, numbers: Numbers
 ) -> tuple[Arrays, tuple[Any, ...]]:
     """AdamW on {name: array}; each moment is a pair of ({name: codes}, {name: scales})."""
-    (mu, mu_scale), (nu, nu_scale) = moments
+    moments, averages = moments[:2], moments[2:]
+    (mu, _), (nu, _) = moments
     small = [name for name in params if mu[name].dtype != jnp.int8]
-    found = _update_small(small, (params, mu, nu), grads, numbers) if small else {}
-    for name in params:
-        if name in found:
-            continue
+    coded = [name for name in params if mu[name].dtype == jnp.int8]
+    state = (params, mu, nu, *averages)
+    found = _update_small(small, state, grads, numbers) if small else {}
+    for name in coded:
         if params[name].dtype == jnp.bfloat16 and not numbers.stochastic:
             raise TypeError(
                 f"adam8bit: {name} is bfloat16 and would be rounded to nearest, which loses small "
                 "updates; keep parameters in float32, or ask for stochastic rounding: "
                 "adam8bit(...).with_dtypes(jnp.float32, True)"
             )
-        new, coded, _ = update_adam8bit(
-            params[name],
-            Moments8bit(mu[name], nu[name], mu_scale[name], nu_scale[name]),
-            grads[name],
-            scalars=numbers.scalars[name],
-            seed=numbers.context.seed(name),
-            impl=numbers.context.choice,
-        )
-        found[name] = (new, coded)
+    found |= _update_coded(coded, (params, *averages), moments, grads, numbers) if coded else {}
     new = {name: found[name][0] for name in params}
     of = lambda field: {name: getattr(found[name][1], field) for name in params}  # noqa: E731
-    return new, ((of("mu"), of("mu_scale")), (of("nu"), of("nu_scale")))
+    moved = tuple({name: found[name][2] for name in params} for _ in averages)
+    return new, ((of("mu"), of("mu_scale")), (of("nu"), of("nu_scale")), *moved)
+
+
+def _update_coded(
+    names: list[str],
+    updated: tuple[Arrays, ...],
+    moments: tuple[Any, ...],
+    grads: Arrays,
+    numbers: Numbers,
+) -> dict[str, tuple[jax.Array, Moments8bit, Any]]:
+    """The parameters whose moments are codes, in one kernel or each by the reference.
+
+    Args:
+      updated: parameters, and their average where there is one.
+    """
+    params, *averages = updated
+    scalars = {name: numbers.scalars[name] for name in names}
+    if averages:
+        scalars = numbers.with_rate(scalars)
+    (mu, mu_scale), (nu, nu_scale) = moments
+    coded = {n: Moments8bit(mu[n], nu[n], mu_scale[n], nu_scale[n]) for n in names}
+    context = numbers.context
+    if context.choice.implementation == "xla":
+        # A seed each: from one array of seeds XLA 0.12 copies arrays that it then updates.
+        leaves = [
+            update_adam8bit(
+                params[name],
+                coded[name],
+                grads[name],
+                scalars=scalars[name],
+                seed=context.seed(name),
+                average=averages[0][name] if averages else None,
+                impl=context.choice,
+            )
+            for name in names
+        ]
+    else:
+        leaves = update_adam8bit_many(
+            [params[name] for name in names],
+            [coded[name] for name in names],
+            [grads[name] for name in names],
+            scalars=[scalars[name] for name in names],
+            seeds=context.seeds(names),
+            averages=[averages[0][name] for name in names] if averages else None,
+            impl=context.choice,
+        )
+    return {name: (x.param, x.moments, x.average) for name, x in zip(names, leaves, strict=True)}
 
 
 def _update_small(
     names: list[str], arrays: tuple[Arrays, ...], grads: Arrays, numbers: Numbers
-) -> dict[str, tuple[jax.Array, Moments8bit]]:
-    """The parameters that keep float32 moments: {name: (parameter, moments without scales)}."""
+) -> dict[str, tuple[jax.Array, Moments8bit, Any]]:
+    """The parameters that keep float32 moments: {name: (parameter, moments, average or None)}."""
     part = lambda tree: {name: tree[name] for name in names}  # noqa: E731
-    params, mu, nu = (part(tree) for tree in arrays)
-    context = dataclasses.replace(numbers.context, choice=_SMALL)
-    plain = dataclasses.replace(numbers, scalars=part(numbers.scalars), context=context)
-    new, (mu, nu) = one_pass(optimizers.ADAMW)(params, (mu, nu), part(grads), plain)
+    params, *moments = (part(tree) for tree in arrays)
+    plain = dataclasses.replace(numbers, scalars=part(numbers.scalars))
+    new, (mu, nu, *more) = one_pass(optimizers.ADAMW)(params, tuple(moments), part(grads), plain)
     none: Any = optax.MaskedNode()
-    return {name: (new[name], Moments8bit(mu[name], nu[name], none, none)) for name in names}
+    average = more[0] if more else dict.fromkeys(names)
+    return {
+        name: (new[name], Moments8bit(mu[name], nu[name], none, none), average[name])
+        for name in names
+    }
 
 
 def _update_whole(

@@ -16,8 +16,10 @@ from jax.sharding import AbstractMesh, Mesh
 from pallas_kernels.choice import Choice, Impl, choose, choose_for_others
 from pallas_kernels.gradients import GRADIENT_STATS
 from zerojax.config import OptimizerConfig
+from zerojax.config.checks import names_keywords
 from zerojax.config.display import quoted
 from zerojax.optim.adam8bit import adam8bit
+from zerojax.optim.ema import Ema, WithEma
 from zerojax.optim.methods import adamw, lamb, lion, sgd
 from zerojax.optim.optimizer import Optimizer
 from zerojax.optim.precision import Precision
@@ -55,14 +57,21 @@ def build_optimizer(
     """
     check_optimizer(optimizer)
     if isinstance(optimizer, optax.GradientTransformation):
-        known = isinstance(optimizer, Optimizer)
-        return BuiltOptimizer(optimizer, optimizer.learning_rate if known else None)
+        rate = optimizer.learning_rate if isinstance(optimizer, Optimizer) else None
+        return BuiltOptimizer(optimizer, rate, _describe_ema(optimizer))
     config = optimizer or OptimizerConfig()
     schedule, reason = build_schedule(config, steps)
     tx = _configured(config, schedule)
+    if config.ema_decay is not None:
+        tx = with_ema(tx, config.ema_decay, warmup=config.ema_warmup)
     origin = "default" if optimizer is None else "configured"
     named = f"optimizer {config.name} ({origin}), learning rate {config.learning_rate:g}: {reason}"
-    return BuiltOptimizer(tx, schedule, (named,))
+    return BuiltOptimizer(tx, schedule, (named, *_describe_ema(tx)))
+
+
+def _describe_ema(tx: optax.GradientTransformation) -> tuple[str, ...]:
+    ema = getattr(tx, "ema", None)
+    return (ema.describe(),) if isinstance(ema, Ema) else ()
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -166,3 +175,39 @@ def _configured(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
         return lion(schedule, **betas, **common)
     build = {"adamw": adamw, "adam8bit": adam8bit, "lamb": lamb}[config.name]
     return build(schedule, eps=config.eps, **betas, **common)
+
+
+@names_keywords()
+def with_ema(
+    optimizer: optax.GradientTransformation, decay: float = 0.999, *, warmup: bool = True
+) -> optax.GradientTransformation:
+    """The optimizer with an exponential moving average of the weights.
+
+    After each update average + (1 - decay) (parameter - average), in float32, of the parameter as
+    it is stored (Polyak and Juditsky, 1992; arXiv:1803.05407). A step that is skipped does not move
+    it. It lies beside the parameter's moments: 4 bytes, read and written in the pass that updates
+    the parameter. Frozen parameters and the model's own state have none.
+
+    `weights="ema"` of `evaluate`, `to_model`, `load_run` and `to_hugging_face` takes it in place of
+    the trained weights.
+
+    Args:
+      optimizer: of zerojax or of optax, chains included; the average is around all of it.
+      decay: part that stays; the average is over about 1 / (1 - decay) updates.
+      warmup: update t, from 0, decays by at most (1 + t) / (10 + t).
+
+    Raises:
+      ValueError: a decay out of range, or an optimizer that has an average.
+      TypeError: no transformation.
+    """
+    ema = Ema(decay=decay, warmup=warmup)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"with_ema takes an optimizer, not a {type(optimizer).__name__}; give a transformation "
+            "such as zerojax.adamw(3e-4), or set OptimizerConfig(ema_decay=...)"
+        )
+    if getattr(optimizer, "ema", None) is not None:
+        raise ValueError("the optimizer has an ema already; use with_ema once")
+    if isinstance(optimizer, Optimizer):
+        return optimizer.with_ema(ema)
+    return WithEma(optimizer, ema)

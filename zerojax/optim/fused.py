@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,10 @@ import optax
 from jax import lax
 
 from pallas_kernels.choice import Impl
-from pallas_kernels.elementwise import Rule, Updated
+from pallas_kernels.elementwise import Rule, Updated, averaging, averaging_scalars
 from pallas_kernels.many import update_many
 from pallas_kernels.update import update, update_trees
+from zerojax.optim.ema import EMA, Ema, EmaState, around
 from zerojax.optim.groups import Decay, LeafSettings
 from zerojax.optim.optimizer import Arrays, BegunUpdate, Optimizer, UpdateContext
 from zerojax.optim.schedules import Schedule, as_schedule
@@ -30,9 +32,6 @@ _PARTS = (
     optax.ScaleByScheduleState,
 )
 """The states of optax that hold arrays; the others that these optimizers have are empty."""
-MAX_SETS = 16
-"""Sets of scalars in one kernel, which has code for each: groups of an optimizer. LAMB has one for
-each parameter, and then a kernel for each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,11 +42,37 @@ class Numbers:
       scalars: {name: the rule's scalars}.
       stochastic: whether bfloat16 arrays are rounded stochastically.
       context: of the step.
+      average_rate: float32 []; how far the average of the parameters moves; None: there is none.
     """
 
     scalars: Mapping[str, Any]
     stochastic: bool
     context: UpdateContext
+    average_rate: jax.Array | None = None
+
+    def update_params(
+        self,
+        rule: Rule,
+        params: Arrays,
+        others: tuple[Arrays, ...],
+        read: tuple[Arrays, ...],
+        **more: Any,
+    ) -> tuple[Arrays, ...]:
+        """(parameters, *others) after one pass of a rule that updates these.
+
+        The last of `others` is the average where there is one, and moves in the same pass.
+        """
+        if self.average_rate is None:
+            return self.update(rule, (params, *others), read, **more).updated
+        rule = averaging(rule)
+        numbers = dataclasses.replace(self, scalars=self.with_rate(self.scalars))
+        return numbers.update(rule, (params, *others), read, **more).updated
+
+    def with_rate(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """Scalars for a rule of `averaging`; what parameters share, they share still."""
+        rate = self.average_rate
+        made = {id(one): averaging_scalars(type(one))(*one, rate) for one in scalars.values()}
+        return {name: made[id(one)] for name, one in scalars.items()}
 
     def update(
         self,
@@ -57,15 +82,17 @@ class Numbers:
         *,
         salt: int = 0,
         by_row: Container[str] = (),
+        out_dtypes: Sequence[Any] = (),
     ) -> Any:
         """One pass of a rule over all leaves: an `Updated` of {name: array}.
 
         Passes that round need different salts. `by_row`: names of leaves whose rows have scalars
-        and sums of their own.
+        and sums of their own. `out_dtypes`: of the outputs that are wanted.
         """
         names = sorted(self.scalars)
-        if self._is_for_one_kernel(rule, names, by_row):
-            return self._update_together(rule, updated, read, names, salt)
+        if self._is_for_one_kernel(names):
+            more = {"by_row": [name in by_row for name in names], "out_dtypes": out_dtypes}
+            return self._update_together(rule, updated, read, names, salt, **more)
 
         is_piece = self.context.piece is not None and self.context.choice.implementation != "xla"
         rounded = [name for name in names if self._rounds(updated, name)]
@@ -85,6 +112,7 @@ class Numbers:
                 seed=seed_of.get(name),
                 impl=self.context.choice,
                 by_row=name in by_row,
+                out_dtypes=out_dtypes,
             )
 
         return update_trees(leaf, updated, read, {name: name for name in self.scalars})
@@ -93,16 +121,10 @@ class Numbers:
         """Whether a leaf is stored with random bits."""
         return self.stochastic and any(tree[name].dtype == jnp.bfloat16 for tree in updated)
 
-    def _is_for_one_kernel(self, rule: Rule, names: Sequence[str], by_row: Container[str]) -> bool:
+    def _is_for_one_kernel(self, names: Sequence[str]) -> bool:
         """Whether leaves share a kernel: a launch each costs more than a branch in one."""
-        sets = {id(self.scalars[name]) for name in names}
-        return (
-            self.context.choice.implementation != "xla"
-            and self.context.piece is None
-            and len(names) > 1
-            and len(sets) <= MAX_SETS
-            and not any(name in by_row for name in names)
-        )
+        context = self.context
+        return context.choice.implementation != "xla" and context.piece is None and len(names) > 1
 
     def _update_together(
         self,
@@ -111,6 +133,9 @@ class Numbers:
         read: tuple[Arrays, ...],
         names: Sequence[str],
         salt: int,
+        *,
+        by_row: Sequence[bool],
+        out_dtypes: Sequence[Any],
     ) -> Any:
         rounds = any(self._rounds(updated, name) for name in names)
         seeds = self.context.seeds(names) ^ jnp.uint32(salt) if rounds else None
@@ -121,13 +146,28 @@ class Numbers:
             scalars=[self.scalars[name] for name in names],
             seeds=seeds,
             impl=self.context.choice,
+            by_row=by_row,
+            out_dtypes=out_dtypes,
         )
-        sums: Any = tuple(dict(zip(names, total, strict=True)) for total in found.sums)
+        pairs = zip(names, by_row, strict=True)
+        rows = {name: len(read[0][name]) if has_rows else 0 for name, has_rows in pairs}
+        sums: Any = tuple(_by_name(total, rows) for total in found.sums)
         return Updated(found.updated, found.outputs, sums)  # trees
 
 
+def _by_name(sums: jax.Array, rows: Mapping[str, int]) -> Arrays:
+    """{name: float32 [] or [rows]} of what lies one after the other; `rows` 0 is a number."""
+    ends = itertools.accumulate(max(1, count) for count in rows.values())
+    return {
+        name: sums[end - count : end] if count else sums[end - 1]
+        for (name, count), end in zip(rows.items(), ends, strict=True)
+    }
+
+
 Run = Callable[[Arrays, tuple[Arrays, ...], Arrays, Numbers], tuple[Arrays, tuple[Arrays, ...]]]
-"""(parameters, moments, gradients, numbers) -> (parameters, moments)."""
+"""(parameters, moments, gradients, numbers) -> (parameters, moments).
+
+Where `numbers` has an `average_rate`, the average of the parameters follows the moments."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +182,8 @@ class Method:
       run: what updates all leaves.
       elementwise: whether each element is updated by itself, so that a shard may come in pieces.
       per_layer: see `Optimizer`.
+      one_bit: (this method, options) -> what makes of it an optimizer that sends signs, see
+        `zerojax.optim.one_bit`; None: it is none.
     """
 
     kernel: str
@@ -151,6 +193,7 @@ class Method:
     run: Run
     elementwise: bool = True
     per_layer: bool = False
+    one_bit: Callable[[Method, Options], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +207,7 @@ class Options:
       impl: see `pallas_kernels.choice.choose`.
       moments_dtype: None is optax's own: that of the parameters.
       stochastic: whether `apply` rounds bfloat16 parameters and moments stochastically.
+      ema: the average of the parameters that the state has, as an `EmaState`; None: it has none.
     """
 
     learning_rate: float | Schedule
@@ -172,16 +216,17 @@ class Options:
     impl: Impl
     moments_dtype: Any = None
     stochastic: bool = False
+    ema: Ema | None = None
 
 
 def make_optimizer(method: Method, options: Options) -> Optimizer:
     """The optimizer of a method."""
-    core, dtype = _transformation(method, options), options.moments_dtype
+    core, dtype, ema = _transformation(method, options), options.moments_dtype, options.ema
 
     def init(params: Tree) -> Tree:
         options.decay.settings(params)  # refuses what does not fit
         state = core.init(params)
-        return state if dtype is None else _cast_floats(state, dtype)
+        return state if dtype is None else cast_floats(state, dtype)
 
     def apart(layers: Iterable[str]) -> list[str]:
         # Layers that are rolled are arrays of their own to their user, whatever per_layer says.
@@ -190,12 +235,18 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
     def update(
         updates: Tree, state: Tree, params: Tree = None, *, layers: Iterable[str] = (), **extra: Any
     ) -> tuple[Tree, Tree]:
+        if method.one_bit is not None:
+            raise ValueError(
+                "an optimizer that sends signs has no update outside of the step, where each "
+                "device makes momentum of its own gradients; give it to zerojax.train by itself, "
+                "not in an optax chain"
+            )
         extra["layers"] = apart(layers)
         if dtype is None:
             return core.update(updates, state, params, **extra)
-        updates, state, params = (_cast_floats(x, jnp.float32) for x in (updates, state, params))
+        updates, state, params = (cast_floats(x, jnp.float32) for x in (updates, state, params))
         updates, state = core.update(updates, state, params, **extra)
-        return updates, _cast_floats(state, dtype)
+        return updates, cast_floats(state, dtype)
 
     def apply(
         grads: Arrays, state: Tree, params: Arrays, context: UpdateContext
@@ -212,24 +263,32 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
         decay = dataclasses.replace(options.decay, stacks=dict(stacks))
         return make_optimizer(method, dataclasses.replace(options, decay=decay))
 
+    def with_ema(ema: Ema) -> Optimizer:
+        return make_optimizer(method, dataclasses.replace(options, ema=ema))
+
+    moments = method.moments if ema is None else (*method.moments, EMA)
+
     return Optimizer(
-        init,
-        update,
+        *around(init, update, ema),
         apply=apply,
         kernel=method.kernel,
         impl=options.impl,
         clip_norm=options.clip_norm,
         with_dtypes=with_dtypes,
         learning_rate=as_schedule(options.learning_rate),
-        begin=functools.partial(_begin, method, options) if method.elementwise else None,
-        moments=method.moments if method.elementwise else (),
+        begin=functools.partial(begin_update, method, options) if method.elementwise else None,
+        moments=moments if method.elementwise else (),
         per_layer=method.per_layer,
         with_stacks=with_stacks,
         settings=options.decay.settings,
+        ema=ema,
+        with_ema=with_ema,
+        one_bit=None if method.one_bit is None else method.one_bit(method, options),
     )
 
 
-def _cast_floats(tree: Tree, dtype: Any) -> Tree:
+def cast_floats(tree: Tree, dtype: Any) -> Tree:
+    """The tree with its floats of another dtype."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
     return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
@@ -284,18 +343,22 @@ def _apply(
     method: Method, options: Options, arrays: tuple[Arrays, Arrays, Tree], context: UpdateContext
 ) -> tuple[Arrays, Tree]:
     params, grads, state = arrays
-    begun = _begin(method, options, state, context.whole(params), context)
+    begun = begin_update(method, options, state, context.whole(params), context)
     params, after = begun.run(params, begun.moments, grads, None)
     return params, begun.end(after)
 
 
-def _begin(
+def begin_update(
     method: Method,
     options: Options,
     state: Tree,
     whole: Mapping[str, jax.ShapeDtypeStruct],
     context: UpdateContext,
 ) -> BegunUpdate:
+    """`Optimizer.begin` of a method, which need not go element by element here."""
+    average, average_rate = None, None
+    if options.ema is not None:
+        average, average_rate, state = state, options.ema.rate(state.count), state.inner
     parts = jax.tree.leaves(state, is_leaf=_is_part)
     schedule = next((p for p in parts if isinstance(p, optax.ScaleByScheduleState)), None)
     moments = next((p for p in parts if p is not schedule), None)
@@ -324,6 +387,7 @@ def _begin(
             scalars={name: by_settings[settings[name]] for name in params},
             stochastic=options.stochastic,
             context=dataclasses.replace(context, piece=piece),
+            average_rate=average_rate,
         )
         return method.run(params, before, grads, numbers)
 
@@ -331,16 +395,25 @@ def _begin(
         def advance(part: Any) -> Any:
             changed: dict[str, Any] = {}
             if part is moments:
-                changed |= zip(method.moments, after, strict=True)
+                changed |= zip(method.moments, after, strict=False)  # the average may follow
             if "count" in part._fields:
-                new = optax.safe_increment(part.count)
-                changed["count"] = jnp.where(context.skip, part.count, new)
+                changed["count"] = next_count(part.count, context)
             return part._replace(**changed)
 
-        return jax.tree.map(advance, state, is_leaf=_is_part)
+        advanced = jax.tree.map(advance, state, is_leaf=_is_part)
+        if average is None:
+            return advanced
+        return EmaState(advanced, next_count(average.count, context), after[-1])
 
     before = tuple(getattr(moments, field) for field in method.moments)
+    if average is not None:
+        before = (*before, average.ema)
     return BegunUpdate(moments=before, run=run, end=end)
+
+
+def next_count(count: jax.Array, context: UpdateContext) -> jax.Array:
+    """int32 []: the number of updates applied after this step."""
+    return jnp.where(context.skip, count, optax.safe_increment(count))
 
 
 def _is_part(node: Any) -> bool:
@@ -353,7 +426,7 @@ def one_pass(rule: Rule) -> Run:
     def run(
         params: Arrays, moments: tuple[Arrays, ...], grads: Arrays, numbers: Numbers
     ) -> tuple[Arrays, tuple[Arrays, ...]]:
-        new = numbers.update(rule, (params, *moments), (grads,)).updated
+        new = numbers.update_params(rule, params, moments, (grads,))
         return new[0], new[1:]
 
     return run

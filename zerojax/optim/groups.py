@@ -234,6 +234,35 @@ def _dimensions(name: str, ndim: int) -> MuonDimensionNumbers:
     return MuonDimensionNumbers((1, 2), 3) if joins else MuonDimensionNumbers(1, (2, 3))
 
 
+def matrices_by_shape(params: Tree) -> Tree:
+    """Which parameters DeepSpeed's Muon takes for matrices (`set_optimizer_flags`), for `muon`.
+
+    All of two or more dimensions, but those with "embed" or "lm_head" in their names; of stacked
+    layers each layer's kernel (`muon_dimensions`), and no stacked biases and scales.
+
+    Raises:
+      ValueError: an array of more dimensions in no stack, of which a name does not say which are
+        rows.
+    """
+    arrays = trees.flatten_names(params)
+    found = {}
+    for name, array in arrays.items():
+        ndim, lower = jnp.ndim(array), name.lower()
+        if not is_matrix(name, ndim) or "embed" in lower or "lm_head" in lower:
+            found[name] = None
+        elif re.search(LAYER_KERNELS, name):
+            found[name] = _dimensions(name, ndim)
+        elif ndim == 2:
+            found[name] = MuonDimensionNumbers()
+        else:
+            raise ValueError(
+                f"muon: {name} has {ndim} dimensions, and a file does not say which of them are "
+                "rows; take the section out and pass optimizer=zerojax.muon(lr, dimensions=...), "
+                "which returns optax.contrib.MuonDimensionNumbers for each matrix"
+            )
+    return trees.unflatten_like(params, found)
+
+
 def describe_muon(opt_state: Tree, stacks: Collection[str]) -> list[str]:
     """What a Muon that was not told of stacked layers does to them, in a line for the plan."""
     is_muon = lambda node: isinstance(node, MuonState)  # noqa: E731

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, get_args
@@ -56,7 +57,7 @@ def adamw(
       ValueError, TypeError: a number out of its range, an unknown setting; from `init`, a group
         that matches nothing or a mask that does not fit.
     """
-    _check(b1=b1, b2=b2, eps=eps)
+    check_numbers(b1=b1, b2=b2, eps=eps)
     return make_optimizer(
         Method(
             kernel="adamw",
@@ -90,7 +91,7 @@ def lion(
       b1: weight of the moment in the sign.
       b2: decay of the moment.
     """
-    _check(b1=b1, b2=b2)
+    check_numbers(b1=b1, b2=b2)
 
     def scaled(b1: float | Schedule) -> optax.GradientTransformation:
         return _scheduled(lambda b1: optax.scale_by_lion(b1, b2), b1)
@@ -138,7 +139,7 @@ def lamb(
     Args:
       per_layer: False: one ratio for all layers that are stacked in an array.
     """
-    _check(b1=b1, b2=b2, eps=eps)
+    check_numbers(b1=b1, b2=b2, eps=eps)
     return make_optimizer(
         Method(
             kernel="lamb",
@@ -147,7 +148,7 @@ def lamb(
             ),
             moments=("mu", "nu"),
             scalars=adam_scalars(b1, b2, eps),
-            run=_lamb_passes,
+            run=lamb_passes,
             elementwise=False,
             per_layer=per_layer,
         ),
@@ -180,7 +181,7 @@ def sgd(
     if momentum is None and nesterov:
         raise ValueError("nesterov=True needs momentum, which is None; 0.9 is usual")
     if momentum is not None:
-        _check(momentum=momentum)
+        check_numbers(momentum=momentum)
     options = _options("sgd", learning_rate, weight_decay, mask, groups, clip_norm, impl)
     decays = any(group.weight_decay for _, group in options.decay.groups)
     decays = decays or not isinstance(weight_decay, int | float) or weight_decay > 0
@@ -256,53 +257,59 @@ def _scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(plain.init, update)
 
 
-def _lamb_passes(
+def lamb_passes(
     params: Arrays,
     moments: tuple[Arrays, ...],
     grads: Arrays,
     numbers: Numbers,
+    *,
+    taken: Callable[[Arrays], Arrays] = lambda ratios: ratios,
 ) -> tuple[Arrays, tuple[Arrays, ...]]:
-    """Moments and norms, then, with the norms of whole parameters or layers, the parameters."""
+    """Moments and norms, then, with the norms of whole parameters or layers, the parameters.
+
+    Args:
+      params, moments, grads, numbers: as a `Run` takes them.
+      taken: {name: ratio of norms} -> those that updates are multiplied by.
+    """
     layers = numbers.context.layers
+    moments, average = moments[:2], moments[2:]
     half = numbers.update(optimizers.LAMB_MOMENTS, moments, (params, grads), by_row=layers)
-    norms = _norms(half.sums, numbers.context, layers)
-    second = Numbers(
+    ratios = taken(trust_ratios(half.sums, numbers.context, layers))
+    second = dataclasses.replace(
+        numbers,
         scalars={
-            name: optimizers.lamb_scalars(
-                scalars, param_norm=norms[name][0], update_norm=norms[name][1]
-            )
+            name: optimizers.lamb_scalars(scalars, trust_ratio=ratios[name])
             for name, scalars in numbers.scalars.items()
         },
-        stochastic=numbers.stochastic,
-        context=numbers.context,
     )
     # Other bits than the first moment's, which took the first ones of the seed.
-    applied = second.update(
-        optimizers.LAMB_APPLY, (params,), half.updated, salt=0x5BD1E995, by_row=layers
+    new = second.update_params(
+        optimizers.LAMB_APPLY, params, average, half.updated, salt=0x5BD1E995, by_row=layers
     )
-    return applied.updated[0], half.updated
+    return new[0], (*half.updated, *new[1:])
 
 
-def _norms(
+def trust_ratios(
     sums: tuple[Arrays, ...], context: UpdateContext, layers: Mapping[str, tuple[str, ...]]
-) -> dict[str, tuple[jax.Array, ...]]:
-    """{name: the roots of its sums over all shards}: one collective for equally split leaves.
+) -> dict[str, jax.Array]:
+    """{name: float32 [], or [layers of this shard]}, of the roots of sums over all shards.
 
-    Sums of layers, [layers of this shard], are over the shards of these layers.
+    One collective for equally split leaves. Sums of layers are over the shards of these layers.
     """
     split_alike: dict[tuple[str, ...], list[str]] = {}
     for name in sums[0]:
         over = tuple(axis for axis in context.axes[name] if axis not in layers.get(name, ()))
         split_alike.setdefault(over, []).append(name)
-    norms = {}
+    ratios = {}
     for over, names in split_alike.items():
         local = tuple(jnp.concatenate([each[name].reshape(-1) for name in names]) for each in sums)
-        agreed = [jnp.sqrt(x) for x in context.sum_over(over, local)]
+        agreed = context.sum_over(over, local)
+        found = optimizers.trust_ratio_of(*(jnp.sqrt(x) for x in agreed))
         ends = itertools.accumulate(sums[0][name].size for name in names)
         for name, end in zip(names, ends, strict=True):
             first, shape = end - sums[0][name].size, sums[0][name].shape
-            norms[name] = tuple(x[first:end].reshape(shape) for x in agreed)
-    return norms
+            ratios[name] = found[first:end].reshape(shape)
+    return ratios
 
 
 def _options(
@@ -322,9 +329,9 @@ def _options(
         )
     if impl not in get_args(Impl):
         choose(impl, kernel=kernel)  # says which there are
-    _check(weight_decay=weight_decay, clip_norm=clip_norm)
+    check_numbers(weight_decay=weight_decay, clip_norm=clip_norm)
     if not callable(learning_rate):
-        _check(learning_rate=learning_rate)
+        check_numbers(learning_rate=learning_rate)
     return Options(
         learning_rate=learning_rate,
         decay=Decay(weight_decay=weight_decay, mask=mask, groups=as_groups(groups)),
@@ -341,10 +348,15 @@ _RANGES = {
     "eps": (lambda x: x > 0, "above 0; 1e-8 is usual"),
     "weight_decay": (lambda x: x >= 0, "at least 0; 0.1 is usual for AdamW"),
     "clip_norm": (lambda x: x > 0, "above 0, or None for no clipping; 1.0 is usual"),
+    "beta": (lambda x: 0 <= x < 1, "in [0, 1); 0.95 is usual"),
+    "ns_steps": (lambda x: x >= 1, "at least 1; 5 is usual"),
+    "consistent_rms": (lambda x: x > 0, "above 0, or None; 0.2 is usual"),
 }
+_RANGES |= {f"adam_{name}": _RANGES[name] for name in ("b1", "b2", "learning_rate", "weight_decay")}
+_RANGES["ns_eps"] = _RANGES["eps"]
 
 
-def _check(**numbers: Any) -> None:
+def check_numbers(**numbers: Any) -> None:
     """Refuses numbers out of range; arrays, as `optax.inject_hyperparams` makes them, pass."""
     for name, value in numbers.items():
         holds, limit = _RANGES[name]

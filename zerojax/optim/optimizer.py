@@ -14,9 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 from pallas_kernels.choice import Choice, Impl
 from pallas_kernels.rounding import seed_of
+from zerojax.optim.ema import Ema, EmaState, new_ema_state
 from zerojax.optim.schedules import Schedule
 
 Tree = Any
@@ -37,7 +41,7 @@ class StateCoding:
       abstract_state: ({name: `ShapeDtypeStruct` of the stored parameter with its `NamedSharding`},
         {name: elements of the parameter without padding}) -> the state that training keeps, as
         `ShapeDtypeStruct`s with `NamedSharding`s.
-      new_state: that tree -> the state before the first update; constants only, to be traced.
+      new_state: (that tree, parameters) -> the state before the first update, to be traced.
       to_canonical: state -> canonical state of the same shards, inside `shard_map`.
       from_canonical: (canonical state, the tree of `plan.abstract_state`) -> state of the same
         shards, inside `shard_map`. After `to_canonical` on the same shards it gives every bit back.
@@ -45,9 +49,43 @@ class StateCoding:
 
     canonical_init: Callable[[Tree], Tree]
     abstract_state: Callable[[Mapping[str, Any], Mapping[str, int]], Tree]
-    new_state: Callable[[Tree], Tree]
+    new_state: Callable[[Tree, Tree], Tree]
     to_canonical: Callable[[Tree], Tree]
     from_canonical: Callable[[Tree, Tree], Tree]
+
+
+def coding_around(coding: StateCoding, ema: Ema | None) -> StateCoding:
+    """The coding of a state with an average of the parameters, which both forms have as it is."""
+    if ema is None:
+        return coding
+
+    def canonical_init(params: Tree) -> Tree:
+        return new_ema_state(coding.canonical_init(params), params)
+
+    def abstract_state(stored: Mapping[str, Any], sizes: Mapping[str, int]) -> Tree:
+        mesh = next(iter(stored.values())).sharding.mesh
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+        average = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding)  # noqa: E731
+        averages = {name: average(x) for name, x in stored.items()}
+        return EmaState(coding.abstract_state(stored, sizes), count, averages)
+
+    def new_state(structs: Tree, params: Tree) -> Tree:
+        return new_ema_state(coding.new_state(structs.inner, params), params)
+
+    def to_canonical(state: Tree) -> Tree:
+        return dataclasses.replace(state, inner=coding.to_canonical(state.inner))
+
+    def from_canonical(canonical: Tree, structs: Tree) -> Tree:
+        inner = coding.from_canonical(canonical.inner, structs.inner)
+        return dataclasses.replace(canonical, inner=inner)
+
+    return StateCoding(
+        canonical_init=canonical_init,
+        abstract_state=abstract_state,
+        new_state=new_state,
+        to_canonical=to_canonical,
+        from_canonical=from_canonical,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +105,10 @@ class UpdateContext:
       piece: int32 []; number of the piece of a shard that is updated, where it comes in pieces.
       layers: {name: mesh axes among its `axes` that split dimension 0} of the parameters whose
         dimension 0 counts layers; LAMB has a ratio for each.
+      dims: {name: for each dimension the mesh axes among its `axes` that split it} of parameters
+        that are split; Muon puts matrices together.
+      all_params: {name: the whole parameter's shape and dtype} of all parameters, where only some
+        are updated: masks and groups are told of all; {}: those that are updated are all.
     """
 
     gradient_scale: jax.Array
@@ -77,6 +119,8 @@ class UpdateContext:
     shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     piece: jax.Array | None = None
     layers: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    dims: Mapping[str, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
+    all_params: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
 
     def seed(self, name: str) -> jax.Array:
         """uint32 [2]: random bits of a parameter's shard; copies of one shard get the same."""
@@ -109,7 +153,9 @@ class UpdateContext:
         return jnp.concatenate(parts)[jnp.array([place[name] for name in names])]
 
     def whole(self, params: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
-        """What the parameters are before they are split: shapes and dtypes, no arrays."""
+        """What all parameters are before they are split: shapes and dtypes, no arrays."""
+        if self.all_params:
+            return dict(self.all_params)
         return {
             name: jax.ShapeDtypeStruct(self.shapes.get(name, shard.shape), shard.dtype)
             for name, shard in params.items()
@@ -174,6 +220,12 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       with_stacks: {stack: names of its rows} -> the same optimizer for parameters of which some are
         stacks; None where its state depends on how arrays are stacked.
       settings: parameters -> {name: what it does to the parameter}; None where that is not known.
+      matrices: {name: a whole parameter's shape and dtype} -> {name: its dimensions} of those whose
+        whole matrices it needs (`zerojax.optim.matrices`); None: it needs none.
+      ema: the average of the parameters that the state has; None: it has none.
+      with_ema: `Ema` -> the same optimizer with one, whose state is an `EmaState` around its own.
+      one_bit: what sends signs of momentum in place of gradients, `zerojax.optim.one_bit.OneBit`;
+        None: gradients are summed.
     """
 
     apply: Apply
@@ -188,6 +240,10 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     per_layer: bool
     with_stacks: Callable[[Mapping[str, tuple[str, ...]]], Optimizer] | None
     settings: Callable[[Tree], Mapping[str, Any]] | None
+    matrices: Callable[[Mapping[str, Any]], Mapping[str, MuonDimensionNumbers]] | None
+    ema: Ema | None
+    with_ema: Callable[[Ema], Optimizer]
+    one_bit: Any
 
     def __new__(
         cls,
@@ -199,6 +255,8 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         impl: Impl,
         clip_norm: float | None,
         with_dtypes: Callable[[Any, bool], Optimizer],
+        with_ema: Callable[[Ema], Optimizer],
+        ema: Ema | None = None,
         coding: StateCoding | None = None,
         learning_rate: Schedule | None = None,
         begin: Begin | None = None,
@@ -206,12 +264,15 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         per_layer: bool = False,
         with_stacks: Callable[[Mapping[str, tuple[str, ...]]], Optimizer] | None = None,
         settings: Callable[[Tree], Mapping[str, Any]] | None = None,
+        matrices: Callable[[Mapping[str, Any]], Mapping[str, MuonDimensionNumbers]] | None = None,
+        one_bit: Any = None,
     ) -> Optimizer:
         self = super().__new__(cls, init, update)
         self.apply, self.kernel, self.impl, self.clip_norm = apply, kernel, impl, clip_norm
         self.with_dtypes, self.learning_rate = with_dtypes, learning_rate
         self.coding, self.begin, self.moments = coding, begin, moments
         self.per_layer, self.with_stacks, self.settings = per_layer, with_stacks, settings
+        self.matrices, self.ema, self.with_ema, self.one_bit = matrices, ema, with_ema, one_bit
         return self
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from zerojax.config import LossScale, describe_loss_scale
 from zerojax.config.checks import names_keywords
+from zerojax.optim.weight_codes import KINDS
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 STORED = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
@@ -30,6 +31,9 @@ class Precision:
       accumulate_dtype: gradients summed over microbatches. float32 costs 4 bytes per parameter at
         stages 0 and 1, where gradients are whole.
       moments_dtype: the optimizer's moments as they are stored; its arithmetic is float32.
+      freeze_dtype: parameters that are not trained, as they are stored. None: `frozen_dtype`.
+      freeze_codes: "nf4" or "int8": of these parameters the kernels, as
+        `zerojax.plan.frozen_codes` says, are stored as codes of 4 or 8 bits. None: none is.
       loss_scale: how the loss is scaled so that small float16 gradients are not lost. None takes
         `LossScale()` where the compute or reduce dtype is float16, and no scale elsewhere.
     """
@@ -39,10 +43,14 @@ class Precision:
     reduce_dtype: Any = jnp.bfloat16
     accumulate_dtype: Any = jnp.float32
     moments_dtype: Any = jnp.float32
+    freeze_dtype: Any = None
+    freeze_codes: str | None = None
     loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
         for name in _DTYPE_FIELDS:
+            if name == "freeze_dtype" and self.freeze_dtype is None:
+                continue
             dtype = np.dtype(getattr(self, name))
             if not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(
@@ -57,6 +65,17 @@ class Precision:
                     f"Precision.{name}={dtype.name} loses small values for good: what is stored or "
                     "summed up is float32 or bfloat16; lower precision belongs in compute_dtype"
                 )
+        if self.freeze_dtype not in (None, *STORED, self.compute_dtype):
+            raise ValueError(
+                f"Precision.freeze_dtype={self.freeze_dtype.name} loses large and small weights, "
+                f"and compute_dtype={self.compute_dtype.name} could have held them; use float32, "
+                "bfloat16 or None, the compute dtype"
+            )
+        if self.freeze_codes not in (None, *KINDS):
+            raise ValueError(
+                f"Precision.freeze_codes={self.freeze_codes!r} is not one of {', '.join(KINDS)}; "
+                "use one of them, or None for no codes"
+            )
         is_scaled = np.dtype(jnp.float16) in (self.compute_dtype, self.reduce_dtype)
         if is_scaled and self.loss_scale is None:
             object.__setattr__(self, "loss_scale", LossScale())
@@ -71,6 +90,14 @@ class Precision:
         """Whether parameters are stored in float32."""
         return self.param_dtype == np.dtype(jnp.float32)
 
+    @property
+    def frozen_dtype(self) -> np.dtype:
+        """Of parameters that are not trained: nothing adds small updates to them, so they need no
+        more than what they are computed with. Where `param_dtype` is 16 bits, that one."""
+        if self.freeze_dtype is not None:
+            return np.dtype(self.freeze_dtype)
+        return np.dtype(self.compute_dtype if self.has_masters else self.param_dtype)
+
     def describe(self) -> str:
         """One line for people."""
         masters = "master weights" if self.has_masters else "parameters without masters"
@@ -80,6 +107,8 @@ class Precision:
             f"{self.reduce_dtype.name} reductions",
             f"{self.accumulate_dtype.name} accumulation",
         ]
+        if self.freeze_codes is not None:
+            parts.append(f"frozen kernels in {self.freeze_codes}")
         if self.moments_dtype != np.dtype(jnp.float32):
             parts.append(f"{self.moments_dtype.name} moments")
         if self.loss_scale is not None:
@@ -93,6 +122,7 @@ _DTYPE_FIELDS = (
     "reduce_dtype",
     "accumulate_dtype",
     "moments_dtype",
+    "freeze_dtype",
 )
 
 
@@ -114,14 +144,17 @@ def as_precision(
     accumulate_dtype: str | None = None,
     param_dtype: str | None = None,
     moments_dtype: str | None = None,
+    freeze_dtype: str | None = None,
     loss_scale: LossScale | None = None,
 ) -> Precision:
     """A `Precision` from its short name.
 
     Args:
       precision: "fp32", "bf16", "fp16" or a `Precision`.
-      reduce_dtype, accumulate_dtype, param_dtype, moments_dtype: "fp32", "bf16" or (reductions
-        only) "fp16"; None keeps the default: reductions in the compute dtype, all else float32.
+      reduce_dtype, accumulate_dtype, param_dtype, moments_dtype, freeze_dtype: "fp32", "bf16" or
+        (reductions, and what is frozen under fp16) "fp16"; None keeps the default: reductions and
+        what is frozen in the compute dtype, all else float32. freeze_dtype can also be "nf4" or
+        "int8": codes of the kernels among what is frozen, the rest in the default.
       loss_scale: of float16; None keeps the default.
 
     Raises:
@@ -140,8 +173,12 @@ def as_precision(
         "accumulate_dtype": accumulate_dtype,
         "param_dtype": param_dtype,
         "moments_dtype": moments_dtype,
+        "freeze_dtype": freeze_dtype,
     }
-    changes = {name: _dtype(given, name) for name, given in named.items() if given is not None}
+    changes: dict[str, Any] = {}
+    if freeze_dtype in KINDS:
+        changes["freeze_codes"] = named.pop("freeze_dtype")
+    changes |= {name: _dtype(given, name) for name, given in named.items() if given is not None}
     if loss_scale is not None:
         changes["loss_scale"] = loss_scale
     return dataclasses.replace(precision, **changes)
@@ -149,5 +186,6 @@ def as_precision(
 
 def _dtype(name: Any, option: str) -> Any:
     if name not in DTYPES:
-        raise ValueError(f"{option}={name!r} is not one of {', '.join(DTYPES)}")
+        known = (*DTYPES, *KINDS) if option == "freeze_dtype" else DTYPES
+        raise ValueError(f"{option}={name!r} is not one of {', '.join(known)}")
     return DTYPES[name]

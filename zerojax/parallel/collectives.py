@@ -21,23 +21,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from zerojax.models import trees
 from zerojax.models.jaxpr import mark_read
+from zerojax.models.reads import asked_eight_bits
+from zerojax.models.zoo import fp8
+from zerojax.optim.weight_codes import WeightCodes
+from zerojax.optim.wire_codes import GradientCodes
 from zerojax.parallel.sums import (
     BarrierKind,
+    Groups,
     TreeOrder,
     cut_flat,
+    groups_of_nodes,
     over_auto_axes,
     scatter_by_permutes,
     scatter_in_tree,
+    sum_in_codes,
     values_in_barriers,
 )
 from zerojax.plan.device_mesh import PASS_AXES
-from zerojax.plan.leaf_placement import LeafPlacement
+from zerojax.plan.leaf_placement import FULL_ENOUGH, LeafPlacement
 
 Arrays = dict[str, Any]
+
+DECODED = "decoded weights"
+"""Name of what `decode_on_use` gives in a traced program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +61,19 @@ class LeafCollectives:
       axes: tensor-parallel axis per dimension of the whole leaf; a slice uses the trailing ones.
       num_shards: in how many pieces it is cut.
       over: the mesh axes over which they lie, outermost first.
+      runs: of how many runs of equal length a piece is made, which lie `num_shards` runs apart: 1,
+        or the number of nodes, where devices have a piece of each node's.
+      groups: of devices that exchange; None: all of `over` do.
       compute_dtype: dtype of a gathered value, by name.
       reduce_dtype: dtype of a gradient on the wire, by name.
       by_permutes: sum gradients by permutes, see `scatter_by_permutes`.
       tree: sum gradients in float32 in this fixed order; None leaves the order to the collective.
       barrier: keeps what is gathered and scattered apart from what the model computes with it, so
         that the latter compiles to the same code on any number of devices; None does not.
+      eight_bits: send what 8 bits keep of a gathered value, see `zerojax.models.zoo.fp8`.
+      wire_codes: send values in codes when they are gathered.
+      gradient_codes: send gradients in codes and add them up in float32.
+      codes: how what is gathered is coded; sizes are those of codes then.
     """
 
     zero_dim: int
@@ -69,25 +87,64 @@ class LeafCollectives:
     by_permutes: bool = False
     tree: TreeOrder | None = None
     barrier: BarrierKind | None = None
+    eight_bits: bool = False
+    codes: WeightCodes | None = None
+    wire_codes: GradientCodes | None = None
+    gradient_codes: GradientCodes | None = None
+    runs: int = 1
+    groups: Groups | None = None
 
     def spec(self, ndim: int) -> P:
         """Tensor-parallel spec of a value that may have lost leading dimensions to a layer scan."""
         return P(*self.axes[len(self.axes) - ndim :])
 
-    def gather(self, shard: jax.Array) -> jax.Array:
-        """The whole value in `compute_dtype` from this device's shard, without padding."""
+    def gather(self, shard: jax.Array, history: jax.Array | None = None) -> jax.Array:
+        """The whole value in `compute_dtype` from this device's shard, without padding.
 
-        def local(shard: jax.Array) -> jax.Array:
-            dim = shard.ndim + self.zero_dim
+        Args:
+          history: of the scale, where 8 bits are sent.
+        """
+
+        def local(shard: jax.Array, history: jax.Array | None) -> jax.Array:
+            dim, sent = shard.ndim + self.zero_dim, self.encode(shard, history)
+            if self.runs > 1 or self.wire_codes is not None:
+                rows = lax.all_gather(sent, self.over, axis_index_groups=self.groups)
+                return self.keep_apart(self.from_sent(rows, shard.shape))
             whole = lax.all_gather(
-                shard.astype(self.compute_dtype), self.over, axis=dim, tiled=True
+                sent, self.over, axis=dim, tiled=True, axis_index_groups=self.groups
             )
             if self.size != self.padded_size:
                 whole = lax.slice_in_dim(whole, 0, self.size, axis=dim)
-            return self.keep_apart(whole)
+            return self.keep_apart(self.decode(whole))
 
         spec = self.spec(shard.ndim)
-        return over_auto_axes(local, spec, spec)(shard)
+        return over_auto_axes(local, (spec, P()), spec)(shard, history)
+
+    def encode(self, shard: jax.Array, history: jax.Array | None) -> jax.Array:
+        """What is sent of a shard: it in `compute_dtype`, or uint8; with `wire_codes` one row."""
+        if self.codes is not None:
+            return shard
+        shard = shard.astype(self.compute_dtype)
+        if self.wire_codes is not None:
+            return self.wire_codes.encode(shard.reshape(-1))
+        if not self.eight_bits:
+            return shard
+        assert history is not None
+        return fp8.in_bits(shard, history)
+
+    def decode(self, sent: jax.Array) -> jax.Array:
+        """In `compute_dtype`: the values that were sent or coded, or in units of their scale their
+        bits."""
+        if self.codes is not None:
+            return self.codes.decode(sent, self.compute_dtype)
+        return fp8.from_bits(sent, self.compute_dtype) if self.eight_bits else sent
+
+    def from_sent(self, rows: jax.Array, shard_shape: Sequence[int]) -> jax.Array:
+        """The whole, unpadded value in `compute_dtype` from what every device sent, as `encode` has
+        it, [num_shards, ...]."""
+        if self.wire_codes is not None:
+            rows = self.wire_codes.decode(rows, math.prod(shard_shape)).astype(self.compute_dtype)
+        return self.decode(self.from_rows(rows, shard_shape))
 
     def scatter(self, whole: jax.Array) -> jax.Array:
         """This device's shard of the sum of all whole gradients, in `reduce_dtype`; with `tree` in
@@ -96,15 +153,30 @@ class LeafCollectives:
         def local(whole: jax.Array) -> jax.Array:
             if self.tree is not None:
                 return _scatter_in_tree({"": whole}, {"": self})[""]
+            if self.gradient_codes is not None:
+                return _scatter_in_codes({"": whole}, {"": self})[""]
             whole = whole.astype(self.reduce_dtype)
             if self.by_permutes:
                 return scatter_by_permutes({"": whole}, {"": self})[""]
+            if self.runs > 1:
+                flat = self.scatter_rows(self.split_rows(whole))
+                return flat.reshape(self.shard_shape(whole.shape))
             dim = whole.ndim + self.zero_dim
             padded = pad_dim(whole, dim, self.padded_size)
-            return lax.psum_scatter(padded, self.over, scatter_dimension=dim, tiled=True)
+            return lax.psum_scatter(
+                padded,
+                self.over,
+                scatter_dimension=dim,
+                tiled=True,
+                axis_index_groups=self.groups,
+            )
 
         spec = self.spec(whole.ndim)
         return over_auto_axes(local, spec, spec)(whole)
+
+    def scatter_rows(self, rows: jax.Array) -> jax.Array:
+        """This device's row of the sum of `rows` [num_shards, elements]."""
+        return lax.psum_scatter(rows, self.over, scatter_dimension=0, axis_index_groups=self.groups)
 
     def keep_apart(self, value: Any) -> Any:
         """The same, in fusion barriers where that is asked for."""
@@ -115,20 +187,25 @@ class LeafCollectives:
     def from_rows(self, rows: jax.Array, shard_shape: Sequence[int]) -> jax.Array:
         """The whole, unpadded value from `rows` [num_shards, elements of a shard]."""
         dim = len(shard_shape) + self.zero_dim
-        stacked = jnp.moveaxis(rows.reshape(self.num_shards, *shard_shape), 0, dim)
-        shape = (*shard_shape[:dim], self.padded_size, *shard_shape[dim + 1 :])
+        before, after = shard_shape[:dim], shard_shape[dim + 1 :]
+        run = shard_shape[dim] // self.runs
+        pieces = rows.reshape(self.num_shards, *before, self.runs, run, *after)
+        stacked = jnp.moveaxis(pieces, 0, dim + 1)
+        shape = (*before, self.padded_size, *after)
         return lax.slice_in_dim(stacked.reshape(shape), 0, self.size, axis=dim)
 
     def split_rows(self, whole: jax.Array) -> jax.Array:
         """[num_shards, elements of a shard]: a whole value cut into the devices' shards."""
         dim = whole.ndim + self.zero_dim
         padded = pad_dim(whole, dim, self.padded_size)
-        chunk = self.padded_size // self.num_shards
-        shape = (*whole.shape[:dim], self.num_shards, chunk, *whole.shape[dim + 1 :])
-        return jnp.moveaxis(padded.reshape(shape), dim, 0).reshape(self.num_shards, -1)
+        run = self.padded_size // self.num_shards // self.runs
+        before, after = whole.shape[:dim], whole.shape[dim + 1 :]
+        pieces = padded.reshape(*before, self.runs, self.num_shards, run, *after)
+        return jnp.moveaxis(pieces, dim + 1, 0).reshape(self.num_shards, -1)
 
     def piece(self, whole: jax.Array, index: jax.Array) -> jax.Array:
-        """The shard number `index`, cut from a whole value."""
+        """The shard number `index`, cut from a whole value; of one run."""
+        assert self.runs == 1
         dim = whole.ndim + self.zero_dim
         padded = pad_dim(whole, dim, self.padded_size)
         chunk = self.padded_size // self.num_shards
@@ -149,14 +226,24 @@ def leaf_collectives(
     by_permutes: bool = False,
     tree: TreeOrder | None = None,
     barrier: BarrierKind | None = None,
+    eight_bits: bool = False,
+    in_codes: bool = False,
+    wire_codes: GradientCodes | None = None,
+    gradient_codes: GradientCodes | None = None,
 ) -> LeafCollectives:
-    """The collectives of a parameter that its placement shards."""
+    """The collectives of a parameter that its placement shards, among all devices.
+
+    Args:
+      in_codes: decode what was gathered of a coded parameter, not pass its codes on.
+      wire_codes: how it travels, None in `compute_dtype`; gradient_codes: how its gradient does,
+        None in `reduce_dtype`.
+    """
     assert leaf.zero_dim is not None
     assert leaf.padded_size is not None
     return LeafCollectives(
         zero_dim=leaf.zero_dim,
-        size=leaf.shape[leaf.zero_dim],
-        padded_size=leaf.padded_size,
+        size=leaf.kept_shape[leaf.zero_dim],
+        padded_size=leaf.stored_shape[leaf.zero_dim],
         axes=leaf.axes,
         num_shards=num_shards,
         over=leaf.zero_axes,
@@ -165,6 +252,38 @@ def leaf_collectives(
         by_permutes=by_permutes,
         tree=tree,
         barrier=barrier,
+        eight_bits=eight_bits,
+        codes=leaf.codes if in_codes else None,
+        wire_codes=wire_codes,
+        gradient_codes=gradient_codes,
+    )
+
+
+def inside_nodes(leaf: LeafCollectives, members: int) -> LeafCollectives:
+    """Of a node's devices, which hold all of the parameter: each the shards of its position in all
+    nodes, in the nodes' order."""
+    inside, _ = groups_of_nodes(leaf.num_shards, members)
+    return dataclasses.replace(
+        leaf,
+        num_shards=members,
+        runs=leaf.num_shards // members,
+        groups=inside,
+        wire_codes=None,
+        gradient_codes=None,
+    )
+
+
+def between_nodes(leaf: LeafCollectives, members: int) -> LeafCollectives:
+    """Of the devices of one position in their nodes: of what each holds of its node's copy."""
+    _, between = groups_of_nodes(leaf.num_shards, members)
+    held = leaf.padded_size // members
+    return dataclasses.replace(
+        leaf,
+        size=held,
+        padded_size=held,
+        num_shards=leaf.num_shards // members,
+        groups=between,
+        eight_bits=False,
     )
 
 
@@ -185,19 +304,57 @@ Several = Sequence[jax.Array]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_on_use(leaves: Leaves, shards: Several) -> Several:
-    """Whole values of shards in `reduce_dtype`, by one gather; their gradients land scattered."""
+    """Whole values of shards, by one gather; their gradients land scattered.
+
+    Shards are in the wider of the compute dtype and what `LeafCollectives.scatter` gives.
+    """
     return _in_one(gather_buckets, leaves, shards)
 
 
 def _gather_forward(leaves: Leaves, shards: Several) -> tuple[Several, None]:
+    if leaves[0].wire_codes is not None:
+        # As a call: see `_gather_bits_forward`.
+        return gather_on_use(leaves, shards), None
     return _in_one(gather_buckets, leaves, shards), None
 
 
 def _gather_backward(leaves: Leaves, _: None, cotangents: Several) -> tuple[Several]:
-    return (_in_one(scatter_buckets, leaves, cotangents),)
+    return (_scattered(leaves, cotangents),)
+
+
+def _scattered(leaves: Leaves, cotangents: Several) -> Several:
+    """In the dtype of the shards that were gathered."""
+    shards = _in_one(scatter_buckets, leaves, cotangents)
+    pairs = zip(leaves, shards, strict=True)
+    return [x.astype(jnp.promote_types(x.dtype, leaf.compute_dtype)) for leaf, x in pairs]
 
 
 gather_on_use.defvjp(_gather_forward, _gather_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gather_eight_bits(leaves: Leaves, shards: Several, histories: Several) -> Several:
+    """As `gather_on_use`, of what 8 bits keep of the values, which is what is sent."""
+    return _in_one(gather_buckets, leaves, shards, histories)
+
+
+def _gather_bits_forward(
+    leaves: Leaves, shards: Several, histories: Several
+) -> tuple[Several, Several]:
+    # As a call, not inlined: a checkpoint would keep what is computed before and behind the gather,
+    # float32 of a shard or 8 bits of the whole (`rewrite.is_gather` sees a call as one).
+    return gather_eight_bits(leaves, shards, histories), histories
+
+
+def _gather_bits_backward(
+    leaves: Leaves, histories: Several, cotangents: Several
+) -> tuple[Several, Several]:
+    # What a history becomes is said by the products that are scaled by it.
+    nothing = [jnp.zeros_like(history) for history in histories]
+    return _scattered(leaves, cotangents), nothing
+
+
+gather_eight_bits.defvjp(_gather_bits_forward, _gather_bits_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -218,20 +375,33 @@ def _tap_backward(leaves: Leaves, _: None, cotangents: Several) -> tuple[Several
 scatter_early.defvjp(_tap_forward, _tap_backward)
 
 
-def _in_one(collective: Callable, leaves: Leaves, arrays: Several) -> Several:
-    table = {str(index): leaf for index, leaf in enumerate(leaves)}
-    return list(collective(dict(zip(table, arrays, strict=True)), table, sys.maxsize).values())
+def _in_one(collective: Callable, leaves: Leaves, *arrays: Several) -> Several:
+    # Names without a layer, which would end a bucket.
+    table = {f"{index}th": leaf for index, leaf in enumerate(leaves)}
+    values, *more = (dict(zip(table, several, strict=True)) for several in arrays)
+    return list(collective(values, table, sys.maxsize, *more).values())
 
 
 @dataclasses.dataclass(frozen=True)
 class GatherOnUse:
-    """ZeRO-3's read of a shard: gathers it; the gradient lands scattered on it."""
+    """ZeRO-3's read of a shard: gathers it; the gradient lands scattered on it.
+
+    In 8 bits it gives what these keep, and says the largest magnitude of the shard before that: a
+    history takes the largest of all devices anyway.
+    """
 
     name: str
     leaf: LeafCollectives
 
     def __call__(self, shard: jax.Array) -> jax.Array:
-        (whole,) = gather_on_use((self.leaf,), [shard])
+        if not self.leaf.eight_bits:
+            (whole,) = gather_on_use((self.leaf,), [shard])
+            return mark_read(whole, self.name)
+        asked = asked_eight_bits()
+        assert asked is not None, f"{self.name} is read in full, which its placement excludes"
+        (whole,) = gather_eight_bits((self.leaf,), [shard], [asked.history])
+        exact = lax.stop_gradient(shard).astype(self.leaf.compute_dtype)
+        asked.largest = fp8.largest_magnitude(exact)
         return mark_read(whole, self.name)
 
 
@@ -254,36 +424,94 @@ class ScatterEarly:
         return mark_read(same, self.name)
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeOnUse:
+    """The read of a frozen parameter whose codes are whole on this device.
+
+    Attributes:
+      name: of the parameter; codes: how it is coded.
+      axes: tensor-parallel axis per dimension, as `LeafCollectives` has them.
+      compute_dtype: of what is read, by name.
+    """
+
+    name: str
+    codes: WeightCodes
+    axes: tuple[str | None, ...]
+    compute_dtype: str
+
+    def __call__(self, stored: jax.Array) -> jax.Array:
+        return mark_read(decode_on_use(self, stored), self.name)
+
+    def decode(self, stored: jax.Array) -> jax.Array:
+        spec = P(*self.axes[len(self.axes) - stored.ndim :])
+        decode = functools.partial(self.codes.decode, dtype=self.compute_dtype)
+        return over_auto_axes(decode, (spec,), spec)(stored)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def decode_on_use(read: DecodeOnUse, stored: jax.Array) -> jax.Array:
+    """What a read gives; codes have no gradient.
+
+    As a call, which a checkpoint sees as one (`rewrite.is_made_again`): none keeps what it gives.
+    """
+    return checkpoint_name(read.decode(stored), DECODED)
+
+
+def _decode_forward(read: DecodeOnUse, stored: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return decode_on_use(read, stored), stored
+
+
+def _decode_backward(_: DecodeOnUse, stored: jax.Array, __: jax.Array) -> tuple[np.ndarray]:
+    return (np.zeros(stored.shape, jax.dtypes.float0),)
+
+
+decode_on_use.defvjp(_decode_forward, _decode_backward)
+
+
 # --- buckets: many leaves, one collective ---------------------------------------------------------
 
 
 def make_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in order, cut into runs of at most `limit` elements; a larger one stands alone."""
+    """Names in order, cut into runs of at most `limit` elements; a larger one stands alone.
+
+    A run of `FULL_ENOUGH` elements also ends before another layer of a Python list begins.
+    """
     buckets: list[list[str]] = []
-    filled = 0
+    filled, layer = 0, None
     for name, size in sizes.items():
-        if not buckets or filled + size > limit:
+        begins = trees.layer_of(name) != layer and filled >= FULL_ENOUGH
+        if not buckets or begins or filled + size > limit:
             buckets.append([])
             filled = 0
         buckets[-1].append(name)
         filled += size
+        layer = trees.layer_of(name)
     return buckets
 
 
 def buckets_of(
     sizes: Mapping[str, int], leaves: Mapping[str, LeafCollectives], limit: int
 ) -> list[list[str]]:
-    """`make_buckets`, for the leaves over each set of mesh axes by themselves."""
+    """`make_buckets`, for the leaves over each set of mesh axes by themselves, and of one dtype on
+    the wire."""
+
+    def kind(name: str) -> tuple[Any, ...]:
+        leaf = leaves[name]
+        wire = leaf.gradient_codes, leaf.reduce_dtype, leaf.groups
+        values = leaf.eight_bits, leaf.codes is None, leaf.wire_codes, leaf.compute_dtype
+        return leaf.over, *values, *wire
+
     made = []
-    for over in dict.fromkeys(leaves[name].over for name in sizes):
-        made += make_buckets(
-            {n: size for n, size in sizes.items() if leaves[n].over == over}, limit
-        )
+    for wanted in dict.fromkeys(map(kind, sizes)):
+        made += make_buckets({n: size for n, size in sizes.items() if kind(n) == wanted}, limit)
     return made
 
 
 def gather_buckets(
-    shards: Arrays, leaves: Mapping[str, LeafCollectives], bucket_size: int
+    shards: Arrays,
+    leaves: Mapping[str, LeafCollectives],
+    bucket_size: int,
+    histories: Arrays | None = None,
 ) -> Arrays:
     """Whole, unpadded values in `compute_dtype` of all `shards`, one all-gather per bucket.
 
@@ -291,32 +519,38 @@ def gather_buckets(
       shards: {name: this device's shard, any float dtype}.
       leaves: {name: its collectives}.
       bucket_size: elements of the gathered values per collective.
+      histories: {name: of its scale}, where all are sent in 8 bits.
     """
+    scaled: Arrays = histories or dict.fromkeys(shards)
     sizes = {name: math.prod(s.shape) * leaves[name].num_shards for name, s in shards.items()}
     result: Arrays = {}
     for names in buckets_of(sizes, leaves, bucket_size):
         if len(names) == 1:
-            result[names[0]] = leaves[names[0]].gather(shards[names[0]])
+            result[names[0]] = leaves[names[0]].gather(shards[names[0]], scaled[names[0]])
         else:
-            result |= _gather_bucket({name: shards[name] for name in names}, leaves)
+            result |= _gather_bucket({n: shards[n] for n in names}, leaves, scaled)
     return {name: result[name] for name in shards}
 
 
-def _gather_bucket(shards: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arrays:
-    def local(shards: Arrays) -> Arrays:
-        parts = [
-            shard.reshape(-1).astype(leaves[name].compute_dtype) for name, shard in shards.items()
-        ]
-        rows = lax.all_gather(jnp.concatenate(parts), leaves[next(iter(shards))].over, axis=0)
+def _gather_bucket(shards: Arrays, leaves: Mapping[str, LeafCollectives], scaled: Arrays) -> Arrays:
+    def local(shards: Arrays, scaled: Arrays) -> Arrays:
+        parts = {
+            name: leaves[name].encode(shard, scaled[name]).reshape(-1)
+            for name, shard in shards.items()
+        }
+        first = leaves[next(iter(shards))]
+        flat = jnp.concatenate([*parts.values()])
+        rows = lax.all_gather(flat, first.over, axis_index_groups=first.groups)
         whole, start = {}, 0
         for name, shard in shards.items():
-            columns = lax.slice_in_dim(rows, start, start + shard.size, axis=1)
-            whole[name] = leaves[name].from_rows(columns, shard.shape)
-            start += shard.size
-        return leaves[next(iter(shards))].keep_apart(whole)
+            end = start + parts[name].size
+            columns = lax.slice_in_dim(rows, start, end, axis=1)
+            whole[name], start = leaves[name].from_sent(columns, shard.shape), end
+        return first.keep_apart(whole)
 
     specs = {name: leaves[name].spec(shard.ndim) for name, shard in shards.items()}
-    return over_auto_axes(local, (specs,), specs)(shards)
+    scaled = {name: scaled[name] for name in shards}
+    return over_auto_axes(local, (specs, P()), specs)(shards, scaled)
 
 
 def scatter_buckets(
@@ -338,12 +572,13 @@ def _scatter_bucket(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Ar
     def local(wholes: Arrays) -> Arrays:
         if leaves[next(iter(wholes))].tree is not None:
             return _scatter_in_tree(wholes, leaves)
+        if leaves[next(iter(wholes))].gradient_codes is not None:
+            return _scatter_in_codes(wholes, leaves)
         wholes = {name: whole.astype(leaves[name].reduce_dtype) for name, whole in wholes.items()}
         if any(leaves[name].by_permutes for name in wholes):
             return scatter_by_permutes(wholes, leaves)
         rows = [leaves[name].split_rows(whole) for name, whole in wholes.items()]
-        over = leaves[next(iter(wholes))].over
-        flat = lax.psum_scatter(jnp.concatenate(rows, axis=1), over, scatter_dimension=0)
+        flat = leaves[next(iter(wholes))].scatter_rows(jnp.concatenate(rows, axis=1))
         shapes = {name: leaves[name].shard_shape(whole.shape) for name, whole in wholes.items()}
         return cut_flat(flat, shapes)
 
@@ -355,6 +590,28 @@ def _scatter_in_tree(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> A
     first = leaves[next(iter(wholes))]
     assert first.tree is not None
     return scatter_in_tree(first.keep_apart(wholes), leaves, first.tree, first.reduce_dtype)
+
+
+def _scatter_in_codes(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arrays:
+    """In `reduce_dtype`, summed in float32: one row of codes for each shard.
+
+    No block has values of two parameters, whose magnitudes may differ.
+    """
+    first = leaves[next(iter(wholes))]
+    codes = first.gradient_codes
+    assert codes is not None
+    rows = []
+    for name, whole in wholes.items():
+        row = leaves[name].split_rows(whole)
+        rows.append(pad_dim(row, 1, codes.in_blocks(row.shape[1])))
+    flat = sum_in_codes(jnp.concatenate(rows, axis=1), codes, first.over, first.groups)
+    shards, start = {}, 0
+    for (name, whole), row in zip(wholes.items(), rows, strict=True):
+        shape = leaves[name].shard_shape(whole.shape)
+        piece = lax.slice_in_dim(flat, start, start + math.prod(shape))
+        shards[name] = piece.astype(first.reduce_dtype).reshape(shape)
+        start += row.shape[1]
+    return shards
 
 
 def sum_buckets(

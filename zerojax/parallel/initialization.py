@@ -7,6 +7,7 @@ holds more than a layer of one parameter; a CPU device takes the memory that is 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -18,12 +19,22 @@ from jax import lax
 
 from zerojax.config.checks import names_keywords
 from zerojax.models.protocol import LazyArray
-from zerojax.optim import coding_of, loss_scale
+from zerojax.optim import EmaState, coding_of, loss_scale
+from zerojax.optim.weight_codes import CodedArray
 from zerojax.parallel.offload.disk import DiskState, fill_new_disk
 from zerojax.parallel.offload.disk_step import build_weights
 from zerojax.parallel.offload.sliced_state import cut_new_param, cut_new_state
+from zerojax.parallel.weight_copies import first_copies
 from zerojax.plan.make import Plan, require_plan
-from zerojax.plan.state import StageRows, TrainState, fit, rows_of_state, run_key_data, zero_counter
+from zerojax.plan.state import (
+    COPIES,
+    StageRows,
+    TrainState,
+    fit,
+    rows_of_state,
+    run_key_data,
+    zero_counter,
+)
 from zerojax.runtime.memory import allocating_for
 
 Ranges = tuple[tuple[int, int], ...]
@@ -130,10 +141,26 @@ def _new_params(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], 
     abstract = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
     rows = _rows_of_params(plan)
     stored = {
-        name: fit(params[name].astype(leaf.dtype), leaf.shape, rows[name], to_rows=True)
+        name: fit(_kept(plan, name, params[name], leaf), leaf.shape, rows[name], to_rows=True)
         for name, leaf in abstract.items()
     }
     return stored, extras
+
+
+def _kept(plan: Plan, name: str, value: jax.Array, stored: jax.ShapeDtypeStruct) -> jax.Array:
+    """Traced: a parameter as it is stored, but for padding."""
+    codes = plan.placement.leaves[name].codes
+    return value.astype(stored.dtype) if codes is None else codes.encode(value)
+
+
+def _given(plan: Plan, name: str, value: Any) -> Any:
+    """A parameter that is there or lies in files; its codes where it is stored so."""
+    codes = plan.placement.leaves[name].codes
+    if codes is None:
+        return value
+    if isinstance(value, LazyArray):
+        return CodedArray(value, codes)
+    return codes.encode(np.asarray(value))
 
 
 def _copy_initial(plan: Plan, key_data: np.ndarray) -> TrainState:
@@ -143,7 +170,10 @@ def _copy_initial(plan: Plan, key_data: np.ndarray) -> TrainState:
     params, extras = arrays
     stored = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
     rows = _rows_of_params(plan)
-    placed = {name: _place(params[name], leaf, rows[name]) for name, leaf in stored.items()}
+    placed = {
+        name: _place(_given(plan, name, params[name]), leaf, rows[name])
+        for name, leaf in stored.items()
+    }
     host_extras = {name: np.asarray(value) for name, value in extras.items()}
 
     # A jitted function that donates nothing: on CPU a placed array may share memory with the
@@ -173,19 +203,25 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
     rows = _rows_of_params(plan)
     new, extras = _make_missing(plan, *arrays, key_data)
     placed = {
-        name: new[name] if name in new else _place(arrays[0][name], stored[name], rows[name])
+        name: new[name]
+        if name in new
+        else _place(_given(plan, name, arrays[0][name]), stored[name], rows[name])
         for name in stored
         if plan.offload is None or name in plan.abstract_stored["frozen"]
     }
 
     def others(placed: dict, extras: dict, key_data: jax.Array) -> Any:
-        # Moments of what can be offloaded begin at zero, so they need no parameters.
+        # Moments of what can be offloaded begin at zero, so they need no parameters; an average of
+        # the weights is put in their place below.
         zeros = {n: jnp.zeros(x.shape, x.dtype) for n, x in stored.items() if n not in placed}
         state = _offloaded(plan, _assemble(plan, {**zeros, **placed}, extras, key_data))
         return leave_out(state)
 
     def leave_out(state: Any) -> Any:
-        return {part: x for part, x in state.items() if part not in ("params", "masters", "frozen")}
+        rest = {n: part for n, part in state.items() if n not in ("params", "masters", "frozen")}
+        if plan.offload is not None and isinstance(state["opt_state"], EmaState):
+            rest["opt_state"] = dataclasses.replace(state["opt_state"], ema={})
+        return rest
 
     shardings = leave_out(plan.state_shardings)
     state = jax.jit(others, out_shardings=shardings)(placed, extras, key_data)
@@ -193,14 +229,17 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
     if plan.offload is None:
         state["params"] = {name: placed[name] for name in plan.abstract_stored["params"]}
         return state
-    state["params"], state["masters"] = {}, {}
+    state["params"], state["masters"], averages = {}, {}, {}
     for name, leaf in plan.abstract_stored["params"].items():
         one = new.pop(name) if name in new else _place(arrays[0][name], leaf, rows[name])
-        param, masters = cut_new_param(plan, name, one)
+        found = cut_new_param(plan, name, one)
         if name not in without:
-            state["params"][name] = param
-        if masters is not None:
-            state["masters"][name] = masters
+            state["params"][name] = found.param
+        if found.master is not None:
+            state["masters"][name] = found.master
+        averages[name] = found.average
+    if isinstance(state["opt_state"], EmaState):
+        state["opt_state"] = dataclasses.replace(state["opt_state"], ema=averages)
     return state
 
 
@@ -239,7 +278,7 @@ def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> Tr
     """Traced: the whole state from parameters of stored shape."""
     abstract, scaling = plan.abstract_stored, plan.precision.loss_scale
     trained = {name: params[name] for name in abstract["params"]}
-    return TrainState(
+    state = TrainState(
         step=zero_counter(),
         skipped=zero_counter(),
         rng=key_data,
@@ -249,13 +288,18 @@ def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> Tr
         extras={name: jnp.asarray(extras[name]) for name in abstract["extras"]},
         loss_scale={} if scaling is None else loss_scale.init(scaling),
     )
+    if "one_bit" in abstract:
+        state["one_bit"] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract["one_bit"])
+    if COPIES in abstract:
+        state["copies"] = first_copies(plan, trained)
+    return state
 
 
 def _new_opt_state(plan: Plan, trained: dict[str, jax.Array]) -> Any:
     coding = coding_of(plan.tx)
     if coding is None:
         return plan.tx.init(trained)
-    return coding.new_state(plan.abstract_stored["opt_state"])
+    return coding.new_state(plan.abstract_stored["opt_state"], trained)
 
 
 def _rows_of_params(plan: Plan) -> dict[str, StageRows | None]:

@@ -7,8 +7,9 @@ of 8-bit products follow from. Several new values become one by Flax's own rule 
 of all its microbatches and shards, and all of a step is computed with the same scales.
 
 Some are **counted**: what a pass adds to them is a sum over the rows of the batch, as far as the
-trace of the model shows it (`zerojax.plan.loss_checks`). What each shard adds is added up, so they
-are those of one device with the whole batch.
+trace of the model shows it (`zerojax.plan.loss_checks`), or as a `StepCount` says. What each shard
+adds is added up, so they are those of one device with the whole batch. What is made of a
+`StepCount` is made by the step, after all passes.
 """
 
 from __future__ import annotations
@@ -68,14 +69,24 @@ def after_microbatch(earlier: Arrays, later: Arrays, overwritten: Set[str]) -> A
     return {**later, **{name: jnp.maximum(earlier[name], x) for name, x in chosen.items()}}
 
 
-def agree(before: Arrays, after: Arrays, overwritten: Set[str], counted: Set[str]) -> Arrays:
+def agree(
+    before: Arrays,
+    after: Arrays,
+    overwritten: Set[str],
+    counted: Set[str],
+    *,
+    overwritten_over: tuple[str, ...] = PASS_AXES,
+) -> Arrays:
     """Extras made the same on every data shard.
 
     What is overwritten becomes the largest of all shards; what is counted changes by the sum of
     their changes; other floating-point values change by their mean change.
+
+    Args:
+      overwritten_over: mesh axes over which new values of what is overwritten differ.
     """
     chosen = pick(after, overwritten)
-    largest = max_replicated(chosen) if chosen else {}
+    largest = max_replicated(chosen, overwritten_over) if chosen else {}
     count = math.prod(lax.axis_size(axis) for axis in PASS_AXES)
     changed = changes(before, after, overwritten)
     changed |= added(before, after, counted)

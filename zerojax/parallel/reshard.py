@@ -12,17 +12,26 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import names_keywords
-from zerojax.optim import StateCoding, coding_of
+from zerojax.optim import StateCoding, Weights, coding_of, ema_of, is_average
 from zerojax.parallel.offload.disk import fill_disk
 from zerojax.parallel.offload.disk_durable import rest_writer
 from zerojax.parallel.offload.disk_saving import restore_pieces
-from zerojax.parallel.offload.sliced_state import cut_state, join_params, join_state
+from zerojax.parallel.offload.sliced_state import (
+    averaged_params,
+    cut_state,
+    join_average,
+    join_params,
+    join_state,
+)
+from zerojax.parallel.weight_copies import new_copies
 from zerojax.plan.counts import shard_bytes
 from zerojax.plan.host_budget import has_pinned_room
 from zerojax.plan.layer_stacks import StackRows, group_rows, ungroup_rows
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import on_host
 from zerojax.plan.state import (
+    COPIES,
+    ONE_BIT,
     StageRows,
     TrainState,
     canonical_on_host,
@@ -34,6 +43,8 @@ from zerojax.runtime.memory import allocating_for
 
 Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
 """A tree's leaves and its structure: hashable, as keys of a cache are."""
+_KEPT = (ONE_BIT, COPIES)
+"""Parts of a state that are the same in both forms."""
 
 
 @names_keywords()
@@ -56,12 +67,28 @@ def to_canonical(
         that the device has never more than one stack twice.
     """
     if plan.offload is None:
-        stored = state
+        stored, kept = _apart(state)
     else:
-        stored = join_state(plan, state, joined=joined)
+        stored, kept = join_state(plan, state, joined=joined), None
     decoded = _recoded(plan, stored, decode=True)
-    wanted = _grouped(plan, canonical_to_read(plan) if rows_on_host else plan.abstract_canonical)
-    return _ungrouped(plan, convert(decoded, wanted, _rows_of_state(plan), to_rows=False))
+    abstract = canonical_to_read(plan) if rows_on_host else plan.abstract_canonical
+    wanted = _grouped(plan, _apart(abstract)[0])
+    found = _ungrouped(plan, convert(decoded, wanted, _rows_of_state(plan), to_rows=False))
+    return _joined(found, kept)
+
+
+def _apart(state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
+    """(a state without what is the same in both forms, that: what signs of momentum left out, and
+    copies of weights; None: there is nothing)."""
+    kept: dict[str, Any] = {name: part for name, part in state.items() if name in _KEPT}
+    rest: Any = {name: part for name, part in state.items() if name not in _KEPT}
+    return rest, kept or None
+
+
+def _joined(state: TrainState, kept: dict[str, Any] | None) -> TrainState:
+    """The inverse of `_apart`."""
+    joined: Any = state if kept is None else {**state, **kept}
+    return joined
 
 
 def canonical_to_read(plan: Plan) -> TrainState:
@@ -72,7 +99,8 @@ def canonical_to_read(plan: Plan) -> TrainState:
     """
     if not plan.stacks:
         return plan.abstract_canonical
-    grouped = group_rows(plan.abstract_canonical, plan.stacks)
+    canonical, kept = _apart(plan.abstract_canonical)
+    grouped = group_rows(canonical, plan.stacks)
     rows = [row for leaf in jax.tree.leaves(grouped) for row in _rows(leaf)]
     if not has_pinned_room(plan, shard_bytes(rows), environ=os.environ):
         return plan.abstract_canonical
@@ -82,7 +110,7 @@ def canonical_to_read(plan: Plan) -> TrainState:
             return leaf
         return StackRows(tuple(x.update(sharding=on_host(x.sharding)) for x in leaf.values))
 
-    return ungroup_rows(jax.tree.map(place, grouped), plan.stacks)
+    return _joined(ungroup_rows(jax.tree.map(place, grouped), plan.stacks), kept)
 
 
 def _rows(leaf: Any) -> tuple[Any, ...]:
@@ -97,7 +125,7 @@ def _ungrouped(plan: Plan, tree: Any) -> Any:
     return ungroup_rows(tree, plan.stacks) if plan.stacks else tree
 
 
-def model_parts(plan: Plan, state: TrainState) -> dict[str, Any]:
+def model_parts(plan: Plan, state: TrainState, *, weights: Weights = "trained") -> dict[str, Any]:
     """What a model is made of: "params", "frozen" and "extras" of the canonical form.
 
     Moments are neither joined nor decoded; of a state with offload they are most of its bytes.
@@ -105,15 +133,62 @@ def model_parts(plan: Plan, state: TrainState) -> dict[str, Any]:
     Args:
       plan: which `state` follows.
       state: stays valid.
+      weights: "ema": the average of the weights in their place, in float32.
+
+    Raises:
+      ValueError: there is no average.
     """
-    params = state["params"] if plan.offload is None else join_params(plan, state)
-    parts = {"params": params, "frozen": state["frozen"], "extras": state["extras"]}
     abstract: dict[str, Any] = {**plan.abstract_canonical}
+    if is_average(weights, state.get("opt_state")):
+        params = ema_of(state["opt_state"]) if plan.offload is None else join_average(plan, state)
+        abstract["params"] = ema_of(abstract["opt_state"])
+    else:
+        params = state["params"] if plan.offload is None else join_params(plan, state)
+    parts = {"params": params, "frozen": state["frozen"], "extras": state["extras"]}
+    return _canonical_parts(plan, parts, abstract)
+
+
+def frozen_part(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
+    """ "frozen" of the canonical form.
+
+    Args:
+      plan: which `state` follows.
+      state: stays valid.
+    """
+    parts = {"frozen": state["frozen"]}
+    return _canonical_parts(plan, parts, {**plan.abstract_canonical})["frozen"]
+
+
+def _canonical_parts(plan: Plan, parts: dict[str, Any], abstract: dict[str, Any]) -> dict[str, Any]:
     rows: dict[str, Any] | None = None
     if (all_rows := _rows_of_state(plan)) is not None:
         rows = {name: x for name, x in all_rows.items() if name in parts}
     wanted = _grouped(plan, {name: abstract[name] for name in parts})
     return _ungrouped(plan, convert(parts, wanted, rows))
+
+
+def with_weights(plan: Plan, state: TrainState, weights: Weights) -> TrainState:
+    """The state that an evaluation of these weights reads; not one to train on.
+
+    The average of the weights is read where it lies; of parameters whose optimizer state is sliced
+    a copy in the compute dtype is made.
+
+    Args:
+      plan: which `state` follows.
+      state: stays valid.
+      weights: "ema": the average in place of the parameters.
+
+    Raises:
+      ValueError: there is no average.
+    """
+    if not is_average(weights, state.get("opt_state")):
+        return state
+    changed = state.copy()
+    average: Any = ema_of(state["opt_state"])
+    changed["params"] = average if plan.offload is None else averaged_params(plan, state)
+    if COPIES in state:
+        changed["copies"] = new_copies(plan, average)
+    return changed
 
 
 def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +204,10 @@ def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
     if (all_rows := _rows_of_state(plan)) is not None:
         rows = {name: x for name, x in all_rows.items() if name in parts}
     given = _grouped(plan, parts)
-    return convert(given, {name: stored[name] for name in parts}, rows, to_rows=True)
+    state = convert(given, {name: stored[name] for name in parts}, rows, to_rows=True)
+    if COPIES in stored:
+        state[COPIES] = new_copies(plan, state["params"])
+    return state
 
 
 @names_keywords()
@@ -145,14 +223,17 @@ def from_canonical(
       data_state: position of the data, for a durable store: a run that is killed before its next
         step goes on from what is written here.
     """
-    stored = plan.abstract_stored.copy()
+    stored, kept = _apart(plan.abstract_stored)
     stored["opt_state"] = decoded_opt_state(plan)
     if plan.offload is not None:
         stored = canonical_on_host(stored, plan.offload)
+    canonical, given_kept = _apart(canonical)
     given = _grouped(plan, canonical)
     arrays = convert(given, stored, _rows_of_state(plan), to_rows=True)
     recoded = _recoded(plan, arrays, decode=False)
     if plan.offload is None:
+        if kept is not None:
+            recoded = _joined(recoded, _begun(plan, recoded, kept, given_kept or {}))
         return recoded
     state = cut_state(plan, recoded)
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(canonical)):
@@ -162,8 +243,51 @@ def from_canonical(
     return state
 
 
+def _begun(
+    plan: Plan, state: TrainState, wanted: dict[str, Any], given: dict[str, Any]
+) -> dict[str, Any]:
+    """What is given as it is wanted, and what begins anew: errors at zero, copies as their masters.
+
+    Args:
+      plan: of the state; state: without what is wanted.
+      wanted, given: parts of a state that are the same in both forms, as `_fitting` takes them.
+    """
+    parts: dict[str, Any] = {}
+    for name, part in wanted.items():
+        is_there = all(_are_arrays(given.get(name, {}).get(key, 0)) for key in part)
+        if name == COPIES and not is_there:
+            parts[name] = new_copies(plan, state["params"])
+        else:
+            parts[name] = _fitting(part, given.get(name, {}))
+    return parts
+
+
+def _are_arrays(tree: Any) -> bool:
+    return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
+
+
+def _fitting(wanted: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """What is given as it is wanted, and zeros in place of parts that are not there.
+
+    Args:
+      wanted: {name: `ShapeDtypeStruct`s}; given: {name: arrays, or anything else}.
+    """
+
+    def zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
+        made = functools.partial(jnp.zeros, struct.shape, struct.dtype)
+        return jax.jit(made, out_shardings=struct.sharding)()
+
+    def is_there(name: str) -> bool:
+        return _are_arrays(given.get(name, 0))
+
+    return {
+        name: convert(given[name], part) if is_there(name) else jax.tree.map(zeros, part)
+        for name, part in wanted.items()
+    }
+
+
 def _rows_of_state(plan: Plan) -> TrainState | None:
-    return rows_of_state(plan.placement, plan.tx, plan.abstract_stored)
+    return rows_of_state(plan.placement, plan.tx, _apart(plan.abstract_stored)[0])
 
 
 def decoded_opt_state(plan: Plan) -> Any:
@@ -225,13 +349,13 @@ def reshard_state(
     if old.fingerprint != new.fingerprint:
         raise ValueError(
             f"the plans describe different states (fingerprints {old.fingerprint} and "
-            f"{new.fingerprint}): model, optimizer and freeze= have to be the same"
+            f"{new.fingerprint}): model, optimizer, stored dtypes and freeze= have to be the same"
         )
-    canonical = to_canonical(old, state)
+    canonical, kept = _apart(to_canonical(old, state))
     if disk := state.get("disk"):
         disk.close()
-    moved = convert(canonical, new.abstract_canonical)
-    return from_canonical(new, moved, data_state=data_state)
+    moved = convert(canonical, _apart(new.abstract_canonical)[0])
+    return from_canonical(new, _joined(moved, kept), data_state=data_state)
 
 
 def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False) -> Any:

@@ -13,9 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import names_keywords
 from zerojax.models.adapt import bound_attribute
+from zerojax.models.attention_choice import attention_measured
 from zerojax.models.losses import own_means
 from zerojax.models.protocol import Loss
-from zerojax.optim import loss_scale
+from zerojax.models.step_count import after_step
+from zerojax.optim import loss_scale, one_bit_of
 from zerojax.parallel import pipeline, zero
 from zerojax.parallel.deterministic_update import build_chunked_update, build_fixed_norm
 from zerojax.parallel.offload import streaming
@@ -23,10 +25,18 @@ from zerojax.parallel.offload.disk_durable import write_rest
 from zerojax.parallel.offload.disk_step import DiskStep, pending_of, pending_shardings
 from zerojax.parallel.offload.sliced_update import build_offload_update
 from zerojax.parallel.offload.streaming_update import build_updating_gradients
+from zerojax.parallel.one_bit_update import (
+    TwoPrograms,
+    build_averaging_update,
+    build_signed_update,
+    unsummed_names,
+)
 from zerojax.parallel.update import ThisStep, build_norm, build_update
+from zerojax.parallel.weight_copies import build_following
 from zerojax.plan import device_mesh as meshes
+from zerojax.plan.kept_parts import copies_key
 from zerojax.plan.make import Plan, require_plan
-from zerojax.plan.state import TrainState, step_key
+from zerojax.plan.state import COPIES, ONE_BIT, TrainState, step_key
 
 Metrics = dict[str, jax.Array]
 
@@ -40,9 +50,11 @@ def build_step(plan: Plan) -> Any:
       A state that was given to a step before is refused with a ValueError. `batch` comes from
       `shard_batch`. Metrics are replicated scalars on the devices: "loss"
       (float32, the global sum divided by the global weight), "weight" (float32), "grad_norm"
-      (float32, before clipping), "bad_leaf" (int32, number of the first parameter whose gradient
+      (float32, before clipping; where gradients are not summed, the root mean square over devices
+      of the norm of each one's), "bad_leaf" (int32, number of the first parameter whose gradient
       is not finite, -1 where all are), "largest_leaf" (int32, number of the parameter with the
-      largest gradient) and "largest_share" (float32, its part of the sum of squares), "skipped"
+      largest gradient; `zerojax.parallel.update.leaf_names` has the names of both) and
+      "largest_share" (float32, its part of the sum of squares), "skipped"
       (int32, 1 when loss or gradients were not finite and nothing but the counters changed) and
       "num_skipped" (int32, of the run so far), and the loss's own metrics under their names
       (float32, the mean over the global batch; NaN where its weight is 0). With a loss scale also
@@ -50,22 +62,45 @@ def build_step(plan: Plan) -> Any:
       scale could not be lower). With `update_in_backward` "skipped" is 1 when the loss
       was not finite, and nothing changed, or when a gradient was not: layers after it were updated.
       `step.lower(...)` gives the program. A loop that never waits queues steps without end: wait
-      for a metric at least every 64 steps (`Trainer` does).
+      for a metric at least every 64 steps (`Trainer` does). Of an optimizer that sends signs
+      (`zerojax.optim.one_bit_adam`, `one_bit_lamb`) it is a `one_bit_update.TwoPrograms`.
 
     Raises:
       TypeError: `plan` is not a plan.
     """
     require_plan(plan, "build_step")
-    gradients = _build_gradients(plan)
+    norm = build_fixed_norm(plan) if plan.settings.deterministic else build_norm(plan)
+    step = _jitted_step(plan, _build_gradients(plan), norm, _build_update(plan))
+    if one_bit_of(plan.tx) is None:
+        return step
+    unsummed = unsummed_names(plan)
+    gradients = _build_gradients(plan, unsummed=unsummed)
+    norm = build_norm(plan, unsummed=unsummed)
+    return TwoPrograms(plan, step, _jitted_step(plan, gradients, norm, build_signed_update(plan)))
+
+
+def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> LiveStateOnly:
+    """What `build_step` returns, of three parts that are traced.
+
+    Args:
+      plan: of the step.
+      gradients: as `_build_gradients` gives it.
+      read_norm: (gradients, scale, known sums of squares) -> `GradientNorm`.
+      update: as `_build_update` gives it.
+    """
     replicated = NamedSharding(plan.mesh, P())
-    read_norm = build_fixed_norm(plan) if plan.settings.deterministic else build_norm(plan)
-    update = _build_update(plan)
     scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
     on_disk = plan.offload is not None and bool(plan.offload.on_disk)
     in_backward = _updates_in_backward(plan)
     num_pieces = plan.num_microbatches * meshes.num_data_shards(plan.mesh)
 
+    measured = {kind: choice.implementation for kind, choice in plan.program.kernels.items()}
+
     def step(state: TrainState, batch: Any) -> tuple[Any, ...]:
+        with attention_measured(measured):
+            return compute(state, batch)
+
+    def compute(state: TrainState, batch: Any) -> tuple[Any, ...]:
         key = step_key(state["rng"], state["step"])
         factor = None if scaling is None else state["loss_scale"]["scale"] / weight
         if plan.traced.batch_weight is not None:
@@ -82,6 +117,7 @@ def build_step(plan: Plan) -> Any:
         finite = jnp.isfinite(loss) & (read.read_finite if in_backward else jnp.isfinite(grad_norm))
         now = ThisStep(scale, grad_norm, ~finite, key, loss)
         updated = update(grads, state, now)
+        extras = after_step(extras, plan.model.step_rules)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         skipped = 1 - finite.astype(jnp.int32)
         new_state = TrainState(
@@ -96,6 +132,10 @@ def build_step(plan: Plan) -> Any:
         )
         if plan.offload is not None:
             new_state |= {"masters": updated["masters"], "disk": state["disk"]}
+        if COPIES in state:
+            new_state["copies"] = state["copies"]
+        if ONE_BIT in state:
+            new_state["one_bit"] = updated.get(ONE_BIT, state["one_bit"])
         metrics = {
             "loss": loss,
             "weight": sums["weight"],
@@ -207,10 +247,12 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
     config = pass_config(plan)
     fixed = config.virtual_shards is not None
     build = zero.build_virtual_forward if fixed else _passes(plan).build_forward
-    forward = build(config, loss or plan.loss)
+    forward, follow = build(config, loss or plan.loss), build_following(plan)
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
-        return forward(state["params"], state["frozen"], state["extras"], state["rng"], batch)
+        given = state["params"], state["frozen"], state["extras"], state["rng"], batch
+        # What the next step would read.
+        return forward(*given) if follow is None else forward(*given, follow(state))
 
     options = dict(plan.program.options) if fixed else None
     replicated = NamedSharding(plan.mesh, P())
@@ -221,10 +263,12 @@ def _updates_in_backward(plan: Plan) -> bool:
     return plan.offload is not None and plan.offload.update_in_backward
 
 
-def _build_gradients(plan: Plan) -> Any:
+def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> Any:
     """`(state, key_data, batch, loss_factor) -> (sums, gradients, extras, state)`, to be traced.
 
-    The state is what it was, but for what the backward pass has updated already.
+    The state is what it was, but for what the backward pass has updated already, and for copies of
+    weights, which are made as new as they are read. Gradients of
+    `unsummed` names stay each device's own.
     """
     config = pass_config(plan)
     if _updates_in_backward(plan):
@@ -232,19 +276,34 @@ def _build_gradients(plan: Plan) -> Any:
         return lambda state, key_data, batch, _: updating(state, key_data, batch)
     fixed = config.virtual_shards is not None
     build = zero.build_virtual_gradients if fixed else _passes(plan).build_gradients
-    gradients = build(config)
+    gradients = zero.build_gradients(config, unsummed=unsummed) if unsummed else build(config)
 
     def unchanged(state: TrainState, key_data: Any, batch: Any, factor: Any) -> tuple[Any, ...]:
         given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
         return *gradients(*given), state
 
-    return unchanged
+    follow = build_following(plan)
+    if follow is None:
+        return unchanged
+    key = copies_key(plan.placement, plan.precision)
+
+    def following(state: TrainState, key_data: Any, batch: Any, factor: Any) -> tuple[Any, ...]:
+        given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
+        copies = follow(state)
+        renewed = state.copy()
+        renewed["copies"] = {key: copies}
+        return *gradients(*given, copies), renewed
+
+    return following
 
 
 def _build_update(plan: Plan) -> Any:
     """`(gradients, state, ThisStep) -> what the update changes of a state`, to be traced."""
     if plan.offload is not None and plan.offload.leaves:
         return build_offload_update(plan)
+    one_bit = one_bit_of(plan.tx)
+    if one_bit is not None and one_bit.per_layer:
+        return build_averaging_update(plan)
     update = build_chunked_update(plan) if plan.settings.deterministic else build_update(plan)
 
     def updated(grads: Any, state: TrainState, now: ThisStep) -> dict[str, Any]:

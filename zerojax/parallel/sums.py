@@ -29,9 +29,12 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from zerojax.optim.wire_codes import GradientCodes
 from zerojax.plan.device_mesh import AUTO_AXES, DATA_AXES, PASS_AXES
 
 Arrays = dict[str, Any]
+Groups = tuple[tuple[int, ...], ...]
+"""Devices that exchange, by their position along the axes of a collective."""
 MAX_PERMUTES = 3
 """Most permutes in which CPU processes exchange gradients; with more shards it is one all-to-all,
 since every permute is in the program once per bucket."""
@@ -114,23 +117,67 @@ def over_auto_axes(function: Callable, in_specs: Any, out_specs: Any) -> Callabl
     )
 
 
+def groups_of_nodes(devices: int, members: int) -> tuple[Groups, Groups]:
+    """(devices of one node, devices of one position in their nodes), of neighbours in nodes.
+
+    >>> groups_of_nodes(6, 2)
+    (((0, 1), (2, 3), (4, 5)), ((0, 2, 4), (1, 3, 5)))
+    """
+    inside = tuple(tuple(range(first, first + members)) for first in range(0, devices, members))
+    return inside, tuple(zip(*inside, strict=True))
+
+
+def sum_in_codes(
+    rows: jax.Array, codes: GradientCodes, over: tuple[str, ...], groups: Groups | None = None
+) -> jax.Array:
+    """This device's row of the sum over the axes, sent in codes and added up in float32.
+
+    Where the devices of `over` are in several nodes, those of a node send each other the rows of
+    all devices with their number, and the sums then go between nodes.
+
+    Args:
+      rows: [devices, elements], what this device adds to the row of each, floating point.
+      over: manual axes, outermost first.
+      groups: that add up, each by itself and in one level; None: all devices.
+
+    Returns:
+      float32 [elements].
+    """
+    devices, elements = rows.shape
+    members, nodes = codes.in_node, devices // codes.in_node
+
+    def exchanged(parts: jax.Array, groups: Groups | None) -> jax.Array:
+        """[n, ...] -> the sum over the n devices of a group of what they have for this one."""
+        sent = codes.encode(parts)
+        got = lax.all_to_all(sent, over, 0, 0, axis_index_groups=groups)
+        return jnp.sum(codes.decode(got, elements), axis=0)
+
+    if groups is not None or 1 in (members, nodes):
+        return exchanged(rows, groups)
+    inside, between = groups_of_nodes(devices, members)
+    by_member = jnp.swapaxes(rows.reshape(nodes, members, elements), 0, 1)
+    return exchanged(exchanged(by_member, inside), between)
+
+
 def sum_replicated(values: Any, over: tuple[str, ...] = PASS_AXES) -> Any:
     """Sums a tree of values that are whole on the compiler's axes over manual axes."""
     specs = jax.tree.map(lambda _: P(), values)
     return over_auto_axes(lambda tree: lax.psum(tree, over), (specs,), specs)(values)
 
 
-def max_replicated(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The largest of each element over the axes of a pass, by one collective for each dtype."""
+def max_replicated(
+    values: dict[str, jax.Array], over: tuple[str, ...] = PASS_AXES
+) -> dict[str, jax.Array]:
+    """The largest of each element over manual axes, by one collective for each dtype."""
     result = {}
     for dtype in dict.fromkeys(value.dtype for value in values.values()):
-        result |= _max_of_one_dtype({n: x for n, x in values.items() if x.dtype == dtype})
+        result |= _max_of_one_dtype({n: x for n, x in values.items() if x.dtype == dtype}, over)
     return {name: result[name] for name in values}
 
 
-def _max_of_one_dtype(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _max_of_one_dtype(values: dict[str, jax.Array], over: tuple[str, ...]) -> dict[str, jax.Array]:
     flat = jnp.concatenate([value.reshape(-1) for value in values.values()])
-    flat = over_auto_axes(lambda x: lax.pmax(x, PASS_AXES), P(), P())(flat)
+    flat = over_auto_axes(lambda x: lax.pmax(x, over), P(), P())(flat)
     result, start = {}, 0
     for name, value in values.items():
         piece = lax.slice_in_dim(flat, start, start + value.size)
@@ -146,6 +193,8 @@ class Cut(Protocol):
     def num_shards(self) -> int: ...
     @property
     def over(self) -> tuple[str, ...]: ...
+    @property
+    def groups(self) -> Groups | None: ...
 
     def piece(self, whole: jax.Array, index: jax.Array) -> jax.Array: ...
     def split_rows(self, whole: jax.Array) -> jax.Array: ...
@@ -165,7 +214,7 @@ def scatter_by_permutes(wholes: Arrays, leaves: Mapping[str, Cut]) -> Arrays:
     """
     first = leaves[next(iter(wholes))]
     size, over = first.num_shards, first.over
-    if size > MAX_PERMUTES + 1:
+    if size > MAX_PERMUTES + 1 or first.groups is not None:
         return _scatter_by_all_to_all(wholes, leaves)
     rank = lax.axis_index(over)
     sums = {name: leaves[name].piece(whole, rank) for name, whole in wholes.items()}
@@ -182,7 +231,10 @@ def scatter_by_permutes(wholes: Arrays, leaves: Mapping[str, Cut]) -> Arrays:
 
 def _scatter_by_all_to_all(wholes: Arrays, leaves: Mapping[str, Cut]) -> Arrays:
     rows = [leaves[name].split_rows(whole) for name, whole in wholes.items()]
-    received = lax.all_to_all(jnp.concatenate(rows, axis=1), leaves[next(iter(wholes))].over, 0, 0)
+    first = leaves[next(iter(wholes))]
+    received = lax.all_to_all(
+        jnp.concatenate(rows, axis=1), first.over, 0, 0, axis_index_groups=first.groups
+    )
     shapes = {name: leaves[name].shard_shape(whole.shape) for name, whole in wholes.items()}
     return cut_flat(jnp.sum(received, axis=0), shapes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +20,9 @@ from pallas_kernels.many import update_many
 from pallas_kernels.update import update as update_leaf
 from zerojax.models.loops import find_stacks
 from zerojax.optim import Optimizer, UpdateContext, extra_arguments
+from zerojax.plan.device_mesh import PASS_AXES
 from zerojax.plan.make import Plan
-from zerojax.plan.placement import axes_of_spec
+from zerojax.plan.placement import axes_of_dims, shared_axes
 from zerojax.plan.state import TrainState
 
 Arrays = dict[str, jax.Array]
@@ -32,7 +33,8 @@ class GradientNorm(NamedTuple):
 
     Attributes:
       norm: float32 []; the l2 norm of the scaled gradients, infinite or NaN where one is.
-      bad_leaf: int32 []; number of the first leaf that is not finite, -1 where all are.
+      bad_leaf: int32 []; number in `leaf_names` of the first leaf that is not finite, -1 where all
+        are.
       read_finite: bool []; whether all gradients that were read here are finite.
       largest_leaf: int32 []; number of the leaf with the largest norm.
       largest_share: float32 []; part of the sum of squares that is this leaf's.
@@ -64,7 +66,9 @@ class ThisStep(NamedTuple):
     loss: jax.Array
 
 
-def build_norm(plan: Plan) -> Callable[..., GradientNorm]:
+def build_norm(
+    plan: Plan, *, unsummed: frozenset[str] = frozenset()
+) -> Callable[..., GradientNorm]:
     """`(gradients, scale, squares) -> GradientNorm` of the gradients times `scale`, to be traced.
 
     `squares` {name: float32 []}, if given, are sums of squares of whole gradients that are known
@@ -73,34 +77,43 @@ def build_norm(plan: Plan) -> Callable[..., GradientNorm]:
     Every gradient is read once, and the sums of squares of all leaves are agreed in one step. Left
     to the compiler, each leaf's is a collective of its own where collectives cannot be grouped
     (gloo).
+
+    Args:
+      plan: of the step.
+      unsummed: names of gradients that each device has of its part of the batch, [devices, ...].
+        Of these the mean over devices of the sum of squares of devices x gradient is taken, which
+        is never below that of the mean gradient.
     """
     specs = specs_of_leaves(plan.abstract_state["params"])
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
+    devices = math.prod(plan.mesh.shape[axis] for axis in PASS_AXES)
+    for name in unsummed:
+        specs[name], axes[name] = P(PASS_AXES), shared_axes(plan.mesh, P(PASS_AXES))
     over = tuple(name for name in plan.mesh.axis_names if any(name in a for a in axes.values()))
     choice = plan.program.kernels["statistics"]
-    order = list(specs)
+    order, rows_of = list(specs), _named_rows(plan)
+    first_axes = {name: shared_axes(plan.mesh, P(*specs[name][:1])) for name in rows_of}
+    first_axes |= dict.fromkeys(first_axes.keys() & unsummed, ())
 
     def local(grads: Arrays, scale: jax.Array, known: Arrays) -> GradientNorm:
-        read = sums_of_squares(grads, scale, choice)
-        squares = []
+        grads = {name: grad[0] if name in unsummed else grad for name, grad in grads.items()}
+        split = [name for name in grads if name in rows_of]
+        read = sums_of_squares({n: g for n, g in grads.items() if n not in rows_of}, scale, choice)
+        for name in split:
+            number = len(rows_of[name])
+            read[name] = _squares_of_rows(grads[name], scale, first_axes[name], number)
+        squares = {}
         for name in grads:
             copies = math.prod(plan.mesh.shape[axis] for axis in set(over) - set(axes[name]))
-            squares.append(read[name] / copies)
-        # In two halves, both needed at once: the sum of a single small array over 64 GPUs becomes a
-        # Triton kernel that XLA 0.12 cannot compile ("size mismatch when packing elements").
-        squares = squares or [jnp.float32(0)]
-        even, odd = jnp.stack(squares[::2]), jnp.stack([*squares[1::2], jnp.float32(0)])
-        if over:
-            even, odd = lax.psum((even, odd), over)
-        found = [(odd if at % 2 else even)[at // 2] for at in range(len(grads))]
-        total = jnp.sum(even) + jnp.sum(odd)
+            squares[name] = read[name] / copies
+            if name in unsummed:
+                squares[name] = squares[name] * devices
+        by_name, total = _summed(squares, over)
         read_finite = jnp.isfinite(total)
-        by_name = dict(zip(grads, found, strict=True))
         for name, square in known.items():
             by_name[name] = square * scale * scale
             total = total + by_name[name]
-        each = jnp.stack([by_name[name] for name in order])
-        return describe_squares(each, total, read_finite)
+        return describe_squares(_joined([by_name[name] for name in order]), total, read_finite)
 
     def norm(grads: Arrays, scale: jax.Array, squares: Arrays | None = None) -> GradientNorm:
         squares = squares or {}
@@ -112,6 +125,73 @@ def build_norm(plan: Plan) -> Callable[..., GradientNorm]:
         return mapped(read, scale, squares)
 
     return norm
+
+
+def _summed(squares: Arrays, over: tuple[str, ...]) -> tuple[Arrays, jax.Array]:
+    """(float32 sums over mesh axes, the sum of all).
+
+    Args:
+      squares: float32, [] of a parameter or [rows] of a stack.
+    """
+    values = [*squares.values()] or [jnp.float32(0)]
+    # In two halves, both needed at once: the sum of a single small array over 64 GPUs becomes a
+    # Triton kernel that XLA 0.12 cannot compile ("size mismatch when packing elements").
+    halves = _joined(values[::2]), _joined([*values[1::2], jnp.float32(0)])
+    if over:
+        halves = lax.psum(halves, over)
+    found, starts = {}, [0, 0]
+    for at, (name, square) in enumerate(squares.items()):
+        half, start = halves[at % 2], starts[at % 2]
+        found[name] = half[start : start + square.size].reshape(square.shape)
+        starts[at % 2] += square.size
+    return found, jnp.sum(halves[0]) + jnp.sum(halves[1])
+
+
+def _joined(squares: Sequence[jax.Array]) -> jax.Array:
+    """float32 [numbers] of arrays of one dimension and of none."""
+    return jnp.concatenate([square.reshape(-1) for square in squares])
+
+
+def _squares_of_rows(
+    grad: jax.Array, scale: jax.Array, split_over: tuple[str, ...], num_rows: int
+) -> jax.Array:
+    """float32 [num_rows]: sums of squares of the rows that this device has, 0 for the others.
+
+    Args:
+      grad: a shard, [rows, ...]; scale: of the gradient.
+      split_over: mesh axes that split the rows.
+    """
+    scaled = grad.astype(jnp.float32) * scale
+    own = jnp.sum(scaled * scaled, axis=tuple(range(1, grad.ndim)))
+    if not split_over:
+        return own
+    start = lax.axis_index(split_over) * own.shape[0]
+    return lax.dynamic_update_slice_in_dim(jnp.zeros(num_rows, jnp.float32), own, start, 0)
+
+
+def leaf_names(plan: Plan) -> list[str]:
+    """The parameters that `GradientNorm` numbers, under the names that the user's model has.
+
+    Each row of a stack that was rolled is one, but where a kernel reads the stack as a whole, and
+    in deterministic runs.
+    """
+    rows = _named_rows(plan)
+    return [one for name in plan.abstract_state["params"] for one in rows.get(name, (name,))]
+
+
+def _named_rows(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """{stack: the user's name of each of its stored rows}, of what is read row by row."""
+    if not plan.stacks or plan.settings.deterministic is not None:
+        return {}
+    if plan.program.kernels["statistics"].implementation != "xla":
+        return {}
+    found = {}
+    for name in plan.stacks.keys() & plan.abstract_state["params"].keys():
+        names, stored = plan.stacks[name], plan.placement.leaves[name].layer_rows
+        # A row without a layer is 0 and never named.
+        order = range(len(names)) if stored is None else stored
+        found[name] = tuple(names[row] if row >= 0 else name for row in order)
+    return found
 
 
 def sums_of_squares(grads: Arrays, scale: jax.Array, choice: Choice) -> Arrays:
@@ -167,7 +247,7 @@ def build_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
 def _build_in_place(plan: Plan, tx: Optimizer) -> Callable[..., tuple[Arrays, Any]]:
     """Every device updates its own shards: one read and one write of each array."""
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
-    shapes = true_shapes(plan)
+    shapes, dims = true_shapes(plan), axes_of_dims(plan.mesh, plan.abstract_state["params"])
     choice, layers = plan.program.kernels["update"], stacks_of(plan)
 
     def local(
@@ -186,6 +266,7 @@ def _build_in_place(plan: Plan, tx: Optimizer) -> Callable[..., tuple[Arrays, An
             shapes=shapes,
             choice=choice,
             layers=layers,
+            dims=dims,
         )
         return tx.apply(grads, state, shards, context)
 
@@ -228,7 +309,7 @@ def axes_of_leaves(
     mesh: Mesh | AbstractMesh, leaves: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
     """{name: mesh axes of more than one device that a leaf is split over}."""
-    return {name: _axes_of(mesh, leaf.sharding.spec) for name, leaf in leaves.items()}
+    return {name: shared_axes(mesh, leaf.sharding.spec) for name, leaf in leaves.items()}
 
 
 def true_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -240,14 +321,10 @@ def stacks_of(plan: Plan) -> dict[str, tuple[str, ...]]:
     """{name: mesh axes of more than one device that split its layers} of stacked parameters."""
     stacks = find_stacks(plan.traced.forward, sorted(plan.placement.leaves))
     return {
-        name: _axes_of(plan.mesh, P(*leaf.sharding.spec[:1]))
+        name: shared_axes(plan.mesh, P(*leaf.sharding.spec[:1]))
         for name, leaf in plan.abstract_state["params"].items()
         if name in stacks
     }
-
-
-def _axes_of(mesh: Mesh | AbstractMesh, spec: P) -> tuple[str, ...]:
-    return tuple(axis for axis in axes_of_spec(spec) if mesh.shape[axis] > 1)
 
 
 def specs_of_leaves(tree: Any) -> Any:

@@ -26,6 +26,13 @@ FIXED_KERNELS_OPTIONS = {"xla_gpu_deterministic_ops": True}
 """No kernels whose sums have no order, and none chosen by how fast they were when tried."""
 
 
+NO_KERNELS_OPTIONS = {"xla_gpu_experimental_use_collective_kernels": ""}
+"""Small all-reduces by NCCL alone. The compile-only client takes all nodes for one, and XLA's own
+kernel for an array of a few numbers over 64 devices ends the whole process (JAX 0.12, "size
+mismatch when packing elements"); over 32 it compiles. GPUs of several nodes have no such kernel."""
+MOST_DEVICES = 32
+
+
 def choose_options(
     mesh: Mesh | AbstractMesh,
     regather: bool,
@@ -63,6 +70,9 @@ def choose_options(
         if len(nodes) > 1 or mesh.shape[STAGE] > 1:
             options |= TWO_AT_ONCE_OPTIONS
     known, dropped = compile_client.keep_known_options(mesh, options)
+    if mesh.size > MOST_DEVICES and not are_here(mesh):
+        # A compiler that does not know the option has no such kernel either.
+        known |= compile_client.keep_known_options(mesh, NO_KERNELS_OPTIONS)[0]
     if regather and unrolled:
         why = "layers outside of loops would all be gathered for the next microbatch as well"
         dropped |= dict.fromkeys(PREFETCH_OPTIONS, why)

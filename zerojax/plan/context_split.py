@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax.config import MeshConfig
 from zerojax.models.attending import Call
 from zerojax.models.context import Choice, ContextSplit, Sizes, choose_way
+from zerojax.models.jaxpr import what_takes_whole_sequences
 from zerojax.models.protocol import Model
 from zerojax.models.trace import ModelTrace
 from zerojax.plan.device_mesh import CONTEXT, MODEL, STAGE
@@ -93,6 +94,12 @@ def plan_context(
     if devices == 1:
         return None, []
     rows, tokens = _shape_of(microbatch)
+    mixes = what_takes_whole_sequences(trace.jaxpr.jaxpr)
+    if mixes is not None:
+        raise ValueError(
+            f"context={devices} splits sequences, and {mixes} needs whole ones; leave it out, or "
+            "use context=1"
+        )
     if not trace.attention_calls:
         raise ValueError(
             f"context={devices} splits sequences, and the model never calls zerojax.attention, "
@@ -117,6 +124,7 @@ def plan_context(
             itemsize=call.itemsize,
             devices=devices,
             causal=call.causal,
+            windows_differ=call.layers is not None,
         )
         crosses = devices * model * mesh.shape[STAGE] > GPUS_OF_A_NODE
         asked = settings.context_parallel if choice is None else choice.way
@@ -150,13 +158,18 @@ def _shape_of(microbatch: Any) -> tuple[int, int]:
 
 
 def _check_implementation(choice: Choice, call: Call) -> None:
-    """Refuses a layout, and an implementation that was asked for and would not be taken."""
+    """Refuses a layout, sinks, and an implementation that was asked for and would not be taken."""
     if call.layout is not None:
         raise ValueError(
             "context > 1 together with a layout of attention is not supported; leave the layout "
             "out, or use context=1"
         )
     is_asked = call.why == "asked for" and call.implementation != "chunked"
+    if call.has_sinks:
+        raise ValueError(
+            "context > 1 together with attention sinks is not supported, since each device would "
+            "need those of its own heads alone; use context=1"
+        )
     if choice.way == "ring" and is_asked:
         raise ValueError(
             f"attention={call.implementation!r} with context_parallel='ring', which computes in "

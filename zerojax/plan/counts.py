@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,14 +11,19 @@ import jax.numpy as jnp
 
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
 from zerojax.models import jaxpr, trees
+from zerojax.models.adapt import bound_attribute
 from zerojax.models.flops import TRAINING_FACTOR, count_program_flops
+from zerojax.optim import EmaState
+from zerojax.optim.precision import Precision
+from zerojax.optim.weight_codes import bytes_per_parameter
 from zerojax.plan.decisions import Decisions
-from zerojax.plan.device_mesh import CONTEXT, DATA, MODEL, REPLICA, STAGE
-from zerojax.plan.leaf_placement import Access, LeafPlacement
+from zerojax.plan.device_mesh import CONTEXT, MODEL, STAGE, num_data_shards
+from zerojax.plan.leaf_placement import FULL_ENOUGH, Access, LeafPlacement
 from zerojax.plan.pipeline_costs import total_buffer_bytes
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
 
 MASTERS, OPTIMIZER, STORED = "master weights", "optimizer state", "weights"
+AVERAGE = "average of weights"
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered weights", "gradients", "activations"
 PIPELINE_BUFFERS = "pipeline buffers"
 
@@ -46,16 +51,20 @@ def state_tiers(plan: Decisions) -> dict[str, Tiers]:
     what lies in files is what is missing in memory of the state in one piece.
 
     Returns:
-      masters: what the optimizer updates; optimizer state; weights: copies in the compute dtype of
-      sliced parameters, which forward and backward read; frozen; extras.
+      masters: what the optimizer updates; optimizer state; average of weights, where the optimizer
+      keeps one; weights: copies in the compute dtype of sliced parameters, or of those that are
+      sent as codes of what changed, which forward and backward read; frozen; extras.
     """
     state, layout = plan.abstract_state, plan.offload
+    moments, average = _without_average(state["opt_state"])
     rest = {"frozen": state["frozen"], "extras": state["extras"]}
     in_device = {role: {DEVICE: shard_bytes(tree)} for role, tree in rest.items()}
     if layout is None:
         return {
             MASTERS: {DEVICE: shard_bytes(state["params"])},
-            OPTIMIZER: {DEVICE: shard_bytes(state["opt_state"])},
+            OPTIMIZER: {DEVICE: shard_bytes((moments, state.get("one_bit")))},
+            **({} if average is None else {AVERAGE: {DEVICE: shard_bytes(average)}}),
+            **({STORED: {DEVICE: shard_bytes(state["copies"])}} if "copies" in state else {}),
             **in_device,
         }
     copied = layout.leaves if plan.precision.has_masters else {}
@@ -70,10 +79,22 @@ def state_tiers(plan: Decisions) -> dict[str, Tiers]:
     _add(masters, NVME, whole - sum(masters.values()))
     for tier, size in updated.items():
         _add(masters, tier, size)
-    moments = _memory_tiers(state["opt_state"])
-    all_moments = sum(map(_shard, jax.tree.leaves(stored["opt_state"])))
-    _add(moments, NVME, all_moments - sum(moments.values()))
-    return {MASTERS: masters, OPTIMIZER: moments, STORED: weights, **in_device}
+    roles = {MASTERS: masters}
+    parts = (moments, average), _without_average(stored["opt_state"])
+    for role, held, all_of_it in zip((OPTIMIZER, AVERAGE), *parts, strict=True):
+        if held is None:
+            continue
+        roles[role] = _memory_tiers(held)
+        size = sum(map(_shard, jax.tree.leaves(all_of_it)))
+        _add(roles[role], NVME, size - sum(roles[role].values()))
+    return {**roles, STORED: weights, **in_device}
+
+
+def _without_average(opt_state: Any) -> tuple[Any, Any]:
+    """(an optimizer's state without the average of the weights, that average or None)."""
+    if not isinstance(opt_state, EmaState):
+        return opt_state, None
+    return (opt_state.inner, opt_state.count), opt_state.ema
 
 
 def _memory_tiers(tree: Any) -> Tiers:
@@ -169,12 +190,18 @@ def _stacked_bytes(loop: Any) -> int:
 
 def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
     """Elements of a gathered parameter on one device: its own rows of a pipelined stack, padding
-    included, and what tensor parallelism leaves."""
+    included, its own experts, and what tensor parallelism leaves."""
     split = math.prod(placement.axis_sizes[axis] for axis in leaf.axes if axis is not None)
-    shape = leaf.shape
+    shape = leaf.device_shape(placement.axis_sizes)
     if leaf.layer_rows is not None:
         shape = (len(leaf.layer_rows) // placement.axis_sizes[STAGE], *shape[1:])
     return trees.num_elements(shape) // split
+
+
+def coded_bytes(placement: Placement, leaf: LeafPlacement) -> int:
+    """Bytes of the codes of a gathered parameter on one device."""
+    assert leaf.codes is not None
+    return round(whole_elements(placement, leaf) * bytes_per_parameter(leaf.codes.kind))
 
 
 def layers_of(plan: Decisions, leaf: LeafPlacement) -> int:
@@ -192,56 +219,134 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
     one; all gradients are on the host, or with an update in the backward pass nowhere. Of what is
     gathered where it is read, all that one straight piece of the loss reads lives together: a layer
     of a loop, or all layers that a Python loop calls (`zerojax.plan.placement.straight_pieces`).
+    Frozen parameters that are stored in the compute dtype are read as they lie, and so are shards
+    that are gathered where they are read; of coded ones codes are gathered, and decoded where they
+    are read. Copies that the state keeps (`wire.weights`) are read as they lie.
     Gradients of such layers wait for one another at stage 2, whole: with one microbatch weights are
-    freed meanwhile, and half of these gradients are beside them. Compiled for 8 H100 (JAX 0.12, 12
-    matrices of 1 MiB in float32): 19.1 MiB of temporaries, 19.5 here; in bfloat16 9.6 and 9.8, and
-    with 4 microbatches 14.3 and 13.5.
+    freed meanwhile, and half of these gradients are beside them, or those of one layer where layers
+    are gathered in buckets of their own (`FULL_ENOUGH`). Compiled for 8 H100 (JAX 0.12, 12 matrices
+    of 1 MiB in float32): 19.1 MiB of temporaries, 19.5 here; in bfloat16 9.6 and 9.8, and with 4
+    microbatches 14.3 and 13.5. Of 6 matrices of 16 MiB: 114.2 and 124.1, and in bfloat16 59.1 and
+    62.1.
     """
     placement: Placement = plan.placement
     layout = plan.offload
     copied = layout.leaves if layout and plan.precision.has_masters else {}
     streamed = layout.streamed if layout else frozenset()
     compute = jnp.dtype(plan.precision.compute_dtype).itemsize
-    accumulate = jnp.dtype(plan.precision.accumulate_dtype).itemsize
     reduce = jnp.dtype(plan.precision.reduce_dtype).itemsize
+    several = _adds_up(plan)
     weights = gradients = far_gradients = 0
     on_use: dict[str, int] = {}
+    by_layer: dict[str | None, list[tuple[int, int]]] = {}
     pieces = straight_pieces(plan.traced.forward.jaxpr)
     waiting = unrolled(placement, pieces, Access.GATHER_ONCE_SCATTER_EARLY)
     for leaf in placement.leaves.values():
         whole = whole_elements(placement, leaf)
-        shard = placement.shard_elements(leaf)
+        shard, part = placement.shard_elements(leaf), placement.held_elements(leaf)
         layers = layers_of(plan, leaf)
-        several = plan.num_microbatches > 1 or plan.pipeline is not None
-        summed = accumulate if several else 0
+        if leaf.codes is not None:
+            coded = coded_bytes(placement, leaf)
+            lazily = leaf.access is Access.GATHER_ON_USE
+            on_use[leaf.name] = (whole * compute + (coded if lazily else 0)) // layers
+            weights += coded if leaf.zero_dim is not None and not lazily else 0
+            weights += coded // leaf.node_shards if leaf.node_shards else 0
+            continue
         if leaf.name in streamed:
             weights += 2 * whole // layers * compute
             gradients += whole // layers * compute
             assert layout is not None
             if not layout.update_in_backward:
-                far_gradients += shard * (summed or reduce)
+                far_gradients += shard * _scattered_itemsize(plan)
             continue
-        if leaf.access is Access.GATHER_ON_USE:
-            on_use[leaf.name] = whole // layers * compute
-            weights += 0 if leaf.name in copied else shard * reduce
-        elif not (leaf.name in copied and leaf.access is Access.WHOLE):
+        as_stored = leaf.name in copied or _is_read_as_stored(plan, leaf)
+        if leaf.access in (Access.GATHER_ON_USE, Access.LOOK_UP):
+            as_stored = as_stored or not _is_cast(plan.precision)
+            read = whole // layers * (1 if leaf.eight_bits else compute)
+            on_use[leaf.name] = read if leaf.asked is None else 0
+            as_they_lie = as_stored and leaf.node_shards is None
+            size = compute if leaf.frozen else max(compute, reduce)
+            weights += 0 if as_they_lie else part * size
+        elif leaf.delta_codes is None and not (as_stored and leaf.access is Access.WHOLE):
             weights += whole * compute
-        if not leaf.frozen:
-            scattered = leaf.access in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
-            chunks = 1
-            if plan.pipeline is not None and leaf.layer_rows is not None:
-                chunks = plan.pipeline.schedule.num_chunks
-            if scattered:  # a microbatch's own are added to the sum as they come
-                gradients += shard * (summed or reduce)
-                if leaf.name in waiting:
-                    gradients += whole * compute // (1 if several else 2)
-            else:
-                gradients += whole * summed + whole // chunks * compute
+        gradients += gradient_bytes(plan, leaf)
+        if leaf.frozen or leaf.name not in waiting:
+            continue
+        if several:
+            gradients += whole * compute
+        else:
+            layer = by_layer.setdefault(trees.layer_of(leaf.name), [])
+            layer.append((whole, whole * compute))
+    gradients += _waiting_gradients(by_layer)
     living = [sum(on_use.get(name, 0) for name in piece.names) for piece in pieces]
     held: Tiers = {DEVICE: weights + max((*living, *on_use.values()), default=0)}
     left: Tiers = {DEVICE: gradients}
     _add(left, HOST, far_gradients)
     return held, left
+
+
+def gradient_bytes(plan: Decisions, leaf: LeafPlacement) -> int:
+    """Bytes on one device of a parameter's gradient, as the backward pass leaves it or adds it up.
+
+    Where gradients are scattered, those of a microbatch are added to the sum as they come; whole
+    ones live beside it, of a pipeline those of one chunk. A node's part of them, which is larger
+    than a shard, is counted as compiled: beside the sum, too.
+    """
+    if leaf.frozen:
+        return 0
+    if leaf.access not in (Access.WHOLE, Access.GATHER_ONCE):
+        held = plan.placement.held_elements(leaf)
+        size = _scattered_itemsize(plan)
+        if leaf.node_shards is not None and _adds_up(plan):
+            # Those of one microbatch, in the dtype of what is read, before they are in the sum.
+            dtypes = plan.precision.compute_dtype, plan.precision.reduce_dtype
+            size += jnp.promote_types(*dtypes).itemsize
+        return held * size
+    whole, chunks = whole_elements(plan.placement, leaf), 1
+    if plan.pipeline is not None and leaf.layer_rows is not None:
+        chunks = plan.pipeline.schedule.num_chunks
+    summed = jnp.dtype(plan.precision.accumulate_dtype).itemsize if _adds_up(plan) else 0
+    compute = jnp.dtype(plan.precision.compute_dtype).itemsize
+    return whole * summed + whole // chunks * compute
+
+
+def _adds_up(plan: Decisions) -> bool:
+    """Whether gradients of several microbatches are summed."""
+    return plan.num_microbatches > 1 or plan.pipeline is not None
+
+
+def _scattered_itemsize(plan: Decisions) -> int:
+    """Bytes of an element of a gradient that is scattered."""
+    precision = plan.precision
+    dtype = precision.accumulate_dtype if _adds_up(plan) else precision.reduce_dtype
+    return jnp.dtype(dtype).itemsize
+
+
+def _is_cast(precision: Precision) -> bool:
+    """Whether a shard is copied, in another dtype, before it is gathered."""
+    compute, reduce = jnp.dtype(precision.compute_dtype), jnp.dtype(precision.reduce_dtype)
+    return precision.param_dtype != compute or reduce.itemsize > compute.itemsize
+
+
+def _is_read_as_stored(plan: Decisions, leaf: LeafPlacement) -> bool:
+    frozen = plan.abstract_stored["frozen"].get(leaf.name)
+    return frozen is not None and frozen.dtype == jnp.dtype(plan.precision.compute_dtype)
+
+
+def _waiting_gradients(by_layer: Mapping[str | None, Sequence[tuple[int, int]]]) -> int:
+    """Bytes of gradients that wait, with one microbatch, at once.
+
+    Args:
+      by_layer: {layer: (elements, bytes) of each of its arrays}.
+    """
+    largest = shared = 0
+    for layer, arrays in by_layer.items():
+        elements, size = (sum(numbers) for numbers in zip(*arrays, strict=True))
+        if layer is not None and elements >= FULL_ENOUGH:
+            largest = max(largest, size)
+        else:
+            shared += size
+    return largest + shared // 2
 
 
 def model_flops(plan: Decisions) -> float:
@@ -251,8 +356,21 @@ def model_flops(plan: Decisions) -> float:
     shard.
     """
     forward = count_program_flops(plan.traced.forward)
-    shards = plan.placement.axis_sizes[DATA] * plan.placement.axis_sizes[REPLICA]
+    shards = num_data_shards(plan.mesh)
     return TRAINING_FACTOR * forward * plan.num_microbatches * shards
+
+
+def active_parameters(plan: Decisions) -> int | None:
+    """How many parameters a token meets; None where it meets all of them, as far as is known.
+
+    A model says it by its configuration's `num_parameters` and `num_active_parameters`.
+    """
+    config = bound_attribute(plan.users_model, "config")
+    counts = (getattr(config, name, None) for name in ("num_parameters", "num_active_parameters"))
+    total, active = counts
+    if total is None or active is None or total == active:
+        return None
+    return plan.placement.num_parameters() - (total - active)
 
 
 def tokens_per_step(plan: Decisions) -> int | None:

@@ -17,6 +17,7 @@ from pallas_kernels.choice import Choice
 from zerojax.config import MeshConfig
 from zerojax.models import trees
 from zerojax.models.adapt import bound_attribute
+from zerojax.models.attending import Call
 from zerojax.models.batch_weight import BatchWeight
 from zerojax.models.context import ContextSplit
 from zerojax.models.index_limits import IndexLimit
@@ -27,7 +28,7 @@ from zerojax.optim.precision import Precision
 from zerojax.plan.device_mesh import DATA_AXES
 from zerojax.plan.layer_stacks import Stacks, row_placement
 from zerojax.plan.placement import Placement
-from zerojax.plan.state import TrainState
+from zerojax.plan.state import COPIES, ONE_BIT, TrainState
 from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
 
 Tree = Any
@@ -43,6 +44,7 @@ class TracedLoss:
       has_weight: whether the loss returns a weight beside its sum.
       metric_names: names of the own metrics that the loss returns, sorted.
       counted_state: names of the model's state to which a step adds sums over the batch.
+      attention_calls: calls of `zerojax.attention`, each kind once.
       batch_weight: the weight of a batch, by which its loss is divided before the backward pass,
         for a model with derivatives of its own; None: gradients are divided after it, which is the
         same where the backward pass is linear.
@@ -53,6 +55,7 @@ class TracedLoss:
     has_weight: bool
     metric_names: tuple[str, ...]
     counted_state: frozenset[str]
+    attention_calls: tuple[Call, ...]
     batch_weight: BatchWeight | None
 
 
@@ -63,7 +66,8 @@ class ProgramChoices:
     Attributes:
       options: of the compiler, where it is known what helps.
       dropped: compiler option -> why this compiler goes without it.
-      kernels: "update" and "statistics" (of the gradients) -> kernel or XLA, and why.
+      kernels: "update" and "statistics" (of the gradients) -> kernel or XLA, and why. Where it was
+        measured, also the kind of a call of attention -> its implementation.
       regather: whether the backward pass gathers parameters again (zero=3, see `zero`).
     """
 
@@ -163,6 +167,8 @@ class Decisions:
     @property
     def fingerprint(self) -> str:
         """Changes with the names, shapes or dtypes of the canonical state; not with the mesh."""
-        leaves = trees.flatten_names(self.abstract_canonical)
+        others = (ONE_BIT, COPIES)
+        state = {name: x for name, x in self.abstract_canonical.items() if name not in others}
+        leaves = trees.flatten_names(state)
         rows = [[name, list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()]
         return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()[:16]

@@ -18,7 +18,7 @@ from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import names_keywords
 from zerojax.hardware.gpus import Gpu
 
-REPLICA, DATA, CONTEXT = "replica", "data", "context"
+REPLICA, DATA, EXPERT, CONTEXT = "replica", "data", "expert", "context"
 STAGE, MODEL = "stage", "model"
 
 
@@ -46,6 +46,7 @@ AXIS_TABLE = (
     # apart (nodes).
     Axis(name=REPLICA, splits="batch", shards_state=False, manual="always"),
     Axis(name=DATA, splits="batch", shards_state=True, manual="always"),
+    Axis(name=EXPERT, splits="batch", shards_state=True, manual="always"),
     Axis(name=CONTEXT, splits="sequence", shards_state=True, manual="always"),
     Axis(name=STAGE, splits="layers", shards_state=False, manual="pipeline"),
     Axis(name=MODEL, splits="matrices", shards_state=False, manual="never"),
@@ -56,7 +57,7 @@ def names_of(table: Sequence[Axis], **wanted: Any) -> tuple[str, ...]:
     """Names of the axes of a table that have all these attributes, outermost first.
 
     >>> names_of(AXIS_TABLE, splits="batch")
-    ('replica', 'data')
+    ('replica', 'data', 'expert')
     """
     return tuple(
         axis.name
@@ -69,7 +70,8 @@ AXES = names_of(AXIS_TABLE)
 DATA_AXES = names_of(AXIS_TABLE, splits="batch")
 """Axes over which the rows of a batch are split."""
 STATE_AXES = names_of(AXIS_TABLE, shards_state=True)
-"""Axes over which ZeRO shards every parameter, where they have more than one device."""
+"""Axes over which ZeRO shards every parameter, where they have more than one device; those of
+experts not over `expert`, which their own dimension of experts is split over."""
 PASS_AXES = names_of(AXIS_TABLE, manual="always")
 """Axes whose devices compute other tokens with the same weights: losses and gradients are summed
 over them. They are manual in every pass."""
@@ -125,7 +127,7 @@ def make_mesh(
     config: MeshConfig | Mapping[str, Any] | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh with the axes `replica`, `data`, `context`, `stage`, `model`, all of type Auto.
+    """A mesh with the axes `replica`, `data`, `expert`, `context`, `stage`, `model`, of type Auto.
 
     Args:
       config: sizes; a mapping is read as a `MeshConfig`; None takes every device on `data`.
@@ -162,12 +164,20 @@ def make_abstract_mesh(
     return mesh.update(abstract_device=device)
 
 
+def has_nvidia_gpus(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the devices of a mesh are, or will be, GPUs of NVIDIA."""
+    if isinstance(mesh, AbstractMesh):
+        device = mesh.abstract_device
+        return device is not None and device.platform in ("gpu", "cuda")
+    return mesh.devices.flat[0].platform in ("gpu", "cuda")
+
+
 def normalise_mesh(mesh: Mesh) -> Mesh:
     """A user's own `jax.sharding.Mesh` with zerojax's axes in zerojax's order.
 
     Args:
-      mesh: axes named `data` and optionally `replica`, `context`, `stage`, `model`, in any order
-        and of any type.
+      mesh: axes named `data` and optionally `replica`, `expert`, `context`, `stage`, `model`, in
+        any order and of any type.
 
     Raises:
       ValueError: an axis has another name.

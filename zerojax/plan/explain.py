@@ -18,6 +18,7 @@ from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import describe_mesh
 from zerojax.plan.layer_stacks import find_row, users_names
 from zerojax.plan.leaf_placement import LeafPlacement
+from zerojax.plan.whole_matrices import exchanges_of_parameter
 from zerojax.plan.wire import LeafTransfer, leaf_transfers
 
 _WIDTH = 11
@@ -114,15 +115,33 @@ def _bytes(plan: Decisions, leaf: LeafPlacement) -> str:
 
 
 def _access(plan: Decisions, leaf: LeafPlacement) -> str:
-    dtype = jnp.dtype(plan.precision.compute_dtype).name
+    dtype = jnp.float8_e4m3fn if leaf.eight_bits else plan.precision.compute_dtype
     slices = f", one of {leaf.num_slices} layers at a time" if leaf.num_slices > 1 else ""
-    whole = _array(leaf.shape[leaf.stack_dims :] if slices else leaf.shape, dtype)
-    return f"{leaf.access.value}, as {whole}{slices}"
+    shape = leaf.device_shape(plan.placement.axis_sizes)
+    whole = _array(shape[leaf.stack_dims :] if slices else shape, dtype)
+    coded = "" if leaf.codes is None else f", decoded from {leaf.codes.kind}"
+    if leaf.asked is not None:
+        return f"{leaf.access.value}, {leaf.asked.rows} rows as {_array(shape[1:], dtype)}"
+    return f"{leaf.access.value}, as {whole}{slices}{coded}"
 
 
 def _phases(plan: Decisions, leaf: LeafPlacement) -> list[tuple[str, LeafTransfer | None]]:
     found: list[tuple[str, LeafTransfer | None]] = [
         (t.phase, t) for t in leaf_transfers(plan, leaf)
+    ]
+    found += [
+        (
+            "update",
+            LeafTransfer(
+                phase="update",
+                kind="all-to-all",
+                over=axes,
+                dtype="float32",
+                times=2,
+                num_bytes=sent,
+            ),
+        )
+        for axes, sent in exchanges_of_parameter(plan, leaf.name)
     ]
     return found or [("wire", None)]
 
@@ -132,8 +151,9 @@ def _words(transfer: LeafTransfer | None) -> str:
         return "nothing is sent"
     times = "once" if transfer.times == 1 else f"{transfer.times:g} times"
     size = trees.format_bytes(transfer.num_bytes)
+    where = {"node": " inside a node", "nodes": " between nodes", "": ""}[transfer.within]
     return (
-        f"{transfer.kind} over {' x '.join(transfer.over)} in {transfer.dtype}, {times}: "
+        f"{transfer.kind} over {' x '.join(transfer.over)}{where} in {transfer.dtype}, {times}: "
         f"{size} sent by each device"
     )
 

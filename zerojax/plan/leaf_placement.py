@@ -11,11 +11,28 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from zerojax.plan.device_mesh import COMPILER_AXES, DATA, MODEL, STAGE, STATE_AXES, state_axes
+from zerojax.models.row_lookups import Asked
+from zerojax.optim.weight_codes import BLOCK, WeightCodes
+from zerojax.optim.wire_codes import GradientCodes
+from zerojax.plan.device_mesh import (
+    COMPILER_AXES,
+    DATA,
+    EXPERT,
+    MODEL,
+    PASS_AXES,
+    STAGE,
+    state_axes,
+)
 
 Shape = tuple[int, ...]
 
 Rules = Sequence[tuple[str, Sequence[str | None]]]
+
+
+FULL_ENOUGH = 1_000_000
+"""Elements from which a bucket ends where a layer of a list does: equal layers then lie in equal
+buckets, and what is computed of their slices compiles once and not for each layer. A bucket of
+fewer elements takes as long as an empty one."""
 
 
 class Access(enum.Enum):
@@ -30,6 +47,8 @@ class Access(enum.Enum):
     GATHER_ON_USE = "gather on use"
     """Gathered where the model reads it and again in the backward pass, which scatters its gradient
     on the spot."""
+    LOOK_UP = "look up"
+    """Never gathered: its rows are sent to where they are needed, and their gradients back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,12 +64,29 @@ class LeafPlacement:
       axes: mesh axis per dimension from tensor parallelism, None where there is none.
       zero_dim: the dimension that ZeRO shards, counted from the end (negative, so that it survives
         the slicing of leading dimensions); None when ZeRO leaves the parameter whole.
-      zero_axes: the mesh axes over which it does, first the outermost: `data`; also `context`
-        where sequences are split; and `stage` for a parameter that every pipeline stage reads, so
-        that none is stored twice.
-      padded_size: stored size of `zero_dim`, a multiple of the number of shards.
+      zero_axes: the mesh axes over which it does, first the outermost: `data`; also `expert` where
+        experts are split and this is none; also `context` where sequences are split; and `stage`
+        for a parameter that every pipeline stage reads, so that none is stored twice.
+      expert_dim: the dimension of experts, negative, which is split over `expert`; None: it has
+        none, or experts are not split.
+      padded_size: stored size of `zero_dim` in elements, a multiple of the number of shards.
       access: how forward and backward get at it.
+      asked: of a table that is looked up, how many rows a microbatch asks for; its `zero_dim` is
+        the columns. None: it is not.
+      eight_bits: whether it is gathered as 8-bit floats, which are all that is used of it.
+      node_shards: so many shards of neighbours are in one node, which at each use gathers the
+        parameter by itself, from what it fetches of other nodes once per step (`wire.secondary`);
+        None: all devices gather it together.
+      wire_codes: how it is coded where it is gathered, of `node_shards` between nodes; None: it is
+        not.
+      delta_codes: how what its masters are ahead of the copy that every device keeps is coded, once
+        per step; None: no copy is kept (`wire.weights`).
+      gradient_codes: how its gradient is coded where it is scattered, of `node_shards` between
+        nodes; None: it is not.
+      gradient_in_full: whether its gradient travels in float32, whatever `reduce_dtype` is.
       frozen: no gradient and no optimizer state.
+      codes: how a frozen parameter is coded; None: it is stored as numbers. Where `zero_dim` cuts
+        the blocks' dimension it cuts between blocks, without padding.
       layer_rows: for a parameter on a pipeline the layer in each row of the stored stack, -1 where
         a row is padding (zeros); its dimension 0 is split over `stage`. None: not on a pipeline,
         so that every pipeline stage has all of it.
@@ -65,9 +101,18 @@ class LeafPlacement:
     zero_dim: int | None
     padded_size: int | None
     access: Access
+    eight_bits: bool = False
+    node_shards: int | None = None
+    wire_codes: GradientCodes | None = None
+    delta_codes: GradientCodes | None = None
+    gradient_codes: GradientCodes | None = None
+    gradient_in_full: bool = False
     mapped_dims: int = 0
     frozen: bool = False
+    codes: WeightCodes | None = None
     zero_axes: tuple[str, ...] = (DATA,)
+    expert_dim: int | None = None
+    asked: Asked | None = None
     layer_rows: tuple[int, ...] | None = None
     is_row_of_stages: bool = False
     reasons: tuple[str, ...] = ()
@@ -78,10 +123,16 @@ class LeafPlacement:
         return math.prod(self.shape[: max(self.stack_dims - self.mapped_dims, 0)])
 
     @property
+    def kept_shape(self) -> Shape:
+        """The shape of the array in a checkpoint: the true one, or that of its codes."""
+        return self.shape if self.codes is None else self.codes.coded_shape(self.shape)
+
+    @property
     def stored_shape(self) -> Shape:
         """The shape in the state: padded where `data` does not divide, rows in place of layers."""
-        shape = list(self.shape)
-        if self.zero_dim is not None and self.padded_size is not None:
+        shape = list(self.kept_shape)
+        in_blocks = self.codes is not None and self.codes.dim == self.zero_dim
+        if self.zero_dim is not None and self.padded_size is not None and not in_blocks:
             shape[self.zero_dim] = self.padded_size
         if self.layer_rows is not None:
             shape[0] = len(self.layer_rows)
@@ -89,7 +140,7 @@ class LeafPlacement:
 
     @property
     def is_padded(self) -> bool:
-        return self.stored_shape != self.shape
+        return self.stored_shape != self.kept_shape
 
     @property
     def has_rows(self) -> bool:
@@ -104,13 +155,26 @@ class LeafPlacement:
             axes[self.zero_dim] = self.zero_axes[0] if len(self.zero_axes) == 1 else self.zero_axes
         if self.layer_rows is not None:
             axes[0] = STAGE
+        if self.expert_dim is not None:
+            axes[self.expert_dim] = EXPERT
         return P(*axes)
 
     @property
     def data_spec(self) -> P:
-        """The part of `stored_spec` that a region sees that is manual over ZeRO's axes alone."""
-        own = (*STATE_AXES, STATE_AXES)  # one of them, or all together
-        return P(*(axis if axis in own else None for axis in self.stored_spec))
+        """The part of `stored_spec` that a region sees that is manual over the axes of a pass."""
+
+        def is_manual(axes: Any) -> bool:
+            names = axes if isinstance(axes, tuple) else (axes,)
+            return all(name in PASS_AXES for name in names)
+
+        return P(*(axes if is_manual(axes) else None for axes in self.stored_spec))
+
+    def device_shape(self, axis_sizes: Mapping[str, int]) -> Shape:
+        """The shape that a model reads in a step: the true one, with this device's experts only."""
+        shape = list(self.shape)
+        if self.expert_dim is not None:
+            shape[self.expert_dim] //= axis_sizes[EXPERT]
+        return tuple(shape)
 
     @property
     def manual_spec(self) -> P:
@@ -118,24 +182,30 @@ class LeafPlacement:
         return P(*(None if axis in COMPILER_AXES else axis for axis in self.stored_spec))
 
     def canonical_spec(self, axis_sizes: Mapping[str, int]) -> P:
-        """A spec that divides the true shape evenly: on disk and between two placements.
+        """A spec that divides the true shape evenly, and no block of codes: on disk and between
+        two placements.
 
         Where a pipeline does not divide the layers, `stage` takes another dimension.
         """
         if not self.is_padded and self.layer_rows is None and not self.is_row_of_stages:
             return self.stored_spec
         axes: list[Any] = [axis if axis == MODEL else None for axis in self.stored_spec]
+        if self.expert_dim is not None:
+            axes[self.expert_dim] = EXPERT
+        shape = list(self.shape)
+        if self.codes is not None:
+            shape[self.codes.dim] //= BLOCK
         if self.layer_rows is not None and self.shape[0] % axis_sizes[STAGE] == 0:
             axes[0] = STAGE
         if self.zero_dim is not None:
-            own = state_axes(axis_sizes)
-            if self.shape[self.zero_dim] % math.prod(axis_sizes[axis] for axis in own) == 0:
+            own = tuple(axis for axis in state_axes(axis_sizes) if axis not in axes)
+            if shape[self.zero_dim] % math.prod(axis_sizes[axis] for axis in own) == 0:
                 axes[self.zero_dim] = own[0] if len(own) == 1 else own
             else:
                 for axis in own:
-                    _put(axes, axis, self.shape, axis_sizes)
+                    _put(axes, axis, shape, axis_sizes)
         if self.is_row_of_stages or (self.layer_rows is not None and axes[0] != STAGE):
-            _put(axes, STAGE, self.shape, axis_sizes, shared=True)
+            _put(axes, STAGE, shape, axis_sizes, shared=True)
         return P(*axes)
 
     def reorder_spec(self, axis_sizes: Mapping[str, int]) -> P:
@@ -152,7 +222,7 @@ class LeafPlacement:
 def _put(
     axes: list[Any],
     axis: str,
-    shape: Shape,
+    shape: Sequence[int],
     axis_sizes: Mapping[str, int],
     *,
     start: int = 0,
@@ -183,8 +253,11 @@ class PlacementRules:
       tensor_parallel: (regular expression on the name, mesh axis per trailing dimension); the first
         that matches counts; dimensions it does not mention stay whole.
       freeze: regular expressions on names.
+      freeze_codes: how kernels among what is frozen are coded, None: not at all.
       persistence_threshold: elements; at stage 3 a smaller parameter is gathered once per step
         instead of at every use, which saves a collective per use.
+      expert_dims: {name: its negative dimension of experts, which is split over `expert`}.
+      lookups: {table that is looked up: how many rows}.
       stacks: {stack of layers: the user's names of its rows}; patterns are asked of these names,
         and axes of a tensor-parallel rule are those of a row. All rows are told the same.
       virtual_shards: dimensions are chosen and padded for so many shards, however many devices
@@ -194,8 +267,11 @@ class PlacementRules:
     zero: int = 1
     tensor_parallel: Rules = ()
     freeze: Sequence[str] = ()
+    freeze_codes: str | None = None
     persistence_threshold: int = 100_000
     virtual_shards: int | None = None
+    expert_dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    lookups: Mapping[str, Asked] = dataclasses.field(default_factory=dict)
     stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 

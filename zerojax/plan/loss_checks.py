@@ -27,8 +27,10 @@ from zerojax.models.batch_rows import (
 )
 from zerojax.models.batch_weight import BatchWeight, find_batch_weight
 from zerojax.models.dependence import STOP_GRADIENT, marks_of_outputs, marks_of_own_rules
+from zerojax.models.jaxpr import BatchCall
 from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, split_result
 from zerojax.models.protocol import Model
+from zerojax.models.step_count import check_step_rules
 from zerojax.models.trace import ModelTrace
 from zerojax.plan.placement import Placement
 
@@ -149,7 +151,7 @@ def choose_batch_weight(
         ]
     found, why = find_batch_weight(trace, len(names)), ""
     if found is None:
-        why = "the weight is drawn at random or needs the model"
+        why = "the weight is drawn at random or needs the model or all pieces of the batch"
     elif settings.offload.update_in_backward:
         why = "offload.update_in_backward updates layers meanwhile"
     elif settings.deterministic is not None and found.needs_batch:
@@ -180,6 +182,8 @@ class BatchPieces:
       num_rows: of a piece.
       is_sum: it is certain that the loss is a sum over rows that nobody divides by their number.
       is_ratio: the loss is a sum divided by something that depends on the piece, too.
+      is_product: the loss has a term that is a product of means over rows.
+      rows_over_batch: which of `zerojax.batch_sum` and `batch_mean` are given an array with rows.
       counted: names of the model's state to which a pass adds a sum over rows.
       undefined: {name: dtype} of its state that depends on rows in another way, and of which shards
         of the batch have no mean.
@@ -188,6 +192,8 @@ class BatchPieces:
     num_rows: int
     is_sum: bool
     is_ratio: bool
+    is_product: bool
+    rows_over_batch: frozenset[BatchCall]
     counted: frozenset[str]
     undefined: Mapping[str, str]
 
@@ -197,22 +203,20 @@ def trace_pieces(
     params: Mapping[str, Any],
     extras: Mapping[str, Any],
     batch: Any,
-    overwritten: Set[str],
+    model: Model,
 ) -> BatchPieces:
     """What the trace of a piece shows.
 
     Args:
-      trace: of the loss; params, extras, batch: what it was traced with.
-      overwritten: names of the extras that become their gradient.
+      trace: of the loss; params, extras, batch: what it was traced with; model: its model.
     """
-    leaves = jax.tree.leaves(batch)
-    num_rows, num_before = leaves[0].shape[0], len(params) + len(extras)
-    inputs: list[Dependence] = [Fixed(place) for place in range(num_before)]
-    found = follow_rows(trace.program, [*inputs, *[Rows(0)] * len(leaves)], num_rows)
+    num_rows = jax.tree.leaves(batch)[0].shape[0]
+    over_batch: list[tuple[BatchCall, Dependence]] = []
+    found = _follow_piece(trace, params, extras, batch, over_batch)
     state = found[len(trace.jaxpr.jaxpr.outvars) :]
-    counted, undefined = set(), {}
+    counted, undefined = {*model.step_rules}, {}
     for place, (name, one) in enumerate(zip(sorted(extras), state, strict=True)):
-        if name in overwritten or isinstance(one, Fixed):
+        if name in counted or name in model.overwritten or isinstance(one, Fixed):
             continue
         is_own = isinstance(one, Count) and one.input == len(params) + place
         floating = jnp.issubdtype(extras[name].dtype, jnp.inexact)
@@ -227,9 +231,62 @@ def trace_pieces(
         num_rows=num_rows,
         is_sum=isinstance(loss, Total) and is_known and loss.is_sum(num_rows, weight),
         is_ratio=isinstance(loss, Other) and loss.is_ratio and not is_pair,
+        is_product=isinstance(loss, Other) and loss.is_product,
+        rows_over_batch=frozenset(kind for kind, given in over_batch if isinstance(given, Rows)),
         counted=frozenset(counted),
         undefined=undefined,
     )
+
+
+def _follow_piece(
+    trace: ModelTrace,
+    params: Mapping[str, Any],
+    extras: Mapping[str, Any],
+    batch: Any,
+    over_batch: list[tuple[BatchCall, Dependence]],
+) -> list[Dependence]:
+    """How the results of a piece and its state afterwards depend on its rows."""
+    leaves = jax.tree.leaves(batch)
+    inputs: list[Dependence] = [Fixed(place) for place in range(len(params) + len(extras))]
+    inputs += [Rows(0)] * len(leaves)
+    return follow_rows(trace.program, inputs, leaves[0].shape[0], over_batch=over_batch)
+
+
+def check_step_counts(
+    trace: ModelTrace,
+    params: Mapping[str, Any],
+    extras: Mapping[str, Any],
+    batch: Any,
+    model: Model,
+) -> None:
+    """Refuses counts that a pass does not add to, and targets of theirs that a pass writes.
+
+    Args:
+      trace: of the loss as the user wrote it; params, extras, batch: what it was traced with.
+
+    Raises:
+      ValueError: naming the variable.
+    """
+    rules = model.step_rules
+    if not rules:
+        return
+    check_step_rules(rules, dict(extras))
+    names = sorted(extras)
+    found = _follow_piece(trace, params, extras, batch, [])[len(trace.jaxpr.jaxpr.outvars) :]
+    state = dict(zip(names, found, strict=True))
+    for name, rule in rules.items():
+        place = len(params) + names.index(name)
+        if getattr(state[name], "input", None) != place:
+            raise ValueError(
+                f"{name} is a StepCount, and the loss gives it a value that is not its old one "
+                "plus a number of its own rows: those of microbatches and devices would not add "
+                "up. Add to it: self.count[...] += jnp.sum(is_counted, axis=0, dtype=jnp.int32)"
+            )
+        if not isinstance(state[rule.target], Fixed):
+            raise ValueError(
+                f"the loss writes {rule.target}, which is made of {name} once per step, after all "
+                "passes; write what it depends on into the rule of that StepCount"
+            )
 
 
 def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) -> None:
@@ -241,6 +298,13 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
         not agree on.
     """
     number = num_shards * num_microbatches
+    for kind in sorted(pieces.rows_over_batch):
+        over_rows = "jnp.sum" if kind == "batch_sum" else "jnp.mean"
+        raise ValueError(
+            f"zerojax.{kind} is given an array that still has the {pieces.num_rows} rows of one "
+            "device, and would mix the first row of each device, the second of each, and so on; "
+            f"go over these rows first: zerojax.{kind}({over_rows}(x, axis=0))"
+        )
     cut = f"{number} pieces of {pieces.num_rows} rows (data shards x num_microbatches)"
     if pieces.is_sum and number > 1:
         raise ValueError(
@@ -256,6 +320,16 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
             f"called for each of {cut}: the mean of such quotients is not the quotient over the "
             "batch where the divisors differ, as masks do. Return both instead of dividing: "
             "return loss_sum, weight. zerojax.check shows by how much it differs",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    if pieces.is_product and num_shards > 1:
+        warnings.warn(
+            "the loss has a term that is a product of means over the rows that it is given, as the "
+            f"loss that balances a mixture of experts, and is called for each of {cut}: the mean "
+            "of such products is not the product of the means over the batch. Take the means over "
+            "the whole batch: zerojax.batch_mean(jnp.mean(x, axis=0)). zerojax.check shows by how "
+            "much it differs",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -278,6 +352,12 @@ def describe_pieces(pieces: BatchPieces) -> list[str]:
         lines.append(
             "the loss is a sum over the rows of the batch: it is refused on more devices or with "
             "more microbatches, where its mean over pieces would be another number"
+        )
+    if pieces.is_product:
+        lines.append(
+            "the loss has a term that is a product of means over the rows of one microbatch on one "
+            "data shard; with zerojax.batch_mean(jnp.mean(x, axis=0)) they are means over all of "
+            "its rows on all devices"
         )
     if pieces.undefined:
         lines.append(

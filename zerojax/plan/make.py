@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,15 +26,26 @@ from zerojax.models.losses import split_result
 from zerojax.models.rolling import find_lists
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
+from zerojax.plan.batch_sums import check_batch_sums, describe_batch_sums, sums_of_trace
 from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.context_split import check_context, plan_context
 from zerojax.plan.decisions import Decisions, ProgramChoices, TracedLoss
-from zerojax.plan.device_mesh import COMPILER_AXES, DATA, DATA_AXES, STAGE
+from zerojax.plan.device_mesh import COMPILER_AXES, DATA, DATA_AXES, EXPERT, STAGE
+from zerojax.plan.eight_bits import describe_wire
+from zerojax.plan.expert_axis import check_expert_axis, plan_experts
 from zerojax.plan.explain import explain_parameter
+from zerojax.plan.frozen_codes import check_codes, describe_codes
+from zerojax.plan.gradient_wire import (
+    check_gradient_wire,
+    describe_gradient_wire,
+    with_gradient_wire,
+)
+from zerojax.plan.kept_parts import with_kept_parts
 from zerojax.plan.layer_stacks import Stacks, row_layout, row_placement, row_structs
 from zerojax.plan.loss_checks import (
     check_loss,
     check_pieces,
+    check_step_counts,
     check_weight,
     choose_batch_weight,
     describe_pieces,
@@ -45,6 +56,7 @@ from zerojax.plan.offload_tiers import (
     check_update_in_backward,
     find_stacked,
     plan_offload,
+    resliced,
 )
 from zerojax.plan.optimizer_shapes import fit_padding
 from zerojax.plan.pipeline import choose_microbatches, plan_pipeline
@@ -53,9 +65,11 @@ from zerojax.plan.plan_page import plan_dict, plan_line, plan_table
 from zerojax.plan.reasons import (
     describe_choices,
     describe_deterministic,
+    describe_frozen,
     describe_model,
     describe_offload,
     describe_options,
+    describe_ragged,
     describe_update,
 )
 from zerojax.plan.refusals import (
@@ -65,6 +79,7 @@ from zerojax.plan.refusals import (
     check_not_per_example,
     check_reads,
     check_trained,
+    check_wire,
     errors_with_users_lines,
 )
 from zerojax.plan.rolling import (
@@ -77,7 +92,10 @@ from zerojax.plan.rolling import (
     stack_structs,
     works_with_loops_alone,
 )
+from zerojax.plan.secondary_shards import check_secondary, describe_secondary, with_secondary
+from zerojax.plan.signed_momentum import check_one_bit, describe_one_bit
 from zerojax.plan.state import (
+    TrainState,
     abstract,
     abstract_model,
     abstract_offloaded,
@@ -87,6 +105,9 @@ from zerojax.plan.state import (
     slice_batch,
 )
 from zerojax.plan.state_layout import PipelineLayout
+from zerojax.plan.table_lookups import Lookups, check_lookup, check_update_of_tables, plan_lookups
+from zerojax.plan.weight_wire import check_weight_wire, describe_weight_wire, with_weight_wire
+from zerojax.plan.whole_matrices import describe_matrices
 from zerojax.runtime.distributed import check_joined
 
 Tree = Any
@@ -102,6 +123,9 @@ _MESH_OPTIONS = (
     "kernels",
     "tune",
     "offload",
+    "wire",
+    "lookup",
+    "node",
     "pipeline_schedule",
     "partition",
     "stash",
@@ -316,14 +340,7 @@ def _decide(
     check_durable(settings.offload, task.precision, jax.process_count())
     offload = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
     check_update_in_backward(offload, task.num_microbatches, task.precision, tx)
-    build = functools.partial(
-        abstract_state, extras=seen.extras, tx=tx, precision=task.precision, mesh=mesh
-    )
-    stored = build(seen.params, placement=placement, canonical=False)
-    by_name, users = seen.params, placement
-    if names:
-        by_name, users = row_structs(seen.params, names), row_placement(placement, names)
-    canonical = build(by_name, placement=users, canonical=True)
+    stored, canonical = _abstract_forms(task, seen, placement, tx, names)
     return Plan(
         mesh=mesh,
         model=task.model,
@@ -360,21 +377,67 @@ def _decide(
                 placement,
                 seen.extras,
                 traced.counted_state,
+                seen.microbatch,
                 task.precision,
                 program.regather,
             ),
+            *describe_ragged(seen.trace, mesh),
+            *describe_frozen(seen.params, stored["frozen"], task.precision),
+            *describe_codes([x for x in placement.leaves.values() if x.frozen], task.precision),
+            *_describe_sent(task, placement, seen.trace, tx),
             *why_traced,
             *rolling.reasons,
             *rules,
             *describe_offload(settings, offload),
             *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
-            *describe_update(program.kernels, tx, stacks & stored["params"].keys(), mesh),
+            *describe_update(program.kernels, tx, stacks, stored["params"], mesh),
             *why_padding,
-            *optim.describe_muon(stored["opt_state"], stacks - names.keys()),
+            *_describe_muon(tx, stored, placement, mesh, stacks - names.keys()),
             *describe_options(program.options, program.dropped),
         ),
-        remake=functools.partial(_remake, settings, given),
+        remake=_Remake(settings=settings, given=given),
     )
+
+
+def _describe_muon(
+    tx: Any,
+    stored: TrainState,
+    placement: Placement,
+    mesh: Mesh | AbstractMesh,
+    stacks: Collection[str],
+) -> list[str]:
+    """What an optimizer of whole matrices takes for one, and who multiplies it."""
+    taken = optim.describe_muon(stored["opt_state"], stacks)
+    return [*taken, *describe_matrices(tx, stored, placement, mesh)]
+
+
+def _abstract_forms(
+    task: _Task, seen: _Seen, placement: Placement, tx: Any, names: Stacks
+) -> tuple[TrainState, TrainState]:
+    """(the state as it is stored without offload, its canonical form under the user's names)."""
+    build = functools.partial(
+        abstract_state, extras=seen.extras, tx=tx, precision=task.precision, mesh=task.mesh
+    )
+    stored = build(seen.params, placement=placement, canonical=False)
+    by_name, users = seen.params, placement
+    if names:
+        by_name, users = row_structs(seen.params, names), row_placement(placement, names)
+    canonical = build(by_name, placement=users, canonical=True)
+    about = placement, task.precision, task.mesh, tx, seen.trace.jaxpr
+    return with_kept_parts(stored, *about), with_kept_parts(canonical, *about)
+
+
+def _describe_sent(
+    task: _Task, placement: Placement, trace: models.ModelTrace, tx: Any
+) -> list[str]:
+    """What travels in fewer bits, or in more."""
+    settings = task.settings
+    weights = describe_wire(settings, placement, trace.eight_bits)
+    weights += [*describe_weight_wire(settings, placement, task.precision)]
+    secondary = describe_secondary(settings, placement)
+    gradients = describe_gradient_wire(settings, placement, task.mesh)
+    signs = describe_one_bit(placement, task.precision, tx, settings)
+    return [*weights, *secondary, *gradients, *signs]
 
 
 def _resolve(
@@ -384,6 +447,8 @@ def _resolve(
     if isinstance(mesh, Mesh):
         check_joined()
     internal = models.as_model(given.model)
+    check_expert_axis(settings, mesh, given.precision)
+    check_lookup(settings, mesh, given.precision)
     check_context(settings, mesh, internal, given.loss)
     loss = models.as_loss(given.loss, internal, given.example_batch)
     precision, why_precision = given.precision, []
@@ -395,7 +460,9 @@ def _resolve(
         precision, reduce_dtype=given.reduce_dtype, accumulate_dtype=given.accumulate_dtype
     )
     optimizer = optim.build_optimizer(given.optimizer, given.steps)
+    check_one_bit(settings, mesh, precision, optimizer.tx)
     batch = abstract(given.example_batch)
+    check_codes(settings, mesh, precision, reads_lazily=internal.reads_lazily)
     number = check_deterministic(settings, mesh, precision, given.num_microbatches)
     number, why_number = choose_microbatches(number, mesh, batch)
     check_batch(batch, mesh, number)
@@ -426,6 +493,7 @@ def _trace(task: _Task) -> _Seen:
         trace = models.trace_model(task.model, read, extras, microbatch, task.loss)
         check_not_per_example(trace.result, task.batch, microbatch)
     check_loss(trace.result)
+    check_step_counts(trace, params, extras, microbatch, task.model)
     check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
     return _Seen(params=params, extras=extras, microbatch=microbatch, trace=trace)
 
@@ -457,6 +525,16 @@ def _place(
         number, trace = task.num_microbatches, seen.trace
         layout = plan_pipeline(task.settings, task.mesh, number, model, loss, trace, arrays)
         stacked = layout.stacked
+    check_wire(task.settings, seen.trace.eight_bits)
+    check_gradient_wire(task.settings, task.mesh)
+    check_secondary(task.settings, task.mesh)
+    check_weight_wire(task.settings, task.mesh, task.optimizer.tx)
+    shapes = {name: leaf.shape for name, leaf in seen.params.items()}
+    rows = [row for name in shapes for row in stacks.get(name, (name,))]
+    frozen = models.trees.match_names(rows, freeze, option="freeze")
+    experts: Mapping[str, int] = {}
+    if task.mesh.shape[EXPERT] > 1:
+        experts = plan_experts(model, shapes, seen.trace.program.jaxpr, task.mesh, stacks)
     placement = place_model(
         model,
         seen.params,
@@ -464,12 +542,31 @@ def _place(
         task.settings,
         task.mesh,
         freeze=freeze,
+        freeze_codes=task.precision.freeze_codes,
         stacked=stacked,
         layout=layout,
         stacks=stacks,
+        expert_dims=experts,
+        lookups=_lookups(task, seen, frozen).asked,
     )
     check_trained(placement)
-    return placement, layout, stacked
+    placement = with_secondary(placement, task.settings, task.mesh)
+    placement = with_weight_wire(placement, task.settings, task.precision)
+    return with_gradient_wire(placement, task.settings, task.mesh), layout, stacked
+
+
+def _lookups(task: _Task, seen: _Seen, frozen: Collection[str]) -> Lookups:
+    if task.settings.lookup != "owners":
+        return Lookups()
+    return plan_lookups(
+        seen.params,
+        seen.trace,
+        task.settings,
+        task.mesh,
+        precision=task.precision,
+        num_microbatches=task.num_microbatches,
+        frozen=frozen,
+    )
 
 
 def _examine_loss(
@@ -478,11 +575,13 @@ def _examine_loss(
     """(facts of the trace, reasons of what depends on pieces, rules of own derivatives)."""
     trace, params, extras = seen.trace, seen.params, seen.extras
     check_weight(trace, placement)
-    pieces = trace_pieces(trace, params, extras, seen.microbatch, task.model.overwritten)
+    pieces = trace_pieces(trace, params, extras, seen.microbatch, task.model)
     check_pieces(pieces, meshes.num_data_shards(task.mesh), task.num_microbatches)
     batch_weight, rules = choose_batch_weight(
         trace, params.keys(), extras.keys(), task.settings, task.model
     )
+    sums = sums_of_trace(trace, placement, len(extras))
+    check_batch_sums(sums, task.settings, task.mesh)
     parts = split_result(trace.result)
     traced = TracedLoss(
         forward=trace.jaxpr,
@@ -490,15 +589,20 @@ def _examine_loss(
         has_weight=parts.weight is not None,
         metric_names=tuple(sorted(parts.metrics)),
         counted_state=pieces.counted,
+        attention_calls=trace.attention_calls,
         batch_weight=batch_weight,
     )
-    return traced, [*describe_pieces(pieces)], [*rules]
+    over_batch = describe_batch_sums(sums, task.mesh, task.num_microbatches)
+    frozen = [name for name, leaf in placement.leaves.items() if leaf.frozen]
+    lookups = _lookups(task, seen, frozen).reasons
+    return traced, [*describe_pieces(pieces), *over_batch, *lookups], [*rules]
 
 
 def _choose_program(
     task: _Task, seen: _Seen, placement: Placement, tx: optax.GradientTransformation
 ) -> ProgramChoices:
     settings = task.settings
+    check_update_of_tables(placement, tx)
     regather = settings.zero == 3 and task.model.reads_lazily
     options, dropped = choose_options(
         task.mesh,
@@ -525,8 +629,49 @@ def plan_options(settings: MeshConfig) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in _MESH_OPTIONS}
 
 
-def _remake(settings: MeshConfig, given: _Given, mesh: Mesh | AbstractMesh) -> Plan:
-    return _make(*_resolve_mesh(mesh, settings.zero, plan_options(settings)), given)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Remake:
+    """See `Decisions.remake`."""
+
+    settings: MeshConfig
+    given: _Given
+
+    def __call__(self, mesh: Mesh | AbstractMesh) -> Plan:
+        options = plan_options(self.settings)
+        return _make(*_resolve_mesh(mesh, self.settings.zero, options), self.given)
+
+
+def with_slices(plan: Plan, elements: int) -> Plan:
+    """The same plan with another `offload.slice_elements`.
+
+    Args:
+      plan: with offload.
+      elements: of a slice, at most.
+
+    Raises:
+      ValueError: there are too many slices.
+    """
+    before = plan.offload
+    assert before is not None
+    assert isinstance(plan.remake, _Remake)
+    offload = dataclasses.replace(plan.settings.offload, slice_elements=elements)
+    settings = dataclasses.replace(plan.settings, offload=offload)
+    layout = resliced(before, offload, plan.placement, plan.mesh)
+    canonical = canonical_on_host(plan.abstract_canonical, row_layout(layout, plan.stacks))
+    told = dict(
+        zip(
+            describe_offload(plan.settings, before), describe_offload(settings, layout), strict=True
+        )
+    )
+    return dataclasses.replace(
+        plan,
+        settings=settings,
+        offload=layout,
+        abstract_state=abstract_offloaded(plan.abstract_stored, layout, plan.precision),
+        abstract_canonical=canonical,
+        reasons=tuple(told.get(reason, reason) for reason in plan.reasons),
+        remake=dataclasses.replace(plan.remake, settings=settings),
+    )
 
 
 def _resolve_mesh(

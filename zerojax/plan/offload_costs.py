@@ -29,6 +29,7 @@ from zerojax.plan.counts import (
     tokens_per_step,
 )
 from zerojax.plan.decisions import Decisions
+from zerojax.plan.eight_bits import eight_bit_share
 from zerojax.plan.state_layout import OffloadLayout
 from zerojax.runtime.memory import nearest_folder
 
@@ -235,7 +236,8 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
       None without offload, without tokens in the batch, or where the card has no peak for the
       dtype.
     """
-    tokens, peak = tokens_per_step(plan), gpu.peak_flops(plan.precision.compute_dtype.name)
+    tokens, eight_bits = tokens_per_step(plan), eight_bit_share(plan.traced.forward)
+    peak = gpu.peak_flops(plan.precision.compute_dtype.name, eight_bits)
     moved = moved_bytes(plan)
     if not moved or not tokens or not peak:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zerojax.config import MeshConfig
-from zerojax.config.mesh import DEVICE, HOST, NVME, TIERS, OffloadConfig
+from zerojax.config.mesh import DEVICE, HOST, NVME, SLICE_ELEMENTS, TIERS, OffloadConfig
 from zerojax.models import trees
 from zerojax.models.loops import cut_loss
 from zerojax.models.losses import as_sums
@@ -84,6 +85,24 @@ def plan_offload(
     )
 
 
+def resliced(
+    layout: OffloadLayout, config: OffloadConfig, placement: Placement, mesh: Mesh | AbstractMesh
+) -> OffloadLayout:
+    """The layout with slices of another size, of the same parameters.
+
+    Args:
+      layout: that of `plan_offload`, with settings that differ in `slice_elements` alone.
+      config: the new settings; placement, mesh: of the plan.
+
+    Raises:
+      ValueError: there are too many slices.
+    """
+    leaves = [placement.leaves[name] for name in layout.leaves]
+    sliced = [(leaf, _shard_shape(leaf, mesh)) for leaf in leaves]
+    _check_number_of_slices(sliced, config)
+    return dataclasses.replace(layout, leaves=_share_out(sliced, config, mesh))
+
+
 def _why_not_streamed(leaf: LeafPlacement) -> str | None:
     """Why the weights of a parameter of the layers cannot come layer by layer, if they cannot."""
     if leaf.frozen:
@@ -132,7 +151,7 @@ def _share_out(
     result = {}
     for leaf, shard in sliced:
         size = trees.num_elements(shard)
-        elements = _elements_of_slice(leaf, shard, config, config.slice_elements)
+        elements = _elements_of_slice(leaf, shard, config, config.slice_limit)
         left = count = size // elements
         counts = dict.fromkeys(TIERS, 0)
         for tier, share in shares.items():
@@ -175,18 +194,18 @@ def _check_number_of_slices(
             for leaf, shard in sliced
         )
 
-    found, limit = count(config.slice_elements), config.slice_elements
+    found, limit = count(config.slice_limit), config.slice_limit
     if found <= MAX_SLICES:
         return
     while count(limit) > MAX_SLICES and limit < 2**62:
         limit = 2 ** limit.bit_length()
     remedy = (
-        f"use slice_elements={limit} or more (the default is {OffloadConfig.slice_elements})"
+        f"use slice_elements={limit} or more (the default is {SLICE_ELEMENTS})"
         if count(limit) <= MAX_SLICES
         else "raise min_elements, so that small parameters stay on the device"
     )
     raise ValueError(
-        f"offload.slice_elements={config.slice_elements} cuts the state of a device into {found:,} "
+        f"offload.slice_elements={config.slice_limit} cuts the state of a device into {found:,} "
         f"slices, and the limit is {MAX_SLICES:,}: each is a transfer of its own; {remedy}"
     )
 

@@ -52,12 +52,6 @@ def plan_pipeline(
         go over stages; `ScheduleError`: the schedule cannot run with these numbers.
     """
     params, extras, batch = arrays
-    if model.overwritten:
-        raise ValueError(
-            f"stage={settings.stage} cannot be combined with 8-bit products: their scales (such as "
-            f"{min(model.overwritten)}) are gradients of a whole step; use matmul_dtype=None or "
-            "stage=1"
-        )
     names = [*sorted(params), *[None] * len(jax.tree.leaves((extras, batch)))]
     loop = find_layer_loop(trace.jaxpr, names)
     source: Any = settings.pipeline_schedule
@@ -83,7 +77,8 @@ def plan_pipeline(
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     arguments = run, dict(params), dict(extras), key, batch
-    pieces = cut_loss(*arguments, padding=padding, skips=skips)
+    cuts = {"padding": padding, "skips": skips, "overwritten": model.overwritten}
+    pieces = cut_loss(*arguments, **cuts)
     stash = sum(x.size * x.dtype.itemsize for x in pieces.activations)
     if settings.stash == "residuals":
         stash = split_layers(pieces, params, dict(extras), key, batch, max(layers)).num_bytes

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +22,10 @@ from zerojax import models
 from zerojax.config import MeshConfig
 from zerojax.models import trees
 from zerojax.models.jaxpr import inner_programs, marked_reads, read_name
-from zerojax.plan.device_mesh import MODEL, STAGE, state_axes
+from zerojax.models.row_lookups import Asked
+from zerojax.optim.weight_codes import BLOCK, WeightCodes
+from zerojax.plan.device_mesh import EXPERT, MODEL, STAGE, state_axes
+from zerojax.plan.frozen_codes import check_cut, check_some, choose_codes
 from zerojax.plan.leaf_placement import (
     Access,
     LeafPlacement,
@@ -60,6 +63,14 @@ class Placement:
         split = math.prod(self.axis_sizes[axis] for axis in axes_of_spec(leaf.stored_spec))
         return trees.num_elements(leaf.stored_shape) // split
 
+    def held_elements(self, leaf: LeafPlacement) -> int:
+        """Elements of it that one device has during a step: its shard, or its part of its node's
+        copy (`LeafPlacement.node_shards`)."""
+        shard = self.shard_elements(leaf)
+        return (
+            shard if leaf.node_shards is None else shard * self.num_shards(leaf) // leaf.node_shards
+        )
+
     def num_shards(self, leaf: LeafPlacement) -> int:
         """In how many pieces ZeRO cuts `zero_dim` of a parameter."""
         return math.prod(self.axis_sizes[axis] for axis in leaf.zero_axes)
@@ -75,6 +86,22 @@ def axes_of_spec(spec: P) -> list[str]:
     return [axis for entry in entries for axis in entry if axis is not None]
 
 
+def shared_axes(mesh: Mesh | AbstractMesh, spec: P) -> tuple[str, ...]:
+    """The mesh axes of a partition spec that have more than one device."""
+    return tuple(axis for axis in axes_of_spec(spec) if mesh.shape[axis] > 1)
+
+
+def axes_of_dims(
+    mesh: Mesh | AbstractMesh, leaves: Mapping[str, Any]
+) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """{name: for each dimension the mesh axes of more than one device that split it}."""
+    found = {}
+    for name, leaf in leaves.items():
+        spec = (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
+        found[name] = tuple(shared_axes(mesh, P(one)) for one in spec)
+    return found
+
+
 def place_parameters(
     shapes: Mapping[str, Shape],
     read_shapes: Mapping[str, frozenset[Shape]],
@@ -86,12 +113,14 @@ def place_parameters(
     reads_lazily: bool = True,
     mapped_dims: Mapping[str, int] | None = None,
     layer_rows: Mapping[str, tuple[int, ...]] | None = None,
+    eight_bits: Collection[str] = (),
 ) -> Placement:
     """Fills the table.
 
     The ZeRO dimension of a parameter is the largest one that its shards divide, among those that
     neither a layer scan slices nor tensor parallelism splits (both on one dimension would permute
-    the stored weights); where none is divisible, the largest free one, padded.
+    the stored weights); where none is divisible, the largest free one, padded. Codes are never cut
+    inside a block.
 
     Args:
       shapes: name -> true shape.
@@ -105,10 +134,12 @@ def place_parameters(
       reads_lazily: False when the model has no point of use (a pair of functions).
       mapped_dims: name -> how many leading dimensions of what is read `jax.vmap` maps.
       layer_rows: name -> `LeafPlacement.layer_rows`, for the parameters on a pipeline.
+      eight_bits: names of what is gathered in 8 bits where it is gathered where it is read.
 
     Raises:
       ValueError: a rule names an unknown axis, does not fit a shape, or does not divide it; a
-        parameter on a pipeline is not read layer by layer, or a rule splits its layers.
+        parameter on a pipeline is not read layer by layer, or a rule splits its layers; a rule
+        splits experts that the axis `expert` splits.
     """
     frozen = dict(always_frozen or {})
     frozen_by_user = _frozen_by_user(shapes, rules) if rules.freeze else frozenset()
@@ -118,39 +149,63 @@ def place_parameters(
         stack_dims, barrier = _stack_dims(shape, read_shapes.get(name))
         barrier = (barriers or {}).get(name) or barrier
         reasons = [frozen[name]] if name in frozen else []
+        mapped = min((mapped_dims or {}).get(name, 0), stack_dims)
         zero_dim = padded = None
         axes = axes_of[name]
+        codes = None
+        if rules.freeze_codes and name in frozen_by_user and name not in frozen:
+            codes, reason = choose_codes(
+                name, shape, stack_dims, mapped, barrier, rules.freeze_codes
+            )
+            reasons += [reason] if reason else []
+        if codes is not None:
+            check_cut(name, shape, axes, codes, axis_sizes)
         rows = (layer_rows or {}).get(name)
         if rows is not None:
             _check_rows(name, shape, rows, axis_sizes)
             _check_stack(name, axes, stack_dims, barrier)
+        expert_dim = rules.expert_dims.get(name)
         zero_axes = state_axes(axis_sizes)
+        if expert_dim is not None:
+            _check_experts(name, axes, len(shape) + expert_dim)
+            zero_axes = tuple(axis for axis in zero_axes if axis != EXPERT)
         zero_axes = (*zero_axes, STAGE) if layer_rows and rows is None else zero_axes
         shards = rules.virtual_shards or math.prod(axis_sizes[axis] for axis in zero_axes)
         if shards > 1 and rules.zero > 0 and name not in (always_frozen or {}):
             over = f"{' x '.join(zero_axes)} {shards}"
             over = f"{shards} virtual shards" if rules.virtual_shards else over
-            zero_dim, padded, reason = _zero_dim(shape, axes, stack_dims, shards, over)
+            taken = axes if expert_dim is None else _with_experts(axes, expert_dim)
+            # Of a table that is looked up each device has columns, for the same work on all.
+            first = stack_dims if name not in rules.lookups else 1
+            zero_dim, padded, reason = _zero_dim(shape, taken, first, shards, over, codes)
             reasons += [reason] if reason else []
         access, reason = Access.WHOLE, None
         if zero_dim is not None:
             common = "every pipeline stage reads it in every tick" if STAGE in zero_axes else None
             access, reason = _access(shape, common or barrier, rules, reads_lazily)
+            if name in rules.lookups:
+                access, reason = Access.LOOK_UP, None
         reasons += [reason] if reason else []
         leaves[name] = LeafPlacement(
             name=name,
             shape=shape,
             stack_dims=stack_dims,
-            mapped_dims=min((mapped_dims or {}).get(name, 0), stack_dims),
+            mapped_dims=mapped,
             axes=axes,
             zero_dim=zero_dim,
             padded_size=padded,
             access=access,
+            eight_bits=name in eight_bits and access is Access.GATHER_ON_USE and codes is None,
             frozen=name in frozen or name in frozen_by_user,
+            codes=codes,
             zero_axes=zero_axes,
+            expert_dim=expert_dim,
+            asked=rules.lookups.get(name),
             layer_rows=rows,
             reasons=tuple(reasons),
         )
+    if rules.freeze_codes:
+        check_some(leaves, rules.freeze_codes)
     return Placement(leaves, rules.zero, dict(axis_sizes))
 
 
@@ -220,13 +275,42 @@ def _check_stack(
         )
 
 
+def _check_experts(name: str, axes: tuple[str | None, ...], dim: int) -> None:
+    """Refuses a rule that splits experts over another axis, too."""
+    if axes[dim] is not None:
+        raise ValueError(
+            f"{name}: its tensor-parallel rule splits dim {dim} over {axes[dim]}, and dim {dim} "
+            f"holds the experts, which `{EXPERT}` splits; let the rule have null there and split "
+            "the width of each expert, or use expert=1"
+        )
+
+
+def _with_experts(axes: tuple[str | None, ...], dim: int) -> tuple[str | None, ...]:
+    """Mesh axis per dimension, that of experts included."""
+    taken = list(axes)
+    taken[dim] = EXPERT
+    return tuple(taken)
+
+
 def _zero_dim(
-    shape: Shape, axes: tuple[str | None, ...], stack_dims: int, shards: int, over: str
+    shape: Shape,
+    axes: tuple[str | None, ...],
+    stack_dims: int,
+    shards: int,
+    over: str,
+    codes: WeightCodes | None,
 ) -> tuple[int | None, int | None, str | None]:
     """(negative dimension, stored size, reason if this is an exception)."""
     free = [i for i in range(stack_dims, len(shape)) if axes[i] is None and shape[i] > 0]
+    if codes is not None and shape[codes.dim] % (shards * BLOCK):
+        free = [i for i in free if i != len(shape) + codes.dim]
     if not free:
-        return None, None, "no dimension is free of layer stack and tensor parallelism: kept whole"
+        other = f" or cut between {codes.kind} blocks" if codes is not None else ""
+        return (
+            None,
+            None,
+            (f"no dimension is free of layer stack and tensor parallelism{other}: kept whole"),
+        )
     divisible = [i for i in free if shape[i] % shards == 0]
     index = max(divisible or free, key=lambda i: shape[i])
     padded = -(-shape[index] // shards) * shards
@@ -244,19 +328,23 @@ def place_model(
     mesh: Mesh | AbstractMesh,
     *,
     freeze: tuple[str, ...],
+    freeze_codes: str | None,
     stacked: frozenset[str],
     layout: PipelineLayout | None,
     stacks: Mapping[str, tuple[str, ...]] | None = None,
+    expert_dims: Mapping[str, int] | None = None,
+    lookups: Mapping[str, Asked] | None = None,
 ) -> Placement:
     """The table of a model's parameters.
 
     Args:
       model, params: what is trained; trace: of one microbatch.
       settings: the mesh options; mesh: made from them.
-      freeze: regular expressions on names.
+      freeze: regular expressions on names; freeze_codes: as `PlacementRules` has it.
       stacked: names of the parameters that a pass takes layer by layer, whatever the model reads.
       layout: of a pipeline, None without one.
       stacks: {rolled stack: the user's names of its rows}, which patterns are asked of.
+      expert_dims, lookups: as `PlacementRules` has them.
     """
     integers = {
         name: f"{leaf.dtype.name} has no gradient: frozen and kept whole"
@@ -284,15 +372,19 @@ def place_model(
             zero=settings.zero,
             tensor_parallel=rules if mesh.shape[MODEL] > 1 else (),
             freeze=freeze,
+            freeze_codes=freeze_codes,
             persistence_threshold=settings.persistence_threshold,
             virtual_shards=virtual_shards,
             stacks=stacks or {},
+            expert_dims=expert_dims or {},
+            lookups=lookups or {},
         ),
         always_frozen=integers,
         barriers=barriers,
         reads_lazily=model.reads_lazily,
         mapped_dims=trace.mapped_dims,
         layer_rows=None if layout is None else dict.fromkeys(stacked, layout.rows),
+        eight_bits=trace.eight_bits if settings.wire.weights == "fp8" else (),
     )
 
 

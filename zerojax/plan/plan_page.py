@@ -12,9 +12,18 @@ import jax.numpy as jnp
 from zerojax.config.display import printable
 from zerojax.config.mesh import DEVICE, HOST, NVME, TIERS
 from zerojax.models import trees
-from zerojax.plan.counts import Tiers, role_bytes, role_tiers, state_bytes, tokens_per_step
+from zerojax.optim.weight_codes import FROZEN_CODES
+from zerojax.plan.counts import (
+    Tiers,
+    active_parameters,
+    role_bytes,
+    role_tiers,
+    state_bytes,
+    tokens_per_step,
+)
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import MODEL, describe_mesh
+from zerojax.plan.expert_costs import costs_dict, expert_lines
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.offload_costs import Hiding, Moved, card_of, hiding, moved_bytes
 from zerojax.plan.pipeline_page import pipeline_dict, pipeline_line, pipeline_lines
@@ -33,6 +42,8 @@ ROLE, CELL = 18, 11
 def plan_line(plan: Decisions) -> str:
     """One line: model size, mesh, ZeRO, precision, batch, pipeline, bytes of state per device."""
     counts = trees.format_count(plan.placement.num_parameters())
+    active = active_parameters(plan)
+    met = "" if active is None else f" ({trees.format_count(active)} for each token)"
     state = trees.format_bytes(state_bytes(plan))
     batch = f"batch {plan.global_batch_size}"
     if plan.num_microbatches > 1:
@@ -40,7 +51,7 @@ def plan_line(plan: Decisions) -> str:
     if plan.pipeline is not None:
         batch += f", {pipeline_line(plan.pipeline)}"
     return (
-        f"{counts} parameters, mesh {describe_mesh(plan.mesh)}, zero={plan.zero}, "
+        f"{counts} parameters{met}, mesh {describe_mesh(plan.mesh)}, zero={plan.zero}, "
         f"{jnp.dtype(plan.precision.compute_dtype).name}, {batch}, {state} of state per device"
         f"{offload_words(plan)}{_deterministic_words(plan)}"
     )
@@ -61,6 +72,9 @@ def plan_table(plan: Decisions) -> str:
         lines += [*tier_lines(role_tiers(plan)), "", *offload_lines(plan)]
     if plan.pipeline is not None:
         lines += ["", *pipeline_lines(plan.pipeline, plan.placement)]
+    experts = costs_dict(plan)
+    if experts is not None:
+        lines += ["", *expert_lines(experts)]
     lines += ["", *_leaf_lines(plan)]
     exceptions = _exception_lines(plan.placement)
     if exceptions:
@@ -101,8 +115,10 @@ def _leaf_lines(plan: Decisions) -> list[str]:
     rows = [("parameter", "shape", "stored as", "per device", "read")]
     for leaf in placement.leaves.values():
         spec = ", ".join(map(_axis_words, leaf.stored_spec)) or "whole"
-        size = trees.format_bytes(placement.shard_elements(leaf) * 4)
-        access = "frozen, " * leaf.frozen + leaf.access.value
+        stored = plan.abstract_stored["frozen" if leaf.frozen else "params"][leaf.name]
+        size = trees.format_bytes(placement.shard_elements(leaf) * stored.dtype.itemsize)
+        coded = "" if leaf.codes is None else f"{leaf.codes.kind}, "
+        access = "frozen, " * leaf.frozen + coded + leaf.access.value
         access += ", all at once" * (leaf.name in together)
         access += ", gradients at once" * (leaf.name in waiting and not leaf.frozen)
         rows.append(
@@ -130,7 +146,8 @@ def plan_dict(plan: Decisions) -> dict[str, Any]:
         "precision": {
             name: jnp.dtype(getattr(plan.precision, name)).name
             for name in ("param_dtype", "compute_dtype", "reduce_dtype", "accumulate_dtype")
-        },
+        }
+        | {"freeze_dtype": plan.precision.freeze_codes or plan.precision.frozen_dtype.name},
         "num_microbatches": plan.num_microbatches,
         "kernels": {what: one.implementation for what, one in plan.program.kernels.items()},
         "deterministic": plan.settings.deterministic,
@@ -138,8 +155,10 @@ def plan_dict(plan: Decisions) -> dict[str, Any]:
         "global_batch_size": plan.global_batch_size,
         "num_parameters": placement.num_parameters(),
         "num_frozen_parameters": placement.num_parameters(frozen=True),
+        "num_active_parameters": active_parameters(plan) or placement.num_parameters(),
         "tensor_parallel": placement.axis_sizes[MODEL],
         "bytes_per_device": role_bytes(plan),
+        "experts": costs_dict(plan),
         "offload": offload_dict(plan),
         "pipeline": None if plan.pipeline is None else pipeline_dict(plan.pipeline, placement),
         "parameters": [
@@ -155,7 +174,19 @@ def plan_dict(plan: Decisions) -> dict[str, Any]:
             for leaf in placement.leaves.values()
         ],
         "reasons": list(plan.reasons),
+    } | _codes_dict(plan)
+
+
+def _codes_dict(plan: Decisions) -> dict[str, Any]:
+    """{"frozen_codes": {user's name: how it is coded}}, by which checkpoints are exported; {} where
+    nothing is coded.
+    """
+    found = {
+        name: dataclasses.asdict(leaf.codes)
+        for name, leaf in plan.users_placement.leaves.items()
+        if leaf.codes is not None
     }
+    return {FROZEN_CODES: found} if found else {}
 
 
 def offload_words(plan: Decisions) -> str:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from pallas_kernels.choice import Choice
+from pallas_kernels.choice import SAME_BYTES, Choice
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import HOST
 from zerojax.models.adapt import bound_attribute
+from zerojax.models.flops import products, ragged_groups, without_waste
 from zerojax.models.protocol import Model
 from zerojax.models.trace import ModelTrace
+from zerojax.models.trees import flatten_names
+from zerojax.models.wide_products import find_wide_products
 from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.device_mesh import MODEL, STAGE
+from zerojax.plan.eight_bits import describe_eight_bits
+from zerojax.plan.expert_axis import describe_experts
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
 from zerojax.plan.state_layout import OffloadLayout
@@ -45,6 +51,7 @@ def describe_choices(
     else:
         roles = ("nothing", "optimizer state", "optimizer state and gradients", "all state")
         lines.append(f"zero={settings.zero}: {roles[settings.zero]} split over {shards} devices")
+    lines += describe_experts(mesh, placement)
     model_axis = mesh.shape[MODEL]
     if model_axis > 1 and not any(MODEL in leaf.axes for leaf in placement.leaves.values()):
         lines.append(
@@ -83,6 +90,7 @@ def describe_model(
     placement: Placement,
     extras: Mapping[str, Any],
     counted: Collection[str],
+    batch: Any,
     precision: Precision,
     regather: bool,
 ) -> list[str]:
@@ -93,13 +101,16 @@ def describe_model(
       trace: what its forward pass does.
       placement: the table.
       extras: {name: its state besides parameters}; counted: those to which sums are added.
-      precision: the dtypes.
+      batch: what the loss is called with; precision: the dtypes.
       regather: whether the step gathers parameters again in the backward pass.
     """
     lines = []
     if regather:
         lines += _describe_gathers(placement, trace)
-    lines += _describe_raised(params, precision)
+    lines += [
+        *_describe_raised(params, placement, precision),
+        *_describe_wide(trace, batch, precision),
+    ]
     unread = [
         n for n in placement.leaves if n not in (trace.read_shapes.keys() | trace.barriers.keys())
     ]
@@ -111,6 +122,7 @@ def describe_model(
         if jnp.issubdtype(leaf.dtype, jnp.floating)
         and name not in model.overwritten
         and name not in counted
+        and name not in {rule.target for rule in model.step_rules.values()}
     ]
     if averaged:
         lines.append(
@@ -122,6 +134,12 @@ def describe_model(
             f"{_some(sorted(counted), 'arrays')} carried besides parameters as counts: what the "
             "shards of the batch add to them is added up"
         )
+    if model.step_rules:
+        targets = sorted(rule.target for rule in model.step_rules.values())
+        lines.append(
+            f"{_some(targets, 'arrays')} made anew once per step, by a rule of the model, of what "
+            f"all passes counted in {_some(sorted(model.step_rules), 'arrays')}"
+        )
     if model.overwritten:
         lines.append(
             f"{_some(sorted(model.overwritten), 'arrays')} overwritten with their gradient: the "
@@ -132,6 +150,9 @@ def describe_model(
             "matmuls: fp8 in the layers (e4m3 forward, e5m2 gradients, scales from the steps "
             f"before); attention scores, embedding and head in {precision.compute_dtype.name}"
         )
+    if (kinds := getattr(bound_attribute(model, "config"), "describe_kinds", None)) is not None:
+        lines += kinds()
+    lines += describe_eight_bits(trace.jaxpr, precision)
     return [*lines, *trace.attention]
 
 
@@ -157,13 +178,17 @@ def _describe_gathers(placement: Placement, trace: ModelTrace) -> list[str]:
     return lines
 
 
-def _describe_raised(params: Mapping[str, Any], precision: Precision) -> list[str]:
+def _describe_raised(
+    params: Mapping[str, Any], placement: Placement, precision: Precision
+) -> list[str]:
     """Which parameters are kept in more bits than the model's own."""
     kept = jnp.dtype(precision.param_dtype)
     lower = [
         name
         for name, leaf in params.items()
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < kept.itemsize
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        and leaf.dtype.itemsize < kept.itemsize
+        and not placement.leaves[name].frozen
     ]
     if not lower:
         return []
@@ -175,6 +200,58 @@ def _describe_raised(params: Mapping[str, Any], precision: Precision) -> list[st
     ]
 
 
+def describe_frozen(
+    params: Mapping[str, Any], frozen: Mapping[str, Any], precision: Precision
+) -> list[str]:
+    """In which dtype parameters that are not trained are kept, and what that saves.
+
+    Args:
+      params: {name: parameter}, in the model's dtypes.
+      frozen: {name: parameter without gradient}, as they are stored.
+    """
+    kept, trained = precision.frozen_dtype, jnp.dtype(precision.param_dtype)
+    floats = [x for x in frozen.values() if jnp.issubdtype(x.dtype, jnp.floating)]
+    if not floats or kept == trained:
+        return []
+    computed = jnp.dtype(precision.compute_dtype)
+    many = f"{len(floats)} frozen parameters are" if len(floats) > 1 else "1 frozen parameter is"
+    line = f"{many} stored in {kept.name} and computed with in {computed.name}"
+    if any(params[name].dtype.itemsize > kept.itemsize for name in frozen):
+        line += f": the model's own bits below {kept.name} are gone, also from exports"
+        if kept == jnp.float16:
+            line += f", and what is beyond {jnp.finfo(kept).max:,.0f} is infinite"
+        line += "; freeze_dtype=fp32 keeps them"
+    return [line]
+
+
+WIDE_ENOUGH = 0.1
+"""Share of the FLOPs from which float32 products are said; attention's own are below at most
+lengths."""
+
+
+def _describe_wide(trace: ModelTrace, batch: Any, precision: Precision) -> list[str]:
+    """How much of the model's arithmetic is float32 in spite of a compute dtype of 16 bits."""
+    computed = jnp.dtype(precision.compute_dtype)
+    if computed.itemsize >= 4:
+        return []
+    leaves = flatten_names(batch)
+    first = len(trace.jaxpr.jaxpr.invars) - len(leaves)
+    floats = {
+        first + i: f"batch[{name!r}]"
+        for i, (name, leaf) in enumerate(leaves.items())
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
+    }
+    found = find_wide_products(trace.jaxpr, floats)
+    if found is None or found.share < WIDE_ENOUGH:
+        return []
+    cause = "" if found.cause is None else f", because {found.cause}"
+    return [
+        f"products: {found.share:.0%} of their FLOPs take float32 operands, which run at float32's "
+        f"rate and keep twice the bytes for the backward pass{cause}; for {computed.name} give "
+        f"that layer dtype=jnp.{computed.name}, or cast what it returns"
+    ]
+
+
 def _some(names: list[str], things: str) -> str:
     """How many, with an example: "3 parameters (such as a/kernel) are"."""
     verb = "are" if len(names) > 1 else "is"
@@ -182,19 +259,31 @@ def _some(names: list[str], things: str) -> str:
 
 
 def describe_update(
-    choices: Mapping[str, Choice], tx: Any, stacks: Collection[str], mesh: Mesh | AbstractMesh
+    choices: Mapping[str, Choice],
+    tx: Any,
+    stacks: Collection[str],
+    params: Mapping[str, Any],
+    mesh: Mesh | AbstractMesh,
 ) -> list[str]:
     """Which implementation updates parameters, and why; what is done to each layer by itself.
 
     Args:
-      stacks: names of the trained parameters in which layers are stacked.
+      choices: {"update" and "statistics": which implementation, and why}; tx: the optimizer.
+      params: {name: trained parameter}, as they are stored; mesh: of the plan.
+      stacks: names of parameters in which layers are stacked.
     """
     chosen = choices["update"]
     on_gpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
-    lines = []
+    lines, stacks = [], params.keys() & set(stacks)
     # That no kernel runs says something where one could.
     if on_gpu or chosen.implementation != "xla":
         lines.append(f"optimizer update by {chosen.implementation}: {chosen.reason}")
+        measured = isinstance(tx, Optimizer) and tx.begin is not None
+        if measured and chosen.reason.startswith(SAME_BYTES):
+            lines[-1] += (
+                f"; XLA launches it for each of {len(params)} arrays, the kernel once for all. "
+                "With tune=auto a run measures both on its GPUs"
+            )
     statistics = choices["statistics"]
     if statistics.implementation != "xla":
         lines.append(f"gradient statistics by {statistics.implementation}: {statistics.reason}")
@@ -205,6 +294,32 @@ def describe_update(
             f"{min(stacks)}; one for each other array"
         )
     return lines
+
+
+def describe_ragged(trace: ModelTrace, mesh: Mesh | AbstractMesh) -> list[str]:
+    """What products of rows with the matrix of their group cost on NVIDIA GPUs, in one sentence.
+
+    For these XLA puts each row, among zeros, into a row that is longer by the number of groups, and
+    multiplies that with the matrices of all groups. Compiled for H100 with jax 0.10.2 and 0.12.0, 8
+    groups: 8.0 times the FLOPs, forward and in both products of the backward pass.
+    """
+    if not meshes.has_nvidia_gpus(mesh):
+        return []
+    needed = without_waste(trace.jaxpr)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a loop without a known length counts once
+        by_groups = ragged_groups(needed)
+        total = sum(flops for _, flops in products(needed))
+    if not by_groups:
+        return []
+    groups = max(by_groups, key=lambda number: number * by_groups[number])
+    share = sum(by_groups.values()) / total
+    return [
+        f"jax.lax.ragged_dot with {groups} groups: XLA for NVIDIA GPUs multiplies each row with "
+        f"the matrices of all groups, {groups} times the arithmetic, in the backward pass too "
+        f"({share:.0%} of the FLOPs of all products, were it done once); zerojax.experts takes "
+        "batched products with equal rows per expert"
+    ]
 
 
 def describe_options(known: Mapping[str, Any], dropped: Mapping[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Refusals of a plan: batches that cannot be divided, models without parameters."""
+"""Refusals of a plan: uneven batches, models without parameters, settings beside each other."""
 
 from __future__ import annotations
 
@@ -21,6 +21,33 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.placement import Placement
 
 Tree = Any
+
+
+def check_no_other_way(
+    asked: str, what: str, settings: MeshConfig, mesh: Mesh | AbstractMesh
+) -> None:
+    """Refuses a setting of the wire beside what sends the same values in a way of its own.
+
+    Args:
+      asked: the setting, as it is written.
+      what: what the others do, such as "gathers weights".
+
+    Raises:
+      ValueError: names the other one.
+    """
+    stages, experts = mesh.shape[meshes.STAGE], mesh.shape[meshes.EXPERT]
+    others = {
+        f"deterministic={settings.deterministic}": settings.deterministic is not None,
+        f"offload.params={settings.offload.params}": settings.offload.params != "device",
+        f"stage={stages}": stages > 1,
+        f"expert={experts}": experts > 1,
+    }
+    for other, is_there in others.items():
+        if is_there:
+            raise ValueError(
+                f"{asked} with {other} is not supported, which {what} in a way of its own; leave "
+                "one of them out"
+            )
 
 
 def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> None:
@@ -110,6 +137,30 @@ def check_deterministic(
             f"{jnp.dtype(precision.accumulate_dtype).name}; use accumulate_dtype='fp32'"
         )
     return needed
+
+
+def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
+    """Refuses 8 bits on the wire where no weight could be sent in them.
+
+    Args:
+      eight_bits: names of the parameters that the model uses as 8-bit floats alone.
+
+    Raises:
+      ValueError: not stage 3, or there is none.
+    """
+    if settings.wire.weights != "fp8":
+        return
+    asked = f"wire.weights={settings.wire.weights}"
+    if settings.zero != 3:
+        raise ValueError(
+            f"{asked} is for weights that are gathered where they are read, and with "
+            f"zero={settings.zero} none is; use zero=3, or wire.weights=compute"
+        )
+    if not eight_bits:
+        raise ValueError(
+            f"{asked} sends what a model uses as 8-bit floats alone, and this model uses no "
+            "parameter so: give a reference model matmul_dtype='fp8', or use wire.weights=compute"
+        )
 
 
 def _near_power(number: int) -> int:

@@ -31,6 +31,10 @@ from zerojax.plan.slices import abstract_tiers, map_moments, on_host
 from zerojax.plan.state_layout import OffloadLayout, SlicedLeaf
 
 Tree = Any
+ONE_BIT = "one_bit"
+"""The part of a state, and of names in checkpoints, that sending signs of momentum keeps."""
+COPIES = "copies"
+"""The part of both that `wire.weights=delta_int8` and `delta_int4` keep."""
 
 
 class TrainState(TypedDict):
@@ -44,7 +48,8 @@ class TrainState(TypedDict):
         otherwise), padded as the placement says. Of a parameter whose optimizer state is sliced
         (`zerojax.plan.state_layout`) the copy in the compute dtype that forward and backward
         read.
-      frozen: {name: array}, parameters without gradient.
+      frozen: {name: array}, parameters without gradient, in the precision's `frozen_dtype`; uint8
+        where the placement has `codes` for them.
       opt_state: what the optax transformation keeps for `params`; each moment of a sliced parameter
         as {tier: array}, like its master.
       extras: {name: array}, the model's own state (batch statistics, random counts), replicated.
@@ -53,6 +58,10 @@ class TrainState(TypedDict):
         elements]}} of sliced parameters.
       disk: only there: what holds the slices that lie in files, a node without leaves; {} where
         none do.
+      one_bit: only where momentum is sent as signs: what `zerojax.plan.signed_momentum` says.
+      copies: only where weights are sent as codes of what changed: {key: {name: weight in the
+        compute dtype}}, whole on every device (`zerojax.plan.kept_parts.abstract_copies`). What
+        the last step read; a skipped step renews them, too, and changes no master.
     """
 
     step: Any
@@ -65,6 +74,8 @@ class TrainState(TypedDict):
     loss_scale: dict[str, Any]
     masters: NotRequired[dict[str, Any]]
     disk: NotRequired[Any]
+    one_bit: NotRequired[dict[str, Any]]
+    copies: NotRequired[dict[str, Any]]
 
 
 def step_key(rng: jax.Array, step: jax.Array) -> jax.Array:
@@ -128,10 +139,12 @@ def abstract_state(
     """The state as `ShapeDtypeStruct`s: padded as stored, or in its canonical form."""
 
     def place(leaf: LeafPlacement) -> jax.ShapeDtypeStruct:
-        shape = leaf.shape if canonical else leaf.stored_shape
+        shape = leaf.kept_shape if canonical else leaf.stored_shape
         spec = leaf.canonical_spec(placement.axis_sizes) if canonical else leaf.stored_spec
         floating = jnp.issubdtype(params[leaf.name].dtype, jnp.floating)
-        dtype = precision.param_dtype if floating else params[leaf.name].dtype
+        kept = precision.frozen_dtype if leaf.frozen else precision.param_dtype
+        dtype = kept if floating else params[leaf.name].dtype
+        dtype = jnp.uint8 if leaf.codes is not None else dtype
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def replicate(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -399,12 +412,17 @@ def _working(
 
 
 def canonical_on_host(canonical: TrainState, layout: OffloadLayout) -> TrainState:
-    """The canonical form with everything on the host that does not all fit on the device."""
+    """The canonical form with everything on the host that does not all fit on the device.
+
+    Args:
+      canonical: that of any layout; layout: under the user's names.
+    """
 
     def place(leaf: SlicedLeaf, _: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if leaf.counts[DEVICE] == leaf.num_slices:
-            return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host(x.sharding))
+        sharding = NamedSharding(x.sharding.mesh, x.sharding.spec)
+        if leaf.counts[DEVICE] < leaf.num_slices:
+            sharding = on_host(sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     result = canonical.copy()
     result["params"] = map_moments(layout.leaves, place, canonical["params"])

@@ -64,7 +64,8 @@ class OffloadLayout:
       leaves: {name: slices} of the parameters whose masters and moments are offloaded, in the order
         of the state.
       arrays: what a slice has of state, the order in which a bucket on disk has them: "master"
-        (where the precision has masters), then names of the optimizer's moments.
+        (where the precision has masters), then names of the optimizer's moments, of which "ema" is
+        an average of the weights.
       streamed: names of the parameters whose weights wait on the host and come layer by layer.
       activations: whether what each layer is given waits on the host.
       update_in_backward: whether layers are updated as their gradients appear.
@@ -77,6 +78,11 @@ class OffloadLayout:
     activations: bool
     update_in_backward: bool
     kept: tuple[tuple[str, str], ...]
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Those of `arrays` that are the optimizer's."""
+        return tuple(name for name in self.arrays if name != MASTER)
 
     @property
     def off_device(self) -> tuple[SlicedLeaf, ...]:

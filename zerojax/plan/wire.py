@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from zerojax.plan.counts import layers_of, whole_elements
+from zerojax.optim.wire_codes import bytes_sent
+from zerojax.plan.counts import coded_bytes, layers_of, whole_elements
 from zerojax.plan.decisions import Decisions
-from zerojax.plan.device_mesh import DATA_AXES, REPLICA
+from zerojax.plan.device_mesh import DATA_AXES, EXPERT, REPLICA
 from zerojax.plan.leaf_placement import Access, LeafPlacement
 from zerojax.plan.pipeline_costs import ticks_of
 
@@ -28,12 +30,14 @@ class LeafTransfer:
 
     Attributes:
       phase: "before", "forward", "backward" or "after".
-      kind: "all-gather", "reduce-scatter" or "all-reduce".
+      kind: "all-gather", "reduce-scatter", "all-reduce" or, of rows and codes, "all-to-all".
       over: mesh axes.
       dtype: on the wire, by name.
       times: per step; 1 is all that a device reads of the parameter, so that a loop over layers
         counts once.
       num_bytes: that one device sends in a step.
+      within: "node" for what stays in a node, "nodes" for what goes between nodes alone; "": among
+        all devices of the axes.
     """
 
     phase: str
@@ -42,6 +46,7 @@ class LeafTransfer:
     dtype: str
     times: float
     num_bytes: float
+    within: str = ""
 
 
 def wire_unit(plan: Decisions) -> float:
@@ -67,6 +72,17 @@ def wire_bytes(plan: Decisions) -> int:
     return round(math.fsum(t.num_bytes for leaf in leaves for t in leaf_transfers(plan, leaf)))
 
 
+def bytes_by_level(plan: Decisions) -> tuple[int, int]:
+    """Of `wire_bytes` what stays in nodes and what goes between them alone (`wire.secondary`)."""
+    leaves = plan.placement.leaves.values()
+    sent = [transfer for leaf in leaves for transfer in leaf_transfers(plan, leaf)]
+    inside, between = (
+        round(math.fsum(one.num_bytes for one in sent if one.within == level))
+        for level in ("node", "nodes")
+    )
+    return inside, between
+
+
 def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
     """The collectives of one parameter in a step, in their order.
 
@@ -74,7 +90,15 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
       whole: one all-reduce of its gradient, twice (N-1)/N of it.
       gather once: one all-gather and one reduce-scatter.
       gather once, scatter early: one all-gather, one reduce-scatter per microbatch.
-      gather on use: per microbatch two all-gathers (forward, backward) and one reduce-scatter.
+      either of these with `delta_codes`: the all-gather is of codes of what changed.
+      gather on use: per microbatch two all-gathers (forward, backward) and one reduce-scatter; the
+        gathers in 8 bits where the placement says so (`wire.weights`); what is coded, with scales.
+      look up: per microbatch two all-to-alls, of the rows and of their gradients; the ids besides
+        (4 bytes for each row) are not counted.
+      the same with `node_shards` (`wire.secondary`): these inside of a node, and once per step an
+        all-gather and a reduce-scatter between nodes of a node's part.
+    In codes (`wire.gradients`) a reduce-scatter is all-to-alls of these.
+    Of frozen parameters in codes these are gathered.
       streamed (`offload.params`), whatever the stage: per microbatch each layer is gathered twice,
         the last one once, and its gradient reduced once.
     Of a pipeline a device has the layers of one stage, over `data`; what is said per microbatch
@@ -83,16 +107,21 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
     """
     placement, shards = plan.placement, plan.placement.num_shards(leaf)
     replicas = placement.axis_sizes[REPLICA]
-    compute, reduce = (
-        jnp.dtype(dtype) for dtype in (plan.precision.compute_dtype, plan.precision.reduce_dtype)
-    )
+    compute = jnp.dtype(plan.precision.compute_dtype)
+    reduce = jnp.dtype(jnp.float32 if leaf.gradient_in_full else plan.precision.reduce_dtype)
     whole = whole_elements(placement, leaf)
     made: list[LeafTransfer] = []
 
     def add(
-        phase: str, kind: str, over: tuple[str, ...], dtype: jnp.dtype, times: float, size: float
+        phase: str,
+        kind: str,
+        over: tuple[str, ...],
+        dtype: jnp.dtype,
+        times: float,
+        size: float,
+        within: str = "",
     ) -> None:
-        if size:
+        if size and times:
             made.append(
                 LeafTransfer(
                     phase=phase,
@@ -101,6 +130,7 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
                     dtype=dtype.name,
                     times=times,
                     num_bytes=times * size * dtype.itemsize,
+                    within=within,
                 )
             )
 
@@ -108,22 +138,82 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
         streamed = plan.offload is not None and leaf.name in plan.offload.streamed
         if not leaf.frozen:
             over = tuple(dict.fromkeys((*DATA_AXES, *leaf.zero_axes)))
+            if leaf.expert_dim is not None:
+                over = tuple(axis for axis in over if axis != EXPERT)
             size = 2 * _ring(shards * replicas) * whole
             times = plan.num_microbatches if streamed else 1
             add("backward" if streamed else "after", "all-reduce", over, reduce, times, size)
         return made
-    forward, backward, scatters = _times_used(plan, leaf)
-    once = leaf.access is not Access.GATHER_ON_USE and not _is_streamed(plan, leaf)
-    size = _ring(shards) * whole
-    add("before" if once else "forward", "all-gather", leaf.zero_axes, compute, forward, size)
-    if backward:
-        add("backward", "all-gather", leaf.zero_axes, compute, backward, size)
+    if leaf.access is Access.LOOK_UP:
+        assert leaf.asked is not None
+        times, row = plan.num_microbatches, _ring(shards) * leaf.shape[-1]
+        add("forward", "all-to-all", leaf.zero_axes, compute, times, leaf.asked.rows * row)
+        add("backward", "all-to-all", leaf.zero_axes, compute, times, leaf.asked.again * row)
+        if not leaf.frozen:
+            add("backward", "all-to-all", leaf.zero_axes, reduce, times, leaf.asked.rows * row)
+            add("after", "all-reduce", (REPLICA,), reduce, 1, _over_replicas(plan, leaf))
+        return made
+    _add_shards(plan, leaf, add, reduce)
     if not leaf.frozen:
-        late = leaf.access is Access.GATHER_ONCE and not _is_streamed(plan, leaf)
-        phase = "after" if late else "backward"
-        add(phase, "reduce-scatter", leaf.zero_axes, reduce, scatters, size)
-        add("after", "all-reduce", (REPLICA,), reduce, 1, 2 * _ring(replicas) * whole / shards)
+        add("after", "all-reduce", (REPLICA,), reduce, 1, _over_replicas(plan, leaf))
     return made
+
+
+def _add_shards(
+    plan: Decisions, leaf: LeafPlacement, add: Callable[..., None], reduce: jnp.dtype
+) -> None:
+    """Adds what is sent of a parameter that is gathered, among its shards.
+
+    Args:
+      add: (phase, kind, axes, dtype, times, elements sent, `LeafTransfer.within`).
+      reduce: dtype of its gradient on the wire.
+    """
+    placement, shards = plan.placement, plan.placement.num_shards(leaf)
+    compute, codes = jnp.dtype(plan.precision.compute_dtype), leaf.gradient_codes
+    coded = jnp.dtype(jnp.uint8)
+    whole = whole_elements(placement, leaf)
+    sent = whole if leaf.codes is None else coded_bytes(placement, leaf)
+    fetched = compute if leaf.codes is None else coded
+    gathered = coded if leaf.eight_bits else fetched
+    streamed = _is_streamed(plan, leaf)
+    forward, backward, scatters = _times_used(plan, leaf)
+    once = leaf.access is not Access.GATHER_ON_USE and not streamed
+    late = leaf.access is Access.GATHER_ONCE and not streamed
+    axes, members = leaf.zero_axes, leaf.node_shards or shards
+    within = "" if leaf.node_shards is None else "node"
+    between = shards // members if within else 1
+    parts = 1 if once or within else leaf.num_slices
+    in_codes, row = leaf.wire_codes or leaf.delta_codes, -(-sent // (parts * shards))
+    fetch, gather = _ring(between) * sent / members, _ring(members) * sent
+    if in_codes is not None and within:
+        fetched, fetch = coded, (between - 1) * in_codes.num_bytes(row)
+    elif in_codes is not None:
+        gathered, gather = coded, parts * (shards - 1) * in_codes.num_bytes(row)
+    add("before", "all-gather", axes, fetched, 1, fetch, "nodes")
+    phase = "before" if once else "forward"
+    add(phase, "all-gather", axes, gathered, forward, gather, within)
+    add("backward", "all-gather", axes, gathered, backward, gather, within)
+    if leaf.frozen:
+        return
+    phase = "after" if late else "backward"
+    if codes is None or within:
+        add(phase, "reduce-scatter", axes, reduce, scatters, _ring(members) * whole, within)
+    else:
+        parts = 1 if late else leaf.num_slices
+        rows = parts * bytes_sent(codes, -(-whole // parts), shards)
+        add(phase, "all-to-all", axes, coded, scatters, rows)
+    if codes is None:
+        add("after", "reduce-scatter", axes, reduce, 1, _ring(between) * whole / members, "nodes")
+    elif within:
+        rows = bytes_sent(codes, -(-whole // members), between)
+        add("after", "all-to-all", axes, coded, 1, rows, "nodes")
+
+
+def _over_replicas(plan: Decisions, leaf: LeafPlacement) -> float:
+    """Elements of a shard's gradient that one device sends to sum it over `replica`."""
+    replicas = plan.placement.axis_sizes[REPLICA]
+    elements = whole_elements(plan.placement, leaf) / plan.placement.num_shards(leaf)
+    return 2 * _ring(replicas) * elements
 
 
 def _is_streamed(plan: Decisions, leaf: LeafPlacement) -> bool:

@@ -16,6 +16,8 @@ LEAST_LENGTH = 8
 
 T = TypeVar("T")
 
+_NOT_SECRET = ("PWD",)
+"""Variables with a secret's name: the shell's working folder, with which absolute paths begin."""
 _SECRET_NAME = re.compile(
     r"(?i)(^|[_\-.])(api_?key|access_?key|secret_?key|private_?key|auth_?key|key_?id|secrets?|token"
     r"|auth_?token|passwords?|passwd|pwd|passphrase|credentials?|authorization|bearer|signature)$"
@@ -64,7 +66,7 @@ def _secret_values(environment: Mapping[str, str]) -> list[str]:
     found = {
         value
         for name, value in environment.items()
-        if is_secret_name(name) and len(value) >= LEAST_LENGTH
+        if is_secret_name(name) and name not in _NOT_SECRET and len(value) >= LEAST_LENGTH
     }
     return sorted(found, key=len, reverse=True)
 

@@ -41,11 +41,13 @@ class _Phase:
       what: such as "waiting for data".
       is_long: whether `long_timeout` applies.
       since: seconds of the clock at the last sign of life.
+      limit: seconds that apply in place of the settings'; None: there are none.
     """
 
     what: str
     is_long: bool
     since: float
+    limit: float | None = None
 
 
 class Watchdog:
@@ -133,16 +135,24 @@ class Watchdog:
     # --- signs of life ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def during(self, what: str, *, is_long: bool = False, is_apart: bool = False) -> Iterator[None]:
+    def during(
+        self,
+        what: str,
+        *,
+        is_long: bool = False,
+        is_apart: bool = False,
+        limit: float | None = None,
+    ) -> Iterator[None]:
         """Names what the process is at, as it reads in "it was ...".
 
         Args:
           what: such as "waiting for data".
           is_long: whether `long_timeout` applies, not `step_timeout`.
           is_apart: whether it is not part of a step, as an evaluation; what is long is none.
+          limit: seconds that it may take, whatever the settings say; None: what they say.
         """
         outer = self._phase
-        self._phase = _Phase(what, is_long, self._clock())
+        self._phase = _Phase(what, is_long, self._clock(), limit)
         try:
             yield
         finally:
@@ -227,6 +237,8 @@ class Watchdog:
             self._say(f"{self._standstill(phase, waited)}; after {limit:g} s it is ended")
 
     def _limit(self, phase: _Phase) -> float:
+        if phase.limit is not None:
+            return phase.limit
         longest = None if phase.is_long else self._longest
         config = self._config
         return config.long_timeout if phase.is_long else config.step_limit(longest)
@@ -241,15 +253,18 @@ class Watchdog:
         self.alive()  # only where `end` has not ended anything
 
     def _tell(self, phase: _Phase, waited: float, limit: float) -> None:
-        option = "long_timeout" if phase.is_long else "step_timeout"
+        option = f"watch.{'long_timeout' if phase.is_long else 'step_timeout'}"
+        own = phase.limit is not None
+        source = "a limit of its own" if own else option
         # First to the screen: there is always one, and a folder may be what hangs.
         _dump_stacks(sys.__stderr__)
-        remedy = f"{self._resume_hint}, with watch.{option} raised if it only needs longer"
+        longer = "" if own else f", with {option} raised if it only needs longer"
+        remedy = f"{self._resume_hint}{longer}"
         folder = self._folder
         file = None if folder is None else folder / f"stacks-process-{self._process}.txt"
         where = "" if file is None else f" and in {file}"
         self._say(
-            f"{self._standstill(phase, waited)}, and may for {limit:g} s (watch.{option}); the "
+            f"{self._standstill(phase, waited)}, and may for {limit:g} s ({source}); the "
             f"watchdog ends it with code {HUNG}; what each thread was doing is above{where}; "
             f"{remedy}"
         )

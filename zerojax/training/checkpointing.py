@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +14,100 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.checkpoint import CheckpointError
+from zerojax.checkpoint.base_weights import BaseWeights, base_weights
+from zerojax.checkpoint.export import without_average
+from zerojax.checkpoint.restoring import fingerprints_of
+from zerojax.models.hugging_face import Pretrained
+from zerojax.models.trees import flatten_names, format_bytes, num_bytes
+from zerojax.optim import COUNT, EMA, EmaState, Weights
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.offload.disk_durable import AnotherPlanError, resume, resume_step
 from zerojax.parallel.offload.disk_saving import saved_names, write_pieces
+from zerojax.parallel.offload.sliced_state import average_like
 from zerojax.parallel.reshard import (
     canonical_to_read,
     from_canonical,
+    frozen_part,
     model_parts,
     to_canonical,
 )
+from zerojax.plan.frozen_codes import decoded
+from zerojax.plan.kept_parts import copies_begin_anew
 from zerojax.plan.make import Plan
-from zerojax.plan.state import TrainState
+from zerojax.plan.signed_momentum import coefficients_begin_anew, errors_begin_anew
+from zerojax.plan.state import COPIES, ONE_BIT, TrainState, zero_counter
 from zerojax.runtime.memory import allocating_for
+
+AVERAGE_COUNT = f"opt_state/{COUNT}"
+"""In a checkpoint that has an average of the weights."""
+
+
+def base_of(
+    plan: Plan, frozen: Literal["auto", "source", "saved"] = "auto"
+) -> tuple[BaseWeights | None, str | None]:
+    """(the frozen weights that checkpoints leave in their folder, what is said of them).
+
+    Args:
+      plan: of a run that has not begun.
+      frozen: `CheckpointConfig.frozen`.
+
+    Raises:
+      ValueError: they are to be left, and are in no folder.
+    """
+    names = [name for name, leaf in plan.users_placement.leaves.items() if leaf.frozen]
+    if not names:
+        return None, None
+    model, why = plan.users_model, None
+    read = model.stored.keys() & names if isinstance(model, Pretrained) else set()
+    if not read:
+        why = "they come from no folder of Hugging Face"
+    elif plan.settings.offload.durable:
+        why = "a run with offload.durable may go on from its own files"
+    if why is not None and frozen == "source":
+        raise ValueError(
+            f"checkpoint.frozen=source: {why}; use checkpoint.frozen=saved, or begin with "
+            "model.pretrained=FOLDER (zerojax.from_hugging_face) and without offload.durable"
+        )
+    leaves = plan.abstract_canonical["frozen"]
+    if why is not None or frozen == "saved":
+        size = format_bytes(num_bytes(leaves))
+        return None, f"checkpoints hold frozen weights ({size}): {why or 'checkpoint.frozen=saved'}"
+    assert isinstance(model, Pretrained)
+    left = format_bytes(num_bytes({name: leaves[name] for name in read}))
+    return base_weights(model.folder, read), (
+        f"checkpoints leave {left} of frozen weights in {model.folder.path}, which has to stay as "
+        "it is (checkpoint.frozen=saved: they hold all weights)"
+    )
+
+
+def as_begun(base: BaseWeights, plan: Plan, state: TrainState) -> BaseWeights | None:
+    """What a new state has read: it is known by its fingerprints from now on.
+
+    Args:
+      base: of `base_of`.
+      plan: which `state` follows.
+      state: has its frozen weights from the folder.
+    """
+    named = flatten_names({"frozen": frozen_part(plan, state)})
+    return base.as_read(fingerprints_of({name: named[name] for name in base.arrays}))
+
+
+def folder_of(plan: Plan) -> Path | None:
+    """Where the run reads weights from, if it does: frozen ones of its checkpoints are there."""
+    model = plan.users_model
+    return model.folder.path if isinstance(model, Pretrained) else None
 
 
 @allocating_for("saving a checkpoint")
 def save_state(
-    checkpointer: Any, plan: Plan, state: TrainState, *, step: int, about: Mapping[str, Any]
+    checkpointer: Any,
+    plan: Plan,
+    state: TrainState,
+    *,
+    step: int,
+    about: Mapping[str, Any],
+    base: BaseWeights | None = None,
 ) -> None:
     """Saves a state; parameters with slices on the host or in files are copied slice by slice.
 
@@ -41,6 +119,7 @@ def save_state(
       state: may be donated when this returns.
       step: batches consumed.
       about: "data_state", "config" and "plan" as `Checkpointer.save` takes them.
+      base: frozen weights that are not saved, as `as_begun` or a restore knows them.
 
     Raises:
       CheckpointError: see there.
@@ -56,6 +135,7 @@ def save_state(
         config=about["config"],
         plan=about["plan"],
         write_pieces=pieces if apart else None,
+        base=base,
     )
 
 
@@ -64,6 +144,9 @@ def restore_state(
     checkpointer: Any, plan: Plan, step: int | None = None, *, at_start: bool = False
 ) -> tuple[Any, Any]:
     """(what `Checkpointer.restore` returns, the state as `plan` stores it).
+
+    An average of the weights that the checkpoint lacks begins as its weights; one that the run does
+    not keep is left out.
 
     Args:
       checkpointer: a `zerojax.checkpoint.Checkpointer`.
@@ -75,14 +158,169 @@ def restore_state(
     unread = []
     if plan.offload is not None and plan.offload.off_device and not plan.stacks:
         unread = [name for arrays in saved_names(plan).values() for name in arrays.values()]
-    restored = checkpointer.restore(canonical_to_read(plan), step, unread=unread)
+    abstract = canonical_to_read(plan)
+    names = average_names(abstract["params"])
+    has_average = isinstance(abstract["opt_state"], EmaState)
+    averages, kept = [*names, AVERAGE_COUNT], [f"{ONE_BIT}/", f"{COPIES}/"]
+    restored = checkpointer.restore(
+        abstract,
+        step,
+        unread=unread,
+        pretrained=folder_of(plan),
+        optional=averages if has_average else (),
+        optional_groups=_optional_groups(abstract),
+        passed_over=kept if has_average else [*kept, *averages],
+    )
     durable = resume_step(plan) if at_start else None
     if durable is not None and durable > restored.step:
-        restored = dataclasses.replace(restored, step=durable, state=None)
+        restored = dataclasses.replace(restored, step=durable, state=None, base={})
         state, data_state = resume(plan)
         return dataclasses.replace(restored, data_state=data_state or {}), state
     data_state = restored.data_state or None
-    return restored, from_canonical(plan, restored.state, data_state=data_state)
+    canonical = restored.state
+    if has_average and AVERAGE_COUNT not in restored.arrays:
+        canonical = {**canonical, "opt_state": _with_new_average(canonical)}
+    return restored, from_canonical(plan, canonical, data_state=data_state)
+
+
+def _optional_groups(abstract: Mapping[str, Any]) -> list[list[str]]:
+    """Names of what signs of momentum left out and of copies of weights, in groups that a
+    checkpoint has or lacks."""
+    return [
+        list(flatten_names({kind: {name: part}}))
+        for kind in (ONE_BIT, COPIES)
+        for name, part in abstract.get(kind, {}).items()
+    ]
+
+
+def average_names(params: Iterable[str]) -> dict[str, str]:
+    """{name in a checkpoint of the average of a parameter: the parameter's}."""
+    return {f"opt_state/{EMA}/{name}": name for name in params}
+
+
+def read_parts(
+    checkpointer: Any,
+    plan: Plan,
+    step: int | None,
+    weights: Weights,
+    pretrained: str | Path | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """(what `Checkpointer.restore` returns, what `reshard.from_model_parts` takes).
+
+    Args:
+      checkpointer: a `zerojax.checkpoint.Checkpointer`.
+      plan: of the model, with parameters in float32 where their average is read.
+      step: a saved step; None: the newest that is whole.
+      weights: "ema": the average in place of the parameters.
+      pretrained: where frozen weights are that the step does not hold; None: where they were.
+
+    Raises:
+      CheckpointError: no such step, one of another model, or one without an average.
+    """
+    names = "params", "frozen", "extras", "rng"
+    abstract: dict[str, Any] = {name: {**plan.abstract_canonical}[name] for name in names}
+    if weights == "trained":
+        restored = checkpointer.restore(abstract, step, subset=True, pretrained=pretrained)
+        return restored, restored.state
+    params = abstract.pop("params")
+    abstract["opt_state"] = {EMA: params}
+    options = {"optional": average_names(params), "pretrained": pretrained}
+    restored = checkpointer.restore(abstract, step, subset=True, **options)
+    if AVERAGE_COUNT not in restored.arrays:
+        raise CheckpointError(without_average(f"step {restored.step} in {checkpointer.path}"))
+    parts = dict(restored.state)
+    parts["params"] = parts.pop("opt_state")[EMA]
+    return restored, parts
+
+
+def what_differs(plan: Plan, restored: Any) -> list[str]:
+    """A line for each thing that a run does otherwise than the run that wrote a checkpoint.
+
+    Args:
+      plan: of the run that goes on; restored: of `restore_state`.
+    """
+    return [
+        *_average_that_differs(plan, restored),
+        *_errors_that_differ(plan, restored),
+        *_copies_that_differ(plan, restored),
+        *choices_that_differ(plan, restored.plan, restored.step),
+    ]
+
+
+def _average_that_differs(plan: Plan, restored: Any) -> list[str]:
+    """An average of the weights that is missing in a checkpoint, or one too many."""
+    is_kept = isinstance(plan.abstract_canonical["opt_state"], EmaState)
+    if is_kept == (AVERAGE_COUNT in restored.arrays):
+        return []
+    step = f"step {restored.step} was saved"
+    if is_kept:
+        return [f"{step} without an ema, which begins as its weights"]
+    return [f"{step} with an ema, which this run leaves out: it keeps none"]
+
+
+def _errors_that_differ(plan: Plan, restored: Any) -> list[str]:
+    state, lines = {**plan.abstract_stored}, []
+    if errors_begin_anew(state, restored.arrays):
+        lines.append(
+            f"step {restored.step} was saved with what the signs of other devices, or of other "
+            "parts of parameters, left out; it begins at zero here, which loses one step's error"
+        )
+    if coefficients_begin_anew(state, restored.arrays):
+        lines.append(
+            f"step {restored.step} was saved with average ratios of norms of layers that lie in "
+            "other arrays here; they begin as the ratios of the next step"
+        )
+    return lines
+
+
+def _copies_that_differ(plan: Plan, restored: Any) -> list[str]:
+    if not copies_begin_anew({**plan.abstract_stored}, restored.arrays):
+        return []
+    dtype = jnp.dtype(plan.precision.compute_dtype).name
+    return [
+        f"step {restored.step} was saved without the copies of weights that wire.weights="
+        f"{plan.settings.wire.weights} keeps; they begin as the masters in {dtype}"
+    ]
+
+
+def _with_new_average(canonical: Any) -> EmaState:
+    """The optimizer's state with an average that begins as the parameters, in memory of its own.
+
+    Args:
+      canonical: a state that was restored, with structs in place of the average.
+    """
+    state = canonical["opt_state"]
+
+    def begin(name: str, wanted: jax.ShapeDtypeStruct) -> Any:
+        param = canonical["params"][name]
+        return average_like(param, wanted) if isinstance(param, jax.Array) else param
+
+    count = jax.jit(zero_counter, out_shardings=state.count.sharding)()
+    ema = {name: begin(name, wanted) for name, wanted in state.ema.items()}
+    return EmaState(state.inner, count, ema)
+
+
+def choices_that_differ(plan: Plan, saved: Mapping[str, Any], step: int) -> list[str]:
+    """A line for each measured choice that was another when a checkpoint was written.
+
+    Other kernels compute other last digits. Slices of another size compute the same bits, and are
+    not told.
+
+    Args:
+      plan: of the run that goes on.
+      saved: the plan in the checkpoint, as `plan_dict` made it.
+      step: of the checkpoint.
+    """
+    now = {what: one.implementation for what, one in plan.program.kernels.items()}
+    lines = []
+    for what, before in saved.get("kernels", {}).items():
+        if now.get(what, before) != before:
+            setting = "model.attention" if what.startswith("attention of") else "kernels"
+            lines.append(
+                f"{what} by {now[what]}, and by {before} when the checkpoint of step {step} was "
+                f"written: losses may differ in the last digits; {setting}: {before} keeps them"
+            )
+    return lines
 
 
 @allocating_for("making the first state")
@@ -110,19 +348,45 @@ def first_state(
 
 
 @allocating_for("handing over the model")
-def model_of(plan: Plan, state: TrainState) -> Any:
+def model_of(plan: Plan, state: TrainState, weights: Weights = "trained") -> Any:
     """The model as the user's kind of object: `nnx.Module`, linen variables or tree of arrays.
 
     Every process gets whole arrays, so the model has to fit on one device.
+
+    Args:
+      plan: which `state` follows.
+      state: stays valid.
+      weights: as `zerojax.parallel.reshard.model_parts` takes it.
     """
-    named = model_parts(plan, state)
+    named = model_parts(plan, state, weights=weights)
     replicated = NamedSharding(plan.mesh, P())
     whole = jax.jit(lambda tree: tree, out_shardings=replicated)(named)
     host = jax.tree.map(np.asarray, whole)
-    values = {**host["params"], **host["frozen"]}
+    values = {**host["params"], **in_param_dtype(plan, host["frozen"])}
     params = {name: jnp.asarray(values[name]) for name in plan.users_placement.leaves}
     extras = {name: jnp.asarray(value) for name, value in host["extras"].items()}
     return plan.users_model.to_source(params, extras)
+
+
+def in_param_dtype(plan: Plan, frozen: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Frozen parameters, decoded, as wide as trained ones, so that a sum of both is not rounded.
+
+    Args:
+      plan: of the run; frozen: {name: parameter}, as it is stored.
+    """
+    dtype, leaves = np.dtype(plan.precision.param_dtype), plan.users_placement.leaves
+
+    def one(name: str, value: np.ndarray) -> np.ndarray:
+        if leaves[name].codes is not None:
+            return value.astype(dtype)
+        is_narrow = value.dtype.itemsize < dtype.itemsize
+        return value.astype(dtype) if is_narrow and _is_float(value) else value
+
+    return {name: one(name, value) for name, value in decoded(leaves, frozen).items()}
+
+
+def _is_float(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def end_state(state: TrainState | None) -> None:

@@ -25,14 +25,17 @@ from zerojax.config import (
 from zerojax.config.checks import check_folder, names_keywords
 from zerojax.data import (
     Feed,
+    RowSource,
+    TokenSource,
     abstract_global,
     as_feed,
     as_source,
     has_no_end,
+    mixture_parts,
     one_pass,
 )
 from zerojax.data.tokenizer import Tokenizer
-from zerojax.models.losses import NATS_PER_TOKEN, LossWithUnit, next_token
+from zerojax.models.losses import NATS_PER_TOKEN, LossWithUnit, next_token_of_call
 from zerojax.optim.precision import Precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.counts import tokens_per_step
@@ -45,6 +48,7 @@ from zerojax.training.run_lifecycle import (
     Run,
     RunFiles,
     absolute,
+    absolute_parts,
     external_checkpoints,
     fit,
     open_run,
@@ -125,7 +129,8 @@ def train(
         keys, of which none is in both. None: all devices on `data`, zero=1.
       batches: an iterable of batches (trees of arrays, dimension 0 the global batch), a function
         `step -> batch`, or a `TokenSource`. None: the text in `data`.
-      data: instead of `batches`: a text file, a folder of text files, or token files.
+      data: instead of `batches`: a text file, a folder of text files, token files, a folder of
+        chats (`zerojax data prepare --format chat`), or several of these, {path: weight}.
       loss: `loss(model, batch) -> scalar | (sum, weight)`, called for each piece of a batch: the
         rows of one microbatch on one device. A scalar has to be the mean over these rows; of pairs
         the sums are added up and divided once by all weights, which no parameter may change. What
@@ -285,7 +290,7 @@ def _plan_run(given: _Given) -> Plan:
 def _replan_of(given: _Given) -> Callable[[Any], Plan]:
     """A function from a mesh, or its settings, to the plan; it keeps no batches alive."""
     arguments, files = given.arguments, given.files
-    model, exact = arguments.model, {}
+    model, watch, exact = arguments.model, arguments.watch, {}
     if arguments.deterministic is not None:
         exact["deterministic"] = arguments.deterministic
     options = {
@@ -301,7 +306,8 @@ def _replan_of(given: _Given) -> Callable[[Any], Plan]:
     }
 
     def replan(mesh_config: Any) -> Plan:
-        return tune(make_plan(model, with_disk_folder(mesh_config, files), **options, **exact))
+        plan = make_plan(model, with_disk_folder(mesh_config, files), **options, **exact)
+        return tune(plan, watch=watch)
 
     return replan
 
@@ -309,6 +315,7 @@ def _replan_of(given: _Given) -> Callable[[Any], Plan]:
 def _open_run(plan: Plan, given: _Given) -> Run:
     """The run with its files and loop_settings."""
     arguments, folder = given.arguments, given.folder
+    batches = arguments.batches
     log, checkpoint = arguments.log or LogConfig(), arguments.checkpoint
     files = RunFiles(
         folder=folder,
@@ -330,6 +337,7 @@ def _open_run(plan: Plan, given: _Given) -> Run:
             eval_batches=arguments.eval_batches,
             checkpoints=external_checkpoints(checkpoint.path if checkpoint else None, folder),
             tokenizer=given.tokenizer,
+            template=batches.template if isinstance(batches, RowSource) else None,
         ),
     )
     loop_settings = LoopSettings(
@@ -389,9 +397,13 @@ def _with_text(
         vocab_size=getattr(config, "vocab_size", None),
     )
     origin = "the text inside the package" if data is None else str(data)
+    if not isinstance(batches, TokenSource):
+        origin = batches.describe()
     reason = f"data: {origin}, batches of {size} x {seq_len} tokens"
-    text = None
-    if data is None or isinstance(data, str | Path):
+    text, parts = None, mixture_parts(data)
+    if parts:
+        text = TextData(mixture=absolute_parts(parts), seq_len=seq_len)
+    elif data is None or isinstance(data, str | Path):
         text = TextData(path=absolute(data), seq_len=seq_len)
     with_text = dataclasses.replace(
         arguments,
@@ -438,11 +450,7 @@ def _loss(
     target = getattr(model, "template", None) or model.source
     if callable(getattr(target, "loss", None)) or not is_text:
         return None, "model"
-    return LossWithUnit(_next_token_loss, NATS_PER_TOKEN), "next_token"
-
-
-def _next_token_loss(bound: Any, batch: Any) -> Any:
-    return next_token(bound(batch["tokens"]), batch["targets"])
+    return LossWithUnit(next_token_of_call, NATS_PER_TOKEN), "next_token"
 
 
 def _first_batch(feed: Feed, mesh: Mesh) -> Any:

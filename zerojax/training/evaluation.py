@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from zerojax.config.checks import names_keywords
-from zerojax.data import TokenSource, local_rows, shard_batch
+from zerojax.data import RowSource, local_rows, shard_batch
+from zerojax.optim import EMA
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import allocating_for
 
@@ -46,6 +47,13 @@ class _Watching:
             raise ValueError(
                 f"{type(self).__name__} watches {self.metric!r}, and the run has no validation "
                 "data; pass validation=BATCHES and eval_every=STEPS, or watch metric='loss'"
+            )
+        name = self.metric.removeprefix(VALIDATION)
+        own = trainer.plan.traced.metric_names
+        if name.startswith(f"{EMA}_") and not trainer.has_ema and name not in own:
+            raise ValueError(
+                f"{type(self).__name__} watches {self.metric!r}, and the run keeps no average of "
+                "its weights; set optimizer.ema_decay or give optimizer=zerojax.with_ema(...)"
             )
 
     def __call__(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
@@ -102,7 +110,7 @@ class EarlyStopping(_Watching):
 
     Args:
       metric: "validation/NAME" of evaluations, or "NAME" of training reports: "loss", or a metric
-        of your own loss.
+        of your own loss; "validation/ema_loss" is that of the average of the weights.
       patience: how many evaluations, or reports, in a row may pass without an improvement.
       mode: whether less or more is better.
       min_delta: an improvement is larger than this.
@@ -228,14 +236,14 @@ def mean_loss(
       evaluate: of `build_evaluation`.
       plan: which `state` follows.
       state: not donated.
-      batches: an iterable of host batches, or a `TokenSource`; None: there are none.
+      batches: an iterable of host batches, or a source; None: there are none.
       num_batches: at most this many; None: all, of a source `default`.
       default: batches of a source.
 
     Raises:
       ValueError: there is nothing to evaluate on.
     """
-    if isinstance(batches, TokenSource):
+    if isinstance(batches, RowSource):
         source, rows = batches, local_rows(plan)
         count = min(num_batches or default, max(1, int(source.steps_per_epoch)))
         batches = (source.batch(index, *rows) for index in range(count))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
@@ -17,13 +18,21 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.checkpoint.agreement import failing_together
 from zerojax.checkpoint.errors import CheckpointError
-from zerojax.checkpoint.export import Exported, Layers, read_whole
+from zerojax.checkpoint.export import (
+    Exported,
+    Layers,
+    as_decoded,
+    model_arrays,
+    read_whole,
+    saved_codes,
+)
 from zerojax.checkpoint.files import new_folder
 from zerojax.checkpoint.inspection import SavedStep, find_step, open_arrays
 from zerojax.checkpoint.metadata import as_abstract
 from zerojax.config.checks import names_keywords
 from zerojax.config.mesh import HOST_KIND
-from zerojax.data.tokenizer import hugging_face_json, load_tokenizer
+from zerojax.data.chats.template_files import NAMED_TEMPLATES
+from zerojax.data.tokenizer import TEMPLATE_FILE, hugging_face_json, load_tokenizer
 from zerojax.models.hugging_face.folder import CONFIG, read_json
 from zerojax.models.hugging_face.peft import write_adapter
 from zerojax.models.hugging_face.safetensors import SHARD_BYTES, write_files
@@ -36,6 +45,8 @@ from zerojax.models.hugging_face.writing import (
     outgoing,
 )
 from zerojax.models.zoo.lora import adapter_names
+from zerojax.optim import Weights, check_weights
+from zerojax.optim.weight_codes import WeightCodes
 from zerojax.parallel.reshard import model_parts
 from zerojax.training.run_lifecycle import DESCRIPTION_FILE, TOKENIZER_FILE
 
@@ -43,12 +54,14 @@ _TOKENIZER_FILES = (
     TOKENIZER_FILE,
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
+    "tokenizer.model",
+    TEMPLATE_FILE,
     "generation_config.json",
 )
-_PARTS = ("params/", "frozen/")
 
 
 class Trained(Protocol):
@@ -78,6 +91,8 @@ def to_hugging_face(
     step: int | str | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    weights: Weights = "trained",
+    pretrained: str | Path | None = None,
 ) -> Exported:
     """Writes a model for transformers: config.json, safetensors, the tokenizer if one is known.
 
@@ -92,28 +107,34 @@ def to_hugging_face(
       trained: a `Trainer` or `Engine`, or the folder of a run, of its checkpoints, or of one step.
       folder: new, or empty; it gets its name when everything is in it.
       step: of a run's folder, or the name of a kept one, such as "best"; None: the newest.
-      dtype: of all tensors, such as "bfloat16"; None: as parameters are stored (float32, unless
-        param_dtype says otherwise).
+      dtype: of all tensors, such as "bfloat16"; None: as trained parameters are stored (float32,
+        unless param_dtype says otherwise), also where frozen ones are stored in fewer bits.
       shard_bytes: of one file at most, unless a single tensor is larger.
+      weights: "ema": the average of the weights (`zerojax.with_ema`), which is float32.
+      pretrained: as `zerojax.load_run` takes it.
 
     Raises:
       UnsupportedError: a ValueError: the model has no form in Hugging Face's files.
-      FileExistsError: something is at `folder`.
+      ValueError: there is no average. FileExistsError: something is at `folder`.
       CheckpointError: no such step, or a damaged one. OSError: what the disk says.
     """
     out = Path(folder).expanduser().absolute()
+    check_weights(weights)
+    options = {"dtype": dtype, "shard_bytes": shard_bytes, "weights": weights}
     if not isinstance(trained, str | Path):
-        _check_there(trained, step)
-        return _from_trainer(trained, out, dtype=dtype, shard_bytes=shard_bytes)
-    saved = find_step(trained, step)
-    return export_step(
-        saved, run_folders(trained, saved), out, dtype=dtype, shard_bytes=shard_bytes
-    )
+        _check_there(trained, step, pretrained)
+        return _from_trainer(trained, out, **options)
+    saved = find_step(trained, step, pretrained=pretrained)
+    return export_step(saved, run_folders(trained, saved), out, **options)
 
 
 @names_keywords()
 def to_peft(
-    trained: Trained | str | Path, folder: str | Path, *, step: int | str | None = None
+    trained: Trained | str | Path,
+    folder: str | Path,
+    *,
+    step: int | str | None = None,
+    weights: Weights = "trained",
 ) -> Path:
     """Writes a model's adapters for `peft.PeftModel.from_pretrained`, without the base model.
 
@@ -123,6 +144,7 @@ def to_peft(
       trained: a `Trainer` or `Engine`, or the folder of a run, of its checkpoints, or of one step.
       folder: new, or empty.
       step: of a run's folder, or the name of a kept one, such as "best"; None: the newest.
+      weights: as `to_hugging_face` takes it.
 
     Returns:
       The folder, with adapter_model.safetensors and adapter_config.json in it.
@@ -134,32 +156,38 @@ def to_peft(
       CheckpointError: no such step, or a damaged one.
     """
     out = Path(folder).expanduser().absolute()
+    check_weights(weights)
     if isinstance(trained, str | Path):
         saved = find_step(trained, step)
-        return export_adapters(saved, run_folders(trained, saved), out)
+        return export_adapters(saved, run_folders(trained, saved), out, weights=weights)
     _check_there(trained, step)
     description = describe_model(trained.plan.model)
-    params = model_parts(trained.plan, trained.state)
+    params = model_parts(trained.plan, trained.state, weights=weights)
     params = {**params["params"], **params["frozen"]}
     read = _reader(params, NamedSharding(trained.plan.mesh, P()))
     adapters = {name: read(name, None) for name in adapter_names(params)}
     return _write_adapters(out, description, adapters)
 
 
-def _check_there(trained: Trained, step: int | str | None) -> None:
-    if step is not None:
-        raise ValueError(f"step={step}: a trainer has only its own; give the run's folder")
+def _check_there(
+    trained: Trained, step: int | str | None, pretrained: str | Path | None = None
+) -> None:
+    for name, value in (("step", step), ("pretrained", pretrained)):
+        if value is not None:
+            raise ValueError(f"{name}={value}: a trainer has only its own; give the run's folder")
     if trained.state is None:
         raise ValueError(
             "the engine has no state before its first batch; call engine.prepare(example_batch)"
         )
 
 
-def export_adapters(saved: SavedStep, folders: Sequence[Path], out: Path) -> Path:
+def export_adapters(
+    saved: SavedStep, folders: Sequence[Path], out: Path, *, weights: Weights = "trained"
+) -> Path:
     """The adapters of a saved step; arguments as `export_step` takes them."""
     metadata = saved.whole_metadata()
     description = _description_in(folders)
-    names = {name.partition("/")[2]: name for name in metadata.arrays if name.startswith(_PARTS)}
+    names = _arrays_of_model(saved, weights)
     unread = open_arrays(saved.folder, metadata)
     adapters = {
         name: read_whole(saved, full, unread[full], as_abstract(metadata.arrays[full]).shape)
@@ -167,6 +195,12 @@ def export_adapters(saved: SavedStep, folders: Sequence[Path], out: Path) -> Pat
         if name in adapter_names(names)
     }
     return _write_adapters(out, description, adapters)
+
+
+def _arrays_of_model(saved: SavedStep, weights: Weights) -> dict[str, str]:
+    """{parameter: its name in a step}; the model's own state is left out."""
+    found = model_arrays(saved, weights)
+    return {name: full for full, name in found.items() if not full.startswith("extras/")}
 
 
 def _write_adapters(
@@ -193,6 +227,7 @@ def export_step(
     *,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    weights: Weights = "trained",
 ) -> Exported:
     """A saved step as a folder of Hugging Face; arguments as `to_hugging_face` takes them.
 
@@ -201,7 +236,7 @@ def export_step(
     """
     metadata = saved.whole_metadata()
     description = _description_in(folders)
-    names = {name.partition("/")[2]: name for name in metadata.arrays if name.startswith(_PARTS)}
+    names = _arrays_of_model(saved, weights)
     params = {name: as_abstract(metadata.arrays[full]) for name, full in names.items()}
     unread = open_arrays(saved.folder, metadata)
     held: dict[str, Layers] = {}
@@ -218,9 +253,12 @@ def export_step(
         wanted = {leaf.name for leaf in tensor.leaves}
         for name in [name for name in held if not _belongs(name, wanted)]:
             del held[name]
-        return tensor.values(merging(description, params, read))
+        return tensor.values(merging(description, whole, raised))
 
-    found = outgoing(description, params, dtype=dtype)
+    codes = saved_codes(saved)
+    whole, decoded = _decoded(params, read, {n: codes[x] for n, x in names.items() if x in codes})
+    raised, abstract = _raised(whole, decoded)
+    found = outgoing(description, abstract, dtype=dtype)
     tokenizer = next((x / TOKENIZER_FILE for x in folders if (x / TOKENIZER_FILE).is_file()), None)
     return _write(
         out, description, found, values, shard_bytes, tokenizer=tokenizer, step=saved.step
@@ -232,16 +270,55 @@ def _belongs(name: str, kernels: set[str]) -> bool:
     return any(name == kernel or name.startswith(f"{kernel[:-7]}/lora/") for kernel in kernels)
 
 
-def _from_trainer(trainer: Trained, out: Path, *, dtype: str | None, shard_bytes: int) -> Exported:
+def _from_trainer(
+    trainer: Trained, out: Path, *, dtype: str | None, shard_bytes: int, weights: Weights
+) -> Exported:
     plan = trainer.plan
     description = describe_model(plan.model)
-    parts = model_parts(plan, trainer.state)
+    parts = model_parts(plan, trainer.state, weights=weights)
     params: Mapping[str, Any] = {**parts["params"], **parts["frozen"]}
-    read = merging(description, params, _reader(params, NamedSharding(plan.mesh, P())))
-    found = outgoing(description, params, dtype=dtype)
+    codes = {name: leaf.codes for name, leaf in plan.users_placement.leaves.items() if leaf.codes}
+    read = _reader(params, NamedSharding(plan.mesh, P()))
+    whole, decoded = _decoded(params, read, codes)
+    raised, abstract = _raised(whole, decoded)
+    read = merging(description, whole, raised)
+    found = outgoing(description, abstract, dtype=dtype)
     return _write(
         out, description, found, lambda x: x.values(read), shard_bytes, step=trainer.num_steps
     )
+
+
+def _decoded(
+    params: Mapping[str, Any], read: Read, codes: Mapping[str, WeightCodes]
+) -> tuple[dict[str, Any], Read]:
+    """(shapes and dtypes of parameters, a `read` of them): of coded ones the float32 weights."""
+
+    def decoded(name: str, layer: int | None) -> np.ndarray:
+        values = read(name, layer)
+        return codes[name].decode_on_host(values) if name in codes else values
+
+    return {name: as_decoded(x, codes.get(name)) for name, x in params.items()}, decoded
+
+
+def _raised(params: Mapping[str, Any], read: Read) -> tuple[Read, dict[str, Any]]:
+    """(a `read` of parameters in one float dtype, what has their shapes and that dtype).
+
+    Frozen ones may be stored in fewer bits than the adapters that are added to them.
+    """
+    floats = [np.dtype(x.dtype) for x in params.values() if jnp.issubdtype(x.dtype, jnp.floating)]
+    widest = max(floats, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
+
+    def dtype_of(x: Any) -> np.dtype:
+        is_narrow = x.dtype.itemsize < widest.itemsize
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return widest if is_float and is_narrow else np.dtype(x.dtype)
+
+    def raised(name: str, layer: int | None) -> np.ndarray:
+        values = read(name, layer)
+        return values.astype(dtype_of(values), copy=False)
+
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, dtype_of(x)) for name, x in params.items()}
+    return raised, shapes
 
 
 def _reader(params: Mapping[str, jax.Array], whole: NamedSharding) -> Read:
@@ -331,17 +408,24 @@ def _write_alone(
 
 
 def _copy_tokenizer(draft: Path, description: Description, tokenizer: Path | None) -> None:
-    """The tokenizer files of the folder that the model came from, else the run's own."""
+    """The tokenizer files of the folder that the model came from, else the run's own.
+
+    A chat template that the run was trained with goes before that of the folder.
+    """
     source = None if description.source is None else Path(description.source)
+    bare = None if tokenizer is None else hugging_face_json(load_tokenizer(tokenizer))
     if source is not None and (source / TOKENIZER_FILE).is_file():
         for name in _TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, draft / name)
-        return
-    bare = None if tokenizer is None else hugging_face_json(load_tokenizer(tokenizer))
-    if bare is not None:
+        if (source / NAMED_TEMPLATES).is_dir():
+            shutil.copytree(source / NAMED_TEMPLATES, draft / NAMED_TEMPLATES)
+    elif bare is not None:
         text = json.dumps(bare, ensure_ascii=False) + "\n"
         (draft / TOKENIZER_FILE).write_text(text, encoding="utf-8")
+    own = None if tokenizer is None else tokenizer.with_name(TEMPLATE_FILE)
+    if own is not None and own.is_file():
+        shutil.copyfile(own, draft / TEMPLATE_FILE)
 
 
 def _description_in(folders: Sequence[Path]) -> Description:

@@ -20,17 +20,19 @@ from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
 from zerojax.config.checks import names_keywords
 from zerojax.config.mesh import HOST
-from zerojax.data import TokenSource, abstract_global, as_source, load_tokenizer
+from zerojax.data import RowSource, abstract_global, as_source, load_tokenizer
 from zerojax.models import trees
-from zerojax.models.losses import next_token
+from zerojax.models.losses import next_token_of_call
 from zerojax.models.zoo.decoder import Decoder
 from zerojax.models.zoo.generation import continue_text
+from zerojax.optim.precision import Precision
 from zerojax.parallel.reshard import from_model_parts, model_parts
 from zerojax.parallel.step import build_evaluation
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.make import Plan, make_plan, plan_options
+from zerojax.plan.weight_wire import DELTA_BITS
 from zerojax.runtime import bounded_json
-from zerojax.training.checkpointing import model_of
+from zerojax.training.checkpointing import folder_of, model_of, read_parts
 from zerojax.training.evaluation import mean_loss
 from zerojax.training.run_lifecycle import CHECKPOINT_FOLDER, CONFIG_FILE, TOKENIZER_FILE
 from zerojax.training.run_record import RECORD_FILE, RunRecord, abstract_of, read_record
@@ -45,6 +47,7 @@ class LoadedRun:
     Attributes:
       plan: how its arrays lie on this machine's devices, in the run's precision.
       state: parameters and the model's own state, without an optimizer's.
+      weights: "trained", or "ema": its parameters are the average of the weights, in float32.
       step: of the checkpoint; also `num_steps`, as a `Trainer` has it.
       tokenizer: None for runs that were not trained on text.
       config: the `RunConfig` of `zerojax train`; None for a run of Python's `train`.
@@ -64,7 +67,9 @@ class LoadedRun:
         config: RunConfig | None,
         plan_dict: dict[str, Any],
         has_loss: bool,
+        weights: optim.Weights,
     ) -> None:
+        self.weights: optim.Weights = weights
         self.plan, self.state, self.step, self.config = plan, state, step, config
         self.record, self.plan_dict = record, plan_dict
         tokenizer_path = folder / TOKENIZER_FILE
@@ -78,12 +83,13 @@ class LoadedRun:
         return self.step
 
     def __repr__(self) -> str:
+        step = f"step {self.step}" + " (ema)" * (self.weights == "ema")
         return (
-            f"LoadedRun({str(self._folder)!r}, step {self.step}, {self.record.model_name} on "
+            f"LoadedRun({str(self._folder)!r}, {step}, {self.record.model_name} on "
             f"{meshes.describe_mesh(self.plan.mesh)}, zero={self.plan.zero})"
         )
 
-    def validation(self) -> TokenSource:
+    def validation(self) -> RowSource:
         """The part of the run's text that training left out.
 
         Raises:
@@ -97,12 +103,13 @@ class LoadedRun:
             )
         example = abstract_of(self.record.batch)
         _, validation, _ = as_source(
-            data.path,
+            data.data,
             tokenizer=self.tokenizer or "bytes",
             seq_len=data.seq_len,
             global_batch_size=jax.tree.leaves(example)[0].shape[0],
             validation_fraction=data.validation_fraction,
             pack=data.pack,
+            long_texts=data.long_texts,
         )
         if validation is None:
             raise ValueError(
@@ -115,7 +122,7 @@ class LoadedRun:
         """Mean loss in evaluation mode, as `Trainer.evaluate` computes it.
 
         Args:
-          batches: an iterable of host batches of one shape, or a `TokenSource`; None: the text that
+          batches: an iterable of host batches of one shape, or a source; None: the text that
             training left out.
           num_batches: at most this many; None: of a source as many as the run took, else all.
 
@@ -129,7 +136,7 @@ class LoadedRun:
                 f"does not hold; give it: zerojax.load_run({str(self._folder)!r}, loss=LOSS)"
             )
         batches = self.validation() if batches is None else batches
-        if isinstance(batches, TokenSource):
+        if isinstance(batches, RowSource):
             first = batches.batch(0)
         else:
             iterator = iter(batches)
@@ -166,9 +173,14 @@ class LoadedRun:
         read = {**parts["params"], **parts["frozen"]}
         dtype = self.plan.precision.compute_dtype
 
+        leaves = self.plan.users_placement.leaves
+
         def cast(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
             is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-            return {n: x.astype(dtype) if is_float(x) else x for n, x in arrays.items()}
+            codes = {name: leaves[name].codes for name in arrays}
+            given = {n: of.decode(arrays[n], dtype) for n, of in codes.items() if of is not None}
+            given = {n: given.get(n, x) for n, x in arrays.items()}
+            return {n: x.astype(dtype) if is_float(x) else x for n, x in given.items()}
 
         shardings = {name: x.sharding for name, x in read.items()}
         params = jax.jit(cast, out_shardings=shardings)(read)
@@ -220,6 +232,8 @@ def load_run(
     loss: models.Loss | None = None,
     mesh: MeshConfig | Mapping[str, Any] | Mesh | None = None,
     example_batch: Any = None,
+    weights: optim.Weights = "trained",
+    pretrained: str | Path | None = None,
 ) -> LoadedRun:
     """Reads a run's model from its folder, in shards.
 
@@ -238,16 +252,21 @@ def load_run(
         as the folder describes it.
       loss: as `zerojax.train` takes it; needed to evaluate where the run had a function.
       mesh: a `MeshConfig`, its fields as a dict, or a `Mesh`; one of fewer devices takes the first
-        ones. None: the run's own, or where this machine has fewer devices, as many on `data` as
-        divide the batch.
+        ones. None: the run's own, or where this machine has another number of devices, as many on
+        `data` as divide the batch, and of `expert` the largest divisor that divides these devices.
       example_batch: arrays or `ShapeDtypeStruct`s; needed where the run's batch was neither a dict,
         a list nor a tuple.
+      weights: "ema": the average of the weights that the run kept (`zerojax.with_ema`).
+      pretrained: the folder of Hugging Face that the run began with, where its checkpoints do not
+        hold frozen weights and it is not where it was. None: where it was, or that of `model`.
 
     Raises:
       FileNotFoundError: no run there.
       ValueError: the model or the loss has to be given.
-      CheckpointError: no such checkpoint, or one of another model.
+      CheckpointError: no such checkpoint, one of another model, or one without an average; or
+        frozen weights are not in the folder that the run began with.
     """
+    optim.check_weights(weights)
     folder = Path(run_dir)
     record = _read_record(folder)
     if model is None and not record.architecture:
@@ -290,7 +309,7 @@ def load_run(
             loss=chosen,
             optimizer=optim.sgd(1.0),  # its state is not read
             zero=settings.zero,
-            precision=record.as_precision(),
+            precision=_precision(record, weights),
             freeze=tuple(f"^{name}$" for name in map(_escaped, record.frozen)),
             **plan_options(settings),
         )
@@ -298,15 +317,14 @@ def load_run(
     plan = replan(example)
     if record.mesh.offload.params == HOST:
         _warn_of_parameters(folder, plan)
-    names = "params", "frozen", "extras", "rng"
-    abstract: dict[str, Any] = {**plan.abstract_canonical}
     with Checkpointer(checkpoints) as checkpointer:
         if isinstance(step, str):
             step = named_step(checkpointer.kept_steps(), step)
-        restored = checkpointer.restore({n: abstract[n] for n in names}, step, subset=True)
+        place = folder_of(plan) if pretrained is None else pretrained
+        restored, parts = read_parts(checkpointer, plan, step, weights, place)
     return LoadedRun(
         plan,
-        from_model_parts(plan, restored.state),
+        from_model_parts(plan, parts),
         replan=replan,
         record=record,
         folder=folder,
@@ -314,7 +332,16 @@ def load_run(
         config=_run_config(folder),
         plan_dict=restored.plan,
         has_loss=has_loss,
+        weights=weights,
     )
+
+
+def _precision(record: RunRecord, weights: optim.Weights) -> Precision:
+    """The dtypes of the run; an average is float32 whatever the parameters are."""
+    precision = record.as_precision()
+    if weights == "ema":
+        return dataclasses.replace(precision, param_dtype=jnp.float32)
+    return precision
 
 
 def _warn_of_parameters(folder: Path, plan: Plan) -> None:
@@ -368,10 +395,9 @@ def _loss(
             "the run was trained with a loss function of your own; give it too: "
             "zerojax.load_run(..., model=MODEL, loss=LOSS)"
         )
-    by_tokens = lambda bound, batch: next_token(bound(batch["tokens"]), batch["targets"])  # noqa: E731
     if record.loss == "model":
         return models.default_loss(model), True
-    return by_tokens, record.loss == "next_token"
+    return next_token_of_call, record.loss == "next_token"
 
 
 def _escaped(name: str) -> str:
@@ -380,7 +406,12 @@ def _escaped(name: str) -> str:
 
 def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]:
     """The options of the plan, and the devices it is for."""
-    own = dataclasses.replace(record.mesh, offload=OffloadConfig())
+    # Without secondary shards the same is read, on devices that may be no nodes. Weights whose
+    # copies a run keeps are read exactly.
+    wire = dataclasses.replace(record.mesh.wire, secondary=False)
+    if wire.weights in DELTA_BITS:
+        wire = dataclasses.replace(wire, weights="compute")
+    own = dataclasses.replace(record.mesh, offload=OffloadConfig(), node=None, wire=wire)
     if isinstance(mesh, Mesh):
         return own, meshes.normalise_mesh(mesh)
     there = jax.devices()
@@ -388,18 +419,21 @@ def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]
         settings = own
         if record.num_devices != len(there):
             axes = own.devices_per_shard
-            settings = dataclasses.replace(own, data=-1, replica=1)
+            settings = dataclasses.replace(own, data=-1, expert=1, replica=1)
             if len(there) % axes:
                 settings = dataclasses.replace(settings, context=1, stage=1, model=1)
             pieces = own.virtual_shards if own.deterministic else 0
             axes = settings.devices_per_shard
             there = there[: _usable(len(there), axes, example, pieces)]
+            degree = dataclasses.replace(settings, expert=own.expert).expert_on(len(there))
+            settings = dataclasses.replace(settings, expert=degree)
     else:
         settings = as_mesh_config(mesh)
         if not isinstance(mesh, MeshConfig):  # of a dict what it does not say is the run's
-            base = dataclasses.replace(own, data=-1, context=1, model=1, stage=1, replica=1)
+            ones = dataclasses.replace(own, expert=1, context=1, model=1, stage=1, replica=1)
+            base = dataclasses.replace(ones, data=-1)
             settings = dataclasses.replace(base, **{name: getattr(settings, name) for name in mesh})
-        asked = settings.data * settings.devices_per_shard * settings.replica
+        asked = settings.data * settings.expert * settings.devices_per_shard * settings.replica
         if 0 < asked < len(there) and jax.process_count() == 1:
             there = there[:asked]
     settings = dataclasses.replace(settings, offload=OffloadConfig())

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from zerojax.hardware import compile_client
 from zerojax.models import trees
+from zerojax.parallel.update import leaf_names
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.training.metrics import RunLog
@@ -243,7 +244,7 @@ def _scale_is_dynamic(plan: Plan) -> bool:
 def _leaf(plan: Plan, values: Metrics, number: str) -> str | None:
     """The parameter that a metric of a step numbers; None where it names none."""
     index = int(values.get(number, -1))
-    return list(plan.abstract_state["params"])[index] if index >= 0 else None
+    return leaf_names(plan)[index] if index >= 0 else None
 
 
 def _what_was_not_finite(plan: Plan, values: Metrics) -> str:

@@ -9,14 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.config import DataConfig, ModelConfig, RunConfig, to_dict
+from zerojax.config import DataConfig, MeshConfig, ModelConfig, RunConfig, to_dict
 from zerojax.config.checks import names_keywords
-from zerojax.data import TokenSource, as_feed, as_source
+from zerojax.data import RowSource, array_names, as_feed, as_source
+from zerojax.data.text_set import is_text_set, read_text_sidecar
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
 from zerojax.hardware.gpus import Gpu
-from zerojax.models import build_model
-from zerojax.models.hugging_face import Pretrained, from_hugging_face
+from zerojax.models import add_lora, build_model
+from zerojax.models.hugging_face import (
+    Pretrained,
+    config_from_hugging_face,
+    factory_of,
+    from_hugging_face,
+)
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.counts import tokens_per_step
@@ -29,6 +35,7 @@ from zerojax.training.run_lifecycle import (
     TOKENIZER_FILE,
     RunFiles,
     absolute,
+    absolute_parts,
     external_checkpoints,
     fit,
     open_run,
@@ -63,10 +70,10 @@ def run_from_config(
             'with zerojax.config.load(zerojax.RunConfig, "FILE.yaml")'
         )
     join_processes()
-    config = config.on_devices(jax.device_count())
+    asked, config = config.mesh, config.on_devices(jax.device_count())
     folder = Path(config.run_dir)
     train_source, validation, tokenizer = as_source(
-        config.data.path,
+        config.data.mixture or config.data.path,
         tokenizer=tokenizer_spec(config),
         seq_len=config.data.seq_len,
         global_batch_size=config.global_batch_size,
@@ -74,6 +81,7 @@ def run_from_config(
         validation_fraction=config.data.validation_fraction,
         vocab_size=config.model.vocab_size,
         pack=config.data.pack,
+        long_texts=config.data.long_texts,
     )
     vocab_size = _vocab_size_of_data(config, train_source)
 
@@ -81,11 +89,15 @@ def run_from_config(
         mesh_config = with_disk_folder(mesh_config, folder)
         platform = jax.devices()[0].platform
         batch = train_source.batch(0)
-        return tune(_make_plan(config, mesh_config, batch, vocab_size, platform=platform))
+        plan = _make_plan(config, mesh_config, batch, vocab_size, platform=platform)
+        return tune(plan, watch=config.watch)
 
     with print_if_slow(folder, config.log, PLANNING):
         plan = replan(config.mesh)
-    files = _files_of(config, plan, vocab_size, train_source.describe(), tokenizer)
+    files = _files_of(config, plan, vocab_size, train_source, tokenizer)
+    files = dataclasses.replace(
+        files, reasons=(*files.reasons, *_why_other_mesh(asked, config.mesh))
+    )
     loop_settings = LoopSettings(
         log_every=config.log.every,
         eval_every=config.eval_every,
@@ -108,31 +120,31 @@ def run_from_config(
     return fit(run)
 
 
-def _vocab_size_of_data(config: RunConfig, source: TokenSource) -> int:
+def _vocab_size_of_data(config: RunConfig, source: RowSource) -> int:
     """How many different tokens a run has, as its opened data say.
 
     Raises:
       ValueError: neither the data nor the settings say it.
     """
     vocab_size = source.vocab_size
-    if vocab_size is None and config.model.pretrained is not None:
+    if vocab_size is None and config.model.sizes_file is not None:
         vocab_size = vocab_size_of(config)
     if vocab_size is None:
         raise ValueError(
-            f"{config.data.path} does not say how many different tokens it may hold; set "
+            f"{source.describe()}: it does not say how many different tokens it may hold; set "
             "model.vocab_size to that number"
         )
     return vocab_size
 
 
 def _files_of(
-    config: RunConfig, plan: Plan, vocab_size: int, text: str, tokenizer: Tokenizer | None
+    config: RunConfig,
+    plan: Plan,
+    vocab_size: int,
+    source: RowSource,
+    tokenizer: Tokenizer | None,
 ) -> RunFiles:
-    """What the run writes and where.
-
-    Args:
-      text: one sentence about the data.
-    """
+    """What the run writes and where."""
     folder = Path(config.run_dir)
     model_config = dataclasses.replace(config.model, vocab_size=vocab_size)
     resolved = dataclasses.replace(config, mesh=plan.settings, model=model_config)
@@ -145,7 +157,11 @@ def _files_of(
         watch=config.watch,
         checkpoint=checkpoint,
         config=to_dict(resolved),
-        reasons=(*_pretrained_reasons(config, plan), text, *_elastic_reasons(config)),
+        reasons=(
+            *_pretrained_reasons(config, plan),
+            source.describe(),
+            *_elastic_reasons(config),
+        ),
         steps=config.steps,
         tokens_per_step=tokens_per_step(plan),
         notes=RunNotes(
@@ -155,10 +171,13 @@ def _files_of(
                 seq_len=config.data.seq_len,
                 validation_fraction=config.data.validation_fraction,
                 pack=config.data.pack,
+                mixture=absolute_parts(config.data.mixture),
+                long_texts=config.data.long_texts,
             ),
             eval_batches=config.eval_batches,
             checkpoints=external_checkpoints(checkpoint.path, folder),
             tokenizer=tokenizer,
+            template=source.template,
         ),
     )
 
@@ -186,11 +205,12 @@ def _pretrained_reasons(config: RunConfig, plan: Plan) -> list[str]:
 
 
 def tokenizer_spec(config: RunConfig) -> str:
-    """`data.tokenizer`, or the folder of a pretrained model that brings its own."""
-    folder = config.model.pretrained
+    """`data.tokenizer`, or the folder of a model of Hugging Face that brings its own."""
+    folder = config.model.sizes_file
     if folder is None or config.data.tokenizer != DataConfig.tokenizer:
         return config.data.tokenizer
     path = Path(folder).expanduser()
+    path = path.parent if path.is_file() else path
     return str(path) if (path / TOKENIZER_FILE).is_file() else config.data.tokenizer
 
 
@@ -198,21 +218,34 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
     """What a run trains: a factory, or weights with the settings that a run may change.
 
     Raises:
-      ValueError: more tokens than the pretrained model has, or what `from_hugging_face` refuses.
+      ValueError: more tokens than the model has rows for, or what `from_hugging_face` refuses.
     """
-    if config.pretrained is None:
+    if config.sizes_file is None:
         return build_model(config, vocab_size)
-    model = from_hugging_face(config.pretrained)
-    fields = {field.name for field in dataclasses.fields(model.config)}
+    if config.pretrained is None:
+        sizes = config_from_hugging_face(config.sizes_file)
+        sizes = dataclasses.replace(sizes, **_changes(config, sizes))
+        model, lora = factory_of(sizes), config.lora
+        model = add_lora(model, lora) if lora.rank else model
+    else:
+        pretrained = from_hugging_face(config.pretrained)
+        pretrained = pretrained.with_changes(**_changes(config, pretrained.config))
+        sizes = pretrained.config
+        model = pretrained.with_lora(config.lora) if config.lora.rank else pretrained
+    if vocab_size > sizes.vocab_size:
+        raise ValueError(
+            f"the data have {vocab_size} different tokens, but {config.sizes_file} has rows for "
+            f"{sizes.vocab_size}; set data.tokenizer to the folder's tokenizer.json"
+        )
+    return model
+
+
+def _changes(config: ModelConfig, sizes: Any) -> dict[str, Any]:
+    """The settings of a run, of those that a model of Hugging Face has."""
+    fields = {field.name for field in dataclasses.fields(sizes)}
     may_change = ("dropout", "remat", "loss_chunk", "mlp_chunk", "matmul_dtype", "attention")
     changes = {name: getattr(config, name) for name in may_change if name in fields}
-    model = model.with_changes(**changes, attention_layout=config.attention_layout.layout)
-    if vocab_size > model.config.vocab_size:
-        raise ValueError(
-            f"the data have {vocab_size} different tokens, but {config.pretrained} has rows for "
-            f"{model.config.vocab_size}; set data.tokenizer to the folder's tokenizer.json"
-        )
-    return model.with_lora(config.lora) if config.lora.rank else model
+    return {**changes, "attention_layout": config.attention_layout.layout}
 
 
 def _elastic_reasons(config: RunConfig) -> list[str]:
@@ -224,6 +257,24 @@ def _elastic_reasons(config: RunConfig) -> list[str]:
         f"elasticity: batch {config.global_batch_size} in {config.num_microbatches} microbatches "
         f"on {jax.device_count()} devices; valid on {len(counts)} numbers of devices from "
         f"{counts[0]} to {counts[-1]}, which `zerojax elastic` lists"
+    ]
+
+
+def _why_other_mesh(asked: MeshConfig, mesh: MeshConfig) -> list[str]:
+    """What an elastic run says of experts that lie on fewer devices than was asked for, and of
+    nodes that are not there."""
+    lines = []
+    if mesh.wire.secondary != asked.wire.secondary:
+        lines.append(
+            f"elasticity: wire.secondary=false, since {jax.device_count()} devices are not several "
+            f"nodes of {asked.node}"
+        )
+    if mesh.expert == asked.expert:
+        return lines
+    return [
+        *lines,
+        f"elasticity: expert={mesh.expert} in place of {asked.expert}, which does not divide what "
+        f"the other axes leave of {jax.device_count()} devices; the largest divisor that does",
     ]
 
 
@@ -269,6 +320,7 @@ def _precision(config: RunConfig, platform: str | None) -> tuple[Precision, list
         accumulate_dtype=config.accumulate_dtype,
         param_dtype=config.param_dtype,
         moments_dtype=config.moments_dtype,
+        freeze_dtype=config.freeze_dtype,
         loss_scale=config.loss_scale if scaled else None,
     )
     return precision, reasons
@@ -279,7 +331,8 @@ def plan_from_config(
 ) -> Plan:
     """The plan that `run_from_config` makes on so many devices, none of which has to be here.
 
-    Reads no data: a batch is `global_batch_size` rows of `seq_len` tokens and as many targets.
+    Reads no data but what files say of themselves: a batch is `global_batch_size` rows of `seq_len`
+    tokens and as many targets; of chats also their weights, segments and positions.
     Where the file names no precision it is that of accelerators. `gpu` is what the devices will be,
     as `make_abstract_mesh` takes it; with `is_here` they are those that JAX has.
 
@@ -290,11 +343,12 @@ def plan_from_config(
     mesh: Any = meshes.make_mesh(config.mesh) if is_here else None
     mesh = mesh or meshes.make_abstract_mesh(config.mesh, num_devices, gpu=gpu)
     _check_pieces(config, meshes.num_data_shards(mesh))
-    tokens = jax.ShapeDtypeStruct((config.global_batch_size, config.data.seq_len), jnp.int32)
-    batch = {"tokens": tokens, "targets": tokens}
-    if config.data.pack:
-        batch["segments"] = tokens
-        batch["weights"] = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+    shape = config.global_batch_size, config.data.seq_len
+    names = array_names(config.data.mixture or config.data.path, pack=config.data.pack)
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "weights" else jnp.int32)
+        for name in names
+    }
     return _make_plan(
         config,
         mesh,
@@ -333,10 +387,21 @@ def vocab_size_of(config: RunConfig) -> int:
         return config.model.vocab_size
     if config.model.pretrained is not None:
         return from_hugging_face(config.model.pretrained).config.vocab_size
-    spec, path = config.data.tokenizer, config.data.path
+    if config.model.config is not None:
+        return config_from_hugging_face(config.model.config).vocab_size
+    if config.data.mixture:
+        return max(_vocab_size_of_path(config, part.path) for part in config.data.mixture)
+    return _vocab_size_of_path(config, config.data.path)
+
+
+def _vocab_size_of_path(config: RunConfig, path: str | None) -> int:
+    """The same of one set of data; None: the text inside the package."""
+    spec = config.data.tokenizer
     file = None if path is None else Path(path).expanduser()
     size = None
-    if file is not None and file.exists() and is_token_path(file):  # brings its own tokenizer
+    if file is not None and is_text_set(file):
+        size = read_text_sidecar(file).get("vocab_size")
+    elif file is not None and file.exists() and is_token_path(file):  # brings its own tokenizer
         parts = [part for part in open_tokens([file]) if part is not None]
         size = parts[0].vocab_size if parts else None
     elif bpe_size(spec) is not None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,19 +16,29 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.checkpoint import Checkpointer, CheckpointError
-from zerojax.config import CheckpointConfig, LogConfig, MeshConfig, WatchConfig, as_mesh_config
-from zerojax.data import Feed, TokenSource, local_rows_of_mesh, save_tokenizer
+from zerojax.checkpoint.base_weights import BaseWeights
+from zerojax.config import (
+    CheckpointConfig,
+    LogConfig,
+    MeshConfig,
+    MixturePart,
+    WatchConfig,
+    as_mesh_config,
+)
+from zerojax.data import Feed, RowSource, local_rows_of_mesh, save_tokenizer
+from zerojax.data.tokenizer import TEMPLATE_FILE
 from zerojax.forecasting.out_of_memory import explaining_memory
 from zerojax.hardware import local_devices
 from zerojax.models.hugging_face import UnsupportedError, describe_model
 from zerojax.models.losses import loss_unit
+from zerojax.models.trees import flatten_names, num_bytes
 from zerojax.plan.counts import model_flops
 from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
 from zerojax.runtime.redaction import redact
 from zerojax.runtime.user_files import not_for_everybody
 from zerojax.runtime.watchdog import Watchdog
-from zerojax.training.checkpointing import end_state
+from zerojax.training.checkpointing import base_of, end_state
 from zerojax.training.metrics import RunLog
 from zerojax.training.run_record import RunNotes, record_of, write_record
 from zerojax.training.train_arguments import LoopSettings
@@ -73,6 +82,7 @@ class Run:
     Attributes:
       replan: the plan on another mesh, for a checkpoint that was saved on one.
       checkpointer: None: the run has no checkpoints.
+      base: frozen weights that these do not hold.
     """
 
     files: RunFiles
@@ -83,6 +93,7 @@ class Run:
     seed: int
     validation: Any
     checkpointer: Checkpointer | None
+    base: BaseWeights | None = None
 
 
 @not_for_everybody()
@@ -102,6 +113,11 @@ def open_run(
       ValueError, CheckpointError: before anything is on a device.
     """
     check_offload(plan)
+    base = None
+    if files.checkpoint is not None and files.checkpoint.path is not None:
+        base, said = base_of(plan, files.checkpoint.frozen)
+        reasons = (*files.reasons, *(() if said is None else (said,)))
+        files = dataclasses.replace(files, reasons=reasons)
     return Run(
         files=files,
         plan=plan,
@@ -110,7 +126,8 @@ def open_run(
         feed=feed,
         seed=seed,
         validation=validation,
-        checkpointer=_open_checkpoints(files, plan),
+        checkpointer=_open_checkpoints(files, plan, base),
+        base=base,
     )
 
 
@@ -140,6 +157,7 @@ def fit(run: Run) -> Trainer:
                         config=redact(files.config),
                         validation=run.validation,
                         watchdog=watchdog,
+                        base=run.base,
                     )
                 trainer.fit(run.feed, files.steps)
                 if checkpointer is not None:
@@ -210,7 +228,7 @@ def with_disk_folder(mesh_config: Any, folder: Path | None) -> Any:
     return dataclasses.replace(settings, offload=offload)
 
 
-def _open_checkpoints(run: RunFiles, plan: Plan) -> Checkpointer | None:
+def _open_checkpoints(run: RunFiles, plan: Plan, base: BaseWeights | None) -> Checkpointer | None:
     if run.checkpoint is None or run.checkpoint.path is None:
         return None
     checkpointer = Checkpointer(
@@ -219,8 +237,9 @@ def _open_checkpoints(run: RunFiles, plan: Plan) -> Checkpointer | None:
         asynchronous=run.checkpoint.asynchronous,
         fingerprints=run.checkpoint.fingerprints,
     )
-    leaves = jax.tree.leaves(plan.abstract_canonical)
-    checkpointer.check_writable(sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves))
+    left = () if base is None else base.arrays
+    named = flatten_names(plan.abstract_canonical)
+    checkpointer.check_writable(num_bytes({n: x for n, x in named.items() if n not in left}))
     return checkpointer
 
 
@@ -258,6 +277,8 @@ def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = Non
             write_record(run.folder, record_of(plan, run.notes))
             if run.notes.tokenizer is not None:
                 save_tokenizer(run.notes.tokenizer, run.folder / TOKENIZER_FILE)
+            if run.notes.template is not None:
+                (run.folder / TEMPLATE_FILE).write_text(run.notes.template, encoding="utf-8")
     return log
 
 
@@ -274,6 +295,11 @@ def absolute(path: str | Path | None) -> str | None:
     return None if path is None else str(Path(path).expanduser().absolute())
 
 
+def absolute_parts(parts: Sequence[MixturePart]) -> tuple[MixturePart, ...]:
+    """The parts of a mixture with such paths."""
+    return tuple(dataclasses.replace(part, path=str(absolute(part.path))) for part in parts)
+
+
 def external_checkpoints(checkpoints: str | None, folder: Path | None) -> str | None:
     """Where a run's checkpoints are, if not in its folder, as an absolute path."""
     if checkpoints is None or folder is None:
@@ -287,6 +313,6 @@ def rows_of_process(batches: Any, mesh: Mesh | AbstractMesh) -> tuple[int, int] 
 
     All processes of a pipeline whose stages lie on different ones read the same rows.
     """
-    if not isinstance(batches, TokenSource) or jax.process_count() == 1:
+    if not isinstance(batches, RowSource) or jax.process_count() == 1:
         return None
     return local_rows_of_mesh(mesh, batches.global_batch_size)

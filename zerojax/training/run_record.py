@@ -17,15 +17,14 @@ import jax
 import numpy as np
 from flax import nnx
 
-from zerojax.config import LoraConfig, MeshConfig, from_dict, to_dict
+from zerojax.config import LoraConfig, MeshConfig, MixturePart, MoEConfig, from_dict, to_dict
 from zerojax.config.attention_layouts import layout_of_mode, values_of_layout
 from zerojax.config.loader import ConfigError, coerce_fields
-from zerojax.models import Bert, add_lora
-from zerojax.models.hugging_face import ARCHITECTURES
+from zerojax.models import DecoderConfig, add_lora
 from zerojax.models.trees import path_name
-from zerojax.models.zoo.gpt2 import GPT2
+from zerojax.models.zoo import MODELS
+from zerojax.models.zoo.decoder_config import decoder_config_of
 from zerojax.models.zoo.layers import Projection
-from zerojax.models.zoo.llama import Llama
 from zerojax.models.zoo.lora import LowRank
 from zerojax.models.zoo.rope import RopeScaling
 from zerojax.optim.precision import Precision
@@ -33,8 +32,16 @@ from zerojax.plan.make import Plan
 from zerojax.runtime.redaction import redact
 
 RECORD_FILE = "run.json"
-_CLASSES = {"gpt2": GPT2, "llama": Llama, "bert": Bert}
-_DTYPE_NAMES = ("param_dtype", "compute_dtype", "reduce_dtype", "accumulate_dtype", "moments_dtype")
+_FREEZE_DTYPE = "freeze_dtype"
+_FREEZE_CODES = "freeze_codes"
+_DTYPE_NAMES = (
+    "param_dtype",
+    "compute_dtype",
+    "reduce_dtype",
+    "accumulate_dtype",
+    "moments_dtype",
+    _FREEZE_DTYPE,
+)
 
 LossKind = Literal["model", "next_token", "own"]
 """The model's method `loss`, next-token cross-entropy of `model(tokens)`, or a function of the
@@ -53,9 +60,18 @@ class TextData:
     """Part of the text, from its end, that was not trained on."""
     pack: bool = False
     """Whether batches told the texts of a row apart."""
+    mixture: tuple[MixturePart, ...] = ()
+    """In place of a path, several with weights."""
+    long_texts: Literal["refuse", "split", "drop"] = "refuse"
+    """What became of chats that were longer than a row."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+
+    @property
+    def data(self) -> Any:
+        """As `as_source` takes it."""
+        return self.mixture or self.path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +100,7 @@ class RunNotes:
     eval_batches: int = 8
     checkpoints: str | None = None
     tokenizer: Any = None
+    template: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +108,12 @@ class RunRecord:
     """What a run folder says of a run.
 
     Attributes:
-      architecture: key of `models.hugging_face.ARCHITECTURES`; "" for a model of the user's own.
+      architecture: key of `models.zoo.MODELS`; "" for a model of the user's own.
       model_name: of the model's class, for people.
       sizes: fields of the architecture's configuration.
       adapters: of the model, equal ones together.
       loss: see `LossKind`.
-      precision: {field of `Precision`: dtype name}.
+      precision: {field of `Precision`: dtype name, or that of codes}.
       frozen: names of parameters that were not trained.
       mesh: its options, every size resolved.
       platform, num_devices: what it ran on.
@@ -123,7 +140,12 @@ class RunRecord:
 
     def as_precision(self) -> Precision:
         """The run's dtypes; a loss scale is none of evaluation's business."""
-        dtypes: dict[str, Any] = {name: np.dtype(value) for name, value in self.precision.items()}
+        dtypes: dict[str, Any] = {
+            name: value if name == _FREEZE_CODES else np.dtype(value)
+            for name, value in self.precision.items()
+        }
+        # Records from before 2026-11-25 have none: what was frozen was stored as all parameters.
+        dtypes.setdefault(_FREEZE_DTYPE, dtypes.get("param_dtype", np.dtype(np.float32)))
         return Precision(**dtypes)
 
     def factory(self) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -149,7 +171,7 @@ def record_of(plan: Plan, notes: RunNotes) -> RunRecord:
         sizes=sizes,
         adapters=adapters,
         loss=notes.loss,
-        precision={name: np.dtype(getattr(plan.precision, name)).name for name in _DTYPE_NAMES},
+        precision=_dtype_names(plan.precision),
         frozen=tuple(name for name, leaf in plan.users_placement.leaves.items() if leaf.frozen),
         mesh=settings,
         platform=devices.flat[0].platform,
@@ -159,6 +181,13 @@ def record_of(plan: Plan, notes: RunNotes) -> RunRecord:
         eval_batches=notes.eval_batches,
         checkpoints=notes.checkpoints,
     )
+
+
+def _dtype_names(precision: Precision) -> dict[str, str]:
+    dtypes = {name: getattr(precision, name) for name in _DTYPE_NAMES}
+    dtypes[_FREEZE_DTYPE] = precision.frozen_dtype
+    codes = {} if precision.freeze_codes is None else {_FREEZE_CODES: precision.freeze_codes}
+    return {name: np.dtype(dtype).name for name, dtype in dtypes.items()} | codes
 
 
 def write_record(folder: Path, record: RunRecord) -> None:
@@ -187,11 +216,12 @@ def read_record(values: Any, where: str) -> RunRecord:
         raise ConfigError(f"{problem}; known keys: {', '.join(known)}", (name,), where)
     checked = _Checked(**{name: values[name] for name in _hints_of(_Checked)})
     architecture = checked.architecture
-    if architecture and architecture not in ARCHITECTURES:
-        raise ConfigError(f"none of {', '.join(ARCHITECTURES)}", ("architecture",), where)
+    if architecture and architecture not in MODELS:
+        raise ConfigError(f"none of {', '.join(MODELS)}", ("architecture",), where)
     sizes, precision = values["sizes"], values["precision"]
-    fields = _hints_of(ARCHITECTURES[architecture].config_class) if architecture else ()
-    for key, found, allowed in (("sizes", sizes, fields), ("precision", precision, _DTYPE_NAMES)):
+    fields = _hints_of(MODELS[architecture][0]) if architecture else ()
+    known_dtypes = (*_DTYPE_NAMES, _FREEZE_CODES)
+    for key, found, allowed in (("sizes", sizes, fields), ("precision", precision, known_dtypes)):
         if not isinstance(found, Mapping) or not set(found) <= set(allowed):
             raise ConfigError(
                 f"known keys: {', '.join(allowed)}; got {found!r:.200}", (key,), where
@@ -254,7 +284,7 @@ def _describe(template: Any) -> tuple[str, dict[str, Any], tuple[Adapters, ...]]
     A subclass, or a module that was changed after it was made, may compute something else, so it
     counts as the user's own.
     """
-    name = next((name for name, cls in _CLASSES.items() if type(template) is cls), None)
+    name = next((name for name, (_, cls) in MODELS.items() if type(template) is cls), None)
     if name is None:
         return "", {}, ()
     sizes, adapters = dataclasses.asdict(template.config), _adapters_of(template)
@@ -266,17 +296,24 @@ def _describe(template: Any) -> tuple[str, dict[str, Any], tuple[Adapters, ...]]
 def _factory(
     architecture: str, sizes: Mapping[str, Any], adapters: tuple[Adapters, ...]
 ) -> Callable[[nnx.Rngs], nnx.Module]:
-    row = ARCHITECTURES[architecture]
+    config_class, model_class = MODELS[architecture]
     values = dict(sizes)
     if values.get("rope_scaling") is not None:
         values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+    if values.get("moe") is not None:
+        values["moe"] = MoEConfig(**values["moe"])
     if values.get("attention_layout") is not None:
         values["attention_layout"] = layout_of_mode(values["attention_layout"])
-    config = row.config_class(**values)
-    make: Callable[[nnx.Rngs], nnx.Module] = lambda rngs: row.build(config, rngs)  # noqa: E731
+    make_config = decoder_config_of if config_class is DecoderConfig else _called(config_class)
+    config = make_config(values)
+    make: Callable[[nnx.Rngs], nnx.Module] = lambda rngs: model_class(config, rngs=rngs)  # noqa: E731
     for each in adapters:
         make = _with_adapters(make, each)
     return make
+
+
+def _called(config_class: type) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda values: config_class(**values)
 
 
 def _structure(module: nnx.Module) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from typing import Any, Self
 import jax
 
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
+from zerojax.checkpoint.base_weights import BaseWeights
 from zerojax.checkpoint.store import StoreError
-from zerojax.data import Feed, TokenSource, as_feed, local_rows, one_pass, prefetch, shard_batch
+from zerojax.data import Feed, RowSource, as_feed, local_rows, one_pass, prefetch, shard_batch
 from zerojax.hardware.local_devices import device_memory
-from zerojax.parallel.reshard import reshard_state
+from zerojax.optim import EMA, EmaState, Weights
+from zerojax.parallel.reshard import reshard_state, with_weights
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
@@ -26,11 +28,14 @@ from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.runtime.preemption import Interrupted, StopRequest
 from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.checkpointing import (
+    as_begun,
     end_state,
     first_state,
+    folder_of,
     model_of,
     restore_state,
     save_state,
+    what_differs,
 )
 from zerojax.training.evaluation import mean_loss
 from zerojax.training.metrics import RunLog
@@ -68,8 +73,9 @@ class Trainer:
         open_log: Callable[[Plan, int, int | None], RunLog] | None = None,
         checkpointer: Checkpointer | None = None,
         config: Mapping[str, Any] | None = None,
-        validation: TokenSource | Iterable[Any] | None = None,
+        validation: RowSource | Iterable[Any] | None = None,
         watchdog: Watchdog | None = None,
+        base: BaseWeights | None = None,
     ) -> None:
         self.plan = plan
         self.loop_settings = loop_settings or LoopSettings()
@@ -87,7 +93,11 @@ class Trainer:
         self._validation = validation
         self._data_state: dict[str, Any] | None = None
         self._feed: tuple[Any, Feed] | None = None
+        self._epochs: dict[str, int] = {}
         self._saved_step: int | None = None
+        self._base = base
+        self._base_of_state: BaseWeights | None = None
+        """The frozen weights that this state has from the folder."""
         self._said_unsaved = False
         self._clock = LoopClock()
         self._stop: StopRequest | None = None
@@ -100,6 +110,7 @@ class Trainer:
             self.restore()  # instead of a new state, so that two states never live together
         else:
             self.state, self._data_state = first
+            self._base_of_state = None if base is None else as_begun(base, plan, self.state)
             self.num_steps = int(self.state["step"])
             self._saved_step = latest if self.num_steps == latest else None
             self._reports = self._new_reports()
@@ -274,17 +285,6 @@ class Trainer:
                 "trainer.to_model() now"
             )
 
-    def _kernels_that_differ(self, saved: Mapping[str, str]) -> Iterator[str]:
-        """A measured choice may be another today, and then computes other last digits."""
-        now = {what: one.implementation for what, one in self.plan.program.kernels.items()}
-        for what, before in saved.items():
-            if now.get(what, before) != before:
-                yield (
-                    f"{what} by {now[what]}, and by {before} when the checkpoint of step "
-                    f"{self.num_steps} was written: losses may differ in the last digits; "
-                    f"kernels: {before} keeps them"
-                )
-
     def _say_if_short(self, steps: int | None) -> None:
         if steps is not None and self.num_steps < steps and self._log is not None:
             self._log.message(
@@ -302,7 +302,7 @@ class Trainer:
         elif self._feed is not None and self._feed[0] is batches:
             feed = self._feed[1]
         else:
-            rows = local_rows(self.plan) if isinstance(batches, TokenSource) else None
+            rows = local_rows(self.plan) if isinstance(batches, RowSource) else None
             feed = as_feed(batches, start=self.num_steps, rows=rows)
         self._feed = batches, feed
         if self._data_state is not None and feed.state() != self._data_state:
@@ -331,12 +331,21 @@ class Trainer:
                     or last
                 ):
                     self._reports.hold(self.num_steps, metrics)
+                    self._say_epochs(feed.epochs(data_state))
                 done = self._evaluate_and_save_if_due(last) or done
                 if done:
                     return False
                 if self.plan is not plan:
                     return True
         return False
+
+    def _say_epochs(self, epochs: Mapping[str, int]) -> None:
+        """Says which parts of the data begin another epoch, and at first where all of them are."""
+        changed = {part: n for part, n in epochs.items() if self._epochs.get(part) != n}
+        self._epochs.update(changed)
+        if changed and self._log is not None:
+            where = ", ".join(f"{part}: epoch {number}" for part, number in changed.items())
+            self._log.event("epoch", self.num_steps, f"data: {where}", epochs=changed)
 
     def _compare_peak(self) -> None:
         # A step that was never called is not compiled for the sake of this line.
@@ -362,8 +371,15 @@ class Trainer:
         return done
 
     def _evaluate_validation(self) -> bool:
-        """An evaluation of the run itself; True when a callback ends the run for it."""
-        values = {"step": float(self.num_steps)} | self.evaluate()
+        """An evaluation of the run itself; True when a callback ends the run for it.
+
+        Where the run keeps an average of its weights both are measured.
+        """
+        found = self._measure(None, None, "trained")
+        if self.has_ema:
+            found |= _of_ema(self._measure(None, None, EMA))
+        self._log_evaluation(found)
+        values = {"step": float(self.num_steps)} | found
         self.evaluations.append(values)
         with self._watchdog.during("in a callback", is_long=True):
             return True in [see(self, values) for see in self._methods("on_evaluation")]
@@ -395,31 +411,46 @@ class Trainer:
 
     # --- evaluation -------------------------------------------------------------------------------
 
-    def evaluate(self, batches: Any = None, num_batches: int | None = None) -> Metrics:
+    def evaluate(
+        self,
+        batches: Any = None,
+        num_batches: int | None = None,
+        *,
+        weights: Weights = "trained",
+    ) -> Metrics:
         """Mean loss over batches in evaluation mode, weighted by each batch's weight.
 
         The result has "loss", "weight" (the sum of weights) and the loss's own metrics.
 
         Args:
-          batches: an iterable of host batches, or a `TokenSource`; None takes the run's validation
+          batches: an iterable of host batches, or a source; None takes the run's validation
             data.
           num_batches: at most this many; None takes `loop_settings.eval_batches` for a source, all
             otherwise.
+          weights: "ema": the average of the weights (`zerojax.with_ema`) in place of the trained
+            ones; the log calls what it measures "ema_loss" and so on.
 
         Raises:
-          ValueError: there is nothing to evaluate on.
+          ValueError: there is nothing to evaluate on, or no average.
         """
+        result = self._measure(batches, num_batches, weights)
+        self._log_evaluation(result if weights == "trained" else _of_ema(result))
+        return result
+
+    def _measure(self, batches: Any, num_batches: int | None, weights: Weights) -> Metrics:
+        state = with_weights(self.plan, self.state, weights)
         batches = self._validation if batches is None else batches
         default = self.loop_settings.eval_batches
         self._reports.wait(self.plan)
         options = {"is_long": not self._evaluate_was_called, "is_apart": True}
         with self._clock.during(EVAL), self._watchdog.during("evaluating", **options):
             evaluate = self._evaluate_one
-            result = mean_loss(evaluate, self.plan, self.state, batches, num_batches, default)
+            return mean_loss(evaluate, self.plan, state, batches, num_batches, default)
+
+    def _log_evaluation(self, found: Metrics) -> None:
         if self._log is not None:
-            shown = {name: value for name, value in result.items() if name != "weight"}
+            shown = {name: value for name, value in found.items() if name != "weight"}
             self._log.write_eval(self.num_steps, shown)
-        return result
 
     def _evaluate_one(self, state: Any, batch: Any) -> Any:
         self._watchdog.alive()  # the batch before this one was read back
@@ -442,13 +473,21 @@ class Trainer:
         what = f"saving step {saving}"
         watched = self._watchdog.during(what, is_long=True)
         with self._clock.during(SAVE), watched, self._unhurried():
-            save_state(self._checkpointer, self.plan, self.state, step=saving, about=about)
+            base = self._base_of_state
+            save_state(
+                self._checkpointer, self.plan, self.state, step=saving, about=about, base=base
+            )
         self._saved_step = saving
 
     @property
     def has_validation(self) -> bool:
         """Whether the run evaluates."""
         return self._validation is not None
+
+    @property
+    def has_ema(self) -> bool:
+        """Whether the run keeps an average of its weights."""
+        return isinstance(self.plan.abstract_state["opt_state"], EmaState)
 
     @property
     def has_checkpoints(self) -> bool:
@@ -512,7 +551,8 @@ class Trainer:
         if isinstance(step, str):
             step = named_step(self._checkpointer.kept_steps(), step)
         self._checkpointer.wait()  # the save in flight may still read the files of this state
-        self._checkpointer.check_step(step)  # refuses before the current state is dropped
+        # Refuses before the current state is dropped.
+        self._checkpointer.check_step(step, pretrained=folder_of(self.plan))
         at_start = self.state is None
         end_state(self.state)
         self.state = None
@@ -524,7 +564,13 @@ class Trainer:
         is_saved = restored.step in self._checkpointer.steps()
         self._saved_step = restored.step if is_saved else None
         self._data_state = restored.data_state or None
-        self._notes += self._kernels_that_differ(restored.plan.get("kernels", {}))
+        self._notes += what_differs(self.plan, restored)
+        self._base_of_state = None if self._base is None else self._base.as_read(restored.base)
+        if self._base is not None and self._base_of_state is None:
+            self._notes.append(
+                f"step {restored.step} holds frozen weights, and so will the steps that follow: "
+                "whether the folder that weights come from has the same is not known"
+            )
         self._reports = self._new_reports()
         states = restored.config.get(CALLBACKS, {})
         for name, callback in self._stateful().items():
@@ -552,12 +598,18 @@ class Trainer:
             self._log.message(f"step {self.num_steps}: resharded to {plan.describe()}")
         return self
 
-    def to_model(self) -> Any:
+    def to_model(self, *, weights: Weights = "trained") -> Any:
         """The trained model as the user's kind of object: `nnx.Module`, linen variables or tree.
 
         Every process gets whole arrays, so the model has to fit on one device.
+
+        Args:
+          weights: "ema": with the average of the weights, in float32.
+
+        Raises:
+          ValueError: there is no average.
         """
-        return model_of(self.plan, self.state)
+        return model_of(self.plan, self.state, weights)
 
     def close(self) -> None:
         """Waits for the last checkpoint to be on disk, and closes files. May be called twice."""
@@ -584,3 +636,8 @@ class Trainer:
             self._checkpointer.wait()
         text = f"saved in {self._checkpointer.path}; {self.loop_settings.resume_hint}"
         return stop.interrupted(self.num_steps, text, saved=True)
+
+
+def _of_ema(found: Metrics) -> Metrics:
+    """What was measured with the average of the weights, under names of its own."""
+    return {f"{EMA}_{name}": value for name, value in found.items() if name != "weight"}

@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerojax.forecasting.hlo.program import (
     HOST_MEMORY_SPACE,
@@ -16,6 +16,7 @@ from zerojax.forecasting.hlo.program import (
     Program,
 )
 from zerojax.models.cudnn_attention import call_flops
+from zerojax.models.jaxpr import cost_of_branches
 
 # A start whose computation is a list of instructions of its own. A `fusion-start` is one kernel,
 # like the fusion it starts.
@@ -46,7 +47,7 @@ class ScheduleSum:
     """Adds up what each executed instruction costs.
 
     A loop counts as often as it runs (once where that is not known, see `Program.unknown_loops`); a
-    conditional as its dearest branch.
+    conditional as its dearest branch, or as the mean over layers where a layer's kind decides.
 
     Args:
       program: what is executed.
@@ -76,12 +77,20 @@ class ScheduleSum:
     def of_instruction(self, computation: Computation, instruction: Instruction) -> int:
         """One execution of the instruction, with all that it runs."""
         if instruction.opcode == "conditional":
-            return max(map(self.of_computation, instruction.branches))
+            costs = [self.of_computation(name) for name in instruction.branches]
+            return cost_of_branches(costs, self._program.shares_of(instruction))
         if instruction.opcode == "while" or (instruction.opcode in _CALLS and instruction.callees):
             return sum(times * self.of_computation(name) for name, times in instruction.runs())
         if instruction not in self._instructions:
             self._instructions[instruction] = self._cost(computation, instruction)
         return self._instructions[instruction]
+
+
+class Product(NamedTuple):
+    """One matrix product: its FLOPs, and whether both of its operands are 8-bit floats."""
+
+    flops: int
+    is_eight_bit: bool
 
 
 class Matmuls:
@@ -93,35 +102,50 @@ class Matmuls:
 
     def __init__(self, program: Program):
         self._program = program
-        self._fused: dict[str, list[int]] = {}
+        self._fused: dict[str, list[Product]] = {}
 
     def flops(self, computation: Computation, instruction: Instruction) -> list[int]:
-        """FLOPs (2 m n k) of each product in one execution of the instruction on one device.
+        """FLOPs (2 m n k) of each of `products`."""
+        return [product.flops for product in self.products(computation, instruction)]
+
+    def products(self, computation: Computation, instruction: Instruction) -> list[Product]:
+        """Each product in one execution of the instruction on one device.
 
         Looks into fusions; not into loops, calls and branches, which `ScheduleSum` follows.
         """
         opcode = instruction.opcode.removesuffix("-start")
-        if opcode in _DOTS:
-            return [_dot_flops(computation, instruction)]
-        if opcode == "convolution":
-            return [_convolution_flops(computation, instruction)]
-        if opcode == "custom-call":
-            return _library_flops(computation, instruction)
         if opcode == "fusion":
-            return [n for name in instruction.callees["calls"] for n in self._of_fusion(name)]
-        return []
+            return [p for name in instruction.callees["calls"] for p in self._of_fusion(name)]
+        if opcode in _DOTS:
+            found = [_dot_flops(computation, instruction)]
+        elif opcode == "convolution":
+            found = [_convolution_flops(computation, instruction)]
+        elif opcode == "custom-call":
+            found = _library_flops(computation, instruction)
+        else:
+            return []
+        operands = [computation[name].arrays[0] for name in instruction.operands[:2] if found]
+        small = all(array.dtype.startswith("f8") for array in operands)
+        return [Product(flops, small) for flops in found]
 
-    def _of_fusion(self, name: str) -> list[int]:
+    def _of_fusion(self, name: str) -> list[Product]:
         if name not in self._fused:
             computation = self._program.computations[name]
             self._fused[name] = [
-                n for i in computation.instructions for n in self.flops(computation, i)
+                p for i in computation.instructions for p in self.products(computation, i)
             ]
         return self._fused[name]
 
     @functools.cached_property
     def total_flops(self) -> ScheduleSum:
         return ScheduleSum(self._program, lambda where, one: sum(self.flops(where, one)))
+
+    @functools.cached_property
+    def total_eight_bit_flops(self) -> ScheduleSum:
+        return ScheduleSum(
+            self._program,
+            lambda where, one: sum(p.flops for p in self.products(where, one) if p.is_eight_bit),
+        )
 
     @functools.cached_property
     def total_count(self) -> ScheduleSum:

@@ -31,7 +31,7 @@ class Overlap:
 
     Attributes:
       matmuls: matrix products.
-      matmul_flops: of these.
+      matmul_flops: of these; eight_bit_flops: of those of 8-bit floats among them.
       hbm_bytes: that all instructions in between read and write.
       done: the instruction that waits for it; None for a synchronous collective, and where none was
         found (then nothing is counted).
@@ -44,6 +44,7 @@ class Overlap:
 
     matmuls: int = 0
     matmul_flops: int = 0
+    eight_bit_flops: int = 0
     hbm_bytes: int = 0
     done: str | None = None
     pipelined: bool = False
@@ -86,6 +87,7 @@ class _Finder:
         self._program = program
         matmuls, traffic = Matmuls(program), HbmTraffic(program)
         self._count, self._flops = matmuls.total_count, matmuls.total_flops
+        self._eight_bit_flops = matmuls.total_eight_bit_flops
         self._bytes = traffic.total
 
     def overlap(self, collective: Started) -> Overlap:
@@ -100,6 +102,7 @@ class _Finder:
         return Overlap(
             matmuls=self._sum(self._count, flight),
             matmul_flops=self._sum(self._flops, flight),
+            eight_bit_flops=self._sum(self._eight_bit_flops, flight),
             hbm_bytes=self._sum(self._bytes, flight),
             done=flight.done,
             pipelined=marked or flight.crosses,

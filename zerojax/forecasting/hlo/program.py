@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from zerojax.forecasting.hlo.trip_counts import derive_trip_count
+from zerojax.models.jaxpr import FURTHER_ROUNDS, share_of_branch
 
 _INDEX_COMMENT = re.compile(r"/\*index=\d+\*/")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([A-Za-z_][\w.\-]*)[^\"]*\{$")
@@ -280,6 +281,16 @@ class Program:
             )
         return self._times[name]
 
+    def shares_of(self, instruction: Instruction) -> list[float | None]:
+        """Which share of a model's layers takes each branch of a conditional; None: not known."""
+        return [
+            share_of_branch(
+                (inner.op_name for inner in self.computations[name].instructions),
+                around=instruction.op_name,
+            )
+            for name in instruction.branches
+        ]
+
     @functools.cached_property
     def unknown_loops(self) -> tuple[str, ...]:
         """Loops that run but whose trip count the compiler does not know; all counts take one."""
@@ -337,6 +348,8 @@ def read_program(text: str) -> Program:
         for instruction in computation.instructions:
             if instruction.opcode == "while" and instruction.trip_count is None:
                 count = derive_trip_count(computations, computation, instruction)
+                # Rounds that experts of equal loads do not need.
+                count = 0 if FURTHER_ROUNDS in instruction.op_name else count
                 instruction.derived_trip_count = count
     return Program(header, computations, entry)
 

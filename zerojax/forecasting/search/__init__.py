@@ -1,16 +1,29 @@
-"""Search for the cheapest plan that fits."""
+"""Search for the cheapest plan that fits, and for its sizes of buckets."""
 
+from zerojax.forecasting.search.buckets import search_buckets
 from zerojax.forecasting.search.candidates import REMATS, Candidate, list_candidates
-from zerojax.forecasting.search.search_result import SearchResult, Trial, search_dict, search_page
+from zerojax.forecasting.search.search_result import (
+    BucketSearch,
+    BucketTrial,
+    SearchResult,
+    Trial,
+    chosen_words,
+    search_dict,
+    search_page,
+)
 from zerojax.forecasting.search.searching import search
 
 __all__ = [
     "REMATS",
+    "BucketSearch",
+    "BucketTrial",
     "Candidate",
     "SearchResult",
     "Trial",
+    "chosen_words",
     "list_candidates",
     "search",
+    "search_buckets",
     "search_dict",
     "search_page",
 ]

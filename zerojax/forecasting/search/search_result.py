@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from zerojax.forecasting.forecast_numbers import ForecastNumbers
@@ -44,6 +45,51 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketTrial:
+    """What became of other sizes of buckets.
+
+    Attributes:
+      sizes: {option of the mesh: elements}; status: one of the words above; reason: why.
+      formula: seconds of the wire that are bare in any schedule; None where there is no plan.
+      exposed: seconds of the wire that no product hides, compiled; seconds: per step; peak: bytes
+        per device. None where it was not compiled.
+    """
+
+    sizes: dict[str, int]
+    status: str
+    reason: str
+    formula: float | None = None
+    exposed: float | None = None
+    seconds: float | None = None
+    peak: int | None = None
+
+    def words(self) -> tuple[str, ...]:
+        """The KEY=VALUE words that set it."""
+        return tuple(f"mesh.{option}={size}" for option, size in sorted(self.sizes.items()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketSearch:
+    """Sizes of buckets that were tried for one plan, and which to take.
+
+    Attributes:
+      trials: of all sizes, the most promising by formula first.
+      own: {option: elements} of the plan.
+      before, after: seconds of the wire that no product hides, with the plan's sizes and with those
+        that were chosen; None where nothing was compiled.
+      words: KEY=VALUE words that set the chosen sizes; () leaves the plan's own.
+      sentence: the choice and its reason.
+    """
+
+    trials: tuple[BucketTrial, ...]
+    own: dict[str, int]
+    before: float | None
+    after: float | None
+    words: tuple[str, ...]
+    sentence: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """What was tried and what was found.
 
@@ -54,6 +100,7 @@ class SearchResult:
       sentence: the choice and its reason.
       elapsed: seconds that the search took.
       settings: KEY=VALUE words beside the candidate's own with which it was made.
+      buckets: what other sizes of buckets leave of the wire, for the choice; None: not looked at.
     """
 
     trials: tuple[Trial, ...]
@@ -63,6 +110,7 @@ class SearchResult:
     sentence: str
     elapsed: float
     settings: tuple[str, ...] = ()
+    buckets: BucketSearch | None = None
 
 
 def search_page(result: SearchResult) -> str:
@@ -72,20 +120,53 @@ def search_page(result: SearchResult) -> str:
         f"SEARCH: {len(result.trials)} candidates, {len(compiled)} compiled, {result.elapsed:.0f} s"
     ]
     if compiled:
-        header = ("#", "zero", "model", "stage", "microbatches", "remat", "GiB", "ms/step", "")
-        cells: Rows = [header, *(_row(trial) for trial in compiled)]
+        experts = any(trial.candidate.expert > 1 for trial in result.trials)
+        axes = ("model", "stage", *["expert"] * experts)
+        header = ("#", "zero", *axes, "microbatches", "remat", "GiB", "ms/step", "")
+        cells: Rows = [header, *(_row(trial, axes) for trial in compiled)]
         lines += ["", *align_columns(cells, left=1, last_left=True)]
     lines += ["", *_others(result), *textwrap.wrap(result.sentence, WIDTH)]
+    lines += _bucket_lines(result.buckets)
     if result.chosen is not None:
-        lines.append(f"  {' '.join(_words(result))}")
+        words = " ".join(chosen_words(result))
+        lines += textwrap.wrap(
+            words, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+        )
     return "\n".join(lines)
 
 
-def _words(result: SearchResult) -> list[str]:
+def chosen_words(result: SearchResult) -> list[str]:
     """What sets the choice on a command line; [] where there is none."""
     if result.chosen is None:
         return []
-    return [*result.settings, *result.chosen.candidate.words()]
+    candidate = result.chosen.candidate
+    is_searched = any(trial.candidate.expert > 1 for trial in result.trials)
+    together = ["mesh.expert=1"] * (is_searched and candidate.expert == 1)
+    buckets = () if result.buckets is None else result.buckets.words
+    return [*result.settings, *candidate.words(), *together, *buckets]
+
+
+def _bucket_lines(found: BucketSearch | None) -> list[str]:
+    """A table of the sizes that were compiled, and the choice."""
+    if found is None:
+        return []
+    compiled = [trial for trial in found.trials if trial.exposed is not None]
+    sentence = textwrap.wrap(found.sentence, WIDTH)
+    if not compiled:
+        return sentence
+    cells: Rows = [("buckets, elements", "not hidden, ms", "ms/step", "GiB", "")]
+    for trial in compiled:
+        sizes = ", ".join(f"{option}={size}" for option, size in sorted(trial.sizes.items()))
+        cells.append(
+            (
+                sizes + "*" * (trial.status == CHOSEN),
+                f"{(trial.exposed or 0.0) * 1e3:,.3f}",
+                "-" if trial.seconds is None else f"{trial.seconds * 1e3:,.2f}",
+                "-" if trial.peak is None else f"{trial.peak / GIB:,.2f}",
+                trial.status,
+            )
+        )
+    return ["", *align_columns(cells, left=1, last_left=True), "", *sentence]
 
 
 def _others(result: SearchResult) -> list[str]:
@@ -110,23 +191,23 @@ def search_dict(result: SearchResult) -> dict[str, Any]:
     return {
         "trials": [dataclasses.asdict(trial) for trial in result.trials],
         "chosen": None if chosen is None else dataclasses.asdict(chosen),
-        "words": _words(result),
+        "words": chosen_words(result),
         "forecast": None if result.forecast is None else forecast_dict(result.forecast),
         "certain": result.certain,
         "sentence": result.sentence,
         "elapsed": result.elapsed,
+        "buckets": None if result.buckets is None else dataclasses.asdict(result.buckets),
     }
 
 
-def _row(trial: Trial) -> tuple[str, ...]:
+def _row(trial: Trial, axes: Sequence[str]) -> tuple[str, ...]:
     candidate = trial.candidate
     status = f"{trial.status}: {trial.reason}"
-    room = WIDTH - 65
+    room = WIDTH - 65 - sum(2 + len(axis) for axis in axes[2:])
     return (
         f"{trial.number}{'*' * (trial.status == CHOSEN)}",
         str(candidate.zero),
-        str(candidate.model),
-        str(candidate.stage),
+        *(str(getattr(candidate, axis)) for axis in axes),
         str(candidate.num_microbatches),
         candidate.remat,
         "-" if trial.peak is None else f"{trial.peak / GIB:,.2f}",

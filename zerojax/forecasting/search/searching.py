@@ -117,7 +117,7 @@ class _Search:
         already: such candidates are not even planned. (A pipeline's buffers they know, and more
         microbatches do save those.)
         """
-        mesh = candidate.zero, candidate.model, candidate.stage
+        mesh = candidate.zero, candidate.model, candidate.stage, candidate.expert
         refused = self.refused.get(mesh) if candidate.stage == 1 else None
         if refused is not None:
             self.closed.append(dataclasses.replace(refused, candidate=candidate, bound=None))
@@ -176,6 +176,7 @@ class _Search:
             _rounded(least_seconds(entry, self.compiled)),
             candidate.stage,
             candidate.model,
+            candidate.expert,
             REMATS.index(candidate.remat),
             candidate.zero,
             -number if peak is None else number,
@@ -284,6 +285,11 @@ class _Search:
             return
         time_of = "" if best.seconds is None else f", {best.seconds:.3g} s per step at best"
         yield f"{best.candidate.describe()}{time_of}: the cheapest that was found to fit."
+        if best.candidate.expert > 1 and _spans_nodes(best.candidate, self.gpu):
+            yield (
+                "Its experts lie on several nodes, between which rows travel by the network; the "
+                "time counts that."
+            )
         too_large = [*(c.trial for c in self.compiled), *self.closed]
         number = sum(
             t.status == TOO_LARGE and (t.bound or 0.0) < (best.seconds or 0.0) * (1 - TOLERANCE)
@@ -296,6 +302,11 @@ class _Search:
         else:
             left = sum(t.status == NOT_TRIED for t in self.closed)
             yield f"The budget was spent with {left} left that might be faster."
+
+
+def _spans_nodes(candidate: Candidate, gpu: Gpu) -> bool:
+    """Whether devices that exchange rows of experts are not all in one node."""
+    return candidate.expert * candidate.stage * candidate.model > gpu.node_devices
 
 
 def _beats(one: OpenCandidate, other: OpenCandidate) -> bool:
@@ -339,7 +350,8 @@ def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
     """Bytes, with activations in proportion to those of a compiled plan; None if there is none.
 
     At the same number of microbatches they do not depend on `model`: what it splits comes back
-    as rows. What a pipeline holds says nothing of one with another number of stages.
+    as rows; nor on `expert`: a device's experts get as many rows as it sends. What a pipeline holds
+    says nothing of one with another number of stages.
     """
     mine = entry.candidate
     alike = [
@@ -351,10 +363,11 @@ def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
     if not alike:
         return None
 
-    def distance(other: CompiledCandidate) -> tuple[int, int, float]:
+    def distance(other: CompiledCandidate) -> tuple[int, int, int, float]:
         theirs = other.entry.candidate
         far = abs(math.log2(theirs.num_microbatches / mine.num_microbatches))
-        return (theirs.model != mine.model, theirs.zero != mine.zero, far)
+        expert = theirs.expert != mine.expert
+        return (theirs.model != mine.model, expert, theirs.zero != mine.zero, far)
 
     nearest = min(alike, key=distance)
     beyond = max((nearest.trial.peak or 0) - nearest.entry.bounds.peak, 0)
@@ -366,7 +379,8 @@ def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
     """A time that it is not taken to beat: by formula, or by compiled plans of the same remat and
     the same number of pipeline stages.
 
-    Only of those that fit: in what does not, the compiler itself computes things again.
+    Only of those that fit: in what does not, the compiler itself computes things again; and of
+    those that split experts at least as far: a device with fewer of them reads fewer weights.
     """
     least = entry.bounds.seconds
     for other in compiled:
@@ -375,6 +389,7 @@ def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
             other.trial.status != FITS
             or other.forecast is None
             or (theirs.remat, theirs.stage) != (entry.candidate.remat, entry.candidate.stage)
+            or theirs.expert < entry.candidate.expert
         ):
             continue
         time = other.forecast.estimate
@@ -400,7 +415,8 @@ def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
         return None
     if mine.stage != theirs.stage:
         return None
-    number, same_mesh = other.trial.number, mine.model == theirs.model
+    number = other.trial.number
+    same_mesh = (mine.model, mine.expert) == (theirs.model, theirs.expert)
     as_many_rows = mine.num_microbatches <= theirs.num_microbatches
     as_much_state = mine.zero <= theirs.zero and entry.bounds.peak >= other.entry.bounds.peak
     if other.trial.status == TOO_LARGE and as_many_rows and as_much_state and same_mesh:
@@ -425,6 +441,7 @@ def only_adds_work(entry: OpenCandidate, other: CompiledCandidate) -> bool:
     return (
         other.trial.status == FITS
         and (mine.zero, mine.model, mine.stage) == (theirs.zero, theirs.model, theirs.stage)
+        and mine.expert == theirs.expert
         and mine.num_microbatches >= theirs.num_microbatches
         and REMATS.index(mine.remat) >= REMATS.index(theirs.remat)
     )

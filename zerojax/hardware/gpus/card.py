@@ -83,19 +83,24 @@ class Gpu:
     sources: tuple[str, ...]
     assumptions: tuple[str, ...]
 
-    def peak_flops(self, dtype: str) -> float | None:
+    def peak_flops(self, dtype: str, eight_bits: float = 0.0) -> float | None:
         """FLOP/s of one card's matrix units; None if it has none for this dtype.
 
         Args:
           dtype: "bfloat16", "float16", or "float32", which JAX runs on TF32 units where there are
             some.
+          eight_bits: share of the FLOPs that are of 8-bit floats, from 0 to 1: the rate of both
+            kinds one after the other. A card without units for these computes them in `dtype`.
         """
         peaks = {
             "bfloat16": self.bf16_flops,
             "float16": self.fp16_flops,
             "float32": self.fp32_flops,
         }
-        return peaks.get(dtype)
+        peak = peaks.get(dtype)
+        if not peak or not self.fp8_flops or not eight_bits:
+            return peak
+        return 1 / ((1 - eight_bits) / peak + eight_bits / self.fp8_flops)
 
 
 class CardError(ValueError):

@@ -25,6 +25,7 @@ class Sizes:
       itemsize: bytes of a number of query, key and value.
       devices: of the axis.
       causal: whether a token sees only those before it.
+      windows_differ: whether layers have windows of their own.
     """
 
     rows: int
@@ -35,6 +36,7 @@ class Sizes:
     itemsize: int
     devices: int
     causal: bool = True
+    windows_differ: bool = False
 
 
 class Wire(NamedTuple):
@@ -88,6 +90,11 @@ def why_not(way: Way, sizes: Sizes) -> str | None:
         return (
             f"{asked} computes causal attention, and here tokens see those after them, too; use "
             "context_parallel='ulysses' or 'allgather'"
+        )
+    if way == "ring" and sizes.windows_differ:
+        return (
+            f"{asked} computes one window in all layers, and here layers have windows of their "
+            "own; use context_parallel='ulysses' or 'allgather'"
         )
     order = ORDERS[way]
     parts = parts_of(order, sizes.devices)

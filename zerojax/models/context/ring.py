@@ -44,11 +44,12 @@ class Merged(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """What is known before any array: the axis, the window and what scores are multiplied with."""
+    """What is known before any array: the axis, the window, what is done to scores."""
 
     axis: str
     window: int | None
     scale: float
+    softcap: float | None = None
 
 
 def ring_attention(
@@ -59,6 +60,7 @@ def ring_attention(
     axis: str,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Causal attention inside a `shard_map` that is manual over `axis`; tokens in zig-zag order.
@@ -72,6 +74,7 @@ def ring_attention(
       axis: name of the axis over which the sequence lies.
       scale: what scores are multiplied with.
       window: a query sees keys less than so many tokens before it.
+      softcap: see `zerojax.attention`.
       segments: integers [batch, tokens of this device], of queries and of keys; a query sees keys
         of its own segment, and nobody those of a negative one.
 
@@ -81,7 +84,7 @@ def ring_attention(
     """
     of_query, of_key = (None, None) if segments is None else map(_halves, segments)
     keys = Keys(_halves(key), _halves(value), of_key)
-    out = _attend(_Ring(axis, window, scale), _halves(query), of_query, keys)
+    out = _attend(_Ring(axis, window, scale, softcap), _halves(query), of_query, keys)
     return _whole(out)
 
 
@@ -160,6 +163,7 @@ def _pair(
     devices, size = lax.axis_size(ring.axis), keys.key.shape[2]
     options: dict[str, Any] = {"scale": ring.scale, "segments": None, "positions": None}
     options["visibility"] = Visibility(causal=same_chunk, window=ring.window)
+    options["softcap"] = ring.softcap
     if segments is not None and keys.segments is not None:
         options["segments"] = segments[half[0]], keys.segments[half[1]]
     if ring.window is not None and not same_chunk:

@@ -88,6 +88,8 @@ def attend_over(
     scale: float,
     segments: Pair | None,
     positions: Pair | None,
+    softcap: float | None = None,
+    index: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of the tokens of this device over the whole sequence.
 
@@ -97,8 +99,10 @@ def attend_over(
     Args:
       split: how the sequence lies.
       attend: `zerojax.attention` with the options that are left; for Ulysses and all-gather.
-      query, key, value, causal, window, scale, segments, positions: as `zerojax.attention` has
-        them, of the tokens of this device.
+      query, key, value, causal, window, scale, segments, positions, softcap: as `zerojax.attention`
+        has them, of the tokens of this device.
+      index: int32 [], what `attend` takes first where it says which of several windows is this
+        layer's; None: `window` is that of all. The collectives of a way are outside of that.
 
     Raises:
       ValueError: what a way cannot compute.
@@ -113,19 +117,24 @@ def attend_over(
             "context_parallel='ring' computes causal attention by the indices of tokens; use "
             "context_parallel='ulysses' or 'allgather'"
         )
-    options = {"causal": causal, "window": window, "scale": scale}
+    assert split.way != "ring" or index is None, "a plan has refused windows of layers"
+    options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
     pairs = {"segments": segments, "positions": positions}
     rows = {name: pair for name, pair in pairs.items() if pair is not None}
     is_one = {name for name, pair in rows.items() if pair[0] is pair[1]}
 
-    def local(query: jax.Array, key: jax.Array, value: jax.Array, rows: dict[str, Pair]) -> Any:
+    def local(
+        query: jax.Array, key: jax.Array, value: jax.Array, rows: dict[str, Pair], index: Any
+    ) -> Any:
         given: Any = {name: (x[0], x[0]) if name in is_one else x for name, x in rows.items()}
         arrays = query, key, value
         if split.way == "ring":
-            return ring_attention(*arrays, axis=split.axis, scale=scale, window=window, **given)
+            rest = {"scale": scale, "window": window, "softcap": softcap}
+            return ring_attention(*arrays, axis=split.axis, **rest, **given)
         way = ulysses_attention if split.way == "ulysses" else allgather_attention
         with sequences_split(None):
-            whole = functools.partial(attend, **options)
+            own = () if index is None else (index,)
+            whole = functools.partial(attend, *own, **options)
             return way(*arrays, axis=split.axis, attend=whole, **given)
 
     remaining = _axes_of_compiler()
@@ -133,13 +142,13 @@ def attend_over(
         heads = P(None, None, split.heads_axis)
         local = jax.shard_map(
             local,
-            in_specs=(heads, heads, heads, P()),
+            in_specs=(heads, heads, heads, P(), P()),
             out_specs=heads,
             axis_names=remaining,
             check_vma=False,
         )
     with jax.named_scope(SCOPE):
-        return local(query, key, value, rows)
+        return local(query, key, value, rows, index)
 
 
 def _axes_of_compiler() -> set[str]:

@@ -5,8 +5,16 @@ from zerojax.models.hugging_face.architectures import (
     architecture_of,
     architecture_of_config,
 )
-from zerojax.models.hugging_face.layouts import Architecture, Leaf, UnsupportedError
-from zerojax.models.hugging_face.pretrained import Pretrained, from_hugging_face
+from zerojax.models.hugging_face.config_reading import UnsupportedError
+from zerojax.models.hugging_face.layouts import Architecture, Leaf
+from zerojax.models.hugging_face.pretrained import (
+    Pretrained,
+    StoredArray,
+    arrays_in,
+    config_from_hugging_face,
+    factory_of,
+    from_hugging_face,
+)
 from zerojax.models.hugging_face.writing import Description, describe_model
 
 __all__ = [
@@ -15,9 +23,13 @@ __all__ = [
     "Description",
     "Leaf",
     "Pretrained",
+    "StoredArray",
     "UnsupportedError",
     "architecture_of",
     "architecture_of_config",
+    "arrays_in",
+    "config_from_hugging_face",
     "describe_model",
+    "factory_of",
     "from_hugging_face",
 ]

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.models.hugging_face import families, gemma_rows, moe_rows, olmo_rows
 from zerojax.models.hugging_face.bert_weights import BERT_ROW
+from zerojax.models.hugging_face.config_reading import UnsupportedError
 from zerojax.models.hugging_face.gpt2_weights import GPT2_ROW
-from zerojax.models.hugging_face.layouts import Architecture, UnsupportedError
+from zerojax.models.hugging_face.layouts import Architecture
 from zerojax.models.hugging_face.llama_weights import LLAMA_ROW
+from zerojax.models.hugging_face.t5_weights import T5_ROW
+from zerojax.models.zoo.decoder_config import DecoderConfig
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    row.model_type: row for row in (GPT2_ROW, LLAMA_ROW, BERT_ROW)
+    **{row.model_type: row for row in (GPT2_ROW, LLAMA_ROW, BERT_ROW, T5_ROW)},
+    **families.ROWS,
+    **gemma_rows.ROWS,
+    **olmo_rows.ROWS,
+    **moe_rows.ROWS,
 }
 """model_type -> row."""
 
@@ -23,20 +31,37 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
       UnsupportedError: there is none.
     """
     name = config.get("model_type")
-    if name not in ARCHITECTURES:
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and inner.get("model_type") in ARCHITECTURES:
         raise UnsupportedError(
-            f"config.json: model_type={name!r} is none of those that zerojax has a model for: "
-            f"{', '.join(ARCHITECTURES)}; train the model as your own flax module instead"
+            f"config.json: model_type={name!r} holds a {inner['model_type']} beside other models; "
+            "save its language model alone, as "
+            f"{ARCHITECTURES[inner['model_type']].class_name} with transformers"
         )
-    return ARCHITECTURES[name]
+    raise UnsupportedError(
+        f"config.json: model_type={name!r} is none of those that zerojax has a model for: "
+        f"{', '.join(ARCHITECTURES)}; train the model as your own flax module instead"
+    )
 
 
 def architecture_of_config(config: Any) -> Architecture:
-    """The row of a model of ours, by the class of its sizes.
+    """The row of a model of ours, by its sizes.
 
     Raises:
-      UnsupportedError: a model of the user's own.
+      UnsupportedError: a model of the user's own, or a decoder of no family.
     """
+    if isinstance(config, DecoderConfig):
+        if config.family in ARCHITECTURES:
+            return ARCHITECTURES[config.family]
+        known = (name for name, row in ARCHITECTURES.items() if row.config_class is DecoderConfig)
+        raise UnsupportedError(
+            f"DecoderConfig.family={config.family!r} is none of those that Hugging Face's files "
+            f"are written for: {', '.join(known)}; name one whose switches these are. `zerojax "
+            "checkpoint export` without --format writes any model's parameters under their own "
+            "names"
+        )
     for row in ARCHITECTURES.values():
         if isinstance(config, row.config_class):
             return row

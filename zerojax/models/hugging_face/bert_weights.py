@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax.models.hugging_face.layouts import (
-    Architecture,
-    Leaf,
-    UnsupportedError,
-    needed,
-    require,
-)
+from zerojax.models.hugging_face.config_reading import ConfigReading, UnsupportedError
+from zerojax.models.hugging_face.layouts import Architecture, Leaf
 from zerojax.models.zoo.bert import Bert, BertConfig
 
 _PREFIX = "bert."
@@ -82,12 +77,11 @@ def _norm(ours: str, theirs: str) -> list[Leaf]:
     ]
 
 
-def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_config(config: ConfigReading) -> dict[str, Any]:
     """Sizes from config.json; the class in "architectures" says which heads there are."""
-    require(config, "positions are a table here", position_embedding_type=("absolute", None))
-    require(config, "every token sees both sides here", is_decoder=(False, None))
-    require(config, "there is only self-attention", add_cross_attention=(False, None))
-    require(config, "the head reads the token table here", tie_word_embeddings=(True, None))
+    config.require("positions are a table here", position_embedding_type=("absolute", None))
+    config.require("every token sees both sides here", is_decoder=(False, None))
+    config.require("the head reads the token table here", tie_word_embeddings=(True, None))
     activation = config.get("hidden_act", "gelu")
     if activation not in _EXACT_GELU:
         raise UnsupportedError(
@@ -96,13 +90,13 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     has_mlm_head, has_pooler = _heads(config.get("architectures") or ["BertModel"])
     return {
-        "vocab_size": needed(config, "vocab_size"),
-        "max_seq_len": needed(config, "max_position_embeddings"),
+        "vocab_size": config.needed("vocab_size"),
+        "max_seq_len": config.needed("max_position_embeddings"),
         "num_types": config.get("type_vocab_size", 2),
-        "num_layers": needed(config, "num_hidden_layers"),
-        "num_heads": needed(config, "num_attention_heads"),
-        "embed_dim": needed(config, "hidden_size"),
-        "mlp_dim": needed(config, "intermediate_size"),
+        "num_layers": config.needed("num_hidden_layers"),
+        "num_heads": config.needed("num_attention_heads"),
+        "embed_dim": config.needed("hidden_size"),
+        "mlp_dim": config.needed("intermediate_size"),
         "norm_eps": config.get("layer_norm_eps", 1e-12),
         "exact_gelu": _EXACT_GELU[activation],
         "has_mlm_head": has_mlm_head,
@@ -150,8 +144,21 @@ BERT_ROW = Architecture(
     config_class=BertConfig,
     build=lambda config, rngs: Bert(config, rngs=rngs),
     leaves=leaves,
-    read_config=read_config,
+    read=read_config,
     write_config=write_config,
+    # Dropout is a setting of a run.
+    no_effect=(
+        "attention_probs_dropout_prob",
+        "hidden_dropout_prob",
+        "classifier_dropout",
+        "gradient_checkpointing",
+        "directionality",
+        "pooler_fc_size",
+        "pooler_num_attention_heads",
+        "pooler_num_fc_layers",
+        "pooler_size_per_head",
+        "pooler_type",
+    ),
     prefix=_PREFIX,
     # Numbers from 0 on, and copies of tied arrays. The head for sentence pairs has no place here;
     # many a BertForMaskedLM's file still has it, and the pooler.

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from zerojax.config.display import printable, quoted
-from zerojax.models.hugging_face.layouts import Range, UnsupportedError
+from zerojax.models.hugging_face.config_reading import UnsupportedError
+from zerojax.models.hugging_face.layouts import Range
 from zerojax.models.hugging_face.safetensors import INDEX, SINGLE, Tensor, read_block, read_table
 from zerojax.runtime.bounded_json import inside, load
 
@@ -32,6 +33,15 @@ class Folder:
     config: Mapping[str, Any]
     tensors: Mapping[str, tuple[Path, Tensor]]
     bytes_read: int = 0
+
+    def file_of(self, tensor: str) -> str:
+        """The name of the file that a tensor is in, relative to the folder."""
+        return str(self.tensors[tensor][0].absolute().relative_to(self.path))
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the files with tensors, relative to the folder, sorted."""
+        return sorted({self.file_of(tensor) for tensor in self.tensors})
 
     def read(self, name: str, runs: Sequence[Sequence[Range]]) -> np.ndarray:
         """A block of a tensor; no other byte of it is read.

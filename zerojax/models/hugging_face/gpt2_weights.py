@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from zerojax.models.hugging_face.layouts import Architecture, Leaf, needed, require
+from zerojax.models.hugging_face.config_reading import ConfigReading
+from zerojax.models.hugging_face.layouts import Architecture, Leaf
 from zerojax.models.zoo.gpt2 import GPT2, GPT2Config
 
 
@@ -42,24 +42,22 @@ def leaves(config: GPT2Config) -> list[Leaf]:
     return found
 
 
-def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_config(config: ConfigReading) -> dict[str, Any]:
     """Sizes from config.json; the names are those of the GPT-2 of 2019."""
-    require(
-        config,
+    config.require(
         "this model's MLP has the tanh form of GELU",
         activation_function=("gelu_new", "gelu_pytorch_tanh"),
     )
-    require(
-        config, "scores are divided by the root of the head's width", scale_attn_weights=(True,)
-    )
-    require(config, "layers have the same scale", scale_attn_by_inverse_layer_idx=(False, None))
-    require(config, "there is only self-attention", add_cross_attention=(False, None))
+    config.require("scores are divided by the root of the head's width", scale_attn_weights=(True,))
+    config.require("layers have the same scale", scale_attn_by_inverse_layer_idx=(False, None))
+    # An array of 2019 in two names; the first is the one that transformers reads.
+    positions, older = config.get("n_positions"), config.get("n_ctx")
     return {
-        "vocab_size": needed(config, "vocab_size"),
-        "max_seq_len": config.get("n_positions") or needed(config, "n_ctx"),
-        "num_layers": needed(config, "n_layer"),
-        "num_heads": needed(config, "n_head"),
-        "embed_dim": needed(config, "n_embd"),
+        "vocab_size": config.needed("vocab_size"),
+        "max_seq_len": positions or older or config.needed("n_positions"),
+        "num_layers": config.needed("n_layer"),
+        "num_heads": config.needed("n_head"),
+        "embed_dim": config.needed("n_embd"),
         "mlp_dim": config.get("n_inner"),
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
         "tie_embeddings": config.get("tie_word_embeddings", True),
@@ -91,8 +89,20 @@ GPT2_ROW = Architecture(
     config_class=GPT2Config,
     build=lambda config, rngs: GPT2(config, rngs=rngs),
     leaves=leaves,
-    read_config=read_config,
+    read=read_config,
     write_config=write_config,
+    # Dropout is a setting of a run, and scores are in float32 either way.
+    no_effect=(
+        "attn_pdrop",
+        "embd_pdrop",
+        "resid_pdrop",
+        "reorder_and_upcast_attn",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+    ),
     prefix="transformer.",
     # Causal masks, which early versions saved as if they were weights.
     ignored=(r"\.attn\.(masked_)?bias$",),

@@ -3,7 +3,8 @@
 A layout is written `"(heads head_dim) embed -> embed heads head_dim"`: left the dimensions of their
 tensor, those in parentheses joined into one (the last runs fastest), right ours. A number on the
 left divides the tensor into so many arrays: `"embed (3 heads head_dim) -> embed heads head_dim"`
-with `part=1` is the second of three.
+with `part=1` is the second of three. Where a tensor holds arrays of unequal sizes one after the
+other along its first dimension, `RowsOfTensor` says which rows are ours.
 """
 
 from __future__ import annotations
@@ -14,17 +15,26 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
+
+from zerojax.models.hugging_face.config_reading import ConfigReading, check_common
 
 Range = tuple[int, int]
 """From the first to behind the last."""
 
 _PART = "part"
-LAYER = "{layer}"
-"""Stands in a tensor's name for the number of its layer."""
+LAYER, EXPERT = "{layer}", "{expert}"
+"""Stand in a tensor's name for the number of its layer, and of its expert."""
+
+
+class RowsOfTensor(NamedTuple):
+    """Some of the rows of a tensor: the first of ours, and how many it has."""
+
+    first: int
+    all: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +46,19 @@ class Layout:
       ours: the dimensions of our array.
       parts: their tensor holds so many arrays, along the dimension "part" of `theirs`; 1: just one.
       part: which of them is ours.
+      rows: of their tensor that are ours; None: all.
     """
 
     theirs: tuple[tuple[str, ...], ...]
     ours: tuple[str, ...]
     parts: int = 1
     part: int = 0
+    rows: RowsOfTensor | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether their tensor holds our array alone."""
+        return self.parts == 1 and self.rows is None
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
         """The size of each dimension, from the shape of our array."""
@@ -52,7 +69,8 @@ class Layout:
     def their_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of their tensor, from that of our array."""
         sizes = self.sizes(shape)
-        return tuple(math.prod(sizes[name] for name in group) for group in self.theirs)
+        rows, *rest = (math.prod(sizes[name] for name in group) for group in self.theirs)
+        return (rows if self.rows is None else self.rows.all, *rest)
 
     def their_runs(self, shape: Sequence[int], index: Sequence[Range]) -> list[list[Range]]:
         """Where a slice of our array is in their tensor: for each dimension its runs, in order.
@@ -62,7 +80,9 @@ class Layout:
           index: a range of each of its dimensions.
         """
         sizes, taken = self.sizes(shape), self._ranges(index)
-        return [_runs([(sizes[name], taken[name]) for name in group]) for group in self.theirs]
+        runs = [_runs([(sizes[name], taken[name]) for name in group]) for group in self.theirs]
+        before = 0 if self.rows is None else self.rows.first
+        return [[(start + before, stop + before) for start, stop in runs[0]], *runs[1:]]
 
     def to_ours(self, values: np.ndarray, index: Sequence[Range]) -> np.ndarray:
         """What was read at `their_runs(shape, index)`, as our array has it; a view if it can be."""
@@ -75,7 +95,7 @@ class Layout:
 
     def as_theirs(self, values: np.ndarray) -> np.ndarray:
         """Our whole array as their tensor, which holds nothing else; a view if it can be."""
-        assert self.parts == 1, "other parts of their tensor would be missing"
+        assert self.is_whole, "other parts of their tensor would be missing"
         names = [name for group in self.theirs for name in group]
         turned = values.transpose([self.ours.index(name) for name in names])
         return turned.reshape(self.their_shape(values.shape))
@@ -89,6 +109,9 @@ class Layout:
         """
         sizes = self.sizes(values.shape)
         names = [name for group in self.theirs for name in group]
+        if self.rows is not None:
+            count = math.prod(sizes[name] for name in self.theirs[0])
+            out = out[self.rows.first : self.rows.first + count]
         split = out.reshape([sizes[name] for name in names])
         assert np.shares_memory(split, out)
         if _PART in names:
@@ -145,10 +168,6 @@ def parse_layout(text: str, part: int = 0) -> Layout:
     return Layout(theirs=tuple(groups), ours=ours, parts=parts, part=part)
 
 
-class UnsupportedError(ValueError):
-    """A folder of Hugging Face holds something that zerojax cannot train as it is meant."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One of our arrays and the tensors that it is made of.
@@ -156,27 +175,45 @@ class Leaf:
     Attributes:
       name: of the parameter, "blocks/attention/query/kernel".
       tensor: their name, "model.layers.{layer}.self_attn.q_proj.weight". With "{layer}" in it our
-        array is a stack: dimension 0 counts layers, each of which is a tensor.
+        array is a stack: dimension 0 counts layers, each of which is a tensor. With "{expert}" in
+        it, too, dimension 1 counts experts, and each expert of each layer is a tensor.
       dims: how a tensor is (a layer of) our array, see `parse_layout`.
       part: which of the parts that `dims` divides a tensor into.
+      rows: of a tensor that are ours, where it holds others of other sizes; None: all.
     """
 
     name: str
     tensor: str
     dims: str
     part: int = 0
+    rows: RowsOfTensor | None = None
 
     @property
     def is_stacked(self) -> bool:
         return LAYER in self.tensor
 
     @property
-    def layout(self) -> Layout:
-        return parse_layout(self.dims, self.part)
+    def num_stacked(self) -> int:
+        """How many leading dimensions of our array count tensors."""
+        return (LAYER in self.tensor) + (EXPERT in self.tensor)
 
-    def tensor_of(self, layer: int) -> str:
+    @property
+    def layout(self) -> Layout:
+        layout = parse_layout(self.dims, self.part)
+        return layout if self.rows is None else dataclasses.replace(layout, rows=self.rows)
+
+    def tensor_of(self, layer: int, expert: int = 0) -> str:
         """The name of a layer's tensor; of an array that is not a stack there is only layer 0."""
-        return self.tensor.replace(LAYER, str(layer))
+        return self.tensor.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
+
+    def numbers(self, shape: Sequence[int]) -> list[tuple[int, int]]:
+        """(layer, expert) of each tensor of our array, in order; 0 for what it does not count.
+
+        Args:
+          shape: of our whole array.
+        """
+        layers, experts = [*shape[: self.num_stacked], 1, 1][:2]
+        return [(layer, expert) for layer in range(layers) for expert in range(experts)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,13 +226,17 @@ class Architecture:
       config_class: of our model's sizes.
       build: our model from its sizes.
       leaves: the arrays of a model of these sizes, in the order in which tensors are written.
-      read_config: their config.json -> keyword arguments of `config_class`. Raises
+      read: their config.json, key by key -> keyword arguments of `config_class`. Raises
         UnsupportedError for a value that changes what the model computes and that ours lacks.
+      no_effect: further keys of config.json that change nothing of what this model computes; a key
+        that is neither read nor among these or `config_reading.NO_EFFECT` is refused.
       write_config: our sizes -> config.json without "model_type", and without "architectures"
         unless it depends on the sizes.
       prefix: what their names begin with, but not in every file: "transformer." of GPT-2.
       ignored: regular expressions of tensors that are not parameters, such as tables that their
         code fills anew, or parameters of heads that ours lacks. A tensor of a leaf never is.
+      copies: {tensor: the tensor that it repeats} of tensors that a file may have besides, such as
+        a token table under the name of output weights; other values than those are refused.
       renamed: (regular expression, replacement) on the names in a file, before they are looked up.
     """
 
@@ -204,35 +245,27 @@ class Architecture:
     config_class: type
     build: Callable[[Any, nnx.Rngs], nnx.Module]
     leaves: Callable[[Any], Sequence[Leaf]]
-    read_config: Callable[[Mapping[str, Any]], dict[str, Any]]
+    read: Callable[[ConfigReading], dict[str, Any]]
     write_config: Callable[[Any], dict[str, Any]]
+    no_effect: tuple[str, ...] = ()
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
 
+    def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of `config_class` from their config.json.
 
-def require(config: Mapping[str, Any], why: str, **allowed: tuple[Any, ...]) -> None:
-    """Refuses values of config.json that would make another model.
+        Raises:
+          UnsupportedError: a value that would make another model, or a key that is not known.
+        """
+        reading = ConfigReading(config)
+        found = self.read(reading)
+        check_common(reading, self.no_effect)
+        return found
 
-    Args:
-      config: theirs.
-      why: a clause on what ours does instead.
-      **allowed: for each key its values; the first is what a missing key means.
-
-    Raises:
-      UnsupportedError: another value.
-    """
-    for key, values in allowed.items():
-        value = config.get(key, values[0])
-        if value not in values:
-            listed = " or ".join(repr(x) for x in values)
-            raise UnsupportedError(
-                f"config.json: {key}={value!r}, but {why}; only {listed} will do"
-            )
-
-
-def needed(config: Mapping[str, Any], key: str) -> Any:
-    """A value that config.json has to have."""
-    if config.get(key) is None:
-        raise UnsupportedError(f"config.json has no {key!r}, without which there is no model")
-    return config[key]
+    def keys_read(self, config: Mapping[str, Any]) -> frozenset[str]:
+        """The keys of a config.json that say what the model computes."""
+        reading = ConfigReading(config)
+        self.read(reading)
+        return frozenset(reading.asked)

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from zerojax.models.hugging_face.architectures import architecture_of_config
-from zerojax.models.hugging_face.layouts import Leaf, UnsupportedError
+from zerojax.models.hugging_face.config_reading import UnsupportedError
+from zerojax.models.hugging_face.layouts import Leaf
 from zerojax.models.hugging_face.safetensors import Tensor, write_file
 from zerojax.models.zoo.lora import adapted_kernels
 
@@ -35,14 +36,14 @@ class _Module:
     Attributes:
       name: with "{layer}" in it where there is one per layer.
       leaves: our kernels in it, in the order of its parts.
-      parts: of our projections in it, with adapters or without.
-      ranks: of one adapter; inputs, outputs: features of one of our projections.
+      places: where each of them begins among the module's outputs, and how many it has.
+      rank: of one adapter; inputs, outputs: features of the whole module.
       takes_first: the base's weight is [inputs, outputs], as GPT-2's are.
     """
 
     name: str
     leaves: tuple[Leaf, ...]
-    parts: int
+    places: tuple[tuple[int, int], ...]
     rank: int
     inputs: int
     outputs: int
@@ -55,7 +56,7 @@ class _Module:
     def shapes(self) -> dict[str, tuple[int, int]]:
         return {
             "lora_A": (self.joined_rank, self.inputs),
-            "lora_B": (self.outputs * self.parts, self.joined_rank),
+            "lora_B": (self.outputs, self.joined_rank),
         }
 
 
@@ -152,15 +153,26 @@ def _module(
     # What `_maker` relies on: features in our order, parts outermost.
     assert takes_first or layout.theirs[1] == ins, (tensor, layout)
     assert outs[-len(b) + 1 :] == layout.ours[len(ins) :], (tensor, layout)
+    found = sorted((_place(leaf, names, adapters), leaf.name) for leaf in leaves)
+    by_name = {leaf.name: leaf for leaf in leaves}
+    own = math.prod(b[1:])
     return _Module(
         name=tensor.removesuffix(".weight"),
-        leaves=tuple(sorted(leaves, key=lambda leaf: leaf.part)),
-        parts=layout.parts,
+        leaves=tuple(by_name[name] for _, name in found),
+        places=tuple(place for place, _ in found),
         rank=a[-1],
         inputs=math.prod(a[:-1]),
-        outputs=math.prod(b[1:]),
+        outputs=own * layout.parts if layout.rows is None else layout.rows.all,
         takes_first=takes_first,
     )
+
+
+def _place(
+    leaf: Leaf, names: Mapping[str, tuple[str, str]], adapters: Mapping[str, Any]
+) -> tuple[int, int]:
+    """(first output of a projection of ours in its module, how many it has)."""
+    own = math.prod(adapters[names[leaf.name][1]].shape[int(leaf.is_stacked) :][1:])
+    return (own * leaf.part if leaf.rows is None else leaf.rows.first), own
 
 
 def _maker(
@@ -181,13 +193,13 @@ def _maker(
         return np.concatenate(rows)
 
     def make_b() -> np.ndarray:
-        joined = np.zeros(
-            (module.parts, module.outputs, len(module.leaves), module.rank), np.float32
-        )
-        for number, leaf in enumerate(module.leaves):
-            mine = own(names[leaf.name][1]).reshape(module.rank, module.outputs)
-            joined[leaf.part, :, number] = mine.T
-        return joined.reshape(module.parts * module.outputs, module.joined_rank)
+        joined = np.zeros((module.outputs, len(module.leaves), module.rank), np.float32)
+        for number, (leaf, (first, size)) in enumerate(
+            zip(module.leaves, module.places, strict=True)
+        ):
+            mine = own(names[leaf.name][1]).reshape(module.rank, size)
+            joined[first : first + size, number] = mine.T
+        return joined.reshape(module.outputs, module.joined_rank)
 
     return make_a if part == "lora_A" else make_b
 

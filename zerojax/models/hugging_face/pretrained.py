@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +17,21 @@ from flax import nnx
 from zerojax.config import LoraConfig
 from zerojax.config.checks import unknown_keyword
 from zerojax.models.from_nnx import NnxModel
-from zerojax.models.hugging_face.architectures import architecture_of
-from zerojax.models.hugging_face.folder import Folder, check_unquantized, open_folder
-from zerojax.models.hugging_face.layouts import Architecture, Leaf, Range, UnsupportedError
+from zerojax.models.hugging_face.architectures import architecture_of, architecture_of_config
+from zerojax.models.hugging_face.config_reading import UnsupportedError
+from zerojax.models.hugging_face.folder import (
+    CONFIG,
+    Folder,
+    check_unquantized,
+    open_folder,
+    read_json,
+)
+from zerojax.models.hugging_face.layouts import Architecture, Leaf, Range
 from zerojax.models.protocol import Arrays
 from zerojax.models.zoo.lora import add_lora
 
+ROWS_COMPARED = 256
+"""Of a table and of what config.json says is a copy of it."""
 ADAPTERS = r"(^|/)lora/[ab]$"
 """Names of parameters that no checkpoint of a base model has."""
 
@@ -43,10 +53,9 @@ class StoredArray:
           UnsupportedError: a tensor is missing or has another shape.
         """
         self.shape, self.is_stacked = shape, leaf.is_stacked
-        self._folder, self._layout = folder, leaf.layout
-        self._own = shape[1:] if leaf.is_stacked else shape
-        count = shape[0] if leaf.is_stacked else 1
-        self._names = [place_of(leaf.tensor_of(layer)) for layer in range(count)]
+        self._folder, self._layout, self._num_stacked = folder, leaf.layout, leaf.num_stacked
+        self._own = shape[leaf.num_stacked :]
+        self._names = [place_of(leaf.tensor_of(*each)) for each in leaf.numbers(shape)]
         wanted = self._layout.their_shape(self._own)
         for name in self._names:
             found = folder.tensors[name][1] if name in folder.tensors else None
@@ -63,8 +72,13 @@ class StoredArray:
 
     @property
     def tensors(self) -> Sequence[str]:
-        """The names in the files, layer by layer."""
+        """The names in the files, layer by layer, and in a layer expert by expert."""
         return self._names
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the files that these are in, relative to the folder, sorted."""
+        return sorted({self._folder.file_of(name) for name in self._names})
 
     def read(self, index: Sequence[Range]) -> np.ndarray:
         """A box of the array; of the files only its own bytes are read.
@@ -72,19 +86,24 @@ class StoredArray:
         Args:
           index: (first, behind the last) in each dimension.
         """
-        if not self.is_stacked:
-            return self._read_tensor(0, index).astype(self.dtype, copy=False)
-        (first, last), inner = index[0], index[1:]
-        if last - first == 1:
-            return self._read_tensor(first, inner).astype(self.dtype, copy=False)[None]
+        counted, inner = index[: self._num_stacked], index[self._num_stacked :]
+        wanted = list(itertools.product(*(range(*each) for each in counted)))
+        if len(wanted) == 1:
+            values = self._read_tensor(wanted[0], inner).astype(self.dtype, copy=False)
+            return values.reshape([stop - start for start, stop in index])
         result = np.empty([stop - start for start, stop in index], self.dtype)
-        for layer in range(first, last):
-            result[layer - first] = self._read_tensor(layer, inner)
+        for place in wanted:
+            at = tuple(x - first for x, (first, _) in zip(place, counted, strict=True))
+            result[at] = self._read_tensor(place, inner)
         return result
 
-    def _read_tensor(self, layer: int, index: Sequence[Range]) -> np.ndarray:
+    def _read_tensor(self, place: tuple[int, ...], index: Sequence[Range]) -> np.ndarray:
+        """`place`: the position of a tensor in our array's leading dimensions."""
+        number = 0
+        for position, size in zip(place, self.shape, strict=False):
+            number = number * size + position
         runs = self._layout.their_runs(self._own, index)
-        return self._layout.to_ours(self._folder.read(self._names[layer], runs), index)
+        return self._layout.to_ours(self._folder.read(self._names[number], runs), index)
 
 
 class Pretrained(NnxModel):
@@ -170,16 +189,16 @@ def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes:
     """A model with weights from a folder of Hugging Face: config.json and safetensors files.
 
     Every process reads only what its own devices hold, one tensor at a time, straight into the
-    shards that the plan says. BERT, GPT-2 and Llama are known
-    (`models.hugging_face.ARCHITECTURES`).
+    shards that the plan says. `models.hugging_face.ARCHITECTURES` has the model types that are
+    known: Llama, Mistral, Qwen, Gemma, Phi, OLMo, SmolLM3, GPT-2, BERT and more.
 
     Args:
       folder: as `save_pretrained` or `hf download` has left it.
       new: regular expressions on names of parameters that are not in the files, and begin as the
         model's own initialisation makes them. Those of adapters need none.
       **changes: settings of the model that are not the files', such as remat="full", dropout=0.1,
-        loss_chunk=1024 or max_seq_len; fields of `models.zoo.LlamaConfig` or
-        `models.zoo.GPT2Config`.
+        loss_chunk=1024 or max_seq_len; fields of `models.DecoderConfig`, or of `LlamaConfig`,
+        `GPT2Config` or `BertConfig`.
 
     Raises:
       FileNotFoundError: no such folder, or no safetensors in it.
@@ -188,13 +207,7 @@ def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes:
       ValueError: a file is damaged, or a change is not a setting of the model.
     """
     opened = open_folder(folder)
-    check_unquantized(opened.config)
-    row = architecture_of(opened.config)
-    fields = {field.name for field in dataclasses.fields(row.config_class)}
-    unknown = sorted(set(changes) - fields)
-    if unknown:
-        raise ValueError(unknown_keyword(row.config_class.__name__, unknown[0], sorted(fields)))
-    config = row.config_class(**{**row.read_config(opened.config), **changes})
+    row, config = _settings(opened.config, changes)
     try:
         return Pretrained(opened, row, config, new=new)
     except UnsupportedError as error:
@@ -208,10 +221,73 @@ def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes:
         ) from None
 
 
+def config_from_hugging_face(path: str | Path, **changes: Any) -> Any:
+    """Sizes and switches of a model from its config.json, without weights.
+
+    Args:
+      path: a config.json, or its folder, which needs no weights in it.
+      **changes: as of `from_hugging_face`.
+
+    Returns:
+      A `DecoderConfig`, or the configuration of the model's own class; see `factory_of`.
+
+    Raises:
+      FileNotFoundError, UnsupportedError, ValueError: as of `from_hugging_face`.
+    """
+    path = Path(path).expanduser()
+    return _settings(read_json(path / CONFIG if path.is_dir() else path), changes)[1]
+
+
+def arrays_in(folder: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredArray]:
+    """Parameters of ours in a folder of Hugging Face; reads no weights.
+
+    Args:
+      folder: as of `from_hugging_face`.
+      shapes: {name of a parameter: its whole shape}.
+
+    Raises:
+      FileNotFoundError, UnsupportedError, ValueError: as of `from_hugging_face`; or the folder's
+        model has no parameter of this name.
+    """
+    opened = open_folder(folder)
+    row, config = _settings(opened.config, {})
+    leaves = {leaf.name: leaf for leaf in row.leaves(config)}
+    unknown = sorted(set(shapes) - set(leaves))
+    if unknown:
+        raise UnsupportedError(f"{opened.path}: a {row.model_type} has no {unknown[0]!r}")
+    place_of = _place_of(opened, row)
+    return {
+        name: StoredArray(opened, leaves[name], shape, place_of) for name, shape in shapes.items()
+    }
+
+
+def factory_of(config: Any) -> Callable[[nnx.Rngs], nnx.Module]:
+    """What makes a model of these sizes with new weights: `rngs -> model`.
+
+    Raises:
+      UnsupportedError: sizes of a model of the user's own.
+    """
+    row = architecture_of_config(config)
+    return lambda rngs: row.build(config, rngs)
+
+
+def _settings(
+    config_json: Mapping[str, Any], changes: Mapping[str, Any]
+) -> tuple[Architecture, Any]:
+    """(the row, our sizes) of a config.json."""
+    check_unquantized(config_json)
+    row = architecture_of(config_json)
+    fields = {field.name for field in dataclasses.fields(row.config_class)}
+    unknown = sorted(set(changes) - fields)
+    if unknown:
+        raise ValueError(unknown_keyword(row.config_class.__name__, unknown[0], sorted(fields)))
+    return row, row.config_class(**{**row.read_config(config_json), **changes})
+
+
 def _find_arrays(
     folder: Folder,
     row: Architecture,
-    leaves: Iterable[Leaf],
+    leaves: Sequence[Leaf],
     params: Mapping[str, Any],
     new: Sequence[str],
 ) -> tuple[dict[str, StoredArray], list[str]]:
@@ -220,12 +296,7 @@ def _find_arrays(
     Raises:
       UnsupportedError: a parameter without a tensor, or a tensor without a place in the model.
     """
-    places = _places(folder, row)
-
-    def place_of(name: str) -> str:
-        bare = name.removeprefix(row.prefix)
-        return next((places[x] for x in (name, bare, row.prefix + bare) if x in places), name)
-
+    places, place_of = _places(folder, row), _place_of(folder, row)
     found: dict[str, StoredArray] = {}
     for leaf in leaves:
         if place_of(leaf.tensor_of(0)) not in folder.tensors and _matches(leaf.name, new):
@@ -239,8 +310,10 @@ def _find_arrays(
             )
     taken = {name for array in found.values() for name in array.tensors}
     rest = sorted(name for name, place in places.items() if place not in taken)
-    ignored = (*row.ignored, *_tied_heads(params))
-    unknown = [name for name in rest if not _matches(name, ignored)]
+    copies = {places[x]: place_of(y) for x, y in _copies(leaves, row).items() if x in places}
+    for name, original in copies.items():
+        _check_copy(folder, name, original)
+    unknown = [name for name in rest if name not in copies and not _matches(name, row.ignored)]
     if unknown:
         raise UnsupportedError(
             f"{folder.path}: {len(unknown)} tensors have no place in the model, such as "
@@ -261,9 +334,48 @@ def _places(folder: Folder, row: Architecture) -> dict[str, str]:
     return result
 
 
-def _tied_heads(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """Output weights in the files of a model whose token table serves for them."""
-    return () if "lm_head/kernel" in params else (r"^lm_head\.weight$",)
+def _place_of(folder: Folder, row: Architecture) -> Callable[[str], str]:
+    """A tensor's name in the table -> its name in the files."""
+    places = _places(folder, row)
+
+    def place_of(name: str) -> str:
+        bare = name.removeprefix(row.prefix)
+        return next((places[x] for x in (name, bare, row.prefix + bare) if x in places), name)
+
+    return place_of
+
+
+def _copies(leaves: Iterable[Leaf], row: Architecture) -> dict[str, str]:
+    """{tensor that a file may have besides: the tensor that it repeats}."""
+    tensors = {leaf.name: leaf.tensor for leaf in leaves}
+    table, copies = tensors.get("token_embedding/embedding"), dict(row.copies)
+    if table is not None and "lm_head/kernel" not in tensors:
+        copies["lm_head.weight"] = table  # the token table serves for output weights
+    return copies
+
+
+def _check_copy(folder: Folder, name: str, original: str) -> None:
+    """Refuses a copy of a table with other values: then another model was trained.
+
+    `ROWS_COMPARED` rows are read, evenly spaced: weights that were trained apart differ in all.
+    """
+    first, second = (folder.tensors[each][1] for each in (name, original))
+    same = first.shape == second.shape and first.dtype == second.dtype
+    if same:
+        number = first.shape[0]
+        step = max(number // ROWS_COMPARED, 1)
+        runs = [
+            [(row, row + 1) for row in range(0, number, step)],
+            *([(0, size)] for size in first.shape[1:]),
+        ]
+        blocks = [folder.read(each, runs) for each in (name, original)]
+        same = blocks[0].tobytes() == blocks[1].tobytes()
+    if not same:
+        raise UnsupportedError(
+            f"{folder.path}: tensor {name!r} is not the {original!r} that config.json says it "
+            'repeats; write "tie_word_embeddings": false into config.json if it is to be used, or '
+            "take the tensor out of the files"
+        )
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,12 +13,16 @@ from flax import nnx
 
 from zerojax.models.adapt import bound_attribute
 from zerojax.models.hugging_face.architectures import architecture_of, architecture_of_config
-from zerojax.models.hugging_face.layouts import Architecture, Leaf, UnsupportedError
+from zerojax.models.hugging_face.config_reading import ConfigReading, UnsupportedError
+from zerojax.models.hugging_face.layouts import Architecture, Leaf
+from zerojax.models.hugging_face.moe_rows import as_mixtral
 from zerojax.models.hugging_face.pretrained import Pretrained
 from zerojax.models.hugging_face.safetensors import Tensor
 from zerojax.models.protocol import Model
 from zerojax.models.trees import path_name
+from zerojax.models.zoo.decoder_config import DecoderConfig
 from zerojax.models.zoo.layers import Projection
+from zerojax.models.zoo.llama import LlamaConfig
 from zerojax.models.zoo.lora import LowRank, adapted_kernels, merged_kernel
 
 Read = Callable[[str, int | None], np.ndarray]
@@ -25,6 +30,11 @@ Read = Callable[[str, int | None], np.ndarray]
 
 _REPLACED = ("rope_parameters", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
 """Keys of the config.json that a model came from which are not kept."""
+_OF_THE_RUN = (
+    *("dropout", "family", "remat", "loss_chunk", "mlp_chunk"),
+    *("matmul_dtype", "attention", "attention_layout"),
+)
+"""Fields of `DecoderConfig` that are no switches of a family."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,12 +57,10 @@ class Description:
 
     def config_json(self, dtype: np.dtype | None = None) -> dict[str, Any]:
         """Their config.json, with the dtype of the files if there is one."""
-        written = {
-            "architectures": [self.row.class_name],
-            "model_type": self.row.model_type,
-            **self.row.write_config(self.config),
-        }
-        kept = {key: x for key, x in self.kept.items() if key not in (*_REPLACED, *written)}
+        written = _written(self.row, self.config)
+        # What the row reads it writes; the rest says nothing of what the model computes.
+        own = {*_REPLACED, *written, *self.row.keys_read(written)}
+        kept = {key: x for key, x in self.kept.items() if key not in own}
         return {**kept, **written, **({} if dtype is None else {"torch_dtype": dtype.name})}
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +78,8 @@ class Description:
         row = architecture_of(config)
         return cls(
             row=row,
-            config=row.config_class(**row.read_config(config)),
+            # Without a look at other keys: the run has been trained as the row reads it.
+            config=row.config_class(**row.read(ConfigReading(config))),
             kept=config,
             scales=values["scales"],
             source=values["source"],
@@ -80,11 +89,18 @@ class Description:
 def describe_model(model: Model) -> Description:
     """The description of a model that is going to be trained.
 
+    A Llama with a window is written as a Mistral, and one with experts as a Mixtral, which are the
+    same models.
+
     Raises:
-      UnsupportedError: its class has no row in the table, or its attention has a layout or a
-        window, which its config.json has no key for.
+      UnsupportedError: its class has no row in the table, or it has a setting which its config.json
+        has no key for.
     """
     config = bound_attribute(model, "config")
+    if isinstance(config, LlamaConfig) and config.moe.num_experts:
+        config = as_mixtral(config)
+    elif isinstance(config, LlamaConfig) and config.attention_window is not None:
+        config = dataclasses.replace(config.as_decoder(), family="mistral")
     row = architecture_of_config(config)
     layout = config.attention_layout
     if layout is not None:
@@ -92,13 +108,15 @@ def describe_model(model: Model) -> Description:
             f"attention_layout={layout.mode}: Hugging Face's {row.class_name} would compute the "
             "attention of all tokens; train with attention_layout=None, or use zerojax.load_run"
         )
-    window = config.attention_window
+    window = getattr(config, "attention_window", None)
     if window is not None:
         raise UnsupportedError(
             f"attention_window={window}: Hugging Face's {row.class_name} has no sliding window and "
             "would compute the attention of all tokens; train with attention_window=None, or use "
             "zerojax.load_run"
         )
+    if isinstance(config, DecoderConfig):
+        _check_family(row, config)
     scales = {
         f"{path_name(path)}/kernel": float(node.lora.scale)
         for path, node in nnx.iter_graph(getattr(model, "template", None) or model.source)
@@ -110,18 +128,81 @@ def describe_model(model: Model) -> Description:
     return Description(row=row, config=config, scales=scales)
 
 
+def _written(row: Architecture, config: Any) -> dict[str, Any]:
+    """Their config.json without what is kept of another one."""
+    return {
+        "architectures": [row.class_name],
+        "model_type": row.model_type,
+        **row.write_config(config),
+    }
+
+
+def _check_family(row: Architecture, config: DecoderConfig) -> None:
+    """Refuses switches that the family's config.json does not say.
+
+    Raises:
+      UnsupportedError: what is written is read as another model.
+    """
+    again = row.config_class(**row.read_config(_written(row, config)))
+    if config.moe.bias_rate is not None and again.moe.bias_rate is None:
+        raise UnsupportedError(
+            f"moe.bias_rate={config.moe.bias_rate!r}: experts are chosen with biases, which "
+            f"{row.class_name} has not, so that it would choose others; export the checkpoint "
+            "under its own names, or use zerojax.load_run"
+        )
+    for field in dataclasses.fields(DecoderConfig):
+        if field.name in _OF_THE_RUN:
+            continue
+        name = "features_per_head" if field.name == "head_dim" else field.name
+        ours, theirs = getattr(config, name), getattr(again, name)
+        if field.name == "moe":
+            trained = ("balance", "balance_weight", "z_weight")  # what only training adds
+            ours = dataclasses.replace(ours, **{name: getattr(theirs, name) for name in trained})
+        if field.name == "norm":
+            # Where a cast stands is rounding of narrow floats.
+            ours = dataclasses.replace(ours, rounds_first=theirs.rounds_first)
+        if field.name == "attention_scale":
+            ours, theirs = (x or config.features_per_head**-0.5 for x in (ours, theirs))
+        both_floats = isinstance(ours, float) and isinstance(theirs, float)
+        if ours != theirs and not (both_floats and math.isclose(ours, theirs)):
+            raise UnsupportedError(
+                f"{field.name}={ours!r}: config.json of a {row.model_type} says {theirs!r}, and "
+                f"{row.class_name} would compute that; set DecoderConfig.family to a family that "
+                "has it, or use zerojax.load_run"
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class Outgoing:
-    """A tensor on its way, and the arrays of ours that it holds, with their layouts."""
+    """A tensor on its way, and the arrays of ours that it holds, with their layouts.
+
+    Attributes:
+      tensor: name, shape and dtype.
+      layer: of our arrays; None: they are no stacks.
+      leaves: the arrays of ours.
+      expert: of the layer; None: the tensor is of a whole layer.
+      held: one for all experts of an array: the layer that was read last, so that each is read
+        once for all of its experts.
+    """
 
     tensor: Tensor
     layer: int | None
     leaves: tuple[Leaf, ...]
+    expert: int | None = None
+    held: dict[int | None, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
 
     def values(self, read: Read) -> np.ndarray:
         """The tensor; each of our arrays is asked for once, and only for this layer."""
         first = self.leaves[0]
-        if first.layout.parts == 1:
+        if self.expert is not None:
+            if self.layer not in self.held:
+                self.held.clear()
+                self.held[self.layer] = read(first.name, self.layer)
+            values = first.layout.as_theirs(self.held[self.layer][self.expert])
+            if self.expert == len(self.held[self.layer]) - 1:
+                self.held.clear()
+            return values.astype(self.tensor.dtype, copy=False)
+        if first.layout.is_whole:
             values = first.layout.as_theirs(read(first.name, self.layer))
             return values.astype(self.tensor.dtype, copy=False)
         out = np.empty(self.tensor.shape, self.tensor.dtype)
@@ -165,11 +246,13 @@ def outgoing(
         first = group[0]
         array = params[first.name]
         kind = np.dtype(jnp.dtype(dtype) if dtype else array.dtype)
-        own = tuple(array.shape[1:]) if first.is_stacked else tuple(array.shape)
-        shape = first.layout.their_shape(own)
-        for layer in range(array.shape[0]) if first.is_stacked else [None]:
-            tensor = Tensor(name=first.tensor_of(layer or 0), shape=shape, dtype=kind)
-            result.append(Outgoing(tensor, layer, tuple(group)))
+        shape = first.layout.their_shape(tuple(array.shape[first.num_stacked :]))
+        held: dict[int | None, np.ndarray] = {}
+        for numbers in first.numbers(array.shape):
+            tensor = Tensor(name=first.tensor_of(*numbers), shape=shape, dtype=kind)
+            layer = numbers[0] if first.is_stacked else None
+            expert = numbers[1] if first.num_stacked > 1 else None
+            result.append(Outgoing(tensor, layer, tuple(group), expert, held))
     return result
 
 

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence, Set
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
 from zerojax.models.jaxpr import Piece, cut_piece
 from zerojax.models.loops.detection import LayerLoop, find_layer_loop
+from zerojax.models.loops.own_state import (
+    Overwritten,
+    check_readers,
+    sort_extras,
+    sort_overwritten,
+)
 
 Arrays = dict[str, Any]
 Activations = tuple[jax.Array, ...]
@@ -33,6 +39,7 @@ def cut_loss(
     *,
     padding: bool = False,
     skips: bool = False,
+    overwritten: Set[str] = frozenset(),
 ) -> LossPieces:
     """The pieces of a loss.
 
@@ -47,10 +54,11 @@ def cut_loss(
       skips: whether rows of padding are not computed at all, but under a `cond`: only where no
         collective is in a layer, and where a layer is checkpointed (`LayerLoop.is_checkpointed`)
         or its residuals are not kept, since what a `cond` hands on to a backward pass are copies.
+      overwritten: names of the extras that are overwritten with their gradient.
 
     Raises:
       ValueError: the program has not the form that `find_layer_loop` asks for, or an extra is
-        written in a way that cannot be cut.
+        written or overwritten in a way that cannot be cut.
     """
     arguments = values, extras, key, batch
     closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -70,11 +78,13 @@ def cut_loss(
     before = loop.embed_piece.closed.jaxpr.outvars
     around = cut_piece(loop.program, [*loop.consts, *loop.others])
     head = loop.cut_after([*jax.tree.leaves(sums), *writers.head.values()])
-    check_readers(writers, positions[1], embed=loop.embed_piece, around=around, head=head)
+    read_by = {"embed": loop.embed_piece, "around": around, "head": head}
+    check_readers(writers, positions[1], **read_by)
     return LossPieces(
         loop=loop,
         padding=padding,
         skips=skips,
+        overwritten=sort_overwritten(loop, overwritten, positions[1], **read_by),
         _positions=positions,
         _embed=cut_piece(loop.program, [*before, *writers.embed.values()]),
         _around=around,
@@ -102,11 +112,13 @@ class LossPieces:
       loop: the loop over layers.
       padding: whether rows may be -1.
       skips: whether those are passed over instead of computed and thrown away.
+      overwritten: the extras that are overwritten with their gradient, by which piece reads them.
     """
 
     loop: LayerLoop
     padding: bool
     skips: bool
+    overwritten: Overwritten
     _positions: tuple[Arrays, Arrays, Any, Any]
     _embed: Piece
     _around: Piece
@@ -268,7 +280,8 @@ class LossPieces:
         slices = []
         for stack in self.loop.slices:
             if stack is None:
-                slices.append(next(remaining)[layer_of_row])
+                # A table of the model's is a NumPy array, which takes no traced index.
+                slices.append(jnp.asarray(next(remaining))[layer_of_row])
                 continue
             slices.append(stack.apply(stacks[stack.input]))
         return slices
@@ -400,88 +413,3 @@ def _key_impl(like: jax.ShapeDtypeStruct) -> str:
     found: list[str] = []
     jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), like)
     return found[0]
-
-
-class Writers(NamedTuple):
-    """The extras that a loss writes, by who does.
-
-    counters: {name: value of the program}, found from counters and from extras that nobody writes;
-    embed, head: {name: value}; layers: {name: which of the values that the loop gives a row of for
-    each layer}.
-    """
-
-    counters: dict[str, Any]
-    embed: dict[str, Any]
-    layers: dict[str, int]
-    head: dict[str, Any]
-
-
-def sort_extras(loop: LayerLoop, written: Mapping[str, Any], places: Mapping[str, int]) -> Writers:
-    """The extras by who writes them.
-
-    Args:
-      loop: over the layers.
-      written: {name: its new value in the program}, without those that stay as they are.
-      places: {name: its position among the inputs}, of all extras.
-
-    Raises:
-      ValueError: one is computed from what the loop returns for each layer.
-    """
-    depends, given = loop.dependence(), loop.row_outputs()
-    by_embed, by_layers, by_head = {}, {}, {}
-    for name, atom in written.items():
-        if not isinstance(atom, Literal) and atom in given:
-            by_layers[name] = given.index(atom)
-        elif not depends(atom):
-            by_embed[name] = atom
-        elif "rows" not in depends(atom):
-            by_head[name] = atom
-        else:
-            raise ValueError(
-                f"the model's state {name} is computed from what the loop of {loop.num_layers} "
-                "layers returns for each layer, and no pipeline stage has that of all layers: "
-                "store the rows themselves (the second result of jax.lax.scan), or compute it from "
-                "the carried value"
-            )
-    counters = _counters(loop, by_embed, written, places)
-    rest = {name: atom for name, atom in by_embed.items() if name not in counters}
-    return Writers(counters, rest, by_layers, by_head)
-
-
-def _counters(
-    loop: LayerLoop, free: Mapping[str, Any], written: Mapping[str, Any], places: Mapping[str, int]
-) -> dict[str, Any]:
-    """Those of some extras that depend on nothing but counters and extras that nobody writes."""
-    reads = {name: set(cut_piece(loop.program, [atom]).inputs) for name, atom in free.items()}
-    found = dict(free)
-    while True:
-        known = {place for name, place in places.items() if name in found or name not in written}
-        fewer = {name: atom for name, atom in found.items() if reads[name] <= known}
-        if len(fewer) == len(found):
-            return found
-        found = fewer
-
-
-def check_readers(
-    writers: Writers, places: Mapping[str, int], *, embed: Piece, around: Piece, head: Piece
-) -> None:
-    """Refuses an extra that one pipeline stage writes and another reads.
-
-    Args:
-      writers, places: see `sort_extras`; embed, around, head: what computes the first activations,
-        what the loop takes besides, and the loss.
-
-    Raises:
-      ValueError: the two are on different stages, and only activations go from one to another.
-    """
-    pieces = {"before the layers": embed, "by the layers": around, "after the layers": head}
-    written = zip(pieces, (writers.embed, writers.layers, writers.head), strict=True)
-    for where, names in written:
-        others = {place: piece for place, piece in pieces.items() if place != where}
-        for name in names:
-            for reader in [place for place, p in others.items() if places[name] in p.inputs]:
-                raise ValueError(
-                    f"the model's state {name} is written {where} and read {reader}, and pipeline "
-                    "stages hand on activations only: keep one for each of the two, or put it "
-                    "into the carried value"
-                )

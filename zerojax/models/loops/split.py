@@ -150,6 +150,7 @@ def split_layers(
 
     def run(weights: Any, fixed: Any, inputs: list, context: Any) -> Any:
         others, extras, key, batch = context
+        extras = {**extras, **weights["overwritten"]}
         given = tuple(interleave(inputs, others, activations))
         state = extras, key, batch, fixed, given
         outputs, changes = pieces.layers(weights["chunk"], weights["outer"], *state)
@@ -160,6 +161,7 @@ def split_layers(
         {
             "chunk": chunk,
             "outer": {n: x for n, x in outer.items() if n in pieces.layers_reads_outer},
+            "overwritten": {n: x for n, x in extras.items() if n in pieces.overwritten.layers},
         },
         jax.ShapeDtypeStruct((rows,), jnp.int32),
         with_gradient(activations),

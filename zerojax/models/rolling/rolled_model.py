@@ -19,7 +19,7 @@ from zerojax.models.jaxpr import (
     read_name,
     split_scan,
 )
-from zerojax.models.protocol import Arrays, LazyArray, Loss, Model, OnRead
+from zerojax.models.protocol import Arrays, LazyArray, Loss, Model, OnRead, StepRule
 from zerojax.models.reads import MarkRead
 from zerojax.models.rolling.finding import Loop, NamedProgram, read_stacks, roll_program
 from zerojax.models.rolling.flat_program import Mismatch, open_calls
@@ -68,6 +68,10 @@ class RolledModel:
     @property
     def overwritten(self) -> frozenset[str]:
         return self.inner.overwritten
+
+    @property
+    def step_rules(self) -> Mapping[str, StepRule]:
+        return self.inner.step_rules
 
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
         params, extras = self.inner.init(key, batch, loss)

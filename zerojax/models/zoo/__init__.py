@@ -1,38 +1,60 @@
-"""Reference models (GPT-2, Llama, BERT) in plain Flax NNX, and models from parts."""
+"""Reference models (GPT-2, Llama, BERT, T5) in plain Flax NNX, and models from parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from flax import nnx
 
 from zerojax.config import ModelConfig
 from zerojax.models.zoo.bert import Bert, BertConfig
 from zerojax.models.zoo.decoder import MEGATRON_RULES, Block, Decoder, KVCache, TensorParallelRules
-from zerojax.models.zoo.generation import generate
+from zerojax.models.zoo.decoder_config import DecoderConfig, LayerKind
+from zerojax.models.zoo.generation import generate, generate_from_source
 from zerojax.models.zoo.gpt2 import GPT2, GPT2Config
+from zerojax.models.zoo.layers import NormConfig
 from zerojax.models.zoo.llama import Llama, LlamaConfig
 from zerojax.models.zoo.lora import add_lora, merge_lora
+from zerojax.models.zoo.rope import Rope, RopeScaling
 from zerojax.models.zoo.stages import Stages
+from zerojax.models.zoo.t5 import T5, T5Config
 
 __all__ = [
     "GPT2",
+    "MODELS",
+    "T5",
     "Bert",
     "BertConfig",
     "Block",
     "Decoder",
+    "DecoderConfig",
     "GPT2Config",
     "KVCache",
+    "LayerKind",
     "Llama",
     "LlamaConfig",
+    "NormConfig",
+    "Rope",
+    "RopeScaling",
     "Stages",
+    "T5Config",
     "add_lora",
     "as_decoder_config",
     "build_model",
     "generate",
+    "generate_from_source",
     "merge_lora",
     "tensor_parallel_rules",
 ]
+
+MODELS: Mapping[str, tuple[type, Callable[..., nnx.Module]]] = {
+    "gpt2": (GPT2Config, GPT2),
+    "llama": (LlamaConfig, Llama),
+    "bert": (BertConfig, Bert),
+    "t5": (T5Config, T5),
+    "decoder": (DecoderConfig, Decoder),
+}
+"""Name in a run's record -> (class of its sizes, class of the model)."""
 
 _RULES: dict[str, TensorParallelRules] = {"gpt2": MEGATRON_RULES, "llama": MEGATRON_RULES}
 
@@ -59,6 +81,11 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             raise ValueError(
                 f"model.num_kv_heads={config.num_kv_heads}: gpt2 has one key/value head for each of"
                 f" its {config.num_heads} query heads; leave it out, or use model.name=llama"
+            )
+        if config.moe.num_experts:
+            raise ValueError(
+                f"model.moe.num_experts={config.moe.num_experts}: experts are gated and have no "
+                "biases, gpt2's MLPs are neither; use model.name=llama"
             )
         return GPT2Config(
             vocab_size=vocab_size,
@@ -98,6 +125,7 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             attention=config.attention,
             attention_layout=config.attention_layout.layout,
             attention_window=config.attention_window,
+            moe=config.moe,
         )
     raise ValueError(f"model.name={config.name!r} is unknown; use one of {', '.join(_RULES)}")
 

@@ -17,19 +17,19 @@ from zerojax.models.zoo.decoder import (
     MEGATRON_RULES,
     RESIDUAL_DIMS,
     TensorParallelRules,
-    check_decoder_sizes,
     check_tokens,
 )
+from zerojax.models.zoo.decoder_config import LayerKind, check_decoder_sizes
 from zerojax.models.zoo.layers import (
-    Attention,
     Dropout,
     Embedding,
-    GeluMlp,
     LayerNorm,
+    Mlp,
     Projection,
     constrain,
     expand_rank,
 )
+from zerojax.models.zoo.self_attention import Attention
 from zerojax.models.zoo.stacking import scan_blocks, stack_blocks
 
 INIT_STDDEV = 0.02
@@ -119,10 +119,11 @@ class EncoderBlock(nnx.Module):
             width,
             num_heads=config.num_heads,
             num_kv_heads=config.num_heads,
-            use_bias=True,
+            qkv_bias=True,
+            output_bias=True,
             stddev=INIT_STDDEV,
             output_stddev=INIT_STDDEV,
-            rope_theta=None,
+            kinds=(LayerKind(rope=None),),
             rngs=rngs,
             matmul_dtype=config.matmul_dtype,
             implementation=config.attention,
@@ -132,14 +133,16 @@ class EncoderBlock(nnx.Module):
         )
         self.attention_dropout = Dropout(config.dropout, rngs=rngs)
         self.attention_norm = LayerNorm(width, eps=config.norm_eps)
-        self.mlp = GeluMlp(
+        self.mlp = Mlp(
             width,
             config.mlp_dim or 4 * width,
+            activation="gelu" if config.exact_gelu else "gelu_tanh",
+            gated=False,
+            use_bias=True,
             stddev=INIT_STDDEV,
             output_stddev=INIT_STDDEV,
             rngs=rngs,
             matmul_dtype=config.matmul_dtype,
-            exact_gelu=config.exact_gelu,
         )
         self.mlp_dropout = Dropout(config.dropout, rngs=rngs)
         self.mlp_norm = LayerNorm(width, eps=config.norm_eps)
@@ -270,8 +273,13 @@ class Bert(nnx.Module):
 
         Raises:
           ValueError: neither positions nor weights. So are batches of text that is to be continued,
-            from which a model that sees both sides copies the next token.
+            from which a model that sees both sides copies the next token. Or rows of several texts.
         """
+        if "segments" in batch:
+            raise ValueError(
+                "rows hold several texts each (batch['segments'], of chats or packed text), which "
+                "a BERT does not tell apart; make batches with zerojax.data.as_masked_source"
+            )
         if "positions" not in batch and "weights" not in batch:
             raise ValueError(
                 f"a batch for BERT has {sorted(batch)}, but neither 'positions' nor 'weights' to "

@@ -21,12 +21,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+Arrays = tuple[jax.Array, ...]
+
 MATMUL_DTYPES = (None, "fp8")
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+KEPT_INPUT = "zerojax.fp8_input"
+"""Names the 8 bits of an input that a backward pass needs, for policies of checkpoints."""
 HISTORY_LENGTH = 16
 """Steps of which the largest magnitude counts; the length in Transformer Engine's examples."""
 
@@ -52,7 +57,7 @@ def check_matmul_dtype(name: str | None) -> None:
 def init_history(kernel: jax.Array) -> nnx.Variable[jax.Array]:
     """float32 [3, HISTORY_LENGTH]: the history of a new layer, which knows its kernel only."""
     history = jnp.zeros((3, HISTORY_LENGTH), jnp.float32)
-    return Overwritten(history.at[KERNEL, 0].set(_largest(kernel)))
+    return Overwritten(history.at[KERNEL, 0].set(largest_magnitude(kernel)))
 
 
 def scales_from(history: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -65,14 +70,22 @@ def scales_from(history: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
       float32 scalars for input, kernel and output gradient: the smallest power of two with which
       the largest magnitude is representable; 1 where the history is empty.
     """
-    limits = jnp.array([jnp.finfo(dtype).max for dtype in _DTYPES], jnp.float32)
-    largest = jnp.max(history, axis=-1)
-    ratio = jnp.clip(largest / limits, _SMALLEST, _LARGEST)
+    return (
+        scale_from(history, INPUT),
+        scale_from(history, KERNEL),
+        scale_from(history, OUTPUT_GRADIENT),
+    )
+
+
+def scale_from(history: jax.Array, operand: int) -> jax.Array:
+    """float32 []: the scale of INPUT, KERNEL or OUTPUT_GRADIENT, as `scales_from` has it."""
+    largest = jnp.max(history[operand])
+    limit = float(jnp.finfo(_DTYPES[operand]).max)
+    ratio = jnp.clip(largest / limit, _SMALLEST, _LARGEST)
     # Adding a mantissa of ones carries into the exponent unless the mantissa is zero.
-    bits = lax.bitcast_convert_type(ratio, jnp.uint32) + jnp.uint32(0x7FFFFF)
-    power = lax.bitcast_convert_type(bits & jnp.uint32(0xFF800000), jnp.float32)
-    scales = jnp.where(largest > 0, power, 1.0)
-    return scales[INPUT], scales[KERNEL], scales[OUTPUT_GRADIENT]
+    bits = lax.bitcast_convert_type(ratio, jnp.uint32) + np.uint32(0x7FFFFF)
+    power = lax.bitcast_convert_type(bits & np.uint32(0xFF800000), jnp.float32)
+    return jnp.where(largest > 0, power, 1.0)
 
 
 def quantise(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
@@ -89,7 +102,6 @@ def quantise(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(jnp.isinf(scaled), scaled, jnp.clip(scaled, -limit, limit)).astype(dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def fp8_dot(x: jax.Array, kernel: jax.Array, history: jax.Array, num_inputs: int) -> jax.Array:
     """The product of `x`'s last dimensions with `kernel`'s first ones, through 8-bit floats.
 
@@ -105,55 +117,114 @@ def fp8_dot(x: jax.Array, kernel: jax.Array, history: jax.Array, num_inputs: int
     Returns:
       [..., *outputs] in the dtype of `kernel`, summed in float32.
     """
-    return _forward(x, kernel, history, num_inputs)[0]
+    return fp8_dots(x, (kernel,), (history,), (None,), num_inputs)[0]
 
 
-def _forward(x: jax.Array, kernel: jax.Array, history: jax.Array, num_inputs: int) -> Any:
-    input_scale, kernel_scale, _ = scales_from(history)
+def in_bits(x: jax.Array, history: jax.Array) -> jax.Array:
+    """uint8, of the shape of `x`: the bits to which `fp8_dot` rounds a kernel with this history."""
+    scale = scale_from(history, KERNEL)
+    return lax.bitcast_convert_type(quantise(x, scale, FORWARD), jnp.uint8)
+
+
+def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    """What `in_bits` kept, in units of the scale: up to 448, exact in every `dtype` of products."""
+    return lax.bitcast_convert_type(bits, FORWARD).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def fp8_dots(
+    x: jax.Array,
+    kernels: Arrays,
+    histories: Arrays,
+    largest: tuple[jax.Array | None, ...],
+    num_inputs: int,
+) -> tuple[jax.Array, ...]:
+    """The products of one `x` with several kernels; see `fp8_dot`.
+
+    `x` is quantised once and its 8 bits are kept once for the backward pass. Its scale is the
+    largest that a history asks for: histories that began alike have seen the same `x` ever since.
+    The gradients of `x` are added in the dtype of the kernels, that of the last kernel first, as
+    JAX adds them where each product is one by itself.
+
+    Args:
+      largest: None for a kernel as it is. For one from `from_bits`, which is in units of its scale,
+        float32 []: its largest magnitude before it was rounded, on this device; of all devices the
+        largest counts. Gradients are those of the kernel itself in both cases.
+    """
+    return _forward(x, kernels, histories, largest, num_inputs)[0]
+
+
+def _forward(
+    x: jax.Array, kernels: Arrays, histories: Arrays, largest: Any, num_inputs: int
+) -> Any:
+    input_scale, scales = _scales_of_all(histories)
     small = quantise(x, input_scale, FORWARD)
     contracted = tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs))
-    y = _scaled_dot(
-        (small, input_scale),
-        (quantise(kernel, kernel_scale, FORWARD), kernel_scale),
-        contracted,
-        kernel.dtype,
-        precision=lax.Precision.DEFAULT,
+    results = tuple(
+        _scaled_dot(
+            (small, input_scale),
+            (_small_kernel(kernel, kernel_scale, known), kernel_scale),
+            contracted,
+            kernel.dtype,
+            precision=lax.Precision.DEFAULT,
+        )
+        for kernel, known, (kernel_scale, _) in zip(kernels, largest, scales, strict=True)
     )
     # The name lets a checkpoint that keeps what is dear keep these 8 bits, not the 32 before them.
     # As integers, since JAX puts what a checkpoint keeps through `reduce_precision`, which takes
     # e4m3's largest values (256 to 448) for infinities.
-    bits = checkpoint_name(lax.bitcast_convert_type(small, jnp.uint8), "zerojax.fp8_input")
-    # The kernel itself, not its 8 bits: at ZeRO-3 it is gathered again and quantised again.
-    return y, (bits, _largest(x), kernel, history)
+    bits = checkpoint_name(lax.bitcast_convert_type(small, jnp.uint8), KEPT_INPUT)
+    # The kernels themselves, not their 8 bits: at ZeRO-3 they are gathered and quantised again.
+    return results, (bits, largest_magnitude(x), kernels, histories, largest)
 
 
-def _backward(num_inputs: int, kept: Any, gradient: jax.Array) -> Any:
-    input_bits, largest_input, kernel, history = kept
+def _backward(num_inputs: int, kept: Any, gradients: Arrays) -> Any:
+    input_bits, largest_input, kernels, histories, largest = kept
     small_input = lax.bitcast_convert_type(input_bits, FORWARD)
-    input_scale, kernel_scale, gradient_scale = scales_from(history)
-    small_kernel = quantise(kernel, kernel_scale, FORWARD)
-    small_gradient = quantise(gradient, gradient_scale, BACKWARD)
+    input_scale, scales = _scales_of_all(histories)
     batch_dims = small_input.ndim - num_inputs
     batch = tuple(range(batch_dims))
-    input_gradient = _scaled_dot(
-        (small_gradient, gradient_scale),
-        (small_kernel, kernel_scale),
-        (tuple(range(batch_dims, gradient.ndim)), tuple(range(num_inputs, kernel.ndim))),
-        kernel.dtype,
-        precision=lax.Precision.HIGHEST,
-    )
-    kernel_gradient = _scaled_dot(
-        (small_input, input_scale),
-        (small_gradient, gradient_scale),
-        (batch, batch),
-        kernel.dtype,
-        precision=lax.Precision.HIGHEST,
-    )
-    newest = jnp.stack([largest_input, _largest(kernel), _largest(gradient)])
-    return input_gradient, kernel_gradient, remember(history, newest)
+    made = []
+    for kernel, history, known, gradient, (kernel_scale, gradient_scale) in zip(
+        kernels, histories, largest, gradients, scales, strict=True
+    ):
+        small_kernel = _small_kernel(kernel, kernel_scale, known)
+        small_gradient = quantise(gradient, gradient_scale, BACKWARD)
+        input_gradient = _scaled_dot(
+            (small_gradient, gradient_scale),
+            (small_kernel, kernel_scale),
+            (tuple(range(batch_dims, gradient.ndim)), tuple(range(num_inputs, kernel.ndim))),
+            kernel.dtype,
+            precision=lax.Precision.HIGHEST,
+        )
+        kernel_gradient = _scaled_dot(
+            (small_input, input_scale),
+            (small_gradient, gradient_scale),
+            (batch, batch),
+            kernel.dtype,
+            precision=lax.Precision.HIGHEST,
+        )
+        largest_kernel = largest_magnitude(kernel) if known is None else known
+        newest = jnp.stack([largest_input, largest_kernel, largest_magnitude(gradient)])
+        made.append((input_gradient, kernel_gradient, remember(history, newest)))
+    input_gradients, kernel_gradients, after = zip(*made, strict=True)
+    nothing = jax.tree.map(jnp.zeros_like, largest)
+    return functools.reduce(jnp.add, input_gradients[::-1]), kernel_gradients, after, nothing
 
 
-fp8_dot.defvjp(_forward, _backward)
+fp8_dots.defvjp(_forward, _backward)
+
+
+def _small_kernel(kernel: jax.Array, scale: jax.Array, known: jax.Array | None) -> jax.Array:
+    """A kernel in 8 bits; one from `from_bits`, whose largest magnitude is known, has them."""
+    return quantise(kernel, scale, FORWARD) if known is None else kernel.astype(FORWARD)
+
+
+def _scales_of_all(histories: Arrays) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    """(scale of the input, for each history (scale of its kernel, of its output gradient))."""
+    scales = [scales_from(history) for history in histories]
+    largest = functools.reduce(jnp.maximum, [input_scale for input_scale, _, _ in scales])
+    return largest, [(kernel_scale, gradient_scale) for _, kernel_scale, gradient_scale in scales]
 
 
 def remember(history: jax.Array, newest: jax.Array) -> jax.Array:
@@ -161,8 +232,8 @@ def remember(history: jax.Array, newest: jax.Array) -> jax.Array:
     return jnp.concatenate([newest[:, None], history[:, :-1]], axis=1)
 
 
-def _largest(x: jax.Array) -> jax.Array:
-    """float32 []: the largest magnitude."""
+def largest_magnitude(x: jax.Array) -> jax.Array:
+    """float32 []: what a history remembers of an array."""
     return jnp.max(jnp.abs(x)).astype(jnp.float32)
 
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from zerojax.models.zoo.decoder import Decoder, check_tokens
+from zerojax.models.zoo.t5 import T5
 
 PROMPT_MULTIPLE = 32  # prompts are padded to this, so that one compilation serves many lengths
 DEFAULT_NUM_TOKENS = 200
@@ -24,6 +25,7 @@ def generate(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
+    num_ids: int | None = None,
     seed: int = 0,
 ) -> jax.Array:
     """Continues each prompt by `num_tokens` sampled tokens. Dropout is off; `model` is unchanged.
@@ -34,6 +36,8 @@ def generate(
       num_tokens: how many tokens to add; prompt + num_tokens <= the model's max_seq_len.
       temperature: divides the logits; 0 always takes the likeliest token.
       top_k: sample only among the `top_k` likeliest tokens; None: among all.
+      num_ids: only ids below it are drawn, for a table with more rows than its tokenizer has ids;
+        None: any.
       seed: of the sampling; equal arguments give equal tokens.
 
     Returns:
@@ -42,10 +46,11 @@ def generate(
     Raises:
       TypeError, ValueError: prompts of the wrong kind, a sum too long, or an option out of range.
     """
-    if not callable(getattr(model, "extend", None)):
+    if not isinstance(model, Decoder):
+        of_t5 = "; for the targets of a T5 use generate_from_source"
         raise TypeError(
-            f"{type(model).__name__} does not continue texts; tokens are drawn from a GPT2 or a "
-            "Llama"
+            f"{type(model).__name__} does not continue texts; tokens are drawn from a "
+            f"Decoder, a GPT2 or a Llama{of_t5 * isinstance(model, T5)}"
         )
     tokens = np.asarray(tokens)
     limit, vocab_size = model.config.max_seq_len, model.config.vocab_size
@@ -53,7 +58,12 @@ def generate(
     prompt = tokens.shape[1]
     _check_request(prompt, num_tokens, limit=limit)
     _check_vocabulary(tokens, vocab_size=vocab_size)
-    _check_sampling(temperature, top_k, vocab_size=vocab_size)
+    if num_ids is not None and not 1 <= num_ids <= vocab_size:
+        raise ValueError(
+            f"num_ids={num_ids} must be between 1 and the vocabulary's {vocab_size}; use None for "
+            "all ids"
+        )
+    _check_sampling(temperature, top_k, vocab_size=num_ids or vocab_size)
     padded_length = min(-(-prompt // PROMPT_MULTIPLE) * PROMPT_MULTIPLE, limit)
     padded = np.zeros((tokens.shape[0], padded_length), np.int32)
     padded[:, :prompt] = tokens
@@ -67,13 +77,16 @@ def generate(
         graphdef=graphdef,
         num_tokens=num_tokens,
         top_k=top_k,
+        num_ids=num_ids,
         is_greedy=temperature == 0,
     )
     return jnp.concatenate([jnp.asarray(padded[:, :prompt]), added], axis=1)
 
 
-# The one jitted function outside step, plan and kernels: a decoding loop is worthless without it.
-@functools.partial(jax.jit, static_argnames=("graphdef", "num_tokens", "top_k", "is_greedy"))
+# Jitted outside of step, plan and kernels: a decoding loop is worthless without it.
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "num_tokens", "top_k", "num_ids", "is_greedy")
+)
 def _continue(
     state: nnx.State,
     padded: jax.Array,
@@ -84,6 +97,7 @@ def _continue(
     graphdef: nnx.GraphDef[Decoder],
     num_tokens: int,
     top_k: int | None,
+    num_ids: int | None,
     is_greedy: bool,
 ) -> jax.Array:
     """`num_tokens` tokens after the first `prompt` ones of `padded` [batch, padded_length].
@@ -98,13 +112,8 @@ def _continue(
     last = lax.dynamic_slice_in_dim(hidden, prompt - 1, 1, axis=1)
 
     def draw(last: jax.Array, key: jax.Array) -> jax.Array:
-        logits = model.head(last)[:, 0].astype(jnp.float32)
-        if is_greedy:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        if top_k is not None:
-            smallest = lax.top_k(logits, top_k)[0][:, -1:]
-            logits = jnp.where(logits < smallest, -jnp.inf, logits)
-        return jax.random.categorical(key, logits / temperature, axis=-1).astype(jnp.int32)
+        logits = model.head(last)[:, 0, :num_ids]
+        return _draw(logits, key, temperature, top_k=top_k, is_greedy=is_greedy)
 
     def advance(carry, step_key):
         token, cache, position = carry
@@ -115,6 +124,114 @@ def _continue(
     start = draw(last, keys[0]), cache, jnp.int32(prompt)
     (token, _, _), earlier = lax.scan(advance, start, keys[1:])
     return jnp.concatenate([earlier.T, token[:, None]], axis=1)
+
+
+def _draw(
+    logits: jax.Array,
+    key: jax.Array,
+    temperature: jax.Array,
+    *,
+    top_k: int | None,
+    is_greedy: bool,
+) -> jax.Array:
+    """Logits [batch, vocab] -> int32 [batch]."""
+    logits = logits.astype(jnp.float32)
+    if is_greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if top_k is not None:
+        smallest = lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    return jax.random.categorical(key, logits / temperature, axis=-1).astype(jnp.int32)
+
+
+def generate_from_source(
+    model: T5,
+    tokens: jax.Array | np.ndarray,
+    num_tokens: int,
+    *,
+    attention_mask: jax.Array | np.ndarray | None = None,
+    end_token: int | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> jax.Array:
+    """Draws a target for each source, such as a translation. Dropout is off.
+
+    Args:
+      model: an encoder and decoder of this package.
+      tokens: sources, integers [batch, source].
+      num_tokens: of each target, at most the model's max_seq_len.
+      attention_mask: [batch, source], 0 where a token of a source is padding; None: there is none.
+      end_token: what ends a target; all after it is `end_token`, too. None: nothing ends one.
+      temperature, top_k, seed: see `generate`; 0 always takes the likeliest token.
+
+    Returns:
+      int32 [batch, num_tokens], without the start token.
+
+    Raises:
+      TypeError, ValueError: as of `generate`.
+    """
+    if not isinstance(model, T5):
+        raise TypeError(
+            f"{type(model).__name__} has no encoder for a source; use generate(model, prompts, ...)"
+        )
+    tokens, config = np.asarray(tokens), model.config
+    check_tokens(tokens, max_seq_len=config.max_seq_len)
+    _check_request(1, num_tokens, limit=config.max_seq_len + 1)
+    _check_vocabulary(tokens, vocab_size=config.vocab_size)
+    _check_sampling(temperature, top_k, vocab_size=config.vocab_size)
+    if end_token is not None and not 0 <= end_token < config.vocab_size:
+        raise ValueError(
+            f"end_token={end_token} is none of the {config.vocab_size} token ids; use that of the "
+            "tokenizer, such as T5's 1"
+        )
+    graphdef, state = nnx.split(model)
+    return _from_source(
+        state,
+        jnp.asarray(tokens),
+        None if attention_mask is None else jnp.asarray(attention_mask),
+        temperature,
+        jax.random.key(seed),
+        graphdef=graphdef,
+        num_tokens=num_tokens,
+        top_k=top_k,
+        is_greedy=temperature == 0,
+        end_token=end_token,
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "num_tokens", "top_k", "is_greedy", "end_token")
+)
+def _from_source(
+    state: nnx.State,
+    tokens: jax.Array,
+    attention_mask: jax.Array | None,
+    temperature: jax.Array,
+    key: jax.Array,
+    *,
+    graphdef: nnx.GraphDef[T5],
+    num_tokens: int,
+    top_k: int | None,
+    is_greedy: bool,
+    end_token: int | None,
+) -> jax.Array:
+    model = nnx.merge(graphdef, state)
+    model.eval()
+    cache = model.init_cache(tokens, num_tokens, attention_mask)
+
+    def advance(carry, step_key):
+        token, cache, position = carry
+        hidden, cache = model.extend(token[:, None], cache, position)
+        logits = model.head(hidden)[:, 0]
+        new = _draw(logits, step_key, temperature, top_k=top_k, is_greedy=is_greedy)
+        if end_token is not None:
+            new = jnp.where((token == end_token) & (position > 0), end_token, new)
+        return (new, cache, position + 1), new
+
+    first = jnp.full(tokens.shape[0], model.config.start_token, jnp.int32)
+    _, drawn = lax.scan(advance, (first, cache, jnp.int32(0)), jax.random.split(key, num_tokens))
+    return drawn.T
 
 
 def _check_request(prompt: int, num_tokens: int, *, limit: int) -> None:
@@ -202,7 +319,13 @@ def continue_text(
         )
     num_tokens = min(DEFAULT_NUM_TOKENS, room) if num_tokens is None else num_tokens
     drawn = generate(
-        model, tokens[None], num_tokens, temperature=temperature, top_k=top_k, seed=seed
+        model,
+        tokens[None],
+        num_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        num_ids=min(tokenizer.vocab_size, model.config.vocab_size),
+        seed=seed,
     )
     return tokenizer.decode(np.asarray(drawn[0, _prefix(tokenizer).size :]))
 

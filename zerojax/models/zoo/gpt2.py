@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.models.attending import Implementation
-from zerojax.models.zoo.decoder import Block, Decoder, build_lm_head, check_decoder_sizes
-from zerojax.models.zoo.layers import Attention, Dropout, Embedding, GeluMlp, LayerNorm
-from zerojax.models.zoo.stacking import stack_blocks
-
-INIT_STDDEV = 0.02
+from zerojax.models.zoo.decoder import Decoder
+from zerojax.models.zoo.decoder_config import DecoderConfig, LayerKind, check_decoder_sizes
+from zerojax.models.zoo.layers import NormConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +69,34 @@ class GPT2Config:
     def head_dim(self) -> None:
         """As wide as heads get when they share the width."""
 
+    def as_decoder(self) -> DecoderConfig:
+        """The same model by the switches of every decoder."""
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            max_seq_len=self.max_seq_len,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            embed_dim=self.embed_dim,
+            mlp_dim=self.mlp_dim,
+            dropout=self.dropout,
+            tie_embeddings=self.tie_embeddings,
+            norm=NormConfig(kind="layer", eps=self.norm_eps, has_bias=True),
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            kinds=(LayerKind(window=self.attention_window, rope=None),),
+            activation="gelu_tanh",
+            gated=False,
+            learned_positions=True,
+            family="gpt2",
+            remat=self.remat,
+            loss_chunk=self.loss_chunk,
+            mlp_chunk=self.mlp_chunk,
+            matmul_dtype=self.matmul_dtype,
+            attention=self.attention,
+            attention_layout=self.attention_layout,
+        )
+
     @property
     def num_parameters(self) -> int:
         """Number of trainable elements."""
@@ -89,62 +112,5 @@ class GPT2(Decoder):
     """GPT-2. `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config.as_decoder(), rngs=rngs)
         self.config = config
-        self.token_embedding = Embedding(
-            config.vocab_size, config.embed_dim, stddev=INIT_STDDEV, rngs=rngs
-        )
-        self.position_embedding = Embedding(
-            config.max_seq_len, config.embed_dim, stddev=INIT_STDDEV, rngs=rngs
-        )
-        self.embed_dropout = Dropout(config.dropout, rngs=rngs)
-        self.blocks = stack_blocks(
-            lambda layer_rngs: _build_block(config, layer_rngs), config.num_layers, rngs=rngs
-        )
-        self.final_norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
-        self.lm_head = build_lm_head(config, stddev=INIT_STDDEV, rngs=rngs)
-
-    def look_up(self, tokens: jax.Array, position: jax.Array | int) -> jax.Array:
-        """[batch, new] tokens -> [batch, new, embed], without dropout; see `Decoder.look_up`."""
-        x = self.token_embedding(tokens)
-        if jnp.ndim(position) == 2:
-            return x + self.position_embedding(jnp.asarray(position)).astype(x.dtype)
-        positions = lax.dynamic_slice_in_dim(
-            self.position_embedding.embedding[...], position, tokens.shape[1], axis=0
-        )
-        return x + positions[None].astype(x.dtype)
-
-
-def _build_block(config: GPT2Config, rngs: nnx.Rngs) -> Block:
-    # Each of the 2 * num_layers outputs added to the residual stream starts smaller, so that the
-    # stream's variance does not grow with depth (Radford et al. 2019, section 2.3).
-    output_stddev = INIT_STDDEV / (2 * config.num_layers) ** 0.5
-    return Block(
-        attention_norm=LayerNorm(config.embed_dim, eps=config.norm_eps),
-        attention=Attention(
-            config.embed_dim,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            use_bias=True,
-            stddev=INIT_STDDEV,
-            output_stddev=output_stddev,
-            rope_theta=None,
-            rngs=rngs,
-            matmul_dtype=config.matmul_dtype,
-            implementation=config.attention,
-            layout=config.attention_layout,
-            window=config.attention_window,
-            max_seq_len=config.max_seq_len,
-        ),
-        mlp_norm=LayerNorm(config.embed_dim, eps=config.norm_eps),
-        mlp=GeluMlp(
-            config.embed_dim,
-            config.mlp_dim or 4 * config.embed_dim,
-            stddev=INIT_STDDEV,
-            output_stddev=output_stddev,
-            rngs=rngs,
-            matmul_dtype=config.matmul_dtype,
-        ),
-        mlp_chunk=config.mlp_chunk,
-        dropout=config.dropout,
-        rngs=rngs,
-    )

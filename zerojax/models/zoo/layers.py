@@ -1,8 +1,8 @@
-"""Layers of a decoder: projection, embedding, norms, rotary positions, attention, MLPs.
+"""Layers of a transformer: projection, embedding, norms, MLPs, dropout.
 
 Parameters are created in float32. Every layer reads each of its parameters once per call, through
 `param[...]`, and computes in the dtype that the reading returns: cast the parameters to bfloat16
-and the activations are bfloat16. Norms, rotary angles and the softmax are always in float32.
+and the activations are bfloat16. Norms are always in float32.
 
 Models name the dimensions of activations ("batch", "sequence", "embed") and never know a mesh.
 Without `activation_rules` in force `constrain` is the identity, so that a model runs alone as well
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.config.attention_layouts import BlockLayout
-from zerojax.models.attending import Implementation, attend_to_cache, attention
-from zerojax.models.context import whole_length
-from zerojax.models.sparse_layouts import BlockTable, layout_table
-from zerojax.models.zoo.fp8 import fp8_dot, init_history
-from zerojax.models.zoo.rope import RopeScaling, rotary_frequencies
+from zerojax.models.reads import in_eight_bits
+from zerojax.models.zoo.fp8 import fp8_dots, init_history
 
 _RULES: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar(
     "activation_rules", default=None
@@ -50,6 +47,8 @@ class Weights(NamedTuple):
 
     kernel: jax.Array
     bias: jax.Array | None
+    largest: jax.Array | None = None
+    """float32 []: of a kernel that is rounded to 8 bits, see `fp8.fp8_dots`; None: as it is."""
 
 
 class Projection(nnx.Module):
@@ -87,20 +86,46 @@ class Projection(nnx.Module):
 
     def read(self) -> Weights:
         """The parameters as they are read, for one or several calls of `apply`."""
-        return Weights(self.kernel[...], self.bias[...] if self.use_bias else None)
+        bias = self.bias[...] if self.use_bias else None
+        if self.matmul_dtype is None:
+            return Weights(self.kernel[...], bias)
+        with in_eight_bits(self.amax_history[...]) as asked:
+            kernel = self.kernel[...]
+        return Weights(kernel, bias, asked.largest)
 
     def apply(self, weights: Weights, x: jax.Array) -> jax.Array:
         """`__call__` with parameters that have been read."""
-        kernel = weights.kernel
-        x = x.astype(kernel.dtype)
-        if self.matmul_dtype is None:
-            dims = tuple(range(x.ndim - self.num_inputs, x.ndim)), tuple(range(self.num_inputs))
-            y = lax.dot_general(x, kernel, (dims, ((), ())))
-        else:
-            y = fp8_dot(x, kernel, self.amax_history[...], self.num_inputs)
+        return apply_together([self], [weights], x)[0]
+
+    def finish(self, weights: Weights, x: jax.Array, y: jax.Array) -> jax.Array:
+        """The result from the product `y`: the bias and what `lora` makes of `x` are added."""
         if weights.bias is not None:
             y = y + expand_rank(weights.bias.astype(y.dtype), y.ndim)
         return y if self.lora is None else y + self.lora(x).astype(y.dtype)
+
+
+def apply_together(
+    projections: Sequence[Projection], weights: Sequence[Weights], x: jax.Array
+) -> list[jax.Array]:
+    """What several projections make of one input, of which 8-bit products keep one copy.
+
+    Args:
+      projections: all with the same `in_shape` and `matmul_dtype`.
+      weights: of each, as they have been read, in one dtype.
+      x: [..., *in_shape].
+    """
+    first = projections[0]
+    kernels = [each.kernel for each in weights]
+    x = x.astype(kernels[0].dtype)
+    if first.matmul_dtype is None:
+        dims = tuple(range(x.ndim - first.num_inputs, x.ndim)), tuple(range(first.num_inputs))
+        products = [lax.dot_general(x, kernel, (dims, ((), ()))) for kernel in kernels]
+    else:
+        histories = tuple(each.amax_history[...] for each in projections)
+        largest = tuple(each.largest for each in weights)
+        products = list(fp8_dots(x, tuple(kernels), histories, largest, first.num_inputs))
+    given = zip(projections, weights, products, strict=True)
+    return [projection.finish(read, x, y) for projection, read, y in given]
 
 
 class Embedding(nnx.Module):
@@ -121,226 +146,105 @@ class Embedding(nnx.Module):
         return lax.dot_general(x.astype(table.dtype), table, (((x.ndim - 1,), (1,)), ((), ())))
 
 
-class LayerNorm(nnx.Module):
-    """Layer normalisation over the last dimension (arXiv:1607.06450), computed in float32."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    """What a norm is.
 
-    def __init__(self, features: int, *, eps: float) -> None:
-        self.eps = eps
-        self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros((features,), jnp.float32))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., features] -> the same shape and dtype."""
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        scale = expand_rank(self.scale[...].astype(jnp.float32), x.ndim)
-        bias = expand_rank(self.bias[...].astype(jnp.float32), x.ndim)
-        return (wide * scale + bias).astype(x.dtype)
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation (arXiv:1910.07467), computed in float32."""
-
-    def __init__(self, features: int, *, eps: float) -> None:
-        self.eps = eps
-        self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., features] -> the same shape and dtype."""
-        wide = x.astype(jnp.float32)
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * expand_rank(self.scale[...].astype(jnp.float32), x.ndim)).astype(x.dtype)
-
-
-def rotate_positions(
-    x: jax.Array,
-    positions: jax.Array,
-    *,
-    theta: float,
-    scaling: RopeScaling | None = None,
-    seq_len: int = 0,
-) -> jax.Array:
-    """Rotary position embedding (arXiv:2104.09864), pairing feature i with i + head_dim / 2.
-
-    Args:
-      x: [batch, seq, heads, head_dim], head_dim even.
-      positions: [seq] or [batch, seq] integers, the position of each token in its text.
-      theta: base of the wavelengths; pair i turns by position * theta^(-2 i / head_dim) radians.
-      scaling, seq_len: see `rope.rotary_frequencies`.
-
-    Returns:
-      The same shape and dtype; the angles and the rotation are computed in float32.
+    Attributes:
+      kind: "rms" (arXiv:1910.07467), or "layer", which takes the mean off (arXiv:1607.06450).
+      eps: added to the mean square.
+      has_scale, has_bias: whether features are multiplied with a learned scale, and get a bias.
+      scale_offset: added to the stored scale, 1 in Gemma, whose scales start at 0.
+      rounds_first: whether the normalised features get their dtype back before they are scaled, as
+        in transformers' Llama; else after.
     """
-    half = x.shape[-1] // 2
-    frequencies = rotary_frequencies(half, theta, scaling, seq_len=seq_len)
-    angles = positions.astype(jnp.float32)[..., None] * expand_rank(frequencies, positions.ndim + 1)
-    cosine, sine = (expand_rank(f(angles), 3)[:, :, None, :] for f in (jnp.cos, jnp.sin))
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * cosine - second * sine, second * cosine + first * sine]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-5
+    has_scale: bool = True
+    has_bias: bool = False
+    scale_offset: float = 0.0
+    rounds_first: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("rms", "layer"):
+            raise ValueError(f"norm kind={self.kind!r} is unknown; use rms or layer")
+        if not self.eps > 0:
+            raise ValueError(f"norm eps={self.eps} must be above 0; 1e-5 is usual")
 
 
-class Attention(nnx.Module):
-    """Self-attention with grouped key/value heads (arXiv:2305.13245), causal unless told otherwise.
+class Norm(nnx.Module):
+    """Normalisation over the last dimensions, of `shape` together, computed in float32."""
 
-    Query, key and value are separate, so that each splits over its own heads. `matmul_dtype` is
-    that of the four projections; scores and mixing stay in the dtype of the activations. `layout`
-    is of rows of `max_seq_len` tokens; of `window` see `zerojax.attention`.
+    def __init__(self, shape: tuple[int, ...], config: NormConfig) -> None:
+        self.config, self.num_dims = config, len(shape)
+        if config.has_scale:
+            self.scale = nnx.Param(jnp.full(shape, 1.0 - config.scale_offset, jnp.float32))
+        if config.has_bias:
+            self.bias = nnx.Param(jnp.zeros(shape, jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., *shape] -> the same shape and dtype."""
+        config, dims = self.config, tuple(range(x.ndim - self.num_dims, x.ndim))
+        wide = x.astype(jnp.float32)
+        if config.kind == "layer":
+            wide = wide - jnp.mean(wide, axis=dims, keepdims=True)
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=dims, keepdims=True) + config.eps)
+        if config.rounds_first:
+            wide = wide.astype(x.dtype).astype(jnp.float32)
+        scale, bias = (
+            expand_rank(getattr(self, name)[...].astype(jnp.float32), x.ndim) if has else None
+            for name, has in (("scale", config.has_scale), ("bias", config.has_bias))
+        )
+        if scale is not None:
+            wide = wide * (scale + config.scale_offset if config.scale_offset else scale)
+        return (wide if bias is None else wide + bias).astype(x.dtype)
+
+
+class LayerNorm(Norm):
+    """Layer normalisation of features, with scale and bias."""
+
+    def __init__(self, features: int, *, eps: float) -> None:
+        super().__init__((features,), NormConfig(kind="layer", eps=eps, has_bias=True))
+
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+}
+"""Of an MLP, by name."""
+
+
+class Mlp(nnx.Module):
+    """down(f(up(x))), or, gated, down(f(gate(x)) * up(x)) (arXiv:2002.05202).
+
+    `dropout` is the probability of hidden activations.
     """
 
     def __init__(
         self,
         embed_dim: int,
+        mlp_dim: int,
         *,
-        num_heads: int,
-        num_kv_heads: int,
+        activation: str,
+        gated: bool,
         use_bias: bool,
         stddev: float,
         output_stddev: float,
-        rope_theta: float | None,
-        rngs: nnx.Rngs,
-        rope_scaling: RopeScaling | None = None,
-        head_dim: int | None = None,
-        matmul_dtype: str | None = None,
-        is_causal: bool = True,
-        implementation: Implementation = "auto",
-        layout: BlockLayout | None = None,
-        window: int | None = None,
-        max_seq_len: int = 0,
-    ) -> None:
-        head_dim = head_dim or embed_dim // num_heads
-        heads, kv_heads = (num_heads, head_dim), (num_kv_heads, head_dim)
-        self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
-        self.is_causal = is_causal
-        self.implementation: Implementation = implementation
-        self.layout, self.max_seq_len, self.num_heads = layout, max_seq_len, num_heads
-        self.window = window
-
-        def projection(in_shape: tuple[int, ...], out_shape: tuple[int, ...], scale: float):
-            return Projection(
-                in_shape,
-                out_shape,
-                stddev=scale,
-                use_bias=use_bias,
-                rngs=rngs,
-                matmul_dtype=matmul_dtype,
-            )
-
-        self.query = projection((embed_dim,), heads, stddev)
-        self.key = projection((embed_dim,), kv_heads, stddev)
-        self.value = projection((embed_dim,), kv_heads, stddev)
-        self.output = projection(heads, (embed_dim,), output_stddev)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        visible: jax.Array | None = None,
-        *,
-        segments: jax.Array | None = None,
-        positions: jax.Array | None = None,
-    ) -> jax.Array:
-        """Attention of every token to the tokens before it and itself, or to all.
-
-        Args:
-          x: [batch, seq, embed].
-          visible: bool [batch, seq], False where nobody looks (padding); None: all are seen.
-          segments: integers [batch, seq], the text of each token, see `zerojax.attention`; where
-            they are given, `visible` is not.
-          positions: integers [batch, seq] of each token in its text, for rotary positions; None:
-            the indices.
-
-        Returns:
-          [batch, seq, embed].
-        """
-        positions = jnp.arange(x.shape[1]) if positions is None else positions
-        query, key, value = self._project(x, positions, whole_length(x.shape[1]))
-        seen: Any = segments
-        if visible is not None:  # all queries are of segment 0, and so are the keys that are seen
-            seen = jnp.zeros(visible.shape, jnp.int32), jnp.where(visible, 0, -1)
-        mixed = attention(
-            query,
-            key,
-            value,
-            causal=self.is_causal,
-            segments=seen,
-            window=self.window,
-            layout=self._table(),
-            implementation=self.implementation,
-        )
-        return self.output(mixed)
-
-    def extend(
-        self, x: jax.Array, cache: tuple[jax.Array, jax.Array], position: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Attention of new tokens to themselves and to all earlier ones, held in a cache.
-
-        Args:
-          x: [batch, new, embed], the tokens at position .. position + new - 1.
-          cache: keys and values, each [batch, length, kv_heads, head_dim]; what lies at and after
-            `position` is overwritten or not looked at.
-          position: i32[], number of tokens before `x`; position + new <= length.
-
-        Returns:
-          ([batch, new, embed], the cache with the new keys and values written).
-        """
-        positions = position + jnp.arange(x.shape[1])
-        query, key, value = self._project(x, positions, cache[0].shape[1])
-        keys = lax.dynamic_update_slice_in_dim(cache[0], key.astype(cache[0].dtype), position, 1)
-        values = lax.dynamic_update_slice_in_dim(
-            cache[1], value.astype(cache[1].dtype), position, 1
-        )
-        mixed = attend_to_cache(
-            query,
-            keys.astype(query.dtype),
-            values.astype(query.dtype),
-            positions=positions,
-            window=self.window,
-            table=self._table(),
-        )
-        return self.output(mixed), (keys, values)
-
-    def _table(self) -> BlockTable | None:
-        """The blocks of the longest row; those of a shorter one, or of a cache, are a part."""
-        if self.layout is None:
-            return None
-        return layout_table(self.layout, num_heads=self.num_heads, num_tokens=self.max_seq_len)
-
-    def _project(
-        self, x: jax.Array, positions: jax.Array, seq_len: int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`seq_len`: tokens of the whole text; with a cache, those that it has room for."""
-        query, key, value = self.query(x), self.key(x), self.value(x)
-        if self.rope_theta is not None:
-            rotate = functools.partial(
-                rotate_positions,
-                positions=positions,
-                theta=self.rope_theta,
-                scaling=self.rope_scaling,
-                seq_len=seq_len,
-            )
-            query, key = rotate(query), rotate(key)
-        return query, key, value
-
-
-class GeluMlp(nnx.Module):
-    """down(gelu(up(x))) with biases; the tanh form of GELU as in GPT-2, or the exact one (BERT)."""
-
-    def __init__(
-        self,
-        embed_dim: int,
-        mlp_dim: int,
-        *,
-        stddev: float,
-        output_stddev: float,
         rngs: nnx.Rngs,
         matmul_dtype: str | None = None,
-        exact_gelu: bool = False,
+        dropout: float = 0.0,
     ) -> None:
-        self.exact_gelu = exact_gelu
-        build = functools.partial(Projection, use_bias=True, rngs=rngs, matmul_dtype=matmul_dtype)
+        self.activation = activation
+        build = functools.partial(
+            Projection, use_bias=use_bias, rngs=rngs, matmul_dtype=matmul_dtype
+        )
+        self.gate = build((embed_dim,), (mlp_dim,), stddev=stddev) if gated else None
         self.up = build((embed_dim,), (mlp_dim,), stddev=stddev)
         self.down = build((mlp_dim,), (embed_dim,), stddev=output_stddev)
+        self.dropout = Dropout(dropout, rngs=rngs) if dropout else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., embed] -> [..., embed]."""
@@ -348,49 +252,22 @@ class GeluMlp(nnx.Module):
 
     def read(self) -> tuple[Weights, ...]:
         """The parameters as they are read, for one or several calls of `apply`."""
-        return self.up.read(), self.down.read()
+        gate = () if self.gate is None else (self.gate.read(),)
+        return *gate, self.up.read(), self.down.read()
 
     def apply(self, weights: tuple[Weights, ...], x: jax.Array) -> jax.Array:
         """`__call__` with parameters that have been read."""
-        up, down = weights
-        hidden = jax.nn.gelu(self.up.apply(up, x), approximate=not self.exact_gelu)
-        return self.down.apply(down, hidden)
+        *gate, up, down = weights
+        act = ACTIVATIONS[self.activation]
+        if self.gate is None:
+            hidden = act(self.up.apply(up, x))
+        else:
+            opened, wide = apply_together([self.gate, self.up], [*gate, up], x)
+            hidden = act(opened) * wide
+        return self.down.apply(down, hidden if self.dropout is None else self.dropout(hidden))
 
 
-class SwiGluMlp(nnx.Module):
-    """down(silu(gate(x)) * up(x)) without biases (arXiv:2002.05202), as in Llama."""
-
-    def __init__(
-        self,
-        embed_dim: int,
-        mlp_dim: int,
-        *,
-        stddev: float,
-        output_stddev: float,
-        rngs: nnx.Rngs,
-        matmul_dtype: str | None = None,
-    ) -> None:
-        build = functools.partial(Projection, use_bias=False, rngs=rngs, matmul_dtype=matmul_dtype)
-        self.gate = build((embed_dim,), (mlp_dim,), stddev=stddev)
-        self.up = build((embed_dim,), (mlp_dim,), stddev=stddev)
-        self.down = build((mlp_dim,), (embed_dim,), stddev=output_stddev)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., embed] -> [..., embed]."""
-        return self.apply(self.read(), x)
-
-    def read(self) -> tuple[Weights, ...]:
-        """The parameters as they are read, for one or several calls of `apply`."""
-        return self.gate.read(), self.up.read(), self.down.read()
-
-    def apply(self, weights: tuple[Weights, ...], x: jax.Array) -> jax.Array:
-        """`__call__` with parameters that have been read."""
-        gate, up, down = weights
-        hidden = jax.nn.silu(self.gate.apply(gate, x)) * self.up.apply(up, x)
-        return self.down.apply(down, hidden)
-
-
-def in_chunks(mlp: GeluMlp | SwiGluMlp, x: jax.Array, chunk: int) -> jax.Array:
+def in_chunks(mlp: Mlp, x: jax.Array, chunk: int) -> jax.Array:
     """`mlp(x)` with hidden activations of so many tokens of a row at a time.
 
     The parameters are read once, outside of the loop over chunks. Their gradients are summed over

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 from flax import nnx
 
 from zerojax.config.attention_layouts import BlockLayout
+from zerojax.config.expert_settings import MoEConfig
 from zerojax.models.attending import Implementation
-from zerojax.models.zoo.decoder import Block, Decoder, build_lm_head, check_decoder_sizes
-from zerojax.models.zoo.layers import Attention, Dropout, Embedding, RMSNorm, SwiGluMlp
-from zerojax.models.zoo.rope import RopeScaling
-from zerojax.models.zoo.stacking import stack_blocks
-
-INIT_STDDEV = 0.02
-MLP_MULTIPLE = 128  # the default MLP width is rounded up to whole tiles of a matrix unit
+from zerojax.models.zoo.decoder import Decoder
+from zerojax.models.zoo.decoder_config import (
+    DecoderConfig,
+    LayerKind,
+    check_decoder_sizes,
+    check_experts,
+    default_mlp_dim,
+    with_expert_dim,
+)
+from zerojax.models.zoo.layers import NormConfig
+from zerojax.models.zoo.rope import Rope, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,8 @@ class LlamaConfig:
       attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
       attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
         ones have a part of it (see `zerojax.attention`).
+      moe: experts in place of the MLP (arXiv:2401.04088); without an `expert_dim` each is `mlp_dim`
+        wide.
       attention_window: how many tokens each one sees, itself included (a sliding window, Mistral's
         `sliding_window`); None: all before it.
     """
@@ -69,13 +75,16 @@ class LlamaConfig:
     attention: Implementation = "auto"
     attention_layout: BlockLayout | None = None
     attention_window: int | None = None
+    moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
 
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         if self.mlp_dim is None:
             object.__setattr__(self, "mlp_dim", default_mlp_dim(self.embed_dim))
+        object.__setattr__(self, "moe", with_expert_dim(self.moe, self.mlp_dim))
         check_decoder_sizes(self)
+        check_experts(self)
         if self.features_per_head % 2 or self.features_per_head < 1:
             origin = (
                 f"embed_dim={self.embed_dim} / num_heads={self.num_heads} ="
@@ -95,73 +104,46 @@ class LlamaConfig:
         """`head_dim`, also where it follows from the others."""
         return self.head_dim or self.embed_dim // self.num_heads
 
+    def as_decoder(self) -> DecoderConfig:
+        """The same model by the switches of every decoder."""
+        rope = Rope(theta=self.rope_theta, scaling=self.rope_scaling)
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            max_seq_len=self.max_seq_len,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            embed_dim=self.embed_dim,
+            num_kv_heads=self.num_kv_heads,
+            mlp_dim=self.mlp_dim,
+            head_dim=self.head_dim,
+            dropout=self.dropout,
+            tie_embeddings=self.tie_embeddings,
+            norm=NormConfig(eps=self.norm_eps),
+            kinds=(LayerKind(window=self.attention_window, rope=rope),),
+            family="llama",
+            remat=self.remat,
+            loss_chunk=self.loss_chunk,
+            mlp_chunk=self.mlp_chunk,
+            matmul_dtype=self.matmul_dtype,
+            attention=self.attention,
+            attention_layout=self.attention_layout,
+            moe=self.moe,
+        )
+
     @property
     def num_parameters(self) -> int:
         """Number of trainable elements."""
-        width, kv_heads = self.embed_dim, self.num_kv_heads or self.num_heads
-        attention = 2 * width * (self.num_heads + kv_heads) * self.features_per_head
-        mlp = 3 * width * (self.mlp_dim or default_mlp_dim(width))
-        tables = (1 if self.tie_embeddings else 2) * self.vocab_size * width
-        return self.num_layers * (attention + mlp + 2 * width) + tables + width
+        return self.as_decoder().num_parameters
 
-
-def default_mlp_dim(embed_dim: int) -> int:
-    """8/3 * embed_dim, rounded up to a multiple of `MLP_MULTIPLE`."""
-    return -(-8 * embed_dim // (3 * MLP_MULTIPLE)) * MLP_MULTIPLE
+    @property
+    def num_active_parameters(self) -> int:
+        """How many of them a token meets: all, but for the experts that it does not go through."""
+        return self.as_decoder().num_active_parameters
 
 
 class Llama(Decoder):
     """A Llama-style decoder. `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config.as_decoder(), rngs=rngs)
         self.config = config
-        self.token_embedding = Embedding(
-            config.vocab_size, config.embed_dim, stddev=INIT_STDDEV, rngs=rngs
-        )
-        self.embed_dropout = Dropout(config.dropout, rngs=rngs)
-        self.blocks = stack_blocks(
-            lambda layer_rngs: _build_block(config, layer_rngs), config.num_layers, rngs=rngs
-        )
-        self.final_norm = RMSNorm(config.embed_dim, eps=config.norm_eps)
-        self.lm_head = build_lm_head(config, stddev=INIT_STDDEV, rngs=rngs)
-
-    def look_up(self, tokens: jax.Array, position: jax.Array | int) -> jax.Array:
-        """[batch, new] tokens -> [batch, new, embed]; the position acts inside the attention."""
-        return self.token_embedding(tokens)
-
-
-def _build_block(config: LlamaConfig, rngs: nnx.Rngs) -> Block:
-    # As in GPT-2: outputs added to the residual stream start smaller, the deeper the model.
-    output_stddev = INIT_STDDEV / (2 * config.num_layers) ** 0.5
-    return Block(
-        attention_norm=RMSNorm(config.embed_dim, eps=config.norm_eps),
-        attention=Attention(
-            config.embed_dim,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads or config.num_heads,
-            use_bias=False,
-            stddev=INIT_STDDEV,
-            output_stddev=output_stddev,
-            rope_theta=config.rope_theta,
-            rope_scaling=config.rope_scaling,
-            head_dim=config.head_dim,
-            rngs=rngs,
-            matmul_dtype=config.matmul_dtype,
-            implementation=config.attention,
-            layout=config.attention_layout,
-            window=config.attention_window,
-            max_seq_len=config.max_seq_len,
-        ),
-        mlp_norm=RMSNorm(config.embed_dim, eps=config.norm_eps),
-        mlp=SwiGluMlp(
-            config.embed_dim,
-            config.mlp_dim or default_mlp_dim(config.embed_dim),
-            stddev=INIT_STDDEV,
-            output_stddev=output_stddev,
-            rngs=rngs,
-            matmul_dtype=config.matmul_dtype,
-        ),
-        mlp_chunk=config.mlp_chunk,
-        dropout=config.dropout,
-        rngs=rngs,
-    )

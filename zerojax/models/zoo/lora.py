@@ -7,6 +7,7 @@ product A B, which has the shape of the kernel. Only merging makes it, one kerne
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from zerojax.config.checks import names_keywords
 from zerojax.config.sections import LoraConfig
 from zerojax.models import trees
 from zerojax.models.zoo.layers import Dropout, Projection
+from zerojax.models.zoo.moe import GatedExperts, Router
 from zerojax.models.zoo.stacking import stack_blocks
 
 A_SUFFIX, B_SUFFIX, KERNEL_SUFFIX = "/lora/a", "/lora/b", "/kernel"
@@ -192,12 +194,30 @@ def _insert(model: nnx.Module, config: LoraConfig, rngs: nnx.Rngs) -> nnx.Module
             "build it with flax.nnx.LoRALinear in place of nnx.Linear, and train it with "
             f"freeze=({r'^(?!.*/lora_[ab]$)'!r},)"
         )
+    _check_experts(model, projections, config)
     chosen = trees.match_names(projections, config.targets, option="LoraConfig.targets")
     for name in sorted(chosen):
         projection = projections[name]
         _check_free(name, projection)
         projection.lora = nnx.data(_build(projection, config, rngs))
     return model
+
+
+def _check_experts(model: nnx.Module, projections: Iterable[str], config: LoraConfig) -> None:
+    """Refuses targets that match experts and nothing else: their kernels are no projections."""
+    experts = [
+        trees.path_name(path)
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, GatedExperts | Router)
+    ]
+    names = tuple(projections)
+    for pattern in config.targets:
+        found = [name for name in experts if re.search(pattern, name)]
+        if found and not any(re.search(pattern, name) for name in names):
+            raise ValueError(
+                f"LoraConfig.targets: {pattern!r} matches {found[0]}, and experts and their router "
+                "have no adapters yet; leave it out: targets=('attention/',)"
+            )
 
 
 def _check_free(name: str, projection: Projection) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+
+KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,22 +21,41 @@ class RopeScaling:
       kind: "linear": positions are divided by `factor` (arXiv:2306.15595). "llama3": only long
         wavelengths are stretched by `factor`, with a ramp in between (as Llama 3.1 is published).
         "dynamic": the base grows with the length of the text beyond `original_max_seq_len`, up to
-        it nothing changes (NTK-aware scaling as transformers has it).
+        it nothing changes (NTK-aware scaling as transformers has it). "yarn": long wavelengths are
+        stretched by `factor`, short ones stay, with a ramp over pairs of features in between, and
+        cosine and sine grow (arXiv:2309.00071). "longrope": each pair has a factor of its own, one
+        for texts of up to `original_max_seq_len` tokens and one for longer ones (arXiv:2402.13753).
       factor: at least 1.
-      original_max_seq_len: tokens, of the texts before; "llama3" and "dynamic".
+      original_max_seq_len: tokens, of the texts before; all but "linear".
       low_freq_factor, high_freq_factor: "llama3": wavelengths above `original_max_seq_len` / low
         are stretched, those below `original_max_seq_len` / high stay.
+      beta_fast, beta_slow: "yarn": pairs that turn more often than `beta_fast` times within
+        `original_max_seq_len` tokens stay, those below `beta_slow` are stretched.
+      truncate: "yarn": whether the ends of the ramp are whole numbers of pairs.
+      attention_factor: "yarn" and "longrope": what cosine and sine are multiplied by; None: what
+        the papers say, 0.1 ln(factor) + 1 and sqrt(1 + ln(factor) / ln(original_max_seq_len)).
+      short_factor, long_factor: "longrope": what each pair's wavelength is multiplied by.
     """
 
-    kind: Literal["linear", "dynamic", "llama3"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     factor: float
     original_max_seq_len: int | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "dynamic", "llama3"):
-            raise ValueError(f"rope_scaling.kind={self.kind!r}: use linear, dynamic or llama3")
+        for name in ("short_factor", "long_factor"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.kind not in KINDS:
+            raise ValueError(
+                f"rope_scaling.kind={self.kind!r}: use {', '.join(KINDS[:-1])} or {KINDS[-1]}"
+            )
         if not self.factor >= 1.0:
             raise ValueError(f"rope_scaling.factor={self.factor} must be at least 1")
         if self.kind != "linear" and not self.original_max_seq_len:
@@ -46,6 +68,88 @@ class RopeScaling:
                 f"rope_scaling: low_freq_factor={self.low_freq_factor} must be above 0 and below "
                 f"high_freq_factor={self.high_freq_factor}"
             )
+        if not 0 < self.beta_slow < self.beta_fast:
+            raise ValueError(
+                f"rope_scaling: beta_slow={self.beta_slow} must be above 0 and below "
+                f"beta_fast={self.beta_fast}"
+            )
+        if self.attention_factor is not None and not self.attention_factor > 0:
+            raise ValueError(
+                f"rope_scaling.attention_factor={self.attention_factor} must be above 0"
+            )
+        if self.kind == "longrope":
+            self._check_factors()
+
+    def _check_factors(self) -> None:
+        if len(self.short_factor) != len(self.long_factor) or not self.short_factor:
+            raise ValueError(
+                f"rope_scaling: short_factor has {len(self.short_factor)} numbers and long_factor "
+                f"{len(self.long_factor)}; give one each for every pair of features that turns"
+            )
+        least = min(*self.short_factor, *self.long_factor)
+        if not least > 0:
+            raise ValueError(
+                f"rope_scaling: short_factor and long_factor have {least}; all must be above 0"
+            )
+
+    @property
+    def magnitude(self) -> float:
+        """What cosine and sine are multiplied by."""
+        if self.kind not in ("yarn", "longrope"):
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1.0:
+            return 1.0
+        if self.kind == "yarn":
+            return 0.1 * math.log(self.factor) + 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_seq_len or 0))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions of a layer (arXiv:2104.09864).
+
+    Attributes:
+      theta: base of the wavelengths.
+      scaling: how they are stretched to longer texts; None: not.
+      fraction: share of a head's features that turn, the first ones.
+      interleaved: pairs are neighbours, 2 i and 2 i + 1, as in the paper; else feature i and the
+        one half of the turning features further.
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+    fraction: float = 1.0
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.theta <= 1.0:
+            raise ValueError(f"rope_theta={self.theta} must be above 1; 10000.0 is usual")
+        if not 0.0 < self.fraction <= 1.0:
+            raise ValueError(f"rope fraction={self.fraction} must be above 0 and at most 1")
+
+    def turning(self, head_dim: int) -> int:
+        """How many features of a head turn."""
+        return int(head_dim * self.fraction)
+
+    def check(self, head_dim: int) -> None:
+        """Raises ValueError where the features of a head do not make the pairs that turn."""
+        turning = self.turning(head_dim)
+        if turning % 2 or turning < 2:
+            raise ValueError(
+                f"head_dim={head_dim} with rope fraction={self.fraction} turns {turning} features, "
+                "but rotary positions turn pairs of features; use an even number of at least 2"
+            )
+        scaling = self.scaling
+        if scaling is None or scaling.kind != "longrope":
+            return
+        if len(scaling.short_factor) != turning // 2:
+            raise ValueError(
+                f"rope_scaling: short_factor and long_factor have {len(scaling.short_factor)} "
+                f"numbers, but {turning // 2} pairs of features turn (head_dim={head_dim}, "
+                f"fraction={self.fraction})"
+            )
 
 
 def rotary_frequencies(
@@ -54,23 +158,55 @@ def rotary_frequencies(
     """Radians per position by which each pair of features turns: float32 [half].
 
     Args:
-      half: pairs, half of a head's features.
+      half: pairs, half of the features that turn.
       theta: base of the wavelengths; pair i turns by theta^(-i / half) radians per position.
       scaling: None: as it is.
-      seq_len: tokens of the text; "dynamic" alone looks at it.
+      seq_len: tokens of the text; "dynamic" and "longrope" alone look at it.
     """
     if scaling is not None and scaling.kind == "dynamic":
         theta *= _growth(half, scaling, seq_len)
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling is None or scaling.kind == "dynamic":
         return frequencies
+    if scaling.kind == "longrope":
+        is_long = seq_len > (scaling.original_max_seq_len or 0)
+        factors = scaling.long_factor if is_long else scaling.short_factor
+        return frequencies / jnp.asarray(factors, jnp.float32)
     stretched = frequencies / scaling.factor
     if scaling.kind == "linear":
         return stretched
+    if scaling.kind == "yarn":
+        kept = _kept_by_yarn(half, theta, scaling)
+        return (1 - kept) * stretched + kept * frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = (scaling.original_max_seq_len or 0) * frequencies / (2 * math.pi)
     kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
     return (1 - kept) * stretched + kept * frequencies
+
+
+def frequencies_of_kinds(
+    ropes: Sequence[Rope | None], half: int, *, kind: jax.Array | None, seq_len: int
+) -> tuple[jax.Array, jax.Array | float]:
+    """(float32 [half] radians per position, what cosine and sine are multiplied by) of a layer.
+
+    Args:
+      ropes: of each kind of layer; None: its features do not turn, all radians are 0.
+      half: pairs.
+      kind: int32 [], which of them; None: there is one.
+      seq_len: tokens of the text.
+    """
+    tables, magnitudes = [], []
+    for rope in ropes:
+        if rope is None:
+            tables.append(jnp.zeros(half, jnp.float32))
+            magnitudes.append(1.0)
+            continue
+        tables.append(rotary_frequencies(half, rope.theta, rope.scaling, seq_len=seq_len))
+        magnitudes.append(1.0 if rope.scaling is None else rope.scaling.magnitude)
+    if kind is None or len(ropes) == 1:
+        return tables[0], magnitudes[0]
+    magnitude = jnp.asarray(magnitudes, jnp.float32)[kind]
+    return jnp.stack(tables)[kind], magnitude if set(magnitudes) != {1.0} else 1.0
 
 
 def _growth(half: int, scaling: RopeScaling, seq_len: int) -> float:
@@ -78,3 +214,20 @@ def _growth(half: int, scaling: RopeScaling, seq_len: int) -> float:
     original = scaling.original_max_seq_len or 0
     longer = scaling.factor * max(seq_len, original) / original - (scaling.factor - 1)
     return longer ** (half / (half - 1)) if half > 1 else 1.0
+
+
+def _kept_by_yarn(half: int, theta: float, scaling: RopeScaling) -> jax.Array:
+    """float32 [half]: 1 for pairs whose wavelength stays, 0 for those that are stretched."""
+
+    def pair_of(turns: float) -> float:
+        """The pair, a fraction, that turns so often within the original texts."""
+        length = scaling.original_max_seq_len or 0
+        return half * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    width = (high - low) or 0.001  # as transformers has it, where both ends are one pair
+    ramp = (jnp.arange(half, dtype=jnp.float32) - low) / width
+    return 1 - jnp.clip(ramp, 0.0, 1.0)

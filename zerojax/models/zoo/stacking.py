@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -75,7 +76,14 @@ def _difference(first: nnx.State, second: nnx.State) -> str:
     return "they have the same arrays, but are modules of other classes or settings"
 
 
-def scan_blocks(blocks: nnx.Module, x: Any, *, remat: str) -> Any:
+def scan_blocks(
+    blocks: nnx.Module,
+    x: Any,
+    *,
+    remat: str,
+    kind_of_layer: Sequence[int] | None = None,
+    shared: tuple[Any, ...] = (),
+) -> Any:
     """Applies stacked layers one after the other; the program's size does not grow with depth.
 
     A layer is merged from its slice inside the loop, and inside the checkpoint, so that whatever
@@ -87,16 +95,22 @@ def scan_blocks(blocks: nnx.Module, x: Any, *, remat: str) -> Any:
       remat: "none" keeps every residual; "full" keeps only `x` of each layer; "attention"
         also keeps the output of attention in chunks, which is then not computed again; "dots" keeps
         `x` and the outputs of matrix products of activations with weights.
+      kind_of_layer: a number for each layer, which it gets beside `x`; None: it gets none. The loop
+        slices it as it does parameters.
+      shared: what every layer is given beside `x`, such as an encoded source. It is held once, not
+        once for each layer.
 
     Raises:
       ValueError: a layer changes the shape or dtype of `x`.
     """
     graphdef, params, rest = nnx.split(blocks, nnx.Param, ...)
+    kinds = () if kind_of_layer is None else (np.asarray(kind_of_layer, np.int32),)
 
-    def layer(x: Any, slices: tuple[nnx.State, nnx.State]) -> tuple[Any, nnx.State]:
-        before = _raw_values(slices[1])
-        block = nnx.merge(graphdef, *slices)
-        y = block(x)  # type: ignore[operator]
+    def layer(x: Any, slices: tuple[Any, ...]) -> tuple[Any, nnx.State]:
+        params, rest, *kind = slices
+        before = _raw_values(rest)
+        block = nnx.merge(graphdef, params, rest)
+        y = block(x, *kind, *shared)  # type: ignore[operator]
         _check_unchanged(x, y, type(block).__name__)
         _, _, after = nnx.split(block, nnx.Param, ...)
         return y, _changed(before, after)
@@ -104,7 +118,7 @@ def scan_blocks(blocks: nnx.Module, x: Any, *, remat: str) -> Any:
     if remat != "none":
         # prevent_cse guards against undoing the recomputation; a scan's body needs no guard.
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[remat], prevent_cse=False)
-    x, changed = lax.scan(layer, x, (params, rest))
+    x, changed = lax.scan(layer, x, (params, rest, *kinds))
     if jax.tree.leaves(changed):
         nnx.update(blocks, changed)
     return x

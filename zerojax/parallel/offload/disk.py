@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from zerojax.checkpoint.store import BucketStore, StoreError
 from zerojax.config.mesh import DEVICE, NVME
+from zerojax.optim import EMA
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import cut_leaf, map_moments, tier_sharding
 from zerojax.plan.state import TrainState
@@ -237,8 +238,9 @@ def places_of(plan: Plan, leaves: Sequence[SlicedLeaf]) -> dict[str, DiskLeaf]:
     assert layout is not None
     assert isinstance(mesh, Mesh)
     master = {MASTER: np.dtype(plan.precision.param_dtype)}
+    known = {**master, EMA: np.dtype(np.float32)}
     moment = np.dtype(plan.precision.moments_dtype)
-    dtypes = {name: master.get(name, moment) for name in layout.arrays}
+    dtypes = {name: known.get(name, moment) for name in layout.arrays}
     result, buckets = {}, 0
     for leaf in leaves:
         shard_of = _shards(leaf, mesh)
@@ -294,13 +296,16 @@ def create_disk(plan: Plan) -> DiskState:
 def fill_new_disk(plan: Plan, stored: Callable[[str], jax.Array]) -> DiskState:
     """A new store with the masters of new parameters and moments of zeros.
 
+    An average of the weights begins as the weights.
+
     Args:
       plan: with slices in files.
       stored: name -> the parameter as it is stored; called once for each, in turn.
     """
 
     def source_of(place: DiskLeaf) -> Source:
-        arrays = {MASTER: stored(place.leaf.name)} if MASTER in place.dtypes else {}
+        as_weights = [array for array in (MASTER, EMA) if array in place.dtypes]
+        arrays = dict.fromkeys(as_weights, stored(place.leaf.name)) if as_weights else {}
         return array_source(plan, place, arrays)
 
     return filled_disk(plan, source_of)

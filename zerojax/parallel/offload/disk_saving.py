@@ -177,7 +177,7 @@ def _with_slices(
 def put_moments(plan: Plan, opt_state: Any, tiers: Mapping[str, Mapping[str, Tiers]]) -> Any:
     """An optimizer's state with these moments in the places of theirs."""
     assert plan.offload is not None
-    moments = [name for name in plan.offload.arrays if name != MASTER]
+    moments = plan.offload.moments
 
     def put(leaf: SlicedLeaf, number: int, moment: Any) -> Any:
         return tiers[leaf.name][moments[number]] if leaf.name in tiers else moment

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.config.mesh import HOST
+from zerojax.config.mesh import HOST, HOST_KIND
+from zerojax.optim import EMA, as_average, ema_of
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import (
     Tiers,
@@ -26,57 +27,86 @@ from zerojax.plan.state_layout import SlicedLeaf
 
 
 def cut_new_state(plan: Plan, stored: TrainState) -> TrainState:
-    """Traced: a new state in slices, from one on the device, whose moments are zeros."""
+    """Traced: a new state in slices, from one on the device, whose moments are zeros.
+
+    An average of the weights begins as the weights.
+    """
     layout, abstract = plan.offload, plan.abstract_state
     assert layout is not None
+    cut_params = {name: _cut_param(plan, name, x) for name, x in stored["params"].items()}
 
-    def zeros(leaf: SlicedLeaf, _: int, moment: jax.Array) -> Tiers:
+    def new_moment(leaf: SlicedLeaf, number: int, moment: jax.Array) -> Tiers:
+        if layout.moments[number] == EMA:
+            average = cut_params[leaf.name].average
+            assert average is not None
+            return average
         # The moments of every optimizer that can be offloaded begin at zero.
         made = abstract_tiers(leaf, moment.dtype, plan.mesh).items()
         new = {tier: jnp.zeros(x.shape, x.dtype) for tier, x in made}
         return {tier: to_host(x) if tier == HOST else x for tier, x in new.items()}
 
     result = stored.copy()
-    both = {name: _cut_param(plan, name, x) for name, x in stored["params"].items()}
-    result["params"] = {name: param for name, (param, _) in both.items()}
-    result["masters"] = {name: both[name][1] for name in abstract["masters"]}
-    result["opt_state"] = map_moments(layout.leaves, zeros, stored["opt_state"])
+    result["params"] = {name: each.param for name, each in cut_params.items()}
+    masters = {name: cut_params[name].master for name in abstract["masters"]}
+    result["masters"] = masters
+    result["opt_state"] = map_moments(layout.leaves, new_moment, stored["opt_state"])
     result["disk"] = {}
     return result
 
 
-def cut_new_param(plan: Plan, name: str, stored: jax.Array) -> tuple[jax.Array, Tiers | None]:
-    """(what forward and backward read of one new parameter, its masters in slices, if it has some).
+class CutParam(NamedTuple):
+    """A parameter as a state with offload has it.
+
+    Attributes:
+      param: what forward and backward read.
+      master: in slices; None where it has none.
+      average: of the weights, as they are; in slices where the parameter is; None: there is none.
+    """
+
+    param: Any
+    master: Tiers | None
+    average: Any
+
+
+def cut_new_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
+    """One new parameter.
 
     Args:
       plan: with offload.
       name: of the parameter.
       stored: on the device.
     """
-    shardings = (
-        plan.state_shardings["params"][name],
-        plan.state_shardings["masters"].get(name),
-    )
-    return jax.jit(lambda stored: _cut_param(plan, name, stored), out_shardings=shardings)(stored)
+    shardings = plan.state_shardings
+    averages = ema_of(shardings["opt_state"]) or {}
+    wanted = CutParam(shardings["params"][name], shardings["masters"].get(name), averages.get(name))
+    return jax.jit(lambda stored: _cut_param(plan, name, stored), out_shardings=wanted)(stored)
 
 
-def _cut_param(plan: Plan, name: str, stored: jax.Array) -> tuple[jax.Array, Tiers | None]:
+def _cut_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
     """Traced; see `cut_new_param`."""
     layout, abstract = plan.offload, plan.abstract_state
     assert layout is not None
+    leaves = layout.leaves
+
+    def in_slices(x: jax.Array, wanted: Tiers) -> Tiers:
+        return jax.shard_map(
+            lambda shard: cut(leaves[name], shard),
+            mesh=plan.mesh,
+            in_specs=plan.abstract_stored["params"][name].sharding.spec,
+            out_specs={tier: x.sharding.spec for tier, x in wanted.items()},
+            check_vma=False,
+        )(x)
+
     param = stored.astype(abstract["params"][name].dtype)
     param = to_host(param) if name in layout.streamed else param
-    if name not in abstract["masters"]:
-        return param, None
-    leaf = layout.leaves[name]
-    masters = jax.shard_map(
-        lambda shard: cut(leaf, shard),
-        mesh=plan.mesh,
-        in_specs=plan.abstract_stored["params"][name].sharding.spec,
-        out_specs={tier: x.sharding.spec for tier, x in abstract["masters"][name].items()},
-        check_vma=False,
-    )(stored)
-    return param, masters
+    master = abstract["masters"].get(name)
+    if master is not None:
+        master = in_slices(stored, master)
+    average = (ema_of(abstract["opt_state"]) or {}).get(name)
+    if average is not None:
+        new = as_average(stored)
+        average = in_slices(new, average) if name in leaves else new
+    return CutParam(param, master, average)
 
 
 def join_state(plan: Plan, state: TrainState, *, joined: bool = True) -> TrainState:
@@ -127,6 +157,39 @@ def join_params(plan: Plan, state: TrainState, *, joined: bool = True) -> dict[s
     return {name: param(name, x) for name, x in state["params"].items()}
 
 
+def join_average(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
+    """The average of the weights alone, as `join_state` has it; its optimizer keeps one."""
+    layout = plan.offload
+    assert layout is not None
+    target = ema_of(canonical_on_host(plan.abstract_stored, layout)["opt_state"])
+    held = ema_of(state["opt_state"])
+    assert target is not None
+    assert held is not None
+    number = layout.arrays.index(EMA)
+
+    def average(name: str, x: Any) -> jax.Array:
+        if name not in layout.leaves:
+            return x
+        leaf = layout.leaves[name]
+        return join_leaf(leaf, x, target[name], _from_files(plan, state, leaf, number))
+
+    return {name: average(name, x) for name, x in held.items()}
+
+
+def averaged_params(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
+    """What forward reads in place of the parameters to compute with the average of the weights."""
+    layout, abstract = plan.offload, plan.abstract_state["params"]
+    assert layout is not None
+
+    def as_read(name: str, x: jax.Array) -> jax.Array:
+        if name not in layout.leaves:
+            return x
+        wanted = abstract[name]
+        return _cast(wanted.dtype, wanted.sharding, name in layout.streamed)(x)
+
+    return {name: as_read(name, x) for name, x in join_average(plan, state).items()}
+
+
 def _from_files(plan: Plan, state: TrainState, leaf: SlicedLeaf, array: int) -> Any:
     """The slices in files of one of a leaf's arrays, if anything lies in files."""
     assert plan.offload is not None
@@ -162,6 +225,23 @@ def cut_state(plan: Plan, stored: TrainState) -> TrainState:
     result["opt_state"] = map_moments(layout.leaves, moment, stored["opt_state"])
     result["disk"] = {}
     return result
+
+
+def average_like(param: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """A parameter as its average begins: float32, in memory of its own, where `wanted` lies."""
+    sharding: Any = wanted.sharding
+    return _average(sharding, sharding.memory_kind == HOST_KIND)(param)
+
+
+@functools.lru_cache(maxsize=64)
+def _average(sharding: Any, host: bool) -> Any:
+    """A jitted function of an array, wherever it lies."""
+
+    def begin(x: jax.Array) -> jax.Array:
+        new = as_average(to_device(x))
+        return to_host(new) if host else new
+
+    return jax.jit(begin, out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=64)

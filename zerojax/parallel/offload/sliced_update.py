@@ -55,7 +55,7 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
         last: Any = None
         for name, leaf in layout.leaves.items():
             moments = tuple(moment[name] for moment in begun.moments)
-            update = _LeafUpdate(begun, leaf, on_host=name in layout.streamed)
+            update = LeafUpdate(begun, leaf, on_host=name in layout.streamed)
             master = old["masters"].get(name)
             if last is not None and name not in done:
                 # A loop over one slice is not a loop: without an order the compiler would load the
@@ -129,7 +129,7 @@ def update_slice(
     return new[name], tuple(moment[name] for moment in after)
 
 
-class _LeafUpdate:
+class LeafUpdate:
     """The slices in memory of one parameter, tier by tier."""
 
     def __init__(self, begun: BegunUpdate, leaf: SlicedLeaf, *, on_host: bool) -> None:

@@ -191,7 +191,9 @@ class StreamedPass:
         dtype = stored.dtype
         if jnp.issubdtype(dtype, jnp.floating):
             dtype = self.config.precision.compute_dtype
-        return jax.ShapeDtypeStruct(self.config.placement.leaves[name].shape, dtype)
+        placement = self.config.placement
+        shape = placement.leaves[name].device_shape(placement.axis_sizes)
+        return jax.ShapeDtypeStruct(shape, dtype)
 
     def _run(self, on_read: Arrays, train: bool) -> Callable[..., Any]:
         def run(values: Arrays, extras: Arrays, key: jax.Array, batch: Arrays) -> Any:

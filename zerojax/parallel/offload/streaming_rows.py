@@ -10,6 +10,7 @@ totals of the gradients lie on the host or on the device, as their weights do.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -22,11 +23,19 @@ from zerojax.parallel import collectives
 from zerojax.parallel.offload.streaming_layers import Inputs, has_gradient
 from zerojax.parallel.sums import over_auto_axes
 from zerojax.parallel.zero import PassConfig
-from zerojax.plan.device_mesh import DATA_AXES, MODEL, REPLICA, communicates_through_gloo
+from zerojax.plan.device_mesh import (
+    DATA_AXES,
+    EXPERT,
+    MODEL,
+    REPLICA,
+    communicates_through_gloo,
+)
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.slices import put_slice, take_slice, to_device, to_host
 
 Arrays = dict[str, Any]
+
+_AXES_OF_EXPERTS = tuple(axis for axis in DATA_AXES if axis != EXPERT)
 
 
 class HostStacks:
@@ -121,6 +130,11 @@ class LayerRows:
         return list(self.leaves)
 
     @property
+    def _experts(self) -> frozenset[str]:
+        """Names of the stacks of which each device of `expert` has experts of its own."""
+        return frozenset(n for n, leaf in self.leaves.items() if leaf.expert_dim is not None)
+
+    @property
     def trained(self) -> list[str]:
         """Names of the stacks that have a gradient."""
         return [name for name in self.leaves if name not in self.frozen]
@@ -161,7 +175,9 @@ class LayerRows:
         reduced = collectives.scatter_buckets(scattered, self.collectives, limit)
         axes = {name: leaf.axes[1:] for name, leaf in self.leaves.items()}
         wholes = {n: g.astype(dtype) for n, g in grads.items() if self._is_summed(n)}
-        reduced |= collectives.sum_buckets(wholes, axes, limit, DATA_AXES)
+        experts, dense = split_by_name(wholes, self._experts)
+        reduced |= collectives.sum_buckets(dense, axes, limit, DATA_AXES)
+        reduced |= collectives.sum_buckets(experts, axes, limit, _AXES_OF_EXPERTS)
         if self.config.placement.axis_sizes[REPLICA] > 1:
             shards = {
                 name: reduced[name].astype(dtype) for name in scattered if name in self.waiting
@@ -192,14 +208,23 @@ class LayerRows:
 
     def sum_squares(self, squares: Arrays) -> Arrays:
         """{name: float32 []}: of the whole parameters, from the sums of all rows."""
-        sharded = {n: s for n, s in squares.items() if self.leaves[n].zero_dim is not None}
         totals = {name: jnp.sum(parts) for name, parts in squares.items()}
-        if not sharded:
-            return totals
-        over = self.leaves[next(iter(sharded))].zero_axes
-        specs = {name: P() for name in sharded}
-        add = lambda parts: lax.psum(parts, over)  # noqa: E731
-        return totals | over_auto_axes(add, (specs,), specs)({n: totals[n] for n in sharded})
+        names: dict[tuple[str, ...], list[str]] = {}
+        for name in squares:
+            names.setdefault(self._split_over(name), []).append(name)
+        for over, chosen in names.items():
+            if over:
+                specs = dict.fromkeys(chosen, P())
+                add = functools.partial(lax.psum, axis_name=over)
+                parts = {name: totals[name] for name in chosen}
+                totals |= over_auto_axes(add, (specs,), specs)(parts)
+        return totals
+
+    def _split_over(self, name: str) -> tuple[str, ...]:
+        """The manual axes whose devices have other elements of a reduced row."""
+        leaf = self.leaves[name]
+        zero = () if leaf.zero_dim is None else leaf.zero_axes
+        return zero if leaf.expert_dim is None else (*zero, EXPERT)
 
 
 # --- what layers are given, until the backward pass -----------------------------------------------

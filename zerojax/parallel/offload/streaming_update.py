@@ -24,8 +24,15 @@ from zerojax.parallel.offload.sliced_update import begin, context_of, update_sli
 from zerojax.parallel.offload.streaming import StreamedPass, one_of
 from zerojax.parallel.offload.streaming_rows import LayerRows, put_rows, split_by_name
 from zerojax.parallel.sums import over_auto_axes, sum_replicated
-from zerojax.parallel.zero import PassConfig, reduce_gradients, shard_key, specs_of, split_batch
-from zerojax.plan.device_mesh import DATA, DATA_AXES, MODEL, PASS_AXES
+from zerojax.parallel.zero import (
+    PassConfig,
+    over_batch,
+    reduce_gradients,
+    shard_key,
+    specs_of,
+    split_batch,
+)
+from zerojax.plan.device_mesh import DATA_AXES, MODEL, PASS_AXES
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import (
     map_moments,
@@ -87,12 +94,14 @@ def build_updating_gradients(
         slices = _slices_of(state, leaves)
         specs = specs_of(config, params), specs_of(config, frozen), P()
         slice_specs = {
-            name: [{tier: _slice_spec(layout.leaves[name], DATA) for tier in x} for x in arrays]
+            name: [
+                {tier: _slice_spec(layout.leaves[name], PASS_AXES) for tier in x} for x in arrays
+            ]
             for name, arrays in slices.items()
         }
         streamed, others = split_by_name(specs[0], layout.streamed)
         mapped = jax.shard_map(
-            local,
+            over_batch(config, local),
             mesh=config.mesh,
             in_specs=(*specs, slice_specs, P(), P(), P(DATA_AXES)),
             out_specs=(P(), others, P(), streamed, slice_specs),
@@ -174,7 +183,7 @@ class LayerUpdates:
         stacks = {name: P(*axes[name]) for name in grads}
         rows = {name: P(*axes[name][1:]) for name in grads}
         slices = {
-            name: [{tier: _slice_spec(leaves[name], MODEL) for tier in x} for x in arrays]
+            name: [{tier: _slice_spec(leaves[name], (MODEL,)) for tier in x} for x in arrays]
             for name, arrays in totals["slices"].items()
         }
 
@@ -256,9 +265,11 @@ def _same(x: jax.Array) -> jax.Array:
     return x
 
 
-def _slice_spec(leaf: SlicedLeaf, axis: str) -> P:
-    """How slices lie over one mesh axis."""
-    return P(axis) if axis in leaf.axes else P()
+def _slice_spec(leaf: SlicedLeaf, axes: tuple[str, ...]) -> P:
+    """How slices lie over some of the mesh axes, which are inside of those that are left out, or
+    outside of them."""
+    over = tuple(axis for axis in leaf.axes if axis in axes)
+    return P(over) if over else P()
 
 
 # --- the parts of a state -------------------------------------------------------------------------

@@ -81,12 +81,13 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         grads = {**found.chunks, **found.outer}
         grads = reduce_gradients(config, {name: grads[name] for name in params})
         after = {**_agree_on_extras(layout, extras, found), **counted}
-        sums = sum_replicated(found.sums, over=PIPELINE_AXES)
-        return (
-            sums,
-            grads,
-            model_state.agree(extras, after, config.model.overwritten, config.counted),
+        overwritten = config.model.overwritten
+        unread = model_state.pick(extras, overwritten - found.overwritten.keys())
+        after |= {**jax.tree.map(jnp.zeros_like, unread), **found.overwritten}
+        after = model_state.agree(
+            extras, after, overwritten, config.counted, overwritten_over=PIPELINE_AXES
         )
+        return sum_replicated(found.sums, over=PIPELINE_AXES), grads, after
 
     return map_gradients(config, local, spec_of=_manual_spec, axes=PIPELINE_AXES)
 
@@ -190,6 +191,7 @@ class _Weights:
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches),
             padding=-1 in self.layout.rows,
             skips=self.layout.skips_padding,
+            overwritten=self.config.model.overwritten,
         )
 
     def work(
@@ -220,7 +222,9 @@ class _Weights:
         def layers(weights: Arrays, given: Arrays, activations: list, state: Any):
             outer = {**self.of_all(self.inputs), **weights["outer"]}
             chunk = self.bind(weights["chunk"], given["chunk"])
-            rest = *context(*state), given["rows"], tuple(activations)
+            extras, index = state
+            read = context({**extras, **weights["overwritten"]}, index)
+            rest = *read, given["rows"], tuple(activations)
             outputs, changes = run_layers(chunk, self.bind(outer, fixed), *rest)
             return list(outputs), changes
 
@@ -248,6 +252,7 @@ class _Weights:
             head_reads=frozenset(trained & pieces.head_reads),
             embed_alone=may_run_alone(pieces.embed_reads, pieces.loop.embed),
             head_alone=may_run_alone(pieces.head_reads, pieces.loop.head),
+            overwritten=pieces.overwritten,
         )
 
     def execute(
@@ -310,6 +315,8 @@ class Results:
       sums: of the microbatches whose head was computed here.
       chunks, outer: gradients, summed over microbatches; None without a backward pass.
       extras: as they are here afterwards.
+      overwritten: {name: the largest of what backward passes here gave}, of the extras that become
+        their gradient; minus infinity where none did.
       embed_writes, layers_writes, head_writes: names of the extras that each piece writes; of those
         of the layers a stage has written the rows of its own layers.
     """
@@ -318,6 +325,7 @@ class Results:
     chunks: Arrays | None
     outer: Arrays | None
     extras: Arrays
+    overwritten: Arrays
     embed_writes: Sequence[str]
     layers_writes: Sequence[str]
     head_writes: Sequence[str]
@@ -378,6 +386,7 @@ def execute(
         chunks=state["chunk grads"] if backward else None,
         outer=state["outer grads"] if backward else None,
         extras=state["extras"],
+        overwritten=state["overwritten"] if backward else {},
         embed_writes=machine.embed_writes,
         layers_writes=machine.layers_writes,
         head_writes=machine.head_writes,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.models.loops.own_state import Overwritten
 from zerojax.models.loops.split import (
     SplitPasses,
     interleave,
@@ -37,12 +38,14 @@ class StageWork:
       embed: `(outer, extras, index) -> (activations, changes)`, what the first virtual stage begins
         with; `outer` are the weights that are on every stage.
       layers: `(weights, fixed, activations, (extras, index)) -> (activations, rows of changes)`,
-        one chunk of layers; weights are `{"chunk": ..., "outer": ...}`, fixed are
-        `{"chunk": ..., "rows": int32 [rows of a chunk], the layers in it}`.
+        one chunk of layers; weights are `{"chunk": ..., "outer": ..., "overwritten": {name: extra
+        with the rows of all layers}}`, fixed are `{"chunk": ..., "rows": int32 [rows of a chunk],
+        the layers in it}`.
       head: `(outer, extras, index, activations) -> (loss to differentiate, (sums, changes))`; sums
         is a tree of float32 [].
       embed_reads, layers_reads, head_reads: the names in `outer` that each depends on.
       embed_alone, head_alone: whether they may run on one stage while others do not.
+      overwritten: names of the extras that become their gradient, by the piece that reads them.
     """
 
     embed: Callable[..., tuple[Several, Arrays]]
@@ -53,6 +56,7 @@ class StageWork:
     head_reads: frozenset[str]
     embed_alone: bool
     head_alone: bool
+    overwritten: Overwritten = dataclasses.field(default_factory=Overwritten)
 
 
 def _take(buffers: Several, slot: jax.Array) -> Several:
@@ -81,7 +85,9 @@ class Stage:
 
     state: "inputs", "gradients", "residuals": buffers of [slots + 1, ...]; "kept": {name: buffer}
     of extras as a forward found them; "sent": the gradients that the tick before sends; "chunk
-    grads", "outer grads", "sums": accumulators; "extras".
+    grads", "outer grads", "sums": accumulators; "overwritten": the largest so far; "extras".
+
+    overwritten: the extras that become their gradient, as the step found them.
     """
 
     table: ExecutorTable
@@ -92,6 +98,7 @@ class Stage:
     rows: jax.Array
     backward: bool
     send: Callable[[jax.Array, str], jax.Array]
+    overwritten: Arrays = dataclasses.field(default_factory=dict)
     passes: SplitPasses | None = None
     embed_writes: Sequence[str] = ()
     layers_writes: Sequence[str] = ()
@@ -108,6 +115,7 @@ class Stage:
 
     def start(self, extras: Arrays, accumulate_dtype: Any) -> Arrays:
         """The state before the first tick."""
+        self.overwritten = {name: extras[name] for name in self.work.overwritten.names}
         index = jax.ShapeDtypeStruct((), jnp.int32)
         activations, embed_changes = jax.eval_shape(self.work.embed, self.outer, extras, index)
         weights, fixed = jax.eval_shape(self.chunk, jnp.int32(0))
@@ -149,6 +157,7 @@ class Stage:
             },
             "chunk grads": accumulators(self.weights),
             "outer grads": accumulators(self.outer),
+            "overwritten": {n: jnp.full_like(x, -jnp.inf) for n, x in self.overwritten.items()},
         }
 
     def tick(self, state: Arrays, row: Arrays, run: TickRun) -> Arrays:
@@ -188,7 +197,8 @@ class Stage:
         cut = lambda tree: jax.tree.map(lambda x: self.cut(x, number), tree)  # noqa: E731
         rows = lax.dynamic_index_in_dim(self.rows, number, keepdims=False)
         fixed = {"chunk": cut(self.fixed), "rows": rows}
-        return {"chunk": cut(self.weights), "outer": outer}, fixed
+        read = self.becoming(self.work.overwritten.layers)
+        return {"chunk": cut(self.weights), "outer": outer, "overwritten": read}, fixed
 
     def cut(self, stack: jax.Array, number: jax.Array) -> jax.Array:
         if self.rows.shape[0] == 1:
@@ -256,6 +266,20 @@ class Stage:
         }
         return {**state["extras"], **kept}
 
+    def becoming(self, names: frozenset[str]) -> Arrays:
+        """Extras that become their gradient."""
+        return {name: self.overwritten[name] for name in sorted(names)}
+
+    def keep_largest(self, state: Arrays, new: Arrays, number: jax.Array, active: Any) -> None:
+        """Takes note of the rows that a chunk's backward pass gives overwritten extras."""
+        rows, totals = self.rows[number], dict(state["overwritten"])
+        for name, value in new.items():
+            places = jnp.where(rows >= 0, rows, value.shape[0])
+            mine = jnp.zeros(value.shape[0], bool).at[places].set(active, mode="drop")
+            mine = mine.reshape(-1, *[1] * (value.ndim - 1))
+            totals[name] = jnp.where(mine, jnp.maximum(totals[name], value), totals[name])
+        state["overwritten"] = totals
+
     # Slots
 
     def forward(self, state: Arrays, row: Arrays, run: TickRun) -> Several:
@@ -313,19 +337,22 @@ class Stage:
             return
         floating, others = with_gradient(outputs), without_gradient(outputs)
         read = {name: self.outer[name] for name in sorted(self.work.head_reads)}
+        becoming = self.becoming(self.work.overwritten.head)
 
         def run(before: Any) -> Any:
-            sums, totals, _, _ = before
+            sums, totals, largest, _, _ = before
 
-            def loss_of(read: Arrays, floating: Several) -> Any:
+            def loss_of(read: Arrays, floating: Several, becoming: Arrays) -> Any:
                 activations = interleave(floating, others, outputs)
-                return self.work.head({**self.outer, **read}, extras, index, activations)
+                given = {**self.outer, **read}, {**extras, **becoming}, index, activations
+                return self.work.head(*given)
 
-            loss, pull, (more, changes) = jax.vjp(loss_of, read, floating, has_aux=True)
-            grads, gradients = pull(jnp.ones_like(loss))
+            loss, pull, (more, changes) = jax.vjp(loss_of, read, floating, becoming, has_aux=True)
+            grads, gradients, new = pull(jnp.ones_like(loss))
             return (
                 jax.tree.map(jnp.add, sums, more),
                 jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), totals, grads),
+                jax.tree.map(jnp.maximum, largest, new),
                 {name: changes[name] for name in self.head_writes},
                 gradients,
             )
@@ -333,21 +360,24 @@ class Stage:
         before = (
             state["sums"],
             {name: state["outer grads"][name] for name in read},
+            {name: state["overwritten"][name] for name in becoming},
             {name: extras[name] for name in self.head_writes},
             [jnp.zeros_like(x) for x in floating],
         )
-        sums, totals, changed, gradients = _only(last, alone, run, before)
+        sums, totals, largest, changed, gradients = _only(last, alone, run, before)
         state["sums"] = sums
         state["outer grads"] = {**state["outer grads"], **totals}
+        state["overwritten"] = {**state["overwritten"], **largest}
         state["extras"] = {**extras, **changed}
         state["gradients"] = _put(state["gradients"], row["forward_gradient"], gradients)
 
     def backward_slot(self, state: Arrays, row: Arrays, run: TickRun) -> None:
         """Gradients of one chunk: of its inputs, and of its weights where W does not follow."""
         grads, sent = self.pull(state, row, "backward")
+        active, number = row["backward_active"] > 0, row["backward_chunk"]
+        self.keep_largest(state, grads["overwritten"], number, active)
         if not self.table.schedule.splits_backward:
-            active = row["backward_active"] > 0
-            self.add_chunk(state, grads, row["backward_chunk"], active)
+            self.add_chunk(state, grads, number, active)
         state["sent"] = sent
         if run.embed_backward:
             self.embed_backward(state, row, sent)
@@ -390,15 +420,22 @@ class Stage:
         first, index = row["backward_first"] > 0, row["backward_microbatch"]
         extras = self.found(state, row[f"backward_{self.kept_slot}"])
         read = {name: self.outer[name] for name in sorted(self.work.embed_reads)}
+        becoming = self.becoming(self.work.overwritten.embed)
 
-        def run(totals: Arrays) -> Arrays:
-            embed = lambda read: with_gradient(  # noqa: E731
-                self.work.embed({**self.outer, **read}, extras, index)[0]
+        def run(before: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+            totals, largest = before
+            embed = lambda read, becoming: with_gradient(  # noqa: E731
+                self.work.embed({**self.outer, **read}, {**extras, **becoming}, index)[0]
             )
-            _, pull = jax.vjp(embed, read)
-            (grads,) = pull(sent)
-            return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), totals, grads)
+            _, pull = jax.vjp(embed, read, becoming)
+            grads, new = pull(sent)
+            add = lambda total, grad: total + grad.astype(total.dtype)  # noqa: E731
+            return jax.tree.map(add, totals, grads), jax.tree.map(jnp.maximum, largest, new)
 
-        totals = {name: state["outer grads"][name] for name in read}
-        totals = _only(first, self.work.embed_alone, run, totals)
+        before = (
+            {name: state["outer grads"][name] for name in read},
+            {name: state["overwritten"][name] for name in becoming},
+        )
+        totals, largest = _only(first, self.work.embed_alone, run, before)
         state["outer grads"] = {**state["outer grads"], **totals}
+        state["overwritten"] = {**state["overwritten"], **largest}

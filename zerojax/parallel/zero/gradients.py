@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.models.activation_offload import keep_inputs_on_host
+from zerojax.models.expert_calls import find_expert_calls
 from zerojax.models.losses import no_sums, split_result
 from zerojax.models.protocol import Loss
+from zerojax.models.row_lookups import find_row_lookups
 from zerojax.models.trace import trace_model
 from zerojax.parallel import model_state
 from zerojax.parallel.sums import sum_replicated
@@ -29,20 +31,33 @@ from zerojax.parallel.zero.parameters import (
     build_reads,
     build_rewriting,
     cast,
+    owned_tables,
     prepare_parameters,
     reduce_gradients,
     values_to_read,
 )
+from zerojax.parallel.zero.table_reads import with_lookups
+from zerojax.plan.device_mesh import EXPERT
+from zerojax.plan.expert_axis import check_expert_calls
+from zerojax.plan.frozen_codes import check_evaluation
 from zerojax.plan.leaf_placement import Access, LeafPlacement
 
 
-def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """A function of `(params, frozen, extras, key_data, batch, loss_factor)`, to be traced inside a
-    jitted step.
+def build_gradients(
+    config: PassConfig, *, unsummed: frozenset[str] = frozenset()
+) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
+    """A function of `(params, frozen, extras, key_data, batch, loss_factor, copies)`, to be traced
+    inside a jitted step.
 
     Its arguments: `params` and `frozen` as stored (shards of global arrays); `key_data` uint32, the
       key of the step; `batch` {key: [global batch, ...]}; `loss_factor` float32 [], what the loss
-      is multiplied by before it is differentiated, or None.
+      is multiplied by before it is differentiated, or None; `copies` {name: whole weight in the
+      compute dtype} of parameters with `delta_codes`, or None where there are none.
+
+    Args:
+      config: of the pass.
+      unsummed: names whose gradients stay what each device has of its part of the batch, [devices,
+        *true shape] over the axes of a pass, in the dtype in which they are made.
 
     Returns:
       A function giving `(sums, grads, extras)`: sums (see `zerojax.losses.as_sums`) over the global
@@ -57,16 +72,19 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         key_data: Any,
         batch: Arrays,
         loss_factor: jax.Array | None,
+        copies: Arrays | None = None,
     ):
         key = shard_key(key_data)
-        inputs, constants = prepare_parameters(config, params, frozen)
+        inputs, constants = prepare_parameters(config, params, frozen, copies)
         differentiate = build_differentiation(config, constants, frozen, loss_factor)
         sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
-        grads = reduce_gradients(config, grads)
+        own = {name: grads[name][None] for name in grads if name in unsummed}
+        summed = reduce_gradients(config, {n: x for n, x in grads.items() if n not in own})
+        grads = {name: own[name] if name in own else summed[name] for name in grads}
         agreed = model_state.agree(extras, after, config.model.overwritten, config.counted)
         return sum_replicated(sums), grads, agreed
 
-    return map_gradients(config, local)
+    return map_gradients(config, local, unsummed=unsummed)
 
 
 def build_differentiation(
@@ -89,6 +107,9 @@ def build_differentiation(
         sums, after = run_microbatch(config, values, extras, key, batch, on_read, train=True)
         return sums["loss"], (sums, after)
 
+    tables = owned_tables(config)
+    shards_of = lambda inputs, *_: {n: {**constants, **inputs}[n] for n in tables}  # noqa: E731
+    loss_of = with_lookups(loss_of, tables, shards_of)
     if config.offload is not None and config.offload.activations:
         loss_of = keep_inputs_on_host(loss_of, list(constants.values()))
     loss_of = build_rewriting(config, frozen)(loss_of) if on_read else loss_of
@@ -137,32 +158,46 @@ def _accumulate(
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """`(params, frozen, extras, key_data, batch) -> sums`, to be traced.
+    """`(params, frozen, extras, key_data, batch, copies) -> sums`, to be traced.
 
-    Sums are those of `zerojax.losses.as_sums`, over the global batch. Runs `function(model, batch)`
-    in evaluation mode; nothing is differentiated and extras do not change.
+    Copies are as in `build_gradients`. Sums are those of `zerojax.losses.as_sums`, over the global
+    batch. Runs `function(model, batch)` in evaluation mode; nothing is differentiated and extras do
+    not change.
     """
     config = dataclasses.replace(config, loss=function)
 
-    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
-        evaluate, _ = build_evaluating(config, params, frozen, extras, batch)
+    def local(
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        copies: Arrays | None = None,
+    ):
+        evaluate, _ = build_evaluating(config, params, frozen, extras, batch, copies)
         return sum_replicated(evaluate(extras, shard_key(key_data), batch))
 
     return map_forward(config, local)
 
 
 def build_evaluating(
-    config: PassConfig, params: Arrays, frozen: Arrays, extras: Arrays, batch: Arrays
+    config: PassConfig,
+    params: Arrays,
+    frozen: Arrays,
+    extras: Arrays,
+    batch: Arrays,
+    copies: Arrays | None = None,
 ) -> tuple[Callable[..., Arrays], tuple[str, ...]]:
     """(`(extras, key, batch) -> sums` of one device, batches of any size; names of own metrics)."""
     evaluation = for_evaluation(config, {**params, **frozen}, extras, batch)
-    inputs, constants = prepare_parameters(evaluation, params, frozen)
+    inputs, constants = prepare_parameters(evaluation, params, frozen, copies)
     values = values_to_read(evaluation, inputs, constants, frozen)
     on_read = build_reads(evaluation, frozen)
 
     def loss_of(values: Arrays, extras: Arrays, key: Any, batch: Arrays):
         return run_microbatch(evaluation, values, extras, key, batch, on_read, train=False)[0]
 
+    loss_of = with_lookups(loss_of, owned_tables(evaluation), lambda values, *_: values)
     loss_of = build_rewriting(evaluation, frozen)(loss_of) if on_read else loss_of
     evaluate = lambda extras, key, batch: loss_of(values, extras, key, batch)  # noqa: E731
     return evaluate, evaluation.metrics
@@ -174,18 +209,36 @@ def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Ar
     leaves = config.placement.leaves
     params = {
         name: jax.ShapeDtypeStruct(
-            leaves[name].shape, cast(x, config.precision.compute_dtype).dtype
+            leaves[name].device_shape(config.placement.axis_sizes),
+            config.precision.compute_dtype
+            if leaves[name].codes is not None
+            else cast(x, config.precision.compute_dtype).dtype,
         )
         for name, x in stored.items()
     }
     extras, batch = jax.tree.map(abstract, (extras, batch))
     trace = trace_model(config.model, params, extras, batch, config.loss, train=False)
 
+    check_evaluation(leaves, trace.barriers)
+    if config.mesh.shape[EXPERT] > 1:
+        calls = find_expert_calls(trace.program.jaxpr, sorted(params))
+        used = calls.dims.keys() | calls.elsewhere.keys()
+        experts = [n for n in used if leaves[n].expert_dim is not None]
+        check_expert_calls(calls, experts, f"expert={config.mesh.shape[EXPERT]}")
+
+    rows = find_row_lookups(trace.program.jaxpr, sorted(params))
+    by_row = rows.asked.keys() - rows.elsewhere.keys() - trace.barriers.keys()
+
     def place(leaf: LeafPlacement) -> LeafPlacement:
+        if leaf.access is Access.LOOK_UP and leaf.name in by_row:
+            return leaf
         lazily = leaf.access is Access.GATHER_ON_USE and leaf.name not in trace.barriers
         if lazily or leaf.access is Access.WHOLE:
-            return leaf
-        return dataclasses.replace(leaf, access=Access.GATHER_ONCE)
+            in_bits = leaf.eight_bits and leaf.name in trace.eight_bits
+            return dataclasses.replace(leaf, eight_bits=in_bits)
+        return dataclasses.replace(
+            leaf, access=Access.GATHER_ONCE, eight_bits=False, node_shards=None
+        )
 
     placement = dataclasses.replace(
         config.placement, leaves={name: place(leaf) for name, leaf in leaves.items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -14,10 +15,12 @@ from jax.sharding import PartitionSpec as P
 from zerojax.models.context import ContextSplit, sequences_split
 from zerojax.models.losses import as_sums
 from zerojax.models.protocol import Loss, Model
+from zerojax.models.routed_experts import experts_split_over
+from zerojax.models.whole_batch import batch_axes, batch_split_over
 from zerojax.models.zoo.layers import activation_rules
 from zerojax.optim.precision import Precision
 from zerojax.parallel.sums import TreeOrder
-from zerojax.plan.device_mesh import CONTEXT, DATA_AXES, MODEL, PASS_AXES
+from zerojax.plan.device_mesh import CONTEXT, DATA_AXES, EXPERT, MODEL, PASS_AXES
 from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.placement import Placement
 from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
@@ -120,6 +123,7 @@ def run_microbatch(
     train: bool,
 ) -> tuple[Arrays, Arrays]:
     """(`losses.as_sums`, extras afterwards) of one microbatch, from what parameters read as."""
+    assert batch_axes() != (), "a pass is traced inside of `over_batch`"
     rules = {"sequence": MODEL} if config.sequence_sharding else None
     batch = cast_batch(batch, config.precision.compute_dtype)
     with activation_rules(rules), sequences_split(config.context):
@@ -145,15 +149,18 @@ def map_gradients(
     *,
     spec_of: SpecOf = data_spec,
     axes: tuple[str, ...] = PASS_AXES,
+    unsummed: Collection[str] = (),
 ) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
     """What `build_gradients` returns, from what one device does.
 
     Args:
       config: of the pass.
       local: (params, frozen, extras, key_data, batch, loss_factor) of one device -> (sums, grads,
-        extras); grads {name: as `params` has it}, the others the same on every device.
+        extras); grads {name: as `params` has it}, the others the same on every device. Where copies
+        are kept (`LeafPlacement.delta_codes`) also `copies`, by that name.
       spec_of: how a parameter lies in the region.
       axes: the manual axes.
+      unsummed: names of gradients of which each device has its own, [1, ...].
     """
 
     def gradients(
@@ -163,18 +170,20 @@ def map_gradients(
         key_data: Any,
         batch: Arrays,
         loss_factor: jax.Array | None = None,
+        copies: Arrays | None = None,
     ) -> tuple[Arrays, Arrays, Arrays]:
         specs = specs_of(config, params, spec_of), specs_of(config, frozen, spec_of)
         batch, rows = cut_batch(config, batch)
+        grads = {n: P(PASS_AXES) if n in unsummed else spec for n, spec in specs[0].items()}
         mapped = jax.shard_map(
-            local,
+            over_batch(config, _with_copies(local)),
             mesh=config.mesh,
-            in_specs=(*specs, P(), P(), rows, P()),
-            out_specs=(P(), specs[0], P()),
+            in_specs=(*specs, P(), P(), rows, P(), P()),
+            out_specs=(P(), grads, P()),
             axis_names=set(axes),
             check_vma=False,
         )
-        return mapped(params, frozen, extras, key_data, batch, loss_factor)
+        return mapped(params, frozen, extras, key_data, batch, loss_factor, copies)
 
     return gradients
 
@@ -189,21 +198,51 @@ def map_forward(
     """What `build_forward` returns, from what one device does; arguments as in `map_gradients`."""
 
     def forward(
-        params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays
+        params: Arrays,
+        frozen: Arrays,
+        extras: Arrays,
+        key_data: Any,
+        batch: Arrays,
+        copies: Arrays | None = None,
     ) -> Arrays:
         specs = specs_of(config, params, spec_of), specs_of(config, frozen, spec_of)
         batch, rows = cut_batch(config, batch)
         mapped = jax.shard_map(
-            local,
+            over_batch(config, _with_copies(local)),
             mesh=config.mesh,
-            in_specs=(*specs, P(), P(), rows),
+            in_specs=(*specs, P(), P(), rows, P()),
             out_specs=P(),
             axis_names=set(axes),
             check_vma=False,
         )
-        return mapped(params, frozen, extras, key_data, batch)
+        return mapped(params, frozen, extras, key_data, batch, copies)
 
     return forward
+
+
+def _with_copies(local: Callable[..., Any]) -> Callable[..., Any]:
+    """`local`, whose last argument is given by its name, where there are copies."""
+
+    @functools.wraps(local)
+    def taking(*args: Any) -> Any:
+        *others, copies = args
+        return local(*others) if copies is None else local(*others, copies=copies)
+
+    return taking
+
+
+def over_batch(config: PassConfig, local: Callable[..., Any]) -> Callable[..., Any]:
+    """What one device does, all of it traced where `zerojax.batch_sum` is a sum over devices, and
+    `zerojax.experts` has its own experts only."""
+    axes = PASS_AXES if config.virtual_shards is None else None
+    axis = EXPERT if config.mesh.shape[EXPERT] > 1 else None
+
+    @functools.wraps(local)
+    def traced(*args: Any) -> Any:
+        with batch_split_over(axes), experts_split_over(axis):
+            return local(*args)
+
+    return traced
 
 
 def specs_of(config: PassConfig, arrays: Arrays, spec_of: SpecOf = data_spec) -> dict[str, P]:

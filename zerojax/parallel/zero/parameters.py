@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.parallel import collectives
+from zerojax.parallel.owned_tables import OwnedTable
 from zerojax.parallel.sums import TreeOrder, barrier_kind
 from zerojax.parallel.zero.microbatch import Arrays, PassConfig
 from zerojax.parallel.zero.rewrite import Rewriting
+from zerojax.parallel.zero.table_reads import StandIn
 from zerojax.plan.device_mesh import (
+    EXPERT,
     PASS_AXES,
     PIPELINE_AXES,
     REPLICA,
-    STAGE,
     communicates_through_gloo,
 )
 from zerojax.plan.leaf_placement import Access, LeafPlacement
@@ -34,20 +36,35 @@ def leaf_collectives(
 
     Args:
       config: of the pass; names: of sharded parameters.
-      in_model: whether they stand beside what the model computes.
+      in_model: whether they stand beside what the model computes; codes are decoded there, and
+        passed on elsewhere. Of parameters that a node gathers by itself those are in the model, and
+        elsewhere the ones between nodes.
     """
     fixed = config.virtual_shards is not None
-    return {
+    leaves = config.placement.leaves
+    one_level = collectives.inside_nodes if in_model else collectives.between_nodes
+    table = {
         name: collectives.leaf_collectives(
-            config.placement.leaves[name],
-            config.placement.num_shards(config.placement.leaves[name]),
-            compute_dtype=config.precision.compute_dtype,
-            reduce_dtype=wire_dtype(config),
+            leaves[name],
+            config.placement.num_shards(leaves[name]),
+            compute_dtype=config.precision.compute_dtype
+            if leaves[name].codes is None or in_model
+            else jnp.uint8,
+            reduce_dtype=jnp.float32 if leaves[name].gradient_in_full else wire_dtype(config),
+            wire_codes=leaves[name].wire_codes,
+            gradient_codes=leaves[name].gradient_codes,
             by_permutes=communicates_through_gloo(config.mesh) and not fixed,
             tree=config.tree,
             barrier=barrier_kind(config.mesh) if fixed and in_model else None,
+            eight_bits=leaves[name].eight_bits,
+            in_codes=in_model,
         )
         for name in names
+    }
+    members = {name: leaves[name].node_shards for name in table}
+    return {
+        name: leaf if (own := members[name]) is None else one_level(leaf, own)
+        for name, leaf in table.items()
     }
 
 
@@ -59,24 +76,43 @@ def wire_dtype(config: PassConfig) -> Any:
     return config.precision.reduce_dtype
 
 
-def gradient_dtype(config: PassConfig) -> Any:
-    """Dtype of a gradient that was scattered where it was made."""
-    return config.precision.reduce_dtype if config.virtual_shards is None else jnp.float32
+def gradient_dtype(config: PassConfig, leaf: LeafPlacement) -> Any:
+    """Dtype of a gradient that is scattered where it is made, which is that of the shard given.
+
+    What is read of a shard has all the digits of the compute dtype, however few are sent back.
+    """
+    reduce = config.precision.reduce_dtype
+    if leaf.gradient_in_full or config.virtual_shards is not None:
+        reduce = jnp.float32
+    if leaf.access in (Access.GATHER_ON_USE, Access.LOOK_UP):
+        return jnp.promote_types(config.precision.compute_dtype, reduce)
+    return reduce
 
 
-def prepare_parameters(config: PassConfig, params: Arrays, frozen: Arrays) -> tuple[Arrays, Arrays]:
-    """Once per step: gathers what is gathered once, casts the rest.
+def prepare_parameters(
+    config: PassConfig, params: Arrays, frozen: Arrays, copies: Arrays | None = None
+) -> tuple[Arrays, Arrays]:
+    """Once per step: gathers what is gathered once, and between nodes what nodes gather by
+    themselves; casts the rest.
+
+    Args:
+      config: of the pass; params, frozen: as stored.
+      copies: {name: whole value in the compute dtype} of parameters that are not gathered, since
+        every device has them.
 
     Returns:
       ({name: what is differentiated}, {name: whole value that is only read}).
     """
-    compute, reduce = config.precision.compute_dtype, gradient_dtype(config)
+    compute = config.precision.compute_dtype
     stored = {**params, **frozen}
+    stored |= _gather_between_nodes(config, stored)
     once = _of_access(config, stored, Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY)
+    once = [name for name in once if name not in (copies or {})]
     sharded = {name: cast(stored[name], compute) for name in once}
     wholes = collectives.gather_buckets(
         sharded, leaf_collectives(config, once), config.allgather_bucket_size
     )
+    wholes |= copies or {}
     inputs, constants = {}, {}
     for name, value in stored.items():
         access = config.placement.leaves[name].access
@@ -85,13 +121,27 @@ def prepare_parameters(config: PassConfig, params: Arrays, frozen: Arrays) -> tu
         elif access is Access.GATHER_ONCE:
             inputs[name] = wholes[name]
         else:
-            inputs[name] = cast(value, reduce)
+            leaf = config.placement.leaves[name]
+            inputs[name] = cast(value, compute if name in frozen else gradient_dtype(config, leaf))
             if access is Access.GATHER_ONCE_SCATTER_EARLY:
                 constants[name] = wholes[name]
     for name in frozen:
         value = inputs.pop(name)
         constants.setdefault(name, value)
     return inputs, constants
+
+
+def _of_nodes(config: PassConfig, names: Any) -> list[str]:
+    return [name for name in names if config.placement.leaves[name].node_shards is not None]
+
+
+def _gather_between_nodes(config: PassConfig, stored: Arrays) -> Arrays:
+    """{name: this device's part of its node's copy, in the compute dtype or codes}."""
+    names = _of_nodes(config, stored)
+    shards = {name: cast(stored[name], config.precision.compute_dtype) for name in names}
+    return collectives.gather_buckets(
+        shards, leaf_collectives(config, names), config.allgather_bucket_size
+    )
 
 
 def cast(value: jax.Array, dtype: Any) -> jax.Array:
@@ -113,18 +163,49 @@ def build_reads(config: PassConfig, frozen: Arrays) -> dict[str, Any]:
     on_use = _of_access(config, leaves, Access.GATHER_ON_USE)
     early = _of_access(config, leaves, Access.GATHER_ONCE_SCATTER_EARLY)
     table = leaf_collectives(config, on_use + early, in_model=True)
+    compute = jnp.dtype(config.precision.compute_dtype).name
+    decoded = {
+        name: collectives.DecodeOnUse(name, leaf.codes, leaf.axes, compute)
+        for name, leaf in leaves.items()
+        if leaf.codes is not None and name not in on_use
+    }
     reads: dict[str, Any] = {name: collectives.GatherOnUse(name, table[name]) for name in on_use}
     tapped = [name for name in early if name not in frozen]
-    return reads | {name: collectives.ScatterEarly(name, table[name]) for name in tapped}
+    reads |= {name: collectives.ScatterEarly(name, table[name]) for name in tapped}
+    looked_up = {name: StandIn(name, table) for name, table in owned_tables(config).items()}
+    return reads | decoded | looked_up
+
+
+def owned_tables(config: PassConfig) -> dict[str, OwnedTable]:
+    """{table whose rows are looked up: how it lies}."""
+    leaves = config.placement.leaves
+    tables = {}
+    for name in _of_access(config, leaves, Access.LOOK_UP):
+        leaf = leaves[name]
+        tables[name] = OwnedTable(
+            rows=leaf.shape[0],
+            width=leaf.shape[1],
+            over=leaf.zero_axes,
+            compute_dtype=jnp.dtype(config.precision.compute_dtype).name,
+            reduce_dtype=jnp.dtype(wire_dtype(config)).name,
+        )
+    return tables
 
 
 def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
     """Reads of one layer in one collective; at stage 3 gathers are done again.
 
-    Frozen parameters have buckets of their own, since nothing of theirs is scattered.
+    Frozen parameters have buckets of their own, since nothing of theirs is scattered. What is
+    decoded is kept for the backward pass at no stage.
     """
     placed = config.placement.leaves
-    names = _of_access(config, placed, Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
+    accesses = Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY
+    coded = {name for name, leaf in placed.items() if leaf.codes is not None}
+    names = [
+        name
+        for name in _of_access(config, placed, *accesses)
+        if name not in coded or placed[name].access is Access.GATHER_ON_USE
+    ]
     table = leaf_collectives(config, names, in_model=True)
     lazy = config.placement.zero == 3
     limit = config.allgather_bucket_size if lazy else config.reduce_bucket_size
@@ -140,21 +221,36 @@ def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
     def read_together(names: Sequence[str], given: Sequence[Any]) -> Sequence[Any]:
         leaves = tuple(table[name] for name in names)
         operands = [list(arrays) for arrays in zip(*given, strict=True)]
-        read = collectives.gather_on_use if lazy else collectives.scatter_early
+        if not lazy:
+            return collectives.scatter_early(leaves, *operands)
+        in_bits = leaves[0].eight_bits
+        read = collectives.gather_eight_bits if in_bits else collectives.gather_on_use
         return read(leaves, *operands)
 
     return Rewriting(
-        shapes={name: placed[name].shape for name in names},
+        shapes={name: placed[name].device_shape(config.placement.axis_sizes) for name in names},
         buckets=buckets,
         read_together=read_together,
-        regather=config.regather,
+        regather=config.regather or bool(coded),
         everywhere=not config.model.reads_lazily,
+        trained=frozenset(names) - frozen.keys(),
+        shard_operand=0 if lazy else 1,
     )
 
 
 def _slice_size(leaf: LeafPlacement) -> int:
     """Elements of the part of a parameter that one read gives."""
     return math.prod(leaf.shape) // max(leaf.num_slices, 1)
+
+
+_AXES_OF_EXPERTS = tuple(axis for axis in PASS_AXES if axis != EXPERT)
+
+
+def _summed_over(config: PassConfig, leaf: LeafPlacement) -> tuple[str, ...]:
+    """The axes over which devices have parts of the gradient of a parameter that each has whole."""
+    if leaf.expert_dim is not None:
+        return _AXES_OF_EXPERTS  # rows came from all devices of `expert`
+    return PIPELINE_AXES if config.pipeline and leaf.layer_rows is None else PASS_AXES
 
 
 def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
@@ -165,20 +261,30 @@ def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
     stage has its own part of them, most have none.
     """
     leaves = config.placement.leaves
-    bucket_size, dtype = config.reduce_bucket_size, config.precision.reduce_dtype
+    bucket_size = config.reduce_bucket_size
     axes = {name: leaf.axes for name, leaf in leaves.items()}
-    wholes = {n: grads[n].astype(dtype) for n in _of_access(config, grads, Access.WHOLE)}
-    everywhere = [n for n in wholes if config.pipeline and leaves[n].layer_rows is None]
+
+    def summed(values: Arrays, over: tuple[str, ...]) -> Arrays:
+        """Over mesh axes, those of each dtype together."""
+        found: Arrays = {}
+        for full in (False, True):
+            chosen = {n: x for n, x in values.items() if leaves[n].gradient_in_full == full}
+            dtype = jnp.float32 if full else config.precision.reduce_dtype
+            chosen = {name: value.astype(dtype) for name, value in chosen.items()}
+            found |= collectives.sum_buckets(chosen, axes, bucket_size, over)
+        return found
+
+    wholes = {n: grads[n] for n in _of_access(config, grads, Access.WHOLE)}
     reduced: Arrays = {}
-    for over in (PASS_AXES, PIPELINE_AXES):
-        chosen = {n: x for n, x in wholes.items() if (n in everywhere) == (STAGE in over)}
-        reduced |= collectives.sum_buckets(chosen, axes, bucket_size, over)
-    once = {n: grads[n] for n in _of_access(config, grads, Access.GATHER_ONCE)}
+    for over in (PASS_AXES, PIPELINE_AXES, _AXES_OF_EXPERTS):
+        chosen = {n: x for n, x in wholes.items() if _summed_over(config, leaves[n]) == over}
+        reduced |= summed(chosen, over)
+    late = [*_of_access(config, grads, Access.GATHER_ONCE), *_of_nodes(config, grads)]
+    once = {n: grads[n] for n in late}
     shards = collectives.scatter_buckets(once, leaf_collectives(config, once), bucket_size)
     shards |= {n: grads[n] for n in grads if n not in shards and n not in reduced}
     if config.placement.axis_sizes[REPLICA] > 1:
-        shards = {name: shard.astype(dtype) for name, shard in shards.items()}
-        shards = collectives.sum_buckets(shards, axes, bucket_size, (REPLICA,))
+        shards = summed(shards, (REPLICA,))
     reduced |= shards
     # What is updated slice by slice is cast there: a loop would be given all of it in float32.
     sliced = config.offload.leaves if config.offload is not None else {}

@@ -10,12 +10,13 @@ time, and that loop would stack the gathered parameters of all layers for the lo
 pass. So every body of a loop, and every straight piece of the program, gets a checkpoint of its
 own, which keeps what a plain backward pass keeps except for gathers and for what costs nothing to
 do again. The checkpoints that a model brings along stay as they are.
+What is decoded from codes (`collectives.decode_on_use`) is decoded again in the same way.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -26,12 +27,20 @@ from zerojax.models.jaxpr import (
     evaluate_in_pieces,
     inner_programs,
     is_checkpoint,
+    marks_experts,
     program_of,
     read_name,
     split_scan,
     variables,
 )
-from zerojax.parallel.zero.straight_parts import cut_at_layers, layer_of, run_in_turn
+from zerojax.models.trees import layer_of
+from zerojax.parallel.collectives import DECODED
+from zerojax.parallel.zero.gradient_order import (
+    given_by_loops,
+    shards_read_once,
+    with_gradients_first,
+)
+from zerojax.parallel.zero.straight_parts import cut_at_layers, run_in_turn
 
 # Kept, these would be copies of gathered parameters; done again, they are part of another kernel.
 _LAYOUT = frozenset(
@@ -55,11 +64,13 @@ class Rewriting:
     """How a program is rewritten.
 
     Attributes:
-      shapes: name -> true shape of every parameter whose read may join others.
+      shapes: name -> shape in a step of every parameter whose read may join others.
       buckets: cuts such names into groups, each for one collective.
       read_together: (names, what each read takes) -> what each read gives.
       regather: keep no gathered value for the backward pass.
       everywhere: all reads join others outside of loops, too, not only those of one layer.
+      trained: names of parameters with a gradient that is scattered where it is made.
+      shard_operand: which operand of a read is the shard.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -67,6 +78,8 @@ class Rewriting:
     read_together: Callable[[Sequence[str], Sequence[Any]], Sequence[Any]]
     regather: bool
     everywhere: bool = False
+    trained: Set[str] = frozenset()
+    shard_operand: int = 0
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, giving the same values and derivatives by the rewritten program."""
@@ -79,18 +92,21 @@ class Rewriting:
         return rewritten
 
 
-def is_gather(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """Whether a traced operation is a gather of ours, whose result a policy must not keep.
+def is_made_again(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """Whether a traced operation is a gather of ours, decodes weights, or marks gathered ones: a
+    policy must not keep its result.
 
     The gather sits in a `shard_map`, and that in the call of a `custom_vjp`, which a parameter that
     is not differentiated (a frozen one) still shows to the policy.
     """
     if primitive.name == "all_gather":
         return True
+    if primitive.name == "name":
+        return params["name"] == DECODED or marks_experts(params["name"])
     if primitive.name not in ("shard_map", "custom_vjp_call"):
         return False
     return any(
-        is_gather(equation.primitive, equation.params)
+        is_made_again(equation.primitive, equation.params)
         for program in inner_programs(params)
         for equation in program.eqns
     )
@@ -98,7 +114,7 @@ def is_gather(primitive: Any, params: Mapping[str, Any]) -> bool:
 
 def _keep_what_is_dear(primitive: Any, *_: Any, **params: Any) -> bool:
     """The policy of a checkpoint: everything but gathers and changes of layout."""
-    return primitive.name not in _LAYOUT and not is_gather(primitive, params)
+    return primitive.name not in _LAYOUT and not is_made_again(primitive, params)
 
 
 def _without_gathers(policy: Any) -> Any:
@@ -107,7 +123,7 @@ def _without_gathers(policy: Any) -> Any:
         return None
 
     def refuse_gathers(primitive: Any, *avals: Any, **params: Any) -> Any:
-        return False if is_gather(primitive, params) else policy(primitive, *avals, **params)
+        return False if is_made_again(primitive, params) else policy(primitive, *avals, **params)
 
     return refuse_gathers
 
@@ -127,14 +143,19 @@ def _evaluate(
     rules: Rewriting, closed: ClosedJaxpr, inputs: Sequence[Any], where: _Surroundings
 ) -> list[Any]:
     """The outputs of a program."""
+    of_loops = given_by_loops(closed.jaxpr, lambda equation: _trains(rules, equation))
 
     def run_piece(
         program: Jaxpr, equations: Sequence[Any], taken: Sequence[Any], needed: Sequence[Any]
     ) -> Callable[..., Any]:
         if where.in_loop or rules.everywhere:
-            return run_part(program, equations, taken, needed)
-        parts = cut_at_layers(equations, needed)
-        return run_in_turn(parts, program, taken, needed, run_part)
+            run = run_part(program, equations, taken, needed)
+        else:
+            parts = cut_at_layers(equations, needed)
+            run = run_in_turn(parts, program, taken, needed, run_part)
+        shards = shards_read_once(program, equations, rules.trained, rules.shard_operand)
+        waiting, first = _places(taken, of_loops), _places(taken, shards)
+        return with_gradients_first(run, waiting, first) if waiting and first else run
 
     def run_part(
         program: Jaxpr, equations: Sequence[Any], taken: Sequence[Any], needed: Sequence[Any]
@@ -158,6 +179,19 @@ def _reads(equation: Any) -> bool:
     return read_name(equation) is not None or any(
         _reads(inner) for program in inner_programs(equation.params) for inner in program.eqns
     )
+
+
+def _trains(rules: Rewriting, equation: Any) -> bool:
+    """Whether an equation reads a parameter that is trained, at any depth."""
+    return read_name(equation) in rules.trained or any(
+        _trains(rules, inner)
+        for program in inner_programs(equation.params)
+        for inner in program.eqns
+    )
+
+
+def _places(taken: Sequence[Any], wanted: Set[Any]) -> list[int]:
+    return [place for place, variable in enumerate(taken) if variable in wanted]
 
 
 def _is_structured(equation: Any) -> bool:

@@ -6,30 +6,13 @@ other in one piece; only their names, `layers/3/attn/q`, tell where one ends.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr
 
-from zerojax.models import trees
 from zerojax.models.jaxpr import free_variables, read_name, variables
-
-_ENDS_IN_NUMBER = re.compile(r"\d+$")
-
-
-def layer_of(name: str) -> str | None:
-    """The part of a parameter's name that tells its layer; None where it has no number.
-
-    It ends with the first number that stands alone ("encoder/layers/3/attn/q" is of
-    "encoder/layers/3"), else with the first word that ends in one ("h_3/mlp/up" is of "h_3").
-    """
-    words = name.split(trees.SEPARATOR)
-    alone = (at for at, word in enumerate(words) if word.isdecimal())
-    ending = (at for at, word in enumerate(words) if _ENDS_IN_NUMBER.search(word))
-    at = next(alone, None)
-    at = next(ending, None) if at is None else at
-    return None if at is None else trees.SEPARATOR.join(words[: at + 1])
+from zerojax.models.trees import layer_of
 
 
 def cut_at_layers(equations: Sequence[Any], needed: Sequence[Any]) -> list[list[Any]]:

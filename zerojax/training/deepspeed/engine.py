@@ -20,6 +20,7 @@ from zerojax.config.checks import names_keywords
 from zerojax.data import abstract_global, shard_batch
 from zerojax.forecasting.out_of_memory import explaining_memory
 from zerojax.models.trees import check_arrays
+from zerojax.optim import Weights
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import reshard_state
 from zerojax.parallel.step import build_evaluation, build_step
@@ -31,7 +32,12 @@ from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.folder_lock import Hold
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.training import deepspeed
-from zerojax.training.checkpointing import end_state, model_of, restore_state
+from zerojax.training.checkpointing import (
+    end_state,
+    model_of,
+    restore_state,
+    what_differs,
+)
 from zerojax.training.deepspeed.attention_keys import with_layout
 from zerojax.training.deepspeed.engine_absent import AbsentMethods
 from zerojax.training.deepspeed.engine_guard import Guard, close_at_exit
@@ -44,6 +50,7 @@ from zerojax.training.deepspeed.engine_tags import (
     hold_tags,
     save_tagged,
 )
+from zerojax.training.deepspeed.expert_keys import check_router
 from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
 from zerojax.training.run_lifecycle import with_disk_folder
 from zerojax.training.tuning import tune
@@ -199,12 +206,13 @@ class Engine(EngineQueries, AbsentMethods):
     ) -> None:
         self._settings = with_disk_folder(translation.mesh, run_dir)
         super().__init__(translation, meshes.make_mesh(self._settings))
+        check_router(model, translation.router)
         loss = with_layout(model, loss, translation.attention_layout)
         self._model, self._loss, self._freeze, self._seed = model, loss, freeze, seed
         self._ported, self._steps, self._run_dir = ported, steps, run_dir
         self._source: Path | None = None
         self._holds: set[Hold] = set()  # the folders into which this process saves
-        self._guard = Guard(watch, run_dir)
+        self._watch, self._guard = watch, Guard(watch, run_dir)
         self._journal = Journal(translation, run_dir, steps, self._guard.finished)
         self._called: set[str] = set()
         self._step: Any = None
@@ -354,25 +362,29 @@ class Engine(EngineQueries, AbsentMethods):
             steps=self._steps,
         )
         deepspeed.check_rules(plan.settings, plan.users_placement.leaves)
-        return tune(plan)
+        return tune(plan, watch=self._watch)
 
     def _make_state(self, plan: Plan) -> None:
         end_state(self.state)
         self.state = None  # so that two states never live together
         with self._explaining(plan):
-            self.state = state = self._first_state(plan)
+            self.state, notes = self._first_state(plan)
+        state = self.state
         self.global_steps, self.metrics = int(state["step"]), {}
         self._called.clear()
         self._guard.plan_changed()
         self._journal.begin(plan, self.global_steps, int(state["skipped"]))
+        for text in notes:
+            self._journal.say(text)
 
-    def _first_state(self, plan: Plan) -> TrainState:
-        """New, or of the checkpoint that was asked for."""
+    def _first_state(self, plan: Plan) -> tuple[TrainState, list[str]]:
+        """(new, or of the checkpoint that was asked for; what is to be said of it)."""
         source, self._source = self._source, None
         if source is None:
-            return init_state(plan, self._seed)
+            return init_state(plan, self._seed), []
         with Checkpointer(source) as checkpointer:
-            return restore_state(checkpointer, plan)[1]
+            restored, state = restore_state(checkpointer, plan)
+        return state, what_differs(plan, restored)
 
     def _explaining(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
         """In which an error for lack of memory says what took it."""
@@ -511,14 +523,17 @@ class Engine(EngineQueries, AbsentMethods):
         self._guard.saved(metadata.step)
         return str(found), client_state_of(metadata.config)
 
-    def to_model(self) -> Any:
+    def to_model(self, *, weights: Weights = "trained") -> Any:
         """The trained model as the user's kind of object: `nnx.Module`, linen variables or tree.
 
         Every process gets whole arrays, so the model has to fit on one device.
+
+        Args:
+          weights: "ema": the average of the weights, of an engine with optimizer=zerojax.with_ema.
         """
         if self.plan is None or self.state is None:
             raise ValueError(_NO_STATE)
-        return model_of(self.plan, self.state)
+        return model_of(self.plan, self.state, weights)
 
 
 def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int) -> Any:

@@ -34,7 +34,7 @@ _AXES = (
 _CONFIGURED = "it repeats the configuration: read engine.config, or engine.translation"
 _DATA = "hand each batch to train_batch, or a loader's micro-batches: train_batch(data_iter=...)"
 _TIMES = "reports have the times of a step (run_dir=...), and `zerojax profile` where they go"
-_NO_EXPERTS = "experts are not spread over devices; leave this out"
+_NO_EXPERTS = "experts are spread by the mesh axis expert, with nothing to call; leave this out"
 _WHOLE = (
     "load_checkpoint reads parameters, optimizer state and counters together; to begin anew with "
     "trained weights, initialize an engine with the model that to_model() gave"

@@ -66,6 +66,13 @@ class Journal:
             tokens_per_step=tokens_per_step(plan),
         )
 
+    def say(self, text: str) -> None:
+        """A line in the log, or printed where there is none, by the first process."""
+        if self._log is not None:
+            self._log.message(text)
+        elif jax.process_index() == 0:
+            print(text, flush=True)
+
     @property
     def _every(self) -> int:
         if self._log is not None:

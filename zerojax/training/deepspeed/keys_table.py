@@ -4,8 +4,9 @@ Facts are those of DeepSpeed 0.19.6 and 0.19.8: `runtime/config.py`, `constants.
 `precision_config.py`, and the `config.py` of `monitor`, `comm`, `profiling`, `elasticity`,
 `compile`, and in `runtime/` those of `activation_checkpointing`, `tensor_parallel` and
 `model_checkpointing`; for `zero_optimization` those of `deepspeed/runtime/zero/config.py`,
-`offload_config.py` and `leaf_module_config.py`. What the later one dropped (elasticity, MiCS) is
-still read.
+`offload_config.py` and `leaf_module_config.py`; for `expert_parallel` those of the commit 0067b11,
+`auto_ep_config.py` and `auto_ep_presets/base.py` in `deepspeed/module_inject`. What the later one
+dropped (elasticity, MiCS) is still read.
 """
 
 from __future__ import annotations
@@ -197,6 +198,92 @@ _SPARSE_ATTENTION: Table = {
     "num_sliding_window_blocks": Key("int", 3, "honoured", _LAYOUT),
 }
 
+_NAMED = "the model says which parameters are experts' (expert_parameters), and its loss is checked"
+_SAME_ROUTER = "has to be what the model's router does (model.moe)"
+_PRODUCTS = "products of all experts are batched, on any GPU"
+_EXCHANGE = "all-to-alls in static buffers, in as many rounds as the fullest expert needs"
+_EXPERTS: Table = {
+    "enabled": Key("bool", False, "honoured", "whether autoep_size is taken"),
+    "autoep_size": Key("int", 1, "honoured", "mesh.expert"),
+    "expert_tensor_parallel_size": Key(
+        "int",
+        1,
+        "mapped",
+        "the model's own tensor_parallel_rules say what mesh.model splits of an expert",
+        (1,),
+        "experts have no tensor parallelism of their own; set it to 1, and autotp_size",
+    ),
+    "preset_model": Key("text", None, "mapped", _NAMED),
+    **{
+        name: Key("text", None, "mapped", _NAMED)
+        for name in (
+            "moe_layer_pattern",
+            "expert_pattern",
+            "router_pattern",
+            "expert_w1",
+            "expert_w2",
+            "expert_w3",
+            "num_experts_attr",
+            "top_k_attr",
+            "shared_experts_pattern",
+            "shared_experts_gate_pattern",
+        )
+    },
+    "top_k": Key("int", "auto", "honoured", f"{_SAME_ROUTER}: experts_per_token"),
+    "score_func": Key(
+        "text",
+        "auto",
+        "honoured",
+        f"{_SAME_ROUTER}: scores",
+        ("softmax", "sigmoid"),
+        "is not one of softmax, sigmoid",
+    ),
+    "score_apply": Key(
+        "text",
+        "auto",
+        "honoured",
+        "scores multiply what experts give",
+        ("post",),
+        "scores multiply what experts give, and not what they are given; use post",
+    ),
+    "route_norm": Key("bool", None, "honoured", f"{_SAME_ROUTER}: renormalize"),
+    "route_scale": Key("float", 1.0, "honoured", f"{_SAME_ROUTER}: scale"),
+    "routed_scaling_factor": Key("float", "auto", "honoured", f"{_SAME_ROUTER}: scale"),
+    "num_expert_groups": Key("int", None, "honoured", f"{_SAME_ROUTER}: num_groups"),
+    "num_limited_groups": Key("int", None, "honoured", f"{_SAME_ROUTER}: groups_per_token"),
+    "has_shared_experts": Key("bool", None, "honoured", f"{_SAME_ROUTER}: shared_dim above 0"),
+    "expert_activation": Key(
+        "text",
+        None,
+        "honoured",
+        "experts of zerojax.models.MoE are gated by silu",
+        ("silu",),
+        "experts of zerojax.models.MoE are gated by silu; use silu, which a model of your own may "
+        "replace in `apply` of zerojax.experts",
+    ),
+    "load_balance_coeff": AbsentFeature(
+        "a bias of the router, moved by the experts' load, is set by no key of a ds_config, and "
+        "DeepSpeed refuses any value but null; take it out (the model has moe.bias_rate)",
+        bool,
+    ),
+    "use_grouped_mm": Key("bool", True, "compiler", _PRODUCTS),
+    "disable_triton_grouped_mm": Key("bool", False, "compiler", _PRODUCTS),
+    "grouped_mm_backend": Key("text", "auto", "compiler", _PRODUCTS),
+    "gate_up_impl": Key("text", "separate", "compiler", _PRODUCTS),
+    "combine_impl": Key("text", "auto", "compiler", "results are gathered and summed in float32"),
+    "row_weighting_impl": Key(
+        "text", "auto", "compiler", "results are gathered and summed in float32"
+    ),
+    "comm_backend": Key("text", "comm", "compiler", _EXCHANGE),
+    "comm_num_sm": Key("int", 12, "compiler", _EXCHANGE),
+    "comm_qp_margin": Key("int", 4, "compiler", _EXCHANGE),
+    "comm_max_tokens_per_rank": Key("int", 0, "compiler", _EXCHANGE),
+    "async_split_plan": Key("bool", False, "compiler", "no step waits for the host"),
+    "validate_folding_routing": Key(
+        "bool", False, "compiler", "ids out of range make the loss NaN, on every mesh"
+    ),
+}
+
 _AUTOTUNING = (
     "enabled fast results_dir exps_dir overwrite start_profile_step end_profile_step metric "
     "metric_path tuner_type tuner_early_stopping tuner_num_trials arg_mappings model_info "
@@ -216,8 +303,10 @@ _COMPILE = (
 
 _ABSENT: Table = {
     "amp": AbsentFeature("Apex has no part here; use bf16 or fp16", is_enabled),
-    "expert_parallel": AbsentFeature(
-        "experts are not spread over devices; take it out", is_enabled
+    "moe": AbsentFeature(
+        "is for inference, and DeepSpeed's training reads no such section; experts are a part of "
+        "the model (zerojax.models.MoE), and expert_parallel.autoep_size splits them",
+        bool,
     ),
     "progressive_layer_drop": AbsentFeature(
         "layers are not dropped; take it out", is_enabled, ("enabled", "theta", "gamma")
@@ -399,22 +488,26 @@ ZERO: Table = {
         "int",
         1,
         "honoured",
-        "no second copy of the weights",
-        (0, 1),
-        "a second copy of the weights in each node is not built; mics_shard_size shards in a node "
-        "and replicates across: set that, or 1",
+        "off; above 1 wire.secondary with mesh.node: weights cross nodes once per step",
     ),
-    "zero_quantized_weights": Key(
-        "bool", False, "honoured", "off", (False,), "gathers are not quantised; set it to false"
-    ),
+    "zero_quantized_weights": Key("bool", False, "honoured", "wire.weights"),
     "zero_quantized_nontrainable_weights": Key(
-        "bool", False, "honoured", "off", (False,), "weights are not quantised; set it to false"
+        "bool",
+        False,
+        "honoured",
+        "off",
+        (False,),
+        "frozen weights are stored and gathered in codes with Precision.freeze_dtype int8 or nf4; "
+        "give that, and set it to false",
     ),
-    "zero_quantized_gradients": Key(
-        "bool", False, "honoured", "off", (False,), "reductions are not quantised; set it to false"
-    ),
+    "zero_quantized_gradients": Key("bool", False, "honoured", "off"),
     "zeropp_loco_param": AbsentFeature("corrects quantised reductions, which are not built", bool),
-    "mics_shard_size": Key("int", -1, "honoured", "mesh.data, and mesh.replica for the rest"),
+    "mics_shard_size": Key(
+        "int",
+        -1,
+        "honoured",
+        "mesh.data, and mesh.replica for the rest: groups hold all of the state, optimizer's too",
+    ),
     "mics_hierarchical_params_gather": Key("bool", False, "compiler", "NCCL knows the topology"),
     "memory_efficient_linear": Key("bool", True, "compiler", _ALLOCATOR),
     "pipeline_loading_checkpoint": Key(
@@ -424,7 +517,7 @@ ZERO: Table = {
     "log_trace_cache_warnings": Key("bool", False, "compiler", "nothing is traced at run time"),
     "enable_sanity_checks": Key("bool", False, "compiler", "the plan checks before the run"),
     "save_muon_momentum_buffer_in_memory": Key(
-        "bool", False, "compiler", "Muon is not an optimizer of these files"
+        "bool", False, "compiler", "momentum is part of the state, and lies where that lies"
     ),
     "leaf_module": {
         "classes": Key("list", None, "compiler", _HOOKS),
@@ -504,7 +597,10 @@ TABLE: Table = {
         "the loss is divided once, over all rows; use mean, and multiply the learning rate",
     ),
     "sparse_gradients": Key(
-        "bool", False, "honoured", "off", (False,), "gradients are dense; set it to false"
+        "bool",
+        False,
+        "honoured",
+        "true is mesh.lookup=owners: rows of untied embeddings travel, at stages 1 to 3",
     ),
     "zero_allow_untested_optimizer": Key(
         "bool", False, "honoured", "every optimizer is given what makes shards equal to one device"
@@ -522,7 +618,9 @@ TABLE: Table = {
         "mesh.context, for the reference decoders; Ulysses is one of its ways",
     ),
     "data_parallel_size": Key("int", None, "honoured", "mesh.data"),
-    "use_data_before_expert_parallelism": Key("bool", False, "compiler", "there are no experts"),
+    "use_data_before_expert_parallelism": Key(
+        "bool", False, "compiler", "the order of axes is the mesh's"
+    ),
     "aio": {
         name: Key(kind, default, "compiler", _STORE)
         for name, kind, default in (
@@ -579,6 +677,7 @@ TABLE: Table = {
         for name in _COMPILE.split()
     },
     "sparse_attention": _SPARSE_ATTENTION,
+    "expert_parallel": _EXPERTS,
     **_ABSENT,
     "disable_python_gc": Key("bool", False, "compiler", "a step makes next to no Python objects"),
     "dataloader_drop_last": Key(

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zerojax.config import ConfigError, MeshConfig, OffloadConfig
-from zerojax.config.mesh import DEVICE, HOST, NVME
+from zerojax.config.mesh import DEVICE, HOST, NVME, SLICE_ELEMENTS, WireConfig
 from zerojax.training.deepspeed.ds_config import File
+from zerojax.training.deepspeed.expert_keys import data_size, expert_size
 
 _TIERS = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
 _PARTITIONS = {"uniform": "uniform", "parameters": "parameters", "best": "flops"}
@@ -29,11 +30,17 @@ def mesh_of(file: File, num_devices: int | None) -> MeshConfig:
     fields["model"] = max(1, file["tensor_parallel.autotp_size"])
     fields["stage"] = max(1, file.optional("pipeline.stages") or 1)
     fields["context"] = max(1, file["sequence_parallel_size"])
-    fields["data"] = file.optional("data_parallel_size") or -1
+    fields["expert"] = expert_size(file)
+    fields["data"] = data_size(file, fields["expert"])
     fields |= _buckets(file) | _partition(file) | _replicas(file, num_devices, fields)
     if file["activation_checkpointing.partition_activations"] and fields["model"] > 1:
         fields["sequence_sharding"] = True
+    if file["sparse_gradients"]:
+        fields["lookup"] = "owners"
     fields["rules"] = _rules(file)
+    fields |= _node(file, num_devices)
+    codes = _weight_codes(file) | _gradient_codes(file)
+    fields["wire"] = WireConfig(secondary="node" in fields, **codes)
     fields["offload"] = _offload(file, fields["zero"])
     try:
         return MeshConfig(**fields)
@@ -72,6 +79,61 @@ def _buckets(file: File) -> dict[str, Any]:
             "from stage 2 on gradients are never whole, so they are scattered; set it to true",
         )
     return fields
+
+
+def _gradient_codes(file: File) -> dict[str, Any]:
+    """qgZ of ZeRO++: sums of gradients in codes."""
+    key = f"{ZERO}.zero_quantized_gradients"
+    if not file[key]:
+        return {}
+    if file[f"{ZERO}.stage"] == 0:
+        file.notes.refuse(key, True, "gradients are scattered from stage 1 on; set it to false")
+        return {}
+    file.notes.change(
+        key, "mapped", "wire.gradients=int8: of 8 bits, where DeepSpeed's are of 4 between nodes"
+    )
+    return {"gradients": "int8"}
+
+
+def _weight_codes(file: File) -> dict[str, Any]:
+    """qwZ of ZeRO++: gathers of weights in codes."""
+    key, stage = f"{ZERO}.zero_quantized_weights", file[f"{ZERO}.stage"]
+    if not file[key]:
+        return {}
+    if stage != 3:
+        what = f"works at stage 3, and stage is {stage}: weights are sent as they are"
+        file.notes.change(key, "ignored", f"{what}; wire.weights=int8 codes them at stages 1 and 2")
+        file.notes.warnings.append(f"{key}=true {what}")
+        return {}
+    file.notes.change(key, "honoured", "wire.weights=int8")
+    return {"weights": "int8"}
+
+
+def _node(file: File, num_devices: int | None) -> dict[str, Any]:
+    """hpZ of ZeRO++: a node gathers weights by itself. Groups are of so many ranks in order."""
+    key = f"{ZERO}.zero_hpz_partition_size"
+    size, stage = file[key], file[f"{ZERO}.stage"]
+    if size <= 1:
+        return {}
+    if stage != 3:
+        what = f"works at stage 3, and stage is {stage}: no weight is gathered where it is read"
+        file.notes.change(key, "ignored", what)
+        file.notes.warnings.append(f"{key}={size} {what}")
+        return {}
+    if num_devices is not None and num_devices <= size:
+        file.notes.change(key, "honoured", f"off: {num_devices} devices are one group")
+        return {}
+    if num_devices is not None and num_devices % size:
+        divisors = [count for count in range(1, size) if num_devices % count == 0]
+        why = f"does not divide the {num_devices} devices; use {divisors[-1]}"
+        file.notes.refuse(key, size, why)
+        return {}
+    file.notes.change(
+        key,
+        "honoured",
+        f"wire.secondary=true and mesh.node={size}; a value of the step, not a second copy",
+    )
+    return {"node": size}
 
 
 def _partition(file: File) -> dict[str, Any]:
@@ -196,7 +258,7 @@ def _slice_of_tile(sub_group_size: int) -> tuple[int, str]:
     into a tile until it has `sub_group_size` elements, and never cuts one: 0, or less than any
     parameter, means a tile per parameter. So a small number is not a size of a slice.
     """
-    largest, smallest = OffloadConfig.slice_elements, OffloadConfig.min_elements
+    largest, smallest = SLICE_ELEMENTS, OffloadConfig.min_elements
     if sub_group_size < smallest:
         return largest, (
             f"a size below {smallest} means one parameter per tile in DeepSpeed, which never cuts "

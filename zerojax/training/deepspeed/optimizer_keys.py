@@ -21,6 +21,10 @@ from zerojax.optim import (
     build_deepspeed_schedule,
     clip_by_global_norm,
     lion,
+    matrices_by_shape,
+    muon,
+    one_bit_adam,
+    one_bit_lamb,
     sgd,
 )
 from zerojax.optim.schedules import as_schedule
@@ -81,22 +85,63 @@ _SGD = {
     "dampening": Key("float", 0.0, "honoured", "none", (0.0,), "momentum is not damped; set 0"),
     "maximize": Key("bool", False, "honoured", "off", (False,), "a loss is minimised"),
 }
+_MUON = {
+    "lr": Key("float", None, "honoured", "of all parameters; absent: 0.02, and 3e-4 of Adam's"),
+    "muon_lr": Key("float", None, "honoured", "of matrices, in place of lr"),
+    "adam_lr": Key("float", None, "honoured", "of the others, in place of lr"),
+    "momentum": Key("float", 0.95, "honoured", "decay of the momentum of matrices"),
+    "betas": Key("list", [0.9, 0.95], "honoured", "b1 and b2 of Adam"),
+    "eps": Key("float", 1e-10, "honoured", "of Adam: added to the root of the second moment"),
+    "weight_decay": Key("float", 0.0, "honoured", _DECAY),
+    "ns_steps": Key("int", 5, "honoured", "rounds; DeepSpeed has no such key and takes 5"),
+    "ns_method": Key(
+        "text",
+        "gram",
+        "compiler",
+        "both methods compute the same function; here in float32",
+        ("gram", "standard"),
+        "is not one of gram, standard",
+    ),
+    "per_head_muon": Key(
+        "bool", False, "honoured", "off", (False,), "heads are parts of one matrix; set it to false"
+    ),
+}
+_SENT_BY_JAX = "nothing to choose: XLA's collectives send codes"
+_ONE_BIT_ADAM = {
+    **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")},
+    "freeze_step": Key("int", 100000, "honoured", "steps of AdamW before signs are sent"),
+    "bias_correction": Key("bool", True, "ignored", "DeepSpeed's 1-bit Adam corrects no moment"),
+    "eps_inside_sqrt": Key("bool", False, "ignored", "DeepSpeed's 1-bit Adam does not look at it"),
+    "cuda_aware": Key("bool", False, "compiler", _SENT_BY_JAX),
+    "comm_backend_name": Key("text", "nccl", "compiler", _SENT_BY_JAX),
+}
+_ONE_BIT_LAMB = {
+    **{name: key for name, key in _ONE_BIT_ADAM.items() if not name.startswith("bias")},
+    **{name: _LAMB[name] for name in ("max_coeff", "min_coeff")},
+    "freeze_step": Key("int", 100000, "honoured", "steps of LAMB before signs are sent"),
+    "coeff_beta": Key("float", 0.9, "honoured", "decay of the average of a layer's ratios"),
+    "factor_max": Key("float", 4.0, "honoured", "upper bound of that average's factor"),
+    "factor_min": Key("float", 0.5, "honoured", "lower bound of that average's factor"),
+    "factor_threshold": Key("float", 0.1, "honoured", "part by which it may change in a step"),
+    "bias_correction": Key("bool", True, "ignored", "DeepSpeed's 1-bit LAMB corrects no moment"),
+    "eps_inside_sqrt": Key("bool", False, "ignored", "DeepSpeed's 1-bit LAMB does not look at it"),
+}
 OPTIMIZERS: Mapping[str, Table] = {
     "adam": _ADAM,
     "adamw": _ADAM,
     "lion": _LION,
     "lamb": _LAMB,
     "sgd": _SGD,
+    "muon": _MUON,
+    "onebitadam": _ONE_BIT_ADAM,
+    "onebitlamb": _ONE_BIT_LAMB,
 }
 
+_OF_LAYERS = ("coeff_beta", "factor_max", "factor_min", "factor_threshold")
 _INSTEAD = "take the section out and pass optimizer="
 _ABSENT = {
     "adagrad": f"is not one of zerojax's; {_INSTEAD}optax.adagrad(lr)",
-    "muon": f"is not one of zerojax's; {_INSTEAD}optax.contrib.muon(lr, "
-    "muon_weight_dimension_numbers=zerojax.optim.muon_dimensions)",
-    "onebitadam": "compresses what is sent, and is not built; use Adam",
-    "zerooneadam": "compresses what is sent, and is not built; use Adam",
-    "onebitlamb": "compresses what is sent, and is not built; use Lamb",
+    "zerooneadam": "skips sums of gradients between local steps, and is not built; use OneBitAdam",
     "muadam": "comes from the package mup, of torch; use Adam with rates by parameter group",
     "muadamw": "comes from the package mup, of torch; use AdamW with rates by parameter group",
     "musgd": "comes from the package mup, of torch; use SGD with rates by parameter group",
@@ -228,7 +273,16 @@ def _params(file: File, kind: str) -> dict[str, Any] | None:
     values = {key: entry.default for key, entry in table.items() if isinstance(entry, Key)}
     for path, value in found.items():
         values[path.rpartition(".")[2]] = value
+    if name == "muon":
+        values |= _rates_of_muon(values)
     return values if _are_in_range(file, values) else None
+
+
+def _rates_of_muon(values: Mapping[str, Any]) -> dict[str, float]:
+    """{"lr": of matrices, "adam_lr": of the others}, with DeepSpeed's defaults of both."""
+    own = [("lr", "muon_lr", 0.02), ("adam_lr", "adam_lr", 3e-4)]
+    pick = lambda *rates: next(rate for rate in rates if rate is not None)  # noqa: E731
+    return {to: pick(values[name], values["lr"], default) for to, name, default in own}
 
 
 def _are_in_range(file: File, values: Mapping[str, Any]) -> bool:
@@ -238,8 +292,11 @@ def _are_in_range(file: File, values: Mapping[str, Any]) -> bool:
     right = {
         "betas": (two, "is not two numbers in [0, 1), such as [0.9, 0.999]"),
         "lr": (values["lr"] >= 0, "must be at least 0"),
+        "adam_lr": (values.get("adam_lr", 0) >= 0, "must be at least 0"),
+        "ns_steps": (values.get("ns_steps", 5) >= 1, "must be at least 1; 5 is usual"),
         "weight_decay": (values["weight_decay"] >= 0, "must be at least 0"),
         "eps": (values.get("eps", 1) > 0, "must be above 0; 1e-8 is usual"),
+        "freeze_step": (values.get("freeze_step", 1) >= 1, "must be at least 1"),
         "momentum": (0 <= values.get("momentum", 0) < 1, "must be in [0, 1)"),
     }
     for name, (holds, limit) in right.items():
@@ -291,8 +348,17 @@ def _build(
         if schedule is not None and schedule.b1 is not None:
             file.notes.warnings.append("cycle_momentum is off, as in DeepSpeed: SGD has no betas")
         tx = sgd(rate, momentum=momentum, nesterov=params["nesterov"], **common)
+    elif name == "muon":
+        tx = _muon(file, params, rate, schedule, clip)
     elif name == "lion":
         tx = lion(rate, b1=b1, b2=b2, **common)
+    elif name == "onebitadam":
+        numbers = {each: params[each] for each in ("eps", "freeze_step")}
+        tx = one_bit_adam(rate, b1=b1, b2=b2, bias_correction=False, **numbers, **common)
+    elif name == "onebitlamb":
+        names = ("eps", "freeze_step", "min_coeff", "max_coeff", *_OF_LAYERS)
+        numbers = {each: params[each] for each in names}
+        tx = one_bit_lamb(rate, b1=b1, b2=b2, bias_correction=False, **numbers, **common)
     elif name == "lamb":
         names = ("eps", "min_coeff", "max_coeff", "eps_inside_sqrt", "bias_correction")
         numbers = {each: params[each] for each in names}
@@ -312,6 +378,42 @@ def _build(
             file.notes.change("optimizer.type", "honoured", why)
         tx = adamw(rate, b1=b1, b2=b2, eps=params["eps"], **common)
     return Update(tx, rate, clip)
+
+
+def _muon(
+    file: File,
+    params: Mapping[str, Any],
+    rate: Schedule,
+    schedule: DeepSpeedSchedule | None,
+    clip: float,
+) -> optax.GradientTransformation:
+    """Muon as `deepspeed/runtime/zero/muon/original_muon.py` has it, with Adam for the others."""
+    others = params["adam_lr"]
+    if schedule is not None:
+        if schedule.b1 is not None:
+            raise ValueError("Muon's betas are numbers; set scheduler.params.cycle_momentum: false")
+        built = build_deepspeed_schedule(
+            file["scheduler.type"], file.optional("scheduler.params") or {}, learning_rate=others
+        )
+        others = built.learning_rate
+    b1, b2 = params["betas"]
+    file.notes.change("optimizer.type", "honoured", "products of matrices are in float32")
+    return muon(
+        rate,
+        adam_learning_rate=others,
+        beta=params["momentum"],
+        ns_steps=params["ns_steps"],
+        weight_decay=params["weight_decay"],
+        adam_b1=b1,
+        adam_b2=b2,
+        adam_weight_decay=params["weight_decay"],
+        eps=params["eps"],
+        ns_eps=1e-7,
+        bias_correction=False,
+        adam_nesterov=False,
+        dimensions=matrices_by_shape,
+        clip_norm=clip or None,
+    )
 
 
 def _corrections(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from zerojax.training.deepspeed.batch_keys import (
     settle_elastic,
 )
 from zerojax.training.deepspeed.ds_config import File, read
+from zerojax.training.deepspeed.expert_keys import check_experts_of_mesh, check_router, router_of
 from zerojax.training.deepspeed.key_schema import KeyNotes, as_kind
 from zerojax.training.deepspeed.mesh_keys import check_rules, mesh_of
 from zerojax.training.deepspeed.optimizer_keys import update_of
@@ -90,6 +91,7 @@ def explain(
     mesh = mesh_of(file, num_devices)
     elasticity = elasticity_of(file)
     shards = _data_shards(file, mesh, num_devices)
+    check_experts_of_mesh(file, mesh, shards)
     if elasticity.enabled:
         batch = settle_elastic(file, elasticity, num_devices, mesh.devices_per_shard)
         check_rows(file, batch, given)
@@ -117,6 +119,7 @@ def explain(
         run_dir=run_dir,
         elasticity=elasticity,
         attention_layout=layout_of(file),
+        router=router_of(file),
         tag_validation=file["checkpoint.tag_validation"].upper(),
         resolved=copy.deepcopy(resolved),
         lines=_in_order(notes, file.nested),
@@ -165,10 +168,10 @@ def _data_shards(file: File, mesh: MeshConfig, num_devices: int | None) -> int |
             key, file[key], f"{num_devices} devices are not a multiple of {axes} = {group}"
         )
         return None
-    if mesh.data != -1 and mesh.data * mesh.replica != shards:
+    if mesh.data != -1 and mesh.data * mesh.replica * mesh.expert != shards:
         file.notes.refuse(
             "data_parallel_size",
-            mesh.data,
+            mesh.data * mesh.expert,
             f"{num_devices} devices and {axes} leave {shards}; write that, or take it out",
         )
     return shards
@@ -308,9 +311,11 @@ class PortedArguments(Arguments):
         """The loss with the layout of the file.
 
         Raises:
-          ConfigError: the model states another one.
+          ConfigError: the model states another one, or its router is not that of the file.
         """
-        return with_layout(self.model, loss, self.ported.translate().attention_layout)
+        says = self.ported.translate()
+        check_router(self.model, says.router)
+        return with_layout(self.model, loss, says.attention_layout)
 
     def with_rows(self, rows: int | None, *, stacklevel: int) -> Arguments:
         """What the file says of such batches; it gives the file's warnings.

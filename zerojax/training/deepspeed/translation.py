@@ -95,6 +95,7 @@ class Translation:
       run_dir: folder of events, where a monitor names one.
       elasticity: the batch on changing numbers of devices, enabled or not.
       attention_layout: of sparse_attention; None: every token may see all.
+      router: {key of expert_parallel: value} that the model's router has to have.
       tag_validation: "WARN", "IGNORE" or "FAIL": what becomes of tags that differ over processes.
       resolved: the file with every "auto" filled.
       lines: one for every key of the file.
@@ -118,6 +119,7 @@ class Translation:
     run_dir: Path | None
     elasticity: ElasticityConfig
     attention_layout: BlockLayout | None
+    router: Mapping[str, Any]
     tag_validation: str
     resolved: Mapping[str, Any]
     lines: tuple[Line, ...]
@@ -164,8 +166,10 @@ def _totals(lines: Iterable[Line]) -> Iterator[str]:
 
 def _run(translation: Translation) -> Iterator[str]:
     mesh, rows = translation.mesh, translation.train_batch_size
-    data = translation.num_data_shards or "all that are left"
-    axes = {"data": data, "context": mesh.context, "stage": mesh.stage, "model": mesh.model}
+    shards = translation.num_data_shards
+    data = shards // mesh.expert if shards else "all that are left"
+    axes = {"data": data, "expert": mesh.expert, "context": mesh.context}
+    axes |= {"stage": mesh.stage, "model": mesh.model}
     sizes = ", ".join(f"{name}={size}" for name, size in axes.items() if size != 1)
     yield "the run"
     copies = f" in {mesh.replica} replicas" if mesh.replica > 1 else ""

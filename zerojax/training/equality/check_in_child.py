@@ -14,6 +14,7 @@ import numpy as np
 from zerojax import optim
 from zerojax.config import OptimizerConfig
 from zerojax.models.adapt import as_loss, as_model
+from zerojax.models.jaxpr import takes_over_batch
 from zerojax.training.equality.check_result import CheckResult, ComparedRun, Reason
 from zerojax.training.equality.experiments import (
     Experiments,
@@ -34,6 +35,7 @@ from zerojax.training.equality.short_runs import (
     differing_state,
     evaluation_mode,
     measure_noise,
+    microbatches_of,
     noise_of,
     plan_of,
     prepare,
@@ -111,6 +113,7 @@ class _Check:
         self.compared: list[ComparedRun] = []
         self.devices = min(request.devices, len(jax.devices("cpu")))
         self.runs: dict[Configuration, RunOutcome] = {}
+        self._references: dict[tuple[int, int], RunOutcome] = {}
 
     # --- the order of it ----------------------------------------------------------------------
 
@@ -163,6 +166,7 @@ class _Check:
             raise _Stop from error
         try:
             self.reference = self.plain.run()
+            self._over_batch = takes_over_batch(self.plan.traced.forward.jaxpr)
         except Exception as error:
             self._refuse(Configuration(0), error)
             self._refused()
@@ -198,6 +202,19 @@ class _Check:
                 "starts at 0?), so updates were not compared"
             )
 
+    def _reference_of(self, configuration: Configuration) -> tuple[RunOutcome, str]:
+        """(what a run is compared with, its name).
+
+        A sum over the batch (`zerojax.batch_mean`) is over one microbatch, so that a run with
+        several is compared with plain JAX that adds up the gradients of the same microbatches.
+        """
+        if not self._over_batch or configuration.num_microbatches == 1:
+            return self.reference, Configuration(0).name
+        same = configuration.devices, configuration.num_microbatches
+        if same not in self._references:
+            self._references[same] = self.plain.run(cut=_microbatches_in(configuration))
+        return self._references[same], f"{Configuration(0).name}, the same microbatches"
+
     def _run_and_compare(self, configuration: Configuration) -> None:
         self.progress(configuration.name)
         try:
@@ -206,15 +223,16 @@ class _Check:
             self._refuse(configuration, error)
             return
         self.runs[configuration] = run
+        reference, against = self._reference_of(configuration)
         found = compare(
             run,
-            self.reference,
+            reference,
             self.given.before,
             name=configuration.name,
-            against=Configuration(0).name,
+            against=against,
             noise=self.noise,
         )
-        state = differing_state(run, self.reference)
+        state = differing_state(run, reference)
         self.compared.append(dataclasses.replace(found, state=state))
 
     # --- what is refused ----------------------------------------------------------------------
@@ -317,7 +335,8 @@ class _Check:
         differing = [
             configuration
             for configuration, run in self.runs.items()
-            if not self._agree(run, self.reference)
+            if not self._agree(run, self._reference_of(configuration)[0])
+            and not (self._over_batch and configuration.num_microbatches > 1)
         ]
         # Where nothing is split, updates differ by another reason than how they are split.
         if not differing or any(configuration.zero == 0 for configuration in differing):
@@ -361,9 +380,10 @@ class _Check:
         for zero, number in ((0, 1), (3, MICROBATCHES)):
             configuration = Configuration(self.devices, zero, number, train=False)
             self.progress(f"{configuration.name}, in evaluation mode")
+            apart = self._over_batch and number > 1
             found = compare(
                 run_zerojax(self.given, configuration),
-                reference,
+                plain.run(cut=_microbatches_in(configuration)) if apart else reference,
                 given.before,
                 name=configuration.name,
                 against=Configuration(0).name,
@@ -419,6 +439,11 @@ class _Check:
             "look at the table; if the model is right, this is a defect of zerojax: please report "
             "it with the model",
         )
+
+
+def _microbatches_in(configuration: Configuration) -> Callable[[Any], list[Any]]:
+    """What cuts a batch into the microbatches of a run."""
+    return lambda batch: microbatches_of(batch, configuration)
 
 
 def _not_finite(reference: RunOutcome) -> Reason:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.models.jaxpr import takes_over_batch
 from zerojax.training.equality.check_result import Reason
 from zerojax.training.equality.short_runs import PlainRun, cut_rows, quick_options
 from zerojax.training.equality.tracing import (
@@ -35,7 +36,8 @@ RETURN_A_PAIR = (
 )
 PER_ROW = (
     "compute each row from that row alone: take the statistic from the model's state or from the "
-    "batch's own columns, computed where the batch is made"
+    "batch's own columns, computed where the batch is made; or take a mean over rows with "
+    "zerojax.batch_mean(jnp.mean(x, axis=0)), which is that of the whole batch"
 )
 _STATISTICS = ("mul", "dot_general", "integer_pow", "square", "pow")
 """What makes a product of two means, each of which is right by itself."""
@@ -89,6 +91,11 @@ class Experiments:
         plain = self.plain
         return self._jitted(plain.params, plain.frozen, plain.extras, key, batch, train)
 
+    def _program(self, train: bool) -> Any:
+        plain, key = self.plain, self.plain.key(0)
+        loss = lambda batch: plain.loss(plain.params, plain.extras, key, batch, train=train)[0]  # noqa: E731
+        return jax.make_jaxpr(loss)(self.batch).jaxpr
+
     def is_random(self, *, train: bool) -> bool:
         """Whether the loss depends on the random key."""
         return self.losses(train=train, number=0) != self.losses(train=train, number=1)
@@ -114,9 +121,14 @@ class Experiments:
         )
 
     def _reason(self, found: Comparison, *, weighted: bool, train: bool) -> Reason | None:
-        key = self.plain.key(0)
-        whole = _pair(self._call(self.batch, key, train)[0])
-        parts = [_pair(self._call(piece, key, train)[0]) for piece in self.pieces]
+        if takes_over_batch(self._program(train)):
+            count = 1 + weighted  # a piece by itself has no sum over the batch
+            runs = zip(*found.values[:count], strict=True)
+            whole, *parts = [_pair((x[0], x[1] if weighted else None)) for x in runs]
+        else:
+            key = self.plain.key(0)
+            whole = _pair(self._call(self.batch, key, train)[0])
+            parts = [_pair(self._call(piece, key, train)[0]) for piece in self.pieces]
         expected = whole[0] / whole[1]
         cut = sum(loss for loss, _ in parts) / sum(weight for _, weight in parts)
         if abs(cut - expected) <= 2e-6 * max(1.0, abs(expected)):
@@ -253,6 +265,12 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
             ),
         )
         sentence = "a sum over rows and a term that is no such sum are added"
+    elif found.primitive.startswith("psum") and statistics:
+        remedy = "take zerojax.batch_mean of a mean, and zerojax.batch_sum of a sum over rows"
+        sentence = (
+            "zerojax.batch_sum is taken of a mean over rows, so that it grows with the number of "
+            "devices"
+        )
     elif found.has_rows:
         sentence = "what is computed for a row depends on other rows of the batch"
     elif found.primitive == "div" and len(statistics) == 2:
@@ -268,8 +286,8 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
     elif found.primitive in _STATISTICS and statistics:
         kind = "auxiliary_loss"
         remedy = (
-            "let the term be a mean over rows, or accept that it is taken over each device's rows "
-            "and microbatch (as mixtures of experts usually do), and check without it"
+            "take each of the means over the whole batch: zerojax.batch_mean(jnp.mean(x, axis=0)); "
+            "or accept that they are taken over each device's rows, and check without the term"
         )
         sentence = (
             "a term of the loss is a product of means over the batch (such as a mixture's "
@@ -277,8 +295,9 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
         )
     else:
         remedy = (
-            f"take `{found.primitive}` of each row, or minimise the mean itself and log what is "
-            "made of it"
+            f"take `{found.primitive}` of each row, or of the statistic of the whole batch, "
+            "zerojax.batch_mean(statistic) where it is a mean; or minimise the mean itself and log "
+            "what is made of it"
         )
         sentence = f"`{found.primitive}` is taken of a statistic of the whole batch"
     return Reason(kind, f"{sentence}: {numbers}", remedy, found.where)
@@ -314,7 +333,8 @@ def reason_of_state(name: str, relation: Relation, value: Any, place: str | None
         f"{name} in the model's state is a statistic of the rows that it is computed from; each "
         "device has its own rows, and the state becomes the mean of theirs",
         "nothing, where each device may normalise by its own rows, as usual in data-parallel "
-        "training; otherwise use a norm over features (LayerNorm, GroupNorm)",
+        "training; otherwise take mean and mean square over the whole batch with "
+        "zerojax.batch_mean, or use a norm over features (LayerNorm, GroupNorm)",
         place,
     )
 

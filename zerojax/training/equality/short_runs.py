@@ -17,6 +17,7 @@ import optax
 from zerojax.config import MeshConfig
 from zerojax.hardware.compile_client import keep_known_options
 from zerojax.models.protocol import Loss, Model
+from zerojax.models.step_count import after_step
 from zerojax.optim import extra_arguments
 from zerojax.parallel import model_state
 from zerojax.parallel.initialization import init_state
@@ -248,17 +249,25 @@ class PlainRun:
         return split_loss(result), after
 
     def _advance(
-        self, params: Arrays, frozen: Arrays, opt_state: Any, extras: Arrays, key: Any, batch: Any
+        self,
+        params: Arrays,
+        frozen: Arrays,
+        opt_state: Any,
+        extras: Arrays,
+        key: Any,
+        microbatches: Sequence[Any],
     ) -> Any:
         overwritten = self.model.overwritten
 
         def loss_of(params: Arrays, extras: Arrays) -> Any:
-            (loss, weight), after = self.loss(
-                params, extras, key, batch, train=self._train, frozen=frozen
-            )
-            weight = jnp.float32(1) if weight is None else weight
+            total, weights = jnp.float32(0), jnp.float32(0)
+            for batch in microbatches:
+                (loss, weight), extras = self.loss(
+                    params, extras, key, batch, train=self._train, frozen=frozen
+                )
+                total, weights = total + loss, weights + (1 if weight is None else weight)
             # Scales of 8-bit products follow the gradients of the sum, as in a step.
-            return loss if overwritten else loss / weight, (weight, after)
+            return total if overwritten else total / weights, (weights, extras)
 
         differentiate = model_state.value_and_grad(loss_of, overwritten)
         (loss, (weight, after)), grads = differentiate(params, extras)
@@ -268,25 +277,27 @@ class PlainRun:
         extra = extra_arguments(grads, norm, loss, self._layers)
         updates, opt_state = self._tx.update(grads, opt_state, params, **extra)
         moved: Any = optax.apply_updates(params, updates)
-        return moved, opt_state, after, loss, norm
+        return moved, opt_state, after_step(after, self.model.step_rules), loss, norm
 
     def run(
         self,
         reorder: Callable[[Any], Any] = lambda batch: batch,
         move: Callable[[Arrays], Arrays] = lambda params: params,
+        cut: Callable[[Any], Sequence[Any]] = lambda batch: [batch],
     ) -> RunOutcome:
         """Takes a step for each batch.
 
         Args:
           reorder: may put a batch's rows in another order.
           move: may change the parameters, trained and frozen ones, that it starts from.
+          cut: gives a batch's microbatches, whose gradients are added up.
         """
         params, frozen, extras = move(self.params), move(self.frozen), self.extras
         opt_state = self._tx.init(jax.tree.map(jnp.asarray, params))
         losses, norms = [], []
         for number, batch in enumerate(self.given.batches):
             params, opt_state, extras, loss, norm = self._step(
-                params, frozen, opt_state, extras, self.key(number), reorder(batch)
+                params, frozen, opt_state, extras, self.key(number), cut(reorder(batch))
             )
             losses.append(float(loss))
             norms.append(float(norm))
@@ -313,6 +324,17 @@ def cut_rows(batch: Any, number: int) -> list[Any]:
     """A batch in pieces of equal size, in order."""
     pieces = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
     return [jax.tree.map(lambda x, i=i: x[i], pieces) for i in range(number)]
+
+
+def microbatches_of(batch: Any, configuration: Configuration) -> list[Any]:
+    """The rows of each microbatch of a run: the same part of each device's rows."""
+    count, devices = configuration.num_microbatches, max(configuration.devices, 1)
+
+    def rows(x: np.ndarray, number: int) -> np.ndarray:
+        cut = x.reshape(devices, count, -1, *x.shape[1:])
+        return cut[:, number].reshape(-1, *x.shape[1:])
+
+    return [jax.tree.map(lambda x, i=i: rows(x, i), batch) for i in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,36 +12,28 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import linecache
 import os
-import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from zerojax.models.jaxpr import inner_programs
+from zerojax.models.jaxpr import holds_collectives, inner_programs
+from zerojax.models.source_lines import innermost_line, is_of_users, line_of_equation, source_line
+from zerojax.models.whole_batch import batch_split_over
 from zerojax.training.equality.short_runs import quick_options
 
 _RELATIVE = 1e-4
 """Difference, relative to the largest element, up to which a relation holds: rounding is 1e-6."""
 _SCALE = 0.125
+_PIECES = "pieces of the batch"
 
-_OURS = Path(__file__).resolve().parents[2]
 _CHECK = str(Path(__file__).resolve().parent) + os.sep
-_LIBRARIES = tuple(
-    str(Path(module.__file__ or "").resolve().parent) + os.sep for module in (jax, flax, np, optax)
-)
-_STANDARD = str(Path(os.__file__).resolve().parent) + os.sep
-_WRITTEN_BY_USERS_TOO = (str(_OURS / "models") + os.sep, str(_OURS / "losses.py"))
-"""Parts of zerojax that stand for a user's code where there is none further in."""
 
 
 class Relation(enum.Enum):
@@ -82,11 +74,13 @@ class Comparison:
       outputs: the relation of each output.
       breaks: for each output, the first break on the way to it, if it could be located.
       origins: for each output, the line of the equation that gave it its relation.
+      values: for each output, what it is of the whole batch and of each piece.
     """
 
     outputs: tuple[Relation, ...]
     breaks: tuple[Break | None, ...]
     origins: tuple[str | None, ...]
+    values: tuple[tuple[Any, ...], ...]
 
 
 def compare_pieces(
@@ -97,8 +91,14 @@ def compare_pieces(
     Args:
       function: gives a flat list of arrays; traceable.
       whole: a tree of arrays with rows in dimension 0; pieces: its pieces, of equal size, in order.
+        All pieces run together: `zerojax.batch_sum` and `batch_mean` are over all of them.
     """
-    programs = [jax.make_jaxpr(function)(batch) for batch in (whole, pieces[0])]
+
+    def trace(batch: Any, number: int) -> ClosedJaxpr:
+        with batch_split_over((_PIECES,)):
+            return jax.make_jaxpr(function, axis_env=[(_PIECES, number)])(batch)
+
+    programs = [trace(whole, 1), trace(pieces[0], len(pieces))]
     inputs = [jax.tree.leaves(batch) for batch in (whole, *pieces)]
     return _compare(programs[0], programs[1], inputs, _relation_of_pieces)
 
@@ -119,17 +119,18 @@ def _compare(
     """Runs `first` on inputs[0] and `other` on each of the rest, and relates what they compute."""
     same_form = _form(first.jaxpr) == _form(other.jaxpr)
     if not same_form:
-        results = [jaxpr_as_fun(first)(*inputs[0])]
-        results += [jaxpr_as_fun(other)(*given) for given in inputs[1:]]
-        outputs = tuple(relate(values[0], values[1:]) for values in zip(*results, strict=True))
+        results = [*_run_together(first, inputs[:1]), *_run_together(other, inputs[1:])]
+        values = tuple(zip(*results, strict=True))
+        outputs = tuple(relate(whole, pieces) for whole, *pieces in values)
         nothing = (None,) * len(outputs)
-        return Comparison(outputs, nothing, nothing)
+        return Comparison(outputs, nothing, nothing, values)
     walk = _Walk(first, other, inputs, relate)
     count = range(len(first.jaxpr.outvars))
     return Comparison(
         outputs=tuple(walk.relation(first.jaxpr.outvars[index]) for index in count),
         breaks=tuple(walk.first_break(index) for index in count),
         origins=tuple(walk.origin(index) for index in count),
+        values=tuple(walk.values_of(index) for index in count),
     )
 
 
@@ -162,6 +163,11 @@ class _Walk:
             whole, *pieces = [run[number] for run in self.values]
             self._relations[atom] = self.relate(whole, pieces)
         return self._relations[atom]
+
+    def values_of(self, output: int) -> tuple[Any, ...]:
+        atom, twin = (one.jaxpr.outvars[output] for one in (self.first, self.other))
+        pieces = [self._value(run, atom, twin) for run in range(1, len(self.values))]
+        return self._value(0, atom), *pieces
 
     def _needed(self, output: int) -> set[Any]:
         """The variables on the way to an output."""
@@ -267,15 +273,35 @@ def _all_values(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[li
     everything = program.replace(
         constvars=[], invars=[*program.constvars, *program.invars], outvars=kept
     )
-    function = jaxpr_as_fun(ClosedJaxpr(everything, []))
-    run = jax.jit(function, compiler_options=quick_options())
+    arguments = [[*closed.consts, *given] for given in inputs]
     result = []
-    for given in inputs:
+    for given, made in zip(
+        inputs, _run_together(ClosedJaxpr(everything, []), arguments), strict=True
+    ):
         values = dict(zip(program.constvars, closed.consts, strict=True))
         values |= dict(zip(program.invars, given, strict=True))
-        values |= dict(zip(kept, run(*closed.consts, *given), strict=True))
+        values |= dict(zip(kept, made, strict=True))
         result.append([values.get(var) for var in _variables(closed)])
     return result
+
+
+def _run_together(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+    """The outputs of a program for each set of inputs; sums over pieces are over all of them."""
+    function, options = jaxpr_as_fun(closed), quick_options()
+    if not holds_collectives(closed):
+        run = jax.jit(function, compiler_options=options)
+        return [run(*given) for given in inputs]
+    # What all have in common is not copied: weights, and keys, of which no stack can be made.
+    columns = list(zip(*inputs, strict=True))
+    common = [all(value is column[0] for value in column) for column in columns]
+    axes = [None if same else 0 for same in common]
+    mapped = jax.vmap(function, in_axes=axes, axis_size=len(inputs), axis_name=_PIECES)
+    given = [
+        column[0] if same else jnp.stack(column)
+        for column, same in zip(columns, common, strict=True)
+    ]
+    outputs = jax.jit(mapped, compiler_options=options)(*given)
+    return [[x[number] for x in outputs] for number in range(len(inputs))]
 
 
 def _is_plain(aval: Any) -> bool:
@@ -403,15 +429,7 @@ def line_of_error(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(_CHECK)]
     called = frames[ours[-1] + 1 :] if ours else frames  # before that: who asked for the check
-    return _innermost((frame.filename, frame.lineno or 0) for frame in reversed(called))
-
-
-def line_of_equation(equation: Any) -> str | None:
-    """The innermost line of the user that an equation comes from, as "file:line: source"."""
-    trace = getattr(getattr(equation, "source_info", None), "traceback", None)
-    if trace is None:
-        return None
-    return _innermost((frame.file_name, frame.line_num) for frame in trace.frames)
+    return innermost_line((frame.filename, frame.lineno or 0) for frame in reversed(called))
 
 
 def lines_of_rules(program: Jaxpr) -> list[tuple[str | None, str]]:
@@ -424,39 +442,7 @@ def lines_of_rules(program: Jaxpr) -> list[tuple[str | None, str]]:
         )
         filename, _, number = (source or "").rpartition(" at ")[2].rpartition(":")
         if number.isdigit() and is_of_users(filename):
-            found.append((line_of_equation(equation), _line(filename, int(number))))
+            found.append((line_of_equation(equation), source_line(filename, int(number))))
         for inner in inner_programs(equation.params):
             found += lines_of_rules(inner)
     return found
-
-
-def is_of_users(filename: str) -> bool:
-    """Whether a file is neither of a library nor of zerojax nor of Python."""
-    path = os.path.abspath(filename)
-    if filename.startswith("<"):
-        return bool(linecache.getlines(filename))
-    if path.startswith((*_LIBRARIES, str(_OURS) + os.sep)) or "site-packages" in path:
-        return False
-    return not path.startswith(_STANDARD) and not path.startswith(sys.base_prefix + "/lib")
-
-
-def _innermost(frames: Iterable[tuple[str, int]]) -> str | None:
-    """Of frames from the innermost outwards: the first of the user, else of our models."""
-    found = list(frames)
-    for belongs in (is_of_users, lambda name: name.startswith(_WRITTEN_BY_USERS_TOO)):
-        for filename, number in found:
-            if belongs(filename):
-                return _line(filename, number)
-    return None
-
-
-def _line(filename: str, number: int) -> str:
-    source = linecache.getline(filename, number).strip()
-    return f"{_short(filename)}:{number}: {source}".rstrip(": ")
-
-
-def _short(filename: str) -> str:
-    try:
-        return str(Path(filename).relative_to(Path.cwd()))
-    except ValueError:
-        return filename

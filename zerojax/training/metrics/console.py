@@ -111,10 +111,15 @@ def learning_words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "learning_rate" in values:
         words.append(("lr", f"{values['learning_rate']:.2e}"))
     others = [key for key in values if key not in OWN_WORDS]
-    words += [(key.replace("_", " "), format_number(values[key])) for key in others]
+    words += [(key.replace("_", " "), _format_other(key, values[key])) for key in others]
     if values.get("skipped"):
         words.append(("skipped", f"{int(values['skipped'])} (not finite)"))
     return words
+
+
+def _format_other(key: str, value: float | None) -> str:
+    """A metric of the user's; what is called a loss as losses are."""
+    return format_loss(value) if key.endswith("_loss") else format_number(value)
 
 
 def speed_words(values: Mapping[str, Any]) -> list[tuple[str, str]]:

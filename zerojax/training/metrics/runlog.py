@@ -199,7 +199,7 @@ class RunLog:
         """Something that happened at a step: to metrics.jsonl, and in one line to the terminal.
 
         Args:
-          kind: "loss_spike", "not_finite", "slow_process", "fast_again", "failed" or
+          kind: "loss_spike", "not_finite", "slow_process", "fast_again", "epoch", "failed" or
             "interrupted".
           facts: JSON-able, such as the parameter to blame as `leaf`.
         """

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from zerojax.runtime.bounded_json import load
 from zerojax.runtime.user_files import replace_text, user_cache
 
 FILE = "tuned.json"
+MARKS = "trying-"
 MAX_ENTRIES = 512
 
 
@@ -58,9 +62,34 @@ class KeptChoices:
         entry: Any = self._read().get(_text(key))
         return Kept(**entry) if _has_form(entry) else None
 
+    def all(self) -> list[tuple[dict[str, Any], Kept]]:
+        """(key, answer) of every whole answer, the oldest first."""
+        found = []
+        for text, entry in self._read().items():
+            with contextlib.suppress(ValueError):
+                key = json.loads(text)
+                if isinstance(key, dict) and _has_form(entry):
+                    found.append((key, Kept(**entry)))
+        return found
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first process of all."""
+        return self._process == 0
+
+    def tried(self) -> list[dict[str, Any]]:
+        """Keys of what failed in a start or ended one: it is left out by the next one."""
+        found: list[dict[str, Any]] = []
+        for mark in self._marks("*"):
+            with contextlib.suppress(OSError, ValueError):
+                key = load(mark)
+                if isinstance(key, dict) and key not in found and _is_over(mark):
+                    found.append(key)
+        return found
+
     def keep(self, key: Mapping[str, Any], kept: Kept) -> None:
-        """Keeps an answer in place of what was known; the first process of all writes."""
-        if self._folder is None or self._process:
+        """Keeps an answer in place of what was known; one that is there already is not written."""
+        if self._folder is None or self.find(key) == kept:
             return
         entries = self._read()
         entries.pop(_text(key), None)
@@ -70,29 +99,67 @@ class KeptChoices:
             replace_text(self._folder / FILE, json.dumps(newest, indent=1))
 
     @contextlib.contextmanager
-    def marked(self, key: Mapping[str, Any]) -> Iterator[None]:
-        """A mark on the disk while something is tried that may end this process."""
-        mark = self._mark(key)
-        if mark is not None:
-            with contextlib.suppress(OSError):
-                replace_text(mark, _text(key))
+    def marked(self, key: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
+        """A mark on the disk while something is tried that may end this process.
+
+        It takes the place of marks that earlier starts have left.
+
+        Yields:
+          A function that leaves the mark there: the next start does not try it.
+        """
+        old, mark = self._left_by_others(key), self._new_mark(key)
+        for path in old:
+            _remove(path)
+        stays: list[bool] = []
         try:
-            yield
+            yield lambda: stays.append(True)
         finally:  # what ends the process at once leaves the mark
             if mark is not None:
-                with contextlib.suppress(OSError):
-                    mark.unlink(missing_ok=True)
+                path, lock = mark
+                if not stays:
+                    _remove(path)
+                os.close(lock)
 
     def is_marked(self, key: Mapping[str, Any]) -> bool:
-        """Whether an earlier start of this process ended while it tried."""
-        mark = self._mark(key)
-        return mark is not None and mark.is_file()
+        """Whether an earlier start of this process failed or ended while it tried.
 
-    def _mark(self, key: Mapping[str, Any]) -> Path | None:
+        Another start may be trying the same right now, as several runs do that begin together: its
+        mark says nothing.
+        """
+        return bool(self._left_by_others(key))
+
+    def _left_by_others(self, key: Mapping[str, Any]) -> list[Path]:
+        return [mark for mark in self._marks(f"{self._name(key)}-*") if _is_over(mark)]
+
+    def _marks(self, names: str) -> list[Path]:
+        try:
+            return [] if self._folder is None else sorted(self._folder.glob(MARKS + names))
+        except OSError:
+            return []
+
+    def _name(self, key: Mapping[str, Any]) -> str:
+        return f"{hashlib.sha256(_text(key).encode()).hexdigest()[:16]}-{self._process}"
+
+    def _new_mark(self, key: Mapping[str, Any]) -> tuple[Path, int] | None:
+        """(its path, the descriptor that locks it until this process ends); None: no place."""
         if self._folder is None:
             return None
-        name = hashlib.sha256(_text(key).encode()).hexdigest()[:16]
-        return self._folder / f"trying-{name}-{self._process}"
+        mark = self._folder / f"{MARKS}{self._name(key)}-{secrets.token_hex(4)}"
+        unseen = mark.with_name(f".{mark.name}.partial")
+        lock = None
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            os.write(lock, _text(key).encode())
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(unseen, mark)
+        except OSError:
+            if lock is not None:
+                _remove(unseen)
+                os.close(lock)
+            return None
+        return mark, lock
 
     def _read(self) -> dict[str, Any]:
         if self._folder is None:
@@ -102,6 +169,28 @@ class KeptChoices:
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
+
+
+def _is_over(mark: Path) -> bool:
+    """Whether the start that left a mark tries no more: the kernel gives up its lock."""
+    try:
+        lock = os.open(mark, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # removed meanwhile
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    finally:
+        os.close(lock)
+    return True
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _text(key: Mapping[str, Any]) -> str:

@@ -1,0 +1,180 @@
+"""1-bit Adam on Shakespeare beside its controls: losses, and bytes that a step sends.
+
+What a run with signs is to be compared with is Adam whose second moment is frozen at the same step
+and whose gradients are summed whole: freezing alone makes another optimizer. Without what signs
+left out (no feedback) the loss has to be visibly higher, else the comparison would show nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import zerojax.data
+from benchmarks.machine import load_average
+from benchmarks.recording import Goal, Record, parse_arguments, write_record
+from zerojax.config import ModelConfig
+from zerojax.forecasting import hlo
+from zerojax.models import build_model
+from zerojax.optim import one_bit_adam
+
+NUM_DEVICES = 4
+TEXT = Path(zerojax.data.__file__).parent / "shakespeare.txt"
+ROWS, SEQ = 32, 32
+STEPS, FREEZE, LAST = 360, 120, 30
+SMOKE = {"steps": 6, "freeze": 2, "last": 2, "seeds": 1}
+SEEDS = 3
+B1, B2, EPS = 0.9, 0.99, 1e-8
+EXACT = ("norm", "embed")
+RATE = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, STEPS, 3e-4)
+
+ADAM, CONTROL, SIGNS, NO_FEEDBACK = (
+    "Adam",
+    "control: v frozen, gradients whole",
+    "1-bit Adam",
+    "1-bit Adam, no feedback",
+)
+CONTROL_EXACT, SIGNS_EXACT = (
+    "control: v frozen but of norms and embeddings",
+    "1-bit Adam, norms and embeddings exact",
+)
+WAYS = (ADAM, CONTROL, SIGNS, NO_FEEDBACK, CONTROL_EXACT, SIGNS_EXACT)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures and records."""
+    arguments = parse_arguments(__doc__ or "", argv)
+    load_before = load_average()
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    # One program at a time: with several under way, collectives may wait for each other's threads.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    write_record(measure(arguments.smoke), arguments, load_before)
+
+
+def measure(smoke: bool) -> Record:
+    """A row for each way: the mean loss of the last steps for each seed, and bytes."""
+    sizes = SMOKE if smoke else {"steps": STEPS, "freeze": FREEZE, "last": LAST, "seeds": SEEDS}
+    runs = {way: _Run(way, sizes["freeze"]) for way in WAYS}
+    losses: dict[str, list[float]] = {way: [] for way in WAYS}
+    for seed in range(sizes["seeds"]):
+        for way, run in runs.items():
+            curve = run.train(seed, sizes["steps"])
+            losses[way].append(float(np.mean(curve[-sizes["last"] :])))
+            print(f"seed {seed}: {way}: {losses[way][-1]:.4f}", flush=True)
+    rows = [
+        {
+            "way": way,
+            **{f"seed {seed}": loss for seed, loss in enumerate(losses[way])},
+            "mean": float(np.mean(losses[way])),
+            "bytes_per_parameter": runs[way].bytes_per_parameter,
+        }
+        for way in WAYS
+    ]
+    mean = {way: float(np.mean(losses[way])) for way in WAYS}
+    goals = [
+        Goal(name="1-bit Adam - its control", value=mean[SIGNS] - mean[CONTROL], limit=0.02),
+        Goal(
+            name="the same with norms and embeddings exact",
+            value=mean[SIGNS_EXACT] - mean[CONTROL_EXACT],
+            limit=0.02,
+        ),
+        Goal(
+            name="no feedback - 1-bit Adam",
+            value=mean[NO_FEEDBACK] - mean[SIGNS],
+            limit=0.05,
+            at_least=True,
+        ),
+    ]
+    parameters = runs[ADAM].plan.placement.num_parameters()
+    notes = [
+        f"GPT-2 of {parameters:,} parameters on Shakespeare's bytes, {ROWS * SEQ} tokens a step, "
+        f"{sizes['steps']} steps, v frozen after {sizes['freeze']}; stage 0 on {NUM_DEVICES} "
+        f"virtual devices, float32; b2 {B2}; loss: mean of the last {sizes['last']} steps",
+        "bytes: that one device sends in a step after the warm-up, from the compiled program",
+    ]
+    return Record(name="one_bit", rows=rows, goals=goals, notes=notes)
+
+
+class _Run:
+    """One way of training."""
+
+    def __init__(self, way: str, freeze: int) -> None:
+        self._way, self._tokens = way, np.frombuffer(TEXT.read_bytes(), np.uint8)
+        exact = EXACT if way in (CONTROL_EXACT, SIGNS_EXACT) else ()
+        options = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": 0.0, "clip_norm": None}
+        if way == ADAM:
+            optimizer: Any = zerojax.adamw(RATE, **options)
+        elif way in (CONTROL, CONTROL_EXACT):
+            optimizer = frozen_adam(RATE, freeze, exact)
+        else:
+            optimizer = one_bit_adam(RATE, freeze_step=freeze, **options)
+        config = ModelConfig(num_layers=2, num_heads=2, embed_dim=48, max_seq_len=SEQ)
+        self.plan = zerojax.make_plan(
+            build_model(config, 256),
+            zerojax.make_mesh(None, devices=jax.devices()[:NUM_DEVICES]),
+            example_batch=self._batch(np.random.default_rng(0)),
+            optimizer=optimizer,
+            zero=0,
+            precision="fp32",
+            wire={"exact": exact} if way == SIGNS_EXACT else None,
+        )
+        self._step = zerojax.build_step(self.plan)
+        after = getattr(self._step, "compressed", self._step)
+        text = after.lower(self.plan.abstract_state, self.plan.abstract_batch).compile().as_text()
+        found = hlo.find_collectives(hlo.read_program(text), NUM_DEVICES)
+        sent = sum(one.wire_bytes * one.times for one in found)
+        self.bytes_per_parameter = sent / self.plan.placement.num_parameters()
+        self._freeze = freeze
+
+    def train(self, seed: int, steps: int) -> list[float]:
+        """The loss of each step."""
+        random, state, losses = np.random.default_rng(seed), zerojax.init_state(self.plan, seed), []
+        for number in range(steps):
+            if self._way == NO_FEEDBACK and number >= self._freeze:
+                state = self._step.begin(state)  # what was left out is dropped
+            placed = jax.device_put(self._batch(random), self.plan.batch_sharding)
+            state, metrics = self._step(state, placed)
+            losses.append(float(metrics["loss"]))  # waits: queued steps would wait for each other
+        return losses
+
+    def _batch(self, random: np.random.Generator) -> dict[str, np.ndarray]:
+        starts = random.integers(0, self._tokens.size - SEQ - 1, ROWS)
+        rows = np.stack([self._tokens[at : at + SEQ + 1] for at in starts]).astype(np.int32)
+        return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+
+
+def frozen_adam(
+    rate: Callable[[Any], Any], freeze: int, exact: tuple[str, ...] = ()
+) -> optax.GradientTransformation:
+    """Adam whose second moment stays after `freeze` updates, but of names that `exact` finds."""
+
+    def init(params: Mapping[str, Any]) -> optax.ScaleByAdamState:
+        mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
+
+    def update(grads: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, Any]:
+        count = state.count + 1
+        updates, mu, nu = {}, {}, {}
+        for name, grad in grads.items():
+            goes_on = any(re.search(pattern, name) for pattern in exact)
+            limit = count if goes_on else jnp.minimum(count, freeze)
+            mu[name] = B1 * state.mu[name] + (1 - B1) * grad
+            second = B2 * state.nu[name] + (1 - B2) * grad * grad
+            nu[name] = second if goes_on else jnp.where(count <= freeze, second, state.nu[name])
+            root = jnp.sqrt(nu[name] / (1 - B2**limit)) + EPS
+            moved = jnp.where(nu[name] > 0, mu[name] / (1 - B1**count) / root, 0.0)
+            updates[name] = -rate(state.count) * moved
+        return updates, optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+if __name__ == "__main__":
+    main()

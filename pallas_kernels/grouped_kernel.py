@@ -1,0 +1,333 @@
+"""Products of rows with the matrix of their group, as two Mosaic GPU kernels for Hopper.
+
+Which tile of rows is computed with which matrix is data: a table of visits. A tile that several
+groups share is visited once by each; what a visit stores, or adds up, are its own rows alone. No
+atomics: each number is written once, so two runs give the same bits. Tiles come by asynchronous
+copies into a ring of buffers, so that the next ones travel while one is multiplied. No GPU has
+timed it.
+
+Needs jax >= 0.11.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+STEP = 64
+"""What is summed over in one step: columns of rows, or rows of a gradient of matrices."""
+BUFFERS = 3
+"""Steps whose tiles lie in shared memory: one is multiplied, two are on their way."""
+
+
+class Visits(NamedTuple):
+    """Which rows of which tile belong to which group; visits of one group are neighbours.
+
+    Attributes:
+      group, tile: int32 [visits]; of a visit that is not needed 0.
+      first, last: int32 [visits], the rows in the tile, from `first` to before `last`; equal where
+        the visit is not needed.
+      begin: int32 [groups + 1], the first visit of each group, and the number of all.
+    """
+
+    group: jax.Array
+    tile: jax.Array
+    first: jax.Array
+    last: jax.Array
+    begin: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is known before any array.
+
+    Attributes:
+      rows: of a tile; columns: of a tile of what is computed. Multiples of 64.
+      transposed: whether rows are multiplied by the transposed matrices.
+      flops: what a program that has equal groups computes, for those who count.
+    """
+
+    rows: int
+    columns: int
+    transposed: bool = False
+    flops: int = 0
+
+
+def row_products(
+    form: Form, rows: jax.Array, matrices: jax.Array, visits: Visits, *, interpret: bool
+) -> jax.Array:
+    """[M, out] in the dtype of `rows`: each row times its group's matrix, summed in float32.
+
+    Rows of no group are not written: what lies there is not defined.
+
+    Args:
+      rows: [M, in]; `form.rows` divides M.
+      matrices: [groups, in, out], or [groups, out, in] where `form.transposed`; 64 divides `in`,
+        `form.columns` divides `out`.
+      visits: of tiles of `form.rows`.
+      interpret: runs the kernel on the CPU.
+    """
+    depth = rows.shape[1]
+    width = matrices.shape[1 if form.transposed else 2]
+    of_matrix = (form.columns, STEP) if form.transposed else (STEP, form.columns)
+    dtype = rows.dtype
+    (out,) = _run(
+        functools.partial(_row_body, form, depth // STEP),
+        (visits.group, visits.tile, visits.first, visits.last, rows, matrices),
+        out=jax.ShapeDtypeStruct((rows.shape[0], width), dtype),
+        scratch=[*_ring(dtype, (form.rows, STEP), of_matrix), _plain(dtype, form.rows)],
+        grid=(visits.group.shape[0], width // form.columns),
+        names=("visit", "column"),
+        name="grouped_product",
+        flops=form.flops,
+        interpret=interpret,
+    )
+    return out
+
+
+def matrix_products(
+    form: Form, rows: jax.Array, slopes: jax.Array, visits: Visits, *, interpret: bool
+) -> jax.Array:
+    """[groups, in, out] in the dtype of `rows`: the sum over a group's rows of row x slope.
+
+    Args:
+      rows: [M, in], slopes: [M, out], of one dtype; 64 divides M, `form.columns` both widths.
+      visits: of tiles of 64 rows.
+      interpret: runs the kernel on the CPU.
+    """
+    dtype, groups = rows.dtype, visits.begin.shape[0] - 1
+    width, result = rows.shape[1], slopes.shape[1]
+    tile = (STEP, form.columns)
+    (out,) = _run(
+        functools.partial(_matrix_body, form),
+        (visits.begin, visits.tile, visits.first, visits.last, rows, slopes),
+        out=jax.ShapeDtypeStruct((groups, width, result), dtype),
+        scratch=[*_ring(dtype, tile, tile), _plain(dtype, form.columns)],
+        grid=(groups, width // form.columns, result // form.columns),
+        names=("group", "row", "column"),
+        name="grouped_outer_product",
+        flops=form.flops,
+        interpret=interpret,
+    )
+    return out
+
+
+def _run(
+    body: Callable[..., None],
+    given: Sequence[jax.Array],
+    *,
+    out: jax.ShapeDtypeStruct,
+    scratch: Sequence[Any],
+    grid: tuple[int, ...],
+    names: tuple[str, ...],
+    name: str,
+    flops: int,
+    interpret: bool,
+) -> Any:
+    from jax.experimental import pallas as pl
+
+    plgpu = _plgpu()
+
+    def with_scratch(*refs: Any) -> None:  # `pl.kernel` itself takes no scratch with transforms
+        pl.run_scoped(functools.partial(body, *refs), *scratch)
+
+    kernel = pl.kernel(
+        with_scratch,
+        out_type=[out],
+        mesh=plgpu.Mesh(grid=grid, grid_names=names),
+        cost_estimate=pl.CostEstimate(
+            flops=flops,
+            transcendentals=0,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*given, out)),
+        ),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else False,
+        name=name,
+    )
+    return kernel(*given)
+
+
+# --- bodies ---------------------------------------------------------------------------------------
+
+
+def _row_body(form: Form, steps: int, *refs: Any) -> None:
+    """One visit's rows of one tile of columns."""
+    from jax.experimental import pallas as pl
+
+    group, tile, first, last, rows, matrices, out, lefts, rights, barrier, result = refs
+    visit, column = lax.axis_index("visit"), lax.axis_index("column")
+    begin, end, matrix = first[visit], last[visit], group[visit]
+    top = tile[visit] * form.rows
+
+    def bring(step: Any, slot: Any) -> None:
+        depth, across = _at(step, STEP), _at(column, form.columns)
+        there = matrices.at[matrix, across, depth] if form.transposed else None
+        there = matrices.at[matrix, depth, across] if there is None else there
+        _copy([(rows.at[pl.ds(top, form.rows), depth], lefts), (there, rights)], slot, barrier)
+
+    def multiply(sums: Any, slot: Any, step: Any) -> None:
+        del step
+        right = rights.at[slot]
+        _plgpu().wgmma(sums, lefts.at[slot], right.T if form.transposed else right)
+
+    @pl.when(begin < end)
+    def _() -> None:
+        total = _summed((form.rows, form.columns), steps, barrier, bring, multiply)
+        for part in _parts(total, result):
+            target = out.at[:, pl.ds(column * form.columns + part, STEP)]
+            _store_rows(result, target, top, begin, end)
+
+
+def _matrix_body(form: Form, *refs: Any) -> None:
+    """One tile of one group's matrix: the sum over the group's visits."""
+    from jax.experimental import pallas as pl
+
+    begin, tile, first, last, rows, slopes, out, lefts, rights, barrier, result = refs
+    group = lax.axis_index("group")
+    row, column = lax.axis_index("row"), lax.axis_index("column")
+    start = begin[group]
+
+    def bring(step: Any, slot: Any) -> None:
+        here = pl.ds(tile[start + step] * STEP, STEP)
+        left = rows.at[here, _at(row, form.columns)]
+        right = slopes.at[here, _at(column, form.columns)]
+        _copy([(left, lefts), (right, rights)], slot, barrier)
+
+    def multiply(sums: Any, slot: Any, step: Any) -> None:
+        low, high = first[start + step], last[start + step]
+
+        # Rows of other groups, or of none, whose values are not defined.
+        @pl.when((low > 0) | (high < STEP))
+        def _() -> None:
+            for tiles in (lefts, rights):
+                _keep_rows(tiles.at[slot], low, high)
+            _plgpu().commit_smem()
+
+        _plgpu().wgmma(sums, lefts.at[slot].T, rights.at[slot])
+
+    count = begin[group + 1] - start
+    total = _summed((form.columns, form.columns), count, barrier, bring, multiply)
+    for part in _parts(total, result):
+        here = _at(row, form.columns), pl.ds(column * form.columns + part, STEP)
+        _plgpu().copy_smem_to_gmem(result, out.at[group, *here])
+        _plgpu().wait_smem_to_gmem(0)
+
+
+def _summed(
+    shape: tuple[int, int],
+    steps: Any,
+    barrier: Any,
+    bring: Callable[[Any, Any], None],
+    multiply: Callable[[Any, Any, Any], None],
+) -> Any:
+    """float32 `shape`: the sum of so many products.
+
+    Args:
+      bring: (step, slot of the ring) begins to copy the tiles of a step.
+      multiply: (sums, slot, step) adds their product.
+    """
+    from jax.experimental import pallas as pl
+
+    plgpu = _plgpu()
+    for step in range(BUFFERS):
+
+        @pl.when(step < steps)
+        def _(step: int = step) -> None:
+            bring(step, step)
+
+    def all_steps(sums: Any) -> Any:
+        def one(step: Any, carry: None) -> None:
+            slot = lax.rem(step, jnp.int32(BUFFERS))
+            plgpu.barrier_wait(barrier.at[slot])
+            multiply(sums, slot, step)
+            plgpu.wgmma_wait(1)  # the product of the step before has read its tiles
+            ahead = step - 1 + BUFFERS
+
+            @pl.when((step > 0) & (ahead < steps))
+            def _() -> None:
+                bring(ahead, lax.rem(ahead, jnp.int32(BUFFERS)))
+
+            return carry
+
+        lax.fori_loop(0, steps, one, None)
+        return sums[...]
+
+    return pl.run_scoped(all_steps, plgpu.ACC(shape, jnp.float32))
+
+
+# --- tiles ----------------------------------------------------------------------------------------
+
+
+def _at(tile: Any, size: int) -> Any:
+    from jax.experimental import pallas as pl
+
+    return pl.ds(tile * size, size)
+
+
+def _copy(pairs: Sequence[tuple[Any, Any]], slot: Any, barrier: Any) -> None:
+    for source, ring in pairs:
+        _plgpu().copy_gmem_to_smem(source, ring.at[slot], barrier.at[slot])
+
+
+def _keep_rows(tile: Any, first: Any, last: Any) -> None:
+    """Sets rows before `first`, and from `last` on, to zero."""
+    plgpu = _plgpu()
+    layout = plgpu.Layout.WGMMA
+    row = plgpu.broadcasted_iota(jnp.int32, tile.shape, 0, layout=layout)
+    values = plgpu.load(tile, layout=layout)
+    tile[...] = jnp.where((row >= first) & (row < last), values, jnp.zeros_like(values))
+
+
+def _parts(total: Any, result: Any) -> Iterator[int]:
+    """Writes 64 columns of a sum after the other into shared memory, and says the first of them."""
+    for part in range(0, total.shape[1], STEP):
+        result[...] = total[:, part : part + STEP].astype(result.dtype)
+        _plgpu().commit_smem()
+        yield part
+
+
+def _store_rows(source: Any, target: Any, top: Any, first: Any, last: Any) -> None:
+    """Copies rows of a tile, `first` to before `last`, to where the tile begins plus their number.
+
+    In pieces of powers of two, since copies have fixed sizes.
+    """
+    from jax.experimental import pallas as pl
+
+    plgpu = _plgpu()
+    size, row = source.shape[0], first
+    while size:
+
+        @pl.when(lax.rem(lax.div(last - first, jnp.int32(size)), jnp.int32(2)) == 1)
+        def _(size: int = size, row: Any = row) -> None:
+            there = target.at[pl.ds(top + row, size)]
+            plgpu.copy_smem_to_gmem(source.at[pl.ds(row, size)], there)
+
+        row = row + ((last - first) // size % 2) * size
+        size //= 2
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _ring(dtype: Any, left: tuple[int, int], right: tuple[int, int]) -> list[Any]:
+    """Buffers of two kinds of tiles, and what tells that those of a slot have come."""
+    plgpu = _plgpu()
+    columns = 128 // jnp.dtype(dtype).itemsize  # of 128 bytes, what a swizzle goes over
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    tiles = [plgpu.SMEM((BUFFERS, *shape), dtype, transforms=transforms) for shape in (left, right)]
+    return [*tiles, plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS)]
+
+
+def _plain(dtype: Any, rows: int) -> Any:
+    """Room for 64 columns of a result in order of rows, of which any number can be copied out."""
+    return _plgpu().SMEM((rows, STEP), dtype)
+
+
+def _plgpu() -> Any:
+    # Pallas takes 0.4 s to import and is needed only where a kernel is built.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu

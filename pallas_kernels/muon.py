@@ -1,0 +1,172 @@
+"""Elementwise parts of Muon: what comes before and after its matrix products, and Adam beside it.
+
+They follow `optax.contrib.muon`, whose Adam takes Nesterov's momentum as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.elementwise import Rule, Values
+from pallas_kernels.optimizers import new_moments, unless_skipped
+
+
+class MomentumScalars(NamedTuple):
+    """Numbers of a step of the momentum; make them with `momentum_scalars`. All float32, ()."""
+
+    beta: Any
+    rest: Any
+    of_momentum: Any
+    of_gradient: Any
+    gradient_scale: Any
+    skip: Any
+
+
+class DescentScalars(NamedTuple):
+    """Numbers of a step along orthogonal matrices. All float32, shape ().
+
+    Attributes:
+      learning_rate: of this update.
+      matrix_scale: what an orthogonal matrix is multiplied by.
+      weight_decay: per unit of learning rate.
+      skip: 0, or 1 to change nothing.
+    """
+
+    learning_rate: Any
+    matrix_scale: Any
+    weight_decay: Any = 0.0
+    skip: Any = 0.0
+
+
+class NesterovAdamScalars(NamedTuple):
+    """Numbers of a step of Adam that looks ahead; make them with `nesterov_adam_scalars`."""
+
+    learning_rate: Any
+    b1: Any
+    rest1: Any
+    b2: Any
+    rest2: Any
+    eps: Any
+    weight_decay: Any
+    of_momentum: Any
+    of_gradient: Any
+    correction2: Any
+    gradient_scale: Any
+    skip: Any
+
+
+def momentum_scalars(
+    beta: float, *, count: Any, nesterov: bool, gradient_scale: Any = 1.0, skip: Any = False
+) -> MomentumScalars:
+    """Numbers of Muon's momentum.
+
+    Args:
+      beta: its decay, a Python float.
+      count: int32; the number of this update, from 1.
+      nesterov: whether the direction looks one step ahead.
+      gradient_scale, skip: as in `optimizers.adam_scalars`.
+    """
+    of_momentum, of_gradient = _ahead(beta, count, nesterov)
+    return MomentumScalars(
+        *_float32(beta, 1 - beta),
+        of_momentum=of_momentum,
+        of_gradient=of_gradient,
+        gradient_scale=_float32(gradient_scale)[0],
+        skip=_float32(skip)[0],
+    )
+
+
+def nesterov_adam_scalars(
+    learning_rate: Any,
+    *,
+    count: Any,
+    nesterov: bool,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: Any = 0.0,
+    gradient_scale: Any = 1.0,
+    skip: Any = False,
+) -> NesterovAdamScalars:
+    """Numbers of the Adam beside Muon; arguments as in `momentum_scalars` and `adam_scalars`."""
+    of_momentum, of_gradient = _ahead(b1, count, nesterov)
+    return NesterovAdamScalars(
+        *_float32(learning_rate, b1, 1 - b1, b2, 1 - b2, eps, weight_decay),
+        of_momentum=of_momentum,
+        of_gradient=of_gradient,
+        correction2=_correction(b2, count),
+        gradient_scale=_float32(gradient_scale)[0],
+        skip=_float32(skip)[0],
+    )
+
+
+def _ahead(beta: float, count: Any, nesterov: bool) -> tuple[Any, Any]:
+    """What moment and gradient are multiplied by in a direction."""
+    if not nesterov:
+        return _float32(1 / _correction(beta, count), 0.0)
+    now, later = _correction(beta, count), _correction(beta, count + 1)
+    return _float32(beta / later, (1 - beta) / now)
+
+
+def _correction(decay: float, count: Any) -> Any:
+    return 1 - jnp.float32(decay) ** jnp.asarray(count, jnp.int32)
+
+
+def _float32(*values: Any) -> tuple[Any, ...]:
+    return tuple(jnp.asarray(value, jnp.float32) for value in values)
+
+
+def momentum(updated: Any, read: Any, s: MomentumScalars) -> Values:
+    """(mu,), (grad,): the average; the output is the direction that is made orthogonal."""
+    (mu,), grad = updated, read[0] * s.gradient_scale
+    new = s.rest * grad + s.beta * mu
+    direction = s.of_momentum * new + s.of_gradient * grad
+    return Values(updated=unless_skipped(s.skip, updated, (new,)), outputs=(direction,))
+
+
+def descent(updated: Any, read: Any, s: DescentScalars) -> Values:
+    """(param,), (orthogonal,): the parameter after the step."""
+    (param,), (orthogonal,) = updated, read
+    step = s.matrix_scale * orthogonal + s.weight_decay * param
+    (new,) = unless_skipped(s.skip, updated, (param - s.learning_rate * step,))
+    return Values(updated=(new,), outputs=(new,))
+
+
+def nesterov_adam(updated: Any, read: Any, s: NesterovAdamScalars) -> Values:
+    """(param, mu, nu), (grad,): AdamW with a first moment that looks ahead."""
+    param, mu, nu = updated
+    grad = read[0] * s.gradient_scale
+    new_mu, new_nu = new_moments(mu, nu, grad, s)
+    ahead = s.of_momentum * new_mu + s.of_gradient * grad
+    step = ahead / (jnp.sqrt(new_nu / s.correction2) + s.eps) + s.weight_decay * param
+    new = param - s.learning_rate * step
+    new, new_mu, new_nu = unless_skipped(s.skip, updated, (new, new_mu, new_nu))
+    return Values(updated=(new, new_mu, new_nu), outputs=(new,))
+
+
+MUON_MOMENTUM = Rule(
+    name="muon_momentum",
+    math=momentum,
+    scalars=MomentumScalars,
+    num_updated=1,
+    num_read=1,
+    num_outputs=1,
+)
+MUON_DESCENT = Rule(
+    name="muon_descent",
+    math=descent,
+    scalars=DescentScalars,
+    num_updated=1,
+    num_read=1,
+    num_outputs=1,
+)
+NESTEROV_ADAM = Rule(
+    name="nesterov_adam",
+    math=nesterov_adam,
+    scalars=NesterovAdamScalars,
+    num_updated=3,
+    num_read=1,
+    num_outputs=1,
+)

@@ -1,0 +1,98 @@
+"""Sums over the programs of each leaf or row, in one kernel and in an order of its own.
+
+The compiler's reduction of all leaves reads what every program left once for each leaf, keeps that
+matrix in memory where it is long, and takes two launches then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import mosaic
+from pallas_kernels.table import kernel_of
+
+STRIDE = mosaic.THREADS
+"""Numbers that are read at once. Each sum of an array of partial sums ends with as many that nobody
+writes and nobody adds."""
+
+
+class Part(NamedTuple):
+    """Programs whose numbers are added: those of a leaf, or of one row of it.
+
+    Attributes:
+      kernel: number of the kernel that they belong to.
+      start: number of the first program in it.
+      count: number of programs.
+    """
+
+    kernel: int
+    start: int
+    count: int
+
+
+def width_of(programs: int) -> int:
+    """How many numbers there are of each sum."""
+    return programs + STRIDE
+
+
+def total(
+    partial: Sequence[jax.Array], parts: Sequence[Part], num_sums: int, *, interpret: bool
+) -> tuple[jax.Array, ...]:
+    """For each sum float32 [parts].
+
+    Args:
+      partial: of each kernel what its programs left: float32 [sums * width], for each sum a number
+        of each program and `STRIDE` more.
+      parts: what is added, in the order of the results.
+      num_sums: of each kernel.
+    """
+    kernel = kernel_of(
+        _body([values.size // num_sums for values in partial], num_sums),
+        len(parts),
+        name="totals",
+        out_type=(jax.ShapeDtypeStruct((len(parts),), jnp.float32),) * num_sums,
+        has_barriers=True,
+        interpret=interpret,
+    )
+    return tuple(kernel(*partial, np.array(parts, np.int32).reshape(-1)))
+
+
+def _body(widths: Sequence[int], num_sums: int) -> Any:
+    """The function of one program, which sums what belongs to one leaf or row."""
+    from jax.experimental import pallas as pl  # as in `mosaic.run_on_tiles`
+
+    def body(*refs: Any) -> None:
+        partials, where, outputs = refs[: len(widths)], refs[len(widths)], refs[len(widths) + 1 :]
+        number = lax.axis_index("program")
+        kernel, start, count = (where[3 * number + k] for k in range(3))
+        lanes = mosaic.laid_out(lax.broadcasted_iota(jnp.int32, (STRIDE,), 0))
+        zero = mosaic.laid_out(jnp.zeros((STRIDE,), jnp.float32))
+
+        def sums_of(ref: Any, width: int) -> tuple[Any, ...]:
+            def add(step: Any, found: tuple[Any, ...]) -> tuple[Any, ...]:
+                first = step * STRIDE
+                is_own = lanes + mosaic.spread(first, STRIDE) < mosaic.spread(count, STRIDE)
+                reads = [ref.at[pl.ds(k * width + start + first, STRIDE)] for k in range(num_sums)]
+                values = [mosaic.load_block(one, STRIDE) for one in reads]
+                pairs = zip(found, values, strict=True)
+                return tuple(a + jnp.where(is_own, x, zero) for a, x in pairs)
+
+            steps = lax.div(count + jnp.int32(STRIDE - 1), jnp.int32(STRIDE))
+            found = lax.fori_loop(0, steps, add, (zero,) * num_sums)
+            return tuple(jnp.sum(x) for x in found)
+
+        pairs = list(zip(partials, widths, strict=True))
+        if len(pairs) == 1:
+            found = sums_of(*pairs[0])
+        else:
+            found = lax.switch(kernel, [lambda pair=pair: sums_of(*pair) for pair in pairs])
+        for ref, value in zip(outputs, found, strict=True):
+            ref[number] = value
+
+    return body

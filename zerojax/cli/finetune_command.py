@@ -1,0 +1,132 @@
+"""`zerojax finetune`: from a folder of weights and a file of chats to a trained run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from zerojax.cli.arguments import add_chats, add_command, command_name
+from zerojax.cli.data_command import lines_of_chats
+from zerojax.cli.jax_environment import (
+    allow_pinned_memory,
+    run_one_program_at_a_time,
+    use_cpu_devices,
+)
+from zerojax.cli.train_command import next_commands, train
+from zerojax.config import RunConfig, load
+from zerojax.config.display import show
+from zerojax.runtime.memory import keep_freed_memory
+from zerojax.runtime.schedulers import process_group_of
+
+_HELP = """\
+FOLDER is a decoder of Hugging Face: config.json, *.safetensors, tokenizer.json. DATA is a .jsonl,
+.parquet or .arrow file of chats, a folder of these, or what `zerojax data prepare --format chat`
+wrote. Chats are rendered by the folder's template and packed whole into rows; the loss is on the
+assistant's tokens alone. Adapters (LoRA) are trained; lora.rank=0 trains all weights instead.
+
+The settings are written to RUN/run.yaml, each choice with its reason; then the run begins. To
+change some first: --write-only, edit the file, `zerojax train RUN/run.yaml`. That command also
+resumes the run, and `zerojax launch` starts it on several processes.
+
+examples:
+  zerojax finetune models/smollm2 chats.jsonl
+  zerojax finetune models/qwen3 chats.parquet --out runs/mine --epochs 1 lora.rank=32
+  zerojax finetune models/qwen3 chats.jsonl lora.rank=0 learning_rate=1e-5 seq_len=4096
+
+exit codes: as of `zerojax train`."""
+
+
+def add(commands) -> None:
+    """Declares the command."""
+    parser = add_command(
+        commands, "finetune", run, "train a folder of Hugging Face on chats", _HELP
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="weights of Hugging Face")
+    parser.add_argument("data", metavar="DATA", help="chats")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings of the run")
+    parser.add_argument(
+        "--out", metavar="RUN", help="folder of the run, a new one (runs/FOLDER-DATA)"
+    )
+    parser.add_argument(
+        "--epochs",
+        type=float,
+        default=3.0,
+        metavar="N",
+        help="how often each chat is seen, unless steps=... is given (%(default)g)",
+    )
+    add_chats(parser)
+    parser.add_argument(
+        "--write-only", action="store_true", help="prepare the chats, write the file, and stop"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the run file, then trains."""
+    # Answers mistakes in the settings before JAX is imported; weights and steps come later.
+    config = load(RunConfig, None, ["model.pretrained=FOLDER", "steps=1000000000", *args.overrides])
+    _check_one_process()
+    if config.cpu_devices is not None:
+        use_cpu_devices(config.cpu_devices)
+        keep_freed_memory()
+    allow_pinned_memory(config.mesh.offload)
+    import jax
+
+    from zerojax.training.fine_tuning import FineTuning, write_run
+
+    if config.cpu_devices is not None:
+        run_one_program_at_a_time()
+    asked = FineTuning(
+        folder=args.folder,
+        data=args.data,
+        run_dir=args.out or default_run_dir(args.folder, args.data),
+        overrides=tuple(args.overrides),
+        epochs=args.epochs,
+        template=args.template,
+        bad=args.bad,
+        answers=args.answers,
+    )
+    written = write_run(asked, count_devices=jax.device_count, is_planned=not args.write_only)
+    lines = [] if written.prepared is None else lines_of_chats(written.prepared)
+    show("\n".join([*lines, *written.notes, f"settings, with their reasons: {written.file}"]))
+    command = f"{command_name()} train {shlex.quote(str(written.file))}"
+    if args.write_only:
+        show(f"next: {command}")
+        return 0
+    return train(written.config, command, closing=closing)
+
+
+def _check_one_process() -> None:
+    """Refuses one of several processes, which would all prepare the same chats.
+
+    Raises:
+      ValueError: says how it is done.
+    """
+    group = process_group_of(os.environ)
+    if group is not None and group.num_processes > 1:
+        raise ValueError(
+            f"this is one of {group.num_processes} processes ({group.source}), and each would "
+            "prepare the chats: run `zerojax finetune FOLDER DATA --out RUN --write-only` once, "
+            "then `zerojax train RUN/run.yaml` on all of them"
+        )
+
+
+def default_run_dir(folder: str, data: str) -> str:
+    """runs/FOLDER-DATA by their last names."""
+    names = (Path(folder).expanduser().absolute().name, Path(data).expanduser().absolute().stem)
+    return f"runs/{'-'.join(name for name in names if name) or 'finetuned'}"
+
+
+def closing(trainer: Any, config: RunConfig) -> str:
+    """What can be done with the trained weights."""
+    del trainer
+    run, zerojax = shlex.quote(config.run_dir), command_name()
+    export, merged = f"{zerojax} checkpoint export {run}", shlex.quote(f"{config.run_dir}/merged")
+    whole = f"{export} {merged} --format hugging_face"
+    more = [("export", whole)]
+    if config.model.lora.rank:
+        adapters = shlex.quote(f"{config.run_dir}/adapters")
+        more = [("merge", whole), ("adapters", f"{export} {adapters} --format peft")]
+    return next_commands(config, more, prompt="PROMPT")

@@ -1,0 +1,432 @@
+"""Preparation of chats: from records to a folder of texts with the tokens that are answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import errno
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from zerojax.config.checks import names_keywords
+from zerojax.data.chats.chat_encoding import (
+    EncodedChat,
+    MarkedText,
+    OffsetTokenizer,
+    check_asked,
+    encode_marked,
+    marked_pair,
+    without_frame,
+)
+from zerojax.data.chats.chat_template import Limits
+from zerojax.data.chats.conversations import COLUMNS, Chat, Pair, RecordError, chat_of
+from zerojax.data.chats.template_files import FoundTemplate, find_template
+from zerojax.data.chats.template_process import Rendering, TemplateProcess
+from zerojax.data.corpus import existing_path, find_files
+from zerojax.data.record_files import RECORD_SUFFIXES, read_records, saved_files
+from zerojax.data.text_set import TextSetWriter
+from zerojax.data.tokenizer import (
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    Tokenizer,
+    as_tokenizer,
+    bpe_size,
+    read_object,
+    save_tokenizer,
+)
+from zerojax.data.tokens import hash_file
+
+OnBad = Literal["refuse", "skip"]
+Answers = Literal["all", "each"]
+_BATCH_CHATS, _BATCH_CHARACTERS = 256, 4 << 20
+_SHOWN_REASONS = 3
+_Placed = tuple[str, Chat | Pair]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreparedChats:
+    """What `prepare_chats` has written.
+
+    Attributes:
+      num_records: rows that were read.
+      num_texts: chats that were written, those to validate with among them.
+      num_validation_texts: the last ones, set apart.
+      num_tokens, num_asked: tokens of all texts, and those of them that are answers.
+      longest: tokens of the longest text.
+      num_seams: answers that begin inside of a token, of which the question has a part.
+      skipped: rows that were left out.
+      reasons: of the first of them, with file and number.
+      way: "marks" of the template, "renderings" of what comes before an answer, or "pairs".
+    """
+
+    folder: Path
+    num_records: int
+    num_texts: int
+    num_validation_texts: int
+    num_tokens: int
+    num_asked: int
+    longest: int
+    num_seams: int
+    skipped: int
+    reasons: tuple[str, ...]
+    vocab_size: int
+    way: Literal["marks", "renderings", "pairs"]
+
+
+@names_keywords()
+def prepare_chats(
+    data: str | Path,
+    out: str | Path,
+    *,
+    tokenizer: Any,
+    template: str | Path | None = None,
+    validation_fraction: float = 0.0,
+    bad: OnBad = "refuse",
+    answers: Answers = "all",
+    date: str | None = None,
+    limits: Limits | None = None,
+) -> PreparedChats:
+    """Writes the chats of files of records into `out`, for `zerojax.train(..., data=out)`.
+
+    Streams: memory does not grow with the number of chats. The sidecar is written last, so that
+    what an interrupted run leaves is never taken for whole.
+
+    Args:
+      data: a file of JSON lines, a .parquet or .arrow file, a folder of them, or a folder that
+        `datasets` has saved; of rows with "messages", "conversations", or "prompt" and
+        "completion".
+      out: a folder; made if missing; must not hold token files yet.
+      tokenizer: a model's folder or tokenizer.json, or what else `as_tokenizer` takes.
+      template: a file of Jinja, or the name of a template in the tokenizer's folder; None: its
+        default one.
+      validation_fraction: of the chats, from the end, to validate with.
+      bad: "refuse": the first row that cannot be trained on ends it; "skip": such rows are left out
+        and counted.
+      answers: "all": a text for each chat, in which all its answers are asked for; "each": a text
+        for each answer, with what comes before it, for templates that write a turn in another way
+        once messages follow it.
+      date: of which `strftime_now` of a template tells, in ISO's form; None: now.
+      limits: of the rendering of one chat.
+
+    Raises:
+      ValueError: a row that is no chat, with file and number; a template that fails; no answers.
+      FileNotFoundError: no such data. ImportError: a package that is missing, with the command.
+      OSError: a full disk or an unwritable folder, in one sentence.
+    """
+    _check_choices(validation_fraction, bad, answers)
+    files = find_record_files(data)
+    folder = Path(out).expanduser()
+    if folder.is_dir() and any(folder.glob("*.bin")):
+        raise ValueError(
+            f"{str(folder)!r} already holds token files; choose another folder or remove them"
+        )
+    ready = _tokenizer_of(tokenizer)
+    home = _home_of(tokenizer)
+    made = _Preparation(
+        tokenizer=ready,
+        template=find_template(home, template),
+        home=home,
+        skips=bad == "skip",
+        answers=answers,
+        now=date or datetime.datetime.now().isoformat(timespec="seconds"),
+        limits=limits or Limits(),
+        model_size=_model_size(home),
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return made.write(files, folder, validation_fraction)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        raise OSError(
+            error.errno or errno.EIO,
+            f"could not write texts into {str(folder)!r}: {reason}; choose another folder",
+        ) from error
+
+
+def find_record_files(data: str | Path) -> list[Path]:
+    """The files of records that a path means.
+
+    Raises:
+      FileNotFoundError: no such path. ValueError: a folder without such files.
+    """
+    root = existing_path(data)
+    if not root.is_dir():
+        return [root]
+    files = saved_files(root)
+    if files is None:
+        files = find_files(root, RECORD_SUFFIXES)
+    if not files:
+        raise ValueError(
+            f"the folder {str(root)!r} has no file of records ({', '.join(RECORD_SUFFIXES)}); pass "
+            "a file by its name"
+        )
+    return files
+
+
+def _check_choices(fraction: float, bad: str, answers: str) -> None:
+    if not 0 <= fraction < 1:
+        raise ValueError(f"validation_fraction={fraction}: it must be at least 0 and below 1")
+    for name, value, known in (
+        ("bad", bad, ("refuse", "skip")),
+        ("answers", answers, ("all", "each")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
+
+
+def _tokenizer_of(spec: Any) -> Tokenizer:
+    if bpe_size(spec) is not None:
+        raise ValueError(
+            f"tokenizer={spec!r} is to be trained, and chats need that of the model which learns "
+            "them; pass its folder or its tokenizer.json"
+        )
+    ready = as_tokenizer(spec)
+    if not isinstance(ready, OffsetTokenizer):
+        raise TypeError(
+            f"tokenizer={spec!r} has no method encode_with_offsets, which chats need to tell "
+            "answers from questions; pass a model's tokenizer.json"
+        )
+    return ready
+
+
+def _home_of(spec: Any) -> Path | None:
+    """The folder of a tokenizer's files."""
+    path = Path(spec).expanduser() if isinstance(spec, str | Path) else None
+    if path is None or not path.exists():
+        return None
+    return path if path.is_dir() else path.parent
+
+
+def _model_size(home: Path | None) -> int | None:
+    """Rows of the embedding of the model beside a tokenizer; None: there is none."""
+    file = None if home is None else home / "config.json"
+    if file is None or not file.is_file():
+        return None
+    about = read_object(file, "a model's configuration")
+    size = about.get("vocab_size")
+    return size if type(size) is int and size > 0 else None
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Preparation:
+    """One run over the records; fields as the arguments of `prepare_chats`."""
+
+    tokenizer: Any
+    template: FoundTemplate | None
+    home: Path | None
+    skips: bool
+    answers: Answers
+    now: str
+    limits: Limits
+    model_size: int | None
+    num_records: int = 0
+    num_seams: int = 0
+    longest: int = 0
+    skipped: int = 0
+    reasons: list[str] = dataclasses.field(default_factory=list)
+    process: TemplateProcess | None = None
+    special: tuple[str, ...] = ()
+
+    def write(self, files: Sequence[Path], folder: Path, fraction: float) -> PreparedChats:
+        """Reads, renders, encodes and writes all records."""
+        self.special = tuple(getattr(self.tokenizer, "special_texts", ()))
+        vocab_size = min(x for x in (self.tokenizer.vocab_size, self.model_size) if x is not None)
+        with TextSetWriter(folder, self.tokenizer.vocab_size) as writer:
+            try:
+                for place, encoded in self._encoded(self._chats(files)):
+                    if self._is_good(place, encoded):
+                        writer.add(encoded.ids, encoded.asked)
+                        self.num_seams += encoded.num_seams
+                        self.longest = max(self.longest, len(encoded.ids))
+            finally:
+                if self.process is not None:
+                    self.process.close()
+            self._check_any(files, writer)
+            apart = round(writer.num_texts * fraction)
+            sums = self._write_beside(folder)
+            writer.finish(
+                {
+                    "vocab_size": vocab_size,
+                    "validation_texts": min(apart, writer.num_texts - 1),
+                    "template": None if self.template is None else self.template.name,
+                    "answers": self.answers,
+                    "date": self.now,
+                    "sha256": sums,
+                }
+            )
+        return PreparedChats(
+            folder=folder,
+            num_records=self.num_records,
+            num_texts=writer.num_texts,
+            num_validation_texts=min(apart, writer.num_texts - 1),
+            num_tokens=writer.num_tokens,
+            num_asked=writer.num_asked,
+            longest=self.longest,
+            num_seams=self.num_seams,
+            skipped=self.skipped,
+            reasons=tuple(self.reasons),
+            vocab_size=vocab_size,
+            way=self._way(),
+        )
+
+    def _way(self) -> Literal["marks", "renderings", "pairs"]:
+        if self.process is None:
+            return "pairs"
+        return "marks" if self.process.has_markers else "renderings"
+
+    def _write_beside(self, folder: Path) -> dict[str, str]:
+        """Tokenizer and template; {file name: sha256}."""
+        files = [save_tokenizer(self.tokenizer, folder / TOKENIZER_FILE)]
+        if self.process is not None and self.template is not None:
+            files.append(folder / TEMPLATE_FILE)
+            files[-1].write_text(self.template.source, encoding="utf-8")
+        return {file.name: hash_file(file) for file in files}
+
+    def _chats(self, files: Sequence[Path]) -> Iterator[_Placed]:
+        for file in files:
+            for number, record in read_records(file, COLUMNS):
+                self.num_records += 1
+                place = f"{file}:{number}"
+                try:
+                    chat = chat_of(record)
+                except RecordError as error:
+                    self._leave_out(place, str(error))
+                    continue
+                if self.answers == "each" and isinstance(chat, Chat):
+                    yield from ((place, one) for one in chat.each_answer())
+                else:
+                    yield place, chat
+
+    def _leave_out(self, place: str, why: str) -> None:
+        """Counts a row that cannot be trained on, or refuses it.
+
+        Raises:
+          ValueError: rows are not skipped.
+        """
+        if not self.skips:
+            raise ValueError(f"{place}: {why}; or leave such rows out with --bad skip")
+        self.skipped += 1
+        if len(self.reasons) < _SHOWN_REASONS:
+            self.reasons.append(f"{place}: {why}")
+
+    def _encoded(self, chats: Iterable[_Placed]) -> Iterator[tuple[str, EncodedChat]]:
+        """All texts in their order; one batch is rendered while the last is encoded."""
+        waiting: list[_Placed] = []
+        for batch in itertools.chain(_batches(chats), [[]]):
+            rendered = self._receive(waiting)
+            self._send(batch)
+            waiting = batch
+            if rendered:
+                places = [place for place, _ in rendered]
+                yield from zip(
+                    places,
+                    encode_marked(self.tokenizer, [one for _, one in rendered]),
+                    strict=True,
+                )
+
+    def _send(self, batch: Sequence[_Placed]) -> None:
+        requests = [chat.as_request() for _, chat in batch if isinstance(chat, Chat)]
+        if requests:
+            if self.process is None:
+                self.process = self._start(next(p for p, chat in batch if isinstance(chat, Chat)))
+            self.process.send(requests)
+
+    def _start(self, place: str) -> TemplateProcess:
+        if self.template is None:
+            where = "the tokenizer" if self.home is None else str(self.home)
+            raise ValueError(
+                f"{place}: a chat needs a template, and {where} has none ({TEMPLATE_FILE}, or "
+                "chat_template in tokenizer_config.json); give a model's folder with --tokenizer "
+                "FOLDER, or a template with --template FILE"
+            )
+        return TemplateProcess(
+            self.template.source,
+            name=f"the template {self.template.name}",
+            variables=self.template.variables,
+            now=self.now,
+            limits=self.limits,
+        )
+
+    def _receive(self, batch: Sequence[_Placed]) -> list[tuple[str, MarkedText]]:
+        """The batch that was sent, as texts, without those that are left out."""
+        is_chat = [isinstance(chat, Chat) for _, chat in batch]
+        answers = iter(self.process.receive() if self.process is not None and any(is_chat) else ())
+        found = []
+        for place, chat in batch:
+            if isinstance(chat, Pair):
+                found.append((place, marked_pair(chat)))
+                continue
+            rendering = next(answers)
+            if (why := _why_not(rendering)) is not None:
+                self._leave_out(place, why)
+            else:
+                found.append((place, self._marked(rendering)))
+        return found
+
+    def _marked(self, rendering: Rendering) -> MarkedText:
+        assert self.process is not None
+        answers = rendering.answers
+        if not self.process.has_markers:
+            answers = without_frame(rendering.text, answers, self.special)
+        return MarkedText(text=rendering.text, answers=answers)
+
+    def _is_good(self, place: str, encoded: EncodedChat) -> bool:
+        try:
+            if not encoded.ids.size:
+                raise RecordError("it has no tokens; leave the row out")
+            check_asked(encoded)
+            self._check_vocabulary(encoded.ids)
+        except RecordError as error:
+            self._leave_out(place, str(error))
+            return False
+        return True
+
+    def _check_vocabulary(self, ids: np.ndarray) -> None:
+        if self.model_size is not None and ids.max() >= self.model_size:
+            raise RecordError(
+                f"token id {ids.max()} is outside the vocabulary [0, {self.model_size}) of "
+                f"{self.home}/config.json; give the tokenizer of that model"
+            )
+
+    def _check_any(self, files: Sequence[Path], writer: TextSetWriter) -> None:
+        if writer.num_texts:
+            return
+        where = str(files[0]) + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+        if not self.num_records:
+            raise ValueError(f"{where}: there is no row in it; give at least one chat")
+        raise ValueError(
+            f"{where}: none of its {self.num_records} rows can be trained on; the first: "
+            f"{self.reasons[0]}"
+        )
+
+
+def _why_not(rendering: Rendering) -> str | None:
+    """Why a chat has no text with answers; None: it has."""
+    if rendering.error is not None:
+        return f"the template fails ({rendering.error}); fix the row, or give --template FILE"
+    if rendering.turn is not None:
+        return (
+            f"{rendering.turn}, so that the answer's tokens cannot be told from the others; give a "
+            "template with {% generation %} marks (--template FILE), or make a text of each answer "
+            "(--answers each)"
+        )
+    return None
+
+
+def _batches(chats: Iterable[_Placed]) -> Iterator[list[_Placed]]:
+    batch: list[_Placed] = []
+    size = 0
+    for place, chat in chats:
+        batch.append((place, chat))
+        size += chat.num_characters
+        if len(batch) >= _BATCH_CHATS or size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

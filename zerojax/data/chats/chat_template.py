@@ -1,0 +1,310 @@
+"""Chat templates in Jinja's sandbox, rendered by a process of their own with limits.
+
+A template comes with a model, so it is the code of strangers: it may loop, or ask for more memory
+than there is, also inside of one call of C that no Python signal interrupts. This file is the
+program of that process as well (`python -P chat_template.py`): it imports nothing of zerojax, reads
+a line of JSON with the template and the limits from its standard input, then a line for each batch
+of chats, and answers each chat with a line.
+
+What templates expect of their surroundings is what transformers gives them: blocks trimmed, `break`
+and `continue`, `raise_exception`, `strftime_now`, `tojson` without HTML's escapes, and
+`{% generation %} ... {% endgeneration %}` around what an assistant says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MAX_WORDS = 200
+# Names under which datasets give what a model thought; the first is what templates read.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class TurnError(ValueError):
+    """An answer whose place in the rendered text cannot be found."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one chat may take.
+
+    Attributes:
+      seconds: of processor time; the system ends the process that takes more.
+      characters: of rendered text.
+      megabytes: of memory, besides what the process has when it begins.
+    """
+
+    seconds: float = 5.0
+    characters: int = 20_000_000
+    megabytes: int = 1024
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Attributes:
+      has_markers: whether it says itself what an assistant says.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        variables: dict[str, Any] | None = None,
+        now: str | None = None,
+        limits: Limits | None = None,
+    ):
+        """Args:
+          source: Jinja.
+          variables: such as `bos_token`.
+          now: the time that `strftime_now` tells, in ISO's form; None: the clock's.
+          limits: of `characters` alone; the others are the process's.
+
+        Raises:
+          Exception: of jinja2, for a template that is none.
+        """
+        self.has_markers = MARKER.search(source) is not None
+        self._variables, self._limits = variables or {}, limits or Limits()
+        self._written = 0
+        self._answers: list[tuple[int, int]] = []
+        self._template = self._environment(now).from_string(source)
+
+    def _environment(self, now: str | None) -> Any:
+        # Lazy: an optional package.
+        import jinja2.ext
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        template = self
+
+        class Generation(jinja2.ext.Extension):
+            """`{% generation %}`: notes where in the text its block came to lie."""
+
+            tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
+
+            def parse(self, parser: Any) -> Any:
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                call = self.call_method("_note")
+                return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+            def _note(self, caller: Callable[[], str]) -> str:
+                text = caller()
+                template._answers.append((template._written, template._written + len(text)))
+                return text
+
+        class Names(jinja2.utils.Namespace):
+            """`namespace(...)` that takes no name with an underscore, which reach into Python."""
+
+            def __init__(*args: Any, **named: Any) -> None:
+                for name in dict(*args[1:], **named):
+                    Names._check(name)
+                jinja2.utils.Namespace.__init__(*args, **named)
+
+            def __setitem__(self, name: str, value: Any) -> None:
+                Names._check(name)
+                super().__setitem__(name, value)
+
+            @staticmethod
+            def _check(name: Any) -> None:
+                if str(name).startswith("_"):
+                    raise jinja2.exceptions.SecurityError(f"{name!r} is no name for a namespace")
+
+        def raise_exception(message: Any) -> None:
+            raise jinja2.TemplateError(message)
+
+        def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+        moment = datetime.datetime.now() if now is None else datetime.datetime.fromisoformat(now)
+        made: Any = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[Generation, jinja2.ext.loopcontrols],
+        )
+        made.filters["tojson"] = tojson
+        made.globals["namespace"] = Names
+        made.globals["dict"] = lambda *args, **named: dict(*args, **named)
+        made.globals["raise_exception"] = raise_exception
+        made.globals["strftime_now"] = moment.strftime
+        return made
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Any = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """(text, [start, end) of each marked answer in characters).
+
+        Raises:
+          ValueError: more characters than the limit.
+          Exception: what the template raises.
+        """
+        pieces: list[str] = []
+        self._written, self._answers = 0, []
+        values = {
+            **self._variables,
+            "messages": [dict(message) for message in messages],
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        for piece in self._template.generate(values):
+            pieces.append(piece)
+            self._written += len(piece)
+            if self._written > self._limits.characters:
+                raise ValueError(f"it writes more than {self._limits.characters} characters")
+        return "".join(pieces), self._answers
+
+    def answers(
+        self, messages: Sequence[dict[str, Any]], tools: Any = None, *, first: int = 0
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """A chat's text, and where in it the assistant's turns lie.
+
+        Without markers a turn's place is between two renderings: of what comes before it with the
+        request for an answer, and of that with the turn, where each is the beginning of the next
+        and of the whole.
+
+        Args:
+          messages: at least one of them an assistant's.
+          first: turns before it are part of the question.
+
+        Returns:
+          (text, [start, end) of each turn from `first` on, in characters).
+
+        Raises:
+          TurnError: names the turn whose place is not found.
+          Exception: what the template raises.
+        """
+        messages = [_with_reasoning(message) for message in messages]
+        text, marked = self.render(messages, tools)
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        if self.has_markers:
+            before = sum(turn < first for turn in turns)
+            if before and len(marked) != len(turns):
+                raise TurnError(
+                    f"the template marks {len(marked)} answers of {len(turns)}, so that those of "
+                    "the question cannot be told apart"
+                )
+            return text, marked[before:]
+        return text, [self._place(messages, tools, turn, text) for turn in turns if turn >= first]
+
+    def _place(
+        self, messages: Sequence[dict[str, Any]], tools: Any, turn: int, text: str
+    ) -> tuple[int, int]:
+        if turn == 0:
+            raise TurnError("message 1 is the assistant's, with no question before it")
+        asked, _ = self.render(messages[:turn], tools, add_generation_prompt=True)
+        is_last = turn == len(messages) - 1
+        told = text if is_last else self.render(messages[: turn + 1], tools)[0]
+        if not told.startswith(asked):
+            why = "does not begin with what comes before it and the request for an answer"
+        elif not text.startswith(told):
+            why = "is written in another way once messages follow it"
+        else:
+            return len(asked), len(told)
+        raise TurnError(f"message {turn + 1}, of the assistant, {why}")
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without empty entries, and what was thought under each name that templates read."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    thought = next((kept[key] for key in _REASONING if key in kept), None)
+    if thought is not None:
+        kept = {"thinking": thought, **kept, "reasoning_content": thought}
+    return kept
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an error says, cut, without line ends."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= _MAX_WORDS else f"{text[:_MAX_WORDS]}..."
+    return text or type(error).__name__
+
+
+@contextlib.contextmanager
+def _timed(seconds: float) -> Iterator[None]:
+    """Within which the system ends this process after so much processor time.
+
+    By the signal's default action, so that a long call of C ends as well.
+    """
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _limit_memory(megabytes: int) -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[0])
+    now = pages * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (megabytes << 20),) * 2)
+
+
+def _answer(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
+    try:
+        found = template.answers(chat["messages"], chat.get("tools"), first=chat.get("first", 0))
+    except TurnError as error:
+        return {"turn": str(error)}
+    except MemoryError:
+        return {"error": "it takes more memory than the limit"}
+    except RecursionError:
+        return {"error": "it calls itself without an end"}
+    except Exception as error:  # whatever a stranger's code raises
+        return {"error": in_one_line(error)}
+    return {"text": found[0], "answers": found[1]}
+
+
+def serve(requests: Iterator[str], say: Callable[[dict[str, Any]], None]) -> None:
+    """Compiles the template of the first line and answers the chats of each further one.
+
+    Args:
+      requests: lines of JSON: {"source", "variables", "now", "limits"}, then lists of chats
+        {"messages", "tools", "first"}.
+      say: gets {"markers": bool} or {"error": text}, then for each chat {"text", "answers"},
+        {"turn": text} or {"error": text}.
+    """
+    about = json.loads(next(requests))
+    limits = Limits(**about["limits"])
+    try:
+        import jinja2.debug  # noqa: F401 - what an error would import, before memory is limited
+    except ImportError as error:
+        say({"missing": str(error)})
+        return
+    _limit_memory(limits.megabytes)
+    try:
+        with _timed(limits.seconds):
+            template = ChatTemplate(
+                about["source"], variables=about["variables"], now=about["now"], limits=limits
+            )
+    except (Exception, RecursionError) as error:
+        say({"error": in_one_line(error)})
+        return
+    say({"markers": template.has_markers})
+    for line in requests:
+        for chat in json.loads(line):
+            with _timed(limits.seconds):
+                found = _answer(template, chat)
+            say(found)
+
+
+def _write_line(value: dict[str, Any]) -> None:
+    sys.stdout.write(f"{json.dumps(value)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve(iter(sys.stdin), _write_line)

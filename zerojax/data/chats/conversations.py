@@ -1,0 +1,178 @@
+"""Records of chats in the forms in which they are published, as one form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zerojax.config.display import quoted
+from zerojax.runtime.bounded_json import JsonError, loads
+
+COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "system")
+"""Of a table, all that is read."""
+ASSISTANT = "assistant"
+_FORMS = (
+    'a chat is {"messages": [{"role": "user", "content": "..."}, ...]}, {"conversations": '
+    '[{"from": "human", "value": "..."}, ...]}, or {"prompt": ..., "completion": ...}'
+)
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Who speaks in a row of ShareGPT's form."""
+
+
+class RecordError(ValueError):
+    """A record that is no chat, or one that cannot be trained on; the place is said by others."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Messages for a template.
+
+    Attributes:
+      messages: {"role", "content", ...}, as templates take them.
+      tools: what an assistant may call; None: nothing.
+      first: messages before it are part of the question.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: Any = None
+    first: int = 0
+
+    @property
+    def num_characters(self) -> int:
+        """About how much text there is."""
+        return sum(len(str(message)) for message in self.messages)
+
+    def as_request(self) -> dict[str, Any]:
+        """What a `TemplateProcess` takes."""
+        return {"messages": self.messages, "tools": self.tools, "first": self.first}
+
+    def each_answer(self) -> Iterator[Chat]:
+        """A chat for each answer, which ends with it and asks for nothing else."""
+        for index, message in enumerate(self.messages):
+            if message["role"] == ASSISTANT and index >= self.first:
+                yield dataclasses.replace(self, messages=self.messages[: index + 1], first=index)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A text and its continuation, for no template."""
+
+    prompt: str
+    completion: str
+
+    @property
+    def num_characters(self) -> int:
+        """How much text there is."""
+        return len(self.prompt) + len(self.completion)
+
+
+def chat_of(record: Any) -> Chat | Pair:
+    """A record as a chat.
+
+    Raises:
+      RecordError: it is none, an empty one, or one without an answer.
+    """
+    if not isinstance(record, Mapping):
+        raise RecordError(f"{quoted(record)} is no object; {_FORMS}")
+    record = {key: value for key, value in record.items() if value is not None}
+    tools = _tools(record.get("tools"))
+    if "messages" in record:
+        messages = _messages(record["messages"], "messages")
+        return _checked(Chat(messages=messages, tools=tools))
+    if "conversations" in record:
+        turns = _messages(record["conversations"], "conversations")
+        system = record.get("system")
+        if isinstance(system, str) and system and turns[0]["role"] != "system":
+            turns = ({"role": "system", "content": system}, *turns)
+        return _checked(Chat(messages=turns, tools=tools))
+    if "prompt" in record and "completion" in record:
+        return _prompt_and_completion(record["prompt"], record["completion"], tools)
+    raise RecordError(f"it has the keys {sorted(map(str, record))[:8]}; {_FORMS}")
+
+
+def _prompt_and_completion(prompt: Any, completion: Any, tools: Any) -> Chat | Pair:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise RecordError("its completion is empty; leave the row out, or write one")
+        return Pair(prompt=prompt, completion=completion)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise RecordError(
+            "one of prompt and completion is text and the other is none; make both text, or both "
+            "lists of messages"
+        )
+    asked, told = _messages(prompt, "prompt"), _messages(completion, "completion")
+    return _checked(Chat(messages=(*asked, *told), tools=tools, first=len(asked)))
+
+
+def _checked(chat: Chat) -> Chat:
+    if not any(message["role"] == ASSISTANT for message in chat.messages[chat.first :]):
+        roles = sorted({message["role"] for message in chat.messages})
+        raise RecordError(
+            f"no message is the assistant's (the roles are {', '.join(roles)}), so that there is "
+            "nothing to learn; leave the row out, or give the answers role 'assistant'"
+        )
+    return chat
+
+
+def _messages(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(value, list):
+        raise RecordError(f"its {name} are {quoted(value)}, which is no list; {_FORMS}")
+    if not value:
+        raise RecordError(f"its {name} are empty; leave the row out, or write at least two")
+    return tuple(_message(item, number, name) for number, item in enumerate(value, start=1))
+
+
+def _message(item: Any, number: int, name: str) -> Mapping[str, Any]:
+    where = f"entry {number} of its {name}"
+    if not isinstance(item, Mapping):
+        raise RecordError(f"{where} is {quoted(item)}, which is no object; {_FORMS}")
+    item = {key: value for key, value in item.items() if value is not None}
+    if "from" in item and "role" not in item:
+        role = _ROLES.get(item["from"]) if isinstance(item["from"], str) else None
+        if role is None:
+            raise RecordError(
+                f"{where} is from {quoted(item['from'])}; known are {', '.join(_ROLES)}: rename it"
+            )
+        item = {"role": role, "content": item.get("value")}
+    if not isinstance(item.get("role"), str) or not item["role"]:
+        raise RecordError(f"{where} has no role; {_FORMS}")
+    content = item.get("content")
+    if content is None and item.get("tool_calls"):
+        return item
+    is_text = isinstance(content, str) or (
+        isinstance(content, list) and all(_is_text_part(part) for part in content)
+    )
+    if not is_text:
+        raise RecordError(
+            f"{where} has the content {quoted(content)}; it must be text, or a list of "
+            '{"type": "text", "text": "..."}: images and sounds are not trained on'
+        )
+    return item
+
+
+def _is_text_part(part: Any) -> bool:
+    is_text = isinstance(part, Mapping) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
+
+
+def _tools(value: Any) -> Any:
+    """A list of tools; some data have it as text, since tables have no such type."""
+    if value is None or value == "" or value == []:
+        return None
+    if isinstance(value, str):
+        try:
+            value = loads(value, finite=False)
+        except JsonError as error:
+            raise RecordError(f"its tools {error.what}; make them a list of objects") from error
+    if not isinstance(value, list):
+        raise RecordError(f"its tools are {quoted(value)}; make them a list of objects")
+    return value or None

@@ -1,0 +1,105 @@
+"""Chat templates in the folder of a tokenizer, and the tokens that they write."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerojax.data.tokenizer import SETTINGS_FILE, TEMPLATE_FILE, read_object
+
+NAMED_TEMPLATES = "additional_chat_templates"
+_DEFAULT = "default"
+_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_MAX_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoundTemplate:
+    """A chat template and what it may name.
+
+    Attributes:
+      source: Jinja.
+      name: where it is from, for messages.
+      variables: such as `bos_token`.
+    """
+
+    source: str
+    name: str
+    variables: Mapping[str, str]
+
+    @property
+    def sha256(self) -> str:
+        """Of the source, hex."""
+        return hashlib.sha256(self.source.encode("utf-8")).hexdigest()
+
+
+def find_template(folder: Path | None, wanted: str | Path | None) -> FoundTemplate | None:
+    """The template that a user means; None where nothing is asked for and there is none.
+
+    Args:
+      folder: of the tokenizer's files; None: it has none.
+      wanted: a file, or the name of one of the folder's templates; None: the default one.
+
+    Raises:
+      ValueError: a name that the folder does not have, or a template of more than 1 MiB.
+    """
+    variables = {} if folder is None else special_variables(folder)
+    path = None if wanted is None else Path(wanted).expanduser()
+    if path is not None and path.is_file():
+        return FoundTemplate(source=_read(path), name=str(path), variables=variables)
+    known = {} if folder is None else _templates_of(folder)
+    name = _DEFAULT if wanted is None else str(wanted)
+    if name in known:
+        return FoundTemplate(source=known[name], name=f"{name} of {folder}", variables=variables)
+    if wanted is None:
+        return None
+    raise ValueError(
+        f"template={str(wanted)!r} is no file, and no template of "
+        f"{'the tokenizer' if folder is None else str(folder)} ({', '.join(known) or 'none'}); "
+        "give a file of Jinja, or one of these names"
+    )
+
+
+def special_variables(folder: Path) -> dict[str, str]:
+    """`{"bos_token": "<s>", ...}` of tokenizer_config.json, else of special_tokens_map.json."""
+    found: dict[str, str] = {}
+    for file in (folder / SETTINGS_FILE, folder / "special_tokens_map.json"):
+        about = read_object(file, "a tokenizer's settings") if file.is_file() else {}
+        for name in _TOKENS:
+            token: Any = about.get(f"{name}_token")
+            token = token.get("content") if isinstance(token, Mapping) else token
+            if isinstance(token, str):
+                found.setdefault(f"{name}_token", token)
+    return found
+
+
+def _templates_of(folder: Path) -> dict[str, str]:
+    """{name: source}; a file goes before what the settings say, as in transformers."""
+    settings = folder / SETTINGS_FILE
+    about = read_object(settings, "a tokenizer's settings") if settings.is_file() else {}
+    value = about.get("chat_template")
+    found = {_DEFAULT: value} if isinstance(value, str) else {}
+    for item in value if isinstance(value, list) else ():
+        named = isinstance(item, Mapping) and isinstance(item.get("name"), str)
+        if named and isinstance(item.get("template"), str):
+            found[item["name"]] = item["template"]
+    for file in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")):
+        found[file.stem] = _read(file)
+    if (folder / TEMPLATE_FILE).is_file():
+        found[_DEFAULT] = _read(folder / TEMPLATE_FILE)
+    return found
+
+
+def _read(file: Path) -> str:
+    if file.stat().st_size > _MAX_BYTES:
+        raise ValueError(
+            f"{str(file)!r} has {file.stat().st_size} bytes, and a template at most {_MAX_BYTES}; "
+            "give another with --template FILE"
+        )
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(file)!r} is no UTF-8 text; give another with --template") from error

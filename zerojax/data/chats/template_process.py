@@ -1,0 +1,182 @@
+"""The process that renders chat templates: its start, its answers, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from zerojax.data.chats import chat_template
+from zerojax.data.chats.chat_template import Limits
+
+_MISSING = (
+    "chats need the package `jinja2`, which is not installed: run `pip install 'zerojax[chat]'`"
+)
+_WAIT_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rendering:
+    """What became of a chat.
+
+    Attributes:
+      text: "" where there is an error.
+      answers: [start, end) of what the assistant says, in characters of `text`.
+      error: why there is none, the rest of a sentence about the template.
+      turn: the same about one turn of the chat.
+    """
+
+    text: str = ""
+    answers: tuple[tuple[int, int], ...] = ()
+    error: str | None = None
+    turn: str | None = None
+
+
+class TemplateProcess:
+    """Renders chats by a template, in a process of its own; a context manager.
+
+    A chat at which the process ends is answered with an error, and a new process goes on behind it.
+
+    Attributes:
+      has_markers: whether the template says itself what an assistant says.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        name: str = "the chat template",
+        variables: Mapping[str, Any] | None = None,
+        now: str | None = None,
+        limits: Limits | None = None,
+    ):
+        """Args:
+          source: Jinja.
+          name: of the template, for messages.
+          variables: JSON-able, such as `bos_token`.
+          now: the time that `strftime_now` tells, in ISO's form; None: the clock's.
+          limits: of one chat.
+
+        Raises:
+          ValueError: the template is none.
+          ImportError: the package jinja2 is not installed.
+        """
+        self._limits, self._name = limits or Limits(), name
+        self._about = {
+            "source": source,
+            "variables": dict(variables or {}),
+            "now": now,
+            "limits": dataclasses.asdict(self._limits),
+        }
+        self._waiting: list[Mapping[str, Any]] = []
+        self._process, self.has_markers = self._start()
+
+    def __enter__(self) -> TemplateProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        del kind, error, trace
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process; may be called twice."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # what is not written yet has nobody to read it
+                pipe.close()
+        self._process.kill()
+        self._process.wait()
+
+    def send(self, chats: Sequence[Mapping[str, Any]]) -> None:
+        """Gives the process chats to render, while this one does something else.
+
+        Args:
+          chats: JSON-able, each with "messages", and "tools" and "first" where there are some; see
+            `ChatTemplate.answers`.
+        """
+        assert not self._waiting, "take the answers of the last chats first"
+        self._waiting = list(chats)
+        self._write(chats)
+
+    def receive(self) -> list[Rendering]:
+        """What became of the chats that were sent, in their order."""
+        found: list[Rendering] = []
+        while len(found) < len(self._waiting):
+            answer = self._read()
+            if answer is not None:
+                found.append(_rendering(answer))
+                continue
+            found.append(Rendering(error=self._why_it_ended()))
+            self.close()
+            self._process, _ = self._start()
+            if rest := self._waiting[len(found) :]:
+                self._write(rest)
+        self._waiting = []
+        return found
+
+    def _start(self) -> tuple[subprocess.Popen[str], bool]:
+        # -P: files beside the program are no modules. It has nothing of this process's imports.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(chat_template.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="ascii",
+        )
+        self._write(self._about)
+        answer = self._read()
+        if answer is None:
+            answer = {"error": self._why_it_ended()}
+        if "missing" in answer:
+            self.close()
+            raise ImportError(_MISSING)
+        if "error" in answer:
+            self.close()
+            raise ValueError(
+                f"{self._name} is no chat template ({answer['error']}); give another with "
+                "--template FILE"
+            )
+        return self._process, bool(answer["markers"])
+
+    def _write(self, value: Any) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which reading its answer tells
+            self._process.stdin.write(f"{json.dumps(value)}\n")
+            self._process.stdin.flush()
+
+    def _read(self) -> dict[str, Any] | None:
+        """The next answer; None: the process has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return json.loads(line) if line.endswith("\n") else None
+
+    def _why_it_ended(self) -> str:
+        try:
+            code = self._process.wait(_WAIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the process that renders it closed its output"
+        if code == -signal.SIGPROF:
+            return f"it takes more than {self._limits.seconds:g} s of processor time"
+        how = f"signal {-code}" if code < 0 else f"status {code}"
+        return f"the process that renders it ended ({how})"
+
+
+def _rendering(answer: Mapping[str, Any]) -> Rendering:
+    return Rendering(
+        text=answer.get("text", ""),
+        answers=tuple((start, end) for start, end in answer.get("answers", ())),
+        error=answer.get("error"),
+        turn=answer.get("turn"),
+    )

@@ -1,0 +1,379 @@
+"""Mixtures of sources with weights: each row of a batch is a row of one of them.
+
+Rows are dealt out in blocks of 1,024. How many rows of a block each source gets follows from its
+weight and the number of the block, and where they lie in it from a permutation of the block's
+places, so that row number -> (source, its row) takes no state and no search.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from zerojax.config.checks import names_keywords
+from zerojax.data.shuffle import permute
+from zerojax.data.source import RowSource, check_sizes
+
+BLOCK = 1024
+# Weights are parts of this, so that counts are integers and the same on every machine.
+UNITS = 1 << 20
+# Set apart from the keys of the shuffles of sources, (seed, epoch), and of masks.
+_STREAM = (0, 2)
+
+AtEnd = Literal["repeat", "stop"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phase:
+    """Blocks between two ends of sources, through which the same ones give rows.
+
+    Attributes:
+      first: number of the first block.
+      units: int64 [sources], the share of each in `UNITS`, or its rows of the only block.
+      before: int64 [sources], rows that each has given before this phase.
+      is_one_block: whether this is the single block in which a source ends; `units` are counts.
+    """
+
+    first: int
+    units: np.ndarray
+    before: np.ndarray
+    is_one_block: bool
+
+    def given(self, block: int) -> np.ndarray:
+        """int64 [sources]: rows that each has given before this block of the phase."""
+        if self.is_one_block:
+            return self.before + (block - self.first) * self.units
+        return self.before + largest_remainders((block - self.first) * BLOCK, self.units)
+
+
+@names_keywords()
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class MixtureSource(RowSource):
+    """Rows of several sources in proportion to their weights.
+
+    At the end of each block of 1,024 rows every source has given its share of all rows, up to one
+    row. A source that ends begins its next epoch, or gives no more, and the others take its share.
+    """
+
+    kind: ClassVar[str] = "mixture"
+
+    sources: tuple[RowSource, ...]
+    """Their own batch sizes do not matter. What one lacks of the arrays of another is filled in:
+    "weights" of 1, one segment, and the positions in it."""
+    weights: tuple[float, ...]
+    """One for each source, of any sum."""
+    names: tuple[str, ...]
+    """One for each source, for messages."""
+    at_end: tuple[AtEnd, ...] = ()
+    """What each source does when all its rows were given; empty: they repeat."""
+    global_batch_size: int
+    """Rows per batch, over all processes."""
+    seed: int = 0
+    """Of the places within blocks."""
+    seq_len: int = dataclasses.field(init=False)
+    """Tokens of a row."""
+    vocab_size: int | None = dataclasses.field(init=False, default=None)
+    """The largest of the sources'; None where one does not know its own."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("a mixture of 0 sources; give at least one")
+        sizes = [source.vocab_size for source in self.sources]
+        known = [size for size in sizes if size is not None]
+        for name, value in (
+            ("at_end", self.at_end or ("repeat",) * len(self.sources)),
+            ("seq_len", self.sources[0].seq_len),
+            ("vocab_size", max(known) if len(known) == len(sizes) else None),
+        ):
+            object.__setattr__(self, name, value)
+        check_sizes(self)
+        for field in ("weights", "names", "at_end"):
+            if len(getattr(self, field)) != len(self.sources):
+                raise ValueError(
+                    f"{field} has {len(getattr(self, field))} entries for {len(self.sources)} "
+                    "sources of the mixture; give one for each"
+                )
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(
+                f"the sources of the mixture are called {list(self.names)}; give each a name of "
+                "its own, and data that are there twice one weight"
+            )
+        for name, source in zip(self.names, self.sources, strict=True):
+            if source.seq_len != self.seq_len:
+                raise ValueError(
+                    f"{name} has rows of seq_len={source.seq_len}, {self.names[0]} of "
+                    f"{self.seq_len}; give all sources of a mixture the same"
+                )
+        self._check_tokenizers()
+        if "repeat" not in self.at_end:
+            raise ValueError(
+                "every source of the mixture stops at its end, and a run goes on for its steps; "
+                "let one repeat (at_end: repeat)"
+            )
+        if not set(self.at_end) <= {"repeat", "stop"}:
+            raise ValueError(f"at_end={list(self.at_end)}; each is repeat or stop")
+        _check_weights(self.weights, self.names)
+        self.array_names  # noqa: B018 - refuses sources that do not go together
+
+    def _check_tokenizers(self) -> None:
+        known = [
+            (name, source.tokenizer)
+            for name, source in zip(self.names, self.sources, strict=True)
+            if source.tokenizer is not None
+        ]
+        for (one, first), (other, second) in itertools.pairwise(known):
+            if first != second:
+                raise ValueError(
+                    f"{one} and {other} were made by different tokenizers; prepare all sources of "
+                    "a mixture with one"
+                )
+
+    @property
+    def tokenizer(self) -> Mapping[str, Any] | None:
+        """That of the sources."""
+        return next((x.tokenizer for x in self.sources if x.tokenizer is not None), None)
+
+    @property
+    def template(self) -> str | None:
+        """That of the first source which has one."""
+        return next((x.template for x in self.sources if x.template is not None), None)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sources together; with weights of their own, no source need end there."""
+        return sum(source.num_rows for source in self.sources)
+
+    @functools.cached_property
+    def array_names(self) -> tuple[str, ...]:
+        """What the rows of the mixture have.
+
+        Raises:
+          ValueError: sources of other sorts, as one of masked tokens among texts.
+        """
+        found = [
+            {name: value.shape[1:] for name, value in source.rows(0, 1).items()}
+            for source in self.sources
+        ]
+        names = tuple(dict.fromkeys(name for shapes in found for name in shapes))
+        if all(shapes == found[0] for shapes in found):
+            return names
+        for label, shapes in zip(self.names, found, strict=True):
+            missing = sorted(set(names) - set(shapes) - set(_FILLED))
+            odd = sorted(name for name, shape in shapes.items() if shape != (self.seq_len,))
+            if missing or odd:
+                raise ValueError(
+                    f"the rows of {label} have {sorted(shapes)}, those of the whole mixture "
+                    f"{sorted(names)}, and {missing or odd} cannot be filled in; mix sources of "
+                    "one sort"
+                )
+        return names
+
+    @functools.cached_property
+    def _phases(self) -> tuple[_Phase, ...]:
+        return tuple(_phases(self.weights, self._limits))
+
+    @property
+    def _limits(self) -> list[int | None]:
+        """Rows that each source gives in all; None: no end."""
+        pairs = zip(self.sources, self.at_end, strict=True)
+        return [source.num_rows if end == "stop" else None for source, end in pairs]
+
+    def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which row of which source each row of the mixture is.
+
+        Args:
+          numbers: int64 [rows].
+
+        Returns:
+          (sources, their rows), int64 [rows] each.
+        """
+        sources, rows = np.empty_like(numbers), np.empty_like(numbers)
+        blocks = numbers // BLOCK
+        for block in np.unique(blocks).tolist():
+            mine = blocks == block
+            drawn = permute(numbers[mine] % BLOCK, BLOCK, (self.seed, *_STREAM, block))
+            before, after = self._given(block), self._given(block + 1)
+            ends = np.cumsum(after - before)
+            chosen = np.searchsorted(ends, drawn, side="right")
+            starts = ends - (after - before)
+            sources[mine] = chosen
+            rows[mine] = before[chosen] + drawn - starts[chosen]
+        return sources, rows
+
+    def _given(self, block: int) -> np.ndarray:
+        """int64 [sources]: rows that each has given before this block."""
+        firsts = [phase.first for phase in self._phases]
+        return self._phases[bisect.bisect_right(firsts, block) - 1].given(block)
+
+    def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows with these numbers; pure. See the sources for what they have."""
+        sources, rows = self.places(numbers)
+        made: dict[str, np.ndarray] = {}
+        for index in np.unique(sources).tolist():
+            mine = sources == index
+            found = _filled(self.sources[index].rows_at(rows[mine]), self.array_names)
+            for name, value in found.items():
+                if name not in made:
+                    made[name] = np.empty((len(numbers), *value.shape[1:]), value.dtype)
+                made[name][mine] = value
+        return made
+
+    def epochs(self, row: int) -> dict[str, int]:
+        """Which epoch each source is in, from 1, once `row` rows were given."""
+        block, within = divmod(row, BLOCK)
+        given = self._given(block)
+        if within:
+            first = np.arange(block * BLOCK, row, dtype=np.int64)
+            given = given + np.bincount(self.places(first)[0], minlength=len(self.sources))
+        # The epoch of the row that was given last.
+        pairs = zip(self.names, given.tolist(), self.sources, strict=True)
+        return {name: 1 + max(rows - 1, 0) // source.num_rows for name, rows, source in pairs}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the meaning of a row number depends on; saved beside the position."""
+        return {
+            "sources": [source.fingerprint() for source in self.sources],
+            "weights": list(self.weights),
+            "at_end": list(self.at_end),
+            "seed": self.seed,
+        }
+
+    def describe(self) -> str:
+        """One line for the screen."""
+        shares = _units(self.weights) / UNITS
+        parts = [
+            f"{100 * share:.3g} % {source.describe()}"
+            + (" (stops at its end)" if end == "stop" else "")
+            for share, source, end in zip(shares, self.sources, self.at_end, strict=True)
+        ]
+        return "mixture of " + "; ".join(parts)
+
+
+def largest_remainders(total: int, units: np.ndarray) -> np.ndarray:
+    """`total` things dealt out in proportion to `units`, whole ones, each within one of its share.
+
+    As `total` grows by 1,024, no count falls where each share is at least 1/1,024: its quota then
+    grows by one at least.
+
+    Args:
+      total: at least 0.
+      units: int64 [n] >= 0 with a sum of `UNITS`.
+
+    Returns:
+      int64 [n] with a sum of `total`.
+    """
+    rounds, rest = divmod(total, UNITS)  # so that no product is beyond 64 bits
+    quotas = rest * units
+    counts = quotas // UNITS
+    left = rest - int(counts.sum())
+    order = np.argsort(-(quotas % UNITS), kind="stable")
+    counts[order[:left]] += 1
+    return counts + rounds * units
+
+
+def _units(weights: Sequence[float], *, active: np.ndarray | None = None) -> np.ndarray:
+    """int64 [sources] with a sum of `UNITS`; 0 for those that are not active."""
+    values = np.asarray(weights, np.float64)
+    if active is not None:
+        values = np.where(active, values, 0)
+    exact = np.round(values / values.sum() * UNITS, 6)  # 1/1,024 is 1,024 units, and not one less
+    units = np.floor(exact).astype(np.int64)
+    order = np.argsort(-(exact - units), kind="stable")
+    units[order[: UNITS - int(units.sum())]] += 1
+    return units
+
+
+def _check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
+    total = sum(weights)
+    for name, weight in zip(names, weights, strict=True):
+        if not 0 < weight < float("inf"):
+            raise ValueError(
+                f"weight={weight} of {name}; a weight is a number above 0: leave the source out, "
+                "or give it one"
+            )
+        if weight * BLOCK < total * (1 - 1e-9):
+            raise ValueError(
+                f"weight={weight} of {name} is less than 1/{BLOCK} of all weights ({total:g}), so "
+                f"that not every block of {BLOCK} rows has one of its rows; raise it to "
+                f"{total / (BLOCK - 1):.3g} or leave the source out"
+            )
+
+
+def _phases(weights: Sequence[float], limits: Sequence[int | None]) -> list[_Phase]:
+    """The phases of a mixture, the last of which has no end.
+
+    Args:
+      limits: rows that each source gives in all; None: no end.
+    """
+    count = len(weights)
+    active = np.ones(count, bool)
+    ends = np.array([np.iinfo(np.int64).max if x is None else x for x in limits], np.int64)
+    phases: list[_Phase] = []
+    block, before = 0, np.zeros(count, np.int64)
+    while True:
+        phase = _Phase(block, _units(weights, active=active), before, False)
+        phases.append(phase)
+        if np.all(ends[active] == np.iinfo(np.int64).max):
+            return phases
+        block = _block_of_first_end(phase, ends, active)
+        before = phase.given(block)
+        counts = _counts_with_ends(phase.units, ends - before, active)
+        phases.append(_Phase(block, counts, before, True))
+        block, before = block + 1, before + counts
+        active &= before < ends
+
+
+def _block_of_first_end(phase: _Phase, ends: np.ndarray, active: np.ndarray) -> int:
+    """The first block that would take more rows of a source than it has."""
+
+    def is_over(blocks: int) -> bool:
+        return bool(np.any(phase.given(phase.first + blocks + 1)[active] > ends[active]))
+
+    bound = 1
+    while not is_over(bound):
+        bound *= 2
+    return phase.first + bisect.bisect_left(range(bound + 1), True, key=is_over)
+
+
+def _counts_with_ends(units: np.ndarray, left: np.ndarray, active: np.ndarray) -> np.ndarray:
+    """int64 [sources]: rows of the block in which a source ends; the others share what it lacks."""
+    counts, active = np.zeros(len(units), np.int64), active.copy()
+    while True:
+        share = _units(np.where(active, units, 0).tolist())
+        wanted = largest_remainders(BLOCK - int(counts[~active].sum()), share)
+        over = active & (wanted > left)
+        if not over.any():
+            return np.where(active, wanted, counts)
+        counts[over] = left[over]
+        active &= ~over
+
+
+_FILLED = ("weights", "segments", "positions")
+
+
+def _filled(rows: dict[str, np.ndarray], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Rows with all of `names`: each row is one text where nothing says otherwise."""
+    shape = rows["tokens"].shape
+    if "positions" in names and "positions" not in rows:
+        rows = {**rows, "positions": _positions(rows.get("segments"), shape)}
+    if "segments" in names and "segments" not in rows:
+        rows = {**rows, "segments": np.zeros(shape, np.int32)}
+    if "weights" in names and "weights" not in rows:
+        rows = {**rows, "weights": np.ones(shape, np.float32)}
+    return {name: rows[name] for name in names}
+
+
+def _positions(segments: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
+    """int32 [rows, seq_len], counted from 0 in each run of equal segments."""
+    index = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    if segments is None:
+        return index.copy()
+    begins = np.ones(shape, bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return index - np.maximum.accumulate(np.where(begins, index, 0), axis=1)

@@ -1,0 +1,336 @@
+"""Sources of what a user calls data: paths, arrays, and mixtures of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerojax.config.sections import MixturePart
+from zerojax.data.corpus import existing_path
+from zerojax.data.mixture import MixtureSource
+from zerojax.data.packed_source import PACKED_NAMES, LongTexts, PackedSource
+from zerojax.data.packing import boundary_of
+from zerojax.data.preparation import tokens_of_text
+from zerojax.data.source import RowSource, TokenSource
+from zerojax.data.text_set import TextSet, is_text_set, open_text_set, read_text_sidecar
+from zerojax.data.tokenizer import (
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    Tokenizer,
+    as_tokenizer,
+    bpe_size,
+    load_tokenizer,
+    tokenizer_from_dict,
+)
+from zerojax.data.tokens import (
+    Tokens,
+    check_ids,
+    check_vocab_sizes,
+    hash_file,
+    is_token_path,
+    open_tokens,
+    tokens_of_array,
+)
+
+
+def as_source(
+    data: Any,
+    *,
+    tokenizer: Any = "bytes",
+    seq_len: int,
+    global_batch_size: int,
+    seed: int = 0,
+    validation_fraction: float = 0.05,
+    vocab_size: int | None = None,
+    pack: bool = False,
+    long_texts: LongTexts = "refuse",
+) -> tuple[RowSource, RowSource | None, Tokenizer | None]:
+    """What a user calls data, as a source to train on, one to validate on, and the tokenizer.
+
+    Args:
+      data: None (the embedded Shakespeare), a text file, a folder of text files, a token file, a
+        folder or a sequence of token files, a folder of chats (`prepare_chats`), an integer array
+        [n], or a source. Or several of these with weights, `{path: weight}` or a sequence of
+        `MixturePart`s.
+      tokenizer: how text becomes ids (`as_tokenizer`). Token files and chats bring their own: there
+        "bytes", the default, gives way to it, and anything else must agree with it.
+      seq_len: inputs per row.
+      global_batch_size: rows per batch over all processes.
+      seed: of the order of the training rows.
+      validation_fraction: the tail of the tokens, or of the chats, kept for validation; not used
+        where the folder sets some apart (`validation.bin`, or chats that `prepare_chats` has set
+        apart); 0 for none.
+      vocab_size: of the model, if already fixed; ids are checked against it.
+      pack: batches tell the texts of a row apart (`TokenSource.boundary`), by the id that the
+        tokenizer puts between two. Chats are packed whole in any case (`PackedSource`).
+      long_texts: "refuse", "split" or "drop" chats that are longer than a row.
+
+    Returns:
+      `(train, validation, tokenizer)`; the validation source is not shuffled and None without a
+      validation part; the tokenizer is None for token files that do not name theirs.
+
+    Raises:
+      FileNotFoundError, ValueError, TypeError: each with value, limit and remedy.
+    """
+    if isinstance(data, RowSource):
+        return _given_source(data, tokenizer, seq_len, global_batch_size)
+    if vocab_size is not None and vocab_size < 1:
+        raise ValueError(f"vocab_size={vocab_size}: it must be at least 1")
+    opening = _Opening(
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        global_batch_size=global_batch_size,
+        seed=seed,
+        validation_fraction=validation_fraction,
+        vocab_size=vocab_size,
+        pack=pack,
+        long_texts=long_texts,
+    )
+    parts = mixture_parts(data)
+    return opening.mixture(parts) if parts else opening.source(data)
+
+
+def mixture_parts(data: Any) -> tuple[MixturePart, ...]:
+    """`{path: weight}` or `MixturePart`s as the latter; empty for other kinds of data.
+
+    Raises:
+      ConfigError: a weight that is not a number above 0.
+    """
+    if isinstance(data, Mapping):
+        return tuple(MixturePart(path=str(path), weight=x) for path, x in data.items())
+    is_mixture = isinstance(data, Sequence) and not isinstance(data, str)
+    if is_mixture and data and all(isinstance(part, MixturePart) for part in data):
+        return tuple(data)
+    return ()
+
+
+def array_names(data: Any, *, pack: bool = False) -> tuple[str, ...]:
+    """What the rows of a source of these data have, as far as sidecars alone tell.
+
+    Args:
+      data, pack: as `as_source` takes them; data that are not there count as text.
+    """
+    parts = mixture_parts(data)
+    if parts:
+        found = [array_names(part.path, pack=pack) for part in parts]
+        return tuple(dict.fromkeys(name for names in found for name in names))
+    if isinstance(data, RowSource):
+        return tuple(data.rows(0, 1))
+    if isinstance(data, str | Path) and is_text_set(Path(data).expanduser()):
+        return PACKED_NAMES
+    return PACKED_NAMES[:4] if pack else PACKED_NAMES[:2]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Opening:
+    """How data are opened; fields as the arguments of `as_source`."""
+
+    tokenizer: Any
+    seq_len: int
+    global_batch_size: int
+    seed: int
+    validation_fraction: float
+    vocab_size: int | None
+    pack: bool
+    long_texts: LongTexts
+
+    def source(self, data: Any) -> tuple[RowSource, RowSource | None, Tokenizer | None]:
+        """A single set of data."""
+        if isinstance(data, str | Path) and is_text_set(existing_path(data)):
+            return self._chats(existing_path(data))
+        tokens, validation, ready = _open(data, self.tokenizer)
+        if validation is None:
+            fraction = self.validation_fraction
+            tokens, validation = tokens.split(fraction)
+            sizes = self.seq_len, self.global_batch_size
+            _check_validation_size(tokens, validation, fraction, *sizes)
+        for part in (tokens, validation):
+            if self.vocab_size is not None and part is not None:
+                check_ids(part, self.vocab_size)
+        train = TokenSource(
+            tokens=tokens,
+            seq_len=self.seq_len,
+            global_batch_size=self.global_batch_size,
+            seed=self.seed,
+            vocab_size=self.vocab_size or tokens.vocab_size,
+            boundary=boundary_of(ready, tokens.name) if self.pack else None,
+        )
+        if validation is None:
+            return train, None, ready
+        return train, dataclasses.replace(train, tokens=validation, shuffle=False), ready
+
+    def _chats(self, folder: Path) -> tuple[RowSource, RowSource | None, Tokenizer | None]:
+        texts, validation = open_texts(folder)
+        ready = _tokenizer_of(texts.tokenizer, texts.name, self.tokenizer)
+        if self.vocab_size is not None and texts.vocab_size is not None:
+            check_vocab_sizes(texts.name, texts.vocab_size, self.vocab_size)
+        if validation is None:
+            apart = round(texts.num_texts * self.validation_fraction)
+            if apart:
+                validation = texts.part(texts.num_texts - apart, texts.num_texts)
+                texts = texts.part(0, texts.num_texts - apart)
+        train = PackedSource(
+            texts=texts,
+            seq_len=self.seq_len,
+            global_batch_size=self.global_batch_size,
+            seed=self.seed,
+            vocab_size=self.vocab_size or texts.vocab_size,
+            long_texts=self.long_texts,
+        )
+        if validation is None:
+            return train, None, ready
+        return (
+            train,
+            dataclasses.replace(train, texts=validation, shuffle=False, fill=True),
+            ready,
+        )
+
+    def mixture(
+        self, parts: Sequence[MixturePart]
+    ) -> tuple[RowSource, RowSource | None, Tokenizer | None]:
+        """Several sets of data with weights."""
+        alone = dataclasses.replace(self, global_batch_size=1)  # a set may be smaller than a batch
+        opened = [alone.source(part.path) for part in parts]
+        train = self._mixed(parts, [each[0] for each in opened])
+        apart = [(part, each[1]) for part, each in zip(parts, opened, strict=True) if each[1]]
+        validation = None
+        if apart:
+            # An evaluation sees few rows: those of a set that ends are read again.
+            repeated = [dataclasses.replace(part, at_end="repeat") for part, _ in apart]
+            validation = self._mixed(repeated, [each for _, each in apart])
+        return train, validation, next((each[2] for each in opened if each[2] is not None), None)
+
+    def _mixed(self, parts: Sequence[MixturePart], sources: Sequence[Any]) -> MixtureSource:
+        return MixtureSource(
+            sources=tuple(sources),
+            weights=tuple(part.weight for part in parts),
+            names=tuple(part.path for part in parts),
+            at_end=tuple(part.at_end for part in parts),
+            global_batch_size=self.global_batch_size,
+            seed=self.seed,
+        )
+
+
+def open_texts(folder: Path) -> tuple[TextSet, TextSet | None]:
+    """A folder of `prepare_chats`, with its tokenizer and its template.
+
+    Returns:
+      (the texts to train on, those to validate with, if some were set apart).
+
+    Raises:
+      ValueError: a damaged folder, or a tokenizer or template that was changed afterwards.
+    """
+    sums = read_text_sidecar(folder)["sha256"]
+    for name in (TOKENIZER_FILE, TEMPLATE_FILE):
+        file = folder / name
+        if name in sums and not (file.is_file() and hash_file(file) == sums[name]):
+            raise ValueError(
+                f"{str(file)!r} is not the file that the texts were made with; put it "
+                "back, or prepare the folder again with `zerojax data prepare`"
+            )
+    tokenizer = template = None
+    if TOKENIZER_FILE in sums:
+        tokenizer = load_tokenizer(folder / TOKENIZER_FILE).to_dict()
+    if TEMPLATE_FILE in sums:
+        template = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+    return open_text_set(folder, tokenizer=tokenizer, template=template)
+
+
+def _open(data: Any, tokenizer: Any) -> tuple[Tokens, Tokens | None, Tokenizer | None]:
+    if data is None:
+        tokens, ready = tokens_of_text(None, tokenizer)
+        return tokens, None, ready
+    if isinstance(data, np.ndarray):
+        return tokens_of_array(data), None, _stated_tokenizer(tokenizer)
+    paths = [data] if isinstance(data, str | Path) else data
+    if not (
+        isinstance(paths, Sequence) and paths and all(isinstance(p, str | Path) for p in paths)
+    ):
+        raise TypeError(
+            f"data is a {type(data).__name__}; pass None, a path, a list of token files, "
+            "{path: weight, ...}, an integer numpy array, or a TokenSource. Batches (an iterable, "
+            "a callable) are given as `batches`, not as text"
+        )
+    found = [existing_path(path) for path in paths]
+    if len(found) == 1 and not is_token_path(found[0]):
+        tokens, ready = tokens_of_text(found[0], tokenizer)
+        return tokens, None, ready
+    for path in found:
+        if not is_token_path(path):
+            raise ValueError(
+                f"{str(path)!r} is not a token file (.bin, .npy); a list may hold token files "
+                "only: put text files into one folder and pass the folder"
+            )
+    train, validation = open_tokens(found)
+    if train is None:
+        raise ValueError(
+            f"{[str(path) for path in found]} hold only validation files; add the training files"
+        )
+    return train, validation, _tokenizer_of(train.tokenizer, train.name, tokenizer)
+
+
+def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Tokenizer | None:
+    """The tokenizer of token files: their own; checked against an explicit other one.
+
+    Args:
+      known: `Tokenizer.to_dict` of what made them.
+      name: of the data, for messages.
+      spec: what the user wrote.
+    """
+    if known is None:
+        return _stated_tokenizer(spec)
+    own = tokenizer_from_dict(known)
+    if spec is None or spec == "bytes":
+        return own
+    size = bpe_size(spec)
+    agrees = (
+        known.get("kind") == "bpe" and own.vocab_size <= size
+        if size is not None
+        else as_tokenizer(spec).to_dict() == own.to_dict()
+    )
+    if not agrees:
+        raise ValueError(
+            f"tokenizer={spec!r} is not what made {name} ({own!r}); leave the option out, "
+            "token files bring their own tokenizer, or prepare the text again"
+        )
+    return own
+
+
+def _stated_tokenizer(spec: Any) -> Tokenizer | None:
+    """For ids of unknown origin: a tokenizer given as such; a mere default names none."""
+    return None if spec is None or spec == "bytes" or bpe_size(spec) else as_tokenizer(spec)
+
+
+def _given_source(
+    source: RowSource, tokenizer: Any, seq_len: int, global_batch_size: int
+) -> tuple[RowSource, None, Tokenizer | None]:
+    for name, wanted in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
+        if getattr(source, name) != wanted:
+            raise ValueError(
+                f"the source has {name}={getattr(source, name)}, the run wants {wanted}; "
+                f"make both {wanted}"
+            )
+    return source, None, _tokenizer_of(source.tokenizer, type(source).__name__, tokenizer)
+
+
+def _check_validation_size(
+    train: Tokens,
+    validation: Tokens | None,
+    fraction: float,
+    seq_len: int,
+    global_batch_size: int,
+) -> None:
+    if validation is None or validation.windows_per_part(seq_len).sum() >= global_batch_size:
+        return
+    total = train.count + validation.count
+    wanted = global_batch_size * seq_len + 1
+    enough = f"validation_fraction={wanted / total + 0.001:.3f}, " if wanted * 2 < total else ""
+    raise ValueError(
+        f"validation_fraction={fraction} of {total} tokens leaves {validation.count}, but one "
+        f"batch of {global_batch_size} x {seq_len} needs {wanted}; set {enough}a smaller "
+        "global_batch_size or seq_len, or validation_fraction=0 for no validation"
+    )

@@ -1,0 +1,151 @@
+"""Files of records, row by row: JSON lines, parquet, and folders that `datasets` has saved."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerojax.runtime.bounded_json import JsonError, load, loads
+
+JSON_LINES = ".jsonl"
+COLUMN_SUFFIXES = (".parquet", ".arrow")
+RECORD_SUFFIXES = (JSON_LINES, *COLUMN_SUFFIXES)
+# One line; more is no record but a corpus without line ends.
+MAX_LINE_BYTES = 1 << 30
+_BATCH_ROWS = 1024
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_MISSING = (
+    "{} needs the package `pyarrow`, which is not installed: run `pip install 'zerojax[data]'`, or "
+    "save the rows as JSON lines (.jsonl)"
+)
+
+
+def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, Any]]:
+    """The rows of one file, in constant memory.
+
+    Args:
+      file: .parquet or .arrow; any other is read as JSON lines, of which empty ones are left.
+      columns: of parquet and arrow, which to read, as far as there are; None: all.
+
+    Yields:
+      (number from 1: of the line, or of the row; its value: of a table a dict).
+
+    Raises:
+      ValueError: a line that is not JSON, or a file that is none of its kind.
+      ImportError: parquet or arrow without the package pyarrow.
+    """
+    if file.suffix.lower() in COLUMN_SUFFIXES:
+        yield from _table_rows(file, columns)
+        return
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = loads(line, max_bytes=MAX_LINE_BYTES, finite=False)
+            except JsonError as error:
+                raise ValueError(
+                    f"{file}:{number}: not JSON ({error.what}); fix the line"
+                ) from error
+            if number == 1 and isinstance(value, list):
+                raise ValueError(
+                    f"{file} is one list, and every line must be an object; write one on each "
+                    f"line: jq -c '.[]' {file.name} > {file.stem}.lines.jsonl"
+                )
+            yield number, value
+
+
+def saved_files(folder: Path) -> list[Path] | None:
+    """The files of a folder that `datasets` has saved, in their order; None for other folders.
+
+    Of a folder of several splits those of "train".
+
+    Raises:
+      ValueError: no split "train", rows chosen by an index, or a file that is not there.
+    """
+    if (folder / _SPLITS).is_file():
+        splits = _object(folder / _SPLITS).get("splits")
+        if not isinstance(splits, list) or "train" not in splits:
+            raise ValueError(
+                f"{str(folder)!r} has the splits {splits!r} and none called 'train'; pass the "
+                "folder of one of them"
+            )
+        return saved_files(folder / "train")
+    if not (folder / _STATE).is_file() or not (folder / "dataset_info.json").is_file():
+        return None
+    state = _object(folder / _STATE)
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise ValueError(
+            f"{str(folder)!r} was saved with rows chosen by an index; save "
+            "dataset.flatten_indices() instead"
+        )
+    names = [item.get("filename") for item in state.get("_data_files") or []]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{str(folder / _STATE)!r} names no files; save the dataset again")
+    files = [folder / Path(name).name for name in names]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{str(file)!r} is missing, and {_STATE} names it; copy it as well")
+    return files
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        value = load(file)
+    except JsonError as error:
+        raise ValueError(f"{str(file)!r} {error.what}; save the dataset again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{str(file)!r} holds no object; save the dataset again")
+    return value
+
+
+def _table_rows(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, Any]]:
+    first = 1
+    try:
+        for batch in _table_batches(file, columns):
+            yield from enumerate(batch.to_pylist(), start=first)
+            first += batch.num_rows
+    except ImportError:
+        raise
+    except OSError:
+        raise
+    except Exception as error:  # of pyarrow, whose errors are ValueErrors of its own and others
+        if type(error).__module__.partition(".")[0] != "pyarrow":
+            raise
+        kind = file.suffix[1:].lower()
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{str(file)!r} is not readable as {kind} ({text}); copy or save it again"
+        ) from error
+
+
+def _table_batches(file: Path, columns: Sequence[str] | None) -> Iterator[Any]:
+    arrow = _import_arrow("pyarrow", file)
+    if file.suffix.lower() == ".parquet":
+        table = _import_arrow("pyarrow.parquet", file).ParquetFile(file)
+        names = table.schema_arrow.names
+        wanted = None if columns is None else [name for name in columns if name in names]
+        yield from table.iter_batches(batch_size=_BATCH_ROWS, columns=wanted)
+        return
+    with arrow.memory_map(str(file)) as source:
+        try:  # as `datasets` writes it
+            batches: Iterator[Any] = iter(arrow.ipc.open_stream(source))
+        except arrow.ArrowInvalid:
+            source.seek(0)
+            table = arrow.ipc.open_file(source)
+            batches = (table.get_batch(index) for index in range(table.num_record_batches))
+        for batch in batches:
+            if columns is not None:
+                batch = batch.select([name for name in columns if name in batch.schema.names])
+            for start in range(0, batch.num_rows, _BATCH_ROWS):
+                yield batch.slice(start, _BATCH_ROWS)
+
+
+def _import_arrow(module: str, file: Path) -> Any:
+    # Lazy: an optional package, and text needs none of it.
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(_MISSING.format(file.suffix.lower())) from error

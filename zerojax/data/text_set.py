@@ -1,0 +1,293 @@
+"""Text sets: many texts of token ids, with the tokens of each that a model is asked for.
+
+A folder with four files, little-endian and without headers:
+
+    tokens.bin    uint8, uint16 or uint32 [tokens], all texts one after the other
+    mask.bin      one bit per token, the lowest of a byte first: 1 where a model is asked for it
+    offsets.bin   int64 [texts + 1]: text i is tokens[offsets[i]:offsets[i + 1]]
+    texts.json    sizes, checksums, and what made the texts; written last
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from zerojax.data.tokens import DTYPES, hash_file, smallest_dtype
+from zerojax.runtime.bounded_json import JsonError, load
+
+FORMAT, VERSION = "zerojax-texts", 1
+TOKENS, MASK, OFFSETS, SIDECAR = "tokens.bin", "mask.bin", "offsets.bin", "texts.json"
+_PARTIAL = ".partial"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TextSet:
+    """Texts of token ids; nothing is read before it is indexed.
+
+    Attributes:
+      tokens: unsigned integers, all texts of the folder.
+      mask: uint8, the bits of mask.bin.
+      offsets: int64 [texts + 1] into `tokens`; a part of a folder's texts has a part of them.
+      first: number within the folder of the first text.
+      name: of the folder, for messages.
+      vocab_size: every id is below it (promised by who wrote the folder); None: unknown.
+      tokenizer: `Tokenizer.to_dict` of what made the ids; None: unknown.
+      checksum: of the whole folder.
+      template: the chat template that made the texts; None: there was none.
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    offsets: np.ndarray
+    first: int = 0
+    name: str
+    vocab_size: int | None = None
+    tokenizer: Mapping[str, Any] | None = None
+    checksum: str
+    template: str | None = None
+
+    @property
+    def num_texts(self) -> int:
+        """How many texts there are."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return int(self.offsets[-1] - self.offsets[0])
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """int64 [texts]: tokens of each text.
+
+        Raises:
+          ValueError: the offsets do not rise, or leave the tokens.
+        """
+        lengths = np.diff(self.offsets)
+        inside = self.offsets[0] >= 0 and self.offsets[-1] <= len(self.tokens)
+        if not inside or (lengths.size and lengths.min() < 1):
+            raise ValueError(
+                f"{self.name}/{OFFSETS} is no list of rising offsets into {len(self.tokens)} "
+                "tokens; copy or prepare the folder again"
+            )
+        return lengths
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits of the content and of which part of the folder this is."""
+        text = f"{self.checksum}:{self.first}:{self.num_texts}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def part(self, low: int, high: int) -> TextSet:
+        """Texts [low, high), without a copy."""
+        offsets = self.offsets[low : high + 1]
+        return dataclasses.replace(self, offsets=offsets, first=self.first + low)
+
+    def asked(self, places: np.ndarray) -> np.ndarray:
+        """bool, the shape of `places` (int64 into `tokens`): whether a model is asked for them."""
+        return (self.mask[places >> 3] >> (places & 7).astype(np.uint8)) & 1 == 1
+
+
+def is_text_set(path: Path) -> bool:
+    """Whether a path is the folder of a text set."""
+    return (path / SIDECAR).is_file()
+
+
+def open_text_set(
+    folder: Path, *, tokenizer: Mapping[str, Any] | None = None, template: str | None = None
+) -> tuple[TextSet, TextSet | None]:
+    """Maps a folder of texts; only its sidecar is read.
+
+    Args:
+      tokenizer, template: what the files beside it say, checked by who has read them.
+
+    Returns:
+      (the texts to train on, those to validate with, if some were set apart).
+
+    Raises:
+      ValueError: a sidecar that is none, or files of other sizes than it says.
+    """
+    about = read_text_sidecar(folder)
+    dtype = DTYPES[about["dtype"]]
+    num_texts, num_tokens = about["texts"], about["tokens"]
+    arrays = {
+        name: _map(folder / name, kind, count)
+        for name, kind, count in (
+            (TOKENS, dtype, num_tokens),
+            (MASK, np.dtype(np.uint8), -(-num_tokens // 8)),
+            (OFFSETS, np.dtype("<i8"), num_texts + 1),
+        )
+    }
+    whole = TextSet(
+        tokens=arrays[TOKENS],
+        mask=arrays[MASK],
+        offsets=arrays[OFFSETS],
+        name=str(folder),
+        vocab_size=about.get("vocab_size"),
+        tokenizer=tokenizer,
+        checksum=hashlib.sha256(json.dumps(about["sha256"], sort_keys=True).encode()).hexdigest(),
+        template=template,
+    )
+    apart = about.get("validation_texts", 0)
+    if not apart:
+        return whole, None
+    return whole.part(0, num_texts - apart), whole.part(num_texts - apart, num_texts)
+
+
+def read_text_sidecar(folder: Path) -> dict[str, Any]:
+    """The checked content of texts.json.
+
+    Raises:
+      ValueError: it is not JSON, or a value in it is missing or of the wrong kind.
+    """
+    path = folder / SIDECAR
+    remedy = "prepare the folder again with `zerojax data prepare`"
+    try:
+        about = load(path)
+    except JsonError as error:
+        raise ValueError(f"{str(path)!r} {error.what}; {remedy}") from error
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise ValueError(f"{str(path)!r} is not the sidecar of texts; {remedy}")
+    if about.get("version") != VERSION:
+        raise ValueError(
+            f"{str(path)!r} is of version {about.get('version')!r}, this zerojax reads {VERSION}; "
+            f"{remedy}"
+        )
+    sums = about.get("sha256")
+    wanted = {
+        "dtype": (about.get("dtype") in DTYPES, f"one of {', '.join(DTYPES)}"),
+        "texts": (_is_count(about.get("texts"), 1), "a number of texts, at least 1"),
+        "tokens": (_is_count(about.get("tokens"), 1), "a number of tokens, at least 1"),
+        "sha256": (
+            isinstance(sums, dict) and all(isinstance(x, str) for x in sums.values()),
+            "an object of checksums",
+        ),
+        "vocab_size": (
+            about.get("vocab_size") is None or _is_count(about["vocab_size"], 1),
+            "a number of ids",
+        ),
+        "validation_texts": (
+            _is_count(about.get("validation_texts", 0), 0)
+            and about.get("validation_texts", 0) < (about.get("texts") or 0),
+            "a number of texts below that of all",
+        ),
+    }
+    for key, (is_good, kind) in wanted.items():
+        if not is_good:
+            raise ValueError(f"{str(path)!r}: {key}={about.get(key)!r}; it must be {kind}")
+    return about
+
+
+def verify_text_set(folder: str | Path) -> None:
+    """Reads all files of a folder of texts and compares them with the checksums of its sidecar.
+
+    Raises:
+      ValueError: names the first file that differs.
+    """
+    folder = Path(folder).expanduser()
+    for name, wanted in read_text_sidecar(folder)["sha256"].items():
+        found = hash_file(folder / name)
+        if found != wanted:
+            raise ValueError(
+                f"{str(folder / name)!r} has sha256 {found}, {SIDECAR} says {wanted}; copy or "
+                "prepare the folder again"
+            )
+
+
+class TextSetWriter:
+    """Writes a text set, text by text; memory does not grow with their number.
+
+    Files get their names when `finish` is called, the sidecar last; leaving the `with` block
+    without that removes what was written.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int):
+        """`folder` must be there; `vocab_size` chooses the width of ids."""
+        self._folder, self._dtype = folder, smallest_dtype(vocab_size)
+        self._streams = {
+            name: (folder / f"{name}{_PARTIAL}").open("wb") for name in (TOKENS, MASK, OFFSETS)
+        }
+        self._bits = np.zeros(0, bool)  # those that do not fill a byte yet
+        self.num_texts = self.num_tokens = self.num_asked = 0
+        self._streams[OFFSETS].write(np.zeros(1, "<i8").tobytes())
+
+    def __enter__(self) -> TextSetWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        del kind, error, trace
+        for name, stream in self._streams.items():
+            stream.close()
+            (self._folder / f"{name}{_PARTIAL}").unlink(missing_ok=True)
+
+    def add(self, ids: np.ndarray, asked: np.ndarray) -> None:
+        """One more text.
+
+        Args:
+          ids: integers [n], n >= 1, below the vocabulary.
+          asked: bool [n], whether a model is asked for each.
+        """
+        self._streams[TOKENS].write(ids.astype(self._dtype).tobytes())
+        bits = np.concatenate([self._bits, asked])
+        whole = len(bits) & ~7
+        self._streams[MASK].write(np.packbits(bits[:whole], bitorder="little").tobytes())
+        self._bits = bits[whole:]
+        self.num_texts += 1
+        self.num_tokens += len(ids)
+        self.num_asked += int(np.count_nonzero(asked))
+        self._streams[OFFSETS].write(np.array([self.num_tokens], "<i8").tobytes())
+
+    def finish(self, about: Mapping[str, Any]) -> None:
+        """Gives the files their names, and says in the sidecar what they hold.
+
+        Args:
+          about: JSON-able, besides sizes and checksums; its "sha256" those of further files.
+        """
+        self._streams[MASK].write(np.packbits(self._bits, bitorder="little").tobytes())
+        sums = dict(about.get("sha256", {}))
+        for name, stream in self._streams.items():
+            stream.close()
+            (self._folder / f"{name}{_PARTIAL}").replace(self._folder / name)
+            sums[name] = hash_file(self._folder / name)
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "dtype": self._dtype.name,
+            "texts": self.num_texts,
+            "tokens": self.num_tokens,
+            "asked_tokens": self.num_asked,
+            **about,
+            "sha256": sums,
+        }
+        partial = self._folder / f"{SIDECAR}{_PARTIAL}"
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.replace(self._folder / SIDECAR)
+
+
+def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    num_bytes = file.stat().st_size if file.is_file() else 0
+    if num_bytes != count * dtype.itemsize:
+        raise ValueError(
+            f"{str(file)!r} has {num_bytes} bytes, {SIDECAR} beside it says "
+            f"{count * dtype.itemsize}; the file is cut or was changed: copy or prepare the folder "
+            "again"
+        )
+    return np.asarray(np.memmap(file, dtype, mode="r"))
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least

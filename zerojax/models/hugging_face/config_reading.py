@@ -1,0 +1,189 @@
+"""Reading of config.json that notes each key: a key that nobody asked for is refused by its name.
+
+A row of the table reads the keys it knows and names those that change nothing. Whatever else stands
+in a file is a switch of a model that ours may lack, so it is an error and never another loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+NO_EFFECT = frozenset(
+    (
+        "_name_or_path",
+        "_attn_implementation_autoset",
+        "_attn_implementation",
+        "architectures",
+        "auto_map",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "initializer_range",
+        "use_cache",
+        "cache_implementation",
+        "unsloth_fixed",
+        "unsloth_version",
+        "is_llama_config",
+        "tokenizer_class",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "return_dict_in_generate",
+        "torchscript",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "finetuning_task",
+        "task_specific_params",
+        "prefix",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "num_return_sequences",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "remove_invalid_values",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "exponential_decay_length_penalty",
+        "transformers.js_config",
+        # A folder of codes is refused before (`check_unquantized`); an empty entry says nothing.
+        "quantization_config",
+    )
+)
+"""Keys of every model that say nothing of what it computes: ids, dtypes of files, caches, drawing
+of tokens, names."""
+
+_MISSING = object()
+_SAME_EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
+    "is_decoder": (False, None),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "cross_attention_hidden_size": (None,),
+    "chunk_size_feed_forward": (0, None),
+    "pruned_heads": ({}, None),
+    "tie_encoder_decoder": (False, None),
+    "pretraining_tp": (1, None),
+    "use_bidirectional_attention": (False, None),
+}
+
+
+class UnsupportedError(ValueError):
+    """A folder of Hugging Face holds something that zerojax cannot train as it is meant."""
+
+
+class ConfigReading:
+    """A config.json, or an object in it, and the keys that were asked for.
+
+    Attributes:
+      values: the JSON object.
+      where: what it is called in messages.
+      asked: keys that somebody has read.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+        self.values, self.where = values, where
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key; the default where it is missing, but not where it is null."""
+        self.asked.add(key)
+        return self.values.get(key, default)
+
+    def has(self, key: str) -> bool:
+        """Whether a key is there and not null."""
+        return self.get(key) is not None
+
+    def needed(self, key: str) -> Any:
+        """A value that has to be there.
+
+        Raises:
+          UnsupportedError: it is missing, or null.
+        """
+        if self.get(key) is None:
+            raise UnsupportedError(f"{self.where} has no {key!r}, without which there is no model")
+        return self.values[key]
+
+    def inside(self, key: str) -> ConfigReading:
+        """The object of a key; an empty one where it is missing or null.
+
+        Raises:
+          UnsupportedError: it is something else.
+        """
+        value = self.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise UnsupportedError(f"{self.where}: {key}={value!r} is not an object")
+        return ConfigReading(value or {}, f"{self.where}: {key}")
+
+    def require(self, why: str, **allowed: tuple[Any, ...]) -> None:
+        """Refuses values that would make another model.
+
+        Args:
+          why: a clause on what ours does instead.
+          **allowed: for each key its values; the first is what a missing key means.
+
+        Raises:
+          UnsupportedError: another value.
+        """
+        for key, values in allowed.items():
+            value = self.get(key, values[0])
+            # 0 and False are equal, and so are 0 and 0.0.
+            if not any(value == each for each in values):
+                listed = " or ".join(repr(x) for x in values)
+                raise UnsupportedError(
+                    f"{self.where}: {key}={value!r}, but {why}; only {listed} will do"
+                )
+
+    def check_rest(self, no_effect: Collection[str] = ()) -> None:
+        """Refuses every key that was not asked for.
+
+        Args:
+          no_effect: those that change nothing of what this model computes.
+
+        Raises:
+          UnsupportedError: there is another one, which is named with its value.
+        """
+        for key in sorted(set(self.values) - self.asked - set(no_effect)):
+            raise UnsupportedError(
+                f"{self.where}: {key}={self.values[key]!r} is a setting that zerojax does not know "
+                "for this model, and it may change what it computes; take it out of a copy of "
+                "config.json if it does not"
+            )
+
+
+def check_common(reading: ConfigReading, no_effect: Collection[str] = ()) -> None:
+    """What is the same for every row, at the end of its reading: rare switches, and the rest.
+
+    Args:
+      no_effect: keys of this row that change nothing.
+
+    Raises:
+      UnsupportedError: a value or a key that would make another model.
+    """
+    for key, values in _SAME_EVERYWHERE.items():
+        if key not in reading.asked and key not in no_effect:
+            reading.require("this model has none of that", **{key: values})
+    reading.check_rest({*NO_EFFECT, *no_effect})

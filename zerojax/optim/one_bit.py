@@ -1,0 +1,321 @@
+"""1-bit Adam: after a warm-up the second moment stays, and momentum travels as signs.
+
+Tang et al. 2021 (arXiv:2102.02888), algorithm 1. What the signs of a message leave out is kept
+where it was made and added to the next one (error feedback). Knows shards and messages of one
+device, not how they get to the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from pallas_kernels import optimizers
+from pallas_kernels.choice import Impl, choose
+from zerojax.config.checks import names_keywords
+from zerojax.optim.fused import Method, Options, begin_update, make_optimizer, one_pass
+from zerojax.optim.groups import Decay, as_groups, decay_mask
+from zerojax.optim.methods import GroupsLike, adam_scalars, check_numbers, scale_by_adam
+from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
+from zerojax.optim.schedules import Schedule, as_schedule
+
+Tree = Any
+TwoScalars = tuple[optimizers.AdamScalars, optimizers.AdamScalars]
+
+BLOCK = 256
+"""Values that share a scale."""
+_SCALE_BYTES = 2
+
+
+# --- messages: signs, and the mean magnitude of each block ----------------------------------------
+
+
+def message_bytes(elements: int) -> int:
+    """Of so many values: a bit for each, and a bfloat16 scale for each block.
+
+    >>> message_bytes(256), message_bytes(1000)
+    (34, 133)
+    """
+    return math.ceil(elements / 8) + _SCALE_BYTES * math.ceil(elements / BLOCK)
+
+
+def encode_signs(values: jax.Array) -> jax.Array:
+    """float32 [..., elements] -> uint8 [..., message_bytes]; 0 counts as positive."""
+    lead, elements = values.shape[:-1], values.shape[-1]
+    blocks = math.ceil(elements / BLOCK)
+    padded = _padded(jnp.abs(values), blocks * BLOCK).reshape(*lead, blocks, BLOCK)
+    counts = np.minimum(elements - BLOCK * np.arange(blocks), BLOCK).astype(np.float32)
+    sums = jnp.sum(padded, axis=-1)
+    means = sums / jnp.broadcast_to(counts, sums.shape)
+    # Rounded first: XLA may leave out a cast and the cast back, and what a message leaves out would
+    # be of another scale than the one that was sent.
+    scales = lax.reduce_precision(means, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
+    size = math.ceil(elements / 8)
+    bits = _padded((values >= 0).astype(jnp.uint8), size * 8).reshape(*lead, size, 8)
+    signs = jnp.sum(bits << _places(bits.shape), axis=-1, dtype=jnp.uint8)
+    scales = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*lead, -1)
+    return jnp.concatenate([signs, scales], axis=-1)
+
+
+def decode_signs(message: jax.Array, elements: int) -> jax.Array:
+    """uint8 [..., message_bytes] -> float32 [..., elements], each plus or minus its scale."""
+    lead, size = message.shape[:-1], math.ceil(elements / 8)
+    each_byte = jnp.broadcast_to(message[..., :size, None], (*lead, size, 8))
+    bits = (each_byte >> _places(each_byte.shape)) & np.uint8(1)
+    positive = bits.reshape(*lead, -1)[..., :elements] != 0
+    pairs = message[..., size:].reshape(*lead, -1, _SCALE_BYTES)
+    scales = lax.bitcast_convert_type(pairs, jnp.bfloat16).astype(jnp.float32)
+    each = jnp.repeat(scales, BLOCK, axis=-1)[..., :elements]
+    return jnp.where(positive, each, -each)
+
+
+def _places(shape: tuple[int, ...]) -> jax.Array:
+    """uint8 [..., 8]: the place of each bit in its byte."""
+    return lax.broadcasted_iota(jnp.uint8, shape, len(shape) - 1)
+
+
+def _padded(values: jax.Array, size: int) -> jax.Array:
+    widths = [(0, 0)] * (values.ndim - 1) + [(0, size - values.shape[-1])]
+    return jnp.pad(values, widths)
+
+
+# --- the optimizer --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneBit:
+    """What a step needs of an optimizer that sends signs of momentum.
+
+    Attributes:
+      freeze_step: steps of the warm-up, which are AdamW.
+      b1: decay of the momentum.
+      method, options: of AdamW.
+      name, warm_up_name: for sentences of a plan.
+      errors_name: how names of what signs left out begin in a state.
+      per_layer: whether a state keeps numbers of each layer besides.
+    """
+
+    name: ClassVar[str] = "1-bit Adam"
+    warm_up_name: ClassVar[str] = "AdamW"
+    errors_name: ClassVar[str] = "errors"
+    per_layer: ClassVar[bool] = False
+
+    freeze_step: int
+    b1: float
+    method: Method
+    options: Options
+
+    def frozen_at(self, state: Tree) -> jax.Array:
+        """int32 []: updates that are in the second moment when it is frozen, at least 1."""
+        return jnp.maximum(adam_part(state).count, 1)
+
+    def momentum(self, state: Tree) -> Arrays:
+        """{name: this device's shard of the momentum}."""
+        momentum: Any = adam_part(state).mu
+        return momentum
+
+    def apply(
+        self,
+        arrays: tuple[Arrays, Arrays, Arrays, Tree],
+        context: UpdateContext,
+        frozen_at: jax.Array,
+        layers: Mapping[str, Arrays] | None = None,
+    ) -> tuple[Arrays, Tree, dict[str, Arrays]]:
+        """One update with agreed momentum, on this device's shards.
+
+        Parameters for which there is a momentum move along it, by the frozen second moment; an
+        element whose second moment is 0 had no gradient during the warm-up, and only decays. The
+        others are updated by AdamW, with a second moment that goes on.
+
+        Args:
+          arrays: (parameters, {name: gradient} of those that AdamW updates, {name: float32 new
+            momentum} of the others, the optimizer's state).
+          context: as `Optimizer.apply` takes it; its scale is of the gradients alone.
+          frozen_at: of the method of this name.
+          layers: what is kept of each layer; None where nothing is.
+
+        Returns:
+          parameters, the optimizer's state, and what changes of `layers`.
+        """
+        params, grads, momentum, state = arrays
+        whole = context.whole(params)
+        begun = begin_update(self.method, self.options, state, whole, context)
+        mu, nu = begun.moments
+        plain = [name for name in params if name not in momentum]
+        pick = lambda tree: {name: tree[name] for name in plain}  # noqa: E731
+        new, moments = begun.run(pick(params), (pick(mu), pick(nu)), grads, None)
+        updates: Any = optax.safe_increment(adam_part(state).count)
+        scalars = self.scalars_of(momentum, state, whole, (updates, frozen_at))
+        moved, changed = self.move((params, momentum, mu, nu), scalars, context, layers)
+        new = {**new, **unless(context.skip, moved, params)}
+        agreed = unless(context.skip, momentum, mu)
+        after = {**moments[0], **agreed}, {**nu, **moments[1]}
+        ordered = tuple({name: tree[name] for name in params} for tree in after)
+        return {name: new[name] for name in params}, begun.end(ordered), changed
+
+    def move(
+        self,
+        arrays: tuple[Arrays, Arrays, Arrays, Arrays],
+        scalars: Mapping[str, TwoScalars],
+        context: UpdateContext,
+        layers: Mapping[str, Arrays] | None,
+    ) -> tuple[Arrays, dict[str, Arrays]]:
+        """(parameters after an update along their momentum, what changes of `layers`).
+
+        Args:
+          arrays: (parameters, agreed momentum, the momentum before, frozen second moments).
+          scalars: of `scalars_of`; context, layers: as `apply` takes them.
+        """
+        params, momentum, _, nu = arrays
+        moved = {}
+        for name, agreed in momentum.items():
+            param, (now, frozen) = params[name], scalars[name]
+            root = jnp.sqrt(nu[name] / frozen.correction2) + now.eps
+            step = jnp.where(nu[name] > 0, (agreed / now.correction1) / root, 0.0)
+            moved[name] = param - now.learning_rate * (step + now.weight_decay * param)
+        return moved, {}
+
+    def scalars_of(
+        self,
+        names: Iterable[str],
+        state: Tree,
+        whole: Mapping[str, jax.ShapeDtypeStruct],
+        counts: tuple[jax.Array, jax.Array],
+    ) -> dict[str, TwoScalars]:
+        """{name: a parameter's numbers for each of two counts of updates}."""
+        is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
+        parts = jax.tree.leaves(state, is_leaf=is_schedule)
+        count = next((part.count for part in parts if is_schedule(part)), 0)
+        rate = jnp.asarray(as_schedule(self.options.learning_rate)(count), jnp.float32)
+        settings = self.options.decay.settings(dict(whole))
+        found = {}
+        for name in names:
+            one = settings[name]
+            given = rate * one.learning_rate_factor, one.weight_decay
+            now, frozen = (self._scalars(*given, count) for count in counts)
+            found[name] = now, frozen
+        return found
+
+    def _scalars(self, rate: Any, weight_decay: Any, count: Any) -> optimizers.AdamScalars:
+        nothing = {"gradient_scale": 1.0, "skip": False}
+        return self.method.scalars(rate, weight_decay=weight_decay, count=count, **nothing)
+
+
+def unless(skip: jax.Array, new: Arrays, old: Arrays) -> Arrays:
+    """The new arrays, or the old ones where a step is skipped."""
+    return {name: jnp.where(skip, old[name], x) for name, x in new.items()}
+
+
+def adam_part(state: Tree) -> optax.ScaleByAdamState:
+    """Counts and moments in an optimizer's state."""
+    is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)  # noqa: E731
+    (found,) = (part for part in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(part))
+    return found
+
+
+def one_bit_of(tx: Any) -> OneBit | None:
+    """What a step needs of an optimizer that sends signs; None: it does not."""
+    return getattr(tx, "one_bit", None)
+
+
+def check_one_bit_numbers(maker: str, *, freeze_step: Any, b1: Any) -> None:
+    """Refuses what no optimizer that sends signs can work with.
+
+    Raises:
+      ValueError, TypeError: in one sentence each.
+    """
+    if isinstance(freeze_step, bool) or not isinstance(freeze_step, int):
+        raise TypeError(f"freeze_step={freeze_step!r} is no whole number; give a number of steps")
+    if freeze_step < 1:
+        raise ValueError(
+            f"freeze_step={freeze_step} has to be at least 1: without a warm-up there is no second "
+            "moment to divide by; a few times 1 / (1 - b2) is usual"
+        )
+    if callable(b1):
+        raise TypeError(f"{maker}: b1 is a function and has to be a number")
+
+
+def scalars_with(corrected: Callable[..., Any], bias_correction: bool) -> Callable[..., Any]:
+    """`Method.scalars` of AdamW or LAMB, with corrections of the moments or without."""
+
+    def scalars(rate: Any, **step: Any) -> optimizers.AdamScalars:
+        made = corrected(rate, **step)
+        if bias_correction:
+            return made
+        one = jnp.ones_like(made.correction1)
+        return made._replace(correction1=one, correction2=one)
+
+    return scalars
+
+
+@names_keywords()
+def one_bit_adam(
+    learning_rate: float | Schedule = 3e-4,
+    *,
+    freeze_step: int,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    mask: Any = decay_mask,
+    clip_norm: float | None = None,
+    groups: GroupsLike = None,
+    impl: Impl = "auto",
+    bias_correction: bool = True,
+) -> Optimizer:
+    """1-bit Adam (arXiv:2102.02888), for data parallelism over slow networks, at stages 0 and 1.
+
+    The first `freeze_step` steps are AdamW's. After them the second moment stays, and in place of
+    gradients each device sends its own momentum as signs with a scale for 256 values, 0.13 bytes
+    for each parameter; their mean is sent back so, too. What signs leave out is kept and added to
+    what is sent next. Parameters that `wire.exact` names are updated by AdamW throughout. The
+    program that sends signs is another than that of the warm-up; the step number decides.
+
+    Its state is that of `adamw`, so that a run can begin with a checkpoint of `adamw` and go on
+    with it; what signs leave out lies beside it, for each device. It has to be the whole
+    optimizer: `update` is refused, since momentum is made where each device's gradients are.
+
+    Args:
+      learning_rate, b1, b2, eps, weight_decay, mask, groups, impl: as `zerojax.adamw` takes them;
+        b1 is a number.
+      freeze_step: steps of the warm-up. The paper takes 15 to 25 % of a run; the second moment has
+        to be steady by then, so at least a few times 1 / (1 - b2).
+      clip_norm: limit of the gradient norm; None does not clip. After the warm-up nobody knows the
+        norm of the mean gradient, and in its place the root mean square over devices of the norm
+        of each one's gradient is taken, which is not smaller.
+      bias_correction: False leaves both moments as they are, as the paper and DeepSpeed do: the
+        first steps are then larger, by (1 - b1) / sqrt(1 - b2).
+
+    Raises:
+      ValueError, TypeError: a number out of its range.
+    """
+    check_numbers(learning_rate=learning_rate, b1=b1, b2=b2, eps=eps)
+    check_numbers(weight_decay=weight_decay, clip_norm=clip_norm)
+    check_one_bit_numbers("one_bit_adam", freeze_step=freeze_step, b1=b1)
+    if impl not in get_args(Impl):
+        choose(impl, kernel="adamw")  # says which there are
+    method = Method(
+        kernel="adamw",
+        chain=lambda decay, rate: optax.chain(scale_by_adam(b1, b2, eps), decay, rate),
+        moments=("mu", "nu"),
+        scalars=scalars_with(adam_scalars(b1, b2, eps), bias_correction),
+        run=one_pass(optimizers.ADAMW),
+        one_bit=lambda method, options: OneBit(
+            freeze_step=freeze_step, b1=b1, method=method, options=options
+        ),
+    )
+    options = Options(
+        learning_rate=learning_rate,
+        decay=Decay(weight_decay=weight_decay, mask=mask, groups=as_groups(groups)),
+        clip_norm=clip_norm,
+        impl=impl,
+    )
+    return make_optimizer(method, options)

@@ -1,0 +1,248 @@
+"""Weights that are not trained, in 4 or 8 bits: blocks of codes with a scale each, as bytes.
+
+64 values that follow one another along one dimension are a block. It is stored as bytes in a row
+along the same dimension: the codes of its values, then its scale, bfloat16 with the lower byte
+first. So an array of codes has as many dimensions as the weights, is cut into shards like them
+wherever a cut does not go through a block, and is one array in a checkpoint and in a collective.
+
+nf4: 32 bytes, each with the code of value i in its lower and of value i + 32 in its upper 4 bits;
+  the code is the nearest of `NF4_LEVELS` times the scale, which is the largest magnitude.
+int8: 64 bytes, the nearest multiple of the scale, which is the largest magnitude / 127.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zerojax.models.protocol import LazyArray
+
+BLOCK = 64
+"""Values that share a scale."""
+
+NF4_LEVELS = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
+"""The 4-bit NormalFloat, QLoRA (Dettmers et al. 2023, arXiv:2305.14314), appendix E: means of
+neighbouring quantiles of the normal distribution, 8 from -1 to 0 and 9 from 0 to 1."""
+
+_BOUNDARIES = ((NF4_LEVELS[1:].astype(np.float64) + NF4_LEVELS[:-1]) / 2).astype(np.float32)
+_CODE_BYTES = {"nf4": BLOCK // 2, "int8": BLOCK}
+_SCALE_BYTES = 2
+KINDS = tuple(_CODE_BYTES)
+_LARGEST_INT8 = 127
+_IN_CACHE = 1 << 16
+"""Values that the host codes at a time: 7 ns each on one core, in place of 11 for many at once."""
+
+
+FROZEN_CODES = "frozen_codes"
+"""Key of a plan in a checkpoint: {parameter: fields of its `WeightCodes`}."""
+
+
+def codes_of_plan(plan: Mapping[str, Any]) -> dict[str, WeightCodes]:
+    """{parameter: how it is coded}, of the plan in a checkpoint."""
+    return {name: WeightCodes(**fields) for name, fields in plan.get(FROZEN_CODES, {}).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightCodes:
+    """How one parameter is coded: static and hashable, as a traced program may hold it.
+
+    Attributes:
+      kind: "nf4" or "int8".
+      dim: the dimension along which blocks lie, counted from the end (negative, so that it survives
+        the slicing of leading dimensions); 64 divides its size.
+    """
+
+    kind: str
+    dim: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: 34 or 66."""
+        return _CODE_BYTES[self.kind] + _SCALE_BYTES
+
+    def coded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the uint8 array that stands for values of this shape."""
+        sizes = list(shape)
+        assert sizes[self.dim] % BLOCK == 0, (shape, self.dim)
+        sizes[self.dim] = sizes[self.dim] // BLOCK * self.block_bytes
+        return tuple(sizes)
+
+    def true_shape(self, coded: Sequence[int]) -> tuple[int, ...]:
+        """The inverse of `coded_shape`."""
+        sizes = list(coded)
+        assert sizes[self.dim] % self.block_bytes == 0, (coded, self.dim)
+        sizes[self.dim] = sizes[self.dim] // self.block_bytes * BLOCK
+        return tuple(sizes)
+
+    def encode(self, values: Any) -> Any:
+        """uint8 codes of floating-point values, which are taken as float32.
+
+        NumPy's arrays give NumPy's, any other a traced array, with the same bits: what decides is
+        comparisons with products, which both round alike.
+        """
+        blocked = self._in_blocks(values.shape, BLOCK)
+        if not isinstance(values, np.ndarray):
+            coded = self._encode_blocks(jnp, jnp.reshape(values, blocked), self._axis(values.ndim))
+            return jnp.reshape(coded, self.coded_shape(values.shape))
+        behind = math.prod(blocked[self._axis(values.ndim) + 1 :])
+        blocks = values.reshape(-1, BLOCK, behind)
+        result = np.empty((len(blocks), self.block_bytes, behind), np.uint8)
+        rows = max(_IN_CACHE // (BLOCK * behind), 1)
+        for start in range(0, len(blocks), rows):
+            part = slice(start, start + rows)
+            result[part] = self._encode_blocks(np, blocks[part], 1)
+        return result.reshape(self.coded_shape(values.shape))
+
+    def _encode_blocks(self, xp: Any, values: Any, axis: int) -> Any:
+        """uint8; `axis` has the 64 values of a block, and what they become."""
+        blocks = values.astype(np.float32)
+        largest = xp.max(xp.abs(blocks), axis=axis, keepdims=True)
+        exact = largest if self.kind == "nf4" else largest * np.float32(1 / _LARGEST_INT8)
+        scale = exact.astype(jnp.bfloat16)
+        bits = scale.view(np.uint16) if xp is np else lax.bitcast_convert_type(scale, jnp.uint16)
+        code = _nearest_nf4 if self.kind == "nf4" else _nearest_int8
+        parts = [
+            code(xp, blocks, scale.astype(np.float32), axis),
+            (bits & 255).astype(np.uint8),
+            (bits >> 8).astype(np.uint8),
+        ]
+        return xp.concatenate(parts, axis=axis)
+
+    def decode(self, codes: jax.Array, dtype: Any) -> jax.Array:
+        """Traced: the values, level times scale in float32, rounded once to `dtype`; what is below
+        float16's normal numbers becomes 0 there."""
+        size, axis = self.block_bytes, self._axis(codes.ndim)
+        blocks = codes.reshape(self._in_blocks(codes.shape, size))
+        body, low, high = (
+            lax.slice_in_dim(blocks, start, stop, axis=axis)
+            for start, stop in ((0, size - 2), (size - 2, size - 1), (size - 1, size))
+        )
+        bits = low.astype(jnp.uint16) | (high.astype(jnp.uint16) << 8)
+        scale = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
+        if self.kind == "nf4":
+            index = jnp.concatenate([body & 15, body >> 4], axis=axis)
+            units = _level(index)
+        else:
+            units = lax.bitcast_convert_type(body, jnp.int8).astype(jnp.float32)
+        return _rounded(units * scale, dtype).reshape(self.true_shape(codes.shape))
+
+    def decode_on_host(self, codes: np.ndarray) -> np.ndarray:
+        """float32 values, the bits of `decode`."""
+        size, axis = self.block_bytes, self._axis(codes.ndim)
+        blocks = codes.reshape(self._in_blocks(codes.shape, size))
+        body, low, high = np.split(blocks, [size - 2, size - 1], axis=axis)
+        bits = low.astype(np.uint16) | (high.astype(np.uint16) << 8)
+        scale = bits.view(jnp.bfloat16).astype(np.float32)
+        if self.kind == "nf4":
+            units = NF4_LEVELS[np.concatenate([body & 15, body >> 4], axis=axis)]
+        else:
+            units = body.view(np.int8).astype(np.float32)
+        with np.errstate(invalid="ignore"):  # 0 x infinity
+            return (units * scale).reshape(self.true_shape(codes.shape))
+
+    def _axis(self, ndim: int) -> int:
+        """Where a block's elements are, once the dimension is two: blocks, elements."""
+        return ndim + self.dim + 1
+
+    def _in_blocks(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
+        at = len(shape) + self.dim
+        return (*shape[:at], shape[at] // size, size, *shape[at + 1 :])
+
+
+class CodedArray:
+    """The codes of a `LazyArray`, itself one: a part is made when it is read.
+
+    Attributes:
+      shape, dtype: of the whole array of codes, uint8.
+      is_stacked: as of the values.
+    """
+
+    def __init__(self, values: LazyArray, codes: WeightCodes) -> None:
+        self.shape, self.dtype = codes.coded_shape(values.shape), np.dtype(np.uint8)
+        self.is_stacked = values.is_stacked
+        self._values, self._codes = values, codes
+
+    def read(self, index: Sequence[tuple[int, int]]) -> np.ndarray:
+        """See `LazyArray.read`; the box holds whole blocks."""
+        own, size = list(index), self._codes.block_bytes
+        first, last = own[self._codes.dim]
+        assert first % size == last % size == 0, (index, self._codes)
+        own[self._codes.dim] = (first // size * BLOCK, last // size * BLOCK)
+        return self._codes.encode(self._values.read(own))
+
+
+def codes_for(kind: str, shape: Sequence[int], stack_dims: int) -> WeightCodes | None:
+    """How a parameter of this shape is coded; None where 64 divides none of its dimensions.
+
+    Blocks lie along the smallest dimension that 64 divides, the last of equal ones: it depends on
+    no mesh, and ZeRO cuts the largest dimension, so that both are seldom the same.
+
+    Args:
+      stack_dims: leading dimensions that count layers.
+    """
+    free = [i for i in range(stack_dims, len(shape)) if shape[i] and shape[i] % BLOCK == 0]
+    if not free:
+        return None
+    return WeightCodes(kind, min(reversed(free), key=lambda i: shape[i]) - len(shape))
+
+
+def bytes_per_parameter(kind: str) -> float:
+    """Codes and scales: 0.53125 or 1.03125."""
+    return (_CODE_BYTES[kind] + _SCALE_BYTES) / BLOCK
+
+
+def _nearest_nf4(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
+    """Codes of two values in a byte; of two equally near levels the lower."""
+    code = xp.zeros(blocks.shape, np.uint8)
+    for boundary in _BOUNDARIES:
+        above = blocks > boundary * scale
+        code += above.view(np.uint8) if xp is np else above.astype(jnp.uint8)
+    low, high = xp.split(code, 2, axis=axis)
+    return low | (high << 4)
+
+
+def _level(code: jax.Array) -> jax.Array:
+    """float32: the level of each 4-bit code, chosen by its bits among the bits of the levels.
+
+    A table would be an input of its own to what is traced; and choices by `jnp.where` are made
+    between arrays of one number, which JAX takes out of a loop over layers and keeps (16 float32
+    copies of a kernel, compiled for an H100).
+    """
+    chosen: list[Any] = [int(level) for level in NF4_LEVELS.view(np.int32)]
+    code = code.astype(jnp.int32)
+    for bit in range(4):
+        mask = -((code >> bit) & 1)
+        pairs = zip(chosen[::2], chosen[1::2], strict=True)
+        chosen = [low ^ (mask & (low ^ high)) for low, high in pairs]
+    return lax.bitcast_convert_type(chosen[0], jnp.float32)
+
+
+def _nearest_int8(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
+    units = xp.rint(blocks / xp.where(scale == 0, np.float32(1), scale))
+    units = xp.clip(units, -_LARGEST_INT8, _LARGEST_INT8)
+    code = xp.where(units == units, units, 0).astype(np.int8)  # of NaN the scale tells
+    return code.view(np.uint8) if xp is np else lax.bitcast_convert_type(code, jnp.uint8)
+
+
+def _rounded(values: jax.Array, dtype: Any) -> jax.Array:
+    """A cast that the compiler keeps: it may leave out one to 16 bits and back, and compute with
+    more digits than the values that are promised have."""
+    kind = jnp.finfo(dtype)
+    if kind.bits < 32:
+        values = lax.reduce_precision(values, kind.nexp, kind.nmant)
+    return values.astype(dtype)

@@ -1,0 +1,74 @@
+"""Other sizes of buckets for a plan: those that make other collectives, and what they leave bare.
+
+Knows which parameters share a collective; never which size is faster.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+
+from zerojax.models.trees import num_elements
+from zerojax.parallel.collectives import make_buckets
+from zerojax.plan.leaf_placement import Access
+from zerojax.plan.make import Plan
+
+SMALLEST_BUCKET = 1_000_000
+"""Elements: a collective of fewer takes as long as an empty one."""
+PARTS = (2, 4, 8)
+"""Of a layer, that lie in a bucket each."""
+FACTOR = 4
+"""By which buckets of what goes once per step are smaller or larger."""
+REDUCE, GATHER = "reduce_bucket_size", "allgather_bucket_size"
+OPTIONS = (REDUCE, GATHER)
+IN_LOOPS = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
+ONCE = {
+    REDUCE: (Access.WHOLE, Access.GATHER_ONCE),
+    GATHER: (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY),
+}
+"""Option -> parameters that it puts into buckets once per step."""
+
+
+def other_bucket_sizes(plan: Plan) -> list[tuple[str, int]]:
+    """[(option of the mesh, elements)] that make other collectives than the plan's own sizes do.
+
+    A layer in several gathers or reductions: the compiler can hide one behind another's products.
+    What goes once per step in smaller buckets, of which one can travel while others are computed,
+    or in larger ones, of which fewer are started.
+    """
+    return list(dict.fromkeys([*_parts_of_a_layer(plan), *_once_per_step(plan)]))
+
+
+def _parts_of_a_layer(plan: Plan) -> Iterator[tuple[str, int]]:
+    option = GATHER if plan.zero == 3 else REDUCE
+    limit, largest = getattr(plan.settings, option), elements_of_a_layer(plan)
+    for parts in PARTS:
+        size = largest // parts
+        if SMALLEST_BUCKET <= size < min(limit, largest):
+            yield option, size
+
+
+def _once_per_step(plan: Plan) -> Iterator[tuple[str, int]]:
+    for option in OPTIONS:
+        limit = getattr(plan.settings, option)
+        for size in (limit // FACTOR, limit * FACTOR):
+            if size >= SMALLEST_BUCKET and _once(plan, option, size) != _once(plan, option, limit):
+                yield option, size
+
+
+def _once(plan: Plan, option: str, size: int) -> list[list[str]]:
+    leaves = plan.placement.leaves
+    elements = {n: num_elements(x.shape) for n, x in leaves.items() if x.access in ONCE[option]}
+    return make_buckets(elements, size)
+
+
+def elements_of_a_layer(plan: Plan) -> int:
+    """Elements of one layer of the largest loop that gathers or reduces layers; 0 without one.
+
+    Arrays of as many layers are taken for those of one loop.
+    """
+    layer: collections.Counter[int] = collections.Counter()
+    for leaf in plan.placement.leaves.values():
+        if leaf.access in IN_LOOPS and leaf.num_slices > 1:
+            layer[leaf.num_slices] += num_elements(leaf.shape) // leaf.num_slices
+    return max(layer.values(), default=0)

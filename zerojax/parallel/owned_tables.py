@@ -1,0 +1,130 @@
+"""Rows of a table of which each device has some columns: looked up without gathering the table.
+
+Every device tells all others which rows it needs, and gets of each the columns that this one has.
+The backward pass sends the rows' gradients the same way back, and each device adds up those of its
+columns. What is sent follows from the number of ids alone: equal ids, or ids of few rows, make no
+device busier than the others, as they would where each device had some of the rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.models.jaxpr import LINEAR_RULE
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedTable:
+    """A table [rows, width] in columns: a static, hashable value that a traced program may hold.
+
+    Attributes:
+      rows, width: of the whole table; the devices divide the width.
+      over: the mesh axes over which columns lie, outermost first; manual where it is used.
+      compute_dtype: in which rows travel, by name; reduce_dtype: in which their gradients do.
+    """
+
+    rows: int
+    width: int
+    over: tuple[str, ...]
+    compute_dtype: str
+    reduce_dtype: str
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def look_up(table: OwnedTable, shard: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of a table; first derivatives in reverse mode.
+
+    Args:
+      shard: [rows, width / shards], this device's columns.
+      ids: int32 [T], as many on each device. One out of range gives the nearest row, and its
+        gradient goes nowhere.
+
+    Returns:
+      [T, width] in `compute_dtype`. The gradient of `shard` is summed over all ids of all devices,
+      at least in float32, and given in its dtype.
+    """
+    return _forward(table, shard, ids)[0]
+
+
+def _forward(
+    table: OwnedTable, shard: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    with jax.named_scope("lookup"):
+        asked = lax.all_gather(ids, table.over, tiled=True)
+        found = shard.at[jnp.clip(asked, 0, table.rows - 1)].get(mode="promise_in_bounds")
+        found = found.astype(table.compute_dtype)
+        rows = lax.all_to_all(found, table.over, split_axis=0, concat_axis=1, tiled=True)
+        rows = checkpoint_name(rows, LINEAR_RULE)
+    return rows, (asked, jnp.zeros((), shard.dtype))
+
+
+def _backward(
+    table: OwnedTable, kept: tuple[jax.Array, jax.Array], slope: jax.Array
+) -> tuple[jax.Array, np.ndarray]:
+    asked, like = kept
+    with jax.named_scope("lookup"):
+        slopes = slope.astype(table.reduce_dtype)
+        slopes = lax.all_to_all(slopes, table.over, split_axis=1, concat_axis=0, tiled=True)
+        wide = jnp.promote_types(slopes.dtype, jnp.float32)
+        # Below 0 would count from the end.
+        place = jnp.where(asked < 0, table.rows, asked)
+        total = jnp.zeros((table.rows, slopes.shape[1]), wide)
+        total = total.at[place].add(slopes.astype(wide), mode="drop")
+    return total.astype(like.dtype), np.zeros(slope.shape[:1], jax.dtypes.float0)
+
+
+look_up.defvjp(_forward, _backward)
+
+
+def in_32_bits(ids: jax.Array, rows: int) -> jax.Array:
+    """int32: `ids` where they are in [0, rows), below that -1, above it `rows`.
+
+    Args:
+      ids: integers of any dtype.
+    """
+    bits, signed = jnp.iinfo(ids.dtype).bits, jnp.issubdtype(ids.dtype, jnp.signedinteger)
+    if bits >= 32:
+        ids = jnp.clip(ids, -1, rows) if signed else jnp.minimum(ids, rows)
+    return jnp.clip(ids.astype(jnp.int32), -1, rows)
+
+
+def take_rows(
+    table: OwnedTable,
+    shard: jax.Array,
+    ids: jax.Array,
+    *,
+    mode: Any,
+    fill: Any,
+    casts: Sequence[Any] = (),
+) -> jax.Array:
+    """[..., width]: what a `gather` of rows gives of the whole table in `compute_dtype`.
+
+    Args:
+      shard: as in `look_up`.
+      ids: integers [...].
+      mode: `jax.lax.GatherScatterMode`, what is done of ids out of range: FILL_OR_DROP gives
+        `fill`, and CLIP the nearest row, also in the backward pass; PROMISE_IN_BOUNDS gives it too,
+        and drops its gradient, as XLA does.
+      fill: a number; None: NaN.
+      casts: dtypes to which the table is cast before, in turn.
+    """
+    modes = lax.GatherScatterMode
+    flat = in_32_bits(ids.reshape(-1), table.rows)
+    if mode == modes.CLIP:
+        flat = jnp.clip(flat, 0, table.rows - 1)
+    rows = look_up(table, shard, flat)
+    for dtype in casts:
+        rows = rows.astype(dtype)
+    if mode == modes.FILL_OR_DROP:
+        known = (flat >= 0) & (flat < table.rows)
+        rows = jnp.where(known[:, None], rows, jnp.nan if fill is None else fill)
+    return rows.reshape(*ids.shape, table.width)

@@ -1,0 +1,83 @@
+"""Sums over the whole batch inside a model (`zerojax.batch_sum`, `batch_mean`): refused or said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.config import MeshConfig
+from zerojax.models.batch_calls import BatchSum, find_batch_sums
+from zerojax.models.trace import ModelTrace
+from zerojax.models.trees import format_bytes
+from zerojax.models.whole_batch import IN_TURN
+from zerojax.plan import device_mesh as meshes
+from zerojax.plan.placement import Placement
+
+
+def sums_of_trace(trace: ModelTrace, placement: Placement, num_extras: int) -> list[BatchSum]:
+    """The calls of a traced loss.
+
+    Args:
+      trace: of the loss; placement: which parameters are trained.
+      num_extras: how many arrays of state the model has.
+    """
+    leaves = placement.leaves
+    trained = [not leaves[name].frozen for name in sorted(leaves)]
+    return find_batch_sums(trace.jaxpr.jaxpr, trained=trained, num_extras=num_extras)
+
+
+def check_batch_sums(
+    sums: Sequence[BatchSum], settings: MeshConfig, mesh: Mesh | AbstractMesh
+) -> None:
+    """Refuses sums that could not be those of one device.
+
+    Raises:
+      ValueError: a sum of what is the same on every device, or pieces of a batch that are computed
+        one after the other.
+    """
+    devices = num_parts(mesh)
+    for one in sums:
+        if one.kind == "batch_sum" and one.of_model and not one.of_batch:
+            raise ValueError(
+                "zerojax.batch_sum is given a value that is computed from the model and not from "
+                f"the batch, so it is the same on each of {devices} devices and its sum would be "
+                f"{devices} times it; use the value itself"
+            )
+    if sums and settings.deterministic is not None:
+        raise ValueError(f"zerojax.{sums[0].kind} {IN_TURN}")
+
+
+def describe_batch_sums(
+    sums: Sequence[BatchSum], mesh: Mesh | AbstractMesh, num_microbatches: int
+) -> list[str]:
+    """What the calls mean on this mesh and what they send, in one sentence."""
+    if not sums:
+        return []
+    names = " and ".join(f"zerojax.{kind}" for kind in sorted({one.kind for one in sums}))
+    count = sum(one.times for one in sums)
+    rows = "one microbatch" if num_microbatches > 1 else "the batch"
+    line = f"{names}: {count} {'value is' if count == 1 else 'values are'} taken over {rows}"
+    devices = num_parts(mesh)
+    if devices == 1:
+        return [f"{line}, which one device has whole"]
+    sent = bytes_sent(sums, mesh, num_microbatches)
+    return [
+        f"{line} of {devices} devices, by all-reduces in float32, again in the backward pass: at "
+        f"most {format_bytes(sent)} sent by each device in a step, besides weights and gradients"
+    ]
+
+
+def bytes_sent(sums: Sequence[BatchSum], mesh: Mesh | AbstractMesh, num_microbatches: int) -> int:
+    """Bytes that one device sends in a step for these sums, as a ring does it."""
+    devices = num_parts(mesh)
+    payload = sum(one.num_bytes * one.times * one.passes for one in sums)
+    return round(2 * (devices - 1) / devices * payload * num_microbatches)
+
+
+def num_parts(mesh: Mesh | AbstractMesh) -> int:
+    """In how many parts devices have the rows and tokens of a microbatch."""
+    number = 1
+    for axis in meshes.PASS_AXES:
+        number *= mesh.shape[axis]
+    return number

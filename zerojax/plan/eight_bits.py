@@ -1,0 +1,120 @@
+"""Effects of 8-bit floats on a plan: time of products, kept inputs, bytes on the wire.
+
+Everything is counted in the traced forward pass of one microbatch, or follows from the placement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from zerojax.config import MeshConfig
+from zerojax.models import trees
+from zerojax.models.flops import count_program_flops, eight_bit_flops
+from zerojax.models.jaxpr import inner_programs, is_checkpoint
+from zerojax.models.zoo.fp8 import KEPT_INPUT
+from zerojax.optim.precision import Precision
+from zerojax.plan.decisions import Decisions
+from zerojax.plan.leaf_placement import Access
+from zerojax.plan.placement import Placement
+from zerojax.plan.wire import leaf_transfers
+
+
+def eight_bit_share(program: ClosedJaxpr) -> float:
+    """Share of a traced program's FLOPs that are products of 8-bit floats, from 0 to 1."""
+    small = eight_bit_flops(program)
+    return small / count_program_flops(program) if small else 0.0
+
+
+def kept_inputs(program: ClosedJaxpr) -> tuple[int, int]:
+    """Elements of the inputs of 8-bit products: (kept for the backward pass, computed again there).
+
+    Args:
+      program: the forward pass of a microbatch on one data shard, all layers of it.
+    """
+    kept = again = 0
+    for size, inside in _inputs(program.jaxpr, 1, inside=False):
+        kept, again = (kept, again + size) if inside else (kept + size, again)
+    return kept, again
+
+
+def _inputs(program: Jaxpr, times: int, *, inside: bool) -> Iterator[tuple[int, bool]]:
+    """(elements in all turns of loops, whether inside of a checkpoint) of each input."""
+    for equation in program.eqns:
+        if equation.primitive.name == "name" and equation.params["name"] == KEPT_INPUT:
+            kept: Any = equation.outvars[0]
+            yield times * math.prod(kept.aval.shape), inside
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in inner_programs(equation.params):
+            yield from _inputs(inner, times * turns, inside=inside or is_checkpoint(equation))
+
+
+def describe_eight_bits(program: ClosedJaxpr, precision: Precision) -> list[str]:
+    """What products in 8 bits are, and what their inputs take; nothing where there are none.
+
+    Args:
+      program: of a microbatch on one data shard, in the model's forward pass.
+    """
+    share, (kept, again) = eight_bit_share(program), kept_inputs(program)
+    if not share:
+        return []
+    lines = [f"{share:.0%} of the FLOPs of products are of 8-bit floats"]
+    wide = jnp.dtype(precision.compute_dtype)
+    if kept:
+        lines.append(
+            "inputs of 8-bit products that wait for the backward pass take "
+            f"{trees.format_bytes(kept)} in place of {trees.format_bytes(kept * wide.itemsize)} in "
+            f"{wide.name}, of all layers and one microbatch of a data shard"
+        )
+    elif again:
+        lines.append(
+            "no input of an 8-bit product waits for the backward pass, which computes layers again "
+            "(remat), so that 8 bits save no memory there"
+        )
+    return lines
+
+
+def describe_wire(
+    settings: MeshConfig, placement: Placement, eight_bits: Collection[str]
+) -> list[str]:
+    """What is gathered in 8 bits, or could be.
+
+    Args:
+      eight_bits: names of the parameters that the model uses as 8-bit floats alone.
+    """
+    on_use = [leaf for leaf in placement.leaves.values() if leaf.access is Access.GATHER_ON_USE]
+    could = [leaf for leaf in on_use if leaf.name in eight_bits]
+    elements = sum(trees.num_elements(leaf.shape) for leaf in could)
+    if settings.wire.weights != "fp8":
+        if not could:
+            return []
+        return [
+            f"{len(could)} parameters (such as {could[0].name}, {elements:,} elements in all) are "
+            "used as 8-bit floats alone and gathered wider; wire.weights=fp8 would send 8 bits of "
+            "them, for the same bits of every result"
+        ]
+    if not could:
+        return ["wire.weights=fp8 changes nothing: no parameter in 8 bits is gathered for each use"]
+    return [
+        f"wire.weights=fp8: {len(could)} of {len(on_use)} parameters that are gathered where they "
+        f"are read ({elements:,} elements) are rounded to 8 bits before they are sent, not behind; "
+        "gradients and all results are the same"
+    ]
+
+
+def wire_bytes_saved(plan: Decisions) -> int:
+    """Bytes that one device does not send per step, since weights are gathered in 8 bits."""
+    wide = jnp.dtype(plan.precision.compute_dtype).itemsize
+    small = jnp.dtype(jnp.uint8)
+    sent = [
+        transfer.num_bytes
+        for leaf in plan.placement.leaves.values()
+        if leaf.eight_bits
+        for transfer in leaf_transfers(plan, leaf)
+        if transfer.dtype == small.name
+    ]
+    return round((wide / small.itemsize - 1) * math.fsum(sent))

@@ -1,0 +1,158 @@
+"""Placement of experts over the axis `expert`: refusals, and the dimension that is split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.config import MeshConfig
+from zerojax.models import trees
+from zerojax.models.adapt import bound_attribute
+from zerojax.models.expert_calls import ExpertCalls, find_expert_calls
+from zerojax.models.protocol import Model
+from zerojax.plan.device_mesh import AXES, DATA, DATA_AXES, EXPERT, MODEL
+from zerojax.plan.placement import Placement
+
+ATTRIBUTE = "expert_parameters"
+"""The static attribute by which a model says which parameters are experts'."""
+
+
+def check_expert_axis(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any) -> None:
+    """Refuses what is not known to be the same with experts on several devices.
+
+    Args:
+      precision: as the user gave it.
+
+    Raises:
+      ValueError: with what stands in the way, and what to do.
+    """
+    if mesh.shape[EXPERT] == 1:
+        return
+    asked = f"expert={mesh.shape[EXPERT]}"
+    for axis in AXES:
+        if axis not in (*DATA_AXES, MODEL) and mesh.shape[axis] > 1:
+            raise ValueError(
+                f"{asked} with {axis}={mesh.shape[axis]} is not supported; use {axis}=1, with "
+                "`data`, `replica` and `model` beside `expert`, or expert=1"
+            )
+    codes = getattr(precision, "freeze_codes", None)
+    others = {
+        f"deterministic={settings.deterministic!r}": settings.deterministic is not None,
+        f"freeze_codes={codes!r}": codes is not None,
+        f"wire.weights={settings.wire.weights}": settings.wire.weights != "compute",
+    }
+    for what, is_there in others.items():
+        if is_there:
+            raise ValueError(f"{asked} with {what} is not supported; leave it out, or use expert=1")
+
+
+def plan_experts(
+    model: Model,
+    shapes: Mapping[str, Sequence[int]],
+    program: Any,
+    mesh: Mesh | AbstractMesh,
+    stacks: Mapping[str, tuple[str, ...]],
+) -> dict[str, int]:
+    """{parameter of experts: its dimension of experts, negative}; nothing without the axis.
+
+    Args:
+      shapes: of all parameters, by name; program: the traced loss, whose first inputs they are,
+        sorted by name.
+      stacks: {rolled stack: the user's names of its rows}.
+
+    Raises:
+      ValueError: what the model declares is not what its program does, or does not divide.
+    """
+    if mesh.shape[EXPERT] == 1:
+        return {}
+    asked = f"expert={mesh.shape[EXPERT]}"
+    calls = find_expert_calls(program, sorted(shapes))
+    if not calls.count:
+        raise ValueError(
+            f"{asked} splits experts, and the loss calls no zerojax.experts; use expert=1, or "
+            "compute the experts by zerojax.experts"
+        )
+    declared = _declared(model, shapes, stacks, asked)
+    check_expert_calls(calls, declared, asked)
+    for name in sorted(declared):
+        number = shapes[name][calls.dims[name]]
+        if number % mesh.shape[EXPERT]:
+            raise ValueError(
+                f"{asked} does not divide the {number} experts of {name}; use a divisor of {number}"
+            )
+    return {name: calls.dims[name] for name in sorted(declared)}
+
+
+def _declared(
+    model: Model,
+    shapes: Mapping[str, Any],
+    stacks: Mapping[str, tuple[str, ...]],
+    asked: str,
+) -> frozenset[str]:
+    """Names of what is stored that the model says are experts'."""
+    patterns = bound_attribute(model, ATTRIBUTE)
+    if not patterns:
+        raise ValueError(
+            f"{asked} splits experts, and the {model.kind} has no attribute {ATTRIBUTE}, by which "
+            "a model says which parameters they are: regular expressions on names, such as "
+            "(r'experts/(gate|up|down)$',); add it to the class, or use expert=1"
+        )
+    rows = {name: stacks.get(name, (name,)) for name in shapes}
+    names = [row for several in rows.values() for row in several]
+    matched = trees.match_names(names, tuple(patterns), option=ATTRIBUTE)
+    return frozenset(name for name, several in rows.items() if matched.issuperset(several))
+
+
+def check_expert_calls(calls: ExpertCalls, declared: Iterable[str], asked: str) -> None:
+    """Refuses a program in which the parameters of experts are not the weights of
+    `zerojax.experts`, or something besides.
+
+    Raises:
+      ValueError: with the parameter and what it does.
+    """
+    declared = frozenset(declared)
+    for name in sorted(declared):
+        where = calls.elsewhere.get(name)
+        if where is not None:
+            raise ValueError(
+                f"{asked}: {name} is declared in {ATTRIBUTE} and {where}, where a device has "
+                "its own experts only; give it to zerojax.experts alone, or use expert=1"
+            )
+        if name not in calls.dims:
+            raise ValueError(
+                f"{asked}: {name} is declared in {ATTRIBUTE} and does not reach zerojax.experts as "
+                f"weights; leave it out of {ATTRIBUTE}, or use expert=1"
+            )
+    for name in sorted(calls.dims.keys() - declared):
+        raise ValueError(
+            f"{asked}: {name} reaches zerojax.experts as weights and is not declared in "
+            f"{ATTRIBUTE}; declare all weights of experts, or use expert=1"
+        )
+    if calls.computed:
+        raise ValueError(
+            f"{asked}: zerojax.experts is given weights of shape {list(calls.computed[0])} that "
+            "are computed, and not a parameter as it is stored; give it parameters, or use expert=1"
+        )
+    if calls.conditional is not None:
+        raise ValueError(
+            f"{asked}: zerojax.experts is called inside `{calls.conditional}`, which not every "
+            "device may enter as often, and devices would wait for each other; call it outside, or "
+            "use expert=1"
+        )
+
+
+def describe_experts(mesh: Mesh | AbstractMesh, placement: Placement) -> list[str]:
+    """What the axis means, in one sentence."""
+    devices = mesh.shape[EXPERT]
+    if devices == 1:
+        return []
+    leaves = [leaf for leaf in placement.leaves.values() if leaf.expert_dim is not None]
+    numbers = sorted({leaf.shape[leaf.expert_dim or 0] for leaf in leaves})
+    return [
+        f"expert={devices}: each device has {' or '.join(str(n // devices) for n in numbers)} of "
+        f"{' or '.join(map(str, numbers))} experts, of {len(leaves)} parameters, ZeRO-sharded over "
+        f"data={mesh.shape[DATA]} alone; rows travel to their experts and back by all-to-all, in "
+        "as many rounds as the fullest expert needs"
+    ]

@@ -1,0 +1,165 @@
+"""Bytes and FLOPs of experts in a step, by formula: their rows, a further round, their state.
+
+Read from the calls of `zerojax.experts` in the traced loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.models import trees
+from zerojax.models.expert_calls import RowsOfCall, find_expert_calls, find_rows
+from zerojax.models.flops import TRAINING_FACTOR, further_round_flops
+from zerojax.optim.optimizer import map_state
+from zerojax.plan.counts import gradient_bytes, model_flops, shard_bytes
+from zerojax.plan.decisions import Decisions
+from zerojax.plan.device_mesh import EXPERT, num_data_shards
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertCosts:
+    """What experts take of one device in a step; "state" and "gradients" are bytes.
+
+    Attributes:
+      parameters: of experts, as they are stored; optimizer_state: theirs, an average of the weights
+        included; gradients: as the backward pass leaves them or sums them over microbatches.
+      exchange: bytes sent for rows, results, gates and their gradients in one round of every call.
+      further_bytes, further_flops: what a second round of every call adds; none runs where loads
+        are equal. further_share: of these FLOPs, in units of the step's.
+      products: how experts multiply; computed: rows that they do in the first round, over rows that
+        there are; grouped: the same of grouped products, at most, with about equal loads.
+    """
+
+    parameters: int
+    optimizer_state: int
+    gradients: int
+    exchange: int
+    further_bytes: int
+    further_flops: float
+    further_share: float
+    products: str
+    computed: float
+    grouped: float
+
+
+def expert_costs(plan: Decisions) -> ExpertCosts | None:
+    """None for a loss that calls no `zerojax.experts`."""
+    calls = list(find_rows(plan.traced.forward.jaxpr))
+    if not calls:
+        return None
+    products = sorted({call.products for call in calls})[-1]
+    names = expert_names(plan)
+    leaves = plan.placement.leaves
+    stored = plan.abstract_stored
+    arrays = [stored["frozen" if leaves[name].frozen else "params"][name] for name in names]
+    # Forward once, and again in the backward pass, whose own products are two for each of these.
+    passes = 1 + TRAINING_FACTOR
+    a_pass = plan.num_microbatches * num_data_shards(plan.mesh) / plan.mesh.size
+    further = passes * a_pass * further_round_flops(plan.traced.forward)
+    step = model_flops(plan) / plan.mesh.size
+    return ExpertCosts(
+        parameters=shard_bytes(arrays),
+        optimizer_state=_moments(plan, names),
+        gradients=sum(gradient_bytes(plan, leaves[name]) for name in names),
+        exchange=exchange_bytes(plan),
+        further_bytes=_sent(plan, "further_round"),
+        further_flops=further,
+        further_share=further / step if step else 0.0,
+        products=products,
+        computed=_computed(plan, calls, products),
+        grouped=_computed(plan, calls, "grouped"),
+    )
+
+
+def _computed(plan: Decisions, calls: list[RowsOfCall], products: Any) -> float:
+    devices = plan.mesh.shape[EXPERT]
+    rows = sum(call.times * call.choices for call in calls)
+    return sum(call.times * call.computed(products, devices) for call in calls) / rows
+
+
+def expert_names(plan: Decisions) -> list[str]:
+    """Names of the parameters that are weights of `zerojax.experts`, on any mesh."""
+    calls = find_expert_calls(plan.traced.forward.jaxpr, sorted(plan.placement.leaves))
+    return sorted(calls.dims)
+
+
+def exchange_bytes(plan: Decisions) -> int:
+    """Bytes that one device sends per step between the devices of `expert`, in one round of each
+    call; 0 without the axis.
+
+    (n - 1) / n of E x C slots for each travel, of each call and microbatch: rows, results and the
+    gradients of both, gates and theirs beside them; a checkpoint that computes a call again sends
+    rows and gates once more. It is the most where not all is trained.
+    """
+    return _sent(plan, "first_round")
+
+
+def _sent(plan: Decisions, which: str) -> int:
+    devices = plan.mesh.shape[EXPERT]
+    slots = sum(getattr(call, which) for call in find_rows(plan.traced.forward.jaxpr))
+    return round((devices - 1) / devices * slots * plan.num_microbatches)
+
+
+def _moments(plan: Decisions, names: list[str]) -> int:
+    """Bytes of the optimizer's arrays of some parameters, wherever they lie."""
+    stored = plan.abstract_stored
+    of = map_state(
+        plan.tx,
+        lambda _, name: name,
+        stored["opt_state"],
+        {name: name for name in stored["params"]},
+    )
+    flat, owners = trees.flatten_names(stored["opt_state"]), trees.flatten_names(of)
+    return shard_bytes([leaf for path, leaf in flat.items() if owners.get(path) in names])
+
+
+def expert_lines(costs: Mapping[str, Any]) -> list[str]:
+    """The same for people, one sentence each.
+
+    Args:
+      costs: an `ExpertCosts` as a dictionary.
+    """
+    size = trees.format_bytes
+    lines = [
+        f"experts, of one device: parameters {size(costs['parameters'])}, optimizer state "
+        f"{size(costs['optimizer_state'])}, gradients {size(costs['gradients'])}"
+    ]
+    sent = ""
+    if costs["exchange"]:
+        sent = f"{size(costs['further_bytes'])} more sent by each device and "
+        lines.append(
+            f"rows to experts and back, one round in every layer: {size(costs['exchange'])} sent "
+            "by each device per step"
+        )
+    more = (
+        f"{costs['further_flops']:.3g} FLOP more on it, {costs['further_share']:.1%} of the step's"
+    )
+    if costs["products"] != "batched":  # a plan's trace has one round of them
+        more = "at most a quarter of the products of the first round more on it"
+    if sent or costs["products"] == "batched":
+        lines.append(
+            f"one further round in every layer, which equal loads do not take: {sent}{more}"
+        )
+    lines.append(_of_products(costs))
+    return lines
+
+
+def _of_products(costs: Mapping[str, Any]) -> str:
+    """How experts multiply, and why."""
+    products, computed = costs["products"], costs["computed"]
+    said = f"products of experts: {products}, "
+    if products == "batched":
+        return (
+            f"{said}{computed:.2f} times the arithmetic of their rows; moe.products=grouped, a "
+            f"kernel for Hopper, has at most {costs['grouped']:.2f}, and no GPU has timed it"
+        )
+    untimed = "; no GPU has timed them" if products == "grouped" else ", one tile after the other"
+    return f"{said}at most {computed:.2f} times the arithmetic of their rows, asked for{untimed}"
+
+
+def costs_dict(plan: Decisions) -> dict[str, Any] | None:
+    """`expert_costs` as JSON takes it."""
+    found = expert_costs(plan)
+    return None if found is None else dataclasses.asdict(found)

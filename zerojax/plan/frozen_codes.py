@@ -1,0 +1,176 @@
+"""Frozen weights in codes of 4 or 8 bits: which parameters, what is refused, what the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.config import MeshConfig
+from zerojax.config.mesh import HOST
+from zerojax.models import trees
+from zerojax.optim.precision import Precision
+from zerojax.optim.weight_codes import BLOCK, WeightCodes, bytes_per_parameter, codes_for
+from zerojax.plan import device_mesh as meshes
+from zerojax.plan.leaf_placement import LeafPlacement, Shape
+
+KERNEL = "kernel"
+"""The last part of the name of what is coded: what layers of Flax multiply with."""
+
+
+def choose_codes(
+    name: str, shape: Shape, stack_dims: int, mapped_dims: int, barrier: str | None, kind: str
+) -> tuple[WeightCodes | None, str | None]:
+    """(how a frozen parameter is coded, why a kernel is not).
+
+    Coded are kernels of at least two dimensions besides the layers that the model reads where it
+    multiplies with them, so that a layer is decoded where it is used and nowhere else. Norms,
+    biases and tables (embeddings, positions) are not: of a table a read takes rows.
+
+    Args:
+      stack_dims, mapped_dims: as `LeafPlacement` has them.
+      barrier: why it cannot be gathered where it is read.
+      kind: "nf4" or "int8".
+    """
+    if name.rpartition(trees.SEPARATOR)[2] != KERNEL or len(shape) - stack_dims < 2:
+        return None, None
+    if barrier is not None:
+        return None, f"{barrier}: not in {kind}, which is decoded where a kernel is read"
+    if mapped_dims:
+        return None, f"jax.vmap maps its leading dimension: not in {kind}"
+    codes = codes_for(kind, shape, stack_dims)
+    if codes is None:
+        return None, f"no dimension is a multiple of {BLOCK}: not in {kind}"
+    return codes, None
+
+
+def check_cut(
+    name: str,
+    shape: Shape,
+    axes: Sequence[str | None],
+    codes: WeightCodes,
+    axis_sizes: Mapping[str, int],
+) -> None:
+    """Refuses tensor parallelism that would cut through blocks.
+
+    Raises:
+      ValueError: with the dimension and what to do.
+    """
+    axis = axes[codes.dim]
+    size = axis_sizes[axis] if axis else 1
+    if shape[codes.dim] % (BLOCK * size):
+        raise ValueError(
+            f"{name}: dim {len(shape) + codes.dim} of size {shape[codes.dim]} is stored in blocks "
+            f"of {BLOCK} values ({codes.kind}), which {axis}={size} would cut; use a smaller "
+            f"{axis}, or a freeze_dtype of numbers, such as bf16"
+        )
+
+
+def check_codes(
+    settings: MeshConfig, mesh: Any, precision: Precision, *, reads_lazily: bool
+) -> None:
+    """Refuses codes where they cannot be decoded layer by layer.
+
+    Raises:
+      ValueError: with what contradicts them, and the remedy.
+    """
+    if precision.freeze_codes is None:
+        return
+    asked = f"freeze_dtype={precision.freeze_codes}"
+    remedy = "or a freeze_dtype of numbers, such as bf16"
+    if not reads_lazily:
+        raise ValueError(
+            f"{asked} decodes a kernel where the model reads it, and a pair of functions has no "
+            "such place: all would be decoded as apply starts; give an nnx or linen module, "
+            f"{remedy}"
+        )
+    if mesh.shape[meshes.STAGE] > 1:
+        raise ValueError(
+            f"{asked} with stage={mesh.shape[meshes.STAGE]}: the stages of a pipeline do not "
+            f"decode what they read; use stage=1, {remedy}"
+        )
+    if settings.offload.params == HOST:
+        raise ValueError(
+            f"{asked} with offload.params={HOST}: layers that come from the host are not decoded; "
+            f"leave offload.params out, {remedy}"
+        )
+    if settings.deterministic is not None:
+        raise ValueError(
+            f"{asked} with deterministic={settings.deterministic!r}: that every mesh computes one "
+            f"set of bits is not shown for decoded weights; leave deterministic out, {remedy}"
+        )
+
+
+def check_some(leaves: Mapping[str, LeafPlacement], kind: str) -> None:
+    """Refuses codes that no parameter would be stored in.
+
+    Raises:
+      ValueError: nothing is coded; says what is needed.
+    """
+    if any(leaf.codes is not None for leaf in leaves.values()):
+        return
+    reasons = [reason for leaf in leaves.values() for reason in leaf.reasons if kind in reason]
+    why = f" ({reasons[0]})" if reasons else ""
+    raise ValueError(
+        f"freeze_dtype={kind} is for frozen parameters that are named .../{KERNEL} and have a "
+        f"dimension that is a multiple of {BLOCK}, and none here is{why}; leave freeze_dtype out, "
+        "or freeze such"
+    )
+
+
+def check_evaluation(leaves: Mapping[str, LeafPlacement], barriers: Mapping[str, str]) -> None:
+    """Refuses an evaluation that gets at coded weights by another way than a read.
+
+    Args:
+      leaves: the table of the run; barriers: as the evaluation's own trace has them.
+
+    Raises:
+      ValueError: with the parameter and the way.
+    """
+    for name, why in barriers.items():
+        codes = leaves[name].codes
+        if codes is not None:
+            raise ValueError(
+                f"{name} is stored in {codes.kind} and decoded where a model reads it, and in this "
+                f"evaluation it {why}; evaluate with a loss that reads it as in training, or train "
+                "with a freeze_dtype of numbers, such as bf16"
+            )
+
+
+def describe_codes(frozen: Sequence[LeafPlacement], precision: Precision) -> list[str]:
+    """What of the frozen parameters is coded, that this rounds weights, and what is not."""
+    kind = precision.freeze_codes
+    if kind is None:
+        return []
+    coded = [leaf for leaf in frozen if leaf.codes is not None]
+    rest = [leaf for leaf in frozen if leaf.codes is None]
+    sizes = [sum(trees.num_elements(leaf.shape) for leaf in some) for some in (coded, rest)]
+    computed = jnp.dtype(precision.compute_dtype).name
+    lines = [
+        f"freeze_dtype={kind}: {len(coded)} frozen kernels ({sizes[0]:,} weights) are rounded to "
+        f"{kind} in blocks of {BLOCK} with a bfloat16 scale, {bytes_per_parameter(kind):.3g} bytes "
+        f"a weight, and decoded to {computed} where they are read; exports hold the rounded weights"
+    ]
+    if rest:
+        lines.append(
+            f"not in {kind}: {len(rest)} other frozen parameters (such as {rest[0].name}, "
+            f"{sizes[1]:,} weights) in {precision.frozen_dtype.name}; only kernels are coded, no "
+            "norms, biases or tables"
+        )
+    return lines
+
+
+def decoded(
+    leaves: Mapping[str, LeafPlacement], arrays: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Arrays of the canonical form on the host, of coded ones the float32 weights.
+
+    Args:
+      leaves: {name: row}, under the names of `arrays`; arrays: {name: as it is stored}.
+    """
+    return {
+        name: array if (codes := leaves[name].codes) is None else codes.decode_on_host(array)
+        for name, array in arrays.items()
+    }

@@ -1,0 +1,90 @@
+"""Parts of a state that are the same as it is stored and in its canonical form.
+
+They are what signs of momentum leave out, and copies of weights (`wire.weights`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.optim import one_bit_of
+from zerojax.optim.precision import Precision
+from zerojax.plan.leaf_placement import LeafPlacement
+from zerojax.plan.placement import Placement
+from zerojax.plan.signed_momentum import abstract_one_bit
+from zerojax.plan.state import COPIES, TrainState
+
+
+def followed_leaves(placement: Placement) -> dict[str, LeafPlacement]:
+    """{name: placement} of the parameters of which every device keeps a copy."""
+    return {n: leaf for n, leaf in placement.leaves.items() if leaf.delta_codes is not None}
+
+
+def copies_key(placement: Placement, precision: Precision) -> str:
+    """Name of the copies in a state and in checkpoints; another wherever their arrays differ."""
+    dtype = jnp.dtype(precision.compute_dtype).name
+    rows = [[name, list(leaf.shape)] for name, leaf in sorted(followed_leaves(placement).items())]
+    digest = hashlib.sha256(json.dumps([dtype, rows]).encode()).hexdigest()[:8]
+    return f"weights_{digest}"
+
+
+def abstract_copies(
+    placement: Placement, precision: Precision, mesh: Mesh | AbstractMesh
+) -> dict[str, Any] | None:
+    """What the state has under `COPIES`, as `ShapeDtypeStruct`s with shardings; None: nothing.
+
+    Copies have the true shape, split by tensor parallelism alone.
+    """
+    leaves = followed_leaves(placement)
+    if not leaves:
+        return None
+
+    def whole(leaf: LeafPlacement) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, P(*leaf.axes))
+        return jax.ShapeDtypeStruct(leaf.shape, precision.compute_dtype, sharding=sharding)
+
+    copies = {name: whole(leaf) for name, leaf in leaves.items()}
+    return {copies_key(placement, precision): copies}
+
+
+def copies_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether a run keeps copies that a checkpoint does not have.
+
+    Args:
+      plan_state: the abstract state of the run; saved: names of arrays in the checkpoint.
+    """
+    own = tuple(f"{COPIES}/{key}/" for key in plan_state.get(COPIES, ()))
+    return bool(own) and not any(name.startswith(own) for name in saved)
+
+
+def with_kept_parts(
+    state: TrainState,
+    placement: Placement,
+    precision: Precision,
+    mesh: Mesh | AbstractMesh,
+    tx: Any,
+    forward: ClosedJaxpr,
+) -> TrainState:
+    """An abstract state with what signs of momentum leave out and with copies of weights, where
+    there are any.
+
+    Args:
+      state: without them; placement, precision, mesh and tx: of the plan.
+      forward: the loss, which shows in which parameters layers are stacked.
+    """
+    result = state.copy()
+    if one_bit_of(tx) is not None:
+        result["one_bit"] = abstract_one_bit(placement, mesh, tx, forward)
+    copies = abstract_copies(placement, precision, mesh)
+    if copies is not None:
+        result["copies"] = copies
+    return result

@@ -1,0 +1,135 @@
+"""Choices that a plan leaves to a measurement on the GPUs of a run: which they are, between what.
+
+Knows plans; measures nothing (`zerojax.training.tuning` does, before a state exists).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pallas_kernels.choice import KERNELS_THAT_WIN
+from pallas_kernels.gradients import GRADIENT_STATS
+from zerojax.config.mesh import HOST, SLICE_ELEMENTS
+from zerojax.models.attending import Call
+from zerojax.optim import Optimizer
+from zerojax.plan.decisions import Decisions
+
+CALLS = 2
+"""Kinds of calls of attention that are measured, those with the most products first."""
+NO_MORE_MEMORY = {
+    "xla": ("chunked", "mosaic_gpu"),
+    "chunked": ("mosaic_gpu",),
+    "cudnn": ("mosaic_gpu",),
+}
+"""What `auto` takes for attention -> what holds no more."""
+HOLD_MORE = ("muon",)
+"""Kernels that hold more than XLA's fusions: Muon's the directions of all matrices at once."""
+SIZES = (SLICE_ELEMENTS // 4, SLICE_ELEMENTS * 2)
+"""Elements of a slice of offloaded state, at most, that are tried beside `SLICE_ELEMENTS`."""
+
+
+def why_closed(plan: Decisions) -> str | None:
+    """Why a plan leaves nothing open, with what to change; None where it does."""
+    settings = plan.settings
+    if settings.tune == "off":
+        return "tune=off; use tune=auto"
+    if settings.deterministic is not None:
+        return "deterministic runs have the same bits everywhere; leave deterministic away"
+    if open_kernels(plan) or open_calls(plan) or why_slices_are_fixed(plan) is None:
+        return None
+    return (
+        f"kernels={settings.kernels} asks for them, and neither attention nor slices of state are "
+        "left open; use kernels=auto"
+    )
+
+
+def open_kernels(plan: Decisions) -> dict[str, str]:
+    """{"statistics" or "update": name of its kernel}, of what has two implementations.
+
+    An update has two where its optimizer asks for neither, counted bytes speak for neither, and
+    its kernels hold no more memory than XLA's fusions.
+    """
+    if plan.settings.kernels != "auto":
+        return {}
+    tx, found = plan.tx, {"statistics": GRADIENT_STATS.name}
+    if not isinstance(tx, Optimizer) or tx.impl != "auto":
+        return found
+    is_closed = tx.kernel in (*KERNELS_THAT_WIN, *HOLD_MORE)
+    return found if is_closed else {**found, "update": tx.kernel}
+
+
+def planned_kernels(plan: Decisions) -> dict[str, str]:
+    """{"update": name of its kernel}, where `auto` plans it since it moves fewer bytes by count.
+
+    It is not timed, but has to compute what the reference does on the card of a run.
+    """
+    if plan.settings.kernels != "auto" or not isinstance(plan.tx, Optimizer):
+        return {}
+    is_planned = plan.tx.impl == "auto" and plan.program.kernels["update"].implementation != "xla"
+    return {"update": plan.tx.kernel} if is_planned else {}
+
+
+def open_calls(plan: Decisions) -> dict[str, Call]:
+    """{kind: call} of the calls of attention that `auto` decides and something may be faster for.
+
+    Calls whose time hangs on data (packed texts, positions) and layouts are left to `auto`.
+    """
+    calls = {
+        call.kind: call
+        for call in plan.traced.attention_calls
+        if call.kind is not None and call.layout is None and call.implementation in NO_MORE_MEMORY
+    }
+    most = sorted(calls, key=lambda kind: -_products(calls[kind]))
+    return {kind: calls[kind] for kind in most[:CALLS]}
+
+
+def _products(call: Call) -> int:
+    return call.rows * call.queries * call.keys * call.heads * call.head_dim
+
+
+def sizes_of_slices(plan: Decisions) -> dict[str, int]:
+    """{parameter: elements of its slices} of those that wait on the host."""
+    leaves = {} if plan.offload is None else plan.offload.leaves
+    return {name: leaf.slice_elements for name, leaf in leaves.items() if leaf.counts[HOST]}
+
+
+def why_slices_are_fixed(plan: Decisions) -> str | None:
+    """Why the size of slices is no open choice; None where it is one."""
+    config = plan.settings.offload
+    if not sizes_of_slices(plan):
+        return "no optimizer state waits on the host"
+    if config.slice_elements is not None:
+        return f"offload.slice_elements={config.slice_elements} asks for it"
+    if config.on_disk:
+        return "files keep the slices with which they were written"
+    if config.update_in_backward:
+        return "with offload.update_in_backward a slice is a layer"
+    stored = (plan.precision.param_dtype, plan.precision.moments_dtype)
+    if any(np.dtype(dtype) != np.float32 for dtype in stored):
+        return "state in 16 bits is rounded at random, slice by slice"
+    return None
+
+
+def describe_open_choices(plan: Decisions) -> list[str]:
+    """For the page of GPUs that are not here: what is planned, and what may be taken instead."""
+    if why_closed(plan) is not None:
+        return []
+    kernels = open_kernels(plan)
+    titles = {"statistics": "gradient statistics", "update": f"update by {kernels.get('update')}"}
+    arrays = len(plan.abstract_stored["params"])
+    parts = []
+    if kernels:
+        parts.append(
+            f"{' and '.join(titles[what] for what in kernels)} (xla, for each of {arrays} arrays, "
+            "or mosaic_gpu, once for many, of about as many bytes)"
+        )
+    for kind, call in open_calls(plan).items():
+        others = " or ".join(NO_MORE_MEMORY[str(call.implementation)])
+        parts.append(f"{kind} ({call.implementation}, or {others})")
+    if why_slices_are_fixed(plan) is None:
+        sizes = " or ".join(f"{size:,}" for size in SIZES)
+        parts.append(
+            f"slices of state on the host (at most {SLICE_ELEMENTS:,} elements, or {sizes})"
+        )
+    told = "timed on the GPUs of a run before its first step (tune: auto), here as named first: "
+    return [told + "; ".join(parts)]

@@ -1,0 +1,273 @@
+"""Plans of optimizers that send signs of momentum: what is refused, what is kept, what is sent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.config import MeshConfig
+from zerojax.models import trees
+from zerojax.models.loops import find_stacks
+from zerojax.models.trees import format_bytes
+from zerojax.optim import one_bit_of
+from zerojax.optim.one_bit import OneBit, message_bytes
+from zerojax.optim.one_bit_layers import COEFFICIENTS, FACTORS, FRESH, SCALES
+from zerojax.optim.precision import Precision
+from zerojax.plan.device_mesh import AXES, DATA
+from zerojax.plan.leaf_placement import Access, LeafPlacement
+from zerojax.plan.placement import Placement
+from zerojax.plan.state import ONE_BIT
+
+FROZEN_AT, BEGUN, WORKER, SERVER = "frozen_at", "begun", "worker", "server"
+"""What a state has under `ONE_BIT`: frozen_at, int32 [], updates in the frozen second moment (0:
+not frozen), and under `errors_key`: begun, int32 [], whether the rest holds anything; worker {name:
+float32 [devices, devices, row]}, b1 times the agreed momentum plus what the device's last message
+left out; server {name: float32 [devices, row]}, what its last message of a mean left out. 1-bit
+LAMB has `zerojax.optim.one_bit_layers.SCALES` and `FRESH` beside them, and `COEFFICIENTS` and
+`FACTORS` under `layers_key`, which does not change with devices; momentum in its worker and server
+is multiplied by the scales."""
+
+
+_LAYERS = "layers_"
+
+
+def check_one_bit(
+    settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Precision, tx: Any
+) -> None:
+    """Refuses what an optimizer that sends signs cannot go with.
+
+    Raises:
+      ValueError: in one sentence each.
+    """
+    one_bit = one_bit_of(tx)
+    if one_bit is None:
+        return
+    if settings.zero > 1:
+        devices = mesh.shape[DATA]
+        gain = {
+            2: "stage 2 would shard gradients, of which momentum needs the whole",
+            3: "stage 3 would save the 2 bytes of a weight beside them",
+        }[settings.zero]
+        raise ValueError(
+            f"{one_bit.name} with zero={settings.zero} is not supported: what a device's signs "
+            "leave out is of its own whole momentum, 4 bytes per parameter that no sharding "
+            f"divides, beside 16/{devices} = {16 / devices:.2g} of masters, moments and errors "
+            f"that stage 1 shards already, and {gain}; use zero=0 or 1"
+        )
+    others = {
+        **{f"{axis}={mesh.shape[axis]}": mesh.shape[axis] > 1 for axis in AXES if axis != DATA},
+        f"deterministic={settings.deterministic}": settings.deterministic is not None,
+        "offload": not settings.offload.is_off,
+        f"lookup={settings.lookup}": settings.lookup == "owners",
+        f"wire.gradients={settings.wire.gradients}": settings.wire.gradients != "reduce",
+        "an average of the weights (ema)": tx.ema is not None,
+    }
+    for other, is_there in others.items():
+        if is_there:
+            raise ValueError(
+                f"{one_bit.name} with {other} is not supported: signs go between devices that "
+                "split the batch alone, each with its whole momentum in its memory; leave one of "
+                "them out"
+            )
+    if not precision.has_masters or precision.moments_dtype != jnp.float32:
+        raise ValueError(
+            f"{one_bit.name} with bfloat16 parameters or moments is not supported: what signs "
+            "leave out is added up over steps and would be lost in bfloat16; use param_dtype and "
+            "moments_dtype float32"
+        )
+
+
+def sends_signs(leaf: LeafPlacement) -> bool:
+    """Whether a parameter's momentum is sent as signs after the warm-up."""
+    return not (leaf.frozen or leaf.gradient_in_full)
+
+
+def row_elements(leaf: LeafPlacement, devices: int) -> int:
+    """Elements of the part of a momentum that one device adds up: of a shard, or of an equal part.
+
+    The last part of what is not sharded may have fewer; the rest of its row is zeros.
+    """
+    if leaf.zero_dim is not None:
+        return trees.num_elements(leaf.stored_shape) // devices
+    return math.ceil(trees.num_elements(leaf.shape) / devices)
+
+
+def signed_leaves(placement: Placement) -> dict[str, LeafPlacement]:
+    """{name: placement} of the parameters whose momentum is sent as signs."""
+    return {name: leaf for name, leaf in placement.leaves.items() if sends_signs(leaf)}
+
+
+def errors_key(placement: Placement, beginning: str = OneBit.errors_name) -> str:
+    """Name of what signs left out, in a state and in checkpoints; another wherever parts differ.
+
+    Args:
+      beginning: the optimizer's `errors_name`.
+    """
+    devices = placement.axis_sizes[DATA]
+    rows = [
+        [name, list(leaf.shape), leaf.zero_dim, row_elements(leaf, devices)]
+        for name, leaf in sorted(signed_leaves(placement).items())
+    ]
+    digest = hashlib.sha256(json.dumps([devices, rows]).encode()).hexdigest()[:8]
+    return f"{beginning}_{devices}_{digest}"
+
+
+def layers_key(kept: Mapping[str, Any]) -> str:
+    """Name of the coefficients of layers in what a state of 1-bit LAMB has under `ONE_BIT`."""
+    (found,) = (name for name in kept if name.startswith(_LAYERS))
+    return found
+
+
+def abstract_one_bit(
+    placement: Placement, mesh: Mesh | AbstractMesh, tx: Any, forward: ClosedJaxpr
+) -> dict[str, Any]:
+    """What the state has under `ONE_BIT`, as `ShapeDtypeStruct`s with shardings.
+
+    Args:
+      placement: the table; mesh: of the plan; tx: an optimizer that sends signs.
+      forward: the loss, which shows in which parameters layers are stacked.
+    """
+    one_bit = one_bit_of(tx)
+    assert one_bit is not None
+    devices = placement.axis_sizes[DATA]
+    counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+
+    def split(*shape: int) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, P(DATA))
+        return jax.ShapeDtypeStruct((devices, *shape), jnp.float32, sharding=sharding)
+
+    rows = {n: row_elements(leaf, devices) for n, leaf in signed_leaves(placement).items()}
+    errors = {
+        BEGUN: counter,
+        WORKER: {name: split(devices, row) for name, row in rows.items()},
+        SERVER: {name: split(row) for name, row in rows.items()},
+    }
+    if not one_bit.per_layer:
+        return {FROZEN_AT: counter, errors_key(placement, one_bit.errors_name): errors}
+    layers = _abstract_layers(placement, mesh, find_stacks(forward, sorted(placement.leaves)))
+    of_devices = {name: layers[name] for name in (SCALES, FRESH)}
+    of_all = {name: layers[name] for name in (COEFFICIENTS, FACTORS)}
+    shapes = sorted([name, list(x.shape)] for name, x in layers[COEFFICIENTS].items())
+    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:8]
+    return {
+        FROZEN_AT: counter,
+        f"{_LAYERS}{digest}": of_all,
+        errors_key(placement, one_bit.errors_name): errors | of_devices,
+    }
+
+
+def _abstract_layers(
+    placement: Placement, mesh: Mesh | AbstractMesh, stacks: Collection[str]
+) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+    """What is kept of each parameter, or of each layer of a stack."""
+    numbers, fresh = {}, {}
+    for name, leaf in signed_leaves(placement).items():
+        is_stack = name in stacks
+        # ZeRO never splits layers that a loop slices, so a device has a part of each.
+        assert not is_stack or leaf.zero_dim != -len(leaf.shape)
+        shape = leaf.shape[:1] if is_stack else ()
+        numbers[name] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P()))
+        lies = NamedSharding(mesh, leaf.stored_spec)
+        fresh[name] = jax.ShapeDtypeStruct(leaf.stored_shape, jnp.float32, sharding=lies)
+    return {COEFFICIENTS: numbers, FACTORS: numbers, SCALES: numbers, FRESH: fresh}
+
+
+def signs_sent(placement: Placement) -> int:
+    """Bytes that one device sends in a step after the warm-up for signs, there and back."""
+    devices = placement.axis_sizes[DATA]
+    rows = (row_elements(leaf, devices) for leaf in signed_leaves(placement).values())
+    return 2 * (devices - 1) * sum(map(message_bytes, rows))
+
+
+def compressed_bytes(placement: Placement, precision: Precision) -> int:
+    """Bytes that one device sends in a step after the warm-up: signs, weights that are gathered,
+    and gradients of parameters that `wire.exact` names."""
+    devices, sent = placement.axis_sizes[DATA], float(signs_sent(placement))
+    ring = (devices - 1) / devices
+    for leaf in placement.leaves.values():
+        whole = trees.num_elements(leaf.stored_shape) * ring
+        if leaf.zero_dim is not None and leaf.wire_codes is not None:
+            row = -(-trees.num_elements(leaf.stored_shape) // devices)
+            sent += (devices - 1) * leaf.wire_codes.num_bytes(row)
+        elif leaf.zero_dim is not None and leaf.codes is None:
+            sent += whole * jnp.dtype(precision.compute_dtype).itemsize
+        elif leaf.codes is not None and leaf.zero_dim is not None:
+            sent += whole
+        if leaf.frozen or sends_signs(leaf):
+            continue
+        sent += whole * 4 * (1 if leaf.access is Access.GATHER_ONCE else 2)
+    return round(sent)
+
+
+def describe_one_bit(
+    placement: Placement, precision: Precision, tx: Any, settings: MeshConfig
+) -> list[str]:
+    """What changes after the warm-up, what it sends and what it keeps."""
+    one_bit = one_bit_of(tx)
+    if one_bit is None:
+        return []
+    signed, devices = signed_leaves(placement), placement.axis_sizes[DATA]
+    trained = [leaf for leaf in placement.leaves.values() if not leaf.frozen]
+    rows = sum(row_elements(leaf, devices) for leaf in signed.values())
+    total = compressed_bytes(placement, precision)
+    weights = "" if settings.zero == 0 else ", of which weights are gathered as before"
+    lines = [
+        f"{one_bit.name}: steps 1 to {one_bit.freeze_step} are {one_bit.warm_up_name}; after them "
+        f"another program runs, which keeps the second moment and sends momentum of {len(signed)} "
+        f"of {len(trained)} parameters as signs with a scale for 256: "
+        f"{format_bytes(signs_sent(placement))} per step and device, {format_bytes(total)} in "
+        f"all{weights}",
+        f"{one_bit.name} keeps what signs leave out, {format_bytes(4 * rows * (devices + 1))} on "
+        "each device; on another number of devices it begins at zero",
+    ]
+    if one_bit.per_layer:
+        shards = sum(trees.num_elements(leaf.stored_shape) for leaf in signed.values())
+        shards = rows if settings.zero else shards
+        lines.append(
+            f"{one_bit.name} keeps a second moment that it rebuilds from momentum, "
+            f"{format_bytes(4 * shards)} on each device, and each layer's average ratio of norms"
+        )
+    if one_bit.options.clip_norm is not None:
+        lines.append(
+            f"clip_norm={one_bit.options.clip_norm:g} after step {one_bit.freeze_step} is a limit "
+            "of the root mean square over devices of the norm of each one's gradient, since none "
+            "knows the norm of their mean"
+        )
+    return lines
+
+
+def errors_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has what signs left out, but not of devices and parts like these.
+
+    Args:
+      plan_state: the abstract state of the run; saved: names of arrays in the checkpoint.
+    """
+    if ONE_BIT not in plan_state:
+        return False
+    return _begins_anew(plan_state[ONE_BIT], saved, "errors_")
+
+
+def coefficients_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has coefficients of 1-bit LAMB, but of layers in other arrays.
+
+    Args:
+      plan_state, saved: as `errors_begin_anew` takes them.
+    """
+    if ONE_BIT not in plan_state or not any(key.startswith(_LAYERS) for key in plan_state[ONE_BIT]):
+        return False
+    return _begins_anew(plan_state[ONE_BIT], saved, _LAYERS)
+
+
+def _begins_anew(kept: Mapping[str, Any], saved: Mapping[str, Any], beginning: str) -> bool:
+    own = tuple(f"{ONE_BIT}/{key}/" for key in kept if key.startswith(beginning))
+    has_any = any(name.startswith(f"{ONE_BIT}/{beginning}") for name in saved)
+    return has_any and not any(name.startswith(own) for name in saved)

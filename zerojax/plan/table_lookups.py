@@ -1,0 +1,179 @@
+"""Tables whose rows are looked up where they lie (`mesh.lookup: owners`), and why not others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.config import MeshConfig
+from zerojax.models.row_lookups import Asked, find_row_lookups
+from zerojax.models.trace import ModelTrace
+from zerojax.models.trees import format_bytes, num_elements
+from zerojax.optim import Optimizer
+from zerojax.optim.precision import Precision
+from zerojax.plan.device_mesh import AXES, DATA, DATA_AXES, EXPERT
+from zerojax.plan.placement import Placement
+
+_ASKED = "lookup=owners"
+_ONE_DEVICE = tuple(axis for axis in AXES if axis not in DATA_AXES or axis == EXPERT)
+"""Axes along which nothing may be split."""
+
+
+def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any) -> None:
+    """Refuses what is not known to be the same with rows that are looked up.
+
+    Args:
+      precision: as the user gave it.
+
+    Raises:
+      ValueError: with what stands in the way, and what to do.
+    """
+    if settings.lookup != "owners":
+        return
+    codes = getattr(precision, "freeze_codes", None)
+    others = {
+        **{f"{axis}={mesh.shape[axis]}": mesh.shape[axis] > 1 for axis in _ONE_DEVICE},
+        f"deterministic={settings.deterministic!r}": settings.deterministic is not None,
+        "offload": not settings.offload.is_off,
+        f"freeze_codes={codes!r}": codes is not None,
+        f"wire.weights={settings.wire.weights}": settings.wire.weights != "compute",
+    }
+    for what, is_there in others.items():
+        if is_there:
+            raise ValueError(
+                f"{_ASKED} with {what} is not supported; leave it out, or use lookup=gather"
+            )
+
+
+def check_update_of_tables(placement: Placement, tx: Any) -> None:
+    """Refuses optimizers of which equality with one device is not shown.
+
+    Raises:
+      ValueError: an update that looks at whole shards.
+    """
+    looked_up = any(leaf.asked is not None for leaf in placement.leaves.values())
+    if looked_up and isinstance(tx, Optimizer) and getattr(tx, "begin", None) is None:
+        raise ValueError(
+            f"{_ASKED} with the optimizer {tx.kernel}, whose update looks at more than one "
+            "element, is not supported; use zerojax.adamw, lion or sgd, or lookup=gather"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookups:
+    """What is looked up.
+
+    Attributes:
+      asked: {table whose rows are looked up: how many, on a device in a microbatch}.
+      reasons: a sentence for what is, and for each table that is not.
+    """
+
+    asked: Mapping[str, Asked] = dataclasses.field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+
+
+def plan_lookups(
+    params: Mapping[str, Any],
+    trace: ModelTrace,
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    *,
+    precision: Precision,
+    num_microbatches: int,
+    frozen: Collection[str] = (),
+) -> Lookups:
+    """Which tables are looked up.
+
+    Those of which the traced loss takes whole rows by integers, and which it uses for nothing else;
+    where that sends less than gathering them.
+
+    Args:
+      params: {name: abstract parameter}; trace: of the loss on one microbatch.
+      settings, mesh, precision, num_microbatches: of the run.
+      frozen: names of what has no gradient.
+    """
+    if settings.lookup != "owners":
+        return Lookups()
+    if settings.zero == 0 or mesh.shape[DATA] == 1:
+        why = "the data axis has one device" if settings.zero else "zero=0 leaves tables whole"
+        return Lookups(reasons=(f"{_ASKED} changes nothing: {why}",))
+    found = find_row_lookups(trace.program.jaxpr, sorted(params))
+    if not found.asked:
+        return Lookups(reasons=(f"{_ASKED} changes nothing: the loss takes rows of no parameter",))
+    asked: dict[str, Asked] = {}
+    lines = []
+    for name, rows in sorted(found.asked.items()):
+        sent = _Sent.of(precision, is_frozen=name in frozen)
+        costs = sent.costs(params[name].shape, rows, settings.zero, num_microbatches)
+        elsewhere = found.elsewhere.get(name) or trace.barriers.get(name)
+        if elsewhere is not None:
+            why = f"it {elsewhere}"
+        else:
+            why = _why_not(params[name], settings, mesh, costs)
+        if why is None:
+            asked[name] = rows
+            lines.append(
+                f"{_ASKED}: {name} is never gathered, nor is its gradient: rows travel, "
+                f"{costs.words(mesh.shape[DATA])}"
+            )
+        else:
+            lines.append(f"{_ASKED}: {name} is gathered all the same: {why}")
+    return Lookups(asked, tuple(lines))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Costs:
+    """Bytes of a step on one device, before (N-1)/N of them are sent."""
+
+    looked_up: int
+    gathered: int
+
+    def words(self, devices: int) -> str:
+        sent = [format_bytes(x * (devices - 1) / devices) for x in (self.looked_up, self.gathered)]
+        return f"{sent[0]} sent by each device in a step in place of {sent[1]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """Bytes of a number on its way to a reader, and of its gradient on its way back."""
+
+    there: int
+    back: int
+
+    @staticmethod
+    def of(precision: Precision, *, is_frozen: bool) -> _Sent:
+        compute, reduce = (jnp.dtype(x) for x in (precision.compute_dtype, precision.reduce_dtype))
+        return _Sent(compute.itemsize, 0 if is_frozen else reduce.itemsize)
+
+    def costs(
+        self, shape: tuple[int, ...], asked: Asked, zero: int, num_microbatches: int
+    ) -> _Costs:
+        # The backward pass needs nothing of the table, so at stage 3 it is gathered once, too.
+        gathers, scatters = (num_microbatches if zero >= stage else 1 for stage in (3, 2))
+        rows = (asked.rows + asked.again) * self.there + asked.rows * self.back
+        return _Costs(
+            looked_up=num_microbatches * rows * shape[-1],
+            gathered=num_elements(shape) * (gathers * self.there + scatters * self.back),
+        )
+
+
+def _why_not(
+    param: Any, settings: MeshConfig, mesh: Mesh | AbstractMesh, costs: _Costs
+) -> str | None:
+    if not jnp.issubdtype(param.dtype, jnp.floating):
+        return f"it is of {param.dtype.name}"
+    size = num_elements(param.shape)
+    if settings.zero == 3 and size < settings.persistence_threshold:
+        return f"fewer elements than persistence_threshold {settings.persistence_threshold}"
+    if param.shape[-1] % mesh.shape[DATA]:
+        return f"data={mesh.shape[DATA]} does not divide its {param.shape[-1]} columns"
+    if costs.looked_up >= costs.gathered:
+        return (
+            f"the rows of a step are {format_bytes(costs.looked_up)}, the table and its gradient "
+            f"{format_bytes(costs.gathered)}"
+        )
+    return None

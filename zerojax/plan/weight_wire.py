@@ -1,0 +1,159 @@
+"""Weights on the wire in codes: which parameters are gathered so, what is kept, what is refused.
+
+int8 is qwZ of ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.1). Masters stay exact; what
+forward and backward read is off by half a step of its block, and the gradient is taken as if it
+were exact.
+
+With delta_int8 and delta_int4 every device keeps a copy of the weights, the same bits on all, and
+what is sent is the code of (master, rounded to the copy's dtype, - copy). What a code misses is in
+the next difference by itself, so that no error is kept. The copy is in the compute dtype, since
+that is what is read: float32 would be 4 bytes per parameter and a cast more. The master is rounded
+first, since the rounding of a block's largest weight would else be a difference at every step, and
+make the step of its small ones large.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.config import MeshConfig
+from zerojax.models import trees
+from zerojax.models.trees import format_bytes
+from zerojax.optim import one_bit_of
+from zerojax.optim.precision import Precision
+from zerojax.optim.wire_codes import BLOCKS, GradientCodes
+from zerojax.plan.device_mesh import EXPERT, STAGE
+from zerojax.plan.kept_parts import followed_leaves
+from zerojax.plan.leaf_placement import Access, LeafPlacement
+from zerojax.plan.placement import Placement
+from zerojax.plan.refusals import check_no_other_way
+
+_ASKED = "wire.weights=int8"
+DELTA_BITS = {"delta_int8": 8, "delta_int4": 4}
+"""{`wire.weights`: bits of a code of what changed}."""
+_GATHERED = (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY, Access.GATHER_ON_USE)
+
+
+def check_weight_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> None:
+    """Refuses codes where no weight is gathered, and where they are not proven.
+
+    Raises:
+      ValueError: with what to change.
+    """
+    if settings.wire.weights in DELTA_BITS:
+        _check_deltas(settings, mesh, tx)
+    if settings.wire.weights != "int8":
+        return
+    if settings.zero == 0:
+        raise ValueError(
+            f"{_ASKED} is for weights that are gathered, and with zero=0 none is; use zero=1, 2 or "
+            "3, or wire.weights=compute"
+        )
+    check_no_other_way(_ASKED, "gathers weights", settings, mesh)
+
+
+def _check_deltas(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> None:
+    asked = f"wire.weights={settings.wire.weights}"
+    if settings.zero == 0:
+        raise ValueError(
+            f"{asked} is for weights that are gathered, and with zero=0 none is; use zero=1 or 2, "
+            "or wire.weights=compute"
+        )
+    if settings.zero == 3:
+        raise ValueError(
+            f"{asked} is for a copy of the weights that every device keeps, and with zero=3 none "
+            "does; use zero=1 or 2, or wire.weights=int8"
+        )
+    others = {
+        f"deterministic={settings.deterministic}": settings.deterministic is not None,
+        "offload": not settings.offload.is_off,
+        f"stage={mesh.shape[STAGE]}": mesh.shape[STAGE] > 1,
+        f"expert={mesh.shape[EXPERT]}": mesh.shape[EXPERT] > 1,
+        "1-bit Adam": one_bit_of(tx) is not None,
+    }
+    for other, is_there in others.items():
+        if is_there:
+            raise ValueError(
+                f"{asked} with {other} is not supported: copies that follow the masters are not "
+                "tested there; leave one of them out"
+            )
+
+
+def with_weight_wire(placement: Placement, settings: MeshConfig, precision: Precision) -> Placement:
+    """The placement with what is gathered as codes: all that is less than in the compute dtype, but
+    for names of `wire.exact`, and of what changed for frozen parameters, which do not."""
+    deltas = settings.wire.weights in DELTA_BITS
+    if settings.wire.weights != "int8" and not deltas:
+        return placement
+    exact = trees.match_names(placement.leaves, settings.wire.exact, option="wire.exact")
+    codes = GradientCodes(DELTA_BITS.get(settings.wire.weights, 8))
+    itemsize = jnp.dtype(precision.compute_dtype).itemsize
+
+    def wired(leaf: LeafPlacement) -> LeafPlacement:
+        size = sent_elements(placement, leaf)
+        gathered = leaf.access in _GATHERED and leaf.codes is None and leaf.name not in exact
+        if not gathered or codes.num_bytes(size) >= size * itemsize:
+            return leaf
+        if deltas:
+            return leaf if leaf.frozen else dataclasses.replace(leaf, delta_codes=codes)
+        return dataclasses.replace(leaf, wire_codes=codes)
+
+    leaves = {name: wired(leaf) for name, leaf in placement.leaves.items()}
+    return dataclasses.replace(placement, leaves=leaves)
+
+
+def sent_elements(placement: Placement, leaf: LeafPlacement) -> int:
+    """Elements that a device sends of a parameter in one gather: its shard of what is read at
+    once."""
+    at_once = leaf.access is Access.GATHER_ON_USE and leaf.node_shards is None
+    return placement.shard_elements(leaf) // (leaf.num_slices if at_once else 1)
+
+
+def _describe_deltas(
+    settings: MeshConfig, placement: Placement, precision: Precision
+) -> Sequence[str]:
+    asked, coded = f"wire.weights={settings.wire.weights}", followed_leaves(placement)
+    if not coded:
+        return [f"{asked} changes nothing: no gather would send less"]
+    bits = DELTA_BITS[settings.wire.weights]
+    dtype, kept = jnp.dtype(precision.compute_dtype), 0
+    for leaf in coded.values():
+        split = math.prod(placement.axis_sizes[axis] for axis in leaf.axes if axis is not None)
+        kept += math.prod(leaf.shape) // split * dtype.itemsize
+    leaves = placement.leaves.values()
+    others = sum(math.prod(leaf.shape) for leaf in leaves if leaf.delta_codes is None)
+    return [
+        f"{asked}: every device keeps {len(coded)} of {len(leaves)} parameters in {dtype.name} "
+        f"({format_bytes(kept)}), the same bits on all; what they lack to the masters is sent once "
+        f"per step as integers of {bits} bits with a scale for {BLOCKS[bits]}, and what a code "
+        f"misses is in the next one; losses are near those of exact weights, not equal; {others:,} "
+        "elements are sent as before"
+    ]
+
+
+def describe_weight_wire(
+    settings: MeshConfig, placement: Placement, precision: Precision
+) -> Sequence[str]:
+    """What is gathered as codes, and what not."""
+    if settings.wire.weights in DELTA_BITS:
+        return _describe_deltas(settings, placement, precision)
+    if settings.wire.weights != "int8":
+        return []
+    leaves = placement.leaves.values()
+    coded = [leaf for leaf in leaves if leaf.wire_codes is not None]
+    if not coded:
+        return [f"{_ASKED} changes nothing: no gather would send less"]
+    others = sum(math.prod(leaf.shape) for leaf in leaves if leaf.wire_codes is None)
+    between = any(leaf.node_shards is not None for leaf in coded)
+    where = "fetched from other nodes" if between else "gathered"
+    return [
+        f"{_ASKED}: {len(coded)} of {len(leaves)} parameters are {where} as integers of 8 bits "
+        f"with a scale for {BLOCKS[8]}; masters are exact, losses are near those of exact weights, "
+        f"not equal; {others:,} elements are sent as before"
+    ]

@@ -1,0 +1,159 @@
+"""Exchanges of an optimizer of whole matrices (Muon): classes of matrices, bytes, reasons.
+
+Decides nothing: it says what `zerojax.optim.matrices` does with the shards of a plan.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.models.trees import format_bytes
+from zerojax.optim.matrices import MatrixExchange, as_stack, classes_of, exchanges_of, fans
+from zerojax.optim.optimizer import Optimizer
+from zerojax.plan.decisions import Decisions
+from zerojax.plan.device_mesh import REPLICA
+from zerojax.plan.placement import Placement, axes_of_dims
+from zerojax.plan.state import TrainState
+
+DIRECTION_BYTES = 4
+"""Of one element on the wire: float32."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatrixClass:
+    """Matrices that are dealt out together.
+
+    Attributes:
+      counts: {parameter: matrices of it in one group of devices}.
+      shape: of one matrix, (rows, columns) of the first parameter.
+      exchanges: one for each dimension that is split; none where every device has them whole.
+      per_device: matrices that each device multiplies, padding included.
+    """
+
+    counts: Mapping[str, int]
+    shape: tuple[int, int]
+    exchanges: tuple[MatrixExchange, ...]
+    per_device: int
+
+    @property
+    def devices(self) -> int:
+        """That share the matrices."""
+        return math.prod(exchange.size for exchange in self.exchanges)
+
+    @property
+    def useful(self) -> float:
+        """Share of the products that is not of padding."""
+        return sum(self.counts.values()) / (self.devices * self.per_device)
+
+    def bytes_over(self, exchange: MatrixExchange) -> float:
+        """That one device sends in a step for one exchange, there and back."""
+        return 2 * DIRECTION_BYTES * exchange.elements * (exchange.size - 1) / exchange.size
+
+
+def find_classes(
+    tx: Any, stored: TrainState, placement: Placement, mesh: Mesh | AbstractMesh
+) -> list[MatrixClass]:
+    """The classes of an optimizer's matrices; [] of one that needs no whole matrices.
+
+    Args:
+      tx: the optimizer.
+      stored: the state as it is stored, with its shardings.
+      placement, mesh: of the plan.
+    """
+    if not isinstance(tx, Optimizer) or tx.matrices is None:
+        return []
+    params = stored["params"]
+    users = {
+        name: jax.ShapeDtypeStruct(placement.leaves[name].shape, x.dtype)
+        for name, x in params.items()
+    }
+    kinds, dims = tx.matrices(users), axes_of_dims(mesh, params)
+    stacks = {
+        name: as_stack(params[name].sharding.shard_shape(params[name].shape), dims[name], matrix)
+        for name, matrix in sorted(kinds.items())
+    }
+    sizes = {str(name): size for name, size in mesh.shape.items()}
+    found = []
+    for names in classes_of(stacks):
+        exchanges, per_device = exchanges_of([stacks[name] for name in names], sizes)
+        found.append(
+            MatrixClass(
+                counts={name: stacks[name].count for name in names},
+                shape=fans(users[names[0]].shape, kinds[names[0]]),
+                exchanges=tuple(exchanges),
+                per_device=per_device,
+            )
+        )
+    return found
+
+
+def classes_of_plan(plan: Decisions) -> list[MatrixClass]:
+    """`find_classes` of a plan."""
+    return find_classes(plan.tx, plan.abstract_stored, plan.placement, plan.mesh)
+
+
+def matrix_bytes(plan: Decisions) -> dict[str, int]:
+    """{mesh axes, as in "data+context": bytes that one device sends over them per step}."""
+    sent: collections.Counter[str] = collections.Counter()
+    for one in classes_of_plan(plan):
+        for exchange in one.exchanges:
+            sent["+".join(exchange.axes)] += round(one.bytes_over(exchange))
+    return dict(sent)
+
+
+def exchanges_of_parameter(plan: Decisions, name: str) -> list[tuple[tuple[str, ...], float]]:
+    """[(mesh axes, bytes that one device sends for a parameter's matrices per step)]."""
+    return [
+        (exchange.axes, one.bytes_over(exchange) * one.counts[name] / sum(one.counts.values()))
+        for one in classes_of_plan(plan)
+        if name in one.counts
+        for exchange in one.exchanges
+    ]
+
+
+def describe_matrices(
+    tx: Any, stored: TrainState, placement: Placement, mesh: Mesh | AbstractMesh
+) -> list[str]:
+    """How matrices are dealt out, and which work is repeated; [] on one device."""
+    classes = find_classes(tx, stored, placement, mesh)
+    if mesh.size == 1 or not classes:
+        return []
+    lines = []
+    dealt = [one for one in classes if one.exchanges]
+    if dealt:
+        count = sum(sum(one.counts.values()) for one in dealt)
+        sent = sum(one.bytes_over(exchange) for one in dealt for exchange in one.exchanges)
+        work = [one.devices * one.per_device * _work(one.shape) for one in dealt]
+        useful = math.fsum(w * one.useful for w, one in zip(work, dealt, strict=True)) / sum(work)
+        axes = sorted(
+            {axis for one in dealt for exchange in one.exchanges for axis in exchange.axes}
+        )
+        lines.append(
+            f"{tx.kernel}: {count} matrices, {len(dealt)} class{'es' if len(dealt) > 1 else ''} of "
+            f"equal ones, are dealt out over {', '.join(axes)} and multiplied by one device each: "
+            f"{format_bytes(sent)} sent in float32; {useful:.0%} of the products are not of padding"
+        )
+    whole = {
+        name: number for one in classes if not one.exchanges for name, number in one.counts.items()
+    }
+    if whole:
+        lines.append(
+            f"{tx.kernel}: {sum(whole.values())} matrices, such as of {min(whole)}, are whole on "
+            "every device that has them, and each multiplies them"
+        )
+    if dealt and mesh.shape.get(REPLICA, 1) > 1:
+        lines.append(f"{tx.kernel}: each of {mesh.shape[REPLICA]} replicas multiplies all matrices")
+    return lines
+
+
+def _work(shape: tuple[int, int]) -> int:
+    """Products of one matrix, in units that are equal for all."""
+    short, long = sorted(shape)
+    return 2 * short * short * long + short**3

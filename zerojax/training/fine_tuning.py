@@ -1,0 +1,474 @@
+"""Fine-tuning: from a folder of weights and a set of chats to the file of a run that trains them.
+
+Chooses what a user did not say (adapters, rows, batch, steps) and writes beside each choice why.
+Everything that can be wrong with weights, chats and sizes is found here, before any array is on a
+device; nothing is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from zerojax.config import RunConfig, load, to_dict
+from zerojax.config.checks import names_keywords
+from zerojax.data import as_source
+from zerojax.data.chats import PreparedChats, prepare_chats
+from zerojax.data.chats.chat_preparation import Answers, OnBad
+from zerojax.data.corpus import existing_path
+from zerojax.data.opening import open_texts
+from zerojax.data.text_set import TextSet, is_text_set
+from zerojax.data.tokens import is_token_path
+from zerojax.models import DecoderConfig, GPT2Config, LlamaConfig
+from zerojax.models.hugging_face import Pretrained, from_hugging_face
+from zerojax.training.run_file import plan_from_config, tokenizer_spec
+from zerojax.training.run_lifecycle import CHECKPOINT_FOLDER, CONFIG_FILE
+
+RUN_FILE, CHATS_FOLDER = "run.yaml", "chats"
+RANK, ALPHA = 16, 32.0
+ADAPTER_RATE, WHOLE_RATE = 2e-4, 2e-5
+BATCH_ROWS = 16
+LONG_ROW = 2048
+"""Tokens. Rows grow to it where the chats are many, since each row that is packed has an end."""
+EPOCH_ROWS = 20 * BATCH_ROWS
+"""Rows do not grow where an epoch would have fewer than that: then steps would be too few."""
+_UNIT = 64
+_MANY_STEPS = 10**9
+_MASK_BYTES = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChosenSetting:
+    """A setting that the user may leave out: key as in "model.lora.rank", value, and why."""
+
+    key: str
+    value: Any
+    why: str = ""
+
+
+@names_keywords()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FineTuning:
+    """What is to be fine-tuned, on what, and how.
+
+    Attributes:
+      folder: of Hugging Face, with config.json, safetensors and tokenizer.json.
+      data: chats as `prepare_chats` takes them, or a folder that it has written.
+      run_dir: of the run; the run file and the prepared chats go there, too.
+      overrides: KEY=VALUE settings of a run; they go before what is chosen here.
+      epochs: how often each chat is seen, unless `steps` is among the overrides.
+      template, bad, answers: as `prepare_chats` takes them.
+    """
+
+    folder: str
+    data: str
+    run_dir: str
+    overrides: Sequence[str] = ()
+    epochs: float = 3.0
+    template: str | None = None
+    bad: OnBad = "refuse"
+    answers: Answers = "all"
+
+    @property
+    def run_file(self) -> Path:
+        """The file that is written."""
+        return Path(self.run_dir).expanduser().absolute() / RUN_FILE
+
+    def is_given(self, name: str) -> bool:
+        """Whether an override sets the key that ends so, by itself or within a section."""
+        for word in self.overrides:
+            key, _, value = word.partition("=")
+            is_section = value.lstrip().startswith("{")
+            if key.strip().removeprefix("--").split(".")[-1] == name:
+                return True
+            if is_section and re.search(rf"\b{name}\b", value):
+                return True
+        return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WrittenRun:
+    """A run that can begin.
+
+    Attributes:
+      file: the run file.
+      config: what it says.
+      prepared: what was made of the chats; None: they were prepared already.
+      notes: what a user should know of them, one sentence each.
+    """
+
+    file: Path
+    config: RunConfig
+    prepared: PreparedChats | None
+    notes: tuple[str, ...]
+
+
+@names_keywords()
+def write_run(
+    asked: FineTuning, *, count_devices: Callable[[], int], is_planned: bool = True
+) -> WrittenRun:
+    """Checks weights and chats, prepares the chats, chooses sizes, and writes the run file.
+
+    Args:
+      asked: what to do.
+      count_devices: called when weights and chats are known to be right; a batch is so many rows
+        that each device has as many.
+      is_planned: whether the run has to fit these devices, which its plan tells without an array.
+
+    Raises:
+      FileNotFoundError: no such folder or data, or weights or tokenizer that are missing in it.
+      ValueError: a run that is there already, a model that continues no texts, chats that cannot be
+        trained on, sizes that do not fit, or what `plan_from_config` refuses.
+      ConfigError: an override that is wrong.
+    """
+    if not asked.epochs > 0 or not math.isfinite(asked.epochs):
+        raise ValueError(f"epochs={asked.epochs:g}: it must be above 0, such as 1 or 3")
+    file = asked.run_file
+    _check_new(file)
+    pretrained = _open_decoder(asked.folder)
+    given = _is_prepared(asked)
+    chats = existing_path(asked.data).absolute() if given else file.parent / CHATS_FOLDER
+    choices = _first_choices(asked, pretrained, chats)
+    config = _settings(choices, asked)
+    _check_their_keys(config, choices)
+    with contextlib.ExitStack() as undo:
+        prepared = None
+        if not given:
+            undo.enter_context(_removed_after_an_error(file.parent, chats))
+            prepared = prepare_chats(
+                asked.data,
+                chats,
+                tokenizer=str(pretrained.folder.path),
+                template=asked.template,
+                bad=asked.bad,
+                answers=asked.answers,
+            )
+        notes = _check_masks(chats)
+        sizes = _choose_sizes(asked, config, pretrained, chats, count_devices)
+        choices = [*choices, *sizes]
+        config = _settings(choices, asked)
+        if is_planned:
+            plan_from_config(config, count_devices(), is_here=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        partial.write_text(run_file_text(config, choices, asked), encoding="utf-8")
+        assert load(RunConfig, partial) == config, "the file says what was chosen"
+        partial.replace(file)
+    return WrittenRun(file=file, config=config, prepared=prepared, notes=notes)
+
+
+def _check_new(file: Path) -> None:
+    """Refuses a folder in which a run has begun.
+
+    Raises:
+      ValueError: says how to go on.
+    """
+    if file.exists():
+        raise ValueError(
+            f"{file} is there already: go on with `zerojax train {shlex.quote(str(file))}`, or "
+            "choose another folder with --out"
+        )
+    if (file.parent / CONFIG_FILE).exists() or (file.parent / CHECKPOINT_FOLDER).exists():
+        raise ValueError(f"{file.parent} holds another run; choose another folder with --out")
+
+
+def _open_decoder(folder: str) -> Pretrained:
+    """The weights, unread.
+
+    Raises:
+      ValueError: they are of no model that continues a text.
+    """
+    pretrained = from_hugging_face(folder)
+    if not isinstance(pretrained.config, DecoderConfig | LlamaConfig | GPT2Config):
+        raise ValueError(
+            f"{folder} is a {pretrained.row.model_type}, which continues no text, and chats are "
+            "for models that do; give the folder of a decoder, such as a llama or a qwen3"
+        )
+    return pretrained
+
+
+def _is_prepared(asked: FineTuning) -> bool:
+    """Whether the chats are a folder that `zerojax data prepare` wrote.
+
+    Raises:
+      FileNotFoundError: no such path. ValueError: tokens without the marks of answers, or options
+        of a preparation that has been.
+    """
+    path = existing_path(asked.data)
+    if is_text_set(path):
+        for name in ("template", "bad", "answers"):
+            if getattr(asked, name) != getattr(FineTuning, name):
+                raise ValueError(
+                    f"--{name} {getattr(asked, name)} says how chats are prepared, and "
+                    f"{asked.data} is prepared already; leave the option out, or give the chats "
+                    "themselves"
+                )
+        return True
+    if is_token_path(path):
+        raise ValueError(
+            f"{asked.data} holds tokens of plain text, in which nothing is marked as an answer; "
+            "give chats (.jsonl, .parquet, or what `zerojax data prepare --format chat` wrote), or "
+            f"train on all tokens with `zerojax train model.pretrained={asked.folder} "
+            f"data.path={asked.data}`"
+        )
+    return False
+
+
+def _first_choices(asked: FineTuning, pretrained: Pretrained, chats: Path) -> list[ChosenSetting]:
+    """What does not depend on the chats."""
+    choices = [
+        ChosenSetting(key="run_dir", value=str(asked.run_file.parent)),
+        ChosenSetting(key="model.pretrained", value=str(pretrained.folder.path)),
+        ChosenSetting(key="data.path", value=str(chats)),
+        ChosenSetting(
+            key="model.remat",
+            value="full",
+            why="activations of one layer at a time; none is faster where they fit",
+        ),
+        ChosenSetting(
+            key="mesh.zero",
+            value=3,
+            why="weights, frozen ones too, are divided over the devices and gathered by layer",
+        ),
+        ChosenSetting(
+            key="model.lora.rank",
+            value=RANK,
+            why="adapters beside every projection, the rest is frozen; 0: all weights are trained",
+        ),
+    ]
+    rank = _settings(choices, asked).model.lora.rank
+    if rank:
+        choices.append(
+            ChosenSetting(
+                key="model.lora.alpha", value=ALPHA, why="adapters count alpha / rank times"
+            )
+        )
+    return [
+        *choices,
+        ChosenSetting(
+            key="optimizer.learning_rate",
+            value=ADAPTER_RATE if rank else WHOLE_RATE,
+            why="usual for adapters; ten times less for all weights"
+            if rank
+            else "usual for all weights; ten times more for adapters",
+        ),
+        ChosenSetting(
+            key="optimizer.beta2", value=0.999, why="as learning rates elsewhere are meant"
+        ),
+        ChosenSetting(
+            key="optimizer.weight_decay",
+            value=0.0,
+            why="it would pull towards 0, not towards the weights in the folder",
+        ),
+    ]
+
+
+def _settings(choices: Sequence[ChosenSetting], asked: FineTuning) -> RunConfig:
+    """The settings of a run: what is chosen, and what the user laid over it."""
+    chosen = {choice.key: choice.value for choice in choices}
+    words = [f"{key}={value}" for key, value in {"steps": _MANY_STEPS, **chosen}.items()]
+    return load(RunConfig, None, [*words, *asked.overrides])
+
+
+def _check_their_keys(config: RunConfig, choices: Sequence[ChosenSetting]) -> None:
+    """Refuses overrides of what the command's own words say.
+
+    Raises:
+      ValueError: names the key.
+    """
+    said = {choice.key: choice.value for choice in choices}
+    for key, found, by in (
+        ("model.pretrained", config.model.pretrained, "FOLDER"),
+        ("data.path", config.data.path, "DATA"),
+        ("run_dir", config.run_dir, "--out"),
+    ):
+        if found != said[key]:
+            raise ValueError(f"{key}={found} is said by {by} ({said[key]}); leave {key} out")
+
+
+@contextlib.contextmanager
+def _removed_after_an_error(run_dir: Path, chats: Path) -> Iterator[None]:
+    """Leaves nothing of the preparation behind where no run file follows.
+
+    So the command can be typed again. What was there before stays.
+    """
+    had_run, had_chats = run_dir.exists(), chats.exists()
+    try:
+        yield
+    except BaseException:
+        if not had_run:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        elif not had_chats:
+            shutil.rmtree(chats, ignore_errors=True)
+        raise
+
+
+def _check_masks(chats: Path) -> tuple[str, ...]:
+    """Refuses chats of which nothing is asked; a note where everything is.
+
+    The first token of a text follows none, so that no loss is on it whatever the mask says.
+
+    Raises:
+      ValueError: no token is asked for.
+    """
+    parts = [part for part in open_texts(chats) if part is not None]
+    bits = parts[0].mask  # of all parts
+    starts = range(0, len(bits), _MASK_BYTES)
+    asked = sum(int(np.unpackbits(bits[at : at + _MASK_BYTES]).sum()) for at in starts)
+    asked -= sum(int(np.count_nonzero(part.asked(part.offsets[:-1]))) for part in parts)
+    num_targets = sum(part.num_tokens - part.num_texts for part in parts)
+    if not asked:
+        raise ValueError(
+            f"{chats}: none of its {num_targets:,} targets is part of an answer, so that there is "
+            "nothing to learn; prepare the chats again with a template that marks answers "
+            "(--template FILE)"
+        )
+    if asked == num_targets:
+        return (f"every one of the {asked:,} targets is asked for, those of questions too",)
+    return ()
+
+
+def _choose_sizes(
+    asked: FineTuning,
+    config: RunConfig,
+    pretrained: Pretrained,
+    chats: Path,
+    count_devices: Callable[[], int],
+) -> list[ChosenSetting]:
+    """Length of rows, rows of a batch, and steps."""
+    parts = [part for part in open_texts(chats) if part is not None]
+    context = pretrained.config.max_seq_len
+    longest = _longest_row(parts, config, asked, context)
+    num_tokens = sum(part.num_tokens for part in parts)
+    choices, seq_len = [], config.data.seq_len
+    if not asked.is_given("seq_len"):
+        seq_len = choose_row_length(longest, num_tokens, context)
+        why = f"the longest chat has {longest}, the model holds {context}"
+        choices.append(ChosenSetting(key="data.seq_len", value=seq_len, why=why))
+    train, validation, _ = as_source(
+        str(chats),
+        tokenizer=tokenizer_spec(config),
+        seq_len=seq_len,
+        global_batch_size=1,
+        validation_fraction=config.data.validation_fraction,
+        vocab_size=pretrained.config.vocab_size,
+        long_texts=config.data.long_texts,
+    )
+    num_devices, batch = count_devices(), config.global_batch_size
+    if config.elasticity.enabled:
+        batch = config.on_devices(num_devices).global_batch_size
+    elif not asked.is_given("global_batch_size"):
+        batch = choose_batch(train.num_rows, num_devices * (config.num_microbatches or 1))
+        why = f"rows, of {train.num_rows} in an epoch"
+        choices.append(ChosenSetting(key="global_batch_size", value=batch, why=why))
+    dataclasses.replace(train, global_batch_size=batch)  # refuses chats that fill no batch
+    epoch = train.num_rows / batch
+    if not asked.is_given("steps"):
+        steps = math.ceil(asked.epochs * epoch)
+        choices.append(ChosenSetting(key="steps", value=steps, why=f"{asked.epochs:g} epochs"))
+    if validation is not None and not asked.is_given("eval_every"):
+        value = max(round(epoch), 1)
+        choices.append(ChosenSetting(key="eval_every", value=value, why="after each epoch"))
+    return choices
+
+
+def _longest_row(
+    parts: Sequence[TextSet], config: RunConfig, asked: FineTuning, context: int
+) -> int:
+    """Tokens of the longest chat, or of the longest part of one.
+
+    Raises:
+      ValueError: a row or a chat is longer than the model's context.
+    """
+    if asked.is_given("seq_len") and config.data.seq_len > context:
+        raise ValueError(
+            f"seq_len={config.data.seq_len} is above the {context} tokens that {asked.folder} "
+            f"holds (its config.json); lower it to at most {context}"
+        )
+    longest, number = max(
+        (int(part.lengths.max()), part.first + int(np.argmax(part.lengths))) for part in parts
+    )
+    if longest > context and config.data.long_texts == "refuse":
+        raise ValueError(
+            f"text {number + 1} of {asked.data} has {longest} tokens, and {asked.folder} holds "
+            f"{context} (its config.json); set data.long_texts=split to train on parts of such "
+            "texts, or data.long_texts=drop to leave them out"
+        )
+    return min(longest, context)
+
+
+@names_keywords()
+def choose_row_length(longest: int, num_tokens: int, context: int) -> int:
+    """Tokens of a row: as few as the longest text takes, twice as many while the texts are many.
+
+    Args:
+      longest: tokens of the longest text, at most `context`.
+      num_tokens: of all texts.
+      context: what the model holds.
+    """
+    size = min(-(-longest // _UNIT) * _UNIT, context)
+    while 2 * size <= min(context, LONG_ROW) and num_tokens >= 2 * size * EPOCH_ROWS:
+        size *= 2
+    return size
+
+
+@names_keywords()
+def choose_batch(num_rows: int, unit: int) -> int:
+    """Rows of a batch: a multiple of `unit` of at least 16, or the largest that the rows fill.
+
+    Args:
+      num_rows: in one epoch.
+      unit: rows that all devices take at once.
+    """
+    wanted = -(-BATCH_ROWS // unit) * unit
+    return min(wanted, max(num_rows // unit * unit, unit))
+
+
+@names_keywords()
+def run_file_text(config: RunConfig, choices: Sequence[ChosenSetting], asked: FineTuning) -> str:
+    """YAML of what differs from the defaults or was chosen, with the reasons of choices."""
+    reasons = {}
+    values = to_dict(config)
+    for choice in choices:
+        kept = _at(values, choice.key) == choice.value
+        reasons[choice.key] = choice.why if kept else "given"
+    file = shlex.quote(str(asked.run_file))
+    lines = [
+        f"# Fine-tunes {asked.folder} on {asked.data}; written by `zerojax finetune`.",
+        f"# Change what you like, then: zerojax train {file}",
+        *_lines(values, to_dict(RunConfig()), reasons),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    found: Any = values
+    for name in key.split("."):
+        found = found[name]
+    return found
+
+
+def _lines(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], reasons: Mapping[str, str], at: str = ""
+) -> Iterator[str]:
+    """YAML, section by section."""
+    for name, value in values.items():
+        key = f"{at}{name}"
+        if isinstance(value, dict):
+            inner = [f"  {x}" for x in _lines(value, defaults[name], reasons, f"{key}.")]
+            yield from [f"{name}:", *inner] if inner else []
+        elif value != defaults[name] or key in reasons:
+            text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
+            why = reasons.get(key)
+            comment = f"  # {why}" if why else ""
+            yield f"{name}: {text.removesuffix(chr(10)).removesuffix('...').strip()}{comment}"

@@ -1,0 +1,284 @@
+"""Choice of the size of slices of optimizer state on the host, measured on the plan's own GPU.
+
+The update of a part of one parameter: each slice is loaded from pinned host memory, updated and
+stored, by the code of the step. The bits are the same for every size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
+from zerojax.parallel.offload.sliced_update import LeafUpdate, begin
+from zerojax.plan.make import Plan, with_slices
+from zerojax.plan.open_choices import SIZES, sizes_of_slices
+from zerojax.plan.slices import abstract_tiers, map_moments, on_host, without_moments
+from zerojax.plan.state_layout import SlicedLeaf
+from zerojax.runtime.memory import least_room
+from zerojax.training.tuning.measured_choices import Answer, Question, Way
+from zerojax.training.tuning.trials import Repeated, base_key, lone_context, room, share_of
+
+SLICES = "slices of offloaded state"
+AT_ONCE = 2
+"""Slices of the larger size that are updated, at least."""
+SETS, RESULTS = 2, 3
+"""At once on the device and the host: what two ways update in turns; or what one way is given and
+the results that are compared, one of the reference and two of the other size."""
+LOADED = 2
+"""Slices of each array on the host that the device holds (compiled for an H200)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlicedPart:
+    """What is updated, as `ShapeDtypeStruct`s, in the order in which `LeafUpdate` takes it.
+
+    Attributes:
+      leaf: the part of a parameter: a shard of so many whole slices, all of them on the host.
+      weights, grad: [elements of the part]; master, moments: {"host": [slices, elements]}.
+    """
+
+    leaf: SlicedLeaf
+    weights: jax.ShapeDtypeStruct
+    master: dict[str, jax.ShapeDtypeStruct]
+    moments: tuple[dict[str, jax.ShapeDtypeStruct], ...]
+    grad: jax.ShapeDtypeStruct
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        return self.weights, self.master, self.moments, self.grad
+
+    @property
+    def host_bytes(self) -> int:
+        """That measuring takes of the host's memory, at most."""
+        return self._held(is_host=True)
+
+    @property
+    def device_bytes(self) -> int:
+        """That measuring takes of the device's memory, at most."""
+        on_host = sum(x.dtype.itemsize for x in jax.tree.leaves(self.arrays) if _is_host(x))
+        loaded = LOADED * on_host * self.leaf.slice_elements
+        filled = max(_bytes(x) for x in jax.tree.leaves(self.arrays))
+        return self._held(is_host=False) + max(loaded, filled)
+
+    def _held(self, *, is_host: bool) -> int:
+        given, updated = (
+            sum(_bytes(x) for x in jax.tree.leaves(tree) if _is_host(x) == is_host)
+            for tree in (self.arrays, self.arrays[:3])
+        )
+        return max(SETS * given, given + RESULTS * updated)
+
+
+def _bytes(x: jax.ShapeDtypeStruct) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+def _is_host(x: jax.ShapeDtypeStruct) -> bool:
+    assert x.sharding is not None
+    return x.sharding.memory_kind == HOST_KIND
+
+
+def choose_slices(
+    plan: Plan, decided: Callable[[Callable[[], Question]], Answer]
+) -> tuple[Plan, str]:
+    """(the plan with the fastest size, why), each beside the best so far.
+
+    Args:
+      plan: of which `why_slices_are_fixed` says nothing.
+      decided: asks a question, as `decide` does.
+    """
+    best, reasons = plan, []
+    for size in SIZES:
+        reference = best
+        try:
+            other = with_slices(plan, size)
+        except ValueError as error:  # there would be too many
+            reasons.append(str(error))
+            continue
+        if sizes_of_slices(other) == sizes_of_slices(best):
+            reasons.append(f"{_name(other)} makes the same slices")
+            continue
+        answer = decided(lambda: slice_question(reference, other))  # noqa: B023
+        best = other if answer.choice == _name(other) else best
+        reasons.append(answer.reason)
+    return best, f"{SLICES}: {_name(best)} ({'; '.join(reasons)})"
+
+
+def slice_question(plan: Plan, other: Plan) -> Question:
+    """The update of a part of the largest parameter of which two plans make other slices."""
+    assert isinstance(plan.mesh, Mesh)
+    alone = Mesh([plan.mesh.local_devices[0]], ("alone",), axis_types=(AxisType.Auto,))
+    parts = parts_of(plan, other, alone)
+    ways = [
+        _way(one, part, _name(one), alone) for one, part in zip((plan, other), parts, strict=True)
+    ]
+    return Question(
+        title=SLICES,
+        key={
+            **base_key(plan, SLICES),
+            "elements": math.prod(parts[0].leaf.shard_shape),
+            "ways": [way.name for way in ways],
+            "slices": [part.leaf.slice_elements for part in parts],
+            "arrays": [
+                f"{x.dtype} {x.sharding.memory_kind}" for x in jax.tree.leaves(parts[0].arrays)
+            ],
+            "update": [
+                getattr(plan.tx, "kernel", ""),
+                plan.program.kernels["update"].implementation,
+            ],
+        },
+        reference=ways[0],
+        other=dataclasses.replace(ways[1], obstacle=_no_room(plan, parts)),
+        difference=difference,
+    )
+
+
+def parts_of(plan: Plan, other: Plan, mesh: Any) -> tuple[SlicedPart, SlicedPart]:
+    """The same part of the same parameter, in the slices of each plan.
+
+    Args:
+      mesh: of one device.
+    """
+    mine, theirs = sizes_of_slices(plan), sizes_of_slices(other)
+    assert plan.offload is not None
+    shards = {name: math.prod(plan.offload.leaves[name].shard_shape) for name in mine}
+    name = max((name for name in mine if mine[name] != theirs[name]), key=lambda n: (shards[n], n))
+    sizes = mine[name], theirs[name]
+    elements = elements_of(shards[name], *sizes)
+    first, second = (_part(plan, name, elements, size, mesh) for size in sizes)
+    return first, second
+
+
+def elements_of(shard: int, *sizes: int) -> int:
+    """Elements of a shard that are updated: whole slices of each size, `AT_ONCE` of the largest.
+
+    >>> elements_of(24000, 500, 2000)
+    4000
+    >>> elements_of(24000, 1000, 24000)
+    24000
+    """
+    together = math.lcm(*sizes)
+    return min(-(-AT_ONCE * max(sizes) // together) * together, shard)
+
+
+def _part(plan: Plan, name: str, elements: int, size: int, mesh: Any) -> SlicedPart:
+    assert plan.offload is not None
+    leaf = dataclasses.replace(
+        plan.offload.leaves[name],
+        shard_shape=(elements,),
+        axes=(),
+        num_shards=1,
+        slice_elements=size,
+        counts={DEVICE: 0, HOST: elements // size, NVME: 0},
+    )
+    moments: list[Any] = []
+    map_moments(
+        {name: leaf},
+        lambda leaf, _, moment: moments.append(abstract_tiers(leaf, moment.dtype, mesh)),
+        plan.abstract_stored["opt_state"],
+    )
+    place = NamedSharding(mesh, P())
+    place = on_host(place) if name in plan.offload.streamed else place
+    precision = plan.precision
+    added_up = plan.num_microbatches > 1
+    gradient = precision.accumulate_dtype if added_up else precision.reduce_dtype
+    weights = plan.abstract_state["params"][name].dtype
+    return SlicedPart(
+        leaf=leaf,
+        weights=jax.ShapeDtypeStruct((elements,), weights, sharding=place),
+        master=abstract_tiers(leaf, plan.abstract_stored["params"][name].dtype, mesh),
+        moments=tuple(moments),
+        grad=jax.ShapeDtypeStruct((elements,), gradient, sharding=place),
+    )
+
+
+def update_of(plan: Plan, part: SlicedPart, mesh: Any) -> Callable[..., Any]:
+    """(weights, master, moments, gradient) -> (weights, master, moments), to be jitted.
+
+    Args:
+      mesh: of one device, in which it stands as in a step.
+    """
+    assert plan.offload is not None
+    name, counts = part.leaf.name, without_moments(plan.abstract_stored["opt_state"])
+
+    def update(weights: Any, master: Any, moments: Any, grad: Any) -> Any:
+        before = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), counts)
+        begun = begin(plan, before, lone_context(plan, plan.program.kernels["update"]))
+        streamed = name in plan.offload.streamed  # type: ignore[union-attr]
+        return LeafUpdate(begun, part.leaf, on_host=streamed)(weights, master, moments, grad)
+
+    return jax.shard_map(update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+
+def _way(plan: Plan, part: SlicedPart, name: str, mesh: Mesh) -> Way:
+    options = {
+        "out_shardings": jax.tree.map(lambda x: x.sharding, part.arrays[:3]),
+        "compiler_options": dict(plan.program.options) or None,
+    }
+    update = update_of(plan, part, mesh)
+    once, again = jax.jit(update, **options), jax.jit(update, **options, donate_argnums=(0, 1, 2))
+
+    def begin_with() -> tuple[Any, Any]:
+        *held, grad = jax.tree.map(_filled, part.arrays)
+        return held, grad
+
+    def next_one(held: Any, grad: Any) -> tuple[Any, Any]:
+        found = again(*held, grad)
+        return found, found
+
+    return Way(
+        name=name,
+        run=lambda: once(*jax.tree.map(_filled, part.arrays)),
+        repeat=Repeated(begin_with, next_one),
+    )
+
+
+def _filled(struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """Numbers between 0 and 1, the same for every shape of as many elements."""
+    sharding: Any = struct.sharding
+    on_device = NamedSharding(sharding.mesh, sharding.spec)
+    return jax.device_put(_filler(struct.shape, struct.dtype, on_device)(), sharding)
+
+
+@functools.lru_cache(maxsize=16)
+def _filler(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Callable[[], jax.Array]:
+    def make() -> jax.Array:
+        number = jnp.arange(math.prod(shape), dtype=jnp.uint32) * jnp.uint32(2654435761)
+        return (number / jnp.float32(2**32)).astype(dtype).reshape(shape)
+
+    return jax.jit(make, out_shardings=sharding)
+
+
+def _no_room(plan: Plan, parts: tuple[SlicedPart, SlicedPart]) -> str | None:
+    """Why measuring takes more than it may."""
+    free = least_room()
+    needed = {
+        "device": (max(part.device_bytes for part in parts), room(plan)),
+        "host": (max(part.host_bytes for part in parts), share_of(free.free if free else 0)),
+    }
+    for where, (taken, most) in needed.items():
+        if taken > most:
+            return f"measuring takes {taken:,} bytes of {where} memory, and {most:,} may be taken"
+    return None
+
+
+def _name(plan: Plan) -> str:
+    return f"{plan.settings.offload.slice_limit:,} elements at most"
+
+
+def difference(ours: Any, theirs: Any) -> str | None:
+    """Why two updated parts have other bits; None if they have not."""
+    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = (np.asarray(x).reshape(-1) for x in (mine, other))
+        if a.dtype != b.dtype or not np.array_equal(a, b):
+            return "an element has other bits"
+    return None
