@@ -12,7 +12,7 @@ PYTEST := $(RUN) -m pytest -n auto --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test train test test-thorough test-slow test-programs test-gpu lint format types bench wheel clean
+.PHONY: help setup setup-test train test test-all test-programs test-gpu lint format types upgrade bench wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -30,13 +30,10 @@ train: setup ## train a small model on Shakespeare under ZeRO on 8 virtual CPU d
 test: setup-test ## the quick tests, on all cores
 	@$(PYTEST) $(ARGS)
 
-test-thorough: setup-test ## the cases that `make test` leaves out for their time
-	@$(PYTEST) -m "thorough and not slow and not gpu and not gpu_programs" $(ARGS)
+test-all: ## all tests on the newest and the oldest Python, in hours; ARGS=--continue goes on after an interruption
+	@python3 tools/test_all.py $(ARGS)
 
-test-slow: setup-test ## the slow part
-	@$(PYTEST) -m "slow and not gpu and not gpu_programs" $(ARGS)
-
-test-programs: ## what is compiled for GPUs that this machine does not have (installs about 700 MB of compiler)
+test-programs: ## compile for GPUs that this machine does not have (installs about 700 MB of compiler)
 	@sh tools/setup.sh "$(VENV)" test,plan
 	@$(PYTEST) -m gpu_programs $(ARGS)
 
@@ -51,6 +48,9 @@ format: setup-test ## let ruff fix what it can
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 
+upgrade: ## write constraints.txt anew from the newest releases
+	@sh tools/upgrade.sh
+
 types: setup-test ## pyrefly
 	@$(RUN) -m pyrefly check --python-interpreter-path $(RUN)
 
@@ -58,8 +58,7 @@ bench: setup-test ## the benchmarks of this machine (benchmarks/README.md)
 	@$(RUN) -m benchmarks $(ARGS)
 
 wheel: setup-test ## dist/: wheel and sdist
-	@$(RUN) -m pip install --quiet --disable-pip-version-check build
-	@$(RUN) -m build
+	@$(RUN) -m build --no-isolation
 
 clean: ## remove .venv, caches and build results; runs/ stays
 	rm -rf "$(VENV)" .venv-* .venv*.lock build dist .pytest_cache .ruff_cache

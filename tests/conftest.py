@@ -12,13 +12,13 @@ import platform
 import re
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 import jax
 import pytest
 
 from tests.cpu_times import CpuTimes
+from tests.journal import Journal
 from tests.kept_programs import KeptPrograms
 from zerojax.runtime.memory import keep_freed_memory
 
@@ -32,6 +32,8 @@ XLA_FLAGS = (
 """LLVM gets a program in one part, not in up to 32 for as many cores: less work in all. A CPU
 device may wait ten minutes for the others of a collective: after 40 seconds, XLA's own limit, it
 aborts the process, and eight devices on two busy cores were seen to take longer."""
+SLOW_SECONDS = 1800
+"""The time limit of a slow test."""
 GARBAGE_THRESHOLDS = 50_000, 10, 10
 """Tracing makes many objects that live on. Python's own thresholds (700, 10, 10) would have it look
 for cycles among them for 6 % of the processor time."""
@@ -88,6 +90,14 @@ def _keep_programs(config: pytest.Config) -> None:
     config.stash[PROGRAMS] = programs
 
 
+def _journal(config: pytest.Config) -> Journal:
+    path, part = config.getoption("journal"), config.getoption("journal_part")
+    from_starter = getattr(config, "workerinput", None)
+    if from_starter is None:
+        return Journal(path, part, worker=False)
+    return Journal(path, part, worker=True, passed=from_starter["passed_tests"])
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cpu-times",
@@ -96,6 +106,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="print the N dearest test files and tests by processor time, which does not depend "
         "on what else the machine does; processes that tests start count when they have ended",
     )
+    parser.addoption(
+        "--journal",
+        type=Path,
+        metavar="FILE",
+        help="add a line of JSON to FILE for each test that ends; tests that passed by an earlier "
+        "line are left out",
+    )
+    parser.addoption("--journal-part", default="", metavar="NAME", help="of this call, in FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -118,6 +136,8 @@ def pytest_configure(config: pytest.Config) -> None:
             _keep_programs(config)
     if config.getoption("cpu_times"):
         config.pluginmanager.register(CpuTimes(config.getoption("cpu_times")))
+    if config.getoption("journal"):
+        config.pluginmanager.register(_journal(config))
     keep_freed_memory()
     jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -127,6 +147,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests compile many programs and run each for milliseconds. Without most of XLA's and LLVM's
     # optimisations the suite takes about half the processor time; what is computed stays the same.
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+def _limit(items: list[pytest.Item]) -> None:
+    """Gives slow tests a longer time limit than pyproject.toml's."""
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
 
 
 def _sample(items: list[pytest.Item]) -> None:
@@ -148,6 +175,7 @@ def _sample(items: list[pytest.Item]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Samples cases; a `gpu` test outside `-m gpu` (as with -m "") is skipped by name."""
     _sample(items)
+    _limit(items)
     if _gpu_was_asked_for(config):
         return
     for item in items:
@@ -181,17 +209,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GARBAGE_THRESHOLDS)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test that would begin after ZEROJAX_TESTS_UNTIL (seconds of Unix time) is left out.
-
-    The reason names its file: `.ci/run` prints in its last lines how many of which were.
-    """
-    until = os.environ.get("ZEROJAX_TESTS_UNTIL")
-    if until and time.time() > float(until):
-        pytest.skip(f"left out for lack of time: {item.nodeid.partition('::')[0]}")
 
 
 @pytest.hookimpl(trylast=True)

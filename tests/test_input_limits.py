@@ -8,10 +8,11 @@ import random
 from pathlib import Path
 
 import pytest
+import yaml
 
-from zerojax.config import ConfigError, RunConfig, load
+from zerojax.config import ConfigError, RunConfig, load, loader
 from zerojax.config.display import MAX_VALUE, printable, quoted
-from zerojax.config.loader import MAX_CHARACTERS, MAX_DEPTH, parse_text, read_yaml
+from zerojax.config.loader import MAX_CHARACTERS, MAX_DEPTH, NotYaml, parse_text, read_yaml
 from zerojax.training import deepspeed
 
 LONGEST = 5000
@@ -70,6 +71,21 @@ def test_yaml_beyond_the_bounds_is_refused(case, tmp_path):
         load(RunConfig, path)
     assert len(str(caught.value)) < LONGEST + len(str(path))
     assert str(path) in str(caught.value)
+
+
+def test_the_depth_is_refused_whatever_bound_the_parser_has(monkeypatch):
+    class Bounded(yaml.CSafeLoader):
+        """Fails at once, as a parser that looks far ahead does."""
+
+        def check_event(self, *_):
+            mark = yaml.Mark("x", 1000, 0, 1000, None, None)
+            raise yaml.scanner.ScannerError(None, None, "too deep for this parser", mark)
+
+    monkeypatch.setattr(loader, "_Loader", Bounded)
+    with pytest.raises(ConfigError, match=f"more than {MAX_DEPTH} levels deep"):
+        read_yaml("[" * 2000, "x")
+    with pytest.raises(NotYaml, match="too deep for this parser"):
+        read_yaml("[" * (MAX_DEPTH - 1), "x")
 
 
 def test_yaml_within_the_bounds_is_read():

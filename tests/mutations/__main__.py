@@ -1,6 +1,6 @@
 """The command that runs the mutations; exit status 1 if any survives.
 
-python -m tests.mutations [--only WORD] [--jobs N]
+python -m tests.mutations [--only WORD] [--jobs N] [--journal FILE]
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+from tests.journal import append, passed_tests
 from tests.mutations.table import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,18 +66,38 @@ def survives(mutation: Mutation) -> bool:
         return result.returncode == 0
 
 
+def timed(mutation: Mutation) -> tuple[bool, float]:
+    """`survives`, and the seconds it took."""
+    began = time.monotonic()
+    return survives(mutation), time.monotonic() - began
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument("--only", default="", help="those whose text or tests contain this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time")
+    parser.add_argument("--journal", type=Path, help="add results; leave out what was found before")
+    parser.add_argument("--journal-part", default="", help="the name of this call in the journal")
     args = parser.parse_args()
     chosen = [one for one in MUTATIONS if args.only in one.old + one.tests]
+    if args.journal:
+        before = passed_tests(args.journal, args.journal_part)
+        chosen = [one for one in chosen if one.old not in before]
     survivors = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        for mutation, survived in zip(chosen, pool.map(survives, chosen), strict=True):
+        for mutation, (survived, seconds) in zip(chosen, pool.map(timed, chosen), strict=True):
             print("SURVIVED" if survived else "found   ", mutation.old.strip().splitlines()[0])
             sys.stdout.flush()
             survivors += [mutation] if survived else []
+            if args.journal:
+                outcome = "failed" if survived else "passed"
+                append(
+                    args.journal,
+                    part=args.journal_part,
+                    test=mutation.old,
+                    outcome=outcome,
+                    seconds=seconds,
+                )
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} found")
     for mutation in survivors:
         path = find(mutation, ROOT).relative_to(ROOT)

@@ -1,5 +1,6 @@
 """Loader of configurations from YAML and KEY=VALUE text, with file and line in each error."""
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -39,7 +40,6 @@ MAX_CHARACTERS = 2**20
 """Of a configuration's text."""
 MAX_DEPTH = 64
 """Of sections and lists inside of one another."""
-_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep; write it flat"
 MAX_NODES = 100_000
 """Of sections, lists and values, with each alias (*name) counted as all that it stands for."""
 MAX_DIGITS = 100
@@ -366,7 +366,7 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Key, str]]:
     where: dict[Key, str] = {}
     check_length(text, source)
     try:
-        _check_events(text, source)
+        _check_events(text, source, _Loader)
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
@@ -375,20 +375,32 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Key, str]]:
         _record_lines(node, (), source, where)
         return loader.construct_document(node), where
     except yaml.YAMLError as error:
+        _check_depth_before(error, text, source)
         mark = getattr(error, "problem_mark", None)
         line = f"{source}:{mark.line + 1}" if mark else source
         problem = getattr(error, "problem", None) or str(error)
-        if "nesting depth" in problem:  # libyaml's own bound, met while it looks for the next event
-            raise ConfigError(_TOO_DEEP, where=line) from None
         raise NotYaml(f"not valid YAML: {problem}", where=line) from None
 
 
-def _check_events(text: str, source: str) -> None:
+def _check_depth_before(error: yaml.YAMLError, text: str, source: str) -> None:
+    """Refuses nesting beyond the bounds that precedes a syntax error.
+
+    libyaml looks ahead and has a bound of its own, in some versions: it can fail at a later place
+    of the text than the one where the nesting becomes too deep. The parser in Python does not look
+    ahead.
+    """
+    mark = getattr(error, "problem_mark", None)
+    before = text[: mark.index] if mark else text
+    with contextlib.suppress(yaml.YAMLError):
+        _check_events(before, source, yaml.SafeLoader)
+
+
+def _check_events(text: str, source: str, loader: type) -> None:
     """Refuses nesting and aliases beyond the bounds, from the stream of events."""
     weights: dict[str, tuple[int, int]] = {}  # of what is anchored: nodes, levels below it
     opened: list[tuple[str | None, int, int]] = []  # anchor, nodes before it, levels below so far
     total = 0
-    for event in yaml.parse(text, Loader=_Loader):
+    for event in yaml.parse(text, Loader=loader):
         anchor, below, before = None, 0, total
         if isinstance(event, yaml.ScalarEvent):
             anchor, total = event.anchor, total + 1
@@ -409,7 +421,7 @@ def _check_events(text: str, source: str) -> None:
         if opened and below >= opened[-1][2]:
             opened[-1] = (*opened[-1][:2], below)
         if len(opened) + below > MAX_DEPTH or total > MAX_NODES:
-            problem = _TOO_DEEP
+            problem = f"nested more than {MAX_DEPTH} levels deep; write it flat"
             if total > MAX_NODES:
                 problem = (
                     f"more than {MAX_NODES:,} values, each alias (*name) counted as all that it "
