@@ -122,7 +122,7 @@ def test_values_are_those_written_out(implementation, case, kv_heads):
     np.testing.assert_allclose(found, written_out(*arrays[:3], **CASES[case]), **CLOSE)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_stored_scores(case, kv_heads):
@@ -145,6 +145,7 @@ def test_any_numbers_of_queries_and_keys(queries, keys):
         np.testing.assert_allclose(found, expected, **CLOSE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
 def test_a_packed_text_is_computed_as_if_it_were_alone(implementation):
     query, key, value, slope = inputs()
@@ -181,6 +182,7 @@ def test_lower_precisions(implementation, dtype):
         np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0, atol=limit)
 
 
+@pytest.mark.thorough
 def test_scale():
     arrays = inputs()
     for implementation in ("xla", "chunked"):

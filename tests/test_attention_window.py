@@ -41,6 +41,7 @@ def hidden(of, tokens):
     return np.asarray(_hidden_of(*nnx.split(of), tokens))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_token_acts_as_far_as_the_windows_of_all_layers_reach(name):
     """Each layer hands on what is less than a window away: 2 layers of 3 tokens reach 4 back."""
@@ -56,11 +57,13 @@ def test_a_token_acts_as_far_as_the_windows_of_all_layers_reach(name):
     assert everywhere.any((0, 2)).sum() == LENGTH - place
 
 
+@pytest.mark.thorough
 def test_a_window_of_the_whole_row_is_none():
     wide = hidden(model("llama", window=LENGTH), tokens())
     np.testing.assert_allclose(wide, hidden(model("llama", window=None), tokens()), atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_tokens_after_a_cache_see_the_same_window(name):
     whole = hidden(model(name), tokens())

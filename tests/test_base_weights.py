@@ -96,6 +96,7 @@ def flip(content: bytearray) -> None:
     content[-1] ^= 0x40  # of the last float32 the exponent
 
 
+@pytest.mark.thorough
 def test_a_step_has_the_bytes_of_what_trains_and_no_others(theirs, saved, tmp_path):
     plan = lora_plan(theirs, devices=1)
     state = plan.abstract_canonical
@@ -177,6 +178,7 @@ def test_other_files_are_refused_with_the_way_out(change, what, theirs, saved, t
     assert main(["checkpoint", "verify", str(saved), "--pretrained", str(place)]) == 1
 
 
+@pytest.mark.thorough
 def test_a_folder_that_has_moved_is_named(theirs, saved, tmp_path):
     place = moved(theirs, tmp_path / "there")
     (place / "model.safetensors").rename(place / "weights.safetensors")  # another name will do
@@ -187,6 +189,7 @@ def test_a_folder_that_has_moved_is_named(theirs, saved, tmp_path):
     assert main(["checkpoint", "verify", str(saved), "--pretrained", str(place)]) == 0
 
 
+@pytest.mark.thorough
 def test_a_change_that_rounding_takes_away_is_none(theirs, saved, tmp_path):
     """The lowest byte of a float32 is below bfloat16's eight bits."""
 
@@ -198,6 +201,7 @@ def test_a_change_that_rounding_takes_away_is_none(theirs, saved, tmp_path):
     same_bits(state, init_state(lora_plan(theirs, devices=1), 0))
 
 
+@pytest.mark.thorough
 def test_a_folder_that_changes_under_way_makes_checkpoints_whole(theirs, tmp_path):
     place = moved(theirs, tmp_path / "there")
     plan = lora_plan(place, devices=1)
@@ -272,6 +276,7 @@ def test_only_what_a_state_has_from_the_folder_stays_there():
     assert base.as_read({}) is None
 
 
+@pytest.mark.thorough
 def test_frozen_weights_that_somebody_puts_into_a_state_are_saved(theirs, tmp_path):
     """Zeros in the place of a table: nothing could read them again."""
     plan = lora_plan(theirs, devices=1)
@@ -405,6 +410,7 @@ def test_a_run_that_cannot_read_them_again_says_so_before_it_begins(theirs, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_fingerprints_of_frozen_weights_are_kept_where_others_are_not(theirs, tmp_path):
     plan = lora_plan(theirs, devices=1)
     state, (opened, _) = init_state(plan, 0), base_of(plan)
@@ -419,6 +425,7 @@ def test_fingerprints_of_frozen_weights_are_kept_where_others_are_not(theirs, tm
         assert checkpointer.verify(1).is_good
 
 
+@pytest.mark.thorough
 def test_a_damaged_step_is_still_passed_over(theirs, tmp_path):
     plan = lora_plan(theirs, devices=1)
     state = init_state(plan, 0)
@@ -455,6 +462,7 @@ def test_every_family_finds_its_arrays_by_name(case, tmp_path):
         arrays_in(folder, {"other/kernel": (2,)})
 
 
+@pytest.mark.thorough
 def test_values_are_rounded_as_those_of_a_new_state(theirs, saved):
     plan = lora_plan(theirs, devices=1)
     frozen = restore(saved, lora_plan(theirs, devices=2, zero=0))[1]["frozen"]

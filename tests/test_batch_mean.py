@@ -169,6 +169,7 @@ def assert_equal(found, expected, tolerance=TOLERANCE):
     np.testing.assert_allclose(found, expected[: len(found)], rtol=0, atol=tolerance)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_losses_are_those_of_one_device(zero):
     expected = plain_losses()
@@ -176,6 +177,7 @@ def test_losses_are_those_of_one_device(zero):
     assert expected[0] - expected[-1] > 0.02
 
 
+@pytest.mark.thorough
 def test_without_it_they_are_others():
     """That the tests around this one can fail: for the balance alone, and the batch norm alone."""
     with pytest.warns(RuntimeWarning, match="product of means"):
@@ -185,6 +187,7 @@ def test_without_it_they_are_others():
     assert abs(run(balanced, steps=1).losses[0] - plain_losses()[0]) > 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "zero",
     [pytest.param(0, marks=pytest.mark.thorough), 2, pytest.param(3, marks=pytest.mark.slow)],
@@ -196,6 +199,7 @@ def test_two_microbatches_are_those_of_plain_jax(zero):
     assert np.abs(expected - plain_losses()).max() > 1e-3
 
 
+@pytest.mark.thorough
 def test_rows_of_weight_0():
     assert_equal(run(loss=pair_loss, zero=2).losses, plain_losses(pair_loss))
 
@@ -210,6 +214,7 @@ def padded_loss(model, batch):
     return jnp.sum(errors * w) + share * jnp.sum(w), jnp.sum(w)
 
 
+@pytest.mark.thorough
 def test_means_over_rows_that_count():
     assert_equal(run(loss=padded_loss, zero=1, steps=6).losses, plain_losses(padded_loss))
 
@@ -230,6 +235,7 @@ def whole_pair(model, batch, rule=lambda y: y):
     return total + 0.1 * balance * weight, weight
 
 
+@pytest.mark.thorough
 def test_a_sum_and_a_weight_of_the_whole_batch():
     """Right without a rule that clips; a plan knows that such a rule is not told the weight."""
     assert_equal(run(loss=whole_pair, zero=2, steps=6).losses, plain_losses(pair_loss))
@@ -291,6 +297,7 @@ def test_16_bits_are_summed_in_float32():
     np.testing.assert_array_equal(np.asarray(gradient, np.float32), 3.0)
 
 
+@pytest.mark.thorough
 def test_bfloat16():
     """Losses of 3 steps, which differ by the rounding of activations: 2^-9 of each."""
     options = {"precision": "bf16", "steps": 3}
@@ -299,6 +306,7 @@ def test_bfloat16():
     assert abs(found[0] - plain_losses()[0]) < 2e-2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("batches", [1, 3])
 def test_evaluation(batches):
     options = {"loss": pair_loss, "steps": 2, "run_dir": None, "precision": "fp32"}
@@ -349,6 +357,7 @@ def mean_loss(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options", [{"zero": 1}, pytest.param({"zero": 3}, marks=pytest.mark.thorough)]
 )
@@ -390,6 +399,7 @@ class Rolled(nnx.Module):
         return self.head(x)
 
 
+@pytest.mark.thorough
 def test_rolled_layers():
     options = {"loss": mean_loss, "batch": batch_of, "persistence_threshold": 0, "zero": 3}
     found = train_for(Rolled, **options, steps=6)
@@ -424,6 +434,7 @@ def test_sequences_over_devices():
     assert any("taken over the batch of 8 devices" in reason for reason in found.plan.reasons)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("schedule", "zero"),
     [
@@ -472,6 +483,7 @@ def gradient_over_devices(params, batch, mesh):
     return jax.tree.map(lambda x: x / weight, total)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-6), ("float64", 1e-12)])
 def test_gradients_are_those_of_one_device(dtype, limit):
     with jax.enable_x64(dtype == "float64"):
@@ -520,6 +532,7 @@ def all_reduced(plan):
     return sum(x.wire_bytes * x.times for x in found if x.kind == "all-reduce")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_the_bytes_said_are_those_of_the_compiled_step(remat, count):
@@ -579,6 +592,7 @@ def test_a_mean_of_integers_is_refused(dtype):
         zerojax.batch_mean(jnp.ones(3, dtype))
 
 
+@pytest.mark.thorough
 def test_integers_and_numbers_of_rows_are_summed():
     assert zerojax.batch_sum(jnp.arange(3)).tolist() == [0, 1, 2]
     with pytest.raises(TypeError, match="batch_sum was given bool"):

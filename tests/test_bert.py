@@ -166,6 +166,7 @@ def close(ours: Any, theirs: Any) -> None:
 # What the model promises
 
 
+@pytest.mark.thorough
 def test_padding_changes_nothing() -> None:
     embed_texts, rows = jax.jit(build().embed_texts), tiny.TOKENS[1:, :5]
     alone = embed_texts(rows)
@@ -193,6 +194,7 @@ def test_the_number_of_parameters_is_said_beforehand(has_head: bool) -> None:
     assert counted == (109_514_298 if has_head else 109_482_240)
 
 
+@pytest.mark.thorough
 def test_what_it_cannot_do_is_said() -> None:
     bare = build(dataclasses.replace(CONFIG, has_mlm_head=False, has_pooler=False))
     with pytest.raises(ValueError, match="has_mlm_head=False"):

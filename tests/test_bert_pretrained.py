@@ -71,7 +71,7 @@ def difference(ours: Any, theirs: Any) -> float:
     return float(np.abs(np.asarray(ours)[real] - np.asarray(theirs)[real]).max())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_every_class_has_its_heads(class_name: str, tmp_path: Path) -> None:
     folder = written(tmp_path, tensors_of(class_name), class_name)

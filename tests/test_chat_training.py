@@ -315,6 +315,7 @@ def test_train_refuses_a_model_that_is_called_with_tokens_alone(tmp_path):
         zerojax.train(Bare, data=small, seq_len=SEQ_LEN, global_batch_size=8, run_dir=None)
 
 
+@pytest.mark.thorough
 def test_a_call_with_tokens_alone_takes_weights_and_no_segments():
     batch = alone(some_texts(3))
     logits = lambda tokens: jax.nn.one_hot(tokens, 64)  # noqa: E731

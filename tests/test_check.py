@@ -54,7 +54,7 @@ LAST = Configuration(DEVICES, 3, 2)
 # --- what the forward pass tells ------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", cases.RIGHT, ids=lambda loss: loss.__name__)
 def test_a_mean_over_rows_has_no_fault(loss):
     assert experiments(cases.PAIR, loss).forward(train=True).reason is None
@@ -90,6 +90,7 @@ def test_a_row_inside_of_a_scan_is_found_inside_of_it():
     assert "jnp.tanh(x - x.mean(0" in reason.where
 
 
+@pytest.mark.thorough
 def test_a_backward_pass_that_clips_is_not_linear():
     found = experiments(cases.PAIR, cases.clipping)
     assert found.forward(train=True).reason is None
@@ -104,6 +105,7 @@ def test_a_backward_pass_that_clips_is_not_linear():
 # --- whole checks ---------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_model_that_trains_the_same_agrees(monkeypatch):
     result = found_here(cases.PAIR, cases.pair, monkeypatch, only=[LAST])
     assert result.agrees, result.table()
@@ -114,6 +116,7 @@ def test_a_model_that_trains_the_same_agrees(monkeypatch):
     result.require()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", [cases.balanced_over_batch, cases.normalised_over_batch])
 def test_sums_over_the_batch_agree(loss, monkeypatch):
     """With several microbatches they are those of the same microbatches in plain JAX."""
@@ -163,6 +166,7 @@ def test_wrong_losses_differ_or_are_refused(loss):
     assert result.reasons
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["integers", pytest.param("counter", marks=pytest.mark.slow)])
 def test_state_that_counts_rows_is_found(kind, monkeypatch):
     """Or summed or refused by the plan, which then is the finding; calls may be counted."""
@@ -177,6 +181,7 @@ def test_state_that_counts_rows_is_found(kind, monkeypatch):
         assert "seen" in result.reasons[0].sentence
 
 
+@pytest.mark.thorough
 def test_the_line_of_refused_state_is_named(monkeypatch):
     result = found_here(cases.LastSeen, cases.mean, monkeypatch, only=[LAST])
     refused, reason = result.reasons

@@ -192,6 +192,7 @@ def test_every_single_bit_of_metadata_is_noticed(saved: Path) -> None:
         assert not metadata.is_unbroken(bytes(changed))
 
 
+@pytest.mark.thorough
 def test_several_damaged_steps_are_passed_over(run: Path) -> None:
     largest(run / "3").unlink()
     flip(largest(run / "2"), 1000, 0)

@@ -98,7 +98,7 @@ def test_large_arrays_go_by_themselves_and_packs_have_a_size(monkeypatch):
         assert np.array_equal(table.part(name, pack, ((5,), (10,))), np.asarray(given[name][5:15]))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("order", ["wide first", "wide later"])
 def test_arrays_of_small_shards_that_are_larger_than_a_pack(tmp_path, monkeypatch, order):
     """On many devices what is small on each is large in all."""
@@ -145,6 +145,7 @@ def test_nothing_is_sent_between_devices():
         assert collective not in text
 
 
+@pytest.mark.thorough
 def test_packs_may_be_donated_around(tmp_path):
     """The state goes into a donating computation right after `save`, many times."""
     mesh = mesh_of(4, 2)

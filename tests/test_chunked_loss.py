@@ -111,7 +111,7 @@ def test_what_is_divided_or_scaled_afterwards_scales_the_gradients():
     assert_same(mean(chunked), mean(plain))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("unknown", [-1, -100, VOCAB, 10 * VOCAB])
 @pytest.mark.parametrize("function", [plain, chunked], ids=["plain", "chunked"])
 def test_a_target_outside_the_vocabulary_is_ignored_at_weight_0_and_nan_otherwise(
@@ -265,7 +265,7 @@ def test_shapes_that_do_not_belong_together_are_refused(options, message):
 # --- over devices -----------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("spec", [P("model", None), P(None, "model")], ids=["vocab", "width"])
 def test_a_head_that_is_split_over_devices_stays_split(spec):
     """Nothing as large as the head is sent, neither it nor its gradient."""

@@ -64,6 +64,7 @@ def test_values_and_gradients_are_those_of_all_tokens(kind, chunk):
         np.testing.assert_allclose(found, expected, **CLOSE)
 
 
+@pytest.mark.thorough
 def test_gradients_of_weights_are_summed_in_float32():
     """In bfloat16 chunks of one token lose no more than all tokens at once do."""
     exact = jax.tree.leaves(both(SWIGLU, None)[1][0])
@@ -119,6 +120,7 @@ def test_a_model_in_chunks_trains_as_one_device_without(name, options):
     np.testing.assert_allclose(found.losses, one_device(name).losses, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sequence_sharding", [False, True])
 def test_chunks_send_nothing_more(sequence_sharding):
     """Weights are gathered once for all chunks of a layer, and rows in parts are not moved."""

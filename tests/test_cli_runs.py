@@ -105,6 +105,7 @@ def test_the_same_command_continues_a_run(finished, continued):
     assert "resuming" not in finished.printed
 
 
+@pytest.mark.thorough
 def test_generate_continues_the_prompt(run, capsys):
     words = ["generate", str(run), "To be", "--tokens", "9", "--seed", "3"]
     assert main(words) == 0

@@ -155,7 +155,7 @@ def assert_equal_in_float64(way, devices, arrays, options):
 # --- one function ---------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])
 @pytest.mark.parametrize("case", ["causal", "packed", "window"])
 @pytest.mark.parametrize("devices", [2, 4, 8])
@@ -165,7 +165,7 @@ def test_values_and_gradients_are_those_of_one_device(way, devices, case, kv_hea
     assert_equal_in_float64(way, devices, arrays, options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [2, 8])
 @pytest.mark.parametrize("case", ["packed, window", "one text", "all", "window, both sides"])
 @pytest.mark.parametrize("way", WAYS)

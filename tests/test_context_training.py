@@ -194,6 +194,7 @@ def test_a_state_goes_to_another_mesh_and_back_bit_by_bit():
 # --- bytes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "way", ["ulysses", *(pytest.param(way, marks=pytest.mark.thorough) for way in WAYS[1:])]
 )

@@ -939,6 +939,7 @@ def assert_authors(found: dict, *rates: float, **more) -> None:
         np.testing.assert_allclose(value, wanted[name], atol=2e-5)
 
 
+@pytest.mark.thorough
 def test_muon_is_its_authors():
     both = tx_of("Muon", muon_lr=0.02, adam_lr=1e-3, **MUON)
     assert isinstance(both, Optimizer)
@@ -947,6 +948,7 @@ def test_muon_is_its_authors():
     assert_authors(after_steps(tx_of("Muon", **MUON)), 0.02, 3e-4)
 
 
+@pytest.mark.thorough
 def test_a_scheduler_drives_both_rates_of_muon():
     numbers = {"total_num_steps": 10, "warmup_num_steps": 2}
     cosine = {"type": "WarmupCosineLR", "params": numbers}

@@ -248,12 +248,14 @@ def test_a_reference_model_says_it_too_and_is_read_back_with_it(tmp_path):
     assert "layout bslongformer, blocks of 2" in "".join(loaded.plan.reasons)
 
 
+@pytest.mark.thorough
 def test_a_run_with_the_layout_of_a_file_asks_for_its_loss(tmp_path):
     losses(own(), FIXED, tmp_path, checkpoint=tmp_path)
     with pytest.raises(ValueError, match="loss function of your own"):
         zerojax.load_run(tmp_path, model=own())
 
 
+@pytest.mark.thorough
 def test_jitted_parts_of_a_model_are_traced_once():
     """The first trace takes the layout; later ones reuse it and are not refused."""
     jitted = jax.jit(functools.partial(zerojax.attention, causal=True))

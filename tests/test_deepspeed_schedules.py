@@ -96,6 +96,7 @@ def test_shards_in_place_follow_the_same_betas(make):
         np.testing.assert_allclose(shards[name], whole[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_skipped_update_keeps_its_place():
     schedule = build("OneCycle", **CYCLE)
     tx = adamw(schedule.learning_rate, b1=schedule.b1, b2=schedule.b2, clip_norm=None)

@@ -64,6 +64,7 @@ def assert_same_bits(case: str, zero: int, devices: int) -> dict[str, np.ndarray
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("zero", "devices"), [(1, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_same_bits(zero, devices):
     found = assert_same_bits("fp32", zero, devices)

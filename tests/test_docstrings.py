@@ -58,6 +58,7 @@ def wrong_first_lines(docstring: str) -> str:
     return "the second line must be empty" if len(lines) > 1 and lines[1] else ""
 
 
+@pytest.mark.thorough
 def test_every_modules_first_line_is_a_noun_phrase():
     found = {
         module_name(path): wrong_first_lines(ast.get_docstring(tree) or "")

@@ -94,6 +94,7 @@ def test_another_mesh_stage_and_tier_restore_every_bit(first, second, tmp_path):
         close(each.state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["stage 3", *map(thorough, ["host", "shares", "nvme"])])
 @pytest.mark.parametrize("saved_in", ["one device", thorough("shares")])
 def test_a_checkpoint_without_one_begins_it_as_its_weights(where, saved_in, tmp_path):
@@ -113,6 +114,7 @@ def test_a_checkpoint_without_one_begins_it_as_its_weights(where, saved_in, tmp_
         close(each)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["one device", *map(thorough, ["host", "shares", "nvme"])])
 def test_a_run_that_keeps_none_leaves_it_out(where, tmp_path):
     run = Followed(planned(PLACES["stage 3"], ADAMW, tmp_path / "a"))(*BATCHES[:2])

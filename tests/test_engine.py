@@ -154,6 +154,7 @@ def test_what_a_loop_asks(trained):
     assert engine.train() is engine.eval() is engine
 
 
+@pytest.mark.thorough
 def test_evaluation_and_the_model_are_those_of_the_state(trained):
     engine, *_ = trained
     whole = engine.to_model().loss(batch(99))
@@ -167,7 +168,7 @@ def test_the_log_has_every_due_step(trained):
     assert reported == pytest.approx({3: losses[2], 6: losses[5]})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["before the first batch", "after it"])
 def test_it_goes_on_from_a_checkpoint_at_another_stage(trained, when):
     _, losses, folder, _ = trained
@@ -185,6 +186,7 @@ def test_it_goes_on_from_a_checkpoint_at_another_stage(trained, when):
     assert engine.global_steps == NUM_STEPS
 
 
+@pytest.mark.thorough
 def test_tags(trained, tmp_path):
     engine, *_ = trained
     with pytest.warns(RuntimeWarning, match="there is no file .*latest"):

@@ -251,6 +251,7 @@ def test_a_tied_weight_is_bitwise_equal_up_to_stage_1_and_from_stage_2():
     np.testing.assert_allclose(zero_2.losses, zero_0.losses, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [1, 3])
 def test_weights_keep_their_digits_where_gradients_are_sent_in_fewer(zero):
     """The first loss is that of float32 weights, to its rounding; of bfloat16's it is 3e-5 away."""

@@ -101,7 +101,7 @@ def assert_same_run(many, one):
 # --- equality with one device ---------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_losses_and_norms_are_those_of_one_device(mesh, stage):
@@ -145,7 +145,7 @@ def test_layers_of_a_list_that_are_rolled(stage):
     assert_same_run(many, train_for(model, devices=1, steps=STEPS))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accumulated_gradients(stage):
     options = {"mesh": {"data": 2, "expert": 4}, "zero": stage, "persistence_threshold": 1}
@@ -183,7 +183,7 @@ def gradients(devices, stage, expert, **changes):
     }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("stage", "expert"), [(0, 2), (1, 8), (2, 4), (3, 4)])
 def test_gradients_are_those_of_one_device(stage, expert):
     assert_same_gradients(gradients(8, stage, expert), gradients(1, 0, 1))
@@ -199,6 +199,7 @@ def assert_same_gradients(many, one):
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["balanced", "all to one", "random"])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_a_call_on_several_devices_in_float64(devices, kind):
@@ -299,6 +300,7 @@ def test_a_run_goes_on_at_another_degree(tmp_path):
 # --- mistakes that these tests see ----------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_gradients_that_are_summed_over_expert_too_are_seen(monkeypatch):
     one = on_one_device()
     monkeypatch.setattr(passes.parameters, "_AXES_OF_EXPERTS", passes.parameters.PASS_AXES)
@@ -381,6 +383,7 @@ class Regression(nnx.Module):
         return mean_squared_error(y, x[:, :5])
 
 
+@pytest.mark.thorough
 def test_what_a_program_does_besides_is_refused():
     """From the traced loss, not from names."""
     refused("has no attribute expert_parameters", lambda rngs: Undeclared(rngs))
@@ -406,6 +409,7 @@ def test_what_a_program_does_besides_is_refused():
     refused("calls no zerojax.experts", llama(MoEConfig()))
 
 
+@pytest.mark.thorough
 def test_an_evaluation_that_looks_at_all_experts_is_refused():
     plan = plan_for(mixture(), mesh={"expert": 2})
     norm = loss_of(lambda experts: jnp.sum(experts.up[...] ** 2))

@@ -138,6 +138,7 @@ def test_memory_of_experts_is_that_of_their_arrays(options):
     assert costs.gradients == sum(gradient_bytes(plan, leaves[name]) for name in names) > 0
 
 
+@pytest.mark.thorough
 def test_pages_say_it():
     plan = plan_of("full", num_microbatches=2, zero=3)
     table, found = plan.table(), forecast(plan, gpu="h100", why_formula="not asked for")

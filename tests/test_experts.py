@@ -89,6 +89,7 @@ def assert_close(found: Any, expected: Any, tolerance: float) -> None:
         assert np.abs(one - other).max() <= tolerance * np.abs(other).max()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", ["balanced", "random", "all to one"])
 def test_values_and_gradients_are_those_of_every_expert_on_every_token(kind, dtype):
@@ -126,6 +127,7 @@ def test_every_row_goes_in_and_comes_out_for_100_random_routings():
         np.testing.assert_array_equal(np.asarray(out), K * np.asarray(rows))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["balanced", "all to one"])
 def test_no_slot_that_is_not_taken_has_part_in_anything(kind):
     """Experts that divide by the length of a row have no value and no derivative at zeros."""
@@ -145,6 +147,7 @@ def test_no_slot_that_is_not_taken_has_part_in_anything(kind):
     assert_close(found, expected, 2e-6)
 
 
+@pytest.mark.thorough
 def test_a_buffer_full_of_nan_gives_nothing_of_itself():
     """What a slot holds that no choice has is never read, in either direction."""
     routes = sort_choices(routing("random"), EXPERTS)
@@ -206,6 +209,7 @@ def test_a_slot_that_nobody_needs_has_a_row_of_its_own_expert():
     assert not np.asarray(slots.is_taken).all()
 
 
+@pytest.mark.thorough
 def test_bfloat16_rows_are_summed_in_float32():
     """16-bit results are within the rounding of one 16-bit number of the same with wide sums."""
     given, ids = arrays("bfloat16"), routing("all to one")
@@ -224,6 +228,7 @@ def test_bfloat16_rows_are_summed_in_float32():
         assert error <= 0.02 * np.abs(np.asarray(other)).max()  # a few roundings of 2**-8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["balanced", "all to one"])
 def test_layers_in_a_scan_with_checkpoints_are_the_same(kind):
     given, ids = arrays("float32"), routing(kind)
@@ -285,7 +290,7 @@ def routed_loss(model: Any, batch: Any) -> jax.Array:
     return mean_squared_error(model(batch["x"]), batch["y"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("zero", "num_microbatches"), [(0, 1), (1, 2), (2, 1), (3, 2)])
 def test_a_model_of_experts_trains_as_on_one_device(zero, num_microbatches):
     options = {"batch": regression_batch, "loss": routed_loss, "steps": 8}

@@ -45,7 +45,7 @@ def on_one_device(**changes):
     return run_of(split(**changes), devices=1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_losses_and_norms_are_those_of_one_device(mesh, stage):
@@ -71,7 +71,7 @@ def gradients(devices, stage, mesh):
     }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("stage", "mesh"), [(3, MESHES[0]), (0, MESHES[1]), (2, MESHES[2])])
 def test_gradients_are_those_of_one_device(stage, mesh):
     one, many = gradients(1, 0, ()), gradients(8, stage, tuple(mesh.items()))
@@ -143,6 +143,7 @@ def test_layers_of_a_list_that_are_rolled():
     assert_same_run(many, train_for(model, devices=1, steps=STEPS))
 
 
+@pytest.mark.thorough
 def test_each_dimension_lies_over_one_axis():
     """Experts over `expert`, their width over `model`, the rest over `data`: 1 / 8 each."""
     plan = plan_for(split(), mesh=MESHES[0], zero=3, persistence_threshold=1)

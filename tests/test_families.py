@@ -114,14 +114,14 @@ def assert_as_seen(case, pretrained, logits, loss, gradients):
         assert error <= 1e-5 * max(values[0], largest / 20), name
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_logits_and_gradients_are_those_of_transformers(case, folder_of):
     """Texts longer than a window and than those before scaling; logits seen to differ by 1e-6."""
     assert_as_seen(case, *computed(folder_of(case), tokens_of(case)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", IN_BLOCKS)
 def test_so_they_are_in_blocks_and_a_chunked_loss(case, folder_of, monkeypatch):
     """Where the attention function branches, and the loss makes logits for 7 tokens at a time."""
@@ -136,7 +136,7 @@ def mean_divergence(first, second):
     return float(jnp.mean(jnp.sum(jnp.exp(one) * (one - other), axis=-1)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", IN_BFLOAT16)
 def test_in_bfloat16_they_are_as_near_as_rounding_lets_them(case, folder_of):
     """Nearer to transformers' bfloat16 than that is to its float32."""
@@ -378,6 +378,7 @@ def describe_model_of(config):
 # --- adapters -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["phi3", "gemma2"])
 def test_adapters_for_peft_add_what_merging_adds(case, folder_of, tmp_path):
     """Also where query, key and value of unequal sizes are one module to PEFT."""
@@ -457,6 +458,7 @@ run_dir: {run}
     assert loaded.config.kinds == again.config.kinds
 
 
+@pytest.mark.thorough
 def test_a_config_names_a_model_without_weights(folder_of, tmp_path):
     """A file or its folder; sizes are the file's alone, and weights are new ones."""
     folder = folder_of("qwen3")

@@ -269,6 +269,7 @@ def weight_bytes(plan: Any) -> tuple[float, float]:
     return 2 * stacked / LAYERS, 2 * (plan.placement.num_parameters() - stacked)
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize(("name", "remat", "zero", "options"), CASES)
 def test_roles_add_up_to_the_compiled_peak(name, remat, zero, options):

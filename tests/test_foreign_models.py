@@ -104,6 +104,7 @@ def _mark_of_training(name: str) -> pytest.MarkDecorator:
     return pytest.mark.thorough if name in TRAINED else pytest.mark.slow
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ALL)
 def test_its_layers_become_the_loops_that_they_are(name):
     found = {loop.title: loop.period for loop in _compared(name).found.loops}

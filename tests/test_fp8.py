@@ -153,6 +153,7 @@ def test_head_dimensions_and_batch_dimensions_contract_as_in_flax():
         np.testing.assert_allclose(ours, theirs, atol=3e-6 * np.abs(theirs).max())
 
 
+@pytest.mark.thorough
 def test_several_products_take_the_scale_that_no_history_finds_too_small():
     """Two kernels, one of which remembers an input eight times as large."""
     x, kernels = jnp.asarray(random(1, 6, 8)), [jnp.asarray(random(seed, 8, 4)) for seed in (2, 3)]
@@ -170,6 +171,7 @@ def test_several_products_take_the_scale_that_no_history_finds_too_small():
         np.testing.assert_array_equal(history[:, 0], np.float32(newest))
 
 
+@pytest.mark.thorough
 def test_a_product_beyond_float16_is_scaled_before_it_is_float16():
     """448 * 448 * 64 is 200 times the largest float16; the scaled result is 64."""
     x, kernel = jnp.ones((2, 64), jnp.float16), jnp.ones((64, 3), jnp.float16)

@@ -221,6 +221,7 @@ def test_the_formula_knows_half_the_bytes():
     assert "all-gather over data in uint8" in page
 
 
+@pytest.mark.thorough
 def test_the_plan_says_what_is_sent_in_8_bits_and_what_could_be():
     def said(**options):
         plan = plan_for(model_of(), persistence_threshold=1000, **options)

@@ -90,7 +90,7 @@ def test_greedy_generation_equals_repeated_whole_forward_passes(model, tokens):
     assert len(np.unique(made[:, 6:])) > 2
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 def test_generation_may_fill_the_model_to_its_last_position(model, tokens):
     made = generate(model, tokens, 28, temperature=0.0)
     assert made.shape == (3, SIZES["max_seq_len"])
@@ -116,6 +116,7 @@ def test_samples_have_the_probabilities_of_the_softmax(tokens):
         assert expected.max() < 0.9
 
 
+@pytest.mark.thorough
 def test_ids_that_a_tokenizer_lacks_are_not_drawn(tokens):
     """Tables are often padded: Qwen's have more rows than its tokenizer has ids."""
     model = build(LLAMA_TINY)
@@ -165,6 +166,7 @@ def test_dropout_is_off_and_the_model_is_unchanged(tokens):
     assert noisy.embed_dropout.deterministic is False
 
 
+@pytest.mark.thorough
 def test_the_cache_has_the_dtype_of_the_activations():
     model = build(LLAMA_TINY)
     assert model.init_cache(2, 8).keys.dtype == jnp.float32

@@ -149,6 +149,7 @@ def instructions(compiled: jax.stages.Compiled) -> list[str]:
     return [line for line in lines if " = " in line]
 
 
+@pytest.mark.thorough
 @needs_descriptions
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK_CARDS else pytest.mark.slow) for n in DESCRIBED]

@@ -97,6 +97,7 @@ def test_a_table_has_every_row_once(tile):
         assert begin[-1] <= sum(sizes) // tile + GROUPS  # less than a tile more for each group
 
 
+@pytest.mark.thorough
 def test_rows_may_lie_in_several_segments_of_a_group():
     """As slots that are taken from the first on, of two devices for each expert."""
     count = jnp.asarray([3, 40, 0, 64, 64, 1, 9, 0], jnp.int32)
@@ -149,7 +150,7 @@ def by_tiles(x, gates, ids, weights, **options):
     return zerojax.experts(x, gates, ids, weights, _GatedMlps("silu"), products="loop", **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", ["balanced", "random", "all to one"])
 def test_experts_give_what_every_expert_on_every_token_gives(kind, dtype):
@@ -171,7 +172,7 @@ def test_choices_that_are_left_out_take_no_row():
     assert_close(found, result_and_slopes(batched, given, ids), TOLERANCE["float32"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["balanced", "all to one", "random"])
 @pytest.mark.parametrize("devices", [2, 8])
 def test_a_call_on_several_devices_in_float64(devices, kind):
@@ -231,6 +232,7 @@ def test_rounds_are_needed_for_what_other_devices_send_alone():
     assert whole_slots(33, 8, 4) == 64
 
 
+@pytest.mark.thorough
 def test_no_load_needs_more_rows_than_a_plan_says():
     """And one needs as many: sizes that are no multiples of a tile."""
     random = np.random.default_rng(2)

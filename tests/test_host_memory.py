@@ -28,6 +28,7 @@ def _run(mode: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is what is asked")
 def test_a_piece_that_was_freed_is_used_again_without_page_faults():
     said, kept = _run("keep")

@@ -88,6 +88,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [name if name == "loop" else pytest.param(name, marks=pytest.mark.thorough) for name in CASES],
@@ -122,6 +123,7 @@ def test_frozen_weights_in_codes_are_gathered_so(codes):
     assert sent == [("all-gather", "uint8", "nodes"), gathers, gathers]
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_from_a_checkpoint_on_other_meshes(tmp_path):
     """Nothing of a node's copy is state: 8, 6 and 6 steps on three meshes are 20 on one device."""
     batches = {"batch": regression_batch}

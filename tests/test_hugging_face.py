@@ -126,7 +126,7 @@ def wanted_params(case: str) -> dict[str, np.ndarray]:
 RARE = ("zero 0", "zero 2", "zero 3, a copy per pair", "state on the host")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow if x in RARE else ()) for x in PLANS]
 )
@@ -150,6 +150,7 @@ def test_every_plan_holds_the_files_bits(name, folders, tmp_path):
     end_state(state)
 
 
+@pytest.mark.thorough
 def test_moments_begin_at_zero_and_frozen_parameters_come_too(folders):
     plan = make_plan(
         from_hugging_face(folders["llama"]),
@@ -269,6 +270,7 @@ def test_a_change_is_a_setting_of_the_model(folders):
         from_hugging_face(folders["llama"], mlp_dim=32)
 
 
+@pytest.mark.thorough
 def test_new_parameters_come_from_the_seed(folders, tmp_path):
     """A head that the files do not have is the model's own initialisation, the rest is theirs."""
     tensors = {n: x for n, x in tensors_of("llama").items() if n != "lm_head.weight"}

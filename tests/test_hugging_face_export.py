@@ -212,6 +212,7 @@ def test_what_has_no_form_there_is_refused(tmp_path):
         describe_model(as_model((lambda key: {"w": jnp.ones(3)}, lambda params, x: x)))
 
 
+@pytest.mark.thorough
 def test_a_run_file_begins_with_a_folder(tmp_path):
     """Its sizes and tokenizer are the folder's; other sizes and foreign tokens are refused."""
     theirs = write_folder(tmp_path / "theirs", "llama")

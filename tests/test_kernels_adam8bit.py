@@ -61,6 +61,7 @@ def test_the_kernel_computes_what_the_reference_computes(shape, dtype):
     assert float(jnp.abs(reference.moments.mu.astype(F32)).max()) == 127
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_a_skipped_step_changes_nothing_whatever_the_gradient_holds():
     param, moments = after(2, (1300,))
@@ -84,7 +85,7 @@ def encoded(values, encode, draws=2000):
     return back.mean(0), back
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("encode", "values", "power", "levels"),
     [
@@ -117,6 +118,7 @@ def test_a_second_moment_is_never_zero_beside_a_larger_one():
     assert float(jnp.abs(param).max()) < 29 * 1e-3 * 4
 
 
+@pytest.mark.thorough
 def test_a_zero_gradient_leaves_zero_moments():
     param, moments = after(0, (700,))
     scalars = optimizers.adam_scalars(1e-2, count=1, weight_decay=0.0)
@@ -180,6 +182,7 @@ def test_a_division_that_rounds_down_costs_no_code():
         np.testing.assert_array_equal(np.asarray(found), 127)
 
 
+@pytest.mark.thorough
 def test_tiny_second_moments_keep_their_size():
     """Gradients of 1e-16, whose squares lie below the smallest scale, are as exact as it allows:
     one code, a 256th of the fourth root of the scale, or two, since the smallest stands for 0."""
@@ -192,6 +195,7 @@ def test_tiny_second_moments_keep_their_size():
     np.testing.assert_allclose(mu, 0.5 * grad, atol=0.016 * np.abs(grad).max())
 
 
+@pytest.mark.thorough
 def test_coding_by_hand_rounds_to_nearest():
     """The middle between two neighbours is half of the sum of their values, not of their roots."""
     code = np.arange(-127, 127)
@@ -203,6 +207,7 @@ def test_coding_by_hand_rounds_to_nearest():
         np.testing.assert_array_equal(np.asarray(found), code + rises)
 
 
+@pytest.mark.thorough
 def test_blocks_do_not_touch_each_other():
     """A value of 1e6 in one block costs the next nothing, and the short last block has its own."""
     shape = (1100,)

@@ -217,6 +217,7 @@ def test_parts_of_the_keys_are_merged_by_their_log_sums():
         assert_close(joined, gradients[side], jnp.bfloat16)
 
 
+@pytest.mark.thorough
 @interpreted
 def test_one_bit_of_a_table_that_is_flipped_is_seen():
     arrays, options, _ = case("diagonals")

@@ -62,6 +62,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CALLS)
 def test_it_computes_what_stored_scores_compute(case, interpreted):
     arrays = operands()
@@ -119,6 +120,7 @@ def test_auto_never_takes_it_before_a_gpu_has_measured_it():
     assert not any("mosaic_gpu" in reason for reason in plan.reasons)
 
 
+@pytest.mark.thorough
 def test_a_plan_says_so_and_its_step_is_counted():
     mesh = make_abstract_mesh({"data": 8}, 8, gpu=find_gpu("h100"))
     flops = {}

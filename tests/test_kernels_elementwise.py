@@ -142,6 +142,7 @@ def test_statistics_count_every_non_finite_value(bad):
         assert float(found[1]) == 3
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_stochastic_rounding_is_the_same_in_the_kernel_and_in_the_tail():
     updated, read = arrays_of(optimizers.ADAMW, (1300,), BF16)

@@ -146,6 +146,7 @@ def test_experts_by_the_kernels_are_batched_ones(monkeypatch):
         np.testing.assert_allclose(found, expected, rtol=0, atol=limit)
 
 
+@pytest.mark.thorough
 def test_two_kernels_forward_and_backward_lower_for_cuda():
     def both(rows, matrices, sizes, slope):
         out, pull = jax.vjp(
@@ -212,6 +213,7 @@ def test_a_plan_refuses_what_its_gpus_cannot_in_one_sentence():
     refused("split over the 2 devices of tensor parallelism", sizes={"data": 4, "model": 2})
 
 
+@pytest.mark.thorough
 def test_a_plan_for_h100s_says_what_experts_multiply():
     plan = planned()
     costs = expert_costs(plan)

@@ -97,6 +97,7 @@ def test_one_kernel_for_many_leaves_writes_into_all_of_them(rule):
     assert f"{rule.name}_many" in text
 
 
+@pytest.mark.thorough
 def test_leaves_are_dealt_out_to_kernels_whose_addresses_fit():
     """3 arrays a leaf, so 160 leaves in one kernel; their scalars and seeds are two more."""
     rule, leaves = optimizers.LION, MAX_PARAMETERS // 3 + 1

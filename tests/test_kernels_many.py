@@ -63,6 +63,7 @@ def one_by_one(rule, updated, read, scalars, *, out_dtypes=(), seeds=None):
     return arrays + [jnp.stack(column) for column in zip(*[r.sums for r in results], strict=True)]
 
 
+@pytest.mark.sampled(1)
 @needs_kernels
 @by_name
 def test_every_leaf_is_updated_as_it_would_be_alone(rule):
@@ -74,6 +75,7 @@ def test_every_leaf_is_updated_as_it_would_be_alone(rule):
     check_equal(found, expected, sums=rule.num_sums)
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_leaves_may_differ_in_their_dtypes_and_have_scalars_and_seeds_of_their_own():
     """Decayed leaves, others, and one with its own rate, in one kernel."""
@@ -191,6 +193,7 @@ def test_leaves_with_moments_of_eight_bits_share_a_kernel():
             np.testing.assert_allclose(found[k].compute, other.compute, rtol=2**-7, atol=2**-12)
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_a_skipped_step_changes_nothing_in_any_leaf():
     rule = optimizers.ADAMW
@@ -201,6 +204,7 @@ def test_a_skipped_step_changes_nothing_in_any_leaf():
     chex.assert_trees_all_equal(after, updated, strict=True)
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_more_leaves_than_one_kernel_takes(monkeypatch):
     """Three kernels of at most two leaves; and branches within branches."""
@@ -285,6 +289,7 @@ def run_adam8bit(shape=(5, 512)):
     return update_adam8bit_many([param] * 2, [moments] * 2, [grad] * 2, **more)
 
 
+@pytest.mark.thorough
 @needs_kernels
 @pytest.mark.parametrize("rule", [*RULES, None], ids=lambda rule: rule.name if rule else "adam8bit")
 def test_the_order_of_programs_does_not_matter(rule, monkeypatch):
@@ -322,6 +327,7 @@ jax.block_until_ready(update(optimizers.LION, (x, x), (x,), **more))
 """
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_two_tiles_that_write_the_same_elements_are_found():
     """In a process of its own: JAX's interpreter is of no use after an error."""
@@ -332,6 +338,7 @@ def test_two_tiles_that_write_the_same_elements_are_found():
     assert "RACE DETECTED" in done.stderr
 
 
+@pytest.mark.thorough
 def test_statistics_of_many_leaves_are_one_number_each():
     grads = {"a": normal(0, (130,)), "b": normal(1, (256,)).at[3].set(jnp.nan)}
     more = {"scalars": gradients.StatsScalars(), "impl": XLA}

@@ -136,6 +136,7 @@ def test_sgd(nesterov):
     check(run_oracle(leaf, 1), run_optax(tx, lambda state: (state[1][0].trace,)), 1e-6)
 
 
+@pytest.mark.thorough
 def test_lamb():
     def leaf(updated, read, decay, count, skip):
         scalars = adam(count, skip, decay)

@@ -237,7 +237,7 @@ def extended(model, tokens, cuts, length):
     return jnp.concatenate(found, axis=1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("changes", [{}, {"attention_sinks": True, "attention": "xla"}])
 def test_tokens_after_a_cache_see_what_they_see_in_a_whole_pass(changes):
     model = decoder(**changes)(nnx.Rngs(0))
@@ -261,6 +261,7 @@ def test_so_they_do_in_every_family(case, tmp_path):
 # --- packed texts ---------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_texts_of_a_row_are_computed_as_if_alone():
     model = decoder()(nnx.Rngs(0))
     tokens = jnp.asarray(text_batch(0)["tokens"][:1])
@@ -334,6 +335,7 @@ def test_a_scale_is_rounded_after_the_features_where_a_family_has_it_so():
     assert (before(x) != after(x)).any()
 
 
+@pytest.mark.thorough
 def test_a_loss_in_chunks_has_the_scale_and_the_cap_of_the_logits():
     batch = {name: jnp.asarray(x[:2]) for name, x in text_batch(0).items()}
     switches = {"logit_scale": 0.3, "logit_softcap": 1.5, "tie_embeddings": True}

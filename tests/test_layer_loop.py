@@ -229,6 +229,7 @@ def program_of(body: Callable[[Arrays, Arrays], Any]) -> Program:
     return lambda values, extras, key, batch: (body(values, batch), extras)
 
 
+@pytest.mark.thorough
 def test_a_pair_of_functions() -> None:
     def apply(params: Arrays, x: jax.Array) -> jax.Array:
         return lax.scan(dense, x, (params["blocks"]["w"], params["blocks"]["b"]))[0]
@@ -291,6 +292,7 @@ def test_a_counter_a_key_and_numbers_of_layers() -> None:
     np.testing.assert_array_equal(written["means"] == 0, [True, False])
 
 
+@pytest.mark.thorough
 def test_a_table_with_a_row_for_each_layer() -> None:
     """Which of two kinds each layer is, as the model knows it: a NumPy array, no traced value."""
 
@@ -313,6 +315,7 @@ def test_a_table_with_a_row_for_each_layer() -> None:
         assert_composes(program_of(body), arguments, chunks)
 
 
+@pytest.mark.thorough
 def test_constants_of_the_loop_from_other_parameters() -> None:
     """Padding, too, since a row of padding must add nothing to the gradient of such a constant."""
 
@@ -344,7 +347,7 @@ def divided(values: Arrays, batch: Arrays) -> Any:
     return finish(values, x, batch)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("masked", [True, False])
 def test_padding_of_layers_that_make_nan(masked: bool) -> None:
     values, extras, batch = layer_values(2), {}, regression()
@@ -395,6 +398,7 @@ def test_padding_may_be_passed_over() -> None:
     assert shapes.count(stacked["blocks/w"].shape) <= 1
 
 
+@pytest.mark.thorough
 def test_counters_and_who_may_read_what_another_wrote() -> None:
     """What only counts is known for each microbatch before any goes through the layers."""
     values, batch = layer_values(2), regression()
@@ -421,6 +425,7 @@ def test_counters_and_who_may_read_what_another_wrote() -> None:
         cut(loss("embed"), (values, extras, KEY, batch))
 
 
+@pytest.mark.thorough
 def test_several_arrays_of_one_parameter_dtypes_and_marks() -> None:
     """As the pass binds parameters: (whole, shard), a mark at the read, a change of dtype."""
 
@@ -441,6 +446,7 @@ def test_several_arrays_of_one_parameter_dtypes_and_marks() -> None:
     assert pieces.stacked == {"blocks/w", "blocks/b"}
 
 
+@pytest.mark.thorough
 def test_a_jitted_loss_called_from_another() -> None:
     @jax.jit
     def layers(values: Arrays, x: jax.Array) -> jax.Array:
@@ -453,6 +459,7 @@ def test_a_jitted_loss_called_from_another() -> None:
     assert_composes(program_of(body), (layer_values(), {}, KEY, regression()), [[0, 1], [2]])
 
 
+@pytest.mark.thorough
 def test_inside_of_a_shard_map_with_arrays_that_are_closed_over() -> None:
     """As the pass cuts it; the scale is a traced value of the surrounding program."""
     mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))

@@ -118,7 +118,7 @@ def assert_same_run(many, one):
 # --- equality with one device ---------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_norms_are_those_of_one_device(kind, stage):
@@ -140,7 +140,7 @@ def gradients(devices, kind, *, precision="fp32", **options):
     return {name: np.asarray(grad, np.float64) for name, grad in grads.items()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_are_those_of_one_device(stage, kind):
@@ -153,14 +153,14 @@ def test_gradients_are_those_of_one_device(stage, kind):
         np.testing.assert_allclose(many[name], grad, rtol=0, atol=bound, err_msg=name)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_accumulated_gradients(stage):
     many = train_for(reader(), batch=batch_of("Zipf"), **owners(zero=stage, num_microbatches=4))
     assert_same_run(many, on_one_device("Zipf"))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -183,6 +183,7 @@ def test_combinations_too(options):
     assert unlike.max() <= bound
 
 
+@pytest.mark.thorough
 def test_a_table_that_is_read_in_a_checkpoint():
     """Once more in the backward pass; nnx hands the table out of the checkpoint, too."""
     many = train_for(reader(way="checkpoint"), batch=batch_of("Zipf"), **owners())
@@ -190,6 +191,7 @@ def test_a_table_that_is_read_in_a_checkpoint():
     assert_same_run(many, on_one_device("Zipf", "checkpoint"))
 
 
+@pytest.mark.thorough
 def test_a_table_that_is_read_twice():
     many = train_for(reader(way="twice"), batch=batch_of("Zipf"), **owners())
     assert many.plan.placement.leaves[TABLE].asked == Asked(rows=2 * 64)
@@ -206,6 +208,7 @@ def test_gradients_in_bfloat16(kind):
     assert np.abs(found - exact).max() <= 2**-7 * np.abs(exact).max()
 
 
+@pytest.mark.thorough
 def test_bfloat16_losses_are_the_bits_of_a_gathered_table():
     first = [
         train_for(reader(), batch=batch_of("Zipf"), precision="bf16", **owners(lookup=lookup))
@@ -215,6 +218,7 @@ def test_bfloat16_losses_are_the_bits_of_a_gathered_table():
     assert np.abs(first[0].losses - first[1].losses).max() <= 2e-4
 
 
+@pytest.mark.thorough
 def test_evaluation_is_that_of_one_device():
     """Of the plan's loss, and of one that reads all of the table."""
 
@@ -233,12 +237,14 @@ def test_evaluation_is_that_of_one_device():
     assert value(largest, 8, **given) == pytest.approx(value(largest, 1), rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_frozen_table():
     one = train_for(reader(), devices=1, steps=STEPS, batch=batch_of("Zipf"), freeze="embed")
     many = train_for(reader(), batch=batch_of("Zipf"), **owners(freeze="embed"))
     assert_same_run(many, one)
 
 
+@pytest.mark.thorough
 def test_a_decoder_with_a_head_of_its_own():
     sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 16}
     config = LlamaConfig(vocab_size=ROWS, max_seq_len=16, remat="full", **sizes)
@@ -250,6 +256,7 @@ def test_a_decoder_with_a_head_of_its_own():
     assert np.abs(many.losses - one.losses).max() <= TOLERANCE
 
 
+@pytest.mark.thorough
 def test_a_pair_of_functions():
     def init(key):
         one, two = jax.random.split(key)
@@ -358,6 +365,7 @@ def test_values_and_gradients_in_float64(name, kind):
         np.testing.assert_allclose(other, one, rtol=0, atol=bound)
 
 
+@pytest.mark.thorough
 def test_a_table_in_another_dtype():
     """Cast where it is read: rows are cast; what stands for those out of range is not rounded."""
 
@@ -373,6 +381,7 @@ def test_a_table_in_another_dtype():
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
+@pytest.mark.thorough
 def test_gradients_of_a_row_are_summed_in_float32():
     """800 times 1; a sum in bfloat16 ends at 256."""
     table, ids = jnp.ones((40, WIDTH), jnp.bfloat16), jnp.full(800, 3)
@@ -401,6 +410,7 @@ def test_each_device_has_columns_and_the_plan_says_what_it_sends():
     assert page.count("all-to-all over data in float32, once: 3.5 KiB sent") == 2
 
 
+@pytest.mark.thorough
 def test_a_state_goes_from_columns_to_a_gathered_table_and_back_bit_by_bit():
     """Checkpoints hold canonical arrays, which are the same."""
     run = train_for(reader(), batch=batch_of("Zipf"), **owners(steps=3))
@@ -480,6 +490,7 @@ def test_the_plan_says_why_a_table_is_gathered_all_the_same():
     says(more, batch=batch_of("uniform", 256))
 
 
+@pytest.mark.thorough
 def test_a_tied_table_trains_as_without():
     runs = [
         train_for(reader(way="tied"), batch=batch_of("uniform"), **owners(lookup=lookup))
@@ -512,6 +523,7 @@ def test_settings_that_are_not_proven_are_refused():
 # --- mistakes that these tests see ----------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_gradient_that_one_device_keeps_is_seen(monkeypatch):
     """Without the way back the norm differs by far more than the tolerance."""
     exchange = lax.all_to_all
@@ -526,6 +538,7 @@ def test_a_gradient_that_one_device_keeps_is_seen(monkeypatch):
     assert np.abs(many.norms - on_one_device("Zipf").norms).max() > 100 * TOLERANCE
 
 
+@pytest.mark.thorough
 def test_nothing_of_the_tables_size_is_in_the_program_of_a_step():
     """Nothing else has its shape: not the rows of all devices, nor another parameter."""
     shapes = {}

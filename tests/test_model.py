@@ -219,7 +219,7 @@ def of_a_step(model, loss, *, zero, **options):
     return metrics["loss"], {name: before[name] - after[name] for name in before}, plan
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_models_at_stage_3(name):
     build, loss, barriers = UNUSUAL[name]
@@ -241,6 +241,7 @@ def test_unusual_models_at_stage_3(name):
     assert all(leaf.access in (Access.GATHER_ON_USE, Access.WHOLE) for leaf in others)
 
 
+@pytest.mark.thorough
 def test_a_loss_that_looks_at_stored_values_at_stage_2():
     model = Plain(nnx.Rngs(0))
     expected, gradients = of_plain_flax(model, with_decay, regression_batch(0))
@@ -268,6 +269,7 @@ def test_a_factory_may_hold_plain_arrays():
     assert set(gradients) == set(plan.placement.leaves)
 
 
+@pytest.mark.thorough
 def test_parameters_are_read_in_the_compute_dtype_at_every_stage():
     seen = set()
 
@@ -343,7 +345,7 @@ def test_statistics_move_in_training_and_are_used_in_evaluation(model, loss, mea
     assert abs(float(second["loss"] / second["weight"]) - float(metrics["loss"])) > 1e-3
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_statistics_are_the_mean_over_the_shards_of_the_batch(num_microbatches):
     """A shard's microbatches follow on each other."""
@@ -400,6 +402,7 @@ def test_dropout_depends_on_seed_and_step_and_differs_between_shards():
     assert any(total % 16 for total in first)
 
 
+@pytest.mark.thorough
 def test_each_microbatch_has_a_key_of_its_own():
     def loss(model, batch):
         return jax.random.uniform(model.key) + 0 * jnp.sum(model.params["w"])
@@ -481,6 +484,7 @@ def test_a_linen_module_that_is_never_called_has_no_shapes():
         plan_for(LinenNorm(), batch=regression_batch, loss=lambda model, batch: jnp.float32(0))
 
 
+@pytest.mark.thorough
 def test_functions_may_look_at_the_batch_and_get_mode_and_key():
     def init(key, batch):
         return {"w": jax.random.normal(key, (batch["x"].shape[1], 5))}

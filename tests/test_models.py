@@ -179,7 +179,7 @@ def model_loss(p: Any, batch: Any, graphdef: Any) -> tuple[jax.Array, jax.Array]
     return loss_sum / weight, model(batch["tokens"])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @both
 def test_logits_and_gradients_equal_the_written_out_equations(config, batch):
     graphdef, values = lively(config)
@@ -353,7 +353,7 @@ def test_each_layer_gathers_its_own_slice_inside_the_scan(config, remat, loss_ch
 # --- precision -----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @both
 def test_activations_follow_the_parameters_to_bf16_and_the_loss_stays_float32(config, batch):
     graphdef, values = lively(config)

@@ -71,6 +71,7 @@ def params_of(module):
     return nnx.to_flat_state(nnx.state(module, nnx.Param))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -96,6 +97,7 @@ def test_each_token_goes_through_its_experts(changes):
     np.testing.assert_allclose(routing.scores.sum(), 18, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_router_is_float32_whatever_the_compute_dtype():
     """Of bfloat16 tokens and weights the choice is that of float64, where bfloat16's differs."""
     config = MoEConfig(num_experts=64, experts_per_token=2, expert_dim=4)
@@ -127,6 +129,7 @@ def routing_of(logits, ids, counts):
     return Routing(*(jnp.asarray(x, jnp.float32) for x in arrays))
 
 
+@pytest.mark.thorough
 def test_balance_is_as_it_is_defined():
     """Switch's form for each layer, transformers' over all layers; z as a mean over tokens."""
     random = np.random.default_rng(0)
@@ -159,6 +162,7 @@ def test_equally_busy_experts_have_the_least_balance():
         np.testing.assert_allclose([seen["moe_balance"], seen["moe_fullest"]], [least, 1.0])
 
 
+@pytest.mark.thorough
 def test_padding_is_not_counted():
     """Two rows with a text of 11 tokens each, and padding whose ids differ."""
     model = llama()(nnx.Rngs(0))
@@ -189,7 +193,7 @@ def on_eight_devices(zero, model=1):
     return train_for(llama(), zero=zero, mesh={"model": model})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("zero", "model"), [(0, 1), (1, 1), (2, 1), (3, 1), (2, 2)])
 def test_trains_as_on_one_device(zero, model):
     one, many = on_one_device(), on_eight_devices(zero, model)
@@ -365,6 +369,7 @@ def dropped_by_hand(ids, number, capacity):
     return dropped
 
 
+@pytest.mark.thorough
 def test_tokens_go_without_experts_that_are_full():
     """Against the mixture without a capacity, where the gates of what is dropped are 0."""
     config = MoEConfig(num_experts=5, expert_dim=7, capacity_factor=0.8)
@@ -395,6 +400,7 @@ def test_tokens_go_without_experts_that_are_full():
     np.testing.assert_allclose(module(x)[0], module.experts(x, gates, ids), rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -82,6 +82,7 @@ def with_bias(module, bias):
     return module
 
 
+@pytest.mark.thorough
 def test_biases_choose_and_are_no_part_of_the_result():
     """Scores of the chosen experts are without them; no gradient goes to them or to the choice."""
     config = MoEConfig(num_experts=5, expert_dim=7, scores="sigmoid", scale=2.0, bias_rate=0.1)
@@ -140,6 +141,7 @@ def test_a_rate_of_0_keeps_the_biases():
     assert TowardsMean(0.0)(bias, jnp.asarray([3, 5])).tolist() == bias.tolist()
 
 
+@pytest.mark.thorough
 def test_nothing_is_counted_in_evaluation_and_of_padding():
     router = Router(12, BIASED, stddev=0.02, rngs=nnx.Rngs(0))
     counts = jnp.arange(10) < 7
@@ -154,7 +156,7 @@ def test_nothing_is_counted_in_evaluation_and_of_padding():
 # --- equal bits -----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -190,6 +192,7 @@ def by_definition(loads, rate=RATE):
     return bias
 
 
+@pytest.mark.thorough
 def test_biases_follow_the_loads_of_whole_steps():
     """Not of microbatches, one after the other."""
     for options in ({}, {"num_microbatches": 4}):
@@ -242,6 +245,7 @@ def test_layers_of_a_list_that_are_rolled():
 # --- a run ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_biases_balance_a_router_that_is_not():
     """Parameters stay as they are. There are 61 tokens, and all of one kind move at once."""
 
@@ -259,6 +263,7 @@ def test_biases_balance_a_router_that_is_not():
     assert 1 < max(found[-8:]) < 1.5
 
 
+@pytest.mark.thorough
 def test_evaluation_uses_biases_and_keeps_them():
     plan = plan_for(mixture(), zero=1)
     batch = jax.device_put(text_batch(0), plan.batch_sharding)
@@ -347,7 +352,7 @@ class Pulled(Mixture):
         self.layers[1].router.bias[...] = bias
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [{"devices": 1}, {"mesh": {"data": 2, "expert": 4}}, {"num_microbatches": 2}],

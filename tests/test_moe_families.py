@@ -53,7 +53,7 @@ def run(graphdef, state, tokens):
     return logits, value, metrics, gradients
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", MIXTURES)
 def test_logits_and_gradients_are_those_of_transformers(case, folder_of):
     """Both sides compute in float32, with sums in other orders; see tests/test_families.py.
@@ -80,6 +80,7 @@ def test_logits_and_gradients_are_those_of_transformers(case, folder_of):
         assert error <= 1e-5 * max(values[0], largest / 20), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [case for case in MIXTURES if "balance" in case])
 def test_evaluation_has_the_cross_entropy_alone(case, folder_of):
     seen, tokens = MIXTURES[case], tokens_of(case)
@@ -92,7 +93,7 @@ def test_evaluation_has_the_cross_entropy_alone(case, folder_of):
     assert abs(float(parts.loss / parts.weight) - seen["cross_entropy"]) <= 1e-5 * seen["loss"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", MIXTURES)
 def test_cached_tokens_go_through_the_same_experts(case, folder_of):
     model, tokens = from_hugging_face(folder_of(case)).to_model(), tokens_of(case)

@@ -57,6 +57,7 @@ def sent(collectives) -> int:
     return sum(one.wire_bytes * one.times for one in collectives)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("zero", "model"), [thorough(1, 1), (2, 1), thorough(3, 1), thorough(1, 2), thorough(3, 2)]
 )
@@ -120,6 +121,7 @@ def params_of(run):
     return {name: np.asarray(x) for name, x in named.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("zero", "model", "layers", "dimensions"),
     [

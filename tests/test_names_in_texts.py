@@ -25,6 +25,7 @@ import flax
 import jax
 import numpy
 import optax
+import pytest
 
 import zerojax
 from tests.syntax_trees import nodes_of
@@ -101,6 +102,7 @@ def test_names_in_docstrings_are_modules_or_in_them():
             assert value is not None, f"{name} in {where}"
 
 
+@pytest.mark.thorough
 def test_modules_are_there_after_import_zerojax_alone():
     names = ["optim.adamw", "data.as_masked_source", "schedules.Schedule"]
     code = "import zerojax; " + "; ".join(f"zerojax.{name}" for name in names)

@@ -172,6 +172,7 @@ def test_a_new_store_has_nothing_of_the_one_before(tmp_path):
     assert resume_step(plan) is None
 
 
+@pytest.mark.thorough
 def test_a_step_leaves_nothing_that_keeps_its_state_alive(tmp_path):
     plan = plan_of(offload(tmp_path, durable=True), data=2)
     state, _ = train(plan, 1)

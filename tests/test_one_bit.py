@@ -153,6 +153,7 @@ def flat_loss(params, batch):
     return total / weight
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("devices", "steps"), [(8, 8), (3, 5)])
 def test_it_is_numpys_recurrence(zero, devices, steps):
@@ -188,6 +189,7 @@ def test_it_is_numpys_recurrence(zero, devices, steps):
         np.testing.assert_array_equal(momentum[name], wanted.astype(np.float32))
 
 
+@pytest.mark.thorough
 def test_the_warm_up_is_adamw_bit_for_bit():
     options = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": 0.1, "clip_norm": None}
     plain = run(optimizer=zerojax.adamw(RATE, **options), steps=FREEZE)
@@ -204,6 +206,7 @@ def equal_rows(rows):
     }
 
 
+@pytest.mark.thorough
 def test_one_device_is_eight_where_gradients_are_equal():
     """Parts are whole blocks (4096 / 8 = 2 x 256), so scales are the same ones; what differs is how
     a mean of 8 equal parts of a batch is summed."""
@@ -223,6 +226,7 @@ def test_one_device_is_eight_where_gradients_are_equal():
     np.testing.assert_allclose(eight.norms, one.norms, rtol=1e-3)
 
 
+@pytest.mark.thorough
 def test_exact_names_are_adamws_throughout():
     """All of them: a run with no signs is AdamW's, and its second moments go on."""
     options = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": 0.1, "clip_norm": None}
@@ -247,6 +251,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=[] if c == "microbatches" else [pytest.mark.thorough]) for c in CASES],
@@ -259,6 +264,7 @@ def test_it_learns_with(case):
     assert skipped == 0 or (case == "float16" and skipped < FREEZE)
 
 
+@pytest.mark.thorough
 def test_the_norm_is_never_below_that_of_the_mean_and_clips():
     same = run(batch=equal_rows(4), steps=FREEZE + 1)
     plain = run(
@@ -288,6 +294,7 @@ spoiled.defvjp(
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_gradient_that_is_not_finite_on_one_device_skips_the_step_and_names_the_leaf(zero):
     """After the warm-up; nothing changes, not what signs have left out either."""
@@ -351,6 +358,7 @@ def same(first, second):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(first), jax.device_get(second))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("at", [FREEZE - 1, FREEZE, FREEZE + 3])
 def test_a_run_that_goes_on_has_the_same_bits(at, tmp_path):
     whole = run(steps=FREEZE + 6)
@@ -382,6 +390,7 @@ def test_a_rolled_model_goes_on_with_the_same_bits(tmp_path):
     same(state, whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "change",
     [
@@ -415,6 +424,7 @@ def test_on_other_devices_what_was_left_out_begins_at_zero_and_is_told(change, t
     assert rest.losses[-4:].mean() < 0.8 * found.losses[-4:].mean()
 
 
+@pytest.mark.thorough
 def test_it_goes_on_from_adamw_and_adamw_from_it(tmp_path):
     options = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": 0.1, "clip_norm": None}
     adamw = zerojax.adamw(RATE, **options)
@@ -432,6 +442,7 @@ def test_it_goes_on_from_adamw_and_adamw_from_it(tmp_path):
     same(state["opt_state"], after.state["opt_state"])
 
 
+@pytest.mark.thorough
 def test_a_state_moves_to_another_stage_and_number_of_devices():
     found = run(steps=FREEZE + 3)
     same_place = reshard_state(found.plan, planned(), found.state)
@@ -443,6 +454,7 @@ def test_a_state_moves_to_another_stage_and_number_of_devices():
     assert rest.losses[-4:].mean() < 0.8 * found.losses[-4:].mean()
 
 
+@pytest.mark.thorough
 def test_the_number_of_the_step_decides_without_waiting(monkeypatch):
     """It is read once of each state that did not come from the step before."""
     plan = planned(optimizer=adam(freeze_step=2))
@@ -470,6 +482,7 @@ def sent(found):
     return sum(one.wire_bytes * one.times for one in found if one.payload_bytes > 64)
 
 
+@pytest.mark.thorough
 def test_weights_in_codes_are_counted_as_codes():
     wire = {"weights": "int8"}
     plan = planned(lambda rngs: Layers(rngs, width=96), wire=wire, **REGRESSION)
@@ -478,6 +491,7 @@ def test_weights_in_codes_are_counted_as_codes():
     assert sent(found) == pytest.approx(compressed_bytes(plan.placement, plan.precision), abs=16)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1])
 def test_the_program_after_the_warm_up_sends_what_the_plan_says(zero):
     plan = planned(zero=zero, wire={"exact": ["/b$"]})
@@ -592,6 +606,7 @@ BLOCK_OF_A_FILE = {
 }
 
 
+@pytest.mark.thorough
 def test_a_block_of_deepspeed_means_its_own_update():
     """Decay on every parameter and no corrected moment: `onebit/adam.py` takes bias_correction and
     does nothing with it."""

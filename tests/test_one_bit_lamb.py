@@ -185,6 +185,7 @@ def true_of(plan):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(
     ("devices", "steps"), [(8, 8), pytest.param(3, 5, marks=pytest.mark.thorough)]
@@ -247,6 +248,7 @@ def apply_stack(params, x):
     return (x @ params["out"])[:, :5]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_each_layer_of_a_stack_has_numbers_of_its_own(zero):
     """A device's part of the stack is 108 values, so one scale of signs is for several layers.
@@ -289,6 +291,7 @@ def regression_loss_of(params):
     return REGRESSION["loss"](lambda x: apply_stack(nested, x), regression_batch(0))
 
 
+@pytest.mark.thorough
 def test_elements_that_had_no_gradient_take_no_part_in_a_factor():
     """Half of the values: by eps / eps they would say that nothing has grown."""
     one = lamb(factor_min=0.1, factor_threshold=0.9, weight_decay=0.0, bias_correction=False)
@@ -311,6 +314,7 @@ def test_elements_that_had_no_gradient_take_no_part_in_a_factor():
     np.testing.assert_allclose(moved["w"], 1 - RATE * factor * half["w"], rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_warm_up_is_lamb_bit_for_bit():
     """Within bounds that hold nothing back."""
     plain = run(optimizer=plain_lamb(), steps=FREEZE)
@@ -320,6 +324,7 @@ def test_the_warm_up_is_lamb_bit_for_bit():
     same(signed.state["opt_state"], plain.state["opt_state"])
 
 
+@pytest.mark.thorough
 def test_exact_names_are_lambs_throughout():
     wide = {"min_coeff": 1e-9, "max_coeff": 1e9}
     plain = run(optimizer=plain_lamb(), wire={"exact": ["."]})
@@ -342,6 +347,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=[] if c == "microbatches" else [pytest.mark.thorough]) for c in CASES],
@@ -357,6 +363,7 @@ def test_it_learns_with(case):
 # --- NaN ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_gradient_that_is_not_finite_on_one_device_changes_nothing(steps):
     """In the warm-up and after it."""
@@ -399,6 +406,7 @@ def test_a_gradient_that_is_not_finite_on_one_device_changes_nothing(steps):
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "at", [FREEZE - 1, pytest.param(FREEZE, marks=pytest.mark.thorough), FREEZE + 3]
 )
@@ -443,6 +451,7 @@ def goes_on(plan, state, steps):
     return state, float(metrics["loss"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "change",
     [{"devices": 4}, pytest.param({"zero": 0}, marks=pytest.mark.thorough)],
@@ -470,6 +479,7 @@ def test_on_other_devices_ratios_go_on_and_what_was_left_out_begins_at_zero(chan
     assert rest.losses[-4:].mean() < 0.9 * found.losses[-4:].mean()
 
 
+@pytest.mark.thorough
 def test_it_goes_on_from_lamb_and_from_one_bit_adam_and_lamb_from_it(tmp_path):
     at = FREEZE + 2
     one_adam = one_bit_adam(RATE / 4, freeze_step=FREEZE, b1=B1, b2=B2, eps=EPS)
@@ -495,6 +505,7 @@ def test_it_goes_on_from_lamb_and_from_one_bit_adam_and_lamb_from_it(tmp_path):
     same(state["opt_state"], after.state["opt_state"])
 
 
+@pytest.mark.thorough
 def test_a_state_moves_to_another_stage_and_number_of_devices():
     found = run(steps=FREEZE + 3)
     same(reshard_state(found.plan, planned(), found.state), found.state)
@@ -508,6 +519,7 @@ def test_a_state_moves_to_another_stage_and_number_of_devices():
 # --- what is sent ---------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1])
 def test_the_program_after_the_warm_up_sends_what_the_plan_says(zero):
     plan = planned(zero=zero, wire={"exact": ["/b$"]})
@@ -618,6 +630,7 @@ BLOCK_OF_A_FILE = {
 }
 
 
+@pytest.mark.thorough
 def test_a_block_of_deepspeed_means_its_own_update():
     """No moment is corrected, all parameters decay, an array of zeros has the ratio 1."""
     file = {"train_batch_size": 32, "gradient_clipping": 0, "optimizer": BLOCK_OF_A_FILE}

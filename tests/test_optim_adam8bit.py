@@ -63,6 +63,7 @@ def test_the_step_computes_what_the_reference_computes():
     np.testing.assert_array_equal(new.nu["norm/scale"], plain_state[1][0].nu["norm/scale"])
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
 def test_the_kernel_runs_where_it_is_chosen():
     """In interpret mode; another contraction of a product and a sum may tip one code of 5632."""
@@ -112,6 +113,7 @@ def test_a_skipped_step_changes_nothing_at_all():
     assert int(part_of(state).count) == int(state[1][-1].count) == 3
 
 
+@pytest.mark.thorough
 def test_masks_and_groups_decide_what_decays():
     """With gradients of 0 a parameter moves by learning rate times decay, or not at all."""
     params = tree(0)

@@ -122,6 +122,7 @@ def test_stochastic_rounding_is_right_on_average_and_follows_the_key(tx):
     check_same(draw(jnp.arange(3)), jax.tree.map(lambda x: x[:3], drawn))
 
 
+@pytest.mark.thorough
 def test_the_two_passes_of_lamb_round_independently():
     """The first moment and the parameter are rounded up as often together as two coins agree."""
     tx = lamb(1e-2, clip_norm=None, mask=None).with_dtypes(BF16, True)
@@ -159,6 +160,7 @@ def test_the_kernel_does_the_same(tx):
 # Leaves that are split
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("piece", [None, 3])
 def test_seeds_drawn_together_are_those_of_each_leaf(piece):
     """On every device of a mesh of two axes, for leaves split over one, both and none."""
@@ -224,7 +226,7 @@ def only_large(params):
     return {name: x.size > 20 for name, x in params.items()}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_shards_are_updated_as_the_whole_is(name):
     params, tx = split_arrays(0, 1.0), OPTIMIZERS[name]
@@ -257,6 +259,7 @@ def test_leaves_that_are_split_alike_share_one_sum():
     assert program.count(" all-reduce(") == len({*AXES.values()} - {()})
 
 
+@pytest.mark.thorough
 def test_shards_round_differently_and_copies_of_a_shard_alike():
     tx = sgd(1.0, clip_norm=None).with_dtypes(F32, True)
     params = {name: jnp.ones(shape, BF16) for name, shape in WHOLE.items()}
@@ -271,6 +274,7 @@ def test_shards_round_differently_and_copies_of_a_shard_alike():
     assert len({row.tobytes() for row in rows}) > 1
 
 
+@pytest.mark.thorough
 def test_leaves_of_one_shape_and_content_are_rounded_by_bits_of_their_own():
     tx = sgd(1.0, clip_norm=None).with_dtypes(F32, True)
     params = {name: jnp.ones(512, BF16) for name in "ab"}

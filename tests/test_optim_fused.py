@@ -118,6 +118,7 @@ def test_a_skipped_step_changes_nothing(mine, theirs):
     check_close(again, run_update(theirs, params, (0, 1, 3, 4)))
 
 
+@pytest.mark.thorough
 def test_in_a_chain_it_is_a_transformation_like_others():
     params = make_params()
     ours = optax.chain(optax.scale(0.5), adamw(SCHEDULE, clip_norm=0.5))
@@ -125,6 +126,7 @@ def test_in_a_chain_it_is_a_transformation_like_others():
     check_same(run_update(ours, params), run_update(optax.chain(optax.scale(0.5), same), params))
 
 
+@pytest.mark.thorough
 def test_a_step_that_has_the_norm_hands_it_over():
     params, tx = make_params(), adamw(1e-2, clip_norm=1.0)
     alone = tx.update(gradient(0), tx.init(params), params)

@@ -105,6 +105,7 @@ def test_rows_of_rolled_layers_are_arrays_of_their_own_whatever_is_asked_for(exp
         check_close(unstacked(follow(follows, tx.init(arrays(0)))[0]), expected)
 
 
+@pytest.mark.thorough
 def test_names_reach_it_in_a_chain_and_in_a_part_of_the_parameters(expected):
     tx = optax.masked(
         optax.chain(optax.identity(), TX), {**dict.fromkeys(STACKS, True), "embed": False}
@@ -114,6 +115,7 @@ def test_names_reach_it_in_a_chain_and_in_a_part_of_the_parameters(expected):
     check_close(rows, {name: expected[name] for name in rows})
 
 
+@pytest.mark.thorough
 def test_the_lamb_of_deepspeed_too():
     numbers = {
         "b1": 0.9,
@@ -131,7 +133,7 @@ def test_the_lamb_of_deepspeed_too():
     check_close(unstacked(params), alone)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rows_over", ["data", None])
 def test_shards_of_layers_are_updated_as_the_whole_is(rows_over):
     """Layers over an axis, as on pipeline stages, and what is in them over others."""
@@ -173,6 +175,7 @@ def test_shards_of_layers_are_updated_as_the_whole_is(rows_over):
 needs_kernels = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_the_kernel_does_the_same():
     """`blocks/kernel` in tiles, three for each layer; the others have none."""
@@ -182,6 +185,7 @@ def test_the_kernel_does_the_same():
     )
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_a_kernel_whose_programs_have_several_tiles_keeps_rows_apart():
     """34 tiles for each row, 17 for each program, and numbers that differ from row to row."""

@@ -188,7 +188,7 @@ def baseline():
     return sent(compiled(optax.sgd(0.1))[1])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "is_true"),
     [("chain", False), ("clip_by_block_rms", True), ("adafactor", True), ("noise", True)],
@@ -238,7 +238,7 @@ def test_a_state_with_shapes_of_its_own_is_saved_and_goes_on_on_another_mesh(tmp
     assert_equal(last["opt_state"], opt_state)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["polyak_sgd", "momo"])
 def test_the_loss_that_is_passed_on_is_the_mean_over_devices_and_microbatches(name):
     """Both divide by it, so that a microbatch's or a device's would show."""
@@ -247,7 +247,7 @@ def test_the_loss_that_is_passed_on_is_the_mean_over_devices_and_microbatches(na
     assert_equal(found["params"], params)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [zerojax.adamw, zerojax.adam8bit])
 def test_a_mask_that_asks_for_shapes_is_told_the_true_ones(make):
     """Also where the step updates shards in place; decay is half of each parameter."""
@@ -259,6 +259,7 @@ def test_a_mask_that_asks_for_shapes_is_told_the_true_ones(make):
     assert changed == {"kernel"}
 
 
+@pytest.mark.thorough
 def test_keywords_that_a_transformation_does_not_take_are_left_out():
     def update(updates, state, params=None, *, value):
         return jax.tree.map(lambda x: -0.01 * x * value, updates), state

@@ -101,7 +101,7 @@ HOST = {"params": "host", "opt_state": "host", "min_elements": 1}
 FIXED = {"deterministic": "mesh", "virtual_shards": 16}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("loss", "options"),
     [
@@ -124,6 +124,7 @@ def test_a_rule_that_clips_sees_gradients_of_the_mean(loss, options):
     assert any("are given gradients of the mean" in reason for reason in plan.reasons)
 
 
+@pytest.mark.thorough
 def test_under_a_loss_scale_it_sees_the_scaled_mean():
     """As with any other framework; what is not clipped is divided by the scale again."""
     plan, found = norms(mean, precision="fp16")
@@ -226,6 +227,7 @@ def test_8_bit_products_alone_follow_the_size_of_gradients():
     assert any("gradients of the summed loss, which their scales follow" in r for r in plan.reasons)
 
 
+@pytest.mark.thorough
 def test_a_batch_without_weight_is_skipped():
     plan = plan_for((init, apply), loss=masked, batch=batch_of)
     batch = {**batch_of(0), "mask": np.zeros(ROWS, np.float32)}

@@ -103,7 +103,7 @@ def slow(*values, id):
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("loss", "options"),
     [
@@ -137,6 +137,7 @@ def test_own_metrics_are_those_of_one_device(loss, options):
             assert mine["weight"] == 0
 
 
+@pytest.mark.thorough
 def test_what_is_compared_is_right():
     """One device against NumPy."""
     (first, _), sums = plainly(masked_loss)
@@ -152,6 +153,7 @@ def test_what_is_compared_is_right():
     assert sums["metrics"]["right of all rows"]["weight"] == ROWS
 
 
+@pytest.mark.thorough
 def test_they_are_shown_wherever_the_loss_is(tmp_path, capsys):
     trainer = zerojax.train(
         (init, apply),
@@ -188,6 +190,7 @@ def test_they_are_shown_wherever_the_loss_is(tmp_path, capsys):
     assert page.count("<b>accuracy</b>") == 1
 
 
+@pytest.mark.thorough
 def test_an_engine_has_them():
     rows = {name: x[:8] for name, x in batch_of(0).items()}
     engine = zerojax.initialize(

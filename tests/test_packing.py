@@ -111,6 +111,7 @@ def test_positions_begin_anew_in_each_text():
     assert positions_in_texts(segments).tolist() == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "attention"),
     [

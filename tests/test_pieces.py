@@ -258,6 +258,7 @@ class LinenCounting(linen.Module):
         return linen.BatchNorm(use_running_average=False)(linen.Dense(5)(x))
 
 
+@pytest.mark.thorough
 def test_linen_counts_and_batch_statistics():
     plan, found = state_after(LinenCounting(), zero=2)
     assert plan.traced.counted_state == {"counts/seen"}

@@ -369,6 +369,7 @@ def list_plan(mesh=None, zero=3, num_microbatches=1, precision="fp32", settings=
     )
 
 
+@pytest.mark.thorough
 def test_layers_of_a_python_loop_are_counted_as_the_program_holds_them():
     """Outside of a loop nothing frees one layer's weights before the next layer's come."""
     plan = list_plan(width=256)

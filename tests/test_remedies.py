@@ -73,7 +73,7 @@ def typed(sentence: str, pattern: str, **names):
     return eval(re.search(pattern, sentence)[1], {"zerojax": zerojax, "numpy": np, **names})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["regression", "pair", "tokens"])
 def test_a_missing_loss(kind):
     tokens = np.arange(64).reshape(8, 8) % 16
@@ -110,6 +110,7 @@ def test_a_module_of_pytorch():
         assert "a module of PyTorch" in sentence_of(as_model, each)
 
 
+@pytest.mark.thorough
 def test_rows_as_python_lists():
     lists = {name: value.tolist() for name, value in rows().items()}
     sentence = sentence_of(train, Line, [lists])
@@ -174,6 +175,7 @@ def test_numbers_of_another_kind_are_trained_on(tmp_path):
     train(Line, [{name: jax.numpy.asarray(value) for name, value in rows().items()}])
 
 
+@pytest.mark.thorough
 def test_a_loss_for_each_row():
     def of_rows(model, batch):
         return ((model(batch["x"]) - batch["y"]) ** 2)[:, 0]
@@ -208,6 +210,7 @@ def test_what_is_no_optimizer(optimizer, pattern):
     plan(optimizer=typed(sentence, pattern, optax=optax, optimizer=optimizer))
 
 
+@pytest.mark.thorough
 def test_an_optimizer_of_flax_with_a_state_of_its_own():
     optimizer = nnx.Optimizer(Line(nnx.Rngs(0)), optax.adam(1e-3), wrt=nnx.Param)
     sentence = sentence_of(train, optimizer=optimizer)

@@ -320,6 +320,7 @@ def test_a_text_that_is_too_long_to_go_on(prompt, num_tokens, remedies, monkeypa
     assert found == remedies
 
 
+@pytest.mark.thorough
 def test_how_tokens_are_drawn(monkeypatch):
     drawn = lambda *given, num_tokens, **_: jnp.zeros((1, num_tokens), jnp.int32)  # noqa: E731
     monkeypatch.setattr("zerojax.models.zoo.generation._continue", drawn)
@@ -495,6 +496,7 @@ def test_tensors_of_another_class(tmp_path):
     zerojax.from_hugging_face(write_folder(folder, "llama_tied")).initial_arrays()
 
 
+@pytest.mark.thorough
 def test_no_adapters_for_peft(tmp_path):
     write = lambda model: write_adapter(  # noqa: E731
         tmp_path / "adapters",

@@ -399,6 +399,7 @@ def test_sizes_of_a_model(changes, pattern, then):
         llama(**{**changes, then: int(value) if value.isdigit() else value})
 
 
+@pytest.mark.thorough
 def test_adapters():
     sentence = sentence_of(zerojax.add_lora, gpt2(), zerojax.LoraConfig())
     rank = int(re.search(r"such as rank=(\d+)", sentence)[1])

@@ -299,6 +299,7 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_a_run_is_read_back(run, tmp_path):
     told(
         lambda: zerojax.load_run(tmp_path),
@@ -316,6 +317,7 @@ def test_a_run_is_read_back(run, tmp_path):
     told(lambda: loaded.evaluate([]), r"there is no batch$")
 
 
+@pytest.mark.thorough
 def test_batches_of_a_kind_of_ones_own(tmp_path):
     batch = Pair(**BATCH)
     folder = tmp_path / "pairs"

@@ -134,6 +134,7 @@ def test_a_run_goes_on_rolled_unrolled_and_in_a_pipeline(tmp_path: Path) -> None
     np.testing.assert_allclose(found, whole, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.thorough
 def test_validation_and_the_trained_model_are_those_of_the_users_object() -> None:
     held = [text(9)]
     trainer, _ = run_of(ZERO_3, 2, validation=held)

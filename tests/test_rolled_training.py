@@ -185,6 +185,7 @@ def test_a_kernel_names_the_stack() -> None:
     assert leaf_names(plan) == list(plan.abstract_state["params"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.thorough if n in DEAR else ()) for n in MESHES]
 )
@@ -224,6 +225,7 @@ def test_losses_with_any_optimizer(name: str) -> None:
     np.testing.assert_allclose(train(plan)[1], expected, rtol=LOSSES)
 
 
+@pytest.mark.thorough
 def test_a_frozen_list_is_rolled_and_stays() -> None:
     plan = plan_of(ZERO_3, freeze="layers/")
     assert_all_rolled(plan)
@@ -276,6 +278,7 @@ def test_off_leaves_layers_as_they_are() -> None:
     assert not any(line.startswith("layers:") for line in plan.reasons)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 def test_remat_of_a_mesh_is_that_of_every_layer(remat: str) -> None:
     """Whether the model checkpoints its layers or not."""
@@ -294,6 +297,7 @@ def traced_arguments(plan: zerojax.Plan) -> tuple[Any, ...]:
     return plan.model, params, {}, plan.abstract_batch, plan.loss
 
 
+@pytest.mark.thorough
 def test_remat_makes_a_loop_of_layers_without_a_checkpoint() -> None:
     """At stages below 3, where such layers stay as they are without."""
     plan = plan_of({"data": 4, "zero": 1}, checkpoints=False)
@@ -318,12 +322,14 @@ def test_a_pattern_that_freezes_nothing_is_refused_with_the_users_names() -> Non
         plan_of(ZERO_3, freeze="layers/9/")
 
 
+@pytest.mark.thorough
 def test_states_begin_with_the_same_bits() -> None:
     rolled, plain = plan_of(ZERO_3), plan_of({**ZERO_3, "roll": "off"})
     assert rolled.fingerprint == plain.fingerprint
     assert_same_bits((rolled, init_state(rolled, 3)), (plain, init_state(plain, 3)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "optimizer"),
     [
@@ -371,6 +377,7 @@ def test_rows_are_saved_and_read_in_host_memory(monkeypatch: pytest.MonkeyPatch)
     assert canonical_to_read(plan) is plan.abstract_canonical
 
 
+@pytest.mark.thorough
 def test_a_state_moves_to_an_unrolled_plan_and_back() -> None:
     rolled, plain = plan_of(MESHES["pipeline"]), plan_of({"zero": 0, "roll": "off"})
     state, _ = train(rolled, steps=1)
@@ -379,6 +386,7 @@ def test_a_state_moves_to_an_unrolled_plan_and_back() -> None:
     assert_same_bits((rolled, reshard_state(plain, rolled, moved)), (plain, moved))
 
 
+@pytest.mark.thorough
 def test_the_users_model_comes_back_by_name() -> None:
     plan = plan_of(ZERO_3)
     state, _ = train(plan, steps=1)

@@ -61,7 +61,7 @@ def squared_error(model: Any, batch: Any) -> Any:
     return mean_squared_error(model(batch["x"]), batch["y"])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 def test_it_is_the_same_layers_in_a_python_loop(rate: float, remat: str) -> None:
@@ -88,6 +88,7 @@ def test_it_is_the_same_layers_in_a_python_loop(rate: float, remat: str) -> None
             np.testing.assert_allclose(grad[...][index], theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_layers_have_values_keys_and_counts_of_their_own() -> None:
     stages = make_stages(nnx.Rngs(1), rate=0.5, num_layers=3)
     kernel = np.asarray(stages.blocks.linear.kernel[...])

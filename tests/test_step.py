@@ -106,6 +106,7 @@ def test_the_step_is_traced_once_and_keeps_the_states_form(zero):
     assert float(metrics["weight"]) == 32 * 5
 
 
+@pytest.mark.thorough
 def test_the_state_is_donated():
     plan = make(3)
     state = init_state(plan)
@@ -124,7 +125,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
     [
@@ -156,7 +157,7 @@ def test_a_state_that_was_given_away_is_refused(kind, tmp_path):
         new["disk"].store.close()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 3])
 def test_what_a_step_changes_and_what_it_does_not(zero):
     plan = make(zero)
@@ -184,7 +185,7 @@ def test_what_a_step_changes_and_what_it_does_not(zero):
     )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(value):
     plan = make(1)

@@ -66,7 +66,7 @@ def on_one_device():
     return extras_of(run(devices=1).state)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -97,6 +97,7 @@ def test_counts_are_those_of_one_device_bit_for_bit(options):
         np.testing.assert_array_equal(many[name], value)
 
 
+@pytest.mark.thorough
 def test_stacked_layers_have_a_rule_each():
     """A rule written for one layer, of arrays that a stack has several rows of."""
 
@@ -121,6 +122,7 @@ def test_stacked_layers_have_a_rule_each():
     np.testing.assert_array_equal(many["layers/history"], one["layers/history"])
 
 
+@pytest.mark.thorough
 def test_a_skipped_step_changes_nothing():
     """Of a batch with a NaN, and of float16 that overflows; the next step counts again."""
     scale = as_precision("fp16", loss_scale=LossScale(initial=2.0**32, hysteresis=1))
@@ -153,6 +155,7 @@ def test_the_plan_says_what_is_made_anew():
     assert "made anew once per step" in reasons
 
 
+@pytest.mark.thorough
 def test_the_check_has_no_fault_to_find():
     """Steps on one device and on many, with what both keep."""
     result = check_here(make_request(Sorter, regression_batch, devices=4))

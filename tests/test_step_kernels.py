@@ -154,6 +154,7 @@ def test_adam_in_eight_bits() -> None:
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-4)
 
 
+@pytest.mark.thorough
 @needs_kernels
 @pytest.mark.parametrize(
     ("name", "stage"),

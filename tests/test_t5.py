@@ -69,7 +69,7 @@ def arguments_of(case: str) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(CASES[case][name], jnp.int32) for name in names)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_logits_loss_and_gradients_are_those_of_transformers(case, tmp_path):
     """Theirs in float64, ours in float32: relative to each array's largest 1e-5."""
@@ -103,7 +103,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, tmp_path):
         np.testing.assert_allclose(ours, expected, atol=limit, err_msg=name)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_targets_are_drawn_as_by_transformers(case, tmp_path):
     model = from_hugging_face(write_folder(tmp_path, case)).to_model()
@@ -112,7 +112,7 @@ def test_targets_are_drawn_as_by_transformers(case, tmp_path):
     np.testing.assert_array_equal(drawn, CASES[case]["drawn"])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_files_come_out_as_they_went_in(case, tmp_path):
     folder = write_folder(tmp_path / "in", case)
@@ -206,6 +206,7 @@ def test_pipeline_stages_are_refused_with_both_loops():
         make_plan(t5, make_mesh({"data": 4, "stage": 2}), example_batch=batch(0))
 
 
+@pytest.mark.thorough
 def test_an_encoded_source_is_held_once_and_not_by_layer():
     """With `remat` a layer keeps its input alone: no array of layers x source is in the step."""
     plan = make_plan(
@@ -220,6 +221,7 @@ def test_an_encoded_source_is_held_once_and_not_by_layer():
     assert "tensor<5x2x7x7xf32>" not in program, "position biases"
 
 
+@pytest.mark.thorough
 def test_padding_changes_nothing():
     model, rows = t5(), batch(3)
     other = dict(rows)
@@ -229,6 +231,7 @@ def test_padding_changes_nothing():
     assert float(loss(rows)) == float(loss(other))
 
 
+@pytest.mark.thorough
 def test_a_loss_in_chunks_is_the_loss():
     rows = batch(2)
     for changes in ({}, {"tie_embeddings": False, "gated_gelu": True}):
@@ -248,6 +251,7 @@ def test_buckets_are_those_of_the_paper():
     assert before.tolist() == [31, 31, 31, 16, 15, 8, 7, 1, *[0] * 8]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_cache_gives_the_logits_of_the_whole_pass(gated):
     model, rows = t5(gated_gelu=gated), batch(1, rows=3)
@@ -262,6 +266,7 @@ def test_the_cache_gives_the_logits_of_the_whole_pass(gated):
     np.testing.assert_allclose(jnp.concatenate(found, axis=1), wanted, atol=2e-6)
 
 
+@pytest.mark.thorough
 def test_nothing_follows_an_end_token():
     model, rows = t5(), batch(1, rows=4)
     free = np.asarray(generate_from_source(model, rows["tokens"], 8, temperature=1.0, seed=3))

@@ -75,6 +75,7 @@ def test_a_plan_has_the_choices_and_says_them(
     assert tuned.fingerprint == plan.fingerprint
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.usefixtures("on_gpus")
 def test_both_ways_are_timed_in_place_on_the_sizes_of_the_plan(
@@ -183,6 +184,7 @@ def test_the_command_times_whole_steps_and_advises_what_is_faster(
     )
 
 
+@pytest.mark.thorough
 def test_variants_differ_from_the_plan_in_one_setting_each(
     on_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +272,7 @@ def test_all_processes_take_the_steps_of_the_slowest(monkeypatch: pytest.MonkeyP
     assert plans["one"] == [2.0, 3, 2], "10 seconds are 2 steps of the slowest process"
 
 
+@pytest.mark.thorough
 def test_a_trial_trains_and_tells_what_failed() -> None:
     trial = whole_steps.TimedSteps(plan_for(), Clock())
     assert trial.median_of(1) == 0.0, "the clock stands"
@@ -330,6 +333,7 @@ def lowered(plan: zerojax.Plan) -> str:
     return zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch).as_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("chunked_is_faster")
 def test_attention_is_measured_and_the_step_takes_what_is_faster(
     kept: KeptChoices, monkeypatch: pytest.MonkeyPatch
@@ -382,6 +386,7 @@ def test_attention_by_a_kernel_of_another_card_is_an_obstacle(kept: KeptChoices)
     assert "needs an NVIDIA GPU" in str(asked.other.obstacle)
 
 
+@pytest.mark.thorough
 def test_attention_that_was_asked_for_or_hangs_on_data_is_not_measured() -> None:
     assert not tuned_plan.open_calls(plan_for(model={"attention": "chunked"}))
     x = jnp.zeros((2, 8, 4, 8))
@@ -396,6 +401,7 @@ def test_attention_that_was_asked_for_or_hangs_on_data_is_not_measured() -> None
 # Plans of GPUs that are not here
 
 
+@pytest.mark.thorough
 def test_a_page_names_both_where_nothing_can_be_measured(capsys: pytest.CaptureFixture) -> None:
     config = "configs/llama_13b_host_offload_1xh200.yaml"
     page = ["plan", config, "--gpu", "h200", "--devices", "1", "--no-compile"]

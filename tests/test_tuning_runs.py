@@ -37,6 +37,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tuned_plan, "statistics_question", lambda *_: wrong)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("refused")
 def test_folder_report_and_checkpoint_name_the_choice_and_why(tmp_path: Path) -> None:
     folder, checkpoints = tmp_path / "run", tmp_path / "kept"
@@ -79,6 +80,7 @@ def test_a_run_says_whether_it_is_watched_while_it_measures(
     assert given == [WatchConfig(step_timeout=0), WatchConfig()]
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_on_with_other_kernels_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -112,6 +114,7 @@ class Line(nnx.Module):
         return (self.up(batch["x"]) ** 2).mean()
 
 
+@pytest.mark.thorough
 def test_an_engine_that_goes_on_with_other_kernels_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_plan_with_other_slices_is_the_plan_that_was_asked_for(offload: Any) -
 # Choice
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("on_gpus")
 def test_what_is_faster_is_in_the_plan_with_its_reason_and_kept(
     kept: KeptChoices, monkeypatch: pytest.MonkeyPatch

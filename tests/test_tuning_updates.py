@@ -55,6 +55,7 @@ def on_one_device(tx: Any, **options: Any) -> zerojax.Plan:
 # What is asked
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["lamb", *map(thorough, ["adamw", "lamb of whole arrays", "lamb in groups"])]
 )
@@ -73,6 +74,7 @@ def test_the_reference_is_the_update_of_the_optimizer(name: str) -> None:
         np.testing.assert_allclose(x, wanted[leaf], rtol=1e-5, atol=1e-6, err_msg=leaf)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["lamb", "adam8bit"])
 def test_a_part_of_a_large_model_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """LAMB's arrays keep their layers; masks by name are still told of every parameter."""

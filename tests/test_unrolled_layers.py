@@ -103,6 +103,7 @@ def test_a_layer_is_scattered_once_at_stage_2(num_layers):
     assert found.outside["reduce_scatter"] == num_layers + SINGLE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_buckets_of_whole_layers_once_they_are_full_enough(zero, monkeypatch):
     """What is reduced or gathered outside of the layers, with layers as large as buckets."""
@@ -124,6 +125,7 @@ def test_buckets_end_with_a_layer_or_at_the_limit():
     assert collectives.make_buckets(unnumbered, 10**9) == [[*unnumbered]]
 
 
+@pytest.mark.thorough
 def test_a_smaller_bucket_cuts_a_layer():
     """A kernel and the small ones beside it fit: gate, up and down are apart."""
     plan = listed_plan(zero=3, allgather_bucket_size=WIDTH * 2 * WIDTH + 2 * WIDTH)
@@ -132,12 +134,14 @@ def test_a_smaller_bucket_cuts_a_layer():
     assert found.outside["reduce_scatter"] == 3 * 4 + SINGLE
 
 
+@pytest.mark.thorough
 def test_each_layer_is_gathered_again_by_itself():
     """One barrier holds back each layer's gathers of the backward pass, one first and last."""
     text = lower(listed_plan(6, zero=3)).as_text()
     assert text.count("stablehlo.optimization_barrier") == 6 + 2
 
 
+@pytest.mark.thorough
 def test_weights_that_are_taken_beforehand_are_not_kept():
     """Nothing made of parameters alone goes from one checkpoint to another: there is one."""
     text = lower(listed_plan(6, zero=3, casts=True)).as_text()
@@ -158,7 +162,7 @@ def test_evaluation_gathers_each_layer_once():
     assert found.outside["reduce_scatter"] == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("zero", "options"),
     [

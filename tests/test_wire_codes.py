@@ -58,6 +58,7 @@ def test_no_value_is_off_by_more_than_half_a_step(bits, elements):
     np.testing.assert_allclose(found, kept, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_is_a_multiple_of_the_step_is_kept_exactly(bits):
     largest = LARGEST[bits]

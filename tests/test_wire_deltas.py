@@ -110,6 +110,7 @@ THOROUGH = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("weights", "zero", "precision", "steps"),
     [
@@ -139,6 +140,7 @@ def test_copies_follow_their_masters_and_do_not_drift(weights, zero, precision, 
         assert all(shard.tobytes() == shards[0].tobytes() for shard in shards)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weights", DELTA_BITS)
 def test_copies_of_masters_at_rest_become_the_rounded_masters(weights):
     """To the last bit: a master is rounded to bfloat16 before the difference is taken.
@@ -169,6 +171,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", [n if n == "zero 2" else pytest.param(n, marks=pytest.mark.thorough) for n in CASES]
 )
@@ -212,6 +215,7 @@ def test_an_evaluation_reads_what_the_next_step_reads():
     assert abs(float(exact["loss"]) / float(exact["weight"]) - loss) > 1e-5
 
 
+@pytest.mark.thorough
 def test_losses_are_nearer_to_exact_weights_than_codes_made_anew():
     """20 steps of AdamW; 8 bits of what changed are ten times nearer."""
     options = {"zero": 2, "persistence_threshold": 1, **REGRESSION}
@@ -247,6 +251,7 @@ def test_a_small_gpt_trains_as_with_exact_weights(wire, mesh):
     assert any("model" in x.sharding.spec for x in copies) == ("model" in mesh)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_weight_that_is_not_finite_reaches_the_loss(value):
     plan = planned()
@@ -260,6 +265,7 @@ def test_a_weight_that_is_not_finite_reaches_the_loss(value):
     assert int(metrics["skipped"]) == 1
 
 
+@pytest.mark.thorough
 def test_the_program_gathers_codes_once_and_what_is_exact_apart():
     """Of all 8 layers in one row: 8 x 96 x 12 elements of a shard."""
     wire = {"exact": ["^first", "^out", "bias"]}
@@ -365,6 +371,7 @@ def test_a_checkpoint_goes_on_elsewhere(change, tmp_path):
     assert rest.losses[-4:].mean() < 0.8 * half.losses.mean()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "before",
     [

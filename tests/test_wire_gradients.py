@@ -62,6 +62,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("wire", "bound"), [("int8", 0.01), ("int4", 0.2)])
 def test_a_gradient_is_off_by_the_rounding_of_its_codes(case, wire, bound):
@@ -140,6 +141,7 @@ def by_formula(plan, kind):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("node", "groups"), [(8, {8}), (2, {2, 4})])
 def test_the_program_sends_codes_in_one_level_or_two(node, groups):
     plan = plan_for(MODEL, zero=1, wire={"gradients": "int8"}, node=node, **REGRESSION)

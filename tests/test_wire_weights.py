@@ -61,6 +61,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [n if n == "zero 3" else pytest.param(n, marks=pytest.mark.thorough) for n in CASES],
