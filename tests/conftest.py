@@ -6,13 +6,16 @@ Tests marked `gpu` are for a machine that has one and run when they are asked fo
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import platform
 import re
 import signal
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -116,8 +119,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--journal-part", default="", metavar="NAME", help="of this call, in FILE")
 
 
+STDERR = pytest.StashKey[int]()
+"""A copy of this process's standard error: pytest captures the original while a test runs."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """Ends this process when a test exceeds its limit, and prints the stacks of all threads.
+
+    In place of pytest-timeout's own methods: those need the interpreter's lock, which a test that
+    hangs in compiled code may hold, and print nothing from a worker of pytest-xdist.
+    """
+    faulthandler.dump_traceback_later(settings.timeout, exit=True, file=item.config.stash[STDERR])
+    return True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_cancel_timer() -> bool:
+    faulthandler.cancel_dump_traceback_later()
+    return True
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Runs before any test module is imported, so before JAX starts its devices."""
+    config.stash[STDERR] = os.dup(sys.stderr.fileno())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background jobs that way; tests send SIGINT and mean it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
