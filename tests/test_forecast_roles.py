@@ -289,6 +289,7 @@ def test_roles_add_up_to_the_compiled_peak(name, remat, zero, options):
     assert found[roles.FRAGMENTATION] == live.fragmentation < 0.2 * live.temporary
 
 
+@pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize(("name", "remat", "zero", "options"), CASES)
 def test_weights_and_gradients_are_what_the_stage_says(name, remat, zero, options):

@@ -111,6 +111,7 @@ def test_its_layers_become_the_loops_that_they_are(name):
     assert found == _model(name).rolled
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ALL)
 def test_loss_and_gradients_are_those_of_its_own_program(name):
     compared = _compared(name)

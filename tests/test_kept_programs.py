@@ -148,16 +148,6 @@ def test_this_process_keeps_what_it_compiles(pytestconfig):
     assert {name: getattr(jax.config, name) for name in SETTINGS} == SETTINGS
 
 
-@pytest.mark.parametrize("seconds", [-1, 100])
-def test_what_would_begin_too_late_is_left_out(request, monkeypatch, seconds):
-    monkeypatch.setenv("ZEROJAX_TESTS_UNTIL", str(time.time() + seconds))
-    if seconds > 0:
-        conftest.pytest_runtest_setup(request.node)
-    else:
-        with pytest.raises(pytest.skip.Exception, match="for lack of time: tests/test_kept_progr"):
-            conftest.pytest_runtest_setup(request.node)
-
-
 def test_processor_time_is_that_of_the_test_and_of_its_children():
     times = CpuTimes(1)
     before = cpu_seconds()

@@ -62,7 +62,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CALLS)
 def test_it_computes_what_stored_scores_compute(case, interpreted):
     arrays = operands()

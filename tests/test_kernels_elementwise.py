@@ -97,6 +97,7 @@ def test_the_reference_writes_moments_where_they_lie_on_cpus(rule):
     assert memory.temp_size_in_bytes < updated[0].nbytes / 8  # numbers alone
 
 
+@pytest.mark.sampled(10)
 @needs_kernels
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @by_name

@@ -66,6 +66,7 @@ def quick(names, *chosen):
     return [pytest.param(name, marks=marks[name in chosen]) for name in names]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", quick(CLOSE, "bfloat16"))
 @pytest.mark.parametrize("case", quick(CASES, "two in a tile"))
 def test_a_product_and_its_derivatives_are_those_of_each_row(case, dtype, capfd):

@@ -118,7 +118,7 @@ def assert_same_run(many, one):
 # --- equality with one device ---------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_norms_are_those_of_one_device(kind, stage):
@@ -198,6 +198,7 @@ def test_a_table_that_is_read_twice():
     assert_same_run(many, on_one_device("Zipf", "twice"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_in_bfloat16(kind):
     """Each token's is rounded to 8 bits, and so is their sum: 2 ** -7 of the largest, as where the
@@ -336,6 +337,7 @@ OF_KINDS = {**dict.fromkeys(KINDS, (pytest.mark.thorough,)), "out of range": ()}
 """Ids out of range are among ids in range: the quick cases of each program."""
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

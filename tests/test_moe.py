@@ -234,6 +234,7 @@ def test_microbatches_are_balanced_one_by_one(options):
     assert np.abs(many.losses - one.losses).max() <= TOLERANCE
 
 
+@pytest.mark.thorough
 def test_a_step_reports_the_balance():
     """The same numbers on 8 devices as on one."""
     one, many = on_one_device().first, on_eight_devices(2, 1).first

@@ -81,6 +81,7 @@ def test_its_fingerprints_are_those_of_whole_arrays(saved):
     assert found == {name: as_text(of_array(np.asarray(x))) for name, x in expected.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tier", [None, "nvme"])
 def test_a_flipped_bit_in_its_pieces_is_noticed(saved, tmp_path, tier):
     folder, expected, _, plan = saved

@@ -363,7 +363,7 @@ def test_it_learns_with(case):
 # --- NaN ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_gradient_that_is_not_finite_on_one_device_changes_nothing(steps):
     """In the warm-up and after it."""

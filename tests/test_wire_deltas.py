@@ -318,6 +318,7 @@ def same(first, second):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(first), jax.device_get(second))
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_on_has_the_same_bits(tmp_path):
     plan = planned()
     whole = advance(plan, init_state(plan, 0), range(6), batch=regression_batch)

@@ -151,7 +151,7 @@ def named_shapes(plan, *, access=Access.GATHER_ON_USE):
 # --- bytes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_argument_bytes_are_twelve_per_parameter_over_the_devices(zero):
     """float32 master and two moments; a million parameters, all of which 8 divides."""
