@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -170,7 +170,8 @@ def _fit_keywords(
                 raise ValueError(_why_not(error)) from error
             refused |= {name[1]}
     wanted = [x.shape for x in (*jax.tree.leaves(true), *jax.tree.leaves(state))]
-    shapes = [x.shape for x in found.out_avals]
+    results: Sequence[Any] = found.out_avals
+    shapes = [x.shape for x in results]
     if wanted != shapes:
         at = next((i for i, (a, b) in enumerate(zip(wanted, shapes)) if a != b), None)  # noqa: B905
         what = (

@@ -78,7 +78,7 @@ def split_passes(
     results_tree = jax.tree.structure(shape[0])
     num_results = results_tree.num_leaves
     num_again = len(jax.tree.leaves((weights, fixed)))
-    leaves = program.jaxpr.outvars[num_results:]
+    leaves: list[Any] = program.jaxpr.outvars[num_results:]
     fresh = _depending_on(program, program.jaxpr.invars[num_again:])
     is_stored = [not isinstance(leaf, Literal) and leaf in fresh for leaf in leaves]
     again = _restricted(

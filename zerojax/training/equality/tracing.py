@@ -400,7 +400,8 @@ def _iteration(equation: Any, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[A
     """The first turn of a scan."""
     body = _closed(equation.params["jaxpr"])
     arguments = []
-    for value, var in zip(given, body.jaxpr.invars, strict=True):
+    variables: Sequence[Any] = body.jaxpr.invars
+    for value, var in zip(given, variables, strict=True):
         sliced = jnp.ndim(value) != len(var.aval.shape)
         last = -1 if equation.params.get("reverse") else 0
         arguments.append(value[last] if sliced else value)
