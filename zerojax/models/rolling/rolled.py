@@ -117,9 +117,9 @@ class Rolled:
         jaxpr = self.program.closed.jaxpr
         self._run(self.before, values, self._needed_of(self.before))
         xs = [stacks[n] if n in stacks else _stacked(r, read) for n, r in enumerate(self.rows)]
-        outputs: Sequence[Any] = self.body.jaxpr.outvars
+        carried: Sequence[Any] = self.body.jaxpr.outvars
         given = [jnp.asarray(read(v), r.aval.dtype) if isinstance(v, Literal) else read(v)
-                 for v, r in zip(self.inits, outputs, strict=False)]  # fmt: skip
+                 for v, r in zip(self.inits, carried, strict=False)]  # fmt: skip
         shared = [read(atom) for atom in self.shared]
         number = len(self.inits)
 
