@@ -158,6 +158,7 @@ def test_what_would_begin_too_late_is_left_out(request, monkeypatch, seconds):
             conftest.pytest_runtest_setup(request.node)
 
 
+@pytest.mark.thorough
 def test_processor_time_is_that_of_the_test_and_of_its_children():
     times = CpuTimes(1)
     before = cpu_seconds()
