@@ -153,7 +153,7 @@ def test_data_is_on_disk_before_the_manifest_that_tells_of_it(tmp_path, monkeypa
 
 
 def test_a_full_disk_leaves_a_durable_store_as_it_was(tmp_path, monkeypatch):
-    with make(tmp_path, durable=True) as store:
+    with make(tmp_path, durable=True, num_threads=1) as store:  # in order
         advance(store)
         with monkeypatch.context() as full:
             fail_transfers(full, "pwritev", errno.ENOSPC, after=3)
