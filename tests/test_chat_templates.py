@@ -186,21 +186,19 @@ def answered(source: str, limits: Limits) -> list:
         return process.receive()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.3 s"),
-        ("{{ (messages | length + 10**9) ** (10**9) }}", "more than 0.3 s of processor time"),
-    ],
-)
-def test_a_template_that_takes_long_is_one_sentence(code, why):
-    check_harm(code, why, SHORT)
-
-
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [
+        pytest.param(
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "more than 0.3 s",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            "{{ (messages | length + 10**9) ** (10**9) }}",
+            "more than 0.3 s of processor time",
+            marks=pytest.mark.thorough,
+        ),
         ("{{ 'x' * 10**9 }}{{ messages[0].content * 10**9 }}", "more memory than the limit"),
         ("{% for a in range(9999) %}{{ 'x' * 1000 }}{% endfor %}", "more than 100000 characters"),
         ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "calls itself without an end"),
@@ -212,13 +210,9 @@ def test_a_template_that_takes_long_is_one_sentence(code, why):
     ],
 )
 def test_a_template_that_does_harm_is_one_sentence(code, why):
-    check_harm(code, why, LIMITS)
-
-
-def check_harm(code: str, why: str, limits: Limits) -> None:
     """Only the first of two chats runs into it."""
     source = f"{{% if messages[0].role == 'user' %}}{code}{{% endif %}}fine"
-    first, second = answered(source, limits)
+    first, second = answered(source, SHORT if "0.3 s" in why else LIMITS)
     assert first.error is not None
     assert re.search(why, first.error), first.error
     assert "\n" not in first.error
@@ -238,7 +232,7 @@ def check_harm(code: str, why: str, limits: Limits) -> None:
 )
 def test_a_template_that_is_none_is_one_sentence(source, why):
     with pytest.raises(ValueError, match=why):
-        TemplateProcess(source, limits=SHORT)
+        TemplateProcess(source, limits=SHORT if "0.3 s" in why else LIMITS)
 
 
 @pytest.mark.thorough
