@@ -40,11 +40,12 @@ SLOW_SECONDS = 1800
 GARBAGE_THRESHOLDS = 50_000, 10, 10
 """Tracing makes many objects that live on. Python's own thresholds (700, 10, 10) would have it look
 for cycles among them for 6 % of the processor time."""
-OLDER_XLA_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
-"""For JAX before 0.11, whose XLA knows the first. Fusions become LLVM's code directly, not by way
-of MLIR, which halves a compilation. AVX has no instruction that multiplies and adds at once: which
-products it took would depend on what is fused, and programs that compute the same would differ in
-their last bits."""
+X86_FLAGS = "--xla_cpu_max_isa=AVX"
+"""AVX has no instruction that multiplies and adds at once: which products it took would depend on
+what is fused, and programs that compute the same would differ in their last bits."""
+OLDER_FLAGS = "--xla_cpu_use_fusion_emitters=false"
+"""For JAX before 0.11, whose XLA knows it. Fusions become LLVM's code directly, not by way of MLIR,
+which halves a compilation."""
 
 
 def _gpu_was_asked_for(config: pytest.Config) -> bool:
@@ -152,8 +153,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         jax.config.update("jax_platforms", "cpu")
         flags = [os.environ.get("XLA_FLAGS", ""), XLA_FLAGS]
-        if jax.__version_info__ < (0, 11) and platform.machine() == "x86_64":
-            flags.append(OLDER_XLA_FLAGS)
+        if platform.machine() == "x86_64":
+            flags.append(X86_FLAGS)
+        if jax.__version_info__ < (0, 11):
+            flags.append(OLDER_FLAGS)
         os.environ["XLA_FLAGS"] = " ".join(flags).strip()
         if "not gpu_programs" not in (config.getoption("markexpr") or ""):
             _keep_kernels(config)

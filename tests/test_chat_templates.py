@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -174,12 +175,13 @@ def test_a_token_with_characters_of_both_sides_counts_and_is_counted():
 # --- a stranger's code ----------------------------------------------------------------------------
 
 CHAT = {"messages": CHATS["one"]["messages"]}
-LIMITS = Limits(seconds=0.3, characters=100_000, megabytes=64)
+LIMITS = Limits(seconds=60, characters=100_000, megabytes=64)
+SHORT = dataclasses.replace(LIMITS, seconds=0.3)
 
 
-def answered(source: str, **options) -> list:
+def answered(source: str, limits: Limits) -> list:
     """What a template answers to two chats, the second of which is never harmed by the first."""
-    with TemplateProcess(source, limits=LIMITS, **options) as process:
+    with TemplateProcess(source, limits=limits) as process:
         process.send([CHAT, {"messages": [{"role": "assistant", "content": "x"}]}])
         return process.receive()
 
@@ -187,8 +189,16 @@ def answered(source: str, **options) -> list:
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.3 s"),
-        ("{{ (messages | length + 10**9) ** (10**9) }}", "more than 0.3 s of processor time"),
+        pytest.param(
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "more than 0.3 s",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            "{{ (messages | length + 10**9) ** (10**9) }}",
+            "more than 0.3 s of processor time",
+            marks=pytest.mark.thorough,
+        ),
         ("{{ 'x' * 10**9 }}{{ messages[0].content * 10**9 }}", "more memory than the limit"),
         ("{% for a in range(9999) %}{{ 'x' * 1000 }}{% endfor %}", "more than 100000 characters"),
         ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "calls itself without an end"),
@@ -202,7 +212,7 @@ def answered(source: str, **options) -> list:
 def test_a_template_that_does_harm_is_one_sentence(code, why):
     """Only the first of two chats runs into it."""
     source = f"{{% if messages[0].role == 'user' %}}{code}{{% endif %}}fine"
-    first, second = answered(source)
+    first, second = answered(source, SHORT if "0.3 s" in why else LIMITS)
     assert first.error is not None
     assert re.search(why, first.error), first.error
     assert "\n" not in first.error
@@ -213,14 +223,19 @@ def test_a_template_that_does_harm_is_one_sentence(code, why):
     ("source", "why"),
     [
         ("{% for %}", r"the chat template is no chat template \(Expected an expression"),
-        ("{{ 9 ** 99999999 }}", r"no chat template \(it takes more than 0.3 s"),
+        pytest.param(
+            "{{ 9 ** 99999999 }}",
+            r"no chat template \(it takes more than 0.3 s",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_a_template_that_is_none_is_one_sentence(source, why):
     with pytest.raises(ValueError, match=why):
-        TemplateProcess(source, limits=LIMITS)
+        TemplateProcess(source, limits=SHORT if "0.3 s" in why else LIMITS)
 
 
+@pytest.mark.thorough
 def test_a_process_that_ends_otherwise_is_one_sentence():
     with TemplateProcess("fine") as process:
         process._process.kill()

@@ -114,7 +114,7 @@ class Gate:
 
         def gated_open(*args: object, **options: object) -> object:
             self.entered.set()
-            assert self.opened.wait(30)
+            assert self.opened.wait(120)
             if self.error is not None:
                 raise self.error
             return real_open(*args, **options)
@@ -186,7 +186,7 @@ def test_saved_arrays_may_be_donated_while_the_write_has_not_begun(
         checkpointer.save(3, state, **ABOUT)
         for _ in range(3):
             state = jax.block_until_ready(update(state))
-        assert gate.entered.wait(30)
+        assert gate.entered.wait(120)
         assert checkpointer.steps() == ()
         partial, lock = sorted(os.listdir(tmp_path))
         assert re.fullmatch(r"3\.partial-\d+", partial)
@@ -497,7 +497,7 @@ def interrupt_when(event: threading.Event, then: threading.Event) -> None:
     """Sends Ctrl-C to the main thread once `event` is set, and later sets `then`."""
 
     def run() -> None:
-        assert event.wait(30)
+        assert event.wait(120)
         time.sleep(0.05)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(0.05)
@@ -506,6 +506,7 @@ def interrupt_when(event: threading.Event, then: threading.Event) -> None:
     threading.Thread(target=run).start()
 
 
+@pytest.mark.thorough
 def test_a_save_survives_ctrl_c_during_close(tmp_path: Path, gate: Gate) -> None:
     def train() -> None:
         with Checkpointer(tmp_path) as checkpointer:
@@ -517,6 +518,7 @@ def test_a_save_survives_ctrl_c_during_close(tmp_path: Path, gate: Gate) -> None
     assert Checkpointer(tmp_path).steps() == (1,)
 
 
+@pytest.mark.thorough
 def test_a_save_survives_ctrl_c_inside_save(tmp_path: Path, gate: Gate) -> None:
     checkpointer = Checkpointer(tmp_path, asynchronous=False)
     interrupt_when(gate.entered, threading.Event())

@@ -74,6 +74,7 @@ def test_readers_need_no_leave(taken: Path, capsys: pytest.CaptureFixture) -> No
     assert NAME in os.listdir(taken), "the lock of the other one is there"
 
 
+@pytest.mark.thorough
 def test_what_a_killed_run_held_is_taken_over_with_a_note(saved: Path) -> None:
     with holder(saved) as first:
         first.kill()

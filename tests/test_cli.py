@@ -58,21 +58,31 @@ def test_the_command_alone_shows_the_help(capsys):
     assert all(command.split()[0] in out for command in COMMANDS)
 
 
+HELP_AND_BAD_INPUT = (
+    "import sys; from zerojax.cli import main\n"
+    "for words in (['--help'], ['--version'], ['train', '--help'], ['plan', '--help'],\n"
+    "              ['launch', '--help'], ['train', 'learning_rat=1']):\n"
+    "    try: main(words)\n"
+    "    except SystemExit: pass\n"
+    "sys.exit('jax' in sys.modules)"
+)
+
+
+def ask_for_help() -> None:
+    command = [sys.executable, "-c", HELP_AND_BAD_INPUT]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT, timeout=120)
+
+
 def test_help_and_bad_input_do_not_wait_for_jax():
+    ask_for_help()
+
+
+@pytest.mark.thorough
+def test_help_and_bad_input_take_less_than_five_seconds():
     """Below one second: measured 0.04 s for --help; JAX alone takes more than one to import."""
-    program = (
-        "import sys; from zerojax.cli import main\n"
-        "for words in (['--help'], ['--version'], ['train', '--help'], ['plan', '--help'],\n"
-        "              ['launch', '--help'], ['train', 'learning_rat=1']):\n"
-        "    try: main(words)\n"
-        "    except SystemExit: pass\n"
-        "sys.exit('jax' in sys.modules)"
-    )
     began = time.monotonic()
-    subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, cwd=ROOT, timeout=60
-    )
-    assert time.monotonic() - began < 5  # a loaded machine; what counts is the line above
+    ask_for_help()
+    assert time.monotonic() - began < 5  # a loaded machine; what counts is the test above
 
 
 def test_the_version_is_the_top_entry_of_the_changelog(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -135,6 +136,16 @@ def test_it_does_not_wait_for_jax(tmp_path):
 # The link between host and device
 
 
+@pytest.fixture
+def thousandths(monkeypatch):
+    """Each look at the clock is a thousandth of a second after the one before."""
+    looks = itertools.count()
+    monkeypatch.setattr(
+        "zerojax.hardware.local_devices.time.perf_counter", lambda: next(looks) / 1000
+    )
+
+
+@pytest.mark.usefixtures("thousandths")
 def test_on_a_cpu_the_link_is_said_to_be_none(capsys):
     assert main(["bench", "link", "--size", "1"]) == 0
     title, head, row, remark = capsys.readouterr().out.splitlines()
@@ -146,6 +157,7 @@ def test_on_a_cpu_the_link_is_said_to_be_none(capsys):
     assert measured_links() == []
 
 
+@pytest.mark.usefixtures("thousandths")
 def test_a_link_is_kept_for_plans(capsys, monkeypatch):
     monkeypatch.setattr(local_devices, "shares_host_memory", lambda device: False)
     assert main(["bench", "link", "--size", "1", "--json"]) == 0

@@ -8,7 +8,8 @@ import json
 import os
 import subprocess
 import sys
-import time
+import threading
+import types
 from pathlib import Path
 
 import jax
@@ -408,15 +409,30 @@ def test_a_compiled_page(capsys):
 
 
 class Terminal(io.StringIO):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_one_second_there = threading.Event()
+
     def isatty(self) -> bool:
         return True
 
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if "   1 s  " in text:
+            self.is_one_second_there.set()
+        return written
 
-def test_a_terminal_is_told_the_seconds():
+
+def test_a_terminal_is_told_the_seconds(monkeypatch):
+    now = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("zerojax.cli.progress.time", clock)
+    monkeypatch.setattr("zerojax.cli.progress.INTERVAL", 0.01)
     stream = Terminal()
     with Progress(quiet=False, stream=stream) as progress:
         progress("compiling " + "x" * 200)
-        time.sleep(1.2)  # two intervals
+        now[0] = 1.0
+        assert stream.is_one_second_there.wait(120)
     drawn = stream.getvalue().split("\r\x1b[K")
     assert len(drawn) >= 4
     assert drawn[-1] == "", "the line is wiped"

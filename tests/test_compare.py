@@ -102,7 +102,7 @@ def test_bytes_are_counted_where_the_kernel_sends_them():
             reader = threading.Thread(target=lambda: received.append(_read(receiver, 3_000_000)))
             reader.start()
             sender.sendall(b"x" * 3_000_000)
-            reader.join(timeout=30)
+            reader.join(timeout=120)
             assert received == [3_000_000]
             assert bytes_sent() - before == 3_000_000
 
@@ -142,6 +142,7 @@ def test_workers_answer_with_one_entry_per_step():
         workers.end()
 
 
+@pytest.mark.thorough
 def test_a_worker_that_ends_is_noticed_while_another_hangs():
     workers = start("input(); import time; time.sleep(600)", "raise SystemExit(3)")
     try:
@@ -151,6 +152,7 @@ def test_a_worker_that_ends_is_noticed_while_another_hangs():
         workers.end(seconds=0)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_hangs_is_noticed():
     workers = start("import time; time.sleep(600)", seconds=0.5)
     try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import logging
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -177,6 +179,12 @@ def test_what_is_no_data_is_refused(bad, words):
 # --- prefetch -------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """However busy the machine is, closing waits until the thread has ended."""
+    monkeypatch.setattr("zerojax.data.prefetching.JOIN_SECONDS", 120.0)
+
+
 def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "zerojax-prefetch"]
 
@@ -210,28 +218,31 @@ def test_what_was_read_ahead_is_not_lost(kind: str):
     assert got == whole
 
 
-def test_reading_overlaps_the_step_and_is_bounded():
-    started, gate = [], threading.Event()
+def test_reading_overlaps_the_step_and_is_bounded(monkeypatch):
+    """By this clock a consumer waits a second for each batch."""
+    clock = types.SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr("zerojax.data.prefetching.time", clock)
+    started, all_read, gate = [], threading.Event(), threading.Event()
 
     def gated(step: int):
         started.append(step)
+        if step == 3:
+            all_read.set()
         if step >= 4:
-            assert gate.wait(30)
+            assert gate.wait(120)
         return batch_of(step)
 
     with prefetch(as_feed(gated), put=number_of, depth=2) as batches:
         assert next(batches)[0] == 0
-        deadline = time.monotonic() + 30
-        while len(started) < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.1)
+        assert all_read.wait(120)
+        time.sleep(0.1)  # it has the time to read more, and must not
         # Two in the queue and one in the hand of the thread: no more is read.
         assert started == [0, 1, 2, 3]
         # These are there although reading the next one has not ended.
         assert [next(batches)[0] for _ in range(3)] == [1, 2, 3]
         gate.set()
         assert next(batches)[0] == 4
-        assert 0 < batches.waited_seconds < 30
+        assert batches.waited_seconds == 5
 
 
 def test_errors_reach_the_consumer_after_the_good_batches():

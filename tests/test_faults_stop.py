@@ -116,6 +116,7 @@ def wait_for(condition, seconds: float = 20.0) -> bool:
     return condition()
 
 
+@pytest.mark.thorough
 class TestStopRequest:
     def test_what_does_not_end_in_time_is_ended(self, codes, capfd):
         with StopRequest(

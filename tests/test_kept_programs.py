@@ -148,6 +148,7 @@ def test_this_process_keeps_what_it_compiles(pytestconfig):
     assert {name: getattr(jax.config, name) for name in SETTINGS} == SETTINGS
 
 
+@pytest.mark.thorough
 def test_processor_time_is_that_of_the_test_and_of_its_children():
     times = CpuTimes(1)
     before = cpu_seconds()

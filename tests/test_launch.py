@@ -248,7 +248,7 @@ class TestJob:
         check_gpus(Job(command=("x",), num_processes=2, cpu_devices=1), {})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "code", "words"),
     [
@@ -285,6 +285,7 @@ def test_every_line_stands_behind_its_process(tmp_path):
     assert sorted(result.stderr.splitlines()) == [f"[{i:2}] two" for i in range(11)]
 
 
+@pytest.mark.thorough
 def test_what_processes_are_told(tmp_path, monkeypatch):
     script = (
         "names = ['NUM_PROCESSES', 'LOCAL_PROCESS_ID', 'NUM_LOCAL_PROCESSES', 'COORDINATOR']\n"
@@ -318,7 +319,7 @@ def test_all_are_started_again_on_another_port(tmp_path):
     assert len({port for _, port in seen}) == 3
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("code", "reason"), [(2, "No restart: it would end"), (1, "All 1 restarts are used up.")]
 )
@@ -351,7 +352,7 @@ def start_waiting(process: subprocess.Popen, number: int) -> None:
         seen += "waiting" in line
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_a_signal_reaches_every_process_once(number, tmp_path):
     file = tmp_path / "script.py"
@@ -364,6 +365,7 @@ def test_a_signal_reaches_every_process_once(number, tmp_path):
     assert sorted(output.splitlines()) == [f"[{i}] saves for {number.name}" for i in range(2)]
 
 
+@pytest.mark.thorough
 def test_a_third_signal_kills(tmp_path):
     file = tmp_path / "script.py"
     file.write_text(SCRIPT + "signal.signal(2, signal.SIG_IGN)\nwait()", encoding="utf-8")
@@ -399,6 +401,7 @@ def test_a_log_that_takes_nothing_more_stops_no_process(tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path):
     file = tmp_path / "script.py"
     file.write_text(SCRIPT + "print('pid', os.getpid(), flush=True)\nwait()", encoding="utf-8")
@@ -413,6 +416,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path):
         assert wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
+@pytest.mark.thorough
 def test_what_a_process_has_started_ends_with_it(tmp_path):
     script = (
         "import subprocess\n"
@@ -428,6 +432,7 @@ def test_what_a_process_has_started_ends_with_it(tmp_path):
     assert wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
+@pytest.mark.thorough
 def test_another_program_than_python():
     words = ("bash", "-c", "echo $ZEROJAX_PROCESS_ID; exit 4")
     result = subprocess.run(
@@ -442,12 +447,22 @@ def test_another_program_than_python():
     assert result.stderr == "zerojax launch: rank 0 failed first, with exit code 4.\n"
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "words", "message"),
     [
-        (["--nprocs", "2"], ("no_such_program_at_all",), "no_such_program_at_all: No such file"),
-        (["--nprocs", "2"], ("python", "no_such.py"), "there is no script 'no_such.py'"),
+        # These two start processes, of which the first that fails ends the other.
+        pytest.param(
+            ["--nprocs", "2"],
+            ("no_such_program_at_all",),
+            "no_such_program_at_all: No such file",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            ["--nprocs", "2"],
+            ("python", "no_such.py"),
+            "there is no script 'no_such.py'",
+            marks=pytest.mark.thorough,
+        ),
         ([], ("zerojax", "keys"), "how many processes?"),
         (["--nprocs", "2", "--nnodes", "2"], ("zerojax", "keys"), "--nnodes 2 needs --coordinator"),
     ],
@@ -466,6 +481,7 @@ def test_wrong_input_is_one_sentence(options, words, message):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.thorough
 class TestTwoHosts:
     """Two launchers that meet on the loopback interface, as those of two hosts would."""
 
@@ -489,7 +505,6 @@ class TestTwoHosts:
 
         return commands
 
-    @pytest.mark.thorough
     def test_the_first_failure_ends_both_and_both_start_again(self, start):
         script = (
             "print('process', me, restart, os.environ['ZEROJAX_COORDINATOR'])\n"
@@ -559,7 +574,6 @@ class TestTwoHosts:
             launcher.communicate(timeout=LIMIT)
         assert launcher.returncode == code
 
-    @pytest.mark.thorough
     def test_a_host_that_does_not_come(self):
         address = f"127.0.0.1:{free_port()}"
         for host, words in (("0", "no launcher has come from host 1"), ("1", "was not reached at")):

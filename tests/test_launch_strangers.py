@@ -107,11 +107,14 @@ class TestGreeting:
 
     @pytest.mark.parametrize("refused", [None, "give the same"])
     def test_both_prove_that_they_have_the_token(self, refused, pair):
-        leader, follower = (Handshake(end, b"a" * 20) for end in pair)
+        leader, follower = (Handshake(end, b"a" * 20, seconds=LIMIT) for end in pair)
         assert self.exchange(leader, follower, refused) == refused
 
     def test_a_follower_with_another_token(self, pair):
-        leader, follower = Handshake(pair[0], b"a" * 20), Handshake(pair[1], b"b" * 20)
+        leader, follower = (
+            Handshake(pair[0], b"a" * 20, seconds=LIMIT),
+            Handshake(pair[1], b"b" * 20, seconds=LIMIT),
+        )
         with pytest.raises(UnauthenticatedPeer, match="its token is another one"):
             self.exchange(leader, follower)
 
@@ -119,7 +122,7 @@ class TestGreeting:
         left, right = pair
         left.sendall(b'{"zerojax_launch": {"nonce": "1"}}\n{"proof": "00", "refused": "stop"}\n')
         with pytest.raises(UnauthenticatedPeer, match="the token of host 0 is another one"):
-            Handshake(right, b"a" * 20).introduce(NUMBERS)
+            Handshake(right, b"a" * 20, seconds=LIMIT).introduce(NUMBERS)
 
     @pytest.mark.parametrize(
         "said",
@@ -142,8 +145,9 @@ class TestGreeting:
         right.sendall(said)
         right.shutdown(socket.SHUT_WR)
         with pytest.raises(UnauthenticatedPeer):
-            Handshake(left, b"a" * 20).hear()
+            Handshake(left, b"a" * 20, seconds=LIMIT).hear()
 
+    @pytest.mark.thorough
     def test_one_byte_at_a_time_ends_with_the_whole_time(self, pair):
         left, right = pair
         over = threading.Event()
@@ -162,6 +166,7 @@ class TestGreeting:
             thread.join(LIMIT)
 
 
+@pytest.mark.thorough
 def test_strangers_hold_nobody_up_and_are_named():
     """One that says nothing, and forty others, before the one who is waited for."""
     address, said, found = f"127.0.0.1:{free_port()}", [], []
@@ -203,6 +208,7 @@ def test_strangers_hold_nobody_up_and_are_named():
     assert dropped[-1].endswith("further ones are dropped and not named")
 
 
+@pytest.mark.thorough
 class TestRealLaunchers:
     def commands(self, tmp_path: Path, address: str, *hosts: int) -> list[list[str]]:
         script = tmp_path / "script.py"
@@ -229,7 +235,6 @@ class TestRealLaunchers:
         assert texts.count("no secret") == 2
         assert results[0][1].count("a connection from 127.0.0.1 was dropped") == 3
 
-    @pytest.mark.thorough
     def test_another_token_is_said_on_both_hosts(self, tmp_path):
         commands = self.commands(tmp_path, f"127.0.0.1:{free_port()}", 0, 1)
         started = []
@@ -243,7 +248,6 @@ class TestRealLaunchers:
         assert "the token of host 0 is another one; set ZEROJAX_LAUNCH_TOKEN" in errors[1]
         assert not [error for error in errors if SECRET in error or SECRET[::-1] in error]
 
-    @pytest.mark.sampled(1)
     @pytest.mark.parametrize(
         "said", [b'{"x": 1}\n', b"[" * 60_000 + b"\n", b"x" * 70_000, b'{"ended": 0}\n']
     )

@@ -424,6 +424,7 @@ def test_what_is_pruned(saved, two_steps, capsys):
     assert [path.name for path in saved.iterdir() if path.name.isdigit()] == ["1"]
 
 
+@pytest.mark.thorough
 def test_a_folder_that_another_process_writes(saved, tmp_path, capsys):
     words = ["checkpoint", "prune", os.fspath(saved), "--keep", "1"]
     with another_process_in(saved):

@@ -334,15 +334,20 @@ def test_a_coordinator_that_comes_late(joining, monkeypatch):
 
 
 def test_a_process_that_does_not_come(monkeypatch, capsys):
-    ended: list[int] = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: time.sleep(0.2))
-    monkeypatch.setattr(distributed.os, "_exit", ended.append)
+    ended, has_ended = [], threading.Event()
+
+    def end(code: int) -> None:
+        ended.append(code)
+        has_ended.set()
+
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: has_ended.wait(60))
+    monkeypatch.setattr(distributed.os, "_exit", end)
     distributed._initialize(a_process(0), seconds=0.05)
     assert re.search(r"(\w+) allows more$", capsys.readouterr().err.strip())[1] == (
         distributed.JOIN_SECONDS
     )
     assert ended == [1]
-    distributed._initialize(a_process(0), seconds=30.0)
+    distributed._initialize(a_process(0), seconds=60.0)  # now nothing is waited for
     assert ended == [1]
 
 
@@ -466,6 +471,8 @@ def test_nothing_to_boot(tmp_path, monkeypatch, capsys):
 # --- launchers of several hosts -------------------------------------------------------------------
 
 SECRET = "0123456789abcdef-of-the-run"
+LIMIT = 120.0
+"""Seconds for what takes some milliseconds."""
 
 
 def own_token(text: str = SECRET) -> Token:
@@ -477,7 +484,7 @@ class Leader(threading.Thread):
 
     def __init__(self, address: str, *, token: Token | None = None, after: float = 0.0, **numbers):
         super().__init__(daemon=True)
-        self._options = {"num_hosts": 2, "num_processes": 2, "seconds": 20.0, **numbers}
+        self._options = {"num_hosts": 2, "num_processes": 2, "seconds": LIMIT, **numbers}
         self._address, self._token, self._after = address, token or own_token(), after
         self.followers: Followers | None = None
         self.error: Exception | None = None
@@ -504,11 +511,11 @@ def meet(**changes: int) -> None:
     leader = Leader(address)
     leader.start()
     hello = {"host": 1, "num_hosts": 2, "num_processes": 2, **changes}
-    options = {"events": queue.SimpleQueue(), "seconds": 20.0, "say": lambda _: None}
+    options = {"events": queue.SimpleQueue(), "seconds": LIMIT, "say": lambda _: None}
     try:
         reach_leader(address, hello=hello, token=own_token(), **options).close()
     finally:
-        leader.join(20)
+        leader.join(LIMIT)
     assert leader.error is None
 
 
@@ -545,6 +552,7 @@ def follow(address: str, monkeypatch: pytest.MonkeyPatch, **environment: str) ->
         )
 
 
+@pytest.mark.thorough
 def test_a_host_0_that_comes_late(monkeypatch):
     address = f"127.0.0.1:{free_port()}"
     once = {"ZEROJAX_JOIN_SECONDS": "1"}
@@ -555,7 +563,7 @@ def test_a_host_0_that_comes_late(monkeypatch):
     leader = Leader(address, after=1.3)
     leader.start()
     assert follow(address, monkeypatch, **{name: "20"}) == 0
-    leader.join(20)
+    leader.join(LIMIT)
 
 
 def test_a_host_that_does_not_come(monkeypatch):
@@ -569,7 +577,7 @@ def test_a_host_that_does_not_come(monkeypatch):
     leader = Leader(address)  # with time, the launcher of that host comes
     leader.start()
     assert follow(address, monkeypatch) == 0
-    leader.join(20)
+    leader.join(LIMIT)
     assert leader.error is None
 
 
@@ -604,6 +612,7 @@ def test_a_token_without_a_place(case, tmp_path, monkeypatch):
         assert token.read()
 
 
+@pytest.mark.thorough
 def test_launchers_with_different_tokens():
     """What the other host says while it waits; then it is given the same secret."""
     address, said = f"127.0.0.1:{free_port()}", []
@@ -615,21 +624,25 @@ def test_launchers_with_different_tokens():
     sentence_of(lambda: reach_leader(address, token=other, seconds=0.5, **options))
     name = re.search(r"set (\w+) to the same secret", said[-1])[1]
     token = Token({name: SECRET})
-    reach_leader(address, token=token, seconds=20.0, **options).close()
-    leader.join(20)
+    reach_leader(address, token=token, seconds=LIMIT, **options).close()
+    leader.join(LIMIT)
     assert leader.error is None
 
 
 def test_a_run_that_only_needs_longer(capsys):
-    ended: list[int] = []
+    ended, has_ended = [], threading.Event()
+
+    def end(code: int) -> None:
+        ended.append(code)
+        has_ended.set()
 
     def work(**times: float) -> None:
-        with Watchdog(WatchConfig(**times), end=ended.append) as dog, dog.during("working"):
-            time.sleep(0.15)
+        with Watchdog(WatchConfig(**times), end=end) as dog, dog.during("working"):
+            has_ended.wait(60)
 
     work(step_timeout=0.05)
     name = re.search(r"with watch\.(\w+) raised", capsys.readouterr().err)[1]
     assert set(ended) == {79}
     ended.clear()
-    work(**{name: 60.0})
+    work(**{name: 60.0})  # now nothing is waited for
     assert not ended

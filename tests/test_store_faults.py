@@ -153,7 +153,7 @@ def test_data_is_on_disk_before_the_manifest_that_tells_of_it(tmp_path, monkeypa
 
 
 def test_a_full_disk_leaves_a_durable_store_as_it_was(tmp_path, monkeypatch):
-    with make(tmp_path, durable=True) as store:
+    with make(tmp_path, durable=True, num_threads=1) as store:  # in order
         advance(store)
         with monkeypatch.context() as full:
             fail_transfers(full, "pwritev", errno.ENOSPC, after=3)
@@ -241,6 +241,7 @@ def test_a_loop_that_is_left_makes_a_scratch_store_mixed(tmp_path):
         BucketStore.open(tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_scratch_store_that_was_killed_in_a_sweep_is_refused(tmp_path):
     with make(tmp_path) as store:
         advance(store)
@@ -262,6 +263,7 @@ def kills(folder: Path, number: int) -> dict:
     return report
 
 
+@pytest.mark.thorough
 def test_five_kills_lose_nothing(tmp_path):
     assert kills(tmp_path, 5)["inside_manifest"] == 2
 
@@ -276,6 +278,7 @@ def test_sixty_kills_at_any_moment_lose_nothing(tmp_path):
     assert report["begun"] > 0
 
 
+@pytest.mark.thorough
 def test_the_kills_would_show_a_store_that_writes_over_what_counts(tmp_path):
     result = run("kill_often", tmp_path, 6, 1, "in_place")
     assert result.returncode == 0, result.stderr

@@ -69,7 +69,7 @@ class Processes:
 
     def __init__(self, number: int) -> None:
         self.rows: list[Any] = [None] * number
-        self.barrier = threading.Barrier(number, timeout=20)
+        self.barrier = threading.Barrier(number, timeout=120)
 
     def exchange(self, process: int) -> Callable[[np.ndarray], np.ndarray]:
         def call(values: np.ndarray) -> np.ndarray:
@@ -91,7 +91,7 @@ class Processes:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(timeout=120)
         assert not any(thread.is_alive() for thread in threads)
         return answers
 
