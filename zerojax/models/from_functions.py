@@ -40,6 +40,9 @@ class FunctionModel:
         self.source = init, apply
         self._template: Any = None
 
+    def parameter_names(self) -> Any:
+        return trees.names_like(self._template)
+
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
         make = self.source[0]
         takes_batch = len(inspect.signature(make).parameters) > 1

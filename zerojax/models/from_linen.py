@@ -174,6 +174,10 @@ class LinenModel:
         self.source = module
         self._templates: dict[str, Any] = {}
 
+    def parameter_names(self) -> Any:
+        """Returns the tree of the collection "params"."""
+        return trees.names_like(self._templates["params"])
+
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
         bound = _InitialisingLinen(self.source, {}, key, training=True)
         loss(bound, batch)

@@ -134,6 +134,16 @@ class NnxModel:
         paths = self._extra_paths.items()
         return frozenset(n for n, path in paths if isinstance(self._templates[path], overwritten))
 
+    def parameter_names(self) -> Any:
+        """Returns the tree of `nnx.to_pure_dict(nnx.state(model, nnx.Param))`."""
+        nested: dict[Any, Any] = {}
+        for name, path in self._param_paths.items():
+            part = nested
+            for key in path[:-1]:
+                part = part.setdefault(key, {})
+            part[path[-1]] = name
+        return nested
+
     @property
     def step_rules(self) -> Mapping[str, StepRule]:
         return find_step_rules(self._templates, self._extra_paths)

@@ -83,6 +83,13 @@ class Model(Protocol):
     @property
     def step_rules(self) -> Mapping[str, StepRule]: ...
 
+    def parameter_names(self) -> Any:
+        """Returns the user's tree of the parameters, with names for leaves; after `init`.
+
+        It is what an optimizer of optax is given in a loop of the user's own.
+        """
+        ...
+
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
         """New arrays, traceable: `({name: parameter}, {name: extra})`.
 

@@ -84,6 +84,11 @@ def flatten_names(tree: PyTree) -> dict[str, Any]:
     return flat
 
 
+def names_like(template: PyTree) -> PyTree:
+    """A tree of `template`'s structure with the name of each leaf in its place."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), template)
+
+
 def unflatten_like(template: PyTree, flat: Mapping[str, Any]) -> PyTree:
     """The inverse of `flatten_names` for a tree of `template`'s structure."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(template)

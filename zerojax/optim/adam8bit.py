@@ -29,6 +29,7 @@ from zerojax.optim.optimizer import (
     UpdateContext,
     coding_around,
 )
+from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.optim.schedules import Schedule
 
 Tree = Any
@@ -123,6 +124,11 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
             )
         return _make(plain, method, dataclasses.replace(options, stochastic=stochastic))
 
+    def with_tree(tree: ParameterTree) -> Optimizer:
+        mask = tree.choice_by_name(options.decay.mask)
+        decay = dataclasses.replace(options.decay, mask=mask)
+        return _make(plain.with_tree(tree), method, dataclasses.replace(options, decay=decay))
+
     def with_ema(ema: Ema) -> Optimizer:
         return _make(plain, method, dataclasses.replace(options, ema=ema))
 
@@ -146,6 +152,7 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
         ),
         ema=options.ema,
         with_ema=with_ema,
+        with_tree=with_tree,
     )
 
 

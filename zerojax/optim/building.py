@@ -18,10 +18,12 @@ from pallas_kernels.gradients import GRADIENT_STATS
 from zerojax.config import OptimizerConfig
 from zerojax.config.checks import names_keywords
 from zerojax.config.display import quoted
+from zerojax.models.protocol import Model
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.ema import Ema, WithEma
 from zerojax.optim.methods import adamw, lamb, lion, sgd
 from zerojax.optim.optimizer import Optimizer
+from zerojax.optim.parameter_tree import OnParameterTree, ParameterTree
 from zerojax.optim.precision import Precision
 from zerojax.optim.schedules import Schedule, build_schedule
 
@@ -39,6 +41,15 @@ class BuiltOptimizer:
     tx: optax.GradientTransformation
     learning_rate: Schedule | None
     reasons: tuple[str, ...] = ()
+
+    def on_tree_of(self, model: Model) -> BuiltOptimizer:
+        """Returns the optimizer for parameters by name that sees the model's own tree of them."""
+        tree = ParameterTree(model.parameter_names())
+        if tree.is_flat:
+            return self
+        if not isinstance(self.tx, Optimizer):
+            return dataclasses.replace(self, tx=OnParameterTree(self.tx, tree))
+        return dataclasses.replace(self, tx=self.tx.with_tree(tree))
 
 
 def build_optimizer(

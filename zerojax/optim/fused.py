@@ -20,6 +20,7 @@ from pallas_kernels.update import update, update_trees
 from zerojax.optim.ema import EMA, Ema, EmaState, around
 from zerojax.optim.groups import Decay, LeafSettings
 from zerojax.optim.optimizer import Arrays, BegunUpdate, Optimizer, UpdateContext
+from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.optim.schedules import Schedule, as_schedule
 from zerojax.optim.transforms import clip_by_global_norm
 
@@ -263,6 +264,11 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
         decay = dataclasses.replace(options.decay, stacks=dict(stacks))
         return make_optimizer(method, dataclasses.replace(options, decay=decay))
 
+    def with_tree(tree: ParameterTree) -> Optimizer:
+        mask = tree.choice_by_name(options.decay.mask)
+        decay = dataclasses.replace(options.decay, mask=mask)
+        return make_optimizer(method, dataclasses.replace(options, decay=decay))
+
     def with_ema(ema: Ema) -> Optimizer:
         return make_optimizer(method, dataclasses.replace(options, ema=ema))
 
@@ -283,6 +289,7 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
         settings=options.decay.settings,
         ema=ema,
         with_ema=with_ema,
+        with_tree=with_tree,
         one_bit=None if method.one_bit is None else method.one_bit(method, options),
     )
 

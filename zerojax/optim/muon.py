@@ -21,6 +21,7 @@ from zerojax.optim.groups import muon_dimensions
 from zerojax.optim.matrices import as_stack, fans, newton_schulz, on_whole_matrices
 from zerojax.optim.methods import check_numbers
 from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
+from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.optim.schedules import Schedule, as_schedule
 from zerojax.optim.transforms import clip_by_global_norm
 
@@ -180,6 +181,10 @@ def _make(options: _Options) -> Optimizer:
         changed = {"moments_dtype": jnp.dtype(moments_dtype), "stochastic": stochastic}
         return _make(dataclasses.replace(options, **changed))
 
+    def with_tree(tree: ParameterTree) -> Optimizer:
+        dimensions = tree.choice_by_name(options.dimensions)
+        return _make(dataclasses.replace(options, dimensions=dimensions))
+
     def with_ema(ema: Ema) -> Optimizer:
         return _make(dataclasses.replace(options, ema=ema))
 
@@ -193,6 +198,7 @@ def _make(options: _Options) -> Optimizer:
         learning_rate=as_schedule(options.learning_rate),
         ema=options.ema,
         with_ema=with_ema,
+        with_tree=with_tree,
         matrices=lambda params: {n: dims for n, (dims, _) in _matrices(options, params).items()},
     )
 

@@ -21,6 +21,7 @@ from optax.contrib import MuonDimensionNumbers
 from pallas_kernels.choice import Choice, Impl
 from pallas_kernels.rounding import seed_of
 from zerojax.optim.ema import Ema, EmaState, new_ema_state
+from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.optim.schedules import Schedule
 
 Tree = Any
@@ -219,6 +220,8 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       per_layer: whether layers that are stacked in one array are updated as arrays of their own.
       with_stacks: {stack: names of its rows} -> the same optimizer for parameters of which some are
         stacks; None where its state depends on how arrays are stacked.
+      with_tree: `ParameterTree` -> the same optimizer for parameters by name, whose mask (or what
+        else the user gave as a function of the parameters) sees the user's tree.
       settings: parameters -> {name: what it does to the parameter}; None where that is not known.
       matrices: {name: a whole parameter's shape and dtype} -> {name: its dimensions} of those whose
         whole matrices it needs (`zerojax.optim.matrices`); None: it needs none.
@@ -239,6 +242,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     moments: tuple[str, ...]
     per_layer: bool
     with_stacks: Callable[[Mapping[str, tuple[str, ...]]], Optimizer] | None
+    with_tree: Callable[[ParameterTree], Optimizer]
     settings: Callable[[Tree], Mapping[str, Any]] | None
     matrices: Callable[[Mapping[str, Any]], Mapping[str, MuonDimensionNumbers]] | None
     ema: Ema | None
@@ -256,6 +260,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         clip_norm: float | None,
         with_dtypes: Callable[[Any, bool], Optimizer],
         with_ema: Callable[[Ema], Optimizer],
+        with_tree: Callable[[ParameterTree], Optimizer],
         ema: Ema | None = None,
         coding: StateCoding | None = None,
         learning_rate: Schedule | None = None,
@@ -273,6 +278,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         self.coding, self.begin, self.moments = coding, begin, moments
         self.per_layer, self.with_stacks, self.settings = per_layer, with_stacks, settings
         self.matrices, self.ema, self.with_ema, self.one_bit = matrices, ema, with_ema, one_bit
+        self.with_tree = with_tree
         return self
 
 

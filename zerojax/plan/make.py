@@ -298,6 +298,7 @@ def _make(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given) -> Pla
 def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given) -> Plan:
     task, *reasons = _resolve(settings, mesh, given)
     seen = _trace(task)
+    task = dataclasses.replace(task, optimizer=task.optimizer.on_tree_of(task.model))
     wishes = Wishes(settings=settings, mesh=mesh, freeze=given.freeze, tx=task.optimizer.tx)
     has_lists = bool(find_lists(sorted(seen.params)))
     rolling = (
@@ -392,23 +393,12 @@ def _decide(
             *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
             *describe_update(program.kernels, tx, stacks, stored["params"], mesh),
             *why_padding,
-            *_describe_muon(tx, stored, placement, mesh, stacks - names.keys()),
+            *optim.describe_muon(stored["opt_state"], stacks - names.keys()),
+            *describe_matrices(tx, stored, placement, mesh),
             *describe_options(program.options, program.dropped),
         ),
         remake=_Remake(settings=settings, given=given),
     )
-
-
-def _describe_muon(
-    tx: Any,
-    stored: TrainState,
-    placement: Placement,
-    mesh: Mesh | AbstractMesh,
-    stacks: Collection[str],
-) -> list[str]:
-    """What an optimizer of whole matrices takes for one, and who multiplies it."""
-    taken = optim.describe_muon(stored["opt_state"], stacks)
-    return [*taken, *describe_matrices(tx, stored, placement, mesh)]
 
 
 def _abstract_forms(

@@ -21,6 +21,7 @@ from zerojax.checkpoint.restoring import fingerprints_of
 from zerojax.models.hugging_face import Pretrained
 from zerojax.models.trees import flatten_names, format_bytes, num_bytes
 from zerojax.optim import COUNT, EMA, EmaState, Weights
+from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.offload.disk_durable import AnotherPlanError, resume, resume_step
 from zerojax.parallel.offload.disk_saving import saved_names, write_pieces
@@ -366,6 +367,18 @@ def model_of(plan: Plan, state: TrainState, weights: Weights = "trained") -> Any
     params = {name: jnp.asarray(values[name]) for name in plan.users_placement.leaves}
     extras = {name: jnp.asarray(value) for name, value in host["extras"].items()}
     return plan.users_model.to_source(params, extras)
+
+
+@allocating_for("handing over the optimizer's state")
+def optimizer_state_of(plan: Plan, state: TrainState) -> Any:
+    """Returns the optimizer's state as optax has it: the user's tree, shapes without padding.
+
+    Args:
+      plan: which `state` follows.
+      state: stays valid.
+    """
+    canonical = to_canonical(plan, state)["opt_state"]
+    return ParameterTree(plan.users_model.parameter_names()).nest_state(canonical)
 
 
 def in_param_dtype(plan: Plan, frozen: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -33,6 +33,7 @@ from zerojax.training.checkpointing import (
     first_state,
     folder_of,
     model_of,
+    optimizer_state_of,
     restore_state,
     save_state,
     what_differs,
@@ -610,6 +611,13 @@ class Trainer:
           ValueError: there is no average.
         """
         return model_of(self.plan, self.state, weights)
+
+    def optimizer_state(self) -> Any:
+        """Returns the optimizer's state as optax has it, in the model's own tree, not padded.
+
+        An average that a transformation of your own keeps can be read here.
+        """
+        return optimizer_state_of(self.plan, self.state)
 
     def close(self) -> None:
         """Waits for the last checkpoint to be on disk, and closes files. May be called twice."""

@@ -73,6 +73,10 @@ class RolledModel:
     def step_rules(self) -> Mapping[str, StepRule]:
         return self.inner.step_rules
 
+    def parameter_names(self) -> Any:
+        """Returns the tree of the model that is not rolled."""
+        return self.inner.parameter_names()
+
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
         params, extras = self.inner.init(key, batch, loss)
         return self._stack_all(params, jnp.stack), extras

@@ -1,0 +1,209 @@
+"""The user's own tree of the parameters, as optimizers see it.
+
+zerojax keeps parameters in one dict by name ("backbone/kernel"). Optimizers of optax read paths:
+masks, labels and learning rates are functions of a nested tree. So they are given the tree that
+the model has. Their states are stored by name again. Knows names, never arrays or meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+import optax
+
+Tree = Any
+_MISSING = object()
+
+
+class ParameterTree:
+    """Converts between parameters by name and the tree of the user's model.
+
+    Attributes:
+      names: the user's tree, with the name of the parameter at each leaf.
+      is_flat: whether the tree is the dict by name itself, so that both forms are the same.
+    """
+
+    def __init__(self, names: Tree):
+        self.names = names
+        self._all = frozenset(_names(names))
+        self.is_flat = isinstance(names, str) or names == {name: name for name in self._all}
+
+    def holds(self, arrays: Any) -> bool:
+        """Returns whether `arrays` is a dict by name of parameters of this tree."""
+        return isinstance(arrays, Mapping) and bool(arrays) and arrays.keys() <= self._all
+
+    def nest(self, by_name: Mapping[str, Any]) -> Tree:
+        """Returns the user's tree of values by name.
+
+        Parameters that `by_name` lacks, such as frozen ones, are left out of dicts; elsewhere
+        `optax.MaskedNode` takes their place.
+        """
+        return {} if (tree := _nest(self.names, by_name)) is _MISSING else tree
+
+    def by_name(self, tree: Tree, names: Collection[str]) -> dict[str, Any]:
+        """Returns {name: value} for a tree like `nest`'s, or the upper part of one.
+
+        A value above several parameters, as in a mask `{"backbone": True}`, is that of each.
+
+        Raises:
+          ValueError: the tree has other entries than the parameters.
+        """
+        values = dict(_values(tree, self.names))
+        return {name: values[name] for name in names}
+
+    def choice_by_name(self, choice: Any) -> Any:
+        """Returns a function of parameters by name for what the user chose for their tree.
+
+        Args:
+          choice: a function of the user's tree that returns one, such as a mask; such a tree; or
+            None, which is returned.
+        """
+        if choice is None:
+            return None
+
+        def of_names(params: Any) -> Any:
+            nested = self.nest(params) if self.holds(params) else params
+            chosen = choice(nested) if callable(choice) else choice
+            if nested is params or (isinstance(chosen, Mapping) and chosen.keys() == params.keys()):
+                return chosen
+            try:
+                return self.by_name(chosen, params)
+            except (ValueError, KeyError):  # whoever uses it says what does not fit
+                return chosen
+
+        return of_names
+
+    def state_by_name(self, state: Tree) -> Tree:
+        """Returns an optimizer's state with each tree of parameters in it as a dict by name."""
+        if _is_part(state, self.names):
+            return dict(_values(state, self.names))
+        children, structure = _children(state)
+        if not children:
+            return state
+        return jax.tree.unflatten(structure, [self.state_by_name(child) for child in children])
+
+    def nest_state(self, state: Tree) -> Tree:
+        """Returns an optimizer's state with the user's tree in place of dicts by name."""
+        nest = lambda part: self.nest(part) if self.holds(part) else part  # noqa: E731
+        return jax.tree.map(nest, state, is_leaf=self.holds)
+
+
+class OnParameterTree(optax.GradientTransformationExtraArgs):
+    """Takes and returns dicts by name, and calls a transformation with the user's tree.
+
+    Attributes:
+      ema: of the transformation, where it has one (`zerojax.with_ema`).
+    """
+
+    ema: Any
+
+    def __new__(cls, tx: optax.GradientTransformation, tree: ParameterTree) -> OnParameterTree:
+        inner = optax.with_extra_args_support(tx)
+        nesters: dict[Any, Callable[[Tree], Tree]] = {}
+
+        def nest_state(state: Tree, arrays: Mapping[str, Any]) -> Tree:
+            structs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
+            key = tuple((name, x.shape, x.dtype) for name, x in structs.items())
+            if key not in nesters:
+                nesters[key] = _nester(jax.eval_shape(inner.init, tree.nest(structs)), tree)
+            return nesters[key](state)
+
+        def init(params: Any) -> Tree:
+            if not tree.holds(params):  # placeholders of optax
+                return inner.init(params)
+            return tree.state_by_name(inner.init(tree.nest(params)))
+
+        def update(
+            updates: Any, state: Tree, params: Any = None, **extra: Any
+        ) -> tuple[dict[str, Any], Tree]:
+            state = nest_state(state, updates if params is None else params)
+            names = [*updates]
+            extra = {k: tree.nest(x) if tree.holds(x) else x for k, x in extra.items()}
+            params = None if params is None else tree.nest(params)
+            new, state = inner.update(tree.nest(updates), state, params, **extra)
+            return tree.by_name(new, names), tree.state_by_name(state)
+
+        self = super().__new__(cls, init, update)
+        self.ema = getattr(tx, "ema", None)
+        return self
+
+
+def _nester(nested: Tree, tree: ParameterTree) -> Callable[[Tree], Tree]:
+    """Returns the inverse of `state_by_name` for states of `nested`'s structure."""
+    structure = jax.tree.structure(nested)
+    numbers = tree.state_by_name(structure.unflatten(range(structure.num_leaves)))
+    place_of = {number: place for place, number in enumerate(jax.tree.leaves(numbers))}
+
+    def nest(state: Tree) -> Tree:
+        leaves = jax.tree.leaves(state)
+        return structure.unflatten([leaves[place_of[n]] for n in range(structure.num_leaves)])
+
+    return nest
+
+
+def _children(node: Any) -> tuple[list[Any], Any]:
+    """Returns the children of a tree's node and its structure; none for a leaf."""
+    children, structure = jax.tree.flatten(node, is_leaf=lambda part: part is not node)
+    is_leaf = len(children) == 1 and children[0] is node
+    return ([], None) if is_leaf else (children, structure)
+
+
+def _names(node: Any) -> Iterator[str]:
+    return iter(jax.tree.leaves(node))
+
+
+def _nest(node: Any, by_name: Mapping[str, Any]) -> Any:
+    if isinstance(node, str):
+        return by_name.get(node, _MISSING)
+    if isinstance(node, dict):
+        parts = {key: _nest(child, by_name) for key, child in node.items()}
+        parts = {key: part for key, part in parts.items() if part is not _MISSING}
+        return parts or _MISSING
+    children, structure = _children(node)
+    parts = [_nest(child, by_name) for child in children]
+    if all(part is _MISSING for part in parts):
+        return _MISSING
+    masked = optax.MaskedNode()
+    return structure.unflatten([masked if part is _MISSING else part for part in parts])
+
+
+def _is_container_like(tree: Any, node: Any) -> bool:
+    """Whether a tree's node has the kind of a node of names, and no key that is not there."""
+    if isinstance(node, dict):
+        return isinstance(tree, Mapping) and tree.keys() <= node.keys()
+    children, structure = _children(tree)
+    return bool(children) and structure == _children(node)[1]
+
+
+def _is_part(state: Any, node: Any) -> bool:
+    """Whether a part of a state is the tree of the parameters, or of some of them."""
+    if isinstance(node, str) or not _is_container_like(state, node) or not _children(state)[0]:
+        return False
+
+    def fits(part: Any, node: Any) -> bool:
+        if isinstance(node, str) or isinstance(part, optax.MaskedNode):
+            return True
+        return _is_container_like(part, node) and all(fits(*pair) for pair in _pairs(part, node))
+
+    return all(fits(*pair) for pair in _pairs(state, node))
+
+
+def _pairs(tree: Any, node: Any) -> list[tuple[Any, Any]]:
+    if isinstance(node, dict):
+        return [(part, node[key]) for key, part in tree.items()]
+    return list(zip(_children(tree)[0], _children(node)[0], strict=True))
+
+
+def _values(tree: Any, node: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, str):
+        yield node, tree
+    elif _is_container_like(tree, node) and not isinstance(tree, optax.MaskedNode):
+        for pair in _pairs(tree, node):
+            yield from _values(*pair)
+    elif isinstance(tree, Mapping | list | tuple) and not hasattr(tree, "_fields"):
+        raise ValueError(f"{tree!r:.100} is not a part of the tree of the parameters {node!r:.100}")
+    else:
+        for name in _names(node):
+            yield name, tree
