@@ -43,7 +43,11 @@ def _words(path):
 
 
 def label_by_path(params):
-    label = lambda path, _: "off" if {"backbone", "0"} & {*_words(path)} else "on"  # noqa: E731
+    def label(path, _):
+        words = _words(path)
+        is_off = "backbone" in words or words[0] == "0" or words[:2] == ["layers", "0"]
+        return "off" if is_off else "on"
+
     return jax.tree_util.tree_map_with_path(label, params)
 
 

@@ -236,6 +236,10 @@ def test_a_frozen_list_is_rolled_and_stays() -> None:
         np.testing.assert_array_equal(x, new[name])
 
 
+def not_in_layer_4(path: Any, _: Any) -> bool:
+    return [part.key for part in path[:2]] != ["layers", 4]
+
+
 TOLD_APART = {
     "freeze": ({"freeze": "layers/2/"}, "layers/2/down/bias"),
     "groups": (
@@ -245,7 +249,7 @@ TOLD_APART = {
     "masks": (
         {
             "optimizer": optax.masked(
-                optax.adam(1e-3), lambda p: {name: "layers/4/" not in name for name in p}
+                optax.adam(1e-3), functools.partial(jax.tree.map_with_path, not_in_layer_4)
             )
         },
         "layers/4/down/bias",

@@ -23,6 +23,7 @@ from zerojax.models.adapt import as_loss, as_model
 from zerojax.models.jaxpr import inner_programs
 from zerojax.models.protocol import Loss, Model
 from zerojax.models.rolling import FoundLoops, Loop, RolledModel, find_loops, stack_name
+from zerojax.models.rolling.equality import Equality
 from zerojax.models.trace import ModelTrace, trace_model
 
 LAYERS = 6
@@ -258,6 +259,33 @@ def test_rules_with_one_number_are_one_rule_and_with_others_are_not():
     """Rules are compared by the program of their derivative, never by where they were written."""
     assert len(case_of("same_rules").find().loops) == 1
     assert case_of("other_rules").find().loops == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (lambda x: x * 0.0, lambda x: x * 0.0, True),
+        (lambda x: x * 0.0, lambda x: x * -0.0, False),
+        (lambda x: x * jnp.nan, lambda x: x * jnp.nan, True),
+        (lambda x: x + np.zeros(3, np.float32), lambda x: x + np.zeros(3, np.float32), True),
+        (lambda x: x + np.zeros(3, np.float32), lambda x: x + -np.zeros(3, np.float32), False),
+    ],
+)
+def test_numbers_are_compared_by_their_bits(first, second, same):
+    programs = [jax.make_jaxpr(jax.jit(f))(jnp.ones(3)) for f in (first, second)]
+    [one], [other] = (program.eqns for program in programs)
+    assert (Equality({}).holes(one, other) == set()) == same
+
+
+def test_equations_of_other_contexts_differ():
+    def draw(partitionable):
+        with jax.threefry_partitionable(partitionable):
+            return jax.make_jaxpr(lambda key: jax.random.bits(key))(jax.random.key(0)).eqns
+
+    for one, other in zip(draw(True), draw(True), strict=True):
+        assert Equality({}).holes(one, other) == set()
+    pairs = zip(draw(True), draw(False), strict=True)
+    assert None in [Equality({}).holes(one, other) for one, other in pairs]
 
 
 def test_stacks_name_every_layer_in_order():
