@@ -40,6 +40,7 @@ from zerojax.runtime.user_files import not_for_everybody
 from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.checkpointing import base_of, end_state
 from zerojax.training.metrics import RunLog
+from zerojax.training.process_agreement import check_same_run, describe_run
 from zerojax.training.run_record import RunNotes, record_of, write_record
 from zerojax.training.train_arguments import LoopSettings
 from zerojax.training.trainer import Trainer
@@ -110,9 +111,21 @@ def open_run(
     """Checks offload and opens the checkpoints; what it returns goes to `fit` at once.
 
     Raises:
-      ValueError, CheckpointError: before anything is on a device.
+      ValueError, CheckpointError: before anything is on a device; also where the processes of a
+        group are about to start different runs.
     """
     check_offload(plan)
+    if jax.process_count() > 1:
+        together = {
+            "log_every": loop_settings.log_every,
+            "eval_every": loop_settings.eval_every,
+            "eval_batches": loop_settings.eval_batches,
+            "validation": "no" if validation is None else "yes",
+            "checkpoints": "no" if files.checkpoint is None else "yes",
+            "save_every": loop_settings.save_every,
+            "save_on_exit": loop_settings.save_on_exit,
+        }
+        check_same_run(describe_run(plan, feed, seed=seed, steps=files.steps, loop=together))
     base = None
     if files.checkpoint is not None and files.checkpoint.path is not None:
         base, said = base_of(plan, files.checkpoint.frozen)

@@ -1,0 +1,139 @@
+"""Comparison of the runs that the processes of one group are about to start.
+
+A process with another learning rate, seed or number of steps trains another model, or waits for
+collectives that never come. So before any array exists each process describes its run, and all of
+them end with the first difference. Nothing is sent where there is one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, Literal
+
+from zerojax.checkpoint.agreement import gather
+from zerojax.config.loader import to_dict
+from zerojax.data.feed import Feed, SourceFeed
+from zerojax.models.jaxpr import inner_programs
+from zerojax.optim import extra_arguments
+from zerojax.plan.make import Plan
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+_TEXT_BYTES = 200
+_OWN_PATHS = ("folder",)
+"""Settings that may differ: a disk has another path on each host."""
+
+
+def check_same_run(described: Mapping[str, str]) -> None:
+    """Raises ValueError on every process where two of them describe different runs.
+
+    Collective: every process calls it, with the same keys.
+
+    Args:
+      described: {what it is, for people: its value as text}, in the order of comparison.
+    """
+    if jax.process_count() == 1:
+        return
+    digests = [_digest(value.encode()) for value in described.values()]
+    rows = gather(np.array(digests, np.uint32))
+    for number, (what, value) in enumerate(described.items()):
+        differing = np.flatnonzero(rows[:, number] != rows[0, number])
+        if differing.size:
+            raise ValueError(_difference(what, value, int(differing[0])))
+
+
+def describe_run(
+    plan: Plan, feed: Feed, *, seed: int, steps: int | None, loop: Mapping[str, Any]
+) -> dict[str, str]:
+    """Returns what `check_same_run` compares.
+
+    Args:
+      plan: of the run.
+      feed: its batches; the data of a `RowSource` are compared, since each process reads its rows
+        of the same ones.
+      seed, steps: of the run.
+      loop: {name: value} of what decides when all processes do something together.
+    """
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    placed = [
+        (name, x.shape, x.dtype.name) for name, x in sorted(plan.abstract_stored["params"].items())
+    ]
+    data = feed.state() if isinstance(feed, SourceFeed) else {"kind": feed.kind}
+    return {
+        "the versions of packages": json.dumps(versions),
+        "seed": str(seed),
+        "steps": str(steps),
+        "the mesh settings": json.dumps(_without_paths(to_dict(plan.settings)), default=str),
+        "num_microbatches": str(plan.num_microbatches),
+        "precision": str(plan.precision),
+        "the parameters": str(placed),
+        "the batch": str([(x.shape, x.dtype.name) for x in jax.tree.leaves(plan.abstract_batch)]),
+        "the data": json.dumps(data, default=str),
+        "the optimizer (its learning rate or another number of its update)": _update_of(plan),
+        **{name: str(value) for name, value in loop.items()},
+    }
+
+
+def _difference(what: str, value: str, process: int) -> str:
+    """The sentence for a difference between process 0 and another one; collective."""
+    shown = np.zeros(_TEXT_BYTES, np.uint8)
+    if len(text := value.encode()) <= _TEXT_BYTES:
+        shown[: len(text)] = np.frombuffer(text, np.uint8)
+    rows = gather(shown)
+    texts = [rows[n].tobytes().rstrip(b"\0").decode(errors="replace") for n in (0, process)]
+    found = f": {texts[0]} and {texts[1]}" if all(texts) and texts[0] != texts[1] else ""
+    return (
+        f"{what} differs between process 0 and process {process}{found}; start every process with "
+        "the same script, settings and packages"
+    )
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:4], "little")
+
+
+def _without_paths(settings: Any) -> Any:
+    if not isinstance(settings, Mapping):
+        return settings
+    return {k: _without_paths(v) for k, v in settings.items() if k not in _OWN_PATHS}
+
+
+def _update_of(plan: Plan) -> str:
+    """A digest of the traced update: its operations and the numbers in it.
+
+    Parameters of equations are left out: their text may depend on addresses.
+    """
+    params = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for name, x in plan.abstract_stored["params"].items()
+    }
+
+    def update(params: Any, loss: jax.Array) -> Any:
+        extra = extra_arguments(params, loss, loss, frozenset())
+        return plan.tx.update(params, plan.tx.init(params), params, **extra)
+
+    try:
+        closed = jax.make_jaxpr(update)(params, jax.ShapeDtypeStruct((), np.float32))
+    except ValueError:  # 1-bit optimizers have no update outside of a step
+        return ""
+    found = hashlib.sha256()
+    for constant in closed.consts:
+        found.update(np.asarray(constant).tobytes())
+    _add(found, closed.jaxpr)
+    return found.hexdigest()
+
+
+def _add(found: Any, program: Jaxpr) -> None:
+    for equation in program.eqns:
+        found.update(equation.primitive.name.encode())
+        for operand in equation.invars:
+            if isinstance(operand, Literal):
+                found.update(np.asarray(operand.val).tobytes())
+        for inner in inner_programs(equation.params):
+            _add(found, inner)
