@@ -192,7 +192,8 @@ class Reports:
         before, self._skipped = self._skipped, int(values["num_skipped"])
         if plan.learning_rate is not None:
             updates = step - 1 - (self._skipped - int(values["skipped"]))
-            values["learning_rate"] = float(plan.learning_rate(updates))
+            with jax.transfer_guard("allow"):  # a schedule of optax computes on a device
+                values["learning_rate"] = float(plan.learning_rate(updates))
         if log is not None:
             shown = (*SHOWN, *plan.traced.metric_names)
             numbers = {name: values[name] for name in shown if name in values}

@@ -47,6 +47,10 @@ from zerojax.training.train_arguments import LoopSettings
 Callback = Callable[["Trainer", Metrics], Any]
 CALLBACKS = "callbacks"
 """Where the configuration in a checkpoint has what callbacks want to remember."""
+_DONATED = (
+    "A step takes the memory of its state: arrays of trainer.state are gone after the next step. "
+    "Keep a copy, jax.device_get(trainer.state['params'])"
+)
 
 
 class Trainer:
@@ -253,6 +257,8 @@ class Trainer:
         try:
             yield
         except Exception as error:
+            if isinstance(error, RuntimeError) and "has been deleted" in str(error):
+                error.add_note(_DONATED)
             if jax.process_count() > 1:
                 if is_peer_loss(error):
                     saved = () if self._checkpointer is None else self._checkpointer.steps()
