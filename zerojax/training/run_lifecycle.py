@@ -39,6 +39,7 @@ from zerojax.runtime.redaction import redact
 from zerojax.runtime.user_files import not_for_everybody
 from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.checkpointing import base_of, end_state
+from zerojax.training.evaluation import check_evaluation_mode
 from zerojax.training.metrics import RunLog
 from zerojax.training.run_record import RunNotes, record_of, write_record
 from zerojax.training.train_arguments import LoopSettings
@@ -113,6 +114,8 @@ def open_run(
       ValueError, CheckpointError: before anything is on a device.
     """
     check_offload(plan)
+    if validation is not None:
+        check_evaluation_mode(plan)
     base = None
     if files.checkpoint is not None and files.checkpoint.path is not None:
         base, said = base_of(plan, files.checkpoint.frozen)

@@ -59,14 +59,13 @@ class Arguments:
         """The loss, with a layout of attention where the arguments say one."""
         return loss
 
-    def with_rows(self, rows: int | None, *, stacklevel: int) -> Arguments:
+    def with_rows(self, rows: int | None) -> Arguments:
         """What holds for batches with so many rows over all devices.
 
         Args:
           rows: None: the batches have none.
-          stacklevel: of warnings: frames from the caller of this to the user's line.
         """
-        del rows, stacklevel
+        del rows
         return self
 
     def check_plan(self, plan: Plan) -> None:
