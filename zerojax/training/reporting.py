@@ -19,6 +19,7 @@ from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import STEP
 from zerojax.training.process_times import LoopClock
+from zerojax.training.resumed_settings import next_rate
 
 Metrics = dict[str, Any]
 """Numbers, but for names of parameters: "bad_leaf" and "largest_leaf"."""
@@ -192,8 +193,7 @@ class Reports:
         before, self._skipped = self._skipped, int(values["num_skipped"])
         if plan.learning_rate is not None:
             updates = step - 1 - (self._skipped - int(values["skipped"]))
-            with jax.transfer_guard("allow"):  # a schedule of optax computes on a device
-                values["learning_rate"] = float(plan.learning_rate(updates))
+            values["learning_rate"] = next_rate(plan, updates)
         if log is not None:
             shown = (*SHOWN, *plan.traced.metric_names)
             numbers = {name: values[name] for name in shown if name in values}

@@ -42,6 +42,7 @@ from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
 from zerojax.training.process_times import LoopClock
 from zerojax.training.reporting import Metrics, Reports, compare_peak, with_names
+from zerojax.training.resumed_settings import NEXT_RATE, next_rate, settings_that_differ
 from zerojax.training.train_arguments import LoopSettings
 
 Callback = Callable[["Trainer", Metrics], Any]
@@ -472,10 +473,12 @@ class Trainer:
             return
         self._reports.wait(self.plan)
         saving, self._saved_step = self.num_steps, None
-        about = {"data_state": self._data_state or {}, "config": self._config}
+        rate = next_rate(self.plan, saving - int(self.state["skipped"]))
+        config = {**self._config, **({} if rate is None else {NEXT_RATE: rate})}
+        about = {"data_state": self._data_state or {}, "config": config}
         about["plan"] = self.plan.as_dict()
         if states := {name: callback.state() for name, callback in self._stateful().items()}:
-            about["config"] = {**self._config, CALLBACKS: states}
+            config[CALLBACKS] = states
         what = f"saving step {saving}"
         watched = self._watchdog.during(what, is_long=True)
         with self._clock.during(SAVE), watched, self._unhurried():
@@ -571,6 +574,7 @@ class Trainer:
         self._saved_step = restored.step if is_saved else None
         self._data_state = restored.data_state or None
         self._notes += what_differs(self.plan, restored)
+        self._notes += settings_that_differ(self.plan, restored, self._config)
         self._base_of_state = None if self._base is None else self._base.as_read(restored.base)
         if self._base is not None and self._base_of_state is None:
             self._notes.append(
