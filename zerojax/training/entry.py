@@ -277,7 +277,7 @@ def _plan_run(given: _Given) -> Plan:
     is_given = given.text is None or arguments.data is not None
     with (
         _saying_where_batches_come_from(is_given=is_given),
-        print_if_slow(given.folder, arguments.log, PLANNING),
+        print_if_slow(arguments.log, PLANNING),
     ):
         if isinstance(mesh_config, Mapping):
             mesh_config = as_mesh_config(mesh_config)

@@ -178,8 +178,10 @@ class Trainer:
             batches, count = one_pass(batches)
             steps = count if count is None else self.num_steps - self.num_steps % count + count
         feed = self._as_feed(batches)
+        before = self.num_steps, int(self.state["skipped"])
         with self._watchdog, self._logging(steps), self._failing_well():
             self._say_if_done(steps)
+            self._say_if_nothing_is_saved()
             for start in self._methods("on_start"):
                 start(self)
             with self._stopping() as stop:
@@ -189,6 +191,8 @@ class Trainer:
                     self._report()
                     self._reports.settle(self.plan, self._log)
                 stop.step_over()
+                if not stop.is_due:
+                    self._check_trained(*before)
                 self._compare_peak()
                 if self._validation is not None and not (self._is_evaluated() or stop.is_due):
                     self._evaluate_validation()
@@ -196,7 +200,6 @@ class Trainer:
                     self.save()
                 if stop.is_due:
                     raise self._interrupted(stop)
-                self._say_if_nothing_is_saved()
         return self
 
     @contextlib.contextmanager
@@ -288,9 +291,15 @@ class Trainer:
         if self._checkpointer is None and self._log is not None and not self._said_unsaved:
             self._said_unsaved = True
             self._log.message(
-                "no weights were saved: pass checkpoint='runs/NAME' to train, or take them from "
-                "trainer.to_model() now"
+                "no weights will be saved: pass checkpoint='runs/NAME' to train, or take them from "
+                "trainer.to_model() at the end"
             )
+
+    def _check_trained(self, steps_before: int, skipped_before: int) -> None:
+        """Refuses a run of which no step changed a parameter."""
+        steps, skipped = self.num_steps - steps_before, int(self.state["skipped"]) - skipped_before
+        if steps and steps == skipped:
+            self._reports.nothing_trained(self.plan, steps, self._log)
 
     def _say_if_short(self, steps: int | None) -> None:
         if steps is not None and self.num_steps < steps and self._log is not None:
