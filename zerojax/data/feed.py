@@ -272,6 +272,10 @@ def as_feed(
       TypeError: a single batch, a path, or something that is not data at all.
       ValueError: an empty sequence, a negative start, or rows outside the batch.
     """
+    if isinstance(batches, Feed) and (start or rows):
+        raise TypeError(
+            "this is a Feed already; leave start and rows out, or use Feed.restore(state)"
+        )
     feed = batches if isinstance(batches, Feed) else _new_feed(batches, start, rows)
     feed.allow_other_data |= allow_other_data
     return feed
