@@ -81,7 +81,9 @@ def test_early_stopping(tmp_path, capsys):
     assert stopping.best == min(losses)
     assert len(losses) == 6, "the step that ended the run is evaluated once"
     said = "stopped early: validation/loss has not improved 2 times in a row; the best was"
-    assert capsys.readouterr().out.count(said) == 1
+    out = capsys.readouterr().out
+    assert out.count(said) == 1
+    assert out.index(said) < out.index("step 1/1"), "while something can be done about it"
 
 
 @pytest.mark.thorough
@@ -188,9 +190,38 @@ def test_a_trainer_says_what_it_is(tmp_path):
     assert trainer.metrics["largest_leaf"] in ("out/kernel", "out/bias")
 
 
+class Wrong:
+    def __call__(self, trainer, metrics): ...
+
+    def on_evaluation(self, trainer): ...
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (lambda trainer: None, r"callbacks\[0\] is called with \(trainer, metrics\)"),
+        (lambda trainer, metrics, more: None, "missing a required argument: 'more'"),
+        (Wrong(), r"callbacks\[0\].on_evaluation is called with \(trainer, metrics\)"),
+        (Wrong, r"or an instance, Wrong\(...\)"),
+    ],
+)
+def test_a_callback_that_cannot_be_called_is_refused_before_anything_is_planned(callback, words):
+    with pytest.raises(TypeError, match=words):
+        train(callbacks=[callback], data=lambda step: pytest.fail("a batch was read"))
+
+
+def test_a_run_without_a_folder_reports_to_the_terminal_alone(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(callbacks=[], steps=2, run_dir=None)
+    out = capsys.readouterr().out
+    assert "step 2/2  loss" in out
+    assert "run folder" not in out
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_without_checkpoints_says_so_once(tmp_path, capsys):
     trainer = train(callbacks=[], steps=1, run_dir=tmp_path)
-    said = "no weights were saved: pass checkpoint='runs/NAME' to train"
+    said = "no weights will be saved: pass checkpoint='runs/NAME' to train"
     assert capsys.readouterr().out.count(said) == 1
     trainer.fit([batch(0)], 2)
     assert said not in capsys.readouterr().out

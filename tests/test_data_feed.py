@@ -13,6 +13,7 @@ import types
 import numpy as np
 import pytest
 
+import zerojax
 from zerojax.data import TokenSource, as_feed, prefetch, tokens_of_array
 from zerojax.data.feed import Feed
 
@@ -166,7 +167,6 @@ def test_iterators_end_and_empty_data_are_refused():
         ("corpus.txt", "as_source"),
         (None, "as_source"),
         (3, "batches is a int"),
-        (as_feed([1]), "a Feed already"),
     ],
 )
 def test_what_is_no_data_is_refused(bad, words):
@@ -174,6 +174,26 @@ def test_what_is_no_data_is_refused(bad, words):
         as_feed(bad)
     with pytest.raises(ValueError, match="start=-1"):
         as_feed(batch_of, start=-1)
+
+
+def test_a_run_goes_on_with_other_data_where_that_is_allowed(tmp_path):
+    model = (lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"])
+    rows = [{"x": np.full((8, 4), number, np.float32)} for number in (1, 2, 3)]
+
+    def train(batches, steps):
+        return zerojax.train(
+            model,
+            {"zero": 1},
+            batches,
+            loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+            steps=steps,
+            checkpoint=tmp_path,
+        )
+
+    train(rows, 2)
+    with pytest.raises(ValueError, match=r"batches=zerojax.data.as_feed\(batches, allow_other"):
+        train(iter(rows), 3)
+    assert train(as_feed(iter(rows), allow_other_data=True), 3).num_steps == 3
 
 
 # --- prefetch -------------------------------------------------------------------------------------

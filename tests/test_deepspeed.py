@@ -481,6 +481,19 @@ def test_a_call_that_contradicts_the_file_is_refused(file, given, words):
     assert words in refusal(file, given=given)
 
 
+def test_a_run_may_be_shorter_than_the_schedule_of_its_file():
+    file = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}}}
+    reasons = deepspeed.translate(file, given=Given(steps=10)).reasons
+    assert any("of which steps=10 are made" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("scheduler", [{}, {"scheduler": {"type": "Linear"}}])
+def test_a_file_with_a_wrong_scheduler_is_not_said_to_have_none(scheduler):
+    file = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, **scheduler}
+    reasons = deepspeed.explain(file).reasons
+    assert any("has no scheduler" in reason for reason in reasons) == (not scheduler)
+
+
 def test_auto_elsewhere_counts_as_absent_as_in_deepspeed():
     file = {"zero_optimization": {"stage": 3, "sub_group_size": "auto", "overlap_comm": "auto"}}
     translation = deepspeed.translate(file)

@@ -85,14 +85,14 @@ def test_an_abstract_mesh_needs_no_devices():
 
 def test_every_list_of_axes_is_read_from_the_table():
     """A row is all that a further axis needs to be in these lists."""
-    assert (*meshes.PASS_AXES, *meshes.AUTO_AXES) == meshes.AXES
+    assert (*meshes.PASS_AXES, meshes.STAGE, *meshes.COMPILER_AXES) == meshes.AXES
     assert (*meshes.DATA_AXES, meshes.CONTEXT) == meshes.PASS_AXES
-    assert (*meshes.PIPELINE_AXES, *meshes.COMPILER_AXES) == meshes.AXES
+    assert (*meshes.MANUAL_AXES, *meshes.COMPILER_AXES) == meshes.AXES
     assert set(meshes.STATE_AXES) <= set(meshes.PASS_AXES)
-    row = meshes.Axis(name="group", splits="batch", shards_state=True, manual="always")
+    row = meshes.Axis(name="group", splits="batch", shards_state=True, manual=True)
     table = (row, *meshes.AXIS_TABLE)
     assert meshes.names_of(table) == ("group", *meshes.AXES)
-    assert meshes.names_of(table, splits="batch", manual="always") == ("group", *meshes.DATA_AXES)
+    assert meshes.names_of(table, splits="batch", manual=True) == ("group", *meshes.DATA_AXES)
     assert meshes.names_of(table, shards_state=True) == ("group", *meshes.STATE_AXES)
 
 

@@ -70,6 +70,7 @@ def test_trouble_is_said_in_words():
 
 
 def test_other_metrics_follow_by_name():
+    assert format_line(7, {"loss": 1.0}, total_steps=0).startswith("step 7  loss")
     assert "expert load 0.75" in format_line(1, {"expert_load": 0.75}, total_steps=1)
     assert "s/step 0.5" in format_line(1, {"step_seconds": 0.5}, total_steps=1)
     assert "ema loss 2.6500" in format_line(1, {"ema_loss": 2.65}, total_steps=1)
@@ -212,6 +213,9 @@ def test_a_narrow_terminal_and_one_without_unicode():
     class Ascii(Terminal):
         encoding = "ascii"
 
+    display = LiveDisplay(Console(file=io.StringIO(), force_terminal=True), total_steps=0)
+    display.update(3, {"loss": 1.0}, None)
+    display.close()
     display = LiveDisplay(Console(width=40, file=Ascii(), force_terminal=True), total_steps=10)
     for step in (1, 2, 3):
         display.update(step, REPORT, None)

@@ -97,7 +97,7 @@ def test_a_run_of_steps_that_are_not_finite_is_said_once_and_ends_as_failed(tmp_
     said = [line for line in capsys.readouterr().out.splitlines() if "was skipped" in line]
     unreported = [line for line in said if "since the last report" not in line]
     assert [line.split(":")[0] for line in unreported] == ["step 4"]
-    assert len(said) - len(unreported) == 5
+    assert len(said) - len(unreported) == 1, "reports themselves count the others"
     events = read_metrics(tmp_path).events
     assert (events[-1]["event"], events[-1]["error"]) == ("failed", "FloatingPointError")
     assert "failed at step 50 of 80" in write_report(tmp_path).read_text()

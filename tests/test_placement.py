@@ -234,7 +234,6 @@ def test_a_stack_on_a_pipeline_lies_in_rows():
     assert leaf.is_padded
     assert leaf.stored_spec == P("stage", "data", "model")
     assert leaf.manual_spec == P("stage", "data", None)
-    assert leaf.data_spec == P(None, "data", None)
     assert leaf.axes == (None, None, "model")
     other = leaves["other"]
     assert other.layer_rows is None

@@ -238,7 +238,8 @@ def batch_of(rows, targets=None):
         ),
         (
             {"batch": lambda _: {"x": 3.0}},
-            "example_batch has leaves ['x']: every leaf needs a leading batch dimension",
+            "batch['x'] is a scalar, and dimension 0 of every array is the rows of the batch; "
+            "repeat it: numpy.full(rows, value)",
         ),
         (
             {"loss": lambda model, batch: model(batch["x"])},
@@ -289,6 +290,13 @@ def test_value_limit_and_remedy(options, message):
     with pytest.raises(ValueError) as caught:
         plain_plan(**options)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("shape", [(), (8,)])
+def test_random_keys_in_a_batch_are_refused_by_name(shape):
+    keys = jax.random.split(jax.random.key(0), shape) if shape else jax.random.key(0)
+    with pytest.raises(TypeError, match=r"batch\['k'\] holds random keys .*key_data\(keys\)"):
+        plain_plan(batch=lambda _: batch_of(8) | {"k": keys})
 
 
 def test_unknown_options_name_the_nearest():

@@ -359,7 +359,11 @@ def test_what_are_no_batches():
     (code,) = told(lambda: as_feed(BATCH), r"pass (\[batch\]) to train on it again and again")
     feed = as_feed(eval(code, {"batch": BATCH}))
     next(feed), next(feed)
-    told(lambda: as_feed(feed), r"; use it as it is, with Feed\.restore\(state\)$")
+    told(
+        lambda: as_feed(feed, start=1),
+        r"; leave start and rows out, or use Feed\.restore\(state\)$",
+    )
+    assert as_feed(feed) is feed
     state = feed.state()
     feed.restore(state)
     next(feed)
@@ -430,12 +434,13 @@ def test_other_data_than_those_of_the_saved_run(other):
     feed = as_feed(source(np.arange(100)))
     next(feed)
     state = feed.state()
-    another = as_feed([BATCH] if other is None else source(other))
-    (option,) = told(
-        lambda: another.restore(state),
-        r"give the (?:same data|data of the saved run).*, or pass (\w+=True) to Feed\.restore$",
+    batches = [BATCH] if other is None else source(other)
+    (code,) = told(
+        lambda: as_feed(batches).restore(state),
+        r"give the (?:same data|data of the saved run).*, or go on with others: batches=(.*)$",
     )
-    another.restore(state, **eval(f"dict({option})"))
+    another = eval(code, {"zerojax": zerojax, "batches": batches})
+    another.restore(state)
     assert next(another)
     same = as_feed(source(np.arange(100)))
     same.restore(state)

@@ -12,7 +12,8 @@ from zerojax.config import LossScale
 from zerojax.hardware import compile_client
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.training.metrics.loss_spikes import SpikeDetector
-from zerojax.training.metrics.stragglers import ACTIVITIES
+from zerojax.training.metrics.stragglers import ACTIVITIES, Stopwatch
+from zerojax.training.process_times import LoopClock
 from zerojax.training.reporting import MAX_STEPS_UNDER_WAY, Reports, compare_peak
 
 NAMES = ("embed", "mlp/kernel", "norm")
@@ -120,6 +121,35 @@ def test_a_skipped_step_is_said_with_the_parameter_to_blame(plan, others, found)
         f"step 12: loss 2.5, gradient norm inf{found}: not finite, the update was skipped "
         "(3 skipped since the last report, 3 in all)"
     ]
+
+
+def test_what_a_trace_waits_for_is_time_of_steps():
+    now = [0.0]
+
+    class Loss:
+        def block_until_ready(self):
+            now[0] += 5.0
+
+        def is_ready(self):
+            return False
+
+    clock = LoopClock(Stopwatch(lambda: now[0]))
+    reports, log = Reports(9, clock=clock), Log()
+    reports._trace = types.SimpleNamespace(follow=lambda *args: None)
+    log.traced_steps = 3, 4
+    for step in (1, 2, 3, 4, 5):
+        reports.follow(BF16, step, {"loss": Loss()}, log)
+    spent, _ = clock.take()
+    assert spent["step"] == 10.0
+    assert spent["host"] == 0.0
+
+
+def test_the_first_of_several_skipped_reports_speaks_for_all():
+    log, reports = Log(), Reports(9)
+    for step in (1, 2, 3):
+        report(reports, BF16, step, overflow(step, bad_leaf=1), log)
+    assert len(log.messages) == 1
+    assert len(log.written) == 3
 
 
 def test_a_run_that_stays_non_finite_ends_with_the_name():

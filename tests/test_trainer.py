@@ -299,6 +299,26 @@ def test_a_run_that_stays_non_finite_ends_with_its_last_good_parameters():
     assert len(set(kept)) == 1, "skipped steps must not move a parameter"
 
 
+@pytest.mark.parametrize(("precision", "ends"), [("fp32", True), ("fp16", False)])
+def test_a_run_that_skips_all_of_its_steps_trains_nothing_and_says_so(capsys, precision, ends):
+    def train(steps):
+        return zerojax.train(
+            (lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"]),
+            {"zero": 1},
+            lambda step: {"x": np.ones((8, 4), np.float32)},
+            loss=lambda model, batch: (model(batch["x"]) * np.float32(1e38)).sum() / 8 * 1e5,
+            precision=precision,
+            steps=steps,
+        )
+
+    if ends:
+        with pytest.raises(FloatingPointError, match="all 2 steps were skipped.*look at the data"):
+            train(2)
+    else:
+        train(2)
+        assert "all 2 steps were skipped" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_callback_that_returns_true_ends_the_run():
     trainer = zerojax.train(

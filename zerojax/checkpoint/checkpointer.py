@@ -10,7 +10,6 @@ import operator
 import os
 import threading
 import types
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -31,7 +30,7 @@ from zerojax.checkpoint.restoring import Candidates, fingerprints_of, read_step
 from zerojax.checkpoint.retention import Retention, as_retention, keep_step, kept_steps
 from zerojax.checkpoint.saving import Save, is_first_process, not_saved, write
 from zerojax.checkpoint.verification import Verification, verify_step
-from zerojax.config.checks import names_keywords
+from zerojax.config.checks import names_keywords, warn_user
 from zerojax.models.trees import flatten_names, num_bytes, unflatten_like
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
 
@@ -272,7 +271,7 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         agreement.raise_together(error)
         for text in pending.result():
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            warn_user(text, RuntimeWarning)
 
     def close(self) -> None:
         """Waits for the last save and ends the writer's thread. May be called twice.

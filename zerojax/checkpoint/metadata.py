@@ -239,15 +239,17 @@ def check_same_arrays(
       subset: allow the checkpoint to hold more than what is wanted.
 
     Raises:
-      CheckpointError: names the first differing leaf in name order, what both sides have, how many
-        more differ, and what to do.
+      CheckpointError: names the run's random key or the first differing leaf in name order, what
+        both sides have, how many more differ, and what to do.
     """
     described = {name: describe(leaf) for name, leaf in wanted.items()}
     names = described.keys() if subset else described.keys() | saved.keys()
     different = sorted(name for name in names if described.get(name) != saved.get(name))
     if not different:
         return
-    name = different[0]
+    # Models hold keys, too.
+    other_keys = "rng" in different and "rng" in described and "rng" in saved
+    name = "rng" if other_keys else different[0]
     ours, theirs = described.get(name), saved.get(name)
     if theirs is None:
         what = f"{name!r} ({ours}) is not in the checkpoint"
@@ -259,6 +261,12 @@ def check_same_arrays(
     more = f" ({len(different) - 1} more leaves differ)" if len(different) > 1 else ""
     if (remedy := _remedy_of_frozen(name, saved, described)) is not None:
         raise CheckpointError(f"{where}: {what}{more}; {remedy}")
+    if other_keys:
+        raise CheckpointError(
+            f"{where}: {what}{more}: its random keys are of another kind; set the "
+            "jax_default_prng_impl under which it was saved ([2]: threefry2x32, [4]: rbg or "
+            "unsafe_rbg), or use another checkpoint folder"
+        )
     raise CheckpointError(
         f"{where} was saved by another model or optimizer: {what}{more}; give the model and the "
         "optimizer that it was saved with (its metadata.json lists their arrays), or use another "

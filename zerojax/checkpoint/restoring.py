@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from zerojax.checkpoint.fingerprints import Parts, PendingFingerprints, differin
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, check_same_arrays, read_metadata
 from zerojax.checkpoint.saving import ARRAYS, PIECES, is_first_process
 from zerojax.checkpoint.stored_arrays import StoredArrays
+from zerojax.config.checks import warn_user
 
 _MOST = 3  # damaged files that one sentence names
 
@@ -361,7 +361,7 @@ class Candidates:
         """Warns, once for all processes."""
         if is_first_process():
             self.notes.append(text)
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warn_user(text, RuntimeWarning)
 
     def set_aside(self) -> None:
         """Renames the steps that were passed over. Only in process 0.

@@ -1,6 +1,6 @@
 """Validation of option values and keywords; each error has the value and the limit.
 
-A misspelt keyword is answered with the nearest valid name.
+A misspelt keyword is answered with the nearest valid name, and warnings point at the user's line.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import functools
 import inspect
 import numbers
 import re
+import sys
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -19,6 +21,20 @@ from zerojax.config.loader import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MAX_NAME = 100
+_NOT_THE_USERS = ("zerojax", "jax", "flax", "contextlib", "functools")
+"""Modules whose frames may stand between a warning and the user's line."""
+
+
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the line of the user's code that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _module_of(frame) in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
+
+
+def _module_of(frame: types.FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 def refuse(name: str, value: Any, reason: str) -> None:
@@ -110,8 +126,7 @@ def names_keywords(
     """A decorator under which an unknown keyword is answered with the nearest known one.
 
     The function or class keeps its signature, for `inspect` and for type checkers; a class is
-    returned as it is, with another `__init__`. A call has one frame more, which a `stacklevel`
-    inside has to count.
+    returned as it is, with another `__init__`.
 
     Args:
       also: keywords that stand in the place of `**options`.

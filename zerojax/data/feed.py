@@ -16,6 +16,7 @@ logger = logging.getLogger("zerojax.data")
 
 Batch = Mapping[str, Any]
 State = dict[str, Any]
+_OTHERS = "batches=zerojax.data.as_feed(batches, allow_other_data=True)"
 
 
 class Feed(abc.ABC):
@@ -26,6 +27,9 @@ class Feed(abc.ABC):
 
     kind: str
     """Which sort of data this is; part of the state, so that another sort is noticed."""
+
+    allow_other_data = False
+    """Whether `restore` goes on at the same number of batches of other data."""
 
     def __init__(self, start: int):
         if start < 0:
@@ -57,26 +61,28 @@ class Feed(abc.ABC):
             return self._returned_state
         return {"kind": self.kind, "position": self._position, **self._details()}
 
-    def restore(self, state: Mapping[str, Any], *, allow_other_data: bool = False) -> None:
+    def restore(self, state: Mapping[str, Any], *, allow_other_data: bool | None = None) -> None:
         """Continues after the batch that `state` was taken after.
 
         Args:
           state: what `state()` returned, also of an earlier process.
           allow_other_data: continue at the same number of batches although the data differ
-            from those the state belongs to.
+            from those the state belongs to; None: as the attribute says.
 
         Raises:
           ValueError: the state belongs to other data or another sort of data.
         """
         if not isinstance(state, Mapping) or type(state.get("position")) is not int:
             raise ValueError(f"data state {str(state)[:80]!r} has no 'position'; pass Feed.state()")
+        if allow_other_data is None:
+            allow_other_data = self.allow_other_data
         details = state
         if state.get("kind") != self.kind:
             if not allow_other_data:
                 raise ValueError(
                     f"the saved data position is one of {state.get('kind')!r} data, the data given "
-                    f"now are {self.kind!r}; give the data of the saved run, or pass "
-                    "allow_other_data=True to Feed.restore"
+                    f"now are {self.kind!r}; give the data of the saved run, or go on with others: "
+                    + _OTHERS
                 )
             details = {}
         self._restore(int(state["position"]), details, allow_other_data)
@@ -148,7 +154,7 @@ class SourceFeed(Feed):
             raise ValueError(
                 f"the data differ from those of the saved run ({changes}), so its position means "
                 "nothing here; give the same data and seed, start a new run in another checkpoint "
-                "folder, or pass allow_other_data=True to Feed.restore"
+                f"folder, or go on with others: {_OTHERS}"
             )
         row = details.get("row")
         same = row is not None and not differing
@@ -242,22 +248,40 @@ class IterableFeed(Feed):
         self._to_skip = position - self._read
 
 
-def as_feed(batches: Any, *, start: int = 0, rows: tuple[int, int] | None = None) -> Feed:
+def as_feed(
+    batches: Any,
+    *,
+    start: int = 0,
+    rows: tuple[int, int] | None = None,
+    allow_other_data: bool = False,
+) -> Feed:
     """A `Feed` of what a user calls batches.
 
     Args:
       batches: a `RowSource`, a function `step -> batch`, a sequence or iterable of batches
         (repeated at its end), or an iterator (ends with it). With several processes everything
-        but a `RowSource` gives each process its own rows (`local_rows`).
+        but a `RowSource` gives each process its own rows (`local_rows`). A `Feed` is returned as
+        it is.
       start: the step to start with; `Feed.restore` goes to a saved state more exactly.
       rows: `(lo, hi)` of each global batch that this process reads from a `RowSource`; None: all.
+
+      allow_other_data: whether a run that was saved goes on with these batches although they are
+        others, at the same number of batches.
 
     Raises:
       TypeError: a single batch, a path, or something that is not data at all.
       ValueError: an empty sequence, a negative start, or rows outside the batch.
     """
-    if isinstance(batches, Feed):
-        raise TypeError("this is a Feed already; use it as it is, with Feed.restore(state)")
+    if isinstance(batches, Feed) and (start or rows):
+        raise TypeError(
+            "this is a Feed already; leave start and rows out, or use Feed.restore(state)"
+        )
+    feed = batches if isinstance(batches, Feed) else _new_feed(batches, start, rows)
+    feed.allow_other_data |= allow_other_data
+    return feed
+
+
+def _new_feed(batches: Any, start: int, rows: tuple[int, int] | None) -> Feed:
     if isinstance(batches, RowSource):
         return SourceFeed(batches, start, rows)
     if isinstance(batches, str | Path) or batches is None:

@@ -10,11 +10,11 @@ import contextlib
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.checks import warn_user
 from zerojax.runtime import bounded_json
 from zerojax.runtime.user_files import CACHE_VARIABLE, replace_text, user_cache
 
@@ -128,4 +128,4 @@ def _ignore(path: Path, why: str) -> None:
 
 def _warn(sentence: str) -> None:
     remedy = f"set {CACHE_VARIABLE} to another folder, or to off"
-    warnings.warn(f"cache of forecasts: {sentence} ({remedy})", stacklevel=4)
+    warn_user(f"cache of forecasts: {sentence} ({remedy})")

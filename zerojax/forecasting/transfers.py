@@ -19,7 +19,7 @@ from zerojax.hardware.gpus import Gpu
 from zerojax.models.flops import without_waste
 from zerojax.models.jaxpr import inner_programs
 from zerojax.plan.counts import role_tiers
-from zerojax.plan.device_mesh import CONTEXT, EXPERT, PIPELINE_AXES, STAGE
+from zerojax.plan.device_mesh import CONTEXT, EXPERT, MANUAL_AXES, STAGE
 from zerojax.plan.expert_costs import exchange_bytes
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import buffer_bytes, file_bytes, hiding, moved_bytes
@@ -79,7 +79,7 @@ def find_traffic(
     exchanges = [row for row in rows if (row.kind, row.axis) == ("all-to-all", EXPERT)]
     matrices = [row for row in rows if row.of_matrices]
     apart = [*messages, *exchanges, *matrices, *(row for row in rows if row.of_attention)]
-    shards = {*PIPELINE_AXES}
+    shards = {*MANUAL_AXES}
     ours = [row for row in rows if set(row.axis.split("+")) <= shards and row not in apart]
     return dataclasses.replace(
         by_formula,

@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from zerojax.config.checks import warn_user
 from zerojax.models.cudnn_attention import BACKWARD, FORWARD, call_flops
 from zerojax.models.jaxpr import FURTHER_ROUNDS, cost_of_branches, share_of_branch
 
@@ -225,10 +225,9 @@ def _trip_count(equation: core.JaxprEqn) -> int:
             if None not in limits:
                 start, stop, by = limits
                 return max(0, -(-(stop - start) // by))  # type: ignore[operator]
-    warnings.warn(
+    warn_user(
         "count_flops: a while loop has no constant trip count, so its body is counted once; "
-        "use jax.lax.scan or fori_loop with constant bounds to have it counted",
-        stacklevel=2,
+        "use jax.lax.scan or fori_loop with constant bounds to have it counted"
     )
     return 1
 

@@ -28,6 +28,15 @@ _ARRAY_METHODS = (
 """What Python looks up on the class of an array, not on the array, without the underscores."""
 
 
+_SWITCHES = {
+    "train": True,
+    "training": True,
+    "deterministic": False,
+    "use_running_average": False,
+}
+"""{argument of a method: its value in training, of which evaluation has the opposite}."""
+
+
 def _method_of_value(name: str) -> Callable[..., Any]:
     def method(self: _ReadBox, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.as_array(), name)(*args, **kwargs)
@@ -112,9 +121,11 @@ class BoundLinen:
     """A `linen.Module` with its variables bound: call it, or any of its methods, like a function.
 
     Attributes:
-      training: False during evaluation; pass it on as the flag that your module takes
-        (`model(x, train=model.training)`), since linen has no such switch of its own.
+      training: False during evaluation. A method that takes `train`, `training`, `deterministic`
+        or `use_running_average` gets it, unless the call says it; pass on any other switch
+        (`model(x, dropout=model.training)`).
       variables: the collections, after the calls made so far.
+      switched: names of the arguments that calls did not say.
     """
 
     def __init__(self, module: linen.Module, variables: dict, key: jax.Array, *, training: bool):
@@ -122,6 +133,7 @@ class BoundLinen:
         self._key = key
         self.training = training
         self.variables = variables
+        self.switched: set[str] = set()
 
     def _rngs(self) -> dict[str, jax.Array]:
         # One key for every stream name that linen modules ask for; unknown names fall back to
@@ -129,7 +141,27 @@ class BoundLinen:
         names = ("params", "dropout", "noise", "gate", "carry")
         return {name: jax.random.fold_in(self._key, index) for index, name in enumerate(names)}
 
+    def _switches(self, args: Any, kwargs: Mapping[str, Any], method: Any) -> dict[str, bool]:
+        """The mode, as arguments that the method has and the call does not say."""
+        kind = type(self._module)
+        function = method if callable(method) else getattr(kind, method or "__call__", None)
+        try:
+            signature = inspect.signature(function)  # type: ignore[arg-type]
+            said = signature.bind_partial(self._module, *args, **kwargs).arguments
+        except (TypeError, ValueError):  # the call itself says what is wrong
+            return {}
+        # An argument or an attribute: linen.merge_param refuses both.
+        switches = {
+            name: value == self.training
+            for name, value in _SWITCHES.items()
+            if name in signature.parameters.keys() - said.keys()
+            and getattr(self._module, name, None) is None
+        }
+        self.switched |= switches.keys()
+        return switches
+
     def _apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        kwargs |= self._switches(args, kwargs, method)
         mutable = [name for name in self.variables if name != "params"] if self.training else []
         rngs = self._rngs()
         if not mutable:
@@ -156,6 +188,7 @@ class _InitialisingLinen(BoundLinen):
     def _apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         if self.variables:
             return super()._apply(*args, method=method, **kwargs)
+        kwargs |= self._switches(args, kwargs, method)
         result, variables = self._module.init_with_output(
             self._rngs(), *args, method=method, **kwargs
         )
@@ -164,7 +197,11 @@ class _InitialisingLinen(BoundLinen):
 
 
 class LinenModel:
-    """A `linen.Module`; collections other than "params" (batch statistics) are extras."""
+    """A `linen.Module`; collections other than "params" (batch statistics) are extras.
+
+    Attributes:
+      switched: arguments that methods get from the mode, known after a call, see `BoundLinen`.
+    """
 
     kind = "linen module"
     reads_lazily = True
@@ -173,6 +210,7 @@ class LinenModel:
     def __init__(self, module: linen.Module):
         self.source = module
         self._templates: dict[str, Any] = {}
+        self.switched: tuple[str, ...] = ()
 
     def parameter_names(self) -> Any:
         """Returns the tree of the collection "params"."""
@@ -224,6 +262,7 @@ class LinenModel:
         }
         bound = BoundLinen(self.source, self._variables(boxed, extras), key, training=train)
         result = function(bound)
+        self.switched = tuple(sorted({*self.switched, *bound.switched}))
         after = {name: tree for name, tree in bound.variables.items() if name != "params"}
         flat = trees.flatten_names(after)
         return result, {name: flat.get(name, extras[name]) for name in extras}

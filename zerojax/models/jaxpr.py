@@ -415,6 +415,25 @@ def _pieces(
         yield equations, [variable for variable in made if variable in wanted], apart
 
 
+def constant_bytes(program: ClosedJaxpr) -> int:
+    """Bytes of the arrays that a traced function closes over, at any depth, each once."""
+    arrays = {id(array): array for array in _constants([program])}
+    return sum(getattr(array, "nbytes", 0) for array in arrays.values())
+
+
+def _constants(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, ClosedJaxpr):
+            yield from value.consts
+            value = value.jaxpr
+        if isinstance(value, Jaxpr):
+            for equation in value.eqns:
+                yield from (atom.val for atom in equation.invars if isinstance(atom, Literal))
+                yield from _constants(equation.params.values())
+        elif isinstance(value, tuple | list):
+            yield from _constants(value)
+
+
 def split_scan(equation: Any) -> tuple[int, int]:
     """(number of constants, number of carried values) of a `scan` equation.
 

@@ -12,10 +12,15 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from zerojax.models.attending import Call, calls_of_attention
+from zerojax.models.dependence import marks_of_outputs
 from zerojax.models.index_limits import IndexLimit, find_index_limits
+from zerojax.models.jaxpr import inner_programs
 from zerojax.models.protocol import Arrays, Loss, Model
 from zerojax.models.reads import MarkRead, find_reads
 from zerojax.models.trees import flatten_names
+
+_DRAWS = ("random_bits", "threefry", "rng_bit_generator")
+"""How the names of primitives begin that make random bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +113,31 @@ def trace_model(
         attention_calls=tuple(dict.fromkeys(calls)),
         program=program,
     )
+
+
+def has_random_numbers(program: Any) -> bool:
+    """Whether a traced program draws random numbers, at any depth."""
+    jaxpr: Any = getattr(program, "jaxpr", program)
+    return any(
+        equation.primitive.name.startswith(_DRAWS)
+        or any(has_random_numbers(inner) for inner in inner_programs(equation.params))
+        for equation in jaxpr.eqns
+    )
+
+
+def is_random(
+    model: Model, params: Arrays, extras: Arrays, batch: Any, loss: Loss, *, train: bool
+) -> bool:
+    """Whether the loss depends on the key of the call; arguments as in `trace_model`."""
+
+    def run(arrays: Any, batch: Any, key: jax.Array) -> Any:
+        result, _ = model.run(*arrays, key, lambda bound: loss(bound, batch), train=train)
+        return result
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    closed = jax.make_jaxpr(run)((params, extras), batch, key)
+    marks = [0] * (len(closed.jaxpr.invars) - 1)
+    return any(marks_of_outputs(closed.jaxpr, [*marks, 1]))
 
 
 def _about_an_axis(error: NameError) -> Exception:

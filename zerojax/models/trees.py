@@ -168,6 +168,12 @@ def check_arrays(batch: PyTree) -> None:
                 f"{where} holds {found}, and a batch holds arrays of numbers [rows, ...]; leave it "
                 "out, or make numbers of it before the batches are given"
             )
+        if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+            raise TypeError(
+                f"{where} holds random keys ({leaf.dtype}), and a batch holds arrays of numbers "
+                "[rows, ...]; models draw from the run's own keys (seed=), or give "
+                "jax.random.key_data(keys) with a key for each row"
+            )
         if (
             isinstance(leaf, bool | int | float)
             and (inside := _path_of_list(batch, path)) is not None

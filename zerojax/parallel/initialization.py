@@ -44,6 +44,7 @@ _ALIGNMENT = 64
 
 @names_keywords()
 @allocating_for("making the first state")
+@jax.transfer_guard("allow")
 def init_state(plan: Plan, seed: int = 0) -> TrainState:
     """A new state, born in its shards: no device ever holds more than its part.
 

@@ -66,6 +66,7 @@ def to_canonical(
       rows_on_host: True: the rows of stacks lie in host memory, as `canonical_to_read` has them, so
         that the device has never more than one stack twice.
     """
+    _check_key(plan, state)
     if plan.offload is None:
         stored, kept = _apart(state)
     else:
@@ -75,6 +76,16 @@ def to_canonical(
     wanted = _grouped(plan, _apart(abstract)[0])
     found = _ungrouped(plan, convert(decoded, wanted, _rows_of_state(plan), to_rows=False))
     return _joined(found, kept)
+
+
+def _check_key(plan: Plan, state: TrainState) -> None:
+    """Refuses a random key of another kind, of which a part would be cut off."""
+    own, planned = state["rng"].shape, plan.abstract_canonical["rng"].shape
+    if own != planned:
+        raise ValueError(
+            f"state['rng'] has {own[0]} numbers and keys of the plan have {planned[0]}: "
+            "jax_default_prng_impl changed in between; set it before the plan is made"
+        )
 
 
 def _apart(state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:

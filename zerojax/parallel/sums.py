@@ -30,7 +30,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from zerojax.optim.wire_codes import GradientCodes
-from zerojax.plan.device_mesh import AUTO_AXES, DATA_AXES, PASS_AXES
+from zerojax.plan.device_mesh import COMPILER_AXES, DATA_AXES, PASS_AXES
 
 Arrays = dict[str, Any]
 Groups = tuple[tuple[int, ...], ...]
@@ -105,7 +105,7 @@ def tree_total(
 
 def over_auto_axes(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """`function` on the local shards of the axes that are still with the compiler."""
-    remaining = set(AUTO_AXES) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    remaining = set(COMPILER_AXES) - set(jax.sharding.get_abstract_mesh().manual_axes)
     if not remaining:
         return function
     return jax.shard_map(

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
 from zerojax.models import jaxpr, trees
@@ -25,7 +26,7 @@ from zerojax.plan.placement import Placement, straight_pieces, unrolled
 MASTERS, OPTIMIZER, STORED = "master weights", "optimizer state", "weights"
 AVERAGE = "average of weights"
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered weights", "gradients", "activations"
-PIPELINE_BUFFERS = "pipeline buffers"
+PIPELINE_BUFFERS, CONSTANTS = "pipeline buffers", "constants"
 
 Tiers = dict[str, int]
 """{tier: bytes per device}, of the tiers that hold any."""
@@ -132,17 +133,39 @@ def role_tiers(plan: Decisions) -> dict[str, Tiers]:
       gradients: as the backward pass leaves them, and the accumulator where microbatches need one.
       activations: only what waits on the host; what is on the device no formula knows.
       pipeline buffers: where there is a pipeline, what waits between the passes of its stages.
+      constants: arrays that the loss closes over, where there are any worth a line.
     """
     weights, gradients = _formula_tiers(plan)
     found = {**state_tiers(plan), GATHERED: weights, GRADIENTS: gradients}
     if plan.pipeline is not None:
         found[PIPELINE_BUFFERS] = {DEVICE: total_buffer_bytes(plan.pipeline)}
+    if (constants := large_constants(plan.traced.forward)) > 0:
+        found[CONSTANTS] = {DEVICE: constants}
     if plan.offload is not None and plan.offload.activations:
         # A loop over microbatches may have two buffers for them: compiled for 8 H200 it has two at
         # stage 3 and one at stage 1.
         buffers = 2 if plan.num_microbatches > 1 else 1
         found[ACTIVATIONS] = {HOST: buffers * (kept_activation_bytes(plan) or 0)}
     return found
+
+
+def large_constants(forward: ClosedJaxpr) -> int:
+    """Bytes of the arrays that a loss closes over, which lie whole on every device; 0 below 1 MiB,
+    such as masks and tables of positions."""
+    size = jaxpr.constant_bytes(forward)
+    return size if size >= 2**20 else 0
+
+
+def describe_constants(forward: ClosedJaxpr) -> list[str]:
+    """The remedy for large constants."""
+    size = large_constants(forward)
+    if not size:
+        return []
+    return [
+        f"constants: the loss closes over arrays of {trees.format_bytes(size)}, which lie whole on "
+        "every device at any stage. Make them parameters of the model that freeze= names: they are "
+        "split at zero=3; or give them with the batch"
+    ]
 
 
 def role_bytes(plan: Decisions) -> dict[str, int]:

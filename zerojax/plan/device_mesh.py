@@ -30,26 +30,25 @@ class Axis:
       name: also of its size in `MeshConfig`.
       splits: "batch", "sequence", "layers" or "matrices".
       shards_state: whether ZeRO shards parameters, gradients and optimizer state over it.
-      manual: when its collectives are written in a `shard_map`: "always", in a "pipeline", or
-        "never", so that the compiler places them.
+      manual: whether collectives over it are written in a `shard_map`, or placed by the compiler.
     """
 
     name: str
     splits: Literal["batch", "sequence", "layers", "matrices"]
     shards_state: bool
-    manual: Literal["always", "pipeline", "never"]
+    manual: bool
 
 
 AXIS_TABLE = (
     # Outermost first: neighbours along the last axis are the closest devices, so that tensor
     # parallelism, which talks most, gets the fastest links, and replicas are the groups furthest
     # apart (nodes).
-    Axis(name=REPLICA, splits="batch", shards_state=False, manual="always"),
-    Axis(name=DATA, splits="batch", shards_state=True, manual="always"),
-    Axis(name=EXPERT, splits="batch", shards_state=True, manual="always"),
-    Axis(name=CONTEXT, splits="sequence", shards_state=True, manual="always"),
-    Axis(name=STAGE, splits="layers", shards_state=False, manual="pipeline"),
-    Axis(name=MODEL, splits="matrices", shards_state=False, manual="never"),
+    Axis(name=REPLICA, splits="batch", shards_state=False, manual=True),
+    Axis(name=DATA, splits="batch", shards_state=True, manual=True),
+    Axis(name=EXPERT, splits="batch", shards_state=True, manual=True),
+    Axis(name=CONTEXT, splits="sequence", shards_state=True, manual=True),
+    Axis(name=STAGE, splits="layers", shards_state=False, manual=True),
+    Axis(name=MODEL, splits="matrices", shards_state=False, manual=False),
 )
 
 
@@ -72,15 +71,14 @@ DATA_AXES = names_of(AXIS_TABLE, splits="batch")
 STATE_AXES = names_of(AXIS_TABLE, shards_state=True)
 """Axes over which ZeRO shards every parameter, where they have more than one device; those of
 experts not over `expert`, which their own dimension of experts is split over."""
-PASS_AXES = names_of(AXIS_TABLE, manual="always")
+PASS_AXES = tuple(axis.name for axis in AXIS_TABLE if axis.splits in ("batch", "sequence"))
 """Axes whose devices compute other tokens with the same weights: losses and gradients are summed
-over them. They are manual in every pass."""
-AUTO_AXES = tuple(name for name in AXES if name not in PASS_AXES)
-"""Axes that stay with the compiler in a pass; under a pipeline `stage` is manual, too."""
-COMPILER_AXES = names_of(AXIS_TABLE, manual="never")
+over them."""
+MANUAL_AXES = names_of(AXIS_TABLE, manual=True)
+"""Axes that are manual in every pass. `stage` is one of them also where it has one device: JAX's
+debug callbacks take one automatic axis at most."""
+COMPILER_AXES = names_of(AXIS_TABLE, manual=False)
 """Axes whose collectives only the compiler places."""
-PIPELINE_AXES = tuple(name for name in AXES if name not in COMPILER_AXES)
-"""Axes that are manual in a pipeline."""
 
 
 def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:

@@ -19,7 +19,6 @@ from zerojax.plan.device_mesh import (
     DATA,
     EXPERT,
     MODEL,
-    PASS_AXES,
     STAGE,
     state_axes,
 )
@@ -159,16 +158,6 @@ class LeafPlacement:
             axes[self.expert_dim] = EXPERT
         return P(*axes)
 
-    @property
-    def data_spec(self) -> P:
-        """The part of `stored_spec` that a region sees that is manual over the axes of a pass."""
-
-        def is_manual(axes: Any) -> bool:
-            names = axes if isinstance(axes, tuple) else (axes,)
-            return all(name in PASS_AXES for name in names)
-
-        return P(*(axes if is_manual(axes) else None for axes in self.stored_spec))
-
     def device_shape(self, axis_sizes: Mapping[str, int]) -> Shape:
         """The shape that a model reads in a step: the true one, with this device's experts only."""
         shape = list(self.shape)
@@ -178,7 +167,7 @@ class LeafPlacement:
 
     @property
     def manual_spec(self) -> P:
-        """The part of `stored_spec` that a region sees that is manual over `data` and `stage`."""
+        """The part of `stored_spec` that the `shard_map` of a pass sees."""
         return P(*(None if axis in COMPILER_AXES else axis for axis in self.stored_spec))
 
     def canonical_spec(self, axis_sizes: Mapping[str, int]) -> P:

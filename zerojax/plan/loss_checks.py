@@ -7,7 +7,6 @@ piece is what the loss is called with: the rows of one microbatch on one data sh
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config import MeshConfig
+from zerojax.config.checks import warn_user
 from zerojax.models.batch_rows import (
     Count,
     Dependence,
@@ -315,23 +315,21 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
             "zerojax.check names the line"
         )
     if pieces.is_ratio and number > 1:
-        warnings.warn(
+        warn_user(
             f"the loss divides by a number that depends on the rows that it is given, and is "
             f"called for each of {cut}: the mean of such quotients is not the quotient over the "
             "batch where the divisors differ, as masks do. Return both instead of dividing: "
             "return loss_sum, weight. zerojax.check shows by how much it differs",
             RuntimeWarning,
-            stacklevel=3,
         )
     if pieces.is_product and num_shards > 1:
-        warnings.warn(
+        warn_user(
             "the loss has a term that is a product of means over the rows that it is given, as the "
             f"loss that balances a mixture of experts, and is called for each of {cut}: the mean "
             "of such products is not the product of the means over the batch. Take the means over "
             "the whole batch: zerojax.batch_mean(jnp.mean(x, axis=0)). zerojax.check shows by how "
             "much it differs",
             RuntimeWarning,
-            stacklevel=3,
         )
     if pieces.undefined and num_shards > 1:
         name, dtype = min(pieces.undefined.items())

@@ -29,6 +29,7 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.batch_sums import check_batch_sums, describe_batch_sums, sums_of_trace
 from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.context_split import check_context, plan_context
+from zerojax.plan.counts import describe_constants
 from zerojax.plan.decisions import Decisions, ProgramChoices, TracedLoss
 from zerojax.plan.device_mesh import COMPILER_AXES, DATA, DATA_AXES, EXPERT, STAGE
 from zerojax.plan.eight_bits import describe_wire
@@ -382,6 +383,7 @@ def _decide(
                 task.precision,
                 program.regather,
             ),
+            *describe_constants(seen.trace.jaxpr),
             *describe_ragged(seen.trace, mesh),
             *describe_frozen(seen.params, stored["frozen"], task.precision),
             *describe_codes([x for x in placement.leaves.values() if x.frozen], task.precision),

@@ -116,6 +116,9 @@ def describe_model(
     ]
     if unread:
         lines.append(f"{_some(unread, 'parameters')} never read by the loss")
+    if switched := getattr(model, "switched", ()):
+        names = ", ".join(switched)
+        lines.append(f"{names}: set by the mode, training or evaluation, where a call does not")
     averaged = [
         name
         for name, leaf in extras.items()
@@ -181,7 +184,7 @@ def _describe_gathers(placement: Placement, trace: ModelTrace) -> list[str]:
 def _describe_raised(
     params: Mapping[str, Any], placement: Placement, precision: Precision
 ) -> list[str]:
-    """Which parameters are kept in more bits than the model's own."""
+    """Which parameters are kept in more bits than the model's own, or in fewer than 64."""
     kept = jnp.dtype(precision.param_dtype)
     lower = [
         name
@@ -190,6 +193,9 @@ def _describe_raised(
         and leaf.dtype.itemsize < kept.itemsize
         and not placement.leaves[name].frozen
     ]
+    wide = [name for name, leaf in params.items() if leaf.dtype == jnp.float64]
+    if wide:
+        return [f"{_some(wide, 'parameters')} float64 in the model, kept here in {kept.name}"]
     if not lower:
         return []
     own = ", ".join(sorted({params[name].dtype.name for name in lower}))

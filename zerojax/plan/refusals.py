@@ -61,10 +61,15 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
             f"num_microbatches={num_microbatches} must be at least 1; use 1 to leave batches whole"
         )
     leaves = trees.flatten_names(batch)
-    if not leaves or any(len(leaf.shape) == 0 for leaf in leaves.values()):
-        raise ValueError(
-            f"example_batch has leaves {list(leaves)}: every leaf needs a leading batch dimension"
-        )
+    if not leaves:
+        raise ValueError("the batch has no arrays; give a tree of arrays [rows, ...]")
+    rows = max(leaf.shape[0] if leaf.shape else 0 for leaf in leaves.values())
+    for name, leaf in leaves.items():
+        if not leaf.shape:
+            raise ValueError(
+                f"batch[{name!r}] is a scalar, and dimension 0 of every array is the rows of the "
+                f"batch; repeat it: numpy.full({rows or 'rows'}, value)"
+            )
     sizes = {name: leaf.shape[0] for name, leaf in leaves.items()}
     first = next(iter(sizes.values()))
     for name, size in sizes.items():

@@ -43,7 +43,8 @@ class TrainState(TypedDict):
     Fields:
       step: int32 []; batches consumed.
       skipped: int32 []; steps whose gradients were not finite and that changed nothing else.
-      rng: uint32 [2]; key data of the run's PRNG key; step keys are folded from it.
+      rng: uint32, [2] under JAX's default `jax_default_prng_impl`; key data of the run's PRNG key;
+        step keys are folded from it.
       params: {name: array}, the trained weights (float32 masters unless the precision says
         otherwise), padded as the placement says. Of a parameter whose optimizer state is sliced
         (`zerojax.plan.state_layout`) the copy in the compute dtype that forward and backward
@@ -100,7 +101,7 @@ def as_seed(seed: Any) -> int:
 
 
 def run_key_data(seed: int) -> jax.Array:
-    """uint32 [2]: the stored key data of a run's seed.
+    """uint32, [2] by default and [4] of "rbg" keys: the stored key data of a run's seed.
 
     Raises:
       TypeError, ValueError: as of `as_seed`.
@@ -158,7 +159,7 @@ def abstract_state(
     return TrainState(
         step=counter,
         skipped=counter,
-        rng=replicate(jax.ShapeDtypeStruct((2,), jnp.uint32)),
+        rng=replicate(jax.eval_shape(lambda: run_key_data(0))),
         params=trained,
         frozen={name: placed[name] for name in placed if name in frozen},
         opt_state=_opt_state(tx, trained, replicate, sizes, canonical=canonical),

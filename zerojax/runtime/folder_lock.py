@@ -28,10 +28,10 @@ import socket
 import stat
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Literal
 
+from zerojax.config.checks import warn_user
 from zerojax.config.display import cut, printable
 
 NAME = "writer.lock"
@@ -249,11 +249,10 @@ class Hold:
         holder = _Holder(text)
         age = os.stat(draft).st_mtime - changed / 1e9
         seconds = EXPIRES if age < EXPIRES else _OLD_BEATS * BEAT
-        warnings.warn(
+        warn_user(
             f"{self.folder} is held by {holder}; if it gives no sign of life within {seconds:g} s, "
             "this process takes the folder over",
             RuntimeWarning,
-            stacklevel=2,
         )
         end = time.monotonic() + seconds
         is_last = False

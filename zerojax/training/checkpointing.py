@@ -349,6 +349,7 @@ def first_state(
 
 
 @allocating_for("handing over the model")
+@jax.transfer_guard("allow")
 def model_of(plan: Plan, state: TrainState, weights: Weights = "trained") -> Any:
     """The model as the user's kind of object: `nnx.Module`, linen variables or tree of arrays.
 

@@ -250,8 +250,7 @@ def _normalise(arguments: Arguments) -> _Given:
     feed = as_feed(arguments.batches, rows=rows_of_process(arguments.batches, mesh))
     example = _first_batch(feed, mesh)
     rows = [leaf.shape[0] for leaf in jax.tree.leaves(example) if leaf.shape]
-    # Frames of a warning: this one, `train`, its decorator, the user's.
-    arguments = arguments.with_rows(rows[0] if rows else None, stacklevel=4)
+    arguments = arguments.with_rows(rows[0] if rows else None)
     steps, reasons = arguments.steps, arguments.reasons
     if steps is None and default_steps is not None:
         steps, reasons = default_steps, (*reasons, f"steps={default_steps}: {why_steps}")
@@ -278,7 +277,7 @@ def _plan_run(given: _Given) -> Plan:
     is_given = given.text is None or arguments.data is not None
     with (
         _saying_where_batches_come_from(is_given=is_given),
-        print_if_slow(given.folder, arguments.log, PLANNING),
+        print_if_slow(arguments.log, PLANNING),
     ):
         if isinstance(mesh_config, Mapping):
             mesh_config = as_mesh_config(mesh_config)

@@ -15,14 +15,50 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from zerojax.config.checks import names_keywords
+from zerojax.config.checks import names_keywords, warn_user
 from zerojax.data import RowSource, local_rows, shard_batch
+from zerojax.models.trace import has_random_numbers, is_random
 from zerojax.optim import EMA
+from zerojax.plan.device_mesh import num_data_shards
 from zerojax.plan.make import Plan
+from zerojax.plan.state import abstract_model, as_read, slice_batch
 from zerojax.runtime.memory import allocating_for
 
 VALIDATION = "validation/"
 """Begins the name of a metric of evaluations; others are of training reports."""
+_SWITCH = (
+    "let the mode decide: an nnx module follows model.eval(); a linen module needs an argument "
+    "train, training, deterministic or use_running_average, which the loss does not pass"
+)
+
+
+def check_evaluation_mode(plan: Plan) -> None:
+    """Traces the loss in evaluation mode and warns where it is still random.
+
+    Nothing is traced of a model without random numbers and without state of its own.
+
+    Raises:
+      ValueError: the loss fails in that mode.
+    """
+    if not (plan.abstract_canonical["extras"] or has_random_numbers(plan.traced.forward)):
+        return
+    pieces = plan.num_microbatches * num_data_shards(plan.mesh)
+    microbatch = slice_batch(plan.abstract_batch, pieces)
+    params, extras = abstract_model(plan.users_model, plan.abstract_batch, plan.loss)
+    read = as_read(params, plan.precision)
+    try:
+        random = is_random(plan.users_model, read, extras, microbatch, plan.loss, train=False)
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"the loss fails in evaluation mode, in which validation runs ({type(error).__name__}: "
+            f"{first}); {_SWITCH}, or leave validation away"
+        ) from error
+    if random:
+        warn_user(
+            "the loss is random in evaluation mode, too, as by dropout that is always on: two "
+            f"validations of the same weights differ; {_SWITCH}"
+        )
 
 
 class _Watching:

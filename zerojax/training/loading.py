@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from jax.sharding import Mesh
 from zerojax import models, optim
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
-from zerojax.config.checks import names_keywords
+from zerojax.config.checks import names_keywords, warn_user
 from zerojax.config.mesh import HOST
 from zerojax.data import RowSource, abstract_global, as_source, load_tokenizer
 from zerojax.models import trees
@@ -347,7 +346,7 @@ def _precision(record: RunRecord, weights: optim.Weights) -> Precision:
 def _warn_of_parameters(folder: Path, plan: Plan) -> None:
     leaves = jax.tree.leaves([plan.abstract_stored[part] for part in ("params", "frozen")])
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-    warnings.warn(
+    warn_user(
         f"{folder} trained with its parameters in host memory (offload.params: host); they are "
         f"read onto the devices, {trees.format_bytes(held)} of each, since only a training step "
         "streams layers. Where that is too much, "
@@ -355,8 +354,7 @@ def _warn_of_parameters(folder: Path, plan: Plan) -> None:
             "use more devices"
             if plan.zero == 3
             else "split them over all devices: mesh={'zero': 3}"
-        ),
-        stacklevel=4,
+        )
     )
 
 

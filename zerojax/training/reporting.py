@@ -19,6 +19,7 @@ from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import STEP
 from zerojax.training.process_times import LoopClock
+from zerojax.training.resumed_settings import next_rate
 
 Metrics = dict[str, Any]
 """Numbers, but for names of parameters: "bad_leaf" and "largest_leaf"."""
@@ -87,6 +88,9 @@ class Reports:
         self._under_way.append((step, metrics))
         if log is not None and log.is_enabled:
             self._unseen.append((step, metrics))
+            if log.traced_steps and step in (log.traced_steps[0] - 1, log.traced_steps[1]):
+                with self._clock.during(STEP):  # what a trace waits for, before it begins or ends
+                    metrics["loss"].block_until_ready()
             written = self._trace.follow(step, metrics["loss"], log.traced_steps, log.run_dir)
             if written is not None:
                 first, last = log.traced_steps
@@ -192,7 +196,7 @@ class Reports:
         before, self._skipped = self._skipped, int(values["num_skipped"])
         if plan.learning_rate is not None:
             updates = step - 1 - (self._skipped - int(values["skipped"]))
-            values["learning_rate"] = float(plan.learning_rate(updates))
+            values["learning_rate"] = next_rate(plan, updates)
         if log is not None:
             shown = (*SHOWN, *plan.traced.metric_names)
             numbers = {name: values[name] for name in shown if name in values}
@@ -203,13 +207,25 @@ class Reports:
         self._check_finite(plan, values, self._skipped - before, log)
         return values
 
+    def nothing_trained(self, plan: Plan, steps: int, log: RunLog | None) -> None:
+        """To be told of a run that has skipped all of its steps.
+
+        Raises:
+          FloatingPointError: no loss scale was being searched for, which takes a few steps.
+        """
+        text = f"all {steps} steps were skipped, so nothing was trained"
+        if not _scale_is_dynamic(plan):
+            raise FloatingPointError(f"{text}: loss or gradients were not finite. {_remedy(plan)}")
+        if log is not None:
+            log.message(f"{text}: the loss scale is still being lowered; train for more steps")
+
     def _check_finite(self, plan: Plan, values: Metrics, newly: int, log: RunLog | None) -> None:
         if not values["skipped"]:
             self._in_a_row = 0
             return
         self._in_a_row += 1
         step, found = int(values["step"]), _what_was_not_finite(plan, values)
-        if log is not None:
+        if log is not None and self._in_a_row == 1:  # the reports themselves count the others
             log.message(
                 f"step {step}: {found}: not finite, the update was skipped "
                 f"({newly} skipped since the last report, {self._skipped} in all)"

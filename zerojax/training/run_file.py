@@ -92,7 +92,7 @@ def run_from_config(
         plan = _make_plan(config, mesh_config, batch, vocab_size, platform=platform)
         return tune(plan, watch=config.watch)
 
-    with print_if_slow(folder, config.log, PLANNING):
+    with print_if_slow(config.log, PLANNING):
         plan = replan(config.mesh)
     files = _files_of(config, plan, vocab_size, train_source, tokenizer)
     files = dataclasses.replace(

@@ -39,6 +39,7 @@ from zerojax.runtime.redaction import redact
 from zerojax.runtime.user_files import not_for_everybody
 from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.checkpointing import base_of, end_state
+from zerojax.training.evaluation import check_evaluation_mode
 from zerojax.training.metrics import RunLog
 from zerojax.training.process_agreement import check_same_run, describe_run
 from zerojax.training.run_record import RunNotes, record_of, write_record
@@ -126,6 +127,8 @@ def open_run(
             "save_on_exit": loop_settings.save_on_exit,
         }
         check_same_run(describe_run(plan, feed, seed=seed, steps=files.steps, loop=together))
+    if validation is not None:
+        check_evaluation_mode(plan)
     base = None
     if files.checkpoint is not None and files.checkpoint.path is not None:
         base, said = base_of(plan, files.checkpoint.frozen)
@@ -155,17 +158,16 @@ def fit(run: Run) -> Trainer:
         processes=jax.process_count(),
         resume_hint=run.loop_settings.resume_hint,
     )
-    logs = None if files.folder is None else functools.partial(open_log, files)
     with watchdog:
         try:
             with explaining_memory(lambda: _under_way(run.plan, trainer), files.folder):
-                with print_if_slow(files.folder, files.log, "preparing the initial state ..."):
+                with print_if_slow(files.log, "preparing the initial state ..."):
                     trainer = Trainer(
                         run.plan,
                         replan=run.replan,
                         seed=run.seed,
                         loop_settings=run.loop_settings,
-                        open_log=logs,
+                        open_log=functools.partial(open_log, files),
                         checkpointer=checkpointer,
                         config=redact(files.config),
                         validation=run.validation,
@@ -186,16 +188,15 @@ def fit(run: Run) -> Trainer:
 
 
 @contextlib.contextmanager
-def print_if_slow(folder: Path | None, log: LogConfig | None, text: str) -> Iterator[None]:
+def print_if_slow(log: LogConfig | None, text: str) -> Iterator[None]:
     """Prints a line when the block takes long, where the log of the run, not yet open, would.
 
     Args:
-      folder: of the run; None: it has no log.
       log: None: the defaults.
       text: such as "planning ...".
     """
     is_quiet = log is not None and log.console == "quiet"
-    if folder is None or is_quiet or jax.process_index() != 0:
+    if is_quiet or jax.process_index() != 0:
         yield
         return
     timer = threading.Timer(SLOW_SECONDS, lambda: print(text, flush=True))
@@ -265,7 +266,6 @@ def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = Non
       start_step: batches consumed.
       steps: of the whole run; None takes what the run began with.
     """
-    assert run.folder is not None
     total = steps or run.steps or 0
     log = RunLog(
         run.folder,
@@ -284,7 +284,7 @@ def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = Non
     summary = plan.describe(), reasons, plan.table(), plan.as_dict(), run.config
     saves = run.checkpoint is not None and run.checkpoint.path is not None
     log.start(*summary, start_step=start_step, is_new=not saves and start_step == 0)
-    if jax.process_index() == 0:
+    if run.folder is not None and jax.process_index() == 0:
         _describe_model(run.folder, plan)
         if run.notes is not None:
             write_record(run.folder, record_of(plan, run.notes))

@@ -7,6 +7,7 @@ training loop needs.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,14 +60,13 @@ class Arguments:
         """The loss, with a layout of attention where the arguments say one."""
         return loss
 
-    def with_rows(self, rows: int | None, *, stacklevel: int) -> Arguments:
+    def with_rows(self, rows: int | None) -> Arguments:
         """What holds for batches with so many rows over all devices.
 
         Args:
           rows: None: the batches have none.
-          stacklevel: of warnings: frames from the caller of this to the user's line.
         """
-        del rows, stacklevel
+        del rows
         return self
 
     def check_plan(self, plan: Plan) -> None:
@@ -101,12 +101,40 @@ def checked(arguments: Arguments) -> Arguments:
     return dataclasses.replace(arguments, callbacks=callbacks)
 
 
+_METHODS = {
+    "on_start": "trainer",
+    "on_evaluation": "trainer, metrics",
+    "state": "",
+    "load_state": "state",
+}
+"""{method that a callback may have: what it is called with}."""
+
+
 def _as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
     check_kind("callbacks", callbacks, Iterable, "a list of functions (trainer, metrics)")
     callbacks = tuple(callbacks)
     for number, callback in enumerate(callbacks):
         check_kind(f"callbacks[{number}]", callback, Callable, "a function (trainer, metrics)")
+        _check_call(f"callbacks[{number}]", callback, "trainer, metrics")
+        for name, taken in _METHODS.items():
+            if callable(method := getattr(callback, name, None)):
+                _check_call(f"callbacks[{number}].{name}", method, taken)
     return callbacks
+
+
+def _check_call(name: str, function: Callable[..., Any], taken: str) -> None:
+    """Refuses a function that cannot be called with so many arguments."""
+    arguments = [None] * len(taken.split(", ") if taken else [])
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        made = f", or an instance, {function.__name__}(...)" if isinstance(function, type) else ""
+        raise TypeError(
+            f"{name} is called with ({taken}) and cannot be ({error}); give a function "
+            f"({taken}){made}"
+        ) from None
+    except ValueError:  # one written in C does not tell
+        return
 
 
 def check_validation(validation: Any) -> None:

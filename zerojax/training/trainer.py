@@ -43,11 +43,16 @@ from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
 from zerojax.training.process_times import LoopClock
 from zerojax.training.reporting import Metrics, Reports, compare_peak, with_names
+from zerojax.training.resumed_settings import NEXT_RATE, next_rate, settings_that_differ
 from zerojax.training.train_arguments import LoopSettings
 
 Callback = Callable[["Trainer", Metrics], Any]
 CALLBACKS = "callbacks"
 """Where the configuration in a checkpoint has what callbacks want to remember."""
+_DONATED = (
+    "A step takes the memory of its state: arrays of trainer.state are gone after the next step. "
+    "Keep a copy, jax.device_get(trainer.state['params'])"
+)
 
 
 class Trainer:
@@ -174,8 +179,10 @@ class Trainer:
             batches, count = one_pass(batches)
             steps = count if count is None else self.num_steps - self.num_steps % count + count
         feed = self._as_feed(batches)
+        before = self.num_steps, int(self.state["skipped"])
         with self._watchdog, self._logging(steps), self._failing_well():
             self._say_if_done(steps)
+            self._say_if_nothing_is_saved()
             for start in self._methods("on_start"):
                 start(self)
             with self._stopping() as stop:
@@ -185,6 +192,8 @@ class Trainer:
                     self._report()
                     self._reports.settle(self.plan, self._log)
                 stop.step_over()
+                if not stop.is_due:
+                    self._check_trained(*before)
                 self._compare_peak()
                 if self._validation is not None and not (self._is_evaluated() or stop.is_due):
                     self._evaluate_validation()
@@ -192,7 +201,6 @@ class Trainer:
                     self.save()
                 if stop.is_due:
                     raise self._interrupted(stop)
-                self._say_if_nothing_is_saved()
         return self
 
     @contextlib.contextmanager
@@ -254,6 +262,8 @@ class Trainer:
         try:
             yield
         except Exception as error:
+            if isinstance(error, RuntimeError) and "has been deleted" in str(error):
+                error.add_note(_DONATED)
             if jax.process_count() > 1:
                 if is_peer_loss(error):
                     saved = () if self._checkpointer is None else self._checkpointer.steps()
@@ -282,9 +292,15 @@ class Trainer:
         if self._checkpointer is None and self._log is not None and not self._said_unsaved:
             self._said_unsaved = True
             self._log.message(
-                "no weights were saved: pass checkpoint='runs/NAME' to train, or take them from "
-                "trainer.to_model() now"
+                "no weights will be saved: pass checkpoint='runs/NAME' to train, or take them from "
+                "trainer.to_model() at the end"
             )
+
+    def _check_trained(self, steps_before: int, skipped_before: int) -> None:
+        """Refuses a run of which no step changed a parameter."""
+        steps, skipped = self.num_steps - steps_before, int(self.state["skipped"]) - skipped_before
+        if steps and steps == skipped:
+            self._reports.nothing_trained(self.plan, steps, self._log)
 
     def _say_if_short(self, steps: int | None) -> None:
         if steps is not None and self.num_steps < steps and self._log is not None:
@@ -467,10 +483,12 @@ class Trainer:
             return
         self._reports.wait(self.plan)
         saving, self._saved_step = self.num_steps, None
-        about = {"data_state": self._data_state or {}, "config": self._config}
+        rate = next_rate(self.plan, saving - int(self.state["skipped"]))
+        config = {**self._config, **({} if rate is None else {NEXT_RATE: rate})}
+        about = {"data_state": self._data_state or {}, "config": config}
         about["plan"] = self.plan.as_dict()
         if states := {name: callback.state() for name, callback in self._stateful().items()}:
-            about["config"] = {**self._config, CALLBACKS: states}
+            config[CALLBACKS] = states
         what = f"saving step {saving}"
         watched = self._watchdog.during(what, is_long=True)
         with self._clock.during(SAVE), watched, self._unhurried():
@@ -566,6 +584,7 @@ class Trainer:
         self._saved_step = restored.step if is_saved else None
         self._data_state = restored.data_state or None
         self._notes += what_differs(self.plan, restored)
+        self._notes += settings_that_differ(self.plan, restored, self._config)
         self._base_of_state = None if self._base is None else self._base.as_read(restored.base)
         if self._base is not None and self._base_of_state is None:
             self._notes.append(

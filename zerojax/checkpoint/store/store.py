@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +35,7 @@ from zerojax.checkpoint.store.sweep import (
     TransferPool,
     sweep_buckets,
 )
+from zerojax.config.checks import warn_user
 from zerojax.runtime.folder_lock import FolderTakenError, Hold
 
 PIECE_BYTES = 4 * 2**20
@@ -249,10 +249,9 @@ class BucketStore:
                 self._descriptors.append(descriptor)
                 all_direct &= direct
             if not all_direct:
-                warnings.warn(
+                warn_user(
                     f"{self.folder}: this file system refuses O_DIRECT, so buckets go through the "
-                    "page cache: slower, and it takes memory from others; another disk would do",
-                    stacklevel=4,
+                    "page cache: slower, and it takes memory from others; another disk would do"
                 )
         except BaseException:
             self._pool.close()

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from zerojax.config.checks import warn_user
 from zerojax.forecasting.hlo.program import Instruction, Program, read_program
 
 _ACCOUNT = "*_gpu_after_optimizations"
@@ -97,7 +97,7 @@ def read_live(folder: Path) -> LiveAtPeak | None:
         assignment, ranges, text = (paths[0].read_text() for paths in found)
         return live_at_peak(assignment, ranges, read_program(text))
     except ValueError as problem:  # also of `read_program`
-        warnings.warn(f"memory cannot be told by role: {problem}", stacklevel=2)
+        warn_user(f"memory cannot be told by role: {problem}")
         return None
 
 

@@ -160,6 +160,7 @@ def find_layer_loop(closed: ClosedJaxpr, names: Sequence[str | None]) -> LayerLo
       ValueError: there is not exactly one such loop, or it cannot be cut into layers that run on
         devices of their own.
     """
+    _check_effects(closed)
     written = inline_calls_with_loops(closed)
     program = _without_dead_code(written)
     holders = {v: i for i, v in enumerate(program.jaxpr.invars) if names[i] is not None}
@@ -314,6 +315,18 @@ def _stack(atom: Any, held: Mapping[Any, int], made_by: Mapping[Any, Any]) -> St
         steps.append(made_by[atom])
         atom = made_by[atom].invars[0]
     return Stack(place, tuple(reversed(steps)))
+
+
+def _check_effects(closed: ClosedJaxpr) -> None:
+    """Refuses callbacks: pieces would run them on idle ticks, twice, or never."""
+    if not closed.effects:
+        return
+    names = (equation.primitive.name for equation in closed.jaxpr.eqns if equation.effects)
+    raise ValueError(
+        f"the loss has a side effect, `{next(names)}` (as of jax.debug.print), and layers that run "
+        "one by one would repeat or lose it: remove it, or debug without pipeline stages (stage=1) "
+        "and with offload.params=None"
+    )
 
 
 def _check_slices(loop: LayerLoop) -> None:

@@ -32,7 +32,7 @@ from zerojax.parallel.zero import (
     specs_of,
     split_batch,
 )
-from zerojax.plan.device_mesh import DATA_AXES, MODEL, PASS_AXES
+from zerojax.plan.device_mesh import DATA_AXES, MANUAL_AXES, MODEL, PASS_AXES
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import (
     map_moments,
@@ -105,7 +105,7 @@ def build_updating_gradients(
             mesh=config.mesh,
             in_specs=(*specs, slice_specs, P(), P(), P(DATA_AXES)),
             out_specs=(P(), others, P(), streamed, slice_specs),
-            axis_names=set(PASS_AXES),
+            axis_names=set(MANUAL_AXES),
             check_vma=False,
         )
         sums, grads, extras, weights, slices = mapped(

@@ -45,8 +45,7 @@ from zerojax.parallel.zero import (
     split_batch,
     values_to_read,
 )
-from zerojax.plan.device_mesh import MODEL, PIPELINE_AXES, STAGE
-from zerojax.plan.leaf_placement import LeafPlacement
+from zerojax.plan.device_mesh import MANUAL_AXES, MODEL, STAGE
 from zerojax.plan.schedules import ExecutorTable, TickRun, forward_schedule, lower
 from zerojax.plan.state_layout import PipelineLayout
 
@@ -85,11 +84,11 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         unread = model_state.pick(extras, overwritten - found.overwritten.keys())
         after |= {**jax.tree.map(jnp.zeros_like, unread), **found.overwritten}
         after = model_state.agree(
-            extras, after, overwritten, config.counted, overwritten_over=PIPELINE_AXES
+            extras, after, overwritten, config.counted, overwritten_over=MANUAL_AXES
         )
-        return sum_replicated(found.sums, over=PIPELINE_AXES), grads, after
+        return sum_replicated(found.sums, over=MANUAL_AXES), grads, after
 
-    return map_gradients(config, local, spec_of=_manual_spec, axes=PIPELINE_AXES)
+    return map_gradients(config, local)
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
@@ -108,18 +107,14 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
         counts, _ = _count(pieces, extras, count)
         work = weights.work(pieces, counts, key_data, microbatches, None)
         found = weights.execute(table, work, extras, backward=False)
-        return sum_replicated(found.sums, over=PIPELINE_AXES)
+        return sum_replicated(found.sums, over=MANUAL_AXES)
 
-    return map_forward(config, local, spec_of=_manual_spec, axes=PIPELINE_AXES)
+    return map_forward(config, local)
 
 
 def _layout(config: PassConfig) -> PipelineLayout:
     assert config.pipeline is not None
     return config.pipeline
-
-
-def _manual_spec(leaf: LeafPlacement) -> P:
-    return leaf.manual_spec
 
 
 def _rows(layout: PipelineLayout) -> np.ndarray:

@@ -20,14 +20,11 @@ from zerojax.models.whole_batch import batch_axes, batch_split_over
 from zerojax.models.zoo.layers import activation_rules
 from zerojax.optim.precision import Precision
 from zerojax.parallel.sums import TreeOrder
-from zerojax.plan.device_mesh import CONTEXT, DATA_AXES, EXPERT, MODEL, PASS_AXES
-from zerojax.plan.leaf_placement import LeafPlacement
+from zerojax.plan.device_mesh import CONTEXT, DATA_AXES, EXPERT, MANUAL_AXES, MODEL, PASS_AXES
 from zerojax.plan.placement import Placement
 from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
 
 Arrays = dict[str, Any]
-
-SpecOf = Callable[[LeafPlacement], P]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,17 +135,10 @@ def run_microbatch(
     return as_sums(result), after
 
 
-def data_spec(leaf: LeafPlacement) -> P:
-    """How a parameter lies in a region that is manual over the data axes alone."""
-    return leaf.data_spec
-
-
 def map_gradients(
     config: PassConfig,
     local: Callable[..., tuple[Arrays, Arrays, Arrays]],
     *,
-    spec_of: SpecOf = data_spec,
-    axes: tuple[str, ...] = PASS_AXES,
     unsummed: Collection[str] = (),
 ) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
     """What `build_gradients` returns, from what one device does.
@@ -158,8 +148,6 @@ def map_gradients(
       local: (params, frozen, extras, key_data, batch, loss_factor) of one device -> (sums, grads,
         extras); grads {name: as `params` has it}, the others the same on every device. Where copies
         are kept (`LeafPlacement.delta_codes`) also `copies`, by that name.
-      spec_of: how a parameter lies in the region.
-      axes: the manual axes.
       unsummed: names of gradients of which each device has its own, [1, ...].
     """
 
@@ -172,7 +160,7 @@ def map_gradients(
         loss_factor: jax.Array | None = None,
         copies: Arrays | None = None,
     ) -> tuple[Arrays, Arrays, Arrays]:
-        specs = specs_of(config, params, spec_of), specs_of(config, frozen, spec_of)
+        specs = specs_of(config, params), specs_of(config, frozen)
         batch, rows = cut_batch(config, batch)
         grads = {n: P(PASS_AXES) if n in unsummed else spec for n, spec in specs[0].items()}
         mapped = jax.shard_map(
@@ -180,7 +168,7 @@ def map_gradients(
             mesh=config.mesh,
             in_specs=(*specs, P(), P(), rows, P(), P()),
             out_specs=(P(), grads, P()),
-            axis_names=set(axes),
+            axis_names=set(MANUAL_AXES),
             check_vma=False,
         )
         return mapped(params, frozen, extras, key_data, batch, loss_factor, copies)
@@ -191,9 +179,6 @@ def map_gradients(
 def map_forward(
     config: PassConfig,
     local: Callable[..., Arrays],
-    *,
-    spec_of: SpecOf = data_spec,
-    axes: tuple[str, ...] = PASS_AXES,
 ) -> Callable[..., Arrays]:
     """What `build_forward` returns, from what one device does; arguments as in `map_gradients`."""
 
@@ -205,14 +190,14 @@ def map_forward(
         batch: Arrays,
         copies: Arrays | None = None,
     ) -> Arrays:
-        specs = specs_of(config, params, spec_of), specs_of(config, frozen, spec_of)
+        specs = specs_of(config, params), specs_of(config, frozen)
         batch, rows = cut_batch(config, batch)
         mapped = jax.shard_map(
             over_batch(config, _with_copies(local)),
             mesh=config.mesh,
             in_specs=(*specs, P(), P(), rows, P()),
             out_specs=P(),
-            axis_names=set(axes),
+            axis_names=set(MANUAL_AXES),
             check_vma=False,
         )
         return mapped(params, frozen, extras, key_data, batch, copies)
@@ -245,6 +230,6 @@ def over_batch(config: PassConfig, local: Callable[..., Any]) -> Callable[..., A
     return traced
 
 
-def specs_of(config: PassConfig, arrays: Arrays, spec_of: SpecOf = data_spec) -> dict[str, P]:
+def specs_of(config: PassConfig, arrays: Arrays) -> dict[str, P]:
     """{name: how a parameter lies in the region}."""
-    return {name: spec_of(config.placement.leaves[name]) for name in arrays}
+    return {name: config.placement.leaves[name].manual_spec for name in arrays}

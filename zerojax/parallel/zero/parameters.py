@@ -17,8 +17,8 @@ from zerojax.parallel.zero.rewrite import Rewriting
 from zerojax.parallel.zero.table_reads import StandIn
 from zerojax.plan.device_mesh import (
     EXPERT,
+    MANUAL_AXES,
     PASS_AXES,
-    PIPELINE_AXES,
     REPLICA,
     communicates_through_gloo,
 )
@@ -250,7 +250,7 @@ def _summed_over(config: PassConfig, leaf: LeafPlacement) -> tuple[str, ...]:
     """The axes over which devices have parts of the gradient of a parameter that each has whole."""
     if leaf.expert_dim is not None:
         return _AXES_OF_EXPERTS  # rows came from all devices of `expert`
-    return PIPELINE_AXES if config.pipeline and leaf.layer_rows is None else PASS_AXES
+    return MANUAL_AXES if config.pipeline and leaf.layer_rows is None else PASS_AXES
 
 
 def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
@@ -276,7 +276,7 @@ def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
 
     wholes = {n: grads[n] for n in _of_access(config, grads, Access.WHOLE)}
     reduced: Arrays = {}
-    for over in (PASS_AXES, PIPELINE_AXES, _AXES_OF_EXPERTS):
+    for over in (PASS_AXES, MANUAL_AXES, _AXES_OF_EXPERTS):
         chosen = {n: x for n, x in wholes.items() if _summed_over(config, leaves[n]) == over}
         reduced |= summed(chosen, over)
     late = [*_of_access(config, grads, Access.GATHER_ONCE), *_of_nodes(config, grads)]

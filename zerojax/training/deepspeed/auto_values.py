@@ -134,7 +134,14 @@ class Auto:
             self._remove(f"{params}.total_num_steps")
         elif self._find(f"{params}.total_num_steps") == AUTO and steps is None:
             self._set(f"{params}.total_num_steps", total, "the default where batches have no end")
-        self._settle(f"{params}.total_num_steps", steps, None, "steps")
+        written = self._find(f"{params}.total_num_steps")
+        if isinstance(written, int) and steps is not None and steps < written:
+            self._notes.reasons.append(
+                f"{params}.total_num_steps={written}: the schedule of the whole run, of which "
+                f"steps={steps} are made"
+            )
+        else:
+            self._settle(f"{params}.total_num_steps", steps, None, "steps")
 
     def _sizes(self) -> None:
         zero, hidden = "zero_optimization", self._given.hidden_size

@@ -147,7 +147,7 @@ def initialize(
     given = deepspeed.Given(optimizer=optimizer, steps=steps, hidden_size=width)
     ported = deepspeed.Ported(source, jax.device_count(), given)
     translation = ported.translate()
-    deepspeed.warn_of(translation, stacklevel=3)
+    deepspeed.warn_of(translation)
     engine = Engine(
         internal,
         ported,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from zerojax.checkpoint.errors import FolderInUseError
 from zerojax.checkpoint.files import to_disk
 from zerojax.checkpoint.folders import unwritable
 from zerojax.checkpoint.saving import is_first_process
+from zerojax.config.checks import warn_user
 from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
@@ -164,11 +164,10 @@ def find_tag(folder: Path, tag: str | None) -> Path | None:
         try:
             tag = (folder / LATEST).read_text(encoding="utf-8").strip()
         except FileNotFoundError:
-            warnings.warn(
+            warn_user(
                 f"nothing is loaded: there is no file {folder / LATEST}; the run starts anew "
                 "unless load_checkpoint gets a tag",
                 RuntimeWarning,
-                stacklevel=4,
             )
             return None
     found = folder / tag

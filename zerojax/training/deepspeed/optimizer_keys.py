@@ -182,7 +182,7 @@ def update_of(file: File, given: Given) -> Update:
         return Update(OptimizerConfig(), None, clip)
     rate = params["lr"]
     schedule = _schedule(file, rate)
-    if schedule is None:
+    if schedule is None and file.optional("scheduler.type") is None:
         file.notes.reasons.append(f"learning rate {rate:g} throughout: the file has no scheduler")
     try:
         return _build(file, kind.lower(), params, schedule, clip)

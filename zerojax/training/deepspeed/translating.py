@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import jax
 
 from zerojax import models, optim
 from zerojax.config import ConfigError, LogConfig, MeshConfig
+from zerojax.config.checks import warn_user
 from zerojax.config.display import cut, quoted
 from zerojax.config.recognition import is_deepspeed
 from zerojax.plan.make import Plan
@@ -249,15 +249,10 @@ class Ported:
         return dataclasses.replace(self, given=given).translate()
 
 
-def warn_of(translation: Translation, *, stacklevel: int) -> None:
-    """Gives the warnings of a configuration, in the one form that a user meets.
-
-    Args:
-      stacklevel: frames from the caller of this to the user's line; 1 is the caller itself. A
-        decorator of a function in between is one frame.
-    """
+def warn_of(translation: Translation) -> None:
+    """Gives the warnings of a configuration, in the one form that a user meets."""
     for text in translation.warnings:
-        warnings.warn(f"{translation.source}: {text}", UserWarning, stacklevel=stacklevel + 1)
+        warn_user(f"{translation.source}: {text}")
 
 
 def as_arguments(arguments: Arguments, *, default_steps: int | None) -> Arguments:
@@ -317,14 +312,14 @@ class PortedArguments(Arguments):
         check_router(self.model, says.router)
         return with_layout(self.model, loss, says.attention_layout)
 
-    def with_rows(self, rows: int | None, *, stacklevel: int) -> Arguments:
+    def with_rows(self, rows: int | None) -> Arguments:
         """What the file says of such batches; it gives the file's warnings.
 
         Raises:
           ConfigError: these rows are not train_batch_size.
         """
         says = self.ported.with_rows(rows)
-        warn_of(says, stacklevel=stacklevel + 1)
+        warn_of(says)
         reasons = (*self.reasons, *says.warnings, *says.reasons)
         return dataclasses.replace(self, **_said(says), reasons=reasons)
 

@@ -144,7 +144,7 @@ def format_line(
 ) -> str:
     """One report as one line; every number keeps its place from line to line."""
     digits = len(str(total_steps))
-    parts = [f"step {step:>{digits}}/{total_steps}"]
+    parts = [f"step {step:>{digits}}/{total_steps}" if total_steps else f"step {step}"]
     widths = {"loss": 7, "grad norm": 6, "tokens/s/device": 7, "TFLOP/s": 6, "MFU": 5}
     for label, value in learning_words(values) + speed_words(values):
         parts.append(f"{label} {value:>{widths.get(label, 0)}}")
@@ -265,11 +265,13 @@ class LiveDisplay:
             lines.append(Text(curve, no_wrap=True, overflow="crop"))
         return Group(*lines)
 
-    def _progress(self, elapsed: float) -> Table:
+    def _progress(self, elapsed: float) -> Table | Text:
         times = f"{format_seconds(elapsed)} elapsed"
         if self._eta is not None and self._step < self._total_steps:
             left = max(0.0, self._eta - (self._clock() - self._updated))
             times += f", {format_seconds(left)} left"
+        if not self._total_steps:
+            return Text(f"step {self._step}  {times}")
         row = Table.grid(padding=(0, 2), expand=False)
         for _ in range(4):
             row.add_column(no_wrap=True)

@@ -49,7 +49,7 @@ class RunLog:
     """Writes what a run reports to the terminal and to `run_dir`.
 
     Args:
-      run_dir: made if missing; see `start` for metrics that are in it.
+      run_dir: made if missing; see `start` for metrics that are in it. None: nothing is written.
       config: where to and how often.
       total_steps: step at which the run ends.
       tokens_per_step: over all devices; None where examples are not made of tokens.
@@ -67,7 +67,7 @@ class RunLog:
 
     def __init__(
         self,
-        run_dir: str | Path,
+        run_dir: str | Path | None,
         config: LogConfig,
         *,
         total_steps: int,
@@ -82,8 +82,9 @@ class RunLog:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.run_dir, self._config = Path(run_dir), config
-        self.is_enabled, self.traced_steps = process_index == 0, config.profile
+        self.run_dir, self._config = None if run_dir is None else Path(run_dir), config
+        self.is_enabled = process_index == 0
+        self.traced_steps = () if run_dir is None else config.profile
         self._spikes, self._stragglers = SpikeDetector(config.spike), Stragglers(config.straggler)
         self._stream, self._clock, self._read_memory = stream, clock, read_memory
         self._total_steps, self._num_devices = total_steps, num_devices
@@ -130,14 +131,15 @@ class RunLog:
             return
         plan_line, plan_table = redact(plan_line), redact(plan_table)
         reasons, plan_dict, config_dict = redact([*reasons]), redact(plan_dict), redact(config_dict)
-        shown = (f"- {printable(reason)}" for reason in reasons)
-        summary = printable("\n".join([plan_line, "", *shown, "", plan_table]), is_page=True)
-        self._make_folder()
-        earlier = set_aside(self.run_dir / FILE_NAME) if is_new else None
-        (self.run_dir / "plan.txt").write_text(summary + "\n", encoding="utf-8")
-        for name, value in (("plan.json", plan_dict), ("config.json", config_dict)):
-            (self.run_dir / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        self._open_files(start_step, config_dict)
+        said = []
+        if self.run_dir is not None:
+            shown = (f"- {printable(reason)}" for reason in reasons)
+            summary = printable("\n".join([plan_line, "", *shown, "", plan_table]), is_page=True)
+            texts = {"plan.txt": summary}
+            texts |= {"plan.json": json.dumps(plan_dict, indent=2)}
+            texts |= {"config.json": json.dumps(config_dict, indent=2)}
+            said = self._fill_folder(self.run_dir, texts, is_new=is_new)
+            self._open_files(self.run_dir, start_step, config_dict)
         self._display = console.make_display(
             self._config.console,
             self._stream or sys.stdout,
@@ -145,10 +147,8 @@ class RunLog:
             start_step=start_step,
         )
         self._announce(plan_line, reasons, start_step)
-        if earlier is not None:
-            self._display.message(f"the metrics of an earlier run there are now {earlier.name}")
-        if (warning := open_to_everybody(self.run_dir)) is not None:
-            self._display.message(warning)
+        for text in said:
+            self._display.message(text)
         self._start_step = self._last_step = self._steady_step = start_step
         self._began = self._last_time = self._clock()
 
@@ -279,25 +279,31 @@ class RunLog:
 
     # The folder and the files
 
-    def _make_folder(self) -> None:
+    def _fill_folder(self, folder: Path, texts: Mapping[str, str], *, is_new: bool) -> list[str]:
+        """Writes the texts into the folder, and returns what is to be said of it."""
         try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            (self.run_dir / FILE_NAME).open("ab").close()
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / FILE_NAME).open("ab").close()
         except OSError as error:
             raise type(error)(
-                f"cannot write to the run folder '{self.run_dir}' ({error.strerror}); "
+                f"cannot write to the run folder '{folder}' ({error.strerror}); "
                 "choose another with run_dir="
             ) from None
+        earlier = set_aside(folder / FILE_NAME) if is_new else None
+        for name, text in texts.items():
+            (folder / name).write_text(text + "\n", encoding="utf-8")
+        renamed = earlier and f"the metrics of an earlier run there are now {earlier.name}"
+        return [text for text in (renamed, open_to_everybody(folder)) if text is not None]
 
-    def _open_files(self, start_step: int, config_dict: Mapping[str, Any]) -> None:
+    def _open_files(self, folder: Path, start_step: int, config_dict: Mapping[str, Any]) -> None:
         if start_step:
-            first = _first_loss(self.run_dir)
+            first = _first_loss(folder)
             self._spikes = SpikeDetector(self._config.spike, first=first)
         if self._config.wandb is not None:
-            self._wandb = _start_wandb(self._config.wandb, self.run_dir, config_dict)
-        self._file = MetricsFile(self.run_dir / FILE_NAME)
+            self._wandb = _start_wandb(self._config.wandb, folder, config_dict)
+        self._file = MetricsFile(folder / FILE_NAME)
         if self._config.tensorboard:
-            self._events = EventWriter(self.run_dir, first_step=start_step + 1)
+            self._events = EventWriter(folder, first_step=start_step + 1)
         start = {
             "total_steps": self._total_steps,
             "num_devices": self._num_devices,
@@ -346,10 +352,12 @@ class RunLog:
             say("  - " + "\n    ".join(wrapped))
         if len(reasons) > MAX_REASONS:
             rest = len(reasons) - MAX_REASONS
-            say(f"  - and {rest} more: {self.run_dir / 'plan.txt'}")
+            where = "trainer.plan.reasons" if self.run_dir is None else self.run_dir / "plan.txt"
+            say(f"  - and {rest} more: {where}")
         if start_step and not 0 < self._total_steps <= start_step:
-            say(f"resuming after step {start_step} of {self._total_steps}")
-        say(f"run folder {self.run_dir}")
+            say(f"resuming after step {start_step} of {self._total_steps or 'an open length'}")
+        if self.run_dir is not None:
+            say(f"run folder {self.run_dir}")
 
     # Numbers that follow from the clock
 
@@ -385,7 +393,7 @@ class RunLog:
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         done = step - self._steady_step
-        if done < 1:
+        if done < 1 or not self._total_steps:
             return None
         return (now - self._steady_since) / done * max(0, self._total_steps - step)
 
