@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from zerojax.data.source import RowSource
 
 logger = logging.getLogger("zerojax.data")
@@ -37,6 +39,7 @@ class Feed(abc.ABC):
         self._position = start
         self._returned: collections.deque[tuple[Batch, State]] = collections.deque()
         self._returned_state: State | None = None
+        self._rows: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -46,7 +49,7 @@ class Feed(abc.ABC):
             batch, self._returned_state = self._returned.popleft()
             return batch
         self._returned_state = None
-        batch = self._next()
+        batch = self._cut(self._next())
         self._position += 1
         return batch
 
@@ -89,6 +92,24 @@ class Feed(abc.ABC):
         self._returned.clear()
         self._returned_state = None
         self._position = int(state["position"])
+
+    def take_rows(self, low: int, high: int) -> None:
+        """Makes every batch from here on rows `low` to `high` of what the data give.
+
+        For one of several processes that all give the global batch.
+        """
+        self._rows = low, high
+        self._returned = collections.deque((self._cut(b), state) for b, state in self._returned)
+
+    def peek(self) -> list[tuple[Batch, State]]:
+        """Returns the batches that were given back, each with the state after it."""
+        return list(self._returned)
+
+    def _cut(self, batch: Batch) -> Batch:
+        if self._rows is None:
+            return batch
+        low, high = self._rows
+        return jax.tree.map(lambda x: x[low:high] if getattr(x, "shape", ()) else x, batch)
 
     def give_back(self, batches: Iterable[tuple[Batch, State]], state: State) -> None:
         """Puts batches that were taken but not used before those still to come.
@@ -259,9 +280,9 @@ def as_feed(
 
     Args:
       batches: a `RowSource`, a function `step -> batch`, a sequence or iterable of batches
-        (repeated at its end), or an iterator (ends with it). With several processes everything
-        but a `RowSource` gives each process its own rows (`local_rows`). A `Feed` is returned as
-        it is.
+        (repeated at its end), or an iterator (ends with it). A `RowSource` gives each of several
+        processes the rows that `rows` names; anything else gives what it has
+        (`zerojax.train` finds out which rows these are). A `Feed` is returned as it is.
       start: the step to start with; `Feed.restore` goes to a saved state more exactly.
       rows: `(lo, hi)` of each global batch that this process reads from a `RowSource`; None: all.
 

@@ -27,7 +27,6 @@ from zerojax.data import (
     Feed,
     RowSource,
     TokenSource,
-    abstract_global,
     as_feed,
     as_source,
     has_no_end,
@@ -42,6 +41,7 @@ from zerojax.plan.counts import tokens_per_step
 from zerojax.plan.make import Plan, make_plan
 from zerojax.runtime.distributed import join_processes
 from zerojax.training import deepspeed
+from zerojax.training.process_agreement import divide_batches
 from zerojax.training.run_lifecycle import (
     CHECKPOINT_FOLDER,
     PLANNING,
@@ -128,7 +128,9 @@ def train(
         otherwise is an error, one that it has as "auto" fills it. A dict is one or the other by its
         keys, of which none is in both. None: all devices on `data`, zero=1.
       batches: an iterable of batches (trees of arrays, dimension 0 the global batch), a function
-        `step -> batch`, or a `TokenSource`. None: the text in `data`.
+        `step -> batch`, or a `TokenSource`. With several processes each may give the global batch,
+        of which it takes its rows, or its own rows alone: the first batches tell which, and the run
+        says it. None: the text in `data`.
       data: instead of `batches`: a text file, a folder of text files, token files, a folder of
         chats (`zerojax data prepare --format chat`), or several of these, {path: weight}.
       loss: `loss(model, batch) -> scalar | (sum, weight)`, called for each piece of a batch: the
@@ -248,7 +250,8 @@ def _normalise(arguments: Arguments) -> _Given:
         raise ValueError("both batches and data were given; pass one of them")
     check_validation(arguments.validation)
     feed = as_feed(arguments.batches, rows=rows_of_process(arguments.batches, mesh))
-    example = _first_batch(feed, mesh)
+    example, why_rows = divide_batches(feed, mesh)
+    arguments = dataclasses.replace(arguments, reasons=(*arguments.reasons, *why_rows))
     rows = [leaf.shape[0] for leaf in jax.tree.leaves(example) if leaf.shape]
     arguments = arguments.with_rows(rows[0] if rows else None)
     steps, reasons = arguments.steps, arguments.reasons
@@ -450,17 +453,6 @@ def _loss(
     if callable(getattr(target, "loss", None)) or not is_text:
         return None, "model"
     return LossWithUnit(next_token_of_call, NATS_PER_TOKEN), "next_token"
-
-
-def _first_batch(feed: Feed, mesh: Mesh) -> Any:
-    """The shapes of the first batch, globally; the batch itself stays in the feed."""
-    before = feed.state()
-    try:
-        batch = next(feed)
-    except StopIteration:
-        raise ValueError("batches is empty: there is no first batch to plan with") from None
-    feed.give_back([(batch, feed.state())], before)
-    return abstract_global(batch, mesh)
 
 
 def _default_steps(batches: Any) -> tuple[Any, int | None, str]:

@@ -16,12 +16,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
+from jax.sharding import Mesh
 
 from zerojax.checkpoint.agreement import gather
 from zerojax.config.loader import to_dict
+from zerojax.data import abstract_global, local_rows_of_mesh
 from zerojax.data.feed import Feed, SourceFeed
 from zerojax.models.jaxpr import inner_programs
 from zerojax.optim import extra_arguments
+from zerojax.plan.device_mesh import num_data_shards
 from zerojax.plan.make import Plan
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -46,6 +49,69 @@ def check_same_run(described: Mapping[str, str]) -> None:
         differing = np.flatnonzero(rows[:, number] != rows[0, number])
         if differing.size:
             raise ValueError(_difference(what, value, int(differing[0])))
+
+
+def divide_batches(feed: Feed, mesh: Mesh) -> tuple[Any, tuple[str, ...]]:
+    """Makes a feed give this process's rows of the global batch, whichever of both its data have.
+
+    Collective, with several processes. Where all of them have the same first batch, it is the
+    global one, and each takes its rows; where each has another, these are its rows.
+
+    Args:
+      feed: its first batch stays in it.
+      mesh: of the run.
+
+    Returns:
+      (the shapes of the global batch, what is said of this).
+
+    Raises:
+      ValueError: there is no batch, or only some processes have the same one.
+    """
+    before = feed.state()
+    try:
+        batch = next(feed)
+    except StopIteration:
+        raise ValueError("batches is empty: there is no first batch to plan with") from None
+    feed.give_back([(batch, feed.state())], before)
+    example = abstract_global(batch, mesh)
+    if jax.process_count() == 1 or isinstance(feed, SourceFeed):
+        return example, ()
+    num_rows = [x.shape[0] for x in jax.tree.leaves(example) if x.shape]
+    if not _is_global(batch, mesh):
+        return example, (
+            f"batches: each process has rows of its own of a global batch of {num_rows[0]}",
+        )
+    [size] = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
+    low, high = local_rows_of_mesh(mesh, size)
+    feed.take_rows(low, high)
+    (sliced, _), *_ = feed.peek()
+    return abstract_global(sliced, mesh), (
+        f"batches: all processes have the same {size} rows, the global batch; each takes its own",
+    )
+
+
+def _is_global(batch: Any, mesh: Mesh) -> bool:
+    """Whether all processes have the same batch, and not each its own rows of one.
+
+    Processes of one pipeline, whose devices hold the same rows, have the same batch in either case.
+    """
+    arrays = [np.asarray(x) for x in jax.tree.leaves(batch)]
+    content = b"".join(str((x.shape, x.dtype)).encode() + x.tobytes() for x in arrays)
+    place = local_rows_of_mesh(mesh, num_data_shards(mesh))
+    gathered = gather(np.array([*place, _digest(content)], np.uint32))
+    *places, digests = gathered.T.tolist()
+    places = list(zip(*places, strict=True))
+    num_places, num_batches = len({*places}), len({*digests})
+    if num_batches == 1:
+        return num_places > 1
+    if num_batches == num_places == len({*zip(places, digests, strict=True)}):
+        return False
+    process = next(n for n in range(1, len(digests)) if digests[n] != digests[0])
+    raise ValueError(
+        f"the first batch of process {process} differs from that of process 0, and other processes "
+        "have the same one; give every process the global batch, or each its own rows of it "
+        f"({num_places} parts here)"
+    )
 
 
 def describe_run(

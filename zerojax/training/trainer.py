@@ -41,6 +41,7 @@ from zerojax.training.checkpointing import (
 from zerojax.training.evaluation import mean_loss
 from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
+from zerojax.training.process_agreement import divide_batches
 from zerojax.training.process_times import LoopClock
 from zerojax.training.reporting import Metrics, Reports, compare_peak, with_names
 from zerojax.training.resumed_settings import NEXT_RATE, next_rate, settings_that_differ
@@ -321,6 +322,8 @@ class Trainer:
         else:
             rows = local_rows(self.plan) if isinstance(batches, RowSource) else None
             feed = as_feed(batches, start=self.num_steps, rows=rows)
+            if jax.process_count() > 1:
+                divide_batches(feed, self.plan.mesh)
         self._feed = batches, feed
         if self._data_state is not None and feed.state() != self._data_state:
             feed.restore(self._data_state)
