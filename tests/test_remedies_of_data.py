@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import pytest
 
+import zerojax
 from tests.remedies import complained, told
 from tests.test_data_placing import ROWS, SEQ_LEN, batch_of, plan_of
 from zerojax.cli import main
