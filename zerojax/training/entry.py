@@ -57,9 +57,10 @@ from zerojax.training.run_lifecycle import (
     with_disk_folder,
 )
 from zerojax.training.run_record import LossKind, RunNotes, TextData
-from zerojax.training.train_arguments import Arguments, LoopSettings, check_validation, checked
+from zerojax.training.train_arguments import Arguments, LoopSettings, checked
 from zerojax.training.trainer import Callback, Trainer
 from zerojax.training.tuning import tune
+from zerojax.training.validation import check_validation
 
 DEFAULT_STEPS = 200
 DEFAULT_BATCH = 32
@@ -155,9 +156,11 @@ def train(
         runs/<date-time>. None: nothing is written.
       log: how often and where metrics go.
       watch: how long the run may stand still before it is ended.
-      validation: batches or a `TokenSource` to evaluate on; text brings its own.
+      validation: what to evaluate on: batches as a list or an iterable, one batch, a function
+        `number -> batch`, or a `TokenSource`; text brings its own. The first batch is evaluated
+        before the first step.
       eval_every: steps between evaluations; None: at the end.
-      eval_batches: batches per evaluation.
+      eval_batches: batches per evaluation, of a function or a source; a list is evaluated whole.
       callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the
         run, and its trainer is returned. `EarlyStopping` and `KeepBest` are ready ones.
       seed: for initialisation, dropout and shuffling.

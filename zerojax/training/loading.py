@@ -36,6 +36,7 @@ from zerojax.training.checkpointing import folder_of, model_of, read_parts
 from zerojax.training.evaluation import mean_loss
 from zerojax.training.run_lifecycle import CHECKPOINT_FOLDER, CONFIG_FILE, TOKENIZER_FILE
 from zerojax.training.run_record import RECORD_FILE, RunRecord, abstract_of, read_record
+from zerojax.training.validation import each_batch
 
 _EXAMPLE_TOKENS = 8
 """Tokens of a row in the trace of a model that only generates."""
@@ -122,9 +123,10 @@ class LoadedRun:
         """Mean loss in evaluation mode, as `Trainer.evaluate` computes it.
 
         Args:
-          batches: an iterable of host batches of one shape, or a source; None: the text that
-            training left out.
-          num_batches: at most this many; None: of a source as many as the run took, else all.
+          batches: what `validation` of `zerojax.train` may be, its first batch whole; None: the
+            text that training left out.
+          num_batches: at most this many; None: of a source or a function as many as the run took,
+            else all.
 
         Raises:
           ValueError: there is nothing to evaluate on, or the run's loss was a function that has to
@@ -139,7 +141,9 @@ class LoadedRun:
         if isinstance(batches, RowSource):
             first = batches.batch(0)
         else:
-            iterator = iter(batches)
+            iterator = iter(
+                each_batch(batches, num_batches, self.record.eval_batches, lambda: (0, 0))
+            )
             first = next(iterator, None)
             if first is None:
                 raise ValueError("nothing to evaluate: there is no batch")

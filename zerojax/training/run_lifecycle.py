@@ -43,6 +43,7 @@ from zerojax.training.metrics import RunLog
 from zerojax.training.run_record import RunNotes, record_of, write_record
 from zerojax.training.train_arguments import LoopSettings
 from zerojax.training.trainer import Trainer
+from zerojax.training.validation import check_before_run
 
 CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json", "checkpoints"
 OFFLOAD_FOLDER = "offload"
@@ -107,12 +108,13 @@ def open_run(
     seed: int,
     validation: Any,
 ) -> Run:
-    """Checks offload and opens the checkpoints; what it returns goes to `fit` at once.
+    """Checks offload and validation data, and opens the checkpoints, for `fit` at once.
 
     Raises:
       ValueError, CheckpointError: before anything is on a device.
     """
     check_offload(plan)
+    check_before_run(plan, validation)
     base = None
     if files.checkpoint is not None and files.checkpoint.path is not None:
         base, said = base_of(plan, files.checkpoint.frozen)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from zerojax.config import CheckpointConfig, LogConfig, WatchConfig
@@ -107,19 +107,6 @@ def _as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
     for number, callback in enumerate(callbacks):
         check_kind(f"callbacks[{number}]", callback, Callable, "a function (trainer, metrics)")
     return callbacks
-
-
-def check_validation(validation: Any) -> None:
-    """Refuses validation data that can be read only once: every evaluation reads them anew.
-
-    Raises:
-      TypeError: an iterator.
-    """
-    if isinstance(validation, Iterator):
-        raise TypeError(
-            f"validation is a {type(validation).__name__}, which can be read only once, but every "
-            "evaluation reads it anew; give a list of batches or a TokenSource"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
