@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from zerojax.config.display import show
+from zerojax.config.loader import user_path
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,7 +79,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def split_words(config: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
     """CONFIG may be left out: a first word with `=` in it that is not a file is an override."""
-    if config is not None and "=" in config and not Path(config).exists():
+    if config is not None and "=" in config and not user_path(config).exists():
         return None, [config, *overrides]
     return config, overrides
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from zerojax.config.display import quoted
-from zerojax.config.loader import ConfigError
+from zerojax.config.loader import ConfigError, user_path
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MAX_NAME = 100
@@ -48,6 +48,14 @@ def check_folder(name: str, value: str | None) -> None:
             "is a URL; only folders of a mounted file system work: mount the bucket, or copy the "
             "finished run to it",
         )
+
+
+def expand_folders(config: Any, *names: str) -> None:
+    """Puts home folders in the place of `~` in fields of a frozen dataclass; None stays None."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value.startswith("~"):
+            object.__setattr__(config, name, str(user_path(value)))
 
 
 def as_patterns(name: str, value: Any) -> tuple[str, ...]:

@@ -128,7 +128,7 @@ def load_dataclass(
     Raises:
       ConfigError: with the key, the value, the nearest known key, and file:line.
     """
-    values, where = (dict[str, Any](), dict[Key, str]()) if path is None else _read(Path(path))
+    values, where = (dict[str, Any](), dict[Key, str]()) if path is None else _read(user_path(path))
 
     def build(chosen: Sequence[str], places: dict[Key, str]) -> T:
         _check_keys(cls, values)
@@ -310,6 +310,22 @@ def _section_hint(cls: type, key: Key, value: str) -> str:
 
 
 # Files
+
+
+def user_path(value: str | os.PathLike[str]) -> Path:
+    """Makes a path of what a user wrote: `~` and `~name` at its start are home folders.
+
+    Raises:
+      ConfigError: nobody has such a home folder.
+    """
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        first = Path(value).parts[0]
+        raise ConfigError(
+            f"{quoted(str(value))}: there is no home folder for {first}; write ./{first} for a "
+            "folder of that name"
+        ) from None
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:

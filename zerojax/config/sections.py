@@ -12,6 +12,7 @@ from zerojax.config.checks import (
     check_fraction,
     check_positive,
     check_regex,
+    expand_folders,
     names_keywords,
     refuse,
 )
@@ -86,6 +87,7 @@ class MixturePart:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+        expand_folders(self, "path")
         check_positive(self, "weight")
 
 
@@ -282,6 +284,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+        expand_folders(self, "path")
         check_at_least(self, 1, "every", "keep")
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.config.loader import user_path
 from zerojax.data.tokens import DTYPES, hash_file, smallest_dtype
 from zerojax.runtime.bounded_json import JsonError, load
 
@@ -193,7 +194,7 @@ def verify_text_set(folder: str | Path) -> None:
     Raises:
       ValueError: names the first file that differs.
     """
-    folder = Path(folder).expanduser()
+    folder = user_path(folder)
     for name, wanted in read_text_sidecar(folder)["sha256"].items():
         found = hash_file(folder / name)
         if found != wanted:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.config.loader import user_path
 from zerojax.data.corpus import TOKEN_SUFFIXES, find_files
 from zerojax.runtime.bounded_json import JsonError, load
 
@@ -325,7 +326,7 @@ def verify_tokens(file: str | Path) -> None:
     Raises:
       ValueError: they differ, or the sidecar has none.
     """
-    path = Path(file)
+    path = user_path(file)
     wanted = read_sidecar(path).get("sha256")
     found = hash_file(path)
     if wanted != found:

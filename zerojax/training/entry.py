@@ -23,6 +23,7 @@ from zerojax.config import (
     to_dict,
 )
 from zerojax.config.checks import check_folder, names_keywords
+from zerojax.config.loader import user_path
 from zerojax.data import (
     Feed,
     RowSource,
@@ -479,7 +480,7 @@ def _as_checkpoint(checkpoint: CheckpointConfig | str | Path | None) -> Checkpoi
     if checkpoint is None or isinstance(checkpoint, CheckpointConfig):
         return checkpoint
     check_folder("checkpoint", str(checkpoint))
-    return CheckpointConfig(path=str(Path(checkpoint) / CHECKPOINT_FOLDER))
+    return CheckpointConfig(path=str(user_path(checkpoint) / CHECKPOINT_FOLDER))
 
 
 def _beside_checkpoints(checkpoint: CheckpointConfig | None) -> Path | None:
@@ -491,7 +492,7 @@ def _run_folder(run_dir: Any, checkpoint: CheckpointConfig | None) -> Path | Non
         return None
     if run_dir != "auto":
         check_folder("run_dir", str(run_dir))
-        return Path(run_dir)
+        return user_path(run_dir)
     beside = _beside_checkpoints(checkpoint)
     if beside is not None:
         return beside

@@ -19,6 +19,7 @@ from zerojax import models, optim
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
 from zerojax.config.checks import names_keywords
+from zerojax.config.loader import user_path
 from zerojax.config.mesh import HOST
 from zerojax.data import RowSource, abstract_global, as_source, load_tokenizer
 from zerojax.models import trees
@@ -271,7 +272,7 @@ def load_run(
         frozen weights are not in the folder that the run began with.
     """
     optim.check_weights(weights)
-    folder = Path(run_dir)
+    folder = user_path(run_dir)
     record = _read_record(folder)
     if model is None and not record.architecture:
         function = "" if record.loss != "own" else ", loss=LOSS"
@@ -281,7 +282,7 @@ def load_run(
             " with what `zerojax.train` was given"
         )
     checkpoints = record.checkpoints or str(folder / CHECKPOINT_FOLDER)
-    if not Path(checkpoints).is_dir():
+    if not user_path(checkpoints).is_dir():
         raise CheckpointError(
             f"{folder} has no saved weights; train with checkpoint={str(folder)!r} to save some"
         )

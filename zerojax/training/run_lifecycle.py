@@ -25,6 +25,7 @@ from zerojax.config import (
     WatchConfig,
     as_mesh_config,
 )
+from zerojax.config.loader import user_path
 from zerojax.data import Feed, RowSource, local_rows_of_mesh, save_tokenizer
 from zerojax.data.tokenizer import TEMPLATE_FILE
 from zerojax.forecasting.out_of_memory import explaining_memory
@@ -294,7 +295,7 @@ def _describe_model(folder: Path, plan: Plan) -> None:
 
 def absolute(path: str | Path | None) -> str | None:
     """A path that also holds for a process that is started elsewhere; None stays None."""
-    return None if path is None else str(Path(path).expanduser().absolute())
+    return None if path is None else str(user_path(path).absolute())
 
 
 def absolute_parts(parts: Sequence[MixturePart]) -> tuple[MixturePart, ...]:

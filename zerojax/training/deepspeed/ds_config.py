@@ -20,6 +20,7 @@ from zerojax.config.loader import (
     ConfigError,
     check_length,
     read_text,
+    user_path,
 )
 from zerojax.runtime.bounded_json import depth_of
 from zerojax.training.deepspeed.key_schema import KeyNotes, check, default_of
@@ -92,7 +93,7 @@ def read(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if isinstance(source, Mapping):
         _check_nesting(source, "the dict")
         return copy.deepcopy(dict(source)), "the dict"
-    path = Path(source).expanduser()
+    path = user_path(source)
     if _is_file(path):
         try:
             return _parse(read_text(path, encoding="utf-8-sig"), str(path)), str(path)
