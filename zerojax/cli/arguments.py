@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import shlex
 import shutil
@@ -69,6 +70,14 @@ def add_command(
     )
     parser.set_defaults(command=command)
     return parser
+
+
+def finite(text: str) -> float:
+    """The number of an option; argparse refuses infinity and NaN by the option's name."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return number
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from zerojax.cli.arguments import (
     add_pretrained,
     add_run,
     add_weights,
+    finite,
     step_or_name,
 )
 from zerojax.config.display import show
@@ -102,7 +103,7 @@ def _add_export(actions) -> None:
     add_weights(parser)
     add_pretrained(parser)
     parser.add_argument(
-        "--shard-gb", type=float, default=5.0, metavar="GB", help="size of one file at most (5)"
+        "--shard-gb", type=finite, default=5.0, metavar="GB", help="size of one file at most (5)"
     )
 
 

@@ -7,7 +7,7 @@ import os
 import shlex
 from typing import Any
 
-from zerojax.cli.arguments import add_chats, add_command, command_name
+from zerojax.cli.arguments import add_chats, add_command, command_name, finite
 from zerojax.cli.data_command import lines_of_chats
 from zerojax.cli.jax_environment import (
     allow_pinned_memory,
@@ -52,7 +52,7 @@ def add(commands) -> None:
     )
     parser.add_argument(
         "--epochs",
-        type=float,
+        type=finite,
         default=3.0,
         metavar="N",
         help="how often each chat is seen, unless steps=... is given (%(default)g)",

@@ -5,9 +5,11 @@ A misspelt keyword is answered with the nearest valid name.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import numbers
 import re
 import types
@@ -94,6 +96,14 @@ def check_positive(config: Any, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not value > 0:
             refuse(name, value, "must be above 0")
+
+
+def check_finite(config: Any) -> None:
+    """Refuses numbers of a dataclass that are infinite or NaN, which no file of a run holds."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            refuse(field.name, value, "is not a finite number")
 
 
 def check_fraction(config: Any, *names: str, below_one: bool = False) -> None:

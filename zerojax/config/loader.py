@@ -608,7 +608,7 @@ def _convert_number(hint: Any, value: Any, *, is_typed: bool = False) -> Any:
     _expect(isinstance(number, numbers.Real) and not isinstance(number, bool), wanted, value)
     _expect(not isinstance(number, int) or abs(number) < 10**MAX_DIGITS, wanted, value)
     if hint is float:
-        _expect(not math.isnan(number), wanted, value)
+        _expect(math.isfinite(number), "a finite number", value)
         return float(number)
     if isinstance(number, float):
         _expect(number.is_integer(), wanted, value)

@@ -89,7 +89,7 @@ class _Watching:
         return self._not_improved(trainer, value)
 
     def _is_better(self, value: float) -> bool:
-        if math.isnan(value):
+        if not math.isfinite(value):
             return False
         if self.best is None:
             return True
