@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.checkpoint.arrays import check_storable
 from zerojax.checkpoint.base_weights import BaseWeights
 from zerojax.config import (
     CheckpointConfig,
@@ -234,6 +235,8 @@ def with_disk_folder(mesh_config: Any, folder: Path | None) -> Any:
 def _open_checkpoints(run: RunFiles, plan: Plan, base: BaseWeights | None) -> Checkpointer | None:
     if run.checkpoint is None or run.checkpoint.path is None:
         return None
+    named = flatten_names(plan.abstract_canonical)
+    check_storable(named)
     checkpointer = Checkpointer(
         run.checkpoint.path,
         keep=run.checkpoint.keep,
@@ -241,7 +244,6 @@ def _open_checkpoints(run: RunFiles, plan: Plan, base: BaseWeights | None) -> Ch
         fingerprints=run.checkpoint.fingerprints,
     )
     left = () if base is None else base.arrays
-    named = flatten_names(plan.abstract_canonical)
     checkpointer.check_writable(num_bytes({n: x for n, x in named.items() if n not in left}))
     return checkpointer
 
