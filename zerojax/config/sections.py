@@ -272,7 +272,8 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep; one is not enough if the newest turns out to be
     damaged."""
     save_on_exit: bool = True
-    """Also save after the last step and on Ctrl-C."""
+    """Also save after the last step and on Ctrl-C. A last step that `every` divides is saved in
+    any case."""
     asynchronous: bool = True
     """Write in the background after one copy to the host."""
     fingerprints: bool = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import mmap
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -107,6 +108,28 @@ class Tokens:
             for piece in (part.ids[:1024], part.ids[len(part.ids) // 2 :][:512], part.ids[-512:]):
                 digest.update(np.asarray(piece, "<i8").tobytes())
         return digest.hexdigest()[:16]
+
+
+def check_not_cut(array: np.ndarray, name: str) -> None:
+    """Refuses to read an array whose file was cut after it was mapped; costs one system call.
+
+    A read behind the end of a mapped file ends the process (SIGBUS), without a word.
+
+    Args:
+      array: memory-mapped or not.
+      name: of its file, for the message.
+
+    Raises:
+      ValueError: the file is shorter than what is mapped of it.
+    """
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap) and base.size() < len(base):
+        raise ValueError(
+            f"{name} has {base.size():,} bytes now, and had {len(base):,} when it was opened: "
+            "another program has cut it; copy or prepare it again, and start the run again"
+        )
 
 
 def gather_windows(ids: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:

@@ -42,7 +42,7 @@ from zerojax.runtime.user_files import not_for_everybody
 from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.checkpointing import base_of, end_state
 from zerojax.training.metrics import RunLog
-from zerojax.training.run_record import RunNotes, record_of, write_record
+from zerojax.training.run_record import RECORD_FILE, RunNotes, record_of, write_record
 from zerojax.training.train_arguments import LoopSettings
 from zerojax.training.trainer import Trainer
 from zerojax.training.validation import check_before_run
@@ -284,6 +284,7 @@ def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = Non
                 save_tokenizer(run.notes.tokenizer, run.folder / TOKENIZER_FILE)
             if run.notes.template is not None:
                 (run.folder / TEMPLATE_FILE).write_text(run.notes.template, encoding="utf-8")
+        log.keep_files((DESCRIPTION_FILE, RECORD_FILE, TOKENIZER_FILE, TEMPLATE_FILE))
     return log
 
 

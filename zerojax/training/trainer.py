@@ -194,7 +194,7 @@ class Trainer:
                 self._compare_peak()
                 if self._validation is not None and not (self._is_evaluated() or stop.is_due):
                     self._evaluate_at_end()
-                if self.loop_settings.save_on_exit:
+                if self.loop_settings.save_on_exit or self._is_due("save_every"):
                     self.save()
                 if stop.is_due:
                     raise self._interrupted(stop)
@@ -364,18 +364,22 @@ class Trainer:
 
     def _evaluate_and_save_if_due(self, last: bool) -> bool:
         """True when a callback ends the run for an evaluation."""
-        loop_settings, done = self.loop_settings, False
+        done = False
         if last:
             return False
-        every = loop_settings.eval_every if self._validation is not None else None
-        if every is not None and self.num_steps % every == 0:
+        if self._validation is not None and self._is_due("eval_every"):
             done = self._report()
             with self._untimed():
                 done = self._evaluate_validation() or done
-        if self._checkpointer is not None and self.num_steps % loop_settings.save_every == 0:
+        if self._checkpointer is not None and self._is_due("save_every"):
             with self._untimed():
                 self.save()
         return done
+
+    def _is_due(self, setting: str) -> bool:
+        """Whether the interval of a setting ends with this step."""
+        every = getattr(self.loop_settings, setting)
+        return every is not None and self.num_steps > 0 and self.num_steps % every == 0
 
     def _evaluate_validation(self) -> bool:
         """An evaluation of the run itself; True when a callback ends the run for it.
@@ -679,7 +683,7 @@ class Trainer:
     def _interrupted(self, stop: StopRequest) -> Interrupted:
         if self._checkpointer is None:
             return stop.interrupted(self.num_steps, "not saved, since the run has no checkpoints")
-        if not self.loop_settings.save_on_exit:
+        if not self.loop_settings.save_on_exit and self._saved_step != self.num_steps:
             text = "not saved, since checkpoint.save_on_exit is off"
             return stop.interrupted(self.num_steps, text)
         saving = self._watchdog.during(f"saving step {self.num_steps}", is_long=True)

@@ -67,6 +67,12 @@ class MetricsFile:
         self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
+    def copy(self, other: "MetricsFile") -> None:
+        """Appends what another one holds, also where its file has no name any more."""
+        other._file.seek(0)
+        self._file.write(other._file.read())
+        self._file.flush()
+
     def close(self) -> None:
         self._file.close()
 
