@@ -46,7 +46,8 @@ def check_validation(validation: Any) -> None:
             "zerojax.data.as_source(PATH, ...)[0]; text that is trained on brings its own "
             "validation part"
         )
-    if validation is not None and not isinstance(validation, RowSource | Iterable | Callable):
+    is_data = isinstance(validation, RowSource | Iterable) or callable(validation)
+    if validation is not None and not is_data:
         raise TypeError(
             f"validation is a {type(validation).__name__}; give a list of batches, one batch, a "
             "function of the batch's number, or a TokenSource"
