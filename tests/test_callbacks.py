@@ -164,7 +164,11 @@ def test_wrong_options_are_refused(make, part):
         (KeepBest(), {}, "pass checkpoint='runs/NAME'"),
         (EarlyStopping(), {"validation": None, "eval_every": None}, "no validation data; pass"),
         (EarlyStopping(), {"eval_every": None}, "only at its end; pass eval_every=STEPS"),
-        (EarlyStopping("validation/accuracy"), {}, "an evaluation has loss, weight; name one"),
+        (
+            EarlyStopping("validation/accuracy"),
+            {},
+            "an evaluation has validation/loss, validation/weight; name",
+        ),
         (EarlyStopping("accuracy"), {}, "a report has .*loss.*; name one"),
     ],
 )

@@ -146,7 +146,7 @@ BAD_FILES = [
     ("steps: 2.5", "steps: expected an integer, got 2.5 (float)"),
     ("steps: true", "steps: expected an integer, got True (bool)"),
     ("optimizer: {eps: [1]}", "optimizer.eps: expected a number, got [1] (list)"),
-    ("optimizer: {eps: .nan}", "optimizer.eps: expected a number, got nan (float)"),
+    ("optimizer: {eps: .nan}", "optimizer.eps: expected a finite number, got nan (float)"),
     ("log: {tensorboard: 1}", "log.tensorboard: expected true or false, got 1 (int)"),
     ("data: {path: 1.10}", "data.path: expected text (put it in quotes), got 1.1 (float)"),
     ("freeze: {a: b}", "freeze: expected a list, got {{'a': 'b'}} (dict)"),

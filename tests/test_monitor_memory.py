@@ -118,6 +118,10 @@ def make_plan(**settings):
     )
 
 
+FAR = {name: jnp.full((64, 16), 10**6) for name in ("tokens", "targets")}
+"""Ids that no model has."""
+
+
 def page_of(plan, text, folder=None, state=None):
     """The page that an error with this text leaves, and the error."""
     error = RuntimeError(text)
@@ -204,7 +208,7 @@ def test_what_lives_has_the_names_of_the_state():
         ("an evaluation", lambda: mean_loss(None, None, None, None, None, 1)),
         ("placing a batch on the devices", lambda: zerojax.shard_batch(None, {})),
         # The innermost block counts.
-        ("placing a batch on the devices", lambda: mean_loss(None, make_plan(), 0, [{}], None, 1)),
+        ("placing a batch on the devices", lambda: mean_loss(None, make_plan(), 0, [FAR], None, 1)),
         ("restoring a checkpoint", lambda: checkpointing.restore_state(None, None)),
         (
             "saving a checkpoint",

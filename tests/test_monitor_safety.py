@@ -75,6 +75,17 @@ def test_the_working_folder_of_a_shell_is_no_secret():
     assert redact(text, environment) == f"/home/mary-anne/work/model {HIDDEN}"
 
 
+def test_paths_that_exist_are_no_secrets(tmp_path):
+    environment = {"CLOUD_CREDENTIALS": str(tmp_path), "MY_TOKEN": SECRET}
+    below = tmp_path / f"token={SECRET}"
+    assert redact(f"read {tmp_path}/model, {SECRET}", environment) == (
+        f"read {tmp_path}/model, {HIDDEN}"
+    )
+    assert SECRET not in redact({"path": str(below)}, environment)["path"]
+    below.mkdir()
+    assert redact({"path": str(below)}, environment) == {"path": str(below)}
+
+
 @pytest.mark.parametrize(
     ("name", "is_secret"),
     [
@@ -118,17 +129,31 @@ def tiny_run(folder, text="corpus.txt"):
 
 
 @pytest.mark.thorough
-def test_no_file_of_a_run_holds_a_secret(tmp_path, monkeypatch, capsys):
+def test_files_of_a_run_hold_a_secret_only_in_paths_that_exist(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     folder = tmp_path / "run"
     tiny_run(folder, text=f"{SECRET}.txt").close()
     write_report(folder)
-    found = [path for path in files_below(folder) if SECRET.encode() in path.read_bytes()]
-    assert not found
-    assert json.loads((folder / "config.json").read_text())["data"]["path"].endswith(
-        HIDDEN + ".txt"
-    )
+    found = {path.name for path in files_below(folder) if SECRET.encode() in path.read_bytes()}
+    assert found == {"run.json", "config.json", "metadata.json", "report.html"}
     assert SECRET not in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_a_run_on_relative_paths_is_read_back(tmp_path, monkeypatch):
+    """Variables that name the working folder, or the text itself, once hid the path in run.json."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_corpus.txt").write_text("To be, or not to be, that is the question. " * 100)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.setenv("MY_CREDENTIALS", str(tmp_path))
+    monkeypatch.setenv("DATA_TOKEN", "my_corpus.txt")
+    overrides = ["data.path=my_corpus.txt", "run_dir=runs/mine", "steps=1", "global_batch_size=8"]
+    sizes = ["model.num_layers=1", "model.num_heads=2", "model.embed_dim=16", "data.seq_len=16"]
+    assert main(["train", *overrides, *sizes, "eval_batches=1", "log.console=quiet"]) == 0
+    record = json.loads((tmp_path / "runs/mine/run.json").read_text())
+    assert record["data"]["path"] == str(tmp_path / "my_corpus.txt")
+    assert main(["eval", "runs/mine"]) == 0
+    assert main(["generate", "runs/mine", "To be", "--tokens", "2"]) == 0
 
 
 def test_plan_and_terminal_show_no_secret(tmp_path, monkeypatch):

@@ -32,6 +32,26 @@ TensorStore reads whole chunks: a layer of a stack is then read without the othe
 Index = tuple[slice, ...]
 
 
+_NOT_STORED = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "float8_e4m3fn"}
+"""{dtype that TensorStore's zarr3 driver does not have: one that it has}."""
+
+
+def check_storable(leaves: Mapping[str, Any]) -> None:
+    """Refuses arrays that no checkpoint can hold.
+
+    Args:
+      leaves: name -> array, or its `ShapeDtypeStruct`.
+
+    Raises:
+      TypeError: a dtype that files do not have, with one that they have.
+    """
+    for name, leaf in leaves.items():
+        if (other := _NOT_STORED.get(str(leaf.dtype))) is not None:
+            raise TypeError(
+                f"{name!r} of the state is {leaf.dtype}, which checkpoints cannot hold; use {other}"
+            )
+
+
 def named_arrays(state: PyTree) -> dict[str, jax.Array]:
     """`{name: array}` of a state.
 
@@ -56,6 +76,7 @@ def named_arrays(state: PyTree) -> dict[str, jax.Array]:
             raise TypeError(
                 f"{name!r} of the state was donated to a computation; save the state it returned"
             )
+    check_storable(leaves)
     return leaves
 
 
@@ -69,15 +90,16 @@ class Write(Protocol):
 def start_write(folder: Path, arrays: Mapping[str, jax.Array]) -> Write:
     """Starts to write arrays into `folder`, which must not exist yet.
 
-    Small arrays go in packs, whose table (`packs`) is written beside `folder`: their bytes are
-    copied on the devices first, at most `packs.DEVICE_BYTES` on each.
+    Arrays without elements are in no file: their shapes and dtypes are all there is to know (`read`
+    makes them anew). Small arrays go in packs, whose table (`packs`) is written beside `folder`:
+    their bytes are copied on the devices first, at most `packs.DEVICE_BYTES` on each.
 
     Collective over all processes. Returns once the values are safe from later donation: on an
     accelerator they have been copied to the host; on CPU Orbax holds a reference to the buffers,
     and the runtime then gives a donating computation other memory (tested).
     """
     orbax, context = _orbax()
-    written, table = packs.stack(arrays)
+    written, table = packs.stack({name: x for name, x in arrays.items() if x.size})
     if jax.process_index() == 0:
         table.save(folder.parent)
     options = context.array_options.saving
@@ -103,9 +125,17 @@ def read(folder: Path, abstract: Mapping[str, Any], *, subset: bool) -> dict[str
     """
     orbax, context = _orbax()
     context.pytree_options.loading.partial_load = subset
+    stored = {name: leaf for name, leaf in abstract.items() if math.prod(leaf.shape)}
     with context:
-        found = orbax.load(folder, dict(abstract), checkpointable_name=_ITEM)
-    return {name: with_own_memory(array) for name, array in found.items()}
+        found = orbax.load(folder, stored, checkpointable_name=_ITEM) if stored else {}
+    result = {name: with_own_memory(array) for name, array in found.items()}
+    return result | {n: _empty(leaf) for n, leaf in abstract.items() if n not in stored}
+
+
+def _empty(leaf: Any) -> jax.Array:
+    """An array without elements."""
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    return array_of_parts(leaf.shape, leaf.sharding, lambda _: np.empty(shape, leaf.dtype))
 
 
 def read_on_host(folder: Path, name: str, leaf: Any) -> np.ndarray:
@@ -116,6 +146,8 @@ def read_on_host(folder: Path, name: str, leaf: Any) -> np.ndarray:
       name: of the array.
       leaf: has its shape and dtype.
     """
+    if not math.prod(leaf.shape):
+        return np.empty(leaf.shape, leaf.dtype)
     orbax, context = _orbax()
     context.pytree_options.loading.partial_load = True
     with context:

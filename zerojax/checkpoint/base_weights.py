@@ -19,6 +19,7 @@ import numpy as np
 from zerojax.checkpoint.errors import BaseWeightsError, reason
 from zerojax.checkpoint.metadata import Metadata, as_abstract
 from zerojax.checkpoint.store.boxes import Box
+from zerojax.config.loader import user_path
 from zerojax.models.hugging_face import StoredArray, arrays_in
 from zerojax.models.hugging_face.folder import Folder
 from zerojax.models.protocol import LazyArray
@@ -107,7 +108,7 @@ def at_another_place(metadata: Metadata, pretrained: str | os.PathLike[str] | No
     """
     if pretrained is None or not metadata.base:
         return metadata
-    folder = str(Path(pretrained).expanduser().absolute())
+    folder = str(user_path(pretrained).absolute())
     if folder == metadata.base["folder"]:
         return metadata
     # There the same tensors may lie in files of other names and sizes.

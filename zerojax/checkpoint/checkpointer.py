@@ -31,6 +31,7 @@ from zerojax.checkpoint.retention import Retention, as_retention, keep_step, kep
 from zerojax.checkpoint.saving import Save, is_first_process, not_saved, write
 from zerojax.checkpoint.verification import Verification, verify_step
 from zerojax.config.checks import names_keywords, warn_user
+from zerojax.config.loader import user_path
 from zerojax.models.trees import flatten_names, num_bytes, unflatten_like
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
 
@@ -96,7 +97,7 @@ class Checkpointer:
                 f"checkpoint path {os.fspath(path)!r} is a URL; only folders of a mounted file"
                 " system work; mount the bucket, or copy finished checkpoints to it"
             )
-        self.path = Path(path).expanduser().absolute()
+        self.path = user_path(path).absolute()
         self.keep = as_retention(keep)
         self.asynchronous = asynchronous
         self.fingerprints = fingerprints

@@ -19,6 +19,7 @@ from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_m
 from zerojax.checkpoint.retention import kept_steps, named_step
 from zerojax.checkpoint.saving import ARRAYS, PIECES
 from zerojax.checkpoint.stored_arrays import StoredArrays, Unread
+from zerojax.config.loader import user_path
 from zerojax.runtime.bounded_json import load
 
 _REST = re.compile(r"\d+\.(partial|expired|damaged)(-\d+)?")
@@ -104,7 +105,7 @@ def find_checkpoints(run: str | os.PathLike[str]) -> tuple[Path, int | None]:
     Raises:
       CheckpointError: there are none.
     """
-    path = Path(run).expanduser().absolute()
+    path = user_path(run).absolute()
     if not path.is_dir():
         raise CheckpointError(f"{run} is not a folder; give a run, such as runs/tiny_shakespeare")
     if path.name.isdigit() and (path / FILE_NAME).exists():
@@ -153,7 +154,7 @@ def _named_by_run(path: Path) -> list[Path]:
     """The folder of checkpoints that a run's settings name, if they do."""
     named = run_settings(path).get("checkpoint")
     place = named.get("path") if isinstance(named, dict) else None
-    return [Path(place).expanduser()] if isinstance(place, str) else []
+    return [user_path(place)] if isinstance(place, str) else []
 
 
 def run_settings(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from zerojax.config.display import show
+from zerojax.config.loader import user_path
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,6 +72,14 @@ def add_command(
     return parser
 
 
+def finite(text: str) -> float:
+    """The number of an option; argparse refuses infinity and NaN by the option's name."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return number
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Declares CONFIG.yaml and KEY=VALUE, the settings of a run."""
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
@@ -78,7 +88,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def split_words(config: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
     """CONFIG may be left out: a first word with `=` in it that is not a file is an override."""
-    if config is not None and "=" in config and not Path(config).exists():
+    if config is not None and "=" in config and not user_path(config).exists():
         return None, [config, *overrides]
     return config, overrides
 

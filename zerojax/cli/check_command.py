@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import sys
-from pathlib import Path
 
 from zerojax.cli.arguments import add_command
 from zerojax.cli.jax_environment import (
@@ -18,6 +17,7 @@ from zerojax.cli.jax_environment import (
 )
 from zerojax.cli.progress import Progress
 from zerojax.config.display import show
+from zerojax.config.loader import user_path
 from zerojax.runtime.memory import keep_freed_memory
 from zerojax.runtime.shutdown import DIFFERS, OK
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     """
     target, _, name = args.target.partition(":")
     is_file = target.endswith((".py", ".yaml", ".yml"))
-    if is_file and not Path(target).is_file():
+    if is_file and not user_path(target).is_file():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), target)
     if args.overrides and not target.endswith((".yaml", ".yml")):
         raise ValueError(

@@ -18,9 +18,11 @@ from zerojax.cli.arguments import (
     add_pretrained,
     add_run,
     add_weights,
+    finite,
     step_or_name,
 )
 from zerojax.config.display import show
+from zerojax.config.loader import user_path
 from zerojax.runtime.shutdown import FAILED, OK
 
 if TYPE_CHECKING:
@@ -101,7 +103,7 @@ def _add_export(actions) -> None:
     add_weights(parser)
     add_pretrained(parser)
     parser.add_argument(
-        "--shard-gb", type=float, default=5.0, metavar="GB", help="size of one file at most (5)"
+        "--shard-gb", type=finite, default=5.0, metavar="GB", help="size of one file at most (5)"
     )
 
 
@@ -281,7 +283,7 @@ def _export(args: argparse.Namespace) -> int:
     if args.format == "hugging_face":
         return _export_for_hugging_face(args, saved, runs, out)
     if args.format == "peft":
-        place = Path(out).expanduser().absolute()
+        place = user_path(out).absolute()
         folder = export_adapters(saved, runs, place, weights=args.weights)
         size = format_bytes(sum(path.stat().st_size for path in folder.iterdir()))
         show(f"{_step_of(args, saved)}: adapters ({size}) for peft in {folder}")
@@ -289,7 +291,7 @@ def _export(args: argparse.Namespace) -> int:
     tokenizer = next((x / _TOKENIZER for x in runs if (x / _TOKENIZER).is_file()), None)
     done = export(
         saved,
-        Path(out).expanduser().absolute(),
+        user_path(out).absolute(),
         dtype=_DTYPES.get(args.dtype),
         shard_bytes=int(args.shard_gb * 1e9),
         tokenizer=tokenizer,
@@ -315,7 +317,7 @@ def _export_for_hugging_face(
     done = export_step(
         saved,
         runs,
-        Path(out).expanduser().absolute(),
+        user_path(out).absolute(),
         dtype=_DTYPES.get(args.dtype),
         shard_bytes=int(args.shard_gb * 1e9),
         weights=args.weights,

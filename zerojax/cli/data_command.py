@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from zerojax.cli.arguments import add_chats, add_command
+from zerojax.cli.arguments import add_chats, add_command, finite
 from zerojax.config.display import show
 
 _HELP = """\
@@ -49,7 +49,7 @@ def add(commands) -> None:
     add_chats(parser)
     parser.add_argument(
         "--validation-fraction",
-        type=float,
+        type=finite,
         default=0.05,
         metavar="F",
         help="fraction, from the end, for validation (%(default)s)",

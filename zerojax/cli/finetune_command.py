@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from pathlib import Path
 from typing import Any
 
-from zerojax.cli.arguments import add_chats, add_command, command_name
+from zerojax.cli.arguments import add_chats, add_command, command_name, finite
 from zerojax.cli.data_command import lines_of_chats
 from zerojax.cli.jax_environment import (
     allow_pinned_memory,
@@ -18,6 +17,7 @@ from zerojax.cli.jax_environment import (
 from zerojax.cli.train_command import next_commands, train
 from zerojax.config import RunConfig, load
 from zerojax.config.display import show
+from zerojax.config.loader import user_path
 from zerojax.runtime.memory import keep_freed_memory
 from zerojax.runtime.schedulers import process_group_of
 
@@ -52,7 +52,7 @@ def add(commands) -> None:
     )
     parser.add_argument(
         "--epochs",
-        type=float,
+        type=finite,
         default=3.0,
         metavar="N",
         help="how often each chat is seen, unless steps=... is given (%(default)g)",
@@ -115,7 +115,7 @@ def _check_one_process() -> None:
 
 def default_run_dir(folder: str, data: str) -> str:
     """runs/FOLDER-DATA by their last names."""
-    names = (Path(folder).expanduser().absolute().name, Path(data).expanduser().absolute().stem)
+    names = (user_path(folder).absolute().name, user_path(data).absolute().stem)
     return f"runs/{'-'.join(name for name in names if name) or 'finetuned'}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from zerojax.cli.arguments import add_command
+from zerojax.cli.arguments import add_command, finite
 
 _HELP = """\
 Runs COMMAND in N processes that form one run: `zerojax ...`, `python script.py ...`,
@@ -54,7 +54,7 @@ def add(commands) -> None:
     )
     parser.add_argument(
         "--grace",
-        type=float,
+        type=finite,
         default=3.0,
         metavar="S",
         help="seconds that the others have after a failure before they are killed (%(default)g)",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import zerojax
 from zerojax.cli.arguments import add_command
 from zerojax.config.display import show
+from zerojax.config.loader import user_path
 from zerojax.runtime.memory import PINNED_LIMIT, least_room
 from zerojax.runtime.redaction import redact
 
@@ -289,7 +290,7 @@ def bench_io(args: argparse.Namespace) -> int:
     from zerojax.checkpoint.store.rates import measure_rates
     from zerojax.hardware.machine_rates import MeasuredDisk, disk_name, keep_rates
 
-    folder = Path(args.path)
+    folder = user_path(args.path)
     if not folder.exists():
         raise FileNotFoundError(f"{folder}: no such folder; name one on the disk to be measured")
     if not folder.is_dir():

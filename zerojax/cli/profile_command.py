@@ -18,6 +18,7 @@ from zerojax.cli.jax_environment import (
 )
 from zerojax.config import RunConfig, load
 from zerojax.config.display import show
+from zerojax.config.loader import user_path
 from zerojax.runtime.memory import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -80,9 +81,9 @@ def free_folder(out: str | None, config: RunConfig) -> Path:
       ValueError: the one that was asked for is there.
     """
     if out is not None:
-        if Path(out).exists():
+        if user_path(out).exists():
             raise ValueError(f"--out {out} is there already; name a folder that is not")
-        return Path(out)
+        return user_path(out)
     first = Path(config.run_dir) / "profile"
     return next(
         path

@@ -20,7 +20,7 @@ from zerojax.cli.arguments import (
 from zerojax.cli.jax_environment import run_one_program_at_a_time, use_cpu_devices
 from zerojax.config import MeshConfig
 from zerojax.config.display import show
-from zerojax.config.loader import coerce_fields, load_dataclass
+from zerojax.config.loader import coerce_fields, load_dataclass, user_path
 from zerojax.runtime import bounded_json
 from zerojax.runtime.memory import keep_freed_memory
 
@@ -158,7 +158,7 @@ def open_run(
     settings = load_dataclass(ReadSettings, None, overrides)
     given = {part for word in overrides for part in word.partition("=")[0].strip().split(".")}
     names = [field.name for field in dataclasses.fields(MeshConfig) if field.name in given]
-    count = settings.cpu_devices if "cpu_devices" in given else _cpu_devices_of(Path(run))
+    count = settings.cpu_devices if "cpu_devices" in given else _cpu_devices_of(user_path(run))
     if count is not None:
         try:
             use_cpu_devices(count)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerojax.cli.arguments import add_command
 from zerojax.config.display import show
+from zerojax.config.loader import user_path
 
 if TYPE_CHECKING:
     from zerojax.plan.schedules.simulation import Costs
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         describe(schedule, simulate(schedule, costs)),
     ]
     if args.svg:
-        Path(args.svg).write_text(draw_svg(schedule, costs), encoding="utf-8")
+        user_path(args.svg).write_text(draw_svg(schedule, costs), encoding="utf-8")
         lines.append(f"written    {args.svg}")
     if args.csv:
         lines.append(f"written    {write_csv(schedule, args.csv)}")

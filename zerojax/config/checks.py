@@ -5,9 +5,11 @@ A misspelt keyword is answered with the nearest valid name, and warnings point a
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import numbers
 import re
 import sys
@@ -17,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from zerojax.config.display import quoted
-from zerojax.config.loader import ConfigError
+from zerojax.config.loader import ConfigError, user_path
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MAX_NAME = 100
@@ -66,6 +68,14 @@ def check_folder(name: str, value: str | None) -> None:
         )
 
 
+def expand_folders(config: Any, *names: str) -> None:
+    """Puts home folders in the place of `~` in fields of a frozen dataclass; None stays None."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value.startswith("~"):
+            object.__setattr__(config, name, str(user_path(value)))
+
+
 def as_patterns(name: str, value: Any) -> tuple[str, ...]:
     """One regular expression or several, as a tuple.
 
@@ -102,6 +112,14 @@ def check_positive(config: Any, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not value > 0:
             refuse(name, value, "must be above 0")
+
+
+def check_finite(config: Any) -> None:
+    """Refuses numbers of a dataclass that are infinite or NaN, which no file of a run holds."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            refuse(field.name, value, "is not a finite number")
 
 
 def check_fraction(config: Any, *names: str, below_one: bool = False) -> None:

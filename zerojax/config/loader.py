@@ -128,7 +128,7 @@ def load_dataclass(
     Raises:
       ConfigError: with the key, the value, the nearest known key, and file:line.
     """
-    values, where = (dict[str, Any](), dict[Key, str]()) if path is None else _read(Path(path))
+    values, where = (dict[str, Any](), dict[Key, str]()) if path is None else _read(user_path(path))
 
     def build(chosen: Sequence[str], places: dict[Key, str]) -> T:
         _check_keys(cls, values)
@@ -310,6 +310,22 @@ def _section_hint(cls: type, key: Key, value: str) -> str:
 
 
 # Files
+
+
+def user_path(value: str | os.PathLike[str]) -> Path:
+    """Makes a path of what a user wrote: `~` and `~name` at its start are home folders.
+
+    Raises:
+      ConfigError: nobody has such a home folder.
+    """
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        first = Path(value).parts[0]
+        raise ConfigError(
+            f"{quoted(str(value))}: there is no home folder for {first}; write ./{first} for a "
+            "folder of that name"
+        ) from None
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
@@ -592,7 +608,7 @@ def _convert_number(hint: Any, value: Any, *, is_typed: bool = False) -> Any:
     _expect(isinstance(number, numbers.Real) and not isinstance(number, bool), wanted, value)
     _expect(not isinstance(number, int) or abs(number) < 10**MAX_DIGITS, wanted, value)
     if hint is float:
-        _expect(not math.isnan(number), wanted, value)
+        _expect(math.isfinite(number), "a finite number", value)
         return float(number)
     if isinstance(number, float):
         _expect(number.is_integer(), wanted, value)

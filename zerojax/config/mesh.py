@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zerojax.config.checks import check_at_least, check_regex, names_keywords, refuse
+from zerojax.config.checks import (
+    check_at_least,
+    check_regex,
+    expand_folders,
+    names_keywords,
+    refuse,
+)
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict, parse_text
 
 DEVICE, HOST, NVME = TIERS = ("device", "host", "nvme")
@@ -60,6 +66,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "opt_state", _normal_shares(self.opt_state))
         coerce_fields(self)
+        expand_folders(self, "folder")
         check_at_least(self, 1, "slice_elements", "min_elements")
         if self.update_in_backward and self.params != HOST:
             refuse(

@@ -16,6 +16,7 @@ from zerojax.config.checks import (
     check_fraction,
     check_positive,
     check_regex,
+    expand_folders,
     names_keywords,
     refuse,
 )
@@ -131,6 +132,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+        expand_folders(self, "pretrained", "config")
         if self.pretrained is not None and self.config is not None:
             refuse("config", self.config, "cannot stand beside model.pretrained, which brings one")
         if self.sizes_file is not None:
@@ -202,6 +204,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+        expand_folders(self, "path", "tokenizer")
         check_at_least(self, 1, "seq_len")
         if self.mixture and self.path is not None:
             refuse("path", self.path, "stands beside data.mixture; write all paths in the mixture")
@@ -344,6 +347,7 @@ class RunConfig:
         check_at_least(self, 1, "eval_batches", "cpu_devices")
         check_at_least(self, 0, "seed")
         check_folder("run_dir", self.run_dir)
+        expand_folders(self, "run_dir")
         self._check_elasticity()
         batch, parts = self.global_batch_size, self.num_microbatches or 1
         if batch % parts and not self.elasticity.enabled:

@@ -12,6 +12,7 @@ from zerojax.config.checks import (
     check_fraction,
     check_positive,
     check_regex,
+    expand_folders,
     names_keywords,
     refuse,
 )
@@ -86,6 +87,7 @@ class MixturePart:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+        expand_folders(self, "path")
         check_positive(self, "weight")
 
 
@@ -270,7 +272,8 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep; one is not enough if the newest turns out to be
     damaged."""
     save_on_exit: bool = True
-    """Also save after the last step and on Ctrl-C."""
+    """Also save after the last step and on Ctrl-C. A last step that `every` divides is saved in
+    any case."""
     asynchronous: bool = True
     """Write in the background after one copy to the host."""
     fingerprints: bool = True
@@ -282,6 +285,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+        expand_folders(self, "path")
         check_at_least(self, 1, "every", "keep")
 
 

@@ -1,6 +1,12 @@
 """Batches: from text or token files to global arrays, resumable by one integer."""
 
-from zerojax.data.batch_sharding import abstract_global, local_rows, local_rows_of_mesh, shard_batch
+from zerojax.data.batch_sharding import (
+    abstract_global,
+    local_rows,
+    local_rows_of_mesh,
+    missing_rows,
+    shard_batch,
+)
 from zerojax.data.chats import PreparedChats, prepare_chats
 from zerojax.data.corpus import read_text
 from zerojax.data.feed import Feed, as_feed, has_no_end, one_pass
@@ -46,6 +52,7 @@ __all__ = [
     "load_tokenizer",
     "local_rows",
     "local_rows_of_mesh",
+    "missing_rows",
     "mixture_parts",
     "one_pass",
     "open_tokens",

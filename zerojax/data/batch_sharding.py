@@ -92,6 +92,31 @@ def shard_batch(
     return unflatten_like(plan.abstract_batch, placed)
 
 
+def missing_rows(plan: BatchPlan, batch: Any) -> int:
+    """How many rows a host batch lacks, all of its arrays the same number; 0: it is whole.
+
+    Reads names and shapes only.
+
+    Raises:
+      ValueError: names or shapes differ from the plan's in another way.
+    """
+    wanted, given = flatten_names(plan.abstract_batch), flatten_names(batch)
+    _check_names(given, wanted)
+    low, high = local_rows(plan)
+    shapes = {
+        name: np.shape(value)
+        for name, value in given.items()
+        if not (isinstance(value, jax.Array) and _lies_as_wanted(value, wanted[name]))
+    }
+    rows = {shape[0] if shape else 0 for shape in shapes.values()}
+    is_short = len(rows) == 1 and 0 < min(rows) < high - low
+    if is_short and all(shape[1:] == wanted[name].shape[1:] for name, shape in shapes.items()):
+        return high - low - min(rows)
+    for name, shape in shapes.items():
+        _check_shape(name, shape, wanted[name])
+    return 0
+
+
 def local_rows(plan: BatchPlan) -> tuple[int, int]:
     """`(lo, hi)`: the rows of every global batch that this process has to provide.
 

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from zerojax.config.loader import user_path
 from zerojax.data.record_files import RECORD_SUFFIXES, read_records, saved_files
 
 EMBEDDED_NAME = "shakespeare.txt"
@@ -44,7 +45,7 @@ def existing_path(path: str | Path) -> Path:
     Raises:
       FileNotFoundError: it does not exist; names the nearest parent folder that does.
     """
-    found = Path(path).expanduser()
+    found = user_path(path)
     if found.exists():
         return found
     parent = next((p for p in found.absolute().parents if p.exists()), Path("/"))

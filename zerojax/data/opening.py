@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.config.loader import user_path
 from zerojax.config.sections import MixturePart
 from zerojax.data.corpus import existing_path
 from zerojax.data.mixture import MixtureSource
@@ -120,7 +121,7 @@ def array_names(data: Any, *, pack: bool = False) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for names in found for name in names))
     if isinstance(data, RowSource):
         return tuple(data.rows(0, 1))
-    if isinstance(data, str | Path) and is_text_set(Path(data).expanduser()):
+    if isinstance(data, str | Path) and is_text_set(user_path(data)):
         return PACKED_NAMES
     return PACKED_NAMES[:4] if pack else PACKED_NAMES[:2]
 

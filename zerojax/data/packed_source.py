@@ -147,6 +147,7 @@ class PackedSource(RowSource):
         Raises:
           ValueError: an id outside the vocabulary.
         """
+        self.texts.check_not_cut()
         packed = in_epochs(numbers, self.num_rows, self.seed if self.shuffle else None)
         shape = len(numbers), self.seq_len
         first = self.packing.starts[np.minimum(packed, self.packing.num_rows)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.config.loader import user_path
 from zerojax.data.corpus import find_text_files, num_text_bytes, other_suffixes, read_documents
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, save_tokenizer
 from zerojax.data.tokens import FORMAT, TokenPart, Tokens, hash_file, sidecar_path, smallest_dtype
@@ -64,7 +65,7 @@ def prepare(
             f"validation_fraction={validation_fraction}: it must be at least 0 and below 1"
         )
     files, left_out = find_text_files(data), tuple(other_suffixes(data))
-    folder = Path(out).expanduser()
+    folder = user_path(out)
     if folder.is_dir() and any(folder.glob("*.bin")):
         raise ValueError(
             f"{str(folder)!r} already holds token files; choose another folder or remove them"

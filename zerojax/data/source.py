@@ -13,7 +13,7 @@ import numpy as np
 from zerojax.config.checks import names_keywords
 from zerojax.data.packing import Boundary
 from zerojax.data.shuffle import permute
-from zerojax.data.tokens import Tokens, check_block, gather_windows
+from zerojax.data.tokens import Tokens, check_block, check_not_cut, gather_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -233,6 +233,7 @@ class TokenSource(RowSource):
         part = self.tokens.parts[index]
         before = self._last_windows[index - 1] if index else 0
         starts = (numbers - before) * self.seq_len
+        check_not_cut(part.ids, part.name)
         windows = gather_windows(part.ids, starts, self.seq_len + 1)
         self._check(windows, part.name, part.offset + starts)
         return windows

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.data.tokens import DTYPES, hash_file, smallest_dtype
+from zerojax.config.loader import user_path
+from zerojax.data.tokens import DTYPES, check_not_cut, hash_file, smallest_dtype
 from zerojax.runtime.bounded_json import JsonError, load
 
 FORMAT, VERSION = "zerojax-texts", 1
@@ -91,6 +92,15 @@ class TextSet:
         """Texts [low, high), without a copy."""
         offsets = self.offsets[low : high + 1]
         return dataclasses.replace(self, offsets=offsets, first=self.first + low)
+
+    def check_not_cut(self) -> None:
+        """Refuses to read files that were cut after they were mapped.
+
+        Raises:
+          ValueError: names the file.
+        """
+        for name, array in ((TOKENS, self.tokens), (MASK, self.mask), (OFFSETS, self.offsets)):
+            check_not_cut(array, f"{self.name}/{name}")
 
     def asked(self, places: np.ndarray) -> np.ndarray:
         """bool, the shape of `places` (int64 into `tokens`): whether a model is asked for them."""
@@ -193,7 +203,7 @@ def verify_text_set(folder: str | Path) -> None:
     Raises:
       ValueError: names the first file that differs.
     """
-    folder = Path(folder).expanduser()
+    folder = user_path(folder)
     for name, wanted in read_text_sidecar(folder)["sha256"].items():
         found = hash_file(folder / name)
         if found != wanted:

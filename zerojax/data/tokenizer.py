@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from zerojax.config.loader import user_path
 from zerojax.data.subwords import (
     NUM_BYTES,
     BpeTokenizer,
@@ -167,7 +168,7 @@ def hugging_face_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
 
 def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> Path:
     """Writes `to_dict` as JSON; returns the path."""
-    path = Path(path)
+    path = user_path(path)
     path.write_text(json.dumps(tokenizer.to_dict(), ensure_ascii=False) + "\n", encoding="utf-8")
     return path
 
@@ -184,7 +185,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
       FileNotFoundError: no such file, and the text is no known spec either.
       ValueError: the file is not a tokenizer.
     """
-    given = Path(path).expanduser()
+    given = user_path(path)
     file = given / TOKENIZER_FILE if given.is_dir() else given
     if given.is_dir() and not file.is_file():
         raise FileNotFoundError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import mmap
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.config.loader import user_path
 from zerojax.data.corpus import TOKEN_SUFFIXES, find_files
 from zerojax.runtime.bounded_json import JsonError, load
 
@@ -106,6 +108,28 @@ class Tokens:
             for piece in (part.ids[:1024], part.ids[len(part.ids) // 2 :][:512], part.ids[-512:]):
                 digest.update(np.asarray(piece, "<i8").tobytes())
         return digest.hexdigest()[:16]
+
+
+def check_not_cut(array: np.ndarray, name: str) -> None:
+    """Refuses to read an array whose file was cut after it was mapped; costs one system call.
+
+    A read behind the end of a mapped file ends the process (SIGBUS), without a word.
+
+    Args:
+      array: memory-mapped or not.
+      name: of its file, for the message.
+
+    Raises:
+      ValueError: the file is shorter than what is mapped of it.
+    """
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap) and base.size() < len(base):
+        raise ValueError(
+            f"{name} has {base.size():,} bytes now, and had {len(base):,} when it was opened: "
+            "another program has cut it; copy or prepare it again, and start the run again"
+        )
 
 
 def gather_windows(ids: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
@@ -325,7 +349,7 @@ def verify_tokens(file: str | Path) -> None:
     Raises:
       ValueError: they differ, or the sidecar has none.
     """
-    path = Path(file)
+    path = user_path(file)
     wanted = read_sidecar(path).get("sha256")
     found = hash_file(path)
     if wanted != found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, get_args
 
@@ -360,5 +361,8 @@ def check_numbers(**numbers: Any) -> None:
     """Refuses numbers out of range; arrays, as `optax.inject_hyperparams` makes them, pass."""
     for name, value in numbers.items():
         holds, limit = _RANGES[name]
-        if isinstance(value, int | float) and not holds(value):
+        if not isinstance(value, int | float):
+            continue
+        is_known = math.isfinite(value) or (name == "clip_norm" and value > 0)
+        if not (is_known and holds(value)):
             raise ValueError(f"{name}={value!r} has to be {limit}")

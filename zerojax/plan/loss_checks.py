@@ -252,6 +252,41 @@ def _follow_piece(
     return follow_rows(trace.program, inputs, leaves[0].shape[0], over_batch=over_batch)
 
 
+def part_with_mixed_rows(
+    trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
+) -> str | None:
+    """The first number a loss returns that is not certainly a sum or mean over rows; None: none.
+
+    What is divided by later may also be the same for all batches. A metric without a weight of its
+    own gets that of the loss, which has to be so then.
+
+    Args:
+      trace: of the loss in evaluation mode; params, extras, batch: what it was traced with.
+    """
+    over_batch: list[tuple[BatchCall, Dependence]] = []
+    found = _follow_piece(trace, params, extras, batch, over_batch)
+    if over_batch:
+        return "what zerojax.batch_sum or batch_mean gives it"
+    parts = split_result(
+        jax.tree.unflatten(jax.tree.structure(trace.result), found[: _size(trace)])
+    )
+    if not isinstance(parts.loss, Total):
+        return "the loss"
+    if not isinstance(parts.weight, Total | Fixed | None):
+        return "the weight of the loss"
+    is_fixed = not isinstance(parts.weight, Total)
+    for name, value in parts.metrics.items():
+        total, weight = value if isinstance(value, tuple) else (value, None)
+        is_known = isinstance(total, Total | Fixed) and isinstance(weight, Total | Fixed | None)
+        if not is_known or (weight is None and isinstance(total, Total) and not is_fixed):
+            return f"the metric {name!r}"
+    return None
+
+
+def _size(trace: ModelTrace) -> int:
+    return len(jax.tree.leaves(trace.result))
+
+
 def check_step_counts(
     trace: ModelTrace,
     params: Mapping[str, Any],

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from zerojax.config.loader import user_path
 from zerojax.config.mesh import DEVICE, HOST, NVME, OffloadConfig
 from zerojax.plan.schedules import ExecutorTable, Schedule
 
@@ -107,7 +108,7 @@ def store_folder(config: OffloadConfig) -> Path:
             "offload.opt_state has nvme, and offload.folder is not given: there is no folder of a "
             "run to put the files into; set offload.folder to one on the disk to be used"
         )
-    return Path(config.folder).expanduser().absolute() / f"process_{jax.process_index()}"
+    return user_path(config.folder).absolute() / f"process_{jax.process_index()}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,6 +14,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from zerojax.config.loader import user_path
+
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The most pinned host memory that XLA takes for all GPUs of a process, in GiB. Its pool grows by
 doubling, so a limit above what there is lets it ask for more than there is."""
@@ -167,7 +169,7 @@ def free_disk(folder: str | os.PathLike[str]) -> int:
 
 def nearest_folder(folder: str | os.PathLike[str]) -> Path:
     """A folder, or where it is not there yet the nearest one above it; on the same disk."""
-    place = Path(folder).expanduser().absolute()
+    place = user_path(folder).absolute()
     while not place.exists():
         place = place.parent
     return place

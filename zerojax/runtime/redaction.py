@@ -17,7 +17,7 @@ LEAST_LENGTH = 8
 T = TypeVar("T")
 
 _NOT_SECRET = ("PWD",)
-"""Variables with a secret's name: the shell's working folder, with which absolute paths begin."""
+"""Variables with a secret's name: the working folder, also where it was renamed or removed."""
 _SECRET_NAME = re.compile(
     r"(?i)(^|[_\-.])(api_?key|access_?key|secret_?key|private_?key|auth_?key|key_?id|secrets?|token"
     r"|auth_?token|passwords?|passwd|pwd|passphrase|credentials?|authorization|bearer|signature)$"
@@ -45,12 +45,15 @@ _ASSIGNED = re.compile(
 
 
 def redact(value: T, environment: Mapping[str, str] | None = None) -> T:
-    """The same, with what is secret in it replaced by `HIDDEN`.
+    """Replaces what is secret in a value by `HIDDEN`.
+
+    For texts that people read. Values that are read back are written without it, except texts that
+    name an existing file or folder, which stay as they are everywhere.
 
     Args:
       value: text, or what JSON holds, at any depth.
       environment: variables whose names say that they are secret are looked for in all texts; None
-        takes those of the process.
+        takes those of the process. A variable with the path of a file or folder holds no secret.
     """
     values = _secret_values(os.environ if environment is None else environment)
     return _redact(value, values)
@@ -68,12 +71,20 @@ def _secret_values(environment: Mapping[str, str]) -> list[str]:
         for name, value in environment.items()
         if is_secret_name(name) and name not in _NOT_SECRET and len(value) >= LEAST_LENGTH
     }
-    return sorted(found, key=len, reverse=True)
+    return sorted((value for value in found if not _is_path(value)), key=len, reverse=True)
+
+
+def _is_path(text: str) -> bool:
+    """Whether a text names a file or folder that exists."""
+    try:
+        return os.path.exists(os.path.expanduser(text))
+    except (OSError, ValueError):  # too long, or with a null character
+        return False
 
 
 def _redact(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, str):
-        return _redact_text(value, secrets)
+        return value if _is_path(value) else _redact_text(value, secrets)
     if isinstance(value, Mapping):
         return {
             name: HIDDEN if _holds_secret(name, inner) else _redact(inner, secrets)

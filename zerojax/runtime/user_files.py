@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from zerojax.config.loader import user_path
+
 _OTHERS_WRITE = stat.S_IWOTH
 CACHE_VARIABLE = "ZEROJAX_CACHE"
 
@@ -53,10 +55,10 @@ def user_cache() -> Path | None:
     if told.lower() == "off":
         return None
     if told:
-        return Path(told).expanduser()
+        return user_path(told)
     # An empty or relative XDG_CACHE_HOME is to be ignored (XDG Base Directory Specification 0.8).
     base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
+    root = Path(base) if os.path.isabs(base) else user_path("~/.cache")
     return root / "zerojax"
 
 

@@ -23,6 +23,7 @@ from zerojax.config import (
     to_dict,
 )
 from zerojax.config.checks import check_folder, names_keywords
+from zerojax.config.loader import user_path
 from zerojax.data import (
     Feed,
     RowSource,
@@ -57,9 +58,10 @@ from zerojax.training.run_lifecycle import (
     with_disk_folder,
 )
 from zerojax.training.run_record import LossKind, RunNotes, TextData
-from zerojax.training.train_arguments import Arguments, LoopSettings, check_validation, checked
+from zerojax.training.train_arguments import Arguments, LoopSettings, checked
 from zerojax.training.trainer import Callback, Trainer
 from zerojax.training.tuning import tune
+from zerojax.training.validation import check_validation
 
 DEFAULT_STEPS = 200
 DEFAULT_BATCH = 32
@@ -157,9 +159,11 @@ def train(
         runs/<date-time>. None: nothing is written.
       log: how often and where metrics go.
       watch: how long the run may stand still before it is ended.
-      validation: batches or a `TokenSource` to evaluate on; text brings its own.
+      validation: what to evaluate on: batches as a list or an iterable, one batch, a function
+        `number -> batch`, or a `TokenSource`; text brings its own. The first batch is evaluated
+        before the first step.
       eval_every: steps between evaluations; None: at the end.
-      eval_batches: batches per evaluation.
+      eval_batches: batches per evaluation, of a function or a source; a list is evaluated whole.
       callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the
         run, and its trainer is returned. `EarlyStopping` and `KeepBest` are ready ones.
       seed: for initialisation, dropout and shuffling.
@@ -467,7 +471,7 @@ def _as_checkpoint(checkpoint: CheckpointConfig | str | Path | None) -> Checkpoi
     if checkpoint is None or isinstance(checkpoint, CheckpointConfig):
         return checkpoint
     check_folder("checkpoint", str(checkpoint))
-    return CheckpointConfig(path=str(Path(checkpoint) / CHECKPOINT_FOLDER))
+    return CheckpointConfig(path=str(user_path(checkpoint) / CHECKPOINT_FOLDER))
 
 
 def _beside_checkpoints(checkpoint: CheckpointConfig | None) -> Path | None:
@@ -479,7 +483,7 @@ def _run_folder(run_dir: Any, checkpoint: CheckpointConfig | None) -> Path | Non
         return None
     if run_dir != "auto":
         check_folder("run_dir", str(run_dir))
-        return Path(run_dir)
+        return user_path(run_dir)
     beside = _beside_checkpoints(checkpoint)
     if beside is not None:
         return beside

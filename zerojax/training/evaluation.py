@@ -12,17 +12,18 @@ the run, and `train` returns its trainer. An object may have further methods:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from zerojax.config.checks import names_keywords, warn_user
-from zerojax.data import RowSource, local_rows, shard_batch
+from zerojax.data import local_rows, shard_batch
 from zerojax.models.trace import has_random_numbers, is_random
 from zerojax.optim import EMA
 from zerojax.plan.device_mesh import num_data_shards
 from zerojax.plan.make import Plan
 from zerojax.plan.state import abstract_model, as_read, slice_batch
 from zerojax.runtime.memory import allocating_for
+from zerojax.training.validation import Filler, LeftOutError, each_batch
 
 VALIDATION = "validation/"
 """Begins the name of a metric of evaluations; others are of training reports."""
@@ -74,7 +75,7 @@ class _Watching:
         self.best_step: int | None = None
 
     def on_start(self, trainer: Any) -> None:
-        """Refuses a run that never evaluates what is watched.
+        """Refuses a run that never evaluates what is watched, or under another name.
 
         Raises:
           ValueError: with what to pass to `train`.
@@ -91,6 +92,13 @@ class _Watching:
                 f"{type(self).__name__} watches {self.metric!r}, and the run keeps no average of "
                 "its weights; set optimizer.ema_decay or give optimizer=zerojax.with_ema(...)"
             )
+        measured = trainer.evaluation_names
+        if self.metric.startswith(VALIDATION) and measured and name not in measured:
+            names = ", ".join(sorted(f"{VALIDATION}{one}" for one in measured))
+            raise ValueError(
+                f"{type(self).__name__} watches {self.metric!r}, and an evaluation has {names}; "
+                "name one of them"
+            )
 
     def __call__(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
         """At a report of training."""
@@ -103,10 +111,12 @@ class _Watching:
     def _see(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
         name = self.metric.removeprefix(VALIDATION)
         if name not in metrics:
-            where = "an evaluation" if self.metric.startswith(VALIDATION) else "a report"
+            is_evaluation = self.metric.startswith(VALIDATION)
+            prefix, where = (VALIDATION, "an evaluation") if is_evaluation else ("", "a report")
+            names = ", ".join(sorted(f"{prefix}{one}" for one in set(metrics) - {"step"}))
             raise ValueError(
-                f"{type(self).__name__} watches {self.metric!r}, and {where} has "
-                f"{', '.join(sorted(set(metrics) - {'step'}))}; name one of them"
+                f"{type(self).__name__} watches {self.metric!r}, and {where} has {names}; name one "
+                f"of them ({VALIDATION}NAME is a metric of evaluations, NAME one of training)"
             )
         value, step = float(metrics[name]), int(metrics["step"])
         if self._is_better(value):
@@ -115,7 +125,7 @@ class _Watching:
         return self._not_improved(trainer, value)
 
     def _is_better(self, value: float) -> bool:
-        if math.isnan(value):
+        if not math.isfinite(value):
             return False
         if self.best is None:
             return True
@@ -260,42 +270,63 @@ class KeepBest(_Watching):
         """What is kept is in the folder, which may know of a later step."""
 
 
+class NoWeightError(ValueError):
+    """Batches have no rows with a weight."""
+
+
 @allocating_for("an evaluation")
 def mean_loss(
-    evaluate: Any, plan: Plan, state: Any, batches: Any, num_batches: int | None, default: int
+    evaluate: Any,
+    plan: Plan,
+    state: Any,
+    batches: Any,
+    num_batches: int | None,
+    default: int,
+    *,
+    filler: Filler | None = None,
+    leave_out: Callable[[str], None] | None = None,
 ) -> dict[str, float]:
     """`{"loss": mean, "weight": sum}` and own metrics over batches, weighted by their own weights.
 
-    A metric whose weights are all 0 is NaN.
+    A metric whose weights are all 0 is NaN. A batch with fewer rows counts with the rows it has.
 
     Args:
       evaluate: of `build_evaluation`.
       plan: which `state` follows.
       state: not donated.
-      batches: an iterable of host batches, or a source; None: there are none.
-      num_batches: at most this many; None: all, of a source `default`.
-      default: batches of a source.
+      batches: as `each_batch` takes them; None: there are none.
+      num_batches: at most this many; None: all, of a source or a function `default`.
+      default: batches of a source or a function.
+      filler: of the plan, which may know of an earlier evaluation what the loss allows.
+      leave_out: gets a sentence for each short batch that the loss does not allow, which is left
+        out; None: it is an error.
 
     Raises:
-      ValueError: there is nothing to evaluate on.
+      NoWeightError: there is nothing to evaluate on. ValueError: no batches were given.
     """
-    if isinstance(batches, RowSource):
-        source, rows = batches, local_rows(plan)
-        count = min(num_batches or default, max(1, int(source.steps_per_epoch)))
-        batches = (source.batch(index, *rows) for index in range(count))
-    elif batches is None:
+    if batches is None:
         raise ValueError("no validation data: pass batches to evaluate, or validation= to train")
+    filler = filler or Filler(plan)
+    on_host = lambda batch: evaluate(  # noqa: E731
+        state, shard_batch(plan, batch, vocab_size=plan.vocab_size)
+    )
     totals: dict[str, list[float]] = {}
-    for index, batch in enumerate(batches):
-        if num_batches is not None and index >= num_batches:
-            break
-        sums = evaluate(state, shard_batch(plan, batch, vocab_size=plan.vocab_size))
+    for batch in each_batch(batches, num_batches, default, lambda: local_rows(plan)):
+        try:
+            sums = filler.sums(on_host, batch)
+        except LeftOutError as error:
+            if leave_out is None:
+                raise
+            leave_out(str(error))
+            continue
         own = {name: (x["sum"], x["weight"]) for name, x in sums.get("metrics", {}).items()}
         for name, pair in {"loss": (sums["loss"], sums["weight"]), **own}.items():
             total = totals.setdefault(name, [0.0, 0.0])
             total[:] = total[0] + float(pair[0]), total[1] + float(pair[1])
     weight = totals.get("loss", [0.0, 0.0])[1]
     if weight == 0:
-        raise ValueError("nothing to evaluate: the batches are empty, or all their weights are 0")
+        raise NoWeightError(
+            "nothing to evaluate: the batches are empty, or all their weights are 0"
+        )
     means = {name: x / y if y else math.nan for name, (x, y) in totals.items()}
     return {"loss": means.pop("loss"), "weight": weight, **means}

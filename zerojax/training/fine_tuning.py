@@ -22,6 +22,7 @@ import yaml
 
 from zerojax.config import RunConfig, load, to_dict
 from zerojax.config.checks import names_keywords
+from zerojax.config.loader import user_path
 from zerojax.data import as_source
 from zerojax.data.chats import PreparedChats, prepare_chats
 from zerojax.data.chats.chat_preparation import Answers, OnBad
@@ -82,7 +83,7 @@ class FineTuning:
     @property
     def run_file(self) -> Path:
         """The file that is written."""
-        return Path(self.run_dir).expanduser().absolute() / RUN_FILE
+        return user_path(self.run_dir).absolute() / RUN_FILE
 
     def is_given(self, name: str) -> bool:
         """Whether an override sets the key that ends so, by itself or within a section."""

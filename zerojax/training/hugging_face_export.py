@@ -30,6 +30,7 @@ from zerojax.checkpoint.files import new_folder
 from zerojax.checkpoint.inspection import SavedStep, find_step, open_arrays
 from zerojax.checkpoint.metadata import as_abstract
 from zerojax.config.checks import names_keywords
+from zerojax.config.loader import user_path
 from zerojax.config.mesh import HOST_KIND
 from zerojax.data.chats.template_files import NAMED_TEMPLATES
 from zerojax.data.tokenizer import TEMPLATE_FILE, hugging_face_json, load_tokenizer
@@ -118,7 +119,7 @@ def to_hugging_face(
       ValueError: there is no average. FileExistsError: something is at `folder`.
       CheckpointError: no such step, or a damaged one. OSError: what the disk says.
     """
-    out = Path(folder).expanduser().absolute()
+    out = user_path(folder).absolute()
     check_weights(weights)
     options = {"dtype": dtype, "shard_bytes": shard_bytes, "weights": weights}
     if not isinstance(trained, str | Path):
@@ -155,7 +156,7 @@ def to_peft(
       FileExistsError: something is at `folder`.
       CheckpointError: no such step, or a damaged one.
     """
-    out = Path(folder).expanduser().absolute()
+    out = user_path(folder).absolute()
     check_weights(weights)
     if isinstance(trained, str | Path):
         saved = find_step(trained, step)
@@ -217,7 +218,7 @@ def _write_adapters(
 
 def run_folders(run: str | Path, saved: SavedStep) -> Sequence[Path]:
     """Where what belongs to a run may lie, besides its checkpoints."""
-    return Path(run).expanduser(), saved.folder.parent, saved.folder.parent.parent
+    return user_path(run), saved.folder.parent, saved.folder.parent.parent
 
 
 def export_step(

@@ -18,6 +18,7 @@ from zerojax import models, optim
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
 from zerojax.config.checks import names_keywords, warn_user
+from zerojax.config.loader import user_path
 from zerojax.config.mesh import HOST
 from zerojax.data import RowSource, abstract_global, as_source, load_tokenizer
 from zerojax.models import trees
@@ -35,6 +36,7 @@ from zerojax.training.checkpointing import folder_of, model_of, read_parts
 from zerojax.training.evaluation import mean_loss
 from zerojax.training.run_lifecycle import CHECKPOINT_FOLDER, CONFIG_FILE, TOKENIZER_FILE
 from zerojax.training.run_record import RECORD_FILE, RunRecord, abstract_of, read_record
+from zerojax.training.validation import each_batch
 
 _EXAMPLE_TOKENS = 8
 """Tokens of a row in the trace of a model that only generates."""
@@ -121,9 +123,10 @@ class LoadedRun:
         """Mean loss in evaluation mode, as `Trainer.evaluate` computes it.
 
         Args:
-          batches: an iterable of host batches of one shape, or a source; None: the text that
-            training left out.
-          num_batches: at most this many; None: of a source as many as the run took, else all.
+          batches: what `validation` of `zerojax.train` may be, its first batch whole; None: the
+            text that training left out.
+          num_batches: at most this many; None: of a source or a function as many as the run took,
+            else all.
 
         Raises:
           ValueError: there is nothing to evaluate on, or the run's loss was a function that has to
@@ -138,7 +141,9 @@ class LoadedRun:
         if isinstance(batches, RowSource):
             first = batches.batch(0)
         else:
-            iterator = iter(batches)
+            iterator = iter(
+                each_batch(batches, num_batches, self.record.eval_batches, lambda: (0, 0))
+            )
             first = next(iterator, None)
             if first is None:
                 raise ValueError("nothing to evaluate: there is no batch")
@@ -266,7 +271,7 @@ def load_run(
         frozen weights are not in the folder that the run began with.
     """
     optim.check_weights(weights)
-    folder = Path(run_dir)
+    folder = user_path(run_dir)
     record = _read_record(folder)
     if model is None and not record.architecture:
         function = "" if record.loss != "own" else ", loss=LOSS"
@@ -276,7 +281,7 @@ def load_run(
             " with what `zerojax.train` was given"
         )
     checkpoints = record.checkpoints or str(folder / CHECKPOINT_FOLDER)
-    if not Path(checkpoints).is_dir():
+    if not user_path(checkpoints).is_dir():
         raise CheckpointError(
             f"{folder} has no saved weights; train with checkpoint={str(folder)!r} to save some"
         )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from zerojax.config import DataConfig, MeshConfig, ModelConfig, RunConfig, to_dict
 from zerojax.config.checks import names_keywords
+from zerojax.config.loader import user_path
 from zerojax.data import RowSource, array_names, as_feed, as_source
 from zerojax.data.text_set import is_text_set, read_text_sidecar
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, bpe_size
@@ -209,7 +210,7 @@ def tokenizer_spec(config: RunConfig) -> str:
     folder = config.model.sizes_file
     if folder is None or config.data.tokenizer != DataConfig.tokenizer:
         return config.data.tokenizer
-    path = Path(folder).expanduser()
+    path = user_path(folder)
     path = path.parent if path.is_file() else path
     return str(path) if (path / TOKENIZER_FILE).is_file() else config.data.tokenizer
 
@@ -397,7 +398,7 @@ def vocab_size_of(config: RunConfig) -> int:
 def _vocab_size_of_path(config: RunConfig, path: str | None) -> int:
     """The same of one set of data; None: the text inside the package."""
     spec = config.data.tokenizer
-    file = None if path is None else Path(path).expanduser()
+    file = None if path is None else user_path(path)
     size = None
     if file is not None and is_text_set(file):
         size = read_text_sidecar(file).get("vocab_size")

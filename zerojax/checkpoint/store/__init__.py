@@ -6,8 +6,8 @@ with BucketStore.create("runs/mine/offload", num_buckets=24, bucket_bytes=48 << 
         bucket.write()
 """
 
-from zerojax.checkpoint.store.direct_io import StoreError
+from zerojax.checkpoint.store.direct_io import StoreError, StoreFailedError
 from zerojax.checkpoint.store.store import BucketStore
 from zerojax.checkpoint.store.sweep import Bucket
 
-__all__ = ["Bucket", "BucketStore", "StoreError"]
+__all__ = ["Bucket", "BucketStore", "StoreError", "StoreFailedError"]

@@ -38,6 +38,12 @@ class StoreError(RuntimeError):
     """
 
 
+class StoreFailedError(StoreError):
+    """A store that the disk has failed in the middle of a run; a restart goes on from before."""
+
+    is_bad_input = False
+
+
 def pad_to_block(num_bytes: int) -> int:
     """The next multiple of `BLOCK`.
 

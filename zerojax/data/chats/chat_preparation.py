@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from zerojax.config.checks import names_keywords
+from zerojax.config.loader import user_path
 from zerojax.data.chats.chat_encoding import (
     EncodedChat,
     MarkedText,
@@ -119,7 +120,7 @@ def prepare_chats(
     """
     _check_choices(validation_fraction, bad, answers)
     files = find_record_files(data)
-    folder = Path(out).expanduser()
+    folder = user_path(out)
     if folder.is_dir() and any(folder.glob("*.bin")):
         raise ValueError(
             f"{str(folder)!r} already holds token files; choose another folder or remove them"
@@ -197,7 +198,7 @@ def _tokenizer_of(spec: Any) -> Tokenizer:
 
 def _home_of(spec: Any) -> Path | None:
     """The folder of a tokenizer's files."""
-    path = Path(spec).expanduser() if isinstance(spec, str | Path) else None
+    path = user_path(spec) if isinstance(spec, str | Path) else None
     if path is None or not path.exists():
         return None
     return path if path.is_dir() else path.parent

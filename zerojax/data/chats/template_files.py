@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.loader import user_path
 from zerojax.data.tokenizer import SETTINGS_FILE, TEMPLATE_FILE, read_object
 
 NAMED_TEMPLATES = "additional_chat_templates"
@@ -47,7 +48,7 @@ def find_template(folder: Path | None, wanted: str | Path | None) -> FoundTempla
       ValueError: a name that the folder does not have, or a template of more than 1 MiB.
     """
     variables = {} if folder is None else special_variables(folder)
-    path = None if wanted is None else Path(wanted).expanduser()
+    path = None if wanted is None else user_path(wanted)
     if path is not None and path.is_file():
         return FoundTemplate(source=_read(path), name=str(path), variables=variables)
     known = {} if folder is None else _templates_of(folder)

@@ -7,10 +7,9 @@ import functools
 import re
 from collections.abc import Mapping
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
-from zerojax.config.loader import read_yaml
+from zerojax.config.loader import read_yaml, user_path
 from zerojax.hardware.gpus.card import CardError, Gpu, build_card, split_notes
 
 
@@ -34,7 +33,7 @@ def find_gpu(name_or_file: str) -> Gpu:
     named = named_gpu(text) or gpu_of_device(text)
     if named:
         return named
-    if Path(text).suffix in (".yaml", ".yml") or Path(text).is_file():
+    if user_path(text).suffix in (".yaml", ".yml") or user_path(text).is_file():
         return _read_card(text)
     names = gpu_names()
     nearest = difflib.get_close_matches(_spelled(text), [*_aliases()], 1)
@@ -93,7 +92,7 @@ def _own_values() -> Mapping[str, dict[str, Any]]:
 
 def _read_card(path: str) -> Gpu:
     try:
-        text = Path(path).read_text("utf-8")
+        text = user_path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"cannot read the GPU card {path!r}: {error}; give the path of a YAML file or one of "

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from zerojax.config.display import printable, quoted
+from zerojax.config.loader import user_path
 from zerojax.models.hugging_face.config_reading import UnsupportedError
 from zerojax.models.hugging_face.layouts import Range
 from zerojax.models.hugging_face.safetensors import INDEX, SINGLE, Tensor, read_block, read_table
@@ -63,7 +64,7 @@ def open_folder(path: str | Path) -> Folder:
       FileNotFoundError: no such folder, or it lacks what is needed, with the remedy.
       ValueError: a file is damaged.
     """
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if not folder.is_dir():
         remedy = "give a folder with config.json and *.safetensors"
         if not folder.is_absolute() and len(folder.parts) == 2:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.config.loader import user_path
 from zerojax.models.hugging_face.architectures import architecture_of_config
 from zerojax.models.hugging_face.config_reading import UnsupportedError
 from zerojax.models.hugging_face.layouts import Leaf
@@ -82,7 +83,7 @@ def write_adapter(
         ranks or scales.
       FileExistsError: one of the files is there.
     """
-    folder = Path(folder)
+    folder = user_path(folder)
     for name in (ADAPTER_FILE, ADAPTER_CONFIG):
         if (folder / name).exists():
             raise FileExistsError(f"{folder / name} is there already; name another folder")

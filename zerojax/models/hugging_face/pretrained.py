@@ -16,6 +16,7 @@ from flax import nnx
 
 from zerojax.config import LoraConfig
 from zerojax.config.checks import unknown_keyword
+from zerojax.config.loader import user_path
 from zerojax.models.from_nnx import NnxModel
 from zerojax.models.hugging_face.architectures import architecture_of, architecture_of_config
 from zerojax.models.hugging_face.config_reading import UnsupportedError
@@ -234,7 +235,7 @@ def config_from_hugging_face(path: str | Path, **changes: Any) -> Any:
     Raises:
       FileNotFoundError, UnsupportedError, ValueError: as of `from_hugging_face`.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     return _settings(read_json(path / CONFIG if path.is_dir() else path), changes)[1]
 
 

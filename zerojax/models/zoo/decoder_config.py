@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from zerojax.config.attention_layouts import BlockLayout
+from zerojax.config.checks import check_finite
 from zerojax.config.expert_settings import MoEConfig
 from zerojax.models.attending import Implementation, check_implementation
 from zerojax.models.sparse_layouts import layout_table
@@ -323,6 +324,7 @@ def check_decoder_sizes(config: Any) -> None:
         remat name, matmul dtype or attention, a layout with more blocks than max_seq_len has, a
         window, loss or MLP chunk below 1, or an MLP chunk with 8-bit products.
     """
+    check_finite(config)
     for field in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "num_kv_heads"):
         check_at_least_one(field, getattr(config, field))
     for field in ("embed_dim", "mlp_dim"):

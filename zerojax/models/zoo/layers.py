@@ -24,6 +24,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.checks import check_finite
 from zerojax.models.reads import in_eight_bits
 from zerojax.models.zoo.fp8 import fp8_dots, init_history
 
@@ -167,6 +168,7 @@ class NormConfig:
     rounds_first: bool = False
 
     def __post_init__(self) -> None:
+        check_finite(self)
         if self.kind not in ("rms", "layer"):
             raise ValueError(f"norm kind={self.kind!r} is unknown; use rms or layer")
         if not self.eps > 0:

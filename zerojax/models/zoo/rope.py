@@ -10,6 +10,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from zerojax.config.checks import check_finite
+
 KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -50,6 +52,7 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        check_finite(self)
         for name in ("short_factor", "long_factor"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.kind not in KINDS:
@@ -124,6 +127,7 @@ class Rope:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
+        check_finite(self)
         if self.theta <= 1.0:
             raise ValueError(f"rope_theta={self.theta} must be above 1; 10000.0 is usual")
         if not 0.0 < self.fraction <= 1.0:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from zerojax.config.checks import check_finite
 from zerojax.models.chunked_loss import head_next_token
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
 from zerojax.models.zoo.decoder import (
@@ -85,6 +86,7 @@ class T5Config:
     attention_window: ClassVar[None] = None
 
     def __post_init__(self) -> None:
+        check_finite(self)
         if self.num_decoder_layers is None:
             object.__setattr__(self, "num_decoder_layers", self.num_layers)
         if self.scale_output is None:

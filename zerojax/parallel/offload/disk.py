@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zerojax.checkpoint.store import BucketStore, StoreError
+from zerojax.checkpoint.store import BucketStore, StoreFailedError
 from zerojax.config.mesh import DEVICE, NVME
 from zerojax.optim import EMA
 from zerojax.plan.make import Plan
@@ -128,7 +128,8 @@ class DiskState:
           before_commit: called when all buckets were written, before they count.
 
         Raises:
-          StoreError: what the store or the disk says; also that an earlier sweep failed.
+          StoreFailedError: what the disk says; also that an earlier sweep failed. StoreError: what
+            the store says.
         """
         self._check_whole()
         places = [place for place in self.leaves.values() for _ in range(place.num_buckets)]
@@ -155,7 +156,7 @@ class DiskState:
                     + ("last whole step" if self.store.is_durable else "last checkpoint")
                 )
             if isinstance(error, OSError):
-                raise StoreError(self.failure or _text_of(error)) from error
+                raise StoreFailedError(self.failure or _text_of(error)) from error
             raise
 
     def fill(
@@ -190,7 +191,8 @@ class DiskState:
         """{device: [slices, elements]}: slices in files of one array, copied; {} without any.
 
         Raises:
-          StoreError: what the store or the disk says; also that a sweep failed.
+          StoreFailedError: what the disk says; also that a sweep failed. StoreError: what the store
+            says.
         """
         if leaf.name not in self.leaves:
             return {}
@@ -204,7 +206,7 @@ class DiskState:
                 rows = place.views(bucket.array)[array]
                 result[:, bucket.index - place.first_bucket] = rows
         except OSError as error:
-            raise StoreError(_text_of(error)) from error
+            raise StoreFailedError(_text_of(error)) from error
         return {device: result[row] for device, row in place.row_of.items()}
 
     def close(self) -> None:
@@ -213,7 +215,7 @@ class DiskState:
 
     def _check_whole(self) -> None:
         if self.failure is not None:
-            raise StoreError(self.failure)
+            raise StoreFailedError(self.failure)
 
 
 jax.tree_util.register_pytree_node(DiskState, lambda disk: ((), disk), lambda disk, _: disk)

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.loader import user_path
 from zerojax.plan.schedules.schedule_table import (
     Operation,
     Schedule,
@@ -403,7 +404,7 @@ def build_forward(
 
 def write_csv(schedule: Schedule, path: str | Path) -> Path:
     """Writes what `read_csv` reads; returns the path."""
-    path = Path(path)
+    path = user_path(path)
     lines = [f"# name: {schedule.name}", f"# placement: {schedule.placement}"]
     lines.append(",".join(["tick", *(f"stage {stage}" for stage in range(schedule.num_stages))]))
     for tick, row in enumerate(schedule.table):
@@ -418,7 +419,7 @@ def read_csv(path: str | Path) -> Schedule:
     Raises:
       ScheduleError: the text names the file and, wherever one is to blame, the line.
     """
-    path = Path(path)
+    path = user_path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:

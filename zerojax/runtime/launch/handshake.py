@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.loader import user_path
 from zerojax.runtime.bounded_json import JsonError, loads
 from zerojax.runtime.user_files import CACHE_VARIABLE, user_cache
 
@@ -56,7 +57,7 @@ class Token:
     def __init__(self, environment: Mapping[str, str], file: str | None = None) -> None:
         cache = user_cache()
         default = None if cache is None else cache / _FILE
-        self._path = Path(file).expanduser() if file else default
+        self._path = user_path(file) if file else default
         self._text = environment.get(TOKEN, "").strip() if not file else ""
         if self._text:
             self._check(self._text, TOKEN)

@@ -20,11 +20,14 @@ from zerojax.config.loader import (
     ConfigError,
     check_length,
     read_text,
+    user_path,
 )
 from zerojax.runtime.bounded_json import depth_of
 from zerojax.training.deepspeed.key_schema import KeyNotes, check, default_of
 from zerojax.training.deepspeed.keys_table import ALIASES, TABLE
 
+_PRINTS = "steps_per_print"
+_NOT_FINITE = "is not a number that a configuration may hold; write a finite one"
 OLD_NAMES = {"bfloat16": "bf16"}
 """Names at the top of a file that DeepSpeed takes as well: {old: new}."""
 
@@ -91,8 +94,8 @@ def read(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """
     if isinstance(source, Mapping):
         _check_nesting(source, "the dict")
-        return copy.deepcopy(dict(source)), "the dict"
-    path = Path(source).expanduser()
+        return _with_finite(copy.deepcopy(dict(source)), "the dict"), "the dict"
+    path = user_path(source)
     if _is_file(path):
         try:
             return _parse(read_text(path, encoding="utf-8-sig"), str(path)), str(path)
@@ -136,7 +139,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
             object_pairs_hook=_unique,
             parse_int=_integer,
             parse_float=_finite,
-            parse_constant=_refuse_constant,
+            parse_constant=float,
         )
     except json.JSONDecodeError as error:
         value = _parse_hjson(text, name, error)
@@ -149,7 +152,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
             where=name,
         )
     _check_nesting(value, name)
-    return value
+    return _with_finite(value, name)
 
 
 def _parse_hjson(text: str, name: str, error: json.JSONDecodeError) -> Any:
@@ -185,10 +188,6 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _refuse_constant(text: str) -> Any:
-    raise ConfigError(f"{text} is not a number that a configuration may hold; write a finite one")
-
-
 def _integer(text: str) -> int:
     if len(text) > MAX_DIGITS:
         raise ConfigError(
@@ -199,13 +198,33 @@ def _integer(text: str) -> int:
 
 def _finite(text: str) -> float:
     if not math.isfinite(float(text)):
-        _refuse_constant(quoted(text))
+        raise ConfigError(f"{quoted(text)} {_NOT_FINITE}")
     return float(text)
 
 
 def _too_deep(name: str) -> ConfigError:
     problem = f"nested more than {MAX_DEPTH} levels deep, which no key of DeepSpeed is"
     return ConfigError(f"{problem}; write it flat", where=name)
+
+
+def _with_finite(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """The configuration, whose `steps_per_print` may be infinite: never, as Accelerate writes it.
+
+    Raises:
+      ConfigError: another number is infinite or NaN.
+    """
+    if str(values.get(_PRINTS)).lower() in ("inf", "infinity"):
+        values = {**values, _PRINTS: None}
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), values)]
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += [((*key, str(inner)), item) for inner, item in value.items()]
+        elif isinstance(value, list | tuple):
+            waiting += [(key, item) for item in value]
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{json.dumps(value)} {_NOT_FINITE}", key, name)
+    return values
 
 
 def _check_nesting(value: Any, name: str) -> None:

@@ -17,6 +17,7 @@ from zerojax import models, optim
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import MeshConfig, WatchConfig
 from zerojax.config.checks import names_keywords
+from zerojax.config.loader import user_path
 from zerojax.data import abstract_global, shard_batch
 from zerojax.forecasting.out_of_memory import explaining_memory
 from zerojax.models.trees import check_arrays
@@ -156,7 +157,7 @@ def initialize(
         steps=translation.total_steps if steps is None else steps,
         watch=watch,
         freeze=freeze,
-        run_dir=translation.run_dir if run_dir is None else Path(run_dir),
+        run_dir=translation.run_dir if run_dir is None else user_path(run_dir),
         seed=seed,
     )
     if example_batch is not None:
@@ -478,10 +479,10 @@ class Engine(EngineQueries, AbsentMethods):
         what = f"saving step {self.global_steps}"
         with self._journal.clock.during(SAVE), self._guard.during(what, is_long=True):
             self._journal.wait(self.plan)
-            if (held := hold_tags(Path(save_dir))) is not None:
+            if (held := hold_tags(user_path(save_dir))) is not None:
                 self._holds.add(held)
             save_tagged(
-                Path(save_dir),
+                user_path(save_dir),
                 tag,
                 self.plan,
                 self.state,
@@ -510,7 +511,7 @@ class Engine(EngineQueries, AbsentMethods):
           CheckpointError: no such tag; damaged; or of another model, which may show only with the
             first batch.
         """
-        found = find_tag(Path(load_dir), None if tag is None else str(tag))
+        found = find_tag(user_path(load_dir), None if tag is None else str(tag))
         if found is None:
             return None, {}
         with self._guard.during("reading a checkpoint", is_long=True):

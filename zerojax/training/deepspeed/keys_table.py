@@ -635,7 +635,7 @@ TABLE: Table = {
         )
     },
     "checkpoint": _CHECKPOINT,
-    "steps_per_print": Key("int", None, "honoured", "log.every"),
+    "steps_per_print": Key("int", None, "honoured", "log.every; inf: never"),
     "wall_clock_breakdown": Key("bool", False, "mapped", _PROFILE),
     "memory_breakdown": Key("bool", False, "mapped", _IN_PLAN),
     "dump_state": Key("bool", False, "mapped", "the resolved run is always written in its folder"),

@@ -18,6 +18,7 @@ from zerojax import models, optim
 from zerojax.config import ConfigError, LogConfig, MeshConfig
 from zerojax.config.checks import warn_user
 from zerojax.config.display import cut, quoted
+from zerojax.config.loader import user_path
 from zerojax.config.recognition import is_deepspeed
 from zerojax.plan.make import Plan
 from zerojax.training.deepspeed.attention_keys import layout_of, with_layout
@@ -383,5 +384,5 @@ def log_of(file: File, given: Given) -> tuple[LogConfig, Path | None]:
 def _run_dir(file: File) -> Path | None:
     for monitor in ("tensorboard", "csv_monitor"):
         if file[f"{monitor}.enabled"] and file[f"{monitor}.output_path"]:
-            return Path(file[f"{monitor}.output_path"]) / file[f"{monitor}.job_name"]
+            return user_path(file[f"{monitor}.output_path"]) / file[f"{monitor}.job_name"]
     return None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.loader import user_path
 from zerojax.runtime.bounded_json import loads
 
 FILE_NAME = "metrics.jsonl"
@@ -66,6 +67,12 @@ class MetricsFile:
         self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
+    def copy(self, other: "MetricsFile") -> None:
+        """Appends what another one holds, also where its file has no name any more."""
+        other._file.seek(0)
+        self._file.write(other._file.read())
+        self._file.flush()
+
     def close(self) -> None:
         self._file.close()
 
@@ -101,7 +108,7 @@ def read_metrics(run_dir: str | Path) -> Metrics:
     Raises:
       FileNotFoundError: naming the folder and what it should be.
     """
-    path = Path(run_dir) / FILE_NAME
+    path = user_path(run_dir) / FILE_NAME
     if not path.is_file():
         raise FileNotFoundError(
             f"no {FILE_NAME} in '{run_dir}'; give the folder of a run, such as runs/default"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.config.display import as_html
+from zerojax.config.loader import user_path
 from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, NATS_PER_TOKEN
 from zerojax.plan.schedules import Costs, Schedule
 from zerojax.plan.schedules.drawing import draw_svg
@@ -58,7 +59,7 @@ def write_report(run_dir: str | Path) -> Path:
       FileNotFoundError: the folder holds no metrics.
       ValueError: the run reported nothing yet.
     """
-    run_dir = Path(run_dir)
+    run_dir = user_path(run_dir)
     metrics = read_metrics(run_dir)
     if not metrics.train:
         raise ValueError(f"'{run_dir}' has no finished report yet; wait for the first one")

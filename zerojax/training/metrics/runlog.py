@@ -40,6 +40,7 @@ TAGS = {
 }
 SPENT = "spent_"
 """Before an activity of `stopwatch.ACTIVITIES`: seconds spent on it since the last report."""
+SETTINGS = ("plan.txt", "plan.json", "config.json")
 MAX_REASONS = 20
 STILL_COMPILING_SECONDS = 30.0
 """Between two lines that say that a compilation goes on."""
@@ -99,6 +100,8 @@ class RunLog:
         self._start_step = self._last_step = self._steady_step = 0
         self._first_interval: tuple[int, float] | None = None
         self._untimed = 0.0
+        self._kept: dict[str, bytes] = {}
+        self._identity: tuple[int, int] | None = None
 
     def start(
         self,
@@ -151,6 +154,46 @@ class RunLog:
             self._display.message(text)
         self._start_step = self._last_step = self._steady_step = start_step
         self._began = self._last_time = self._clock()
+
+    def keep_files(self, names: Sequence[str]) -> None:
+        """Remembers the folder and its files of these names, to write them anew if it goes.
+
+        Somebody may remove or replace the folder of a run that is under way. Nothing fails then:
+        what was open stays writable, and nobody finds it.
+        """
+        if not self.is_enabled:
+            return
+        paths = (self.run_dir / name for name in (*SETTINGS, *names))
+        self._kept = {path.name: path.read_bytes() for path in paths if path.is_file()}
+        self._identity = _identity(self.run_dir)
+
+    def _see_folder(self, step: int) -> None:
+        """Writes the files of the run anew where its folder is not the one that it was."""
+        if self._identity is None or (found := _identity(self.run_dir)) == self._identity:
+            return
+        what = "was removed" if found is None else "was replaced by another one"
+        try:
+            self._make_folder()
+            for name, content in self._kept.items():
+                if not (self.run_dir / name).exists():
+                    (self.run_dir / name).write_bytes(content)
+            before, after = self._file, MetricsFile(self.run_dir / FILE_NAME)
+            if before is not None and not (self.run_dir / FILE_NAME).stat().st_size:
+                after.copy(before)
+            _close(before)
+            self._file = after
+            if self._events is not None:
+                _close(self._events)
+                self._events = EventWriter(self.run_dir, first_step=step)
+        except OSError as error:
+            self._identity = None  # said once
+            said = f"and cannot be written again ({error.strerror}): reports go on elsewhere only"
+        else:
+            self._identity = _identity(self.run_dir)
+            said = "so its settings and metrics are written there anew; nothing else of it is there"
+        self._display.message(
+            f"warning: step {step}: the run folder {self.run_dir} {what} by another program, {said}"
+        )
 
     def write(
         self, step: int, values: Mapping[str, Any], spent: Mapping[str, float] | None = None
@@ -316,6 +359,7 @@ class RunLog:
         self._record("start", start_step, start)
 
     def _record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        self._see_folder(step)
         seconds = round(self._clock() - self._began, 3) if kind != "start" else 0.0
         record = {"kind": kind, "step": step, "time": time.time(), "seconds": seconds, **values}
         try:
@@ -414,6 +458,15 @@ def _every(seconds: float, say: Callable[[], object]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder of the file system has this name; None: none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _number(value: Any) -> int | float:

@@ -1,0 +1,208 @@
+"""Validation data: what they may be, that they are tried before step 1, and a short last batch."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import zerojax
+from zerojax.config import LogConfig
+from zerojax.models.losses import mean_squared_error
+from zerojax.training.evaluation import EarlyStopping
+
+ROWS = 16
+
+
+class Line(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.out = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(x)
+
+
+def rows(number: int, seed: int = 0) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(seed).normal(size=(number, 4)).astype(np.float32)
+    return {"x": x, "y": x.sum(1, keepdims=True)}
+
+
+def errors_of(model, batch):
+    return jnp.sum((model(batch["x"]) - batch["y"]) ** 2, axis=1)
+
+
+def mean(model, batch):
+    return mean_squared_error(model(batch["x"]), batch["y"])
+
+
+def mean_and_metrics(model, batch):
+    errors = errors_of(model, batch)
+    far = jnp.sum(errors > 1), errors.size
+    return jnp.mean(errors), {"errors": jnp.mean(errors), "far": far}
+
+
+def weighted(model, batch):
+    weights = (batch["y"][:, 0] > 0).astype(jnp.float32)
+    return jnp.sum(errors_of(model, batch) * weights), weights.sum()
+
+
+def largest(model, batch):
+    errors = errors_of(model, batch)
+    return jnp.mean(errors), {"largest": jnp.max(errors)}
+
+
+def quotient(model, batch):
+    weights = (batch["y"][:, 0] > 0).astype(jnp.float32)
+    return jnp.sum(errors_of(model, batch) * weights) / (1 + weights.sum())
+
+
+def train(validation, loss=mean, *, steps=2, mesh=None, **options):
+    options = {"run_dir": None, "log": LogConfig(console="quiet"), **options}
+    return zerojax.train(
+        Line,
+        mesh or {"zero": 1},
+        [rows(ROWS)],
+        loss=loss,
+        optimizer=zerojax.sgd(0.05),
+        steps=steps,
+        validation=validation,
+        **options,
+    )
+
+
+def expected(loss, trainer, batches):
+    """Means over all rows of all batches, by one call of the loss."""
+    whole = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    result = loss(trainer.to_model(), whole)
+    result = result if isinstance(result, tuple) else (result,)
+    *numbers, metrics = result if isinstance(result[-1], dict) else (*result, {})
+    loss_mean = numbers[0] / (numbers[1] if len(numbers) > 1 else 1)
+    pairs = {n: x[0] / x[1] if isinstance(x, tuple) else x for n, x in metrics.items()}
+    return {"loss": loss_mean, **pairs}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("number", [1, 5, 8, 15])
+@pytest.mark.parametrize("loss", [mean, mean_and_metrics, weighted])
+def test_a_short_last_batch_counts_with_the_rows_it_has(loss, number):
+    batches = [rows(ROWS, 1), rows(number, 2)]
+    trainer = train(batches, loss, num_microbatches=2)
+    found = trainer.evaluations[-1]
+    for name, value in expected(loss, trainer, batches).items():
+        np.testing.assert_allclose(found[name], value, rtol=2e-6, err_msg=name)
+    if loss is weighted:
+        assert found["weight"] == sum((batch["y"] > 0).sum() for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("loss", "part"), [(largest, "the metric 'largest'"), (quotient, "the loss is not known")]
+)
+@pytest.mark.filterwarnings("ignore:the loss divides by a number")
+def test_a_loss_that_mixes_rows_refuses_it_before_the_first_step(loss, part):
+    steps = []
+    with pytest.raises(ValueError, match=f"batch 1, has 5 rows, not 16.*{part}"):
+        train([rows(ROWS), rows(5)], loss, callbacks=[lambda *_: steps.append(1)])
+    assert not steps
+
+
+def test_where_the_length_is_not_known_it_is_left_out_and_said():
+    class Endless:
+        def __iter__(self):
+            yield rows(ROWS, 1)
+            yield rows(5, 2)
+
+    with pytest.warns(RuntimeWarning, match="left out of the evaluation at step 2: a batch has 5"):
+        trainer = train(Endless(), largest)
+    whole = trainer.evaluate([rows(ROWS, 1)])
+    assert trainer.evaluations[-1]["loss"] == whole["loss"]
+
+
+def test_a_first_batch_without_weight_is_no_failure():
+    nothing = {**rows(ROWS, 1), "y": -np.ones((ROWS, 1), np.float32)}
+    trainer = train([nothing, rows(ROWS, 1)], weighted)
+    assert trainer.evaluations[-1]["loss"] == trainer.evaluate([rows(ROWS, 1)])["loss"]
+
+
+def test_validation_takes_what_batches_take():
+    kinds = [[rows(ROWS, 1)] * 2, lambda number: rows(ROWS, 1), rows(ROWS, 1)]
+    found = [train(kind, eval_batches=2).evaluations[-1] for kind in kinds]
+    assert found[0] == found[1]
+    assert found[2]["weight"] == found[0]["weight"] / 2
+    trainer = train(None)
+    same = [trainer.evaluate(kind, 2)["loss"] for kind in kinds]
+    assert len(set(same)) == 1
+
+
+@pytest.mark.parametrize(
+    ("validation", "kind", "part"),
+    [
+        (iter([rows(ROWS)]), TypeError, "can be read only once"),
+        ("data/text.txt", TypeError, "is a path; give batches"),
+        (3, TypeError, "validation is a int; give a list of batches"),
+        ([], ValueError, "validation is empty"),
+        ([rows(ROWS), {"x": np.ones((ROWS, 4))}], ValueError, "batch 1: the batch has arrays"),
+        ([{**rows(ROWS), "x": np.ones((ROWS, 3))}], ValueError, r"batch 0: .* shape \(16, 3\)"),
+        (lambda number: rows(ROWS + 1), ValueError, "batch 0: .*needs 16 rows"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_the_first_step(validation, kind, part):
+    steps = []
+    with pytest.raises(kind, match=part):
+        train(validation, callbacks=[lambda *_: steps.append(1)])
+    assert not steps
+
+
+def test_a_loss_that_fails_in_evaluation_mode_fails_before_the_first_step():
+    class Fails(Line):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            if self.dropout.deterministic:
+                raise NotImplementedError("no evaluation")
+            return self.out(x)
+
+    steps, options = [], {"loss": mean, "run_dir": None, "steps": 1, "validation": [rows(ROWS)]}
+    with pytest.raises(NotImplementedError, match="no evaluation"):
+        zerojax.train(
+            Fails, {"zero": 1}, rows_of, callbacks=[lambda *_: steps.append(1)], **options
+        )
+    assert not steps
+
+
+def rows_of(step):
+    return rows(ROWS, step)
+
+
+def test_an_unknown_metric_is_refused_before_the_first_step_with_the_names_there_are():
+    steps = []
+    callbacks = [EarlyStopping("validation/acuracy"), lambda *_: steps.append(1)]
+    with pytest.raises(ValueError, match="validation/errors, validation/far, validation/loss"):
+        train([rows(ROWS)], mean_and_metrics, callbacks=callbacks, eval_every=1)
+    with pytest.raises(ValueError, match="validation/NAME is a metric of evaluations"):
+        train([rows(ROWS)], callbacks=[EarlyStopping("accuracy")], log=LogConfig(every=1))
+    assert not steps
+
+
+class FailsLater:
+    """The first batch is fine, what is read after two steps is not."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, number):
+        self.calls += 1
+        if self.calls > 2:
+            raise OSError("the disk is gone")
+        return rows(ROWS)
+
+
+def test_an_evaluation_that_fails_at_the_end_costs_no_weights(tmp_path):
+    with pytest.warns(RuntimeWarning, match=r"after the last step failed \(OSError: the disk"):
+        trainer = train(FailsLater())
+    assert trainer.num_steps == 2
+    with pytest.raises(OSError, match="the disk is gone"):
+        train(FailsLater(), checkpoint=tmp_path, run_dir="auto")
+    assert zerojax.load_run(tmp_path, model=Line, loss=mean).step == 2
