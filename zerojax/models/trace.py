@@ -131,7 +131,8 @@ def is_random(
     """Whether the loss depends on the key of the call; arguments as in `trace_model`."""
 
     def run(arrays: Any, batch: Any, key: jax.Array) -> Any:
-        result, _ = model.run(*arrays, key, lambda bound: loss(bound, batch), train=train)
+        params, extras = arrays
+        result, _ = model.run(params, extras, key, lambda bound: loss(bound, batch), train=train)
         return result
 
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -330,3 +330,8 @@ def mean_loss(
         )
     means = {name: x / y if y else math.nan for name, (x, y) in totals.items()}
     return {"loss": means.pop("loss"), "weight": weight, **means}
+
+
+def of_ema(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what was measured with the average of the weights, under names of its own."""
+    return {f"{EMA}_{name}": value for name, value in found.items() if name != "weight"}

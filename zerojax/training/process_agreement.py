@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.checkpoint.agreement import gather
 from zerojax.config.loader import to_dict
@@ -51,7 +51,7 @@ def check_same_run(described: Mapping[str, str]) -> None:
             raise ValueError(_difference(what, value, int(differing[0])))
 
 
-def divide_batches(feed: Feed, mesh: Mesh) -> tuple[Any, tuple[str, ...]]:
+def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[str, ...]]:
     """Makes a feed give this process's rows of the global batch, whichever of both its data have.
 
     Collective, with several processes. Where all of them have the same first batch, it is the
@@ -90,7 +90,7 @@ def divide_batches(feed: Feed, mesh: Mesh) -> tuple[Any, tuple[str, ...]]:
     )
 
 
-def _is_global(batch: Any, mesh: Mesh) -> bool:
+def _is_global(batch: Any, mesh: Mesh | AbstractMesh) -> bool:
     """Whether all processes have the same batch, and not each its own rows of one.
 
     Processes of one pipeline, whose devices hold the same rows, have the same batch in either case.

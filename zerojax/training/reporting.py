@@ -91,7 +91,12 @@ class Reports:
             if log.traced_steps and step in (log.traced_steps[0] - 1, log.traced_steps[1]):
                 with self._clock.during(STEP):  # what a trace waits for, before it begins or ends
                     metrics["loss"].block_until_ready()
-            written = self._trace.follow(step, metrics["loss"], log.traced_steps, log.run_dir)
+            folder = log.run_dir
+            written = (
+                None
+                if folder is None
+                else self._trace.follow(step, metrics["loss"], log.traced_steps, folder)
+            )
             if written is not None:
                 first, last = log.traced_steps
                 log.message(f"step {step}: a trace of steps {first} to {last} is in {written}")
@@ -106,7 +111,7 @@ class Reports:
           FloatingPointError: one of them overflowed at the smallest loss scale.
         """
         self.wait(plan)
-        if log is not None:
+        if log is not None and log.run_dir is not None:
             self._trace.stop(None, log.run_dir)
         while self._unseen:
             self._look(plan, log)

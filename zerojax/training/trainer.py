@@ -39,7 +39,15 @@ from zerojax.training.checkpointing import (
     save_state,
     what_differs,
 )
-from zerojax.training.evaluation import NoWeightError, mean_loss
+from zerojax.training.evaluation import NoWeightError, mean_loss, of_ema
+from zerojax.training.loop_notes import (
+    describe_loss_of_stop,
+    note_if_donated,
+    say_epochs,
+    say_if_done,
+    say_if_short,
+    say_unsaved,
+)
 from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
 from zerojax.training.process_agreement import divide_batches
@@ -52,10 +60,6 @@ from zerojax.training.validation import Filler
 Callback = Callable[["Trainer", Metrics], Any]
 CALLBACKS = "callbacks"
 """Where the configuration in a checkpoint has what callbacks want to remember."""
-_DONATED = (
-    "A step takes the memory of its state: arrays of trainer.state are gone after the next step. "
-    "Keep a copy, jax.device_get(trainer.state['params'])"
-)
 
 
 class Trainer:
@@ -187,7 +191,7 @@ class Trainer:
         feed = self._as_feed(batches)
         before = self.num_steps, int(self.state["skipped"])
         with self._watchdog, self._logging(steps), self._failing_well():
-            self._say_if_done(steps)
+            say_if_done(self._log, self.num_steps, steps)
             self._say_if_nothing_is_saved()
             with self._stopping() as stop:
                 if steps is None or self.num_steps < steps:
@@ -214,25 +218,17 @@ class Trainer:
     @contextlib.contextmanager
     def _stopping(self) -> Iterator[StopRequest]:
         """In which a signal asks for the end of the run."""
-        limit, describe = self._watchdog.stop_limit, self._what_a_signal_costs
-        with StopRequest(limit=limit, describe=describe) as stop:
+
+        def describe() -> str:
+            hint = self.loop_settings.resume_hint
+            return describe_loss_of_stop(self._watchdog.doing(), self._checkpointer, hint)
+
+        with StopRequest(limit=self._watchdog.stop_limit, describe=describe) as stop:
             self._stop = stop
             try:
                 yield stop
             finally:
                 self._stop = None
-
-    def _what_a_signal_costs(self) -> str:
-        """For the last words of a process whose step did not end in time."""
-        doing = f"it was {self._watchdog.doing()}"
-        if self._checkpointer is None:
-            return f"{doing}, and the run has no checkpoints"
-        saved = self._checkpointer.steps()
-        if not saved:
-            return f"{doing}, and no checkpoint was written before"
-        where = self._checkpointer.path
-        hint = self.loop_settings.resume_hint
-        return f"{doing}; the last checkpoint is step {saved[-1]} in {where}: {hint}"
 
     def _unhurried(self) -> contextlib.AbstractContextManager[None]:
         """In which a signal ends nothing: what is written becomes whole."""
@@ -270,8 +266,7 @@ class Trainer:
         try:
             yield
         except Exception as error:
-            if isinstance(error, RuntimeError) and "has been deleted" in str(error):
-                error.add_note(_DONATED)
+            note_if_donated(error)
             if jax.process_count() > 1:
                 if is_peer_loss(error):
                     saved = () if self._checkpointer is None else self._checkpointer.steps()
@@ -289,33 +284,16 @@ class Trainer:
                     error.add_note(f"Also: {failure}")
             raise
 
-    def _say_if_done(self, steps: int | None) -> None:
-        if steps is not None and self.num_steps >= steps and self._log is not None:
-            self._log.message(
-                f"nothing to train: the run is at step {self.num_steps} of {steps}; raise steps= "
-                "to go on, or choose another folder to start anew"
-            )
-
     def _say_if_nothing_is_saved(self) -> None:
         if self._checkpointer is None and self._log is not None and not self._said_unsaved:
             self._said_unsaved = True
-            self._log.message(
-                "no weights will be saved: pass checkpoint='runs/NAME' to train, or take them from "
-                "trainer.to_model() at the end"
-            )
+            say_unsaved(self._log)
 
     def _check_trained(self, steps_before: int, skipped_before: int) -> None:
         """Refuses a run of which no step changed a parameter."""
         steps, skipped = self.num_steps - steps_before, int(self.state["skipped"]) - skipped_before
         if steps and steps == skipped:
             self._reports.nothing_trained(self.plan, steps, self._log)
-
-    def _say_if_short(self, steps: int | None) -> None:
-        if steps is not None and self.num_steps < steps and self._log is not None:
-            self._log.message(
-                f"the batches ended after {self.num_steps} of {steps} steps; give a list, or what "
-                "can be iterated anew, to have them repeated"
-            )
 
     def _as_feed(self, batches: Any) -> Feed:
         """The batches, at the position that follows the last consumed one.
@@ -345,7 +323,7 @@ class Trainer:
                     with self._clock.during(DATA), self._watchdog.during("waiting for data"):
                         batch, data_state = next(incoming)
                 except StopIteration:
-                    self._say_if_short(steps)
+                    say_if_short(self._log, self.num_steps, steps)
                     return False
                 metrics = self._step_on_devices(batch, data_state)
                 self._data_state = data_state
@@ -358,21 +336,13 @@ class Trainer:
                     or last
                 ):
                     self._reports.hold(self.num_steps, metrics)
-                    self._say_epochs(feed.epochs(data_state))
+                    say_epochs(self._log, self.num_steps, self._epochs, feed.epochs(data_state))
                 done = self._evaluate_and_save_if_due(last) or done
                 if done:
                     return False
                 if self.plan is not plan:
                     return True
         return False
-
-    def _say_epochs(self, epochs: Mapping[str, int]) -> None:
-        """Says which parts of the data begin another epoch, and at first where all of them are."""
-        changed = {part: n for part, n in epochs.items() if self._epochs.get(part) != n}
-        self._epochs.update(changed)
-        if changed and self._log is not None:
-            where = ", ".join(f"{part}: epoch {number}" for part, number in changed.items())
-            self._log.event("epoch", self.num_steps, f"data: {where}", epochs=changed)
 
     def _compare_peak(self) -> None:
         # A step that was never called is not compiled for the sake of this line.
@@ -408,7 +378,7 @@ class Trainer:
         """
         found = self._measure(None, None, "trained")
         if self.has_ema:
-            found |= _of_ema(self._measure(None, None, EMA))
+            found |= of_ema(self._measure(None, None, EMA))
         self._log_evaluation(found)
         values = {"step": float(self.num_steps)} | found
         self.evaluations.append(values)
@@ -423,7 +393,7 @@ class Trainer:
                     names = self._measure(None, 1, "trained").keys()
             except NoWeightError:  # others may have one
                 return
-            averages = _of_ema(dict.fromkeys(names, 0.0)) if self.has_ema else {}
+            averages = of_ema(dict.fromkeys(names, 0.0)) if self.has_ema else {}
             self.evaluation_names = frozenset([*names, *averages])
 
     def _evaluate_at_end(self) -> None:
@@ -492,7 +462,7 @@ class Trainer:
           ValueError: there is nothing to evaluate on, or no average.
         """
         result = self._measure(batches, num_batches, weights)
-        self._log_evaluation(result if weights == "trained" else _of_ema(result))
+        self._log_evaluation(result if weights == "trained" else of_ema(result))
         return result
 
     def _measure(self, batches: Any, num_batches: int | None, weights: Weights) -> Metrics:
@@ -721,8 +691,3 @@ class Trainer:
             self._checkpointer.wait()
         text = f"saved in {self._checkpointer.path}; {self.loop_settings.resume_hint}"
         return stop.interrupted(self.num_steps, text, saved=True)
-
-
-def _of_ema(found: Metrics) -> Metrics:
-    """What was measured with the average of the weights, under names of its own."""
-    return {f"{EMA}_{name}": value for name, value in found.items() if name != "weight"}

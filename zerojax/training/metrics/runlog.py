@@ -161,7 +161,7 @@ class RunLog:
         Somebody may remove or replace the folder of a run that is under way. Nothing fails then:
         what was open stays writable, and nobody finds it.
         """
-        if not self.is_enabled:
+        if not self.is_enabled or self.run_dir is None:
             return
         paths = (self.run_dir / name for name in (*SETTINGS, *names))
         self._kept = {path.name: path.read_bytes() for path in paths if path.is_file()}
@@ -169,30 +169,33 @@ class RunLog:
 
     def _see_folder(self, step: int) -> None:
         """Writes the files of the run anew where its folder is not the one that it was."""
-        if self._identity is None or (found := _identity(self.run_dir)) == self._identity:
+        folder = self.run_dir
+        if folder is None or self._identity is None:
+            return
+        if (found := _identity(folder)) == self._identity:
             return
         what = "was removed" if found is None else "was replaced by another one"
         try:
-            self._make_folder()
+            _make_folder(folder)
             for name, content in self._kept.items():
-                if not (self.run_dir / name).exists():
-                    (self.run_dir / name).write_bytes(content)
-            before, after = self._file, MetricsFile(self.run_dir / FILE_NAME)
-            if before is not None and not (self.run_dir / FILE_NAME).stat().st_size:
+                if not (folder / name).exists():
+                    (folder / name).write_bytes(content)
+            before, after = self._file, MetricsFile(folder / FILE_NAME)
+            if before is not None and not (folder / FILE_NAME).stat().st_size:
                 after.copy(before)
             _close(before)
             self._file = after
             if self._events is not None:
                 _close(self._events)
-                self._events = EventWriter(self.run_dir, first_step=step)
+                self._events = EventWriter(folder, first_step=step)
         except OSError as error:
             self._identity = None  # said once
             said = f"and cannot be written again ({error.strerror}): reports go on elsewhere only"
         else:
-            self._identity = _identity(self.run_dir)
+            self._identity = _identity(folder)
             said = "so its settings and metrics are written there anew; nothing else of it is there"
         self._display.message(
-            f"warning: step {step}: the run folder {self.run_dir} {what} by another program, {said}"
+            f"warning: step {step}: the run folder {folder} {what} by another program, {said}"
         )
 
     def write(
@@ -324,18 +327,11 @@ class RunLog:
 
     def _fill_folder(self, folder: Path, texts: Mapping[str, str], *, is_new: bool) -> list[str]:
         """Writes the texts into the folder, and returns what is to be said of it."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / FILE_NAME).open("ab").close()
-        except OSError as error:
-            raise type(error)(
-                f"cannot write to the run folder '{folder}' ({error.strerror}); "
-                "choose another with run_dir="
-            ) from None
+        _make_folder(folder)
         earlier = set_aside(folder / FILE_NAME) if is_new else None
         for name, text in texts.items():
             (folder / name).write_text(text + "\n", encoding="utf-8")
-        renamed = earlier and f"the metrics of an earlier run there are now {earlier.name}"
+        renamed = f"the metrics of an earlier run there are now {earlier.name}" if earlier else None
         return [text for text in (renamed, open_to_everybody(folder)) if text is not None]
 
     def _open_files(self, folder: Path, start_step: int, config_dict: Mapping[str, Any]) -> None:
@@ -458,6 +454,17 @@ def _every(seconds: float, say: Callable[[], object]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE_NAME).open("ab").close()
+    except OSError as error:
+        raise type(error)(
+            f"cannot write to the run folder '{folder}' ({error.strerror}); "
+            "choose another with run_dir="
+        ) from None
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
