@@ -136,7 +136,7 @@ def test_what_a_trace_waits_for_is_time_of_steps():
     clock = LoopClock(Stopwatch(lambda: now[0]))
     reports, log = Reports(9, clock=clock), Log()
     reports._trace = types.SimpleNamespace(follow=lambda *args: None)
-    log.traced_steps = 3, 4
+    log.traced_steps, log.run_dir = (3, 4), "run"
     for step in (1, 2, 3, 4, 5):
         reports.follow(BF16, step, {"loss": Loss()}, log)
     spent, _ = clock.take()

@@ -130,13 +130,12 @@ def is_random(
 ) -> bool:
     """Whether the loss depends on the key of the call; arguments as in `trace_model`."""
 
-    def run(arrays: Any, batch: Any, key: jax.Array) -> Any:
-        params, extras = arrays
-        result, _ = model.run(params, extras, key, lambda bound: loss(bound, batch), train=train)
-        return result
+    def run(params: Arrays, extras: Arrays, batch: Any, key: jax.Array) -> Any:
+        function = lambda bound: loss(bound, batch)  # noqa: E731
+        return model.run(params, extras, key, function, train=train)[0]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    closed = jax.make_jaxpr(run)((params, extras), batch, key)
+    closed = jax.make_jaxpr(run)(params, extras, batch, key)
     marks = [0] * (len(closed.jaxpr.invars) - 1)
     return any(marks_of_outputs(closed.jaxpr, [*marks, 1]))
 

@@ -88,20 +88,20 @@ class Reports:
         self._under_way.append((step, metrics))
         if log is not None and log.is_enabled:
             self._unseen.append((step, metrics))
-            if log.traced_steps and step in (log.traced_steps[0] - 1, log.traced_steps[1]):
-                with self._clock.during(STEP):  # what a trace waits for, before it begins or ends
-                    metrics["loss"].block_until_ready()
-            folder = log.run_dir
-            written = (
-                None
-                if folder is None
-                else self._trace.follow(step, metrics["loss"], log.traced_steps, folder)
-            )
-            if written is not None:
-                first, last = log.traced_steps
-                log.message(f"step {step}: a trace of steps {first} to {last} is in {written}")
+            self._follow_trace(step, metrics["loss"], log)
         if len(self._under_way) > MAX_STEPS_UNDER_WAY:
             self._settle(plan)
+
+    def _follow_trace(self, step: int, loss: jax.Array, log: RunLog) -> None:
+        if not log.traced_steps or log.run_dir is None:
+            return
+        first, last = log.traced_steps
+        if step in (first - 1, last):
+            with self._clock.during(STEP):  # what a trace waits for, before it begins or ends
+                loss.block_until_ready()
+        written = self._trace.follow(step, loss, log.traced_steps, log.run_dir)
+        if written is not None:
+            log.message(f"step {step}: a trace of steps {first} to {last} is in {written}")
 
     @allocating_for(TRAINING_STEP)
     def settle(self, plan: Plan, log: RunLog | None = None) -> None:

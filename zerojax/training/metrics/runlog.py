@@ -331,8 +331,10 @@ class RunLog:
         earlier = set_aside(folder / FILE_NAME) if is_new else None
         for name, text in texts.items():
             (folder / name).write_text(text + "\n", encoding="utf-8")
-        renamed = f"the metrics of an earlier run there are now {earlier.name}" if earlier else None
-        return [text for text in (renamed, open_to_everybody(folder)) if text is not None]
+        said = [open_to_everybody(folder)]
+        if earlier is not None:
+            said.insert(0, f"the metrics of an earlier run there are now {earlier.name}")
+        return [text for text in said if text is not None]
 
     def _open_files(self, folder: Path, start_step: int, config_dict: Mapping[str, Any]) -> None:
         if start_step:
