@@ -112,7 +112,7 @@ def test_where_the_length_is_not_known_it_is_left_out_and_said(capsys):
             yield rows(ROWS, 1)
             yield rows(5, 2)
 
-    trainer = train(Endless(), largest)
+    trainer = train(Endless(), largest, log=LogConfig(console="lines"))
     assert "left out of the evaluation at step 2: a batch has 5" in capsys.readouterr().out
     whole = trainer.evaluate([rows(ROWS, 1)])
     assert trainer.evaluations[-1]["loss"] == whole["loss"]

@@ -181,13 +181,13 @@ MUTATIONS = (
         "tests/test_zero_program.py tests/test_equality.py",
     ),
     Mutation(
-        "start += shard.size\n        return leaves",
-        "start += 0\n        return leaves",
+        "whole[name], start = leaves[name].from_sent(columns, shard.shape), end",
+        "whole[name], start = leaves[name].from_sent(columns, shard.shape), 0",
         "tests/test_equality.py",
     ),
     Mutation(
-        "shards = collectives.sum_buckets(shards, axes, bucket_size, (REPLICA,))",
-        "shards = collectives.sum_buckets(shards, axes, bucket_size, ())",
+        "shards = summed(shards, (REPLICA,))",
+        "shards = summed(shards, ())",
         "tests/test_equality.py -k hybrid",
     ),
     Mutation(
@@ -246,8 +246,8 @@ MUTATIONS = (
         "tests/test_fp8_wire.py",
     ),
     Mutation(
-        "gathered = jnp.dtype(jnp.uint8) if leaf.eight_bits else compute",
-        "gathered = compute",
+        "gathered = coded if leaf.eight_bits else fetched",
+        "gathered = fetched",
         "tests/test_fp8_wire.py",
     ),
     Mutation(
@@ -306,8 +306,8 @@ MUTATIONS = (
         "tests/test_kernels_optax.py",
     ),
     Mutation(
-        "return _descend(updated, new_trace, grad + s.momentum * new_trace, s)",
-        "return _descend(updated, new_trace, new_trace, s)",
+        "return _descend(param, kept, grad + s.momentum * kept, s)",
+        "return _descend(param, kept, 1 * kept, s)",
         "tests/test_kernels_optax.py",
     ),
     Mutation(
@@ -521,8 +521,8 @@ MUTATIONS = (
         "tests/test_context_training.py",
     ),
     Mutation(
-        "    grad = _decayed(param, read[0], s)\n    new_trace = grad",
-        "    grad = read[0]\n    new_trace = grad",
+        "    grad = _decayed(param, read[0], s)\n    (kept,)",
+        "    grad = read[0]\n    (kept,)",
         "tests/test_kernels_optax.py",
     ),
     Mutation(
@@ -786,8 +786,8 @@ MUTATIONS = (
         "tests/test_frozen_dtype.py -k merged_in_float32",
     ),
     Mutation(
-        "cast(value, compute if name in frozen else reduce)",
-        "cast(value, reduce)",
+        "cast(value, compute if name in frozen else gradient_dtype(config, leaf))",
+        "cast(value, gradient_dtype(config, leaf))",
         "tests/test_frozen_dtype.py -k no_copy",
     ),
     Mutation(
@@ -851,8 +851,8 @@ MUTATIONS = (
         "tests/test_frozen_codes.py -k new_codes",
     ),
     Mutation(
-        "size = _ring(shards) * coded_bytes(placement, leaf)",
-        "size = _ring(shards) * whole",
+        "sent = whole if leaf.codes is None else coded_bytes(placement, leaf)",
+        "sent = whole",
         "tests/test_frozen_codes.py -k sends_0_27",
     ),
     Mutation(
