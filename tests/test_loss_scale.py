@@ -269,8 +269,8 @@ def test_the_program_has_no_branch():
 WRONG = {
     "zero": ({"initial": 0.0}, "initial: 0.0 must be between 2**-64 and 2**64"),
     "negative": ({"minimum": -1.0}, "minimum: -1.0 must be between"),
-    "infinite": ({"maximum": math.inf}, "maximum: inf must be between"),
-    "not a number": ({"initial": math.nan}, "initial: expected a number, got nan"),
+    "infinite": ({"maximum": math.inf}, "maximum: expected a finite number"),
+    "not a number": ({"initial": math.nan}, "initial: expected a finite number"),
     "initial too low": ({"initial": 0.5}, "0.5 is not between minimum (1) and maximum"),
     "initial too high": ({"initial": 2.0**40}, "change it, or the limit"),
     "limits swapped": ({"minimum": 4.0, "maximum": 2.0, "initial": 4.0}, "initial: 4.0 is not"),
