@@ -50,6 +50,7 @@ def test_the_sdist_holds_what_a_packager_needs(built):
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     wanted = ["pyproject.toml", "LICENSE", "README.md", "Makefile", "tools/setup.sh"]
+    wanted += ["constraints.txt"]
     wanted += ["configs/tiny_shakespeare.yaml", "tests/conftest.py", "zerojax/data/shakespeare.txt"]
     assert set(wanted) <= names
     assert not [name for name in names if name.startswith((".venv", "runs/", "dist/"))]
