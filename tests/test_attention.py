@@ -111,7 +111,7 @@ def all_of(implementation, arrays, **options):
     return both(operands, slope)
 
 
-@pytest.mark.sampled(26)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])

@@ -76,7 +76,7 @@ def both_passes(function, arrays, slope):
     return out, *pull(slope)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_those_of_the_formula(case, implementation):
@@ -109,6 +109,7 @@ def of_layer(index, implementation="chunked", **options):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_layer_has_the_window_of_its_kind(index, implementation):

@@ -199,6 +199,7 @@ def test_saved_arrays_may_be_donated_while_the_write_has_not_begun(
     assert int(state["step"]) == -1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("keep", "kept"),
     [

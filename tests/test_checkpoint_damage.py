@@ -98,6 +98,7 @@ def restore_with_warning(path: Path, text: str, devices: int = 8):
         return checkpointer.restore(abstract_on(devices))
 
 
+@pytest.mark.thorough
 def test_fingerprints_and_checksums_are_stored(saved: Path) -> None:
     about = Checkpointer(saved).metadata(2)
     expected = {name: as_text(of_array(x)) for name, x in host_state(2).items()}

@@ -28,6 +28,7 @@ def one_device():
     return jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mesh", "pieces"),
     [
@@ -65,6 +66,7 @@ def test_layers_that_run_one_by_one_refuse_a_debug_callback(options):
         plan_for(reference_model("gpt2", num_layers=2, remat="full"), loss=loss, **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "switch",
     [

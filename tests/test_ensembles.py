@@ -154,7 +154,7 @@ def one_device(name):
     return train_for(MODELS[name], devices=1, steps=STEPS, **OPTIONS)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "zero", "count"), CASES)
 def test_mapped_parameters_equal_one_device(name, zero, count):
     expected = one_device(name)

@@ -339,6 +339,7 @@ def test_without_remat_activations_of_all_layers_live():
     assert abs(kept[roles.WEIGHTS] - again[roles.WEIGHTS]) < layer
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_every_argument_of_the_step_has_a_role():
     plan, live, _, _ = compiled("gpt2", "full", 1)

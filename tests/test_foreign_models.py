@@ -122,6 +122,7 @@ def test_loss_and_gradients_are_those_of_its_own_program(name):
     assert compared.largest_difference() < GRADIENT_LIMIT
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ALL)
 def test_its_program_is_shorter(name):
     before, after = _compared(name).equations

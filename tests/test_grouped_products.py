@@ -110,7 +110,7 @@ def test_rows_may_lie_in_several_segments_of_a_group():
 # --- products -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", SIZES)
 def test_a_product_and_its_derivatives_are_those_of_each_row(case):
     """In float64, against every matrix on every row; rows of no group are left out."""

@@ -37,7 +37,7 @@ def after(steps, shape, *, dtype=F32, impl=XLA, learning_rate=1e-2):
     return param, moments
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @needs_kernels
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", [(5,), (3, 512), (768,), (1300,)], ids=str)

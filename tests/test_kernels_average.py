@@ -54,6 +54,7 @@ def moved_in_numpy(average, param):
     return average + np.float32(RATE) * (param - average)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @by_name
 def test_the_reference_moves_it_to_what_is_stored(plain, dtype):
@@ -79,7 +80,7 @@ def test_a_skipped_step_does_not_move_it(plain):
     chex.assert_trees_all_equal(found, updated, strict=True)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(2)
 @needs_kernels
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -131,7 +132,7 @@ def of_one_byte(shape, dtype, impl, *, skip=False):
     return found, update_adam8bit(*given, scalars=plain, **more), average
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("impl", [XLA, pytest.param("interpret", marks=needs_kernels)])
 @pytest.mark.parametrize("shape", [(5,), (1300,), (3, 512)], ids=str)

@@ -98,7 +98,7 @@ def test_the_part_for_a_gpu_runs_on_a_cpu(tmp_path):
     assert {row["kind"] for row in plain} == {"adamw"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", sorted(optimizer.BYTES))
 def test_several_updates_in_one_program_are_those_of_several_programs(kind):
     shapes = ((3, 5), (7,))

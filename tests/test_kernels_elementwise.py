@@ -97,7 +97,7 @@ def test_the_reference_writes_moments_where_they_lie_on_cpus(rule):
     assert memory.temp_size_in_bytes < updated[0].nbytes / 8  # numbers alone
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(3)
 @needs_kernels
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @by_name
@@ -108,6 +108,7 @@ def test_the_kernel_computes_what_the_reference_computes(rule, shape):
     )
 
 
+@pytest.mark.sampled(2)
 @needs_kernels
 @pytest.mark.parametrize(
     ("dtype", "grad_dtype"), [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F32)], ids=str
@@ -119,6 +120,7 @@ def test_any_mixture_of_float_types(rule, dtype, grad_dtype):
     check_equal(*both(rule, updated, read, out_dtypes=(dtype,)))
 
 
+@pytest.mark.sampled(2)
 @needs_kernels
 @pytest.mark.parametrize("rule", RULES[:-1], ids=lambda rule: rule.name)
 def test_a_skipped_step_changes_nothing_whatever_the_gradient_holds(rule):

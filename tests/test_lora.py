@@ -118,6 +118,7 @@ def test_the_product_of_a_and_b_is_never_made():
     assert not kernels & set(found)
 
 
+@pytest.mark.thorough
 def test_the_step_makes_no_gradient_of_a_frozen_kernel():
     """One product less per projection than training everything, besides those of the adapter."""
     plan = plan_for(add_lora(reference_model("llama"), LORA), freeze=LORA.freeze)
@@ -150,6 +151,7 @@ def test_dropout_of_an_adapter_acts_in_training_and_nowhere_else():
 # --- what is trained --------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_only_adapters_have_gradients_and_optimizer_state():
     plan = plan_for(add_lora(reference_model("gpt2"), LORA), freeze=LORA.freeze)
     state = plan.abstract_state

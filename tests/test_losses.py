@@ -22,6 +22,7 @@ def negative_log_likelihood(logits, targets):
     return log_z - np.take_along_axis(shifted, targets[..., None], -1)[..., 0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 def test_next_token(weights):
     expected = negative_log_likelihood(LOGITS, TARGETS)
@@ -41,6 +42,7 @@ def test_bfloat16_logits_are_widened_before_the_softmax():
     np.testing.assert_array_equal(wide[0], narrow[0])
 
 
+@pytest.mark.thorough
 def test_a_position_of_weight_zero_has_no_gradient():
     def total(logits):
         return next_token(logits, jnp.asarray(TARGETS), jnp.asarray(WEIGHTS))[0]

@@ -198,6 +198,7 @@ def positions(leaves: Sequence[tuple[Any, Any]]) -> list[tuple[int, ...]]:
     return [tuple(group) for group in found.values()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_an_update_of_optax_on_stacks_is_that_on_arrays(name):
     tx, params = TRANSFORMATIONS[name], arrays_of(4)

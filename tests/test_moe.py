@@ -71,7 +71,7 @@ def params_of(module):
     return nnx.to_flat_state(nnx.state(module, nnx.Param))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changes",
     [

@@ -53,7 +53,7 @@ def run(graphdef, state, tokens):
     return logits, value, metrics, gradients
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", MIXTURES)
 def test_logits_and_gradients_are_those_of_transformers(case, folder_of):
     """Both sides compute in float32, with sums in other orders; see tests/test_families.py.
@@ -108,6 +108,7 @@ def test_cached_tokens_go_through_the_same_experts(case, folder_of):
 # --- files ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", MIXTURES)
 def test_round_trip_byte_for_byte(case, folder_of, tmp_path):
     """From shards at stage 3, expert by expert, and what is written is read as the same model."""

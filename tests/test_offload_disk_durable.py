@@ -50,6 +50,7 @@ def test_everything_comes_back(left):
     close(state)
 
 
+@pytest.mark.thorough
 def test_the_newer_of_store_and_checkpoint_wins(left):
     folder, _ = left
     plan = plan_of(offload(folder, durable=True), data=2, zero=3, freeze=("down/bias",))
@@ -68,6 +69,7 @@ def test_another_slicing_is_refused(left):
         resume(plan_of(config, data=2, zero=3, freeze=("down/bias",)))
 
 
+@pytest.mark.thorough
 def test_a_scratch_store_is_never_gone_on_from(tmp_path):
     plan = plan_of(offload(tmp_path), data=2)
     state, _ = train(plan, 1)

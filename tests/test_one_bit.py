@@ -294,7 +294,7 @@ spoiled.defvjp(
 )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_gradient_that_is_not_finite_on_one_device_skips_the_step_and_names_the_leaf(zero):
     """After the warm-up; nothing changes, not what signs have left out either."""

@@ -193,6 +193,7 @@ def test_moments_in_bfloat16_are_rounded_by_the_same_bits():
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "matrix", "spec"),
     [

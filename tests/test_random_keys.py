@@ -36,6 +36,7 @@ def train(folder, steps, kind="rbg", **options):
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
 def test_a_run_with_other_keys_goes_on_where_it_was(tmp_path, kind):
     whole = train(None, 6, kind)
@@ -46,6 +47,7 @@ def test_a_run_with_other_keys_goes_on_where_it_was(tmp_path, kind):
     assert whole.state["rng"].shape == (4,)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("first", "second"), [("rbg", "threefry2x32"), ("threefry2x32", "rbg")])
 def test_keys_of_another_kind_are_refused_with_the_setting(tmp_path, first, second):
     train(tmp_path, 2, first)

@@ -42,6 +42,7 @@ def resume(folder, first, second, capsys, steps=4):
     return [line for line in lines if any(word in line for word in words)], trainer
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_the_saved_value_of_an_injected_setting_counts_and_is_said(tmp_path, capsys, wrapped):
     around = (lambda tx: optax.chain(optax.clip(1.0), tx)) if wrapped else (lambda tx: tx)
@@ -53,6 +54,7 @@ def test_the_saved_value_of_an_injected_setting_counts_and_is_said(tmp_path, cap
     np.testing.assert_allclose(state.hyperparams["learning_rate"], 0.1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [

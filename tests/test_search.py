@@ -446,6 +446,7 @@ class Mixtures(World):
 MIXTURES = list_candidates(16, 64, node_devices=8, num_experts=16)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("experts", [0.5, 8, 30])
 @pytest.mark.parametrize("rows", [0.01, 1.0, 10.0])
 @pytest.mark.parametrize("slower", [1.0, 9.0])

@@ -85,6 +85,7 @@ def test_a_layer_is_what_has_one_number(name, layer):
     assert layer_of(name) == layer
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("full_enough", [1, collectives.FULL_ENOUGH])
 @pytest.mark.parametrize("num_layers", [4, 8])
 def test_a_layer_is_gathered_twice_and_scattered_once_at_stage_3(

@@ -115,6 +115,7 @@ def test_losses_are_near_those_of_exact_weights(zero):
     assert (coded.losses != exact.losses).any()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_weight_that_is_not_finite_reaches_the_loss(value):
     plan = plan_for(WIDE, zero=3, wire=CODED, **OPTIONS)
@@ -129,6 +130,7 @@ def test_a_weight_that_is_not_finite_reaches_the_loss(value):
     assert int(metrics["skipped"]) == 1
 
 
+@pytest.mark.thorough
 def test_the_program_gathers_codes_and_what_is_exact_apart():
     """Of 8 layers; `first` and biases are named, or so few that codes would be more."""
     plan = plan_for(WIDE, zero=3, wire={"exact": ["^first"], **CODED}, **OPTIONS)

@@ -9,13 +9,14 @@ for CUDA by name, and given to the client directly.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -282,8 +283,20 @@ def _compile(
 ) -> CompiledProgram:
     if devices is not None:
         return _compile_directly(lowered, list(devices), options)
-    compiled = lowered.compile(compiler_options=dict(options))
+    with _without_cache() if "xla_dump_to" in options else contextlib.nullcontext():
+        compiled = lowered.compile(compiler_options=dict(options))
     return CompiledProgram(text=compiled.as_text(), memory=memory_of(compiled))
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Makes JAX compile what its compilation cache may hold: reading an entry dumps nothing."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
 
 
 def _compile_directly(
