@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +227,38 @@ def test_what_the_compiler_dumps_is_what_it_counts(tmp_path, devices):
     assert live.outputs == memory.outputs - memory.aliased
     assert 0 <= live.fragmentation < 0.5 * live.temporary
     assert [argument.op_name for argument in live.arguments] == ["w", "x"]
+
+
+CACHED = """
+import sys, warnings
+warnings.simplefilter("error")
+import jax
+from pathlib import Path
+from tests.test_hlo_live import compile_small
+folder = Path(sys.argv[1])
+jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.jit(lambda x: x + 1)(1.0)
+for number in range(2):
+    jax.clear_caches()
+    compile_small(folder / str(number), 1)
+print(len(list((folder / "cache").iterdir())))
+"""
+
+
+@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
+@pytest.mark.thorough
+def test_a_compilation_cache_of_the_user_is_left_alone(tmp_path):
+    """A client without devices cannot read an entry: JAX would warn, and compile again."""
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    run = subprocess.run(
+        [sys.executable, "-c", CACHED, str(tmp_path)],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) >= 1
+    assert not list((tmp_path / "cache").glob("jit_step*"))

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
@@ -283,20 +284,25 @@ def _compile(
 ) -> CompiledProgram:
     if devices is not None:
         return _compile_directly(lowered, list(devices), options)
-    with _without_cache() if "xla_dump_to" in options else contextlib.nullcontext():
+    with _without_cache():
         compiled = lowered.compile(compiler_options=dict(options))
     return CompiledProgram(text=compiled.as_text(), memory=memory_of(compiled))
 
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Makes JAX compile what its compilation cache may hold: reading an entry dumps nothing."""
+    """Keeps JAX's compilation cache out: a client without devices cannot read its entries."""
     before = jax.config.jax_enable_compilation_cache
+    if not (before and jax.config.jax_compilation_cache_dir):
+        yield
+        return
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it remembers whether it is used
     try:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def _compile_directly(
