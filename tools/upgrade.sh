@@ -13,6 +13,6 @@ trap 'rm -rf "$folder"' EXIT
   echo "# Versions that development and CI install (tools/setup.sh). Written by \`make upgrade\`; do not edit."
   "$folder/venv/bin/uv" pip compile pyproject.toml --extra test --extra plan \
     --universal --python-version 3.11 --strip-extras \
-    --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links
+    --quiet --no-header --no-annotate
 } >"$folder/constraints.txt"
 mv "$folder/constraints.txt" constraints.txt
