@@ -85,6 +85,9 @@ def test_a_run_is_the_same_under_the_switches_for_debugging(switch):
         jax.tree.map(np.testing.assert_array_equal, trainer.to_model(), plain.to_model())
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="JAX 0.10 cannot repeat a step outside of jit"
+)
 def test_jax_debug_nans_ends_a_run_at_its_first_nan():
     def loss(model, batch):
         return jnp.log(-squared(model, batch))
@@ -93,6 +96,9 @@ def test_jax_debug_nans_ends_a_run_at_its_first_nan():
         train(loss=loss)
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="JAX 0.10 ends a process that computes with such arrays"
+)
 def test_a_callback_that_reads_arrays_of_an_earlier_state_is_told_to_copy_them():
     kept = []
 
