@@ -6,12 +6,14 @@ The module supports each JAX version that zerojax supports.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
@@ -217,6 +219,21 @@ def cost_of_branches(costs: Sequence[int], shares: Sequence[float | None]) -> in
     if len(known) < len(costs) or abs(sum(known) - 1) > 1e-9:
         return max(costs)
     return round(sum(cost * share for cost, share in zip(costs, known, strict=True)))
+
+
+def has_side_effects(effects: Iterable[Any]) -> bool:
+    """Returns whether one is a callback, such as `jax.debug.print`.
+
+    What reads a mesh axis, as a sum over the batch does, has an effect for JAX, and none outside.
+    """
+    return any(not isinstance(effect, _of_axes()) for effect in effects)
+
+
+@functools.cache
+def _of_axes() -> type:
+    """The type of the effect of a mesh axis, which has no public name."""
+    program = jax.make_jaxpr(lambda x: lax.psum(x, "i"), axis_env=[("i", 2)])(1.0)
+    return type(next(iter(program.effects)))
 
 
 def has_own_rules(program: Jaxpr) -> bool:

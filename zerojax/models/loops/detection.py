@@ -14,7 +14,14 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from zerojax.models.dependence import LabelsOf, follow_labels, inline_calls_with_loops
-from zerojax.models.jaxpr import Piece, cut_piece, inner_programs, is_checkpoint, split_scan
+from zerojax.models.jaxpr import (
+    Piece,
+    cut_piece,
+    has_side_effects,
+    inner_programs,
+    is_checkpoint,
+    split_scan,
+)
 
 _REMEDY = (
     "pipeline stages need a model whose layers run in one jax.lax.scan over stacked parameters: "
@@ -319,9 +326,9 @@ def _stack(atom: Any, held: Mapping[Any, int], made_by: Mapping[Any, Any]) -> St
 
 def _check_effects(closed: ClosedJaxpr) -> None:
     """Refuses callbacks: pieces would run them on idle ticks, twice, or never."""
-    if not closed.effects:
+    if not has_side_effects(closed.effects):
         return
-    names = (equation.primitive.name for equation in closed.jaxpr.eqns if equation.effects)
+    names = (e.primitive.name for e in closed.jaxpr.eqns if has_side_effects(e.effects))
     raise ValueError(
         f"the loss has a side effect, `{next(names)}` (as of jax.debug.print), and layers that run "
         "one by one would repeat or lose it: remove it, or debug without pipeline stages (stage=1) "
