@@ -112,7 +112,8 @@ def _prepare(run: Path, commit: str, journal: Path, *, goes_on: bool) -> None:
 def _run(part: Part, tree: Path, journal: Path) -> bool:
     """Runs a part. Returns False if it ended before all of its tests had a result."""
     python = str(tree / part.venv / "bin" / "python")
-    words = ["--journal", str(journal), "--journal-part", part.name]
+    # With "=": pytest would take a file that exists for a place of tests.
+    words = [f"--journal={journal}", f"--journal-part={part.name}"]
     if part.markers is None:
         command = [python, "-m", "tests.mutations", *words]
     else:
