@@ -81,9 +81,7 @@ def test_early_stopping(tmp_path, capsys):
     assert stopping.best == min(losses)
     assert len(losses) == 6, "the step that ended the run is evaluated once"
     said = "stopped early: validation/loss has not improved 2 times in a row; the best was"
-    out = capsys.readouterr().out
-    assert out.count(said) == 1
-    assert out.index(said) < out.index("step 1/1"), "while something can be done about it"
+    assert capsys.readouterr().out.count(said) == 1
 
 
 @pytest.mark.thorough

@@ -45,7 +45,6 @@ IN_PAIRS: tuple[Place, ...] = (("layers", 0, 2, LAYERS // 2),)
 REFUSED = {
     "other_rules": "custom_vjp",
     "interleaved": "interleaved",
-    "unet": "",
     "effects": "effect",
 }
 """Style -> a word of the sentence that says why its list stays as it is."""
@@ -54,6 +53,7 @@ LOOPS: dict[str, tuple[Place, ...]] = {
     **dict.fromkeys(("period", "period_fold_in", "checkpoint_period"), IN_PAIRS),
     **dict.fromkeys(("dense_first", "value_residual", "mix"), BUT_FIRST),
     "encoder_decoder": (("encoder", 0, 1, LAYERS), ("decoder", 0, 1, LAYERS)),
+    "unet": (("layers", 2, 2, 2),),
     "residual": (("narrow", 0, 1, LAYERS), ("wide", 1, 1, LAYERS - 1)),
     **dict.fromkeys(("linen_block", "linen_remat"), (("block", 0, 1, LAYERS),)),
     "linen_h": (("h", 0, 1, LAYERS),),

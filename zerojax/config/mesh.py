@@ -259,10 +259,14 @@ class MeshConfig:
     """Layers that a Python loop calls run as one loop of the compiler, stored stacked. auto: where
     at least four layers are the same program and are gathered, streamed, pipelined or recomputed
     one by one; off: as they are written. Every name stays the model's own."""
-    roll_remat: Literal["model", "none", "full", "attention", "dots"] = "model"
+    roll_remat: Literal["auto", "model", "none", "full", "attention", "dots", "elementwise"] = (
+        "auto"
+    )
     """What the backward pass computes again of layers that are rolled: full, all of a layer from
-    its input; attention, all but its result; dots, all but matrix products; none, nothing; model,
-    what the model's own jax.checkpoint says. Reference models have `model.remat` instead."""
+    its input; attention, all but its result; dots, all but matrix products; elementwise, what is
+    neither a product nor another costly operation; none, nothing; model, what the model's own
+    jax.checkpoint says; auto, as model, or elementwise where layers without checkpoints would keep
+    more than their weights take. Reference models have `model.remat` instead."""
     kernels: Literal["auto", "xla", "mosaic_gpu", "interpret"] = "auto"
     """What runs the statistics of gradients (with the loss scale) and the update. xla: the
     compiler's fusions; mosaic_gpu: this project's Pallas kernels, one for many arrays, or an error;

@@ -6,7 +6,7 @@ Knows traces, names and settings. Whatever is in doubt leaves the model as the u
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,14 @@ from zerojax import models
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import HOST
 from zerojax.models import trees
-from zerojax.models.rolling import Loop, RolledModel, find_loops
+from zerojax.models.rolling import (
+    ELEMENTWISE,
+    Loop,
+    RolledModel,
+    find_loops,
+    has_checkpoints,
+    kept_bytes,
+)
 from zerojax.optim import Optimizer
 from zerojax.plan.device_mesh import MODEL, STAGE
 from zerojax.plan.layer_stacks import RowsDifferError, Stacks, group_rows
@@ -101,18 +108,23 @@ def _choose(
     params: Structs,
     wishes: Wishes,
 ) -> Rolling:
-    found = find_loops(trace, params)
+    rows_of = _Rows(model, params, wishes)
+    found = find_loops(trace, params, rows_of.kind_of)
     rolled: list[Loop] = []
     reasons: list[str] = []
-    rows_of, remat = _Rows(model, params, wishes), wishes.settings.roll_remat
-    said = "" if remat == "model" else f"; roll_remat={remat}"
     for loop in found.loops:
-        why = _why_not_worth(loop, wishes) or rows_of.why_not_alike(loop)
+        why = _why_not_worth(loop, wishes) or rows_of.why_state_differs(loop)
         if why is None:
-            rolled.append(loop)
+            remat, said = _choose_remat(loop, wishes, params)
+            rolled.append(dataclasses.replace(loop, remat=remat))
             reasons.append(f"layers: {loop.describe()}{said}")
-        elif loop.period * loop.count >= MIN_TURNS:
-            reasons.append(f"layers: {loop.title} not rolled: {why}")
+        elif loop.layers.num_layers >= MIN_TURNS:
+            more = (
+                f" (the longer list is not one loop: {loop.why_not_more})"
+                if loop.why_not_more
+                else ""
+            )
+            reasons.append(f"layers: {loop.title} not rolled: {why}{more}")
     reasons += [f"layers: not rolled: {sentence}" for sentence in found.left]
     if not rolled:
         return Rolling(reasons=tuple(reasons))
@@ -120,9 +132,35 @@ def _choose(
         titles = ", ".join(loop.title for loop in rolled)
         return Rolling(reasons=(f"layers: {titles} not rolled: {why}",))
     return Rolling(
-        model=RolledModel(model, rolled, params, wishes.settings.roll_remat),
+        model=RolledModel(model, rolled, params),
         loops=tuple(rolled),
         reasons=tuple(reasons),
+    )
+
+
+def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str]:
+    """Chooses what the backward pass computes again of each turn.
+
+    By itself, a loop keeps elementwise results of every turn, where layers left alone compute them
+    again within other operations. That may take more memory than a loop's gathers by layer save.
+
+    Returns:
+      (name of the policy, a clause for the plan).
+    """
+    remat = wishes.settings.roll_remat
+    if remat != "auto":
+        return remat, "" if remat == "model" else f"; roll_remat={remat}"
+    if has_checkpoints(loop.body) or works_with_loops_alone(wishes.settings, wishes.mesh):
+        return "model", ""
+    kept, fewer = (kept_bytes(loop.body, elementwise=x) * loop.count for x in (False, True))
+    rows = [params[name] for names in loop.stacks.values() for name in names]
+    weights = sum(x.size * x.dtype.itemsize for x in rows)
+    if fewer > kept / 2 or kept - fewer <= weights:
+        return "model", ""
+    sizes = [trees.format_bytes(x) for x in (fewer, kept, weights)]
+    return ELEMENTWISE, (
+        f"; the backward pass computes elementwise results again: it keeps {sizes[0]}, not "
+        f"{sizes[1]}, beside {sizes[2]} of weights (roll_remat=model keeps them)"
     )
 
 
@@ -153,7 +191,7 @@ def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
     by_layer = (
         settings.zero == 3
         or works_with_loops_alone(settings, wishes.mesh)
-        or (loop.is_checkpointed if remat == "model" else remat != "none")
+        or (loop.is_checkpointed if remat in ("auto", "model") else remat != "none")
     )
     if not by_layer:
         return (
@@ -170,7 +208,7 @@ def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
 
 def _fewest_turns(wishes: Wishes) -> int:
     needs_loop = works_with_loops_alone(wishes.settings, wishes.mesh)
-    return 2 if needs_loop or wishes.settings.roll_remat != "model" else MIN_TURNS
+    return 2 if needs_loop or wishes.settings.roll_remat not in ("auto", "model") else MIN_TURNS
 
 
 def works_with_loops_alone(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> bool:
@@ -185,13 +223,13 @@ def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
     Raises:
       ValueError: nothing is rolled.
     """
-    if settings.roll_remat == "model" or rolling.model is not None:
+    if settings.roll_remat in ("auto", "model") or rolling.model is not None:
         return
     why = "roll=off" if settings.roll == "off" else "; ".join(rolling.reasons)
     raise ValueError(
         f"roll_remat={settings.roll_remat} is for layers of a Python list that become a loop, "
         f"and none do here ({why or 'the model has no such list'}); put jax.checkpoint around the "
-        "layers in the model, or give model.remat to a reference model, and leave roll_remat=model"
+        "layers in the model, or give model.remat to a reference model, and leave roll_remat=auto"
     )
 
 
@@ -212,22 +250,31 @@ class _Rows:
         settings = tx.settings if isinstance(tx, Optimizer) else None
         self._settings = {} if settings is None else settings(self._trained)
 
-    def why_not_alike(self, loop: Loop) -> str | None:
-        """The first stack of whose rows something different is asked, if there is one."""
-        asked: list[tuple[str, Callable[[str], Any]]] = [
-            ("freeze= takes", self._frozen.__getitem__),
-            ("a tensor-parallel rule splits", self._axes.__getitem__),
-            ("the optimizer's mask or groups treat", self._settings.get),
-        ]
-        for stack, names in loop.stacks.items():
-            for what, value_of in asked:
-                other = _other(names, value_of)
-                if other is not None:
-                    return f"{what} {names[0]} and {other} differently, rows of {stack}"
-        return None if isinstance(self._wishes.tx, Optimizer) else self._why_state_differs(loop)
+        self._forms = {} if isinstance(tx, Optimizer) else self._state_forms()
 
-    def _why_state_differs(self, loop: Loop) -> str | None:
+    def kind_of(self, name: str) -> tuple[Any, ...]:
+        """Returns what is asked of one parameter: the same for all rows of a stack."""
+        asked = self._frozen[name], self._axes[name], self._settings.get(name)
+        return (*asked, self._forms.get(name))
+
+    def _state_forms(self) -> dict[str, tuple[Any, ...]]:
+        """{name: how a transformation keeps the state of that parameter}.
+
+        Groups and masks, such as those of `optax.multi_transform`, keep other state for others.
+        """
+        state = jax.eval_shape(self._wishes.tx.init, self._trained)
+        forms: dict[str, list[Any]] = {name: [] for name in self._trained}
+        holds = lambda x: isinstance(x, dict) and not forms.keys().isdisjoint(x)  # noqa: E731
+        for node in jax.tree.leaves(state, is_leaf=holds):
+            if holds(node):
+                for name, form in forms.items():
+                    form.append(jax.tree.structure(node[name]) if name in node else None)
+        return {name: tuple(form) for name, form in forms.items()}
+
+    def why_state_differs(self, loop: Loop) -> str | None:
         """Why a transformation's state of rows is not that of one array, if it is not."""
+        if isinstance(self._wishes.tx, Optimizer):
+            return None
         stacks = {s: names for s, names in loop.stacks.items() if names[0] in self._trained}
         try:
             state = jax.eval_shape(self._wishes.tx.init, self._trained)
@@ -248,12 +295,6 @@ def _axes_of(model: models.Model, params: Structs, wishes: Wishes) -> dict[str, 
         rules = ()
     shapes = {name: tuple(x.shape) for name, x in params.items()}
     return tensor_parallel_axes(shapes, wishes.mesh.shape, rules)
-
-
-def _other(names: Sequence[str], value_of: Callable[[str], Any]) -> str | None:
-    """The first name with another value than the first one's."""
-    first = value_of(names[0])
-    return next((name for name in names if value_of(name) != first), None)
 
 
 def stack_structs(params: Structs, stacks: Stacks) -> dict[str, jax.ShapeDtypeStruct]:

@@ -58,6 +58,7 @@ class Equality:
     def __init__(self, places: Mapping[str, Any]) -> None:
         self.places = places
         self._derivatives: dict[int, tuple[Any, ClosedJaxpr]] = {}
+        self._compared: dict[tuple[int, int], tuple[Any, Any, set[Hole] | None]] = {}
 
     def holes(self, first: Any, second: Any) -> set[Hole] | None:
         """Compares two equations, whatever their operands are.
@@ -66,9 +67,14 @@ class Equality:
           None where they differ; else the literals that differ within the program of a checkpoint,
           which are the only difference.
         """
-        holes: set[Hole] = set()
-        allowed = holes if is_checkpoint(first) else None
-        return holes if self._same_equation(first, second, allowed, True) else None
+        key = id(first), id(second)
+        known = self._compared.get(key)
+        if known is None:  # the equations are kept with the answer, so that no other has their ids
+            holes: set[Hole] = set()
+            allowed = holes if is_checkpoint(first) else None
+            same = self._same_equation(first, second, allowed, True)
+            known = self._compared[key] = first, second, holes if same else None
+        return known[2]
 
     def _same_equation(self, first: Any, second: Any, holes: set[Hole] | None, rules: bool) -> bool:
         if first.primitive is not second.primitive or len(first.invars) != len(second.invars):

@@ -19,7 +19,15 @@ _CALLS = ("jit", "pjit", "closed_call")
 
 
 class Mismatch(Exception):
-    """Layers cannot be one loop; the text says why."""
+    """Layers cannot be one loop; the text says why.
+
+    Attributes:
+      turn: number of the first turn that differs from those before it; None where that is unknown.
+    """
+
+    def __init__(self, why: str, turn: int | None = None) -> None:
+        super().__init__(why)
+        self.turn = turn
 
 
 # --- calls, opened --------------------------------------------------------------------------------
@@ -129,14 +137,17 @@ class LayerProgram:
     Attributes:
       closed: the program, see `open_calls`.
       places: {input of the program: its place}, of the parameters of the list.
+      numbers: of the layers, for people.
       position: variable -> number of the equation that makes it; inputs are not in it.
       made_by: variable -> (equation, number of the result).
       depth: variable -> the last layer whose parameters it depends on, -1 for none.
       plain: the variables that depend on parameters of the list alone: casts, `1 + scale`.
     """
 
-    def __init__(self, closed: ClosedJaxpr, places: Mapping[Any, Place]) -> None:
-        self.closed, self.places = closed, places
+    def __init__(
+        self, closed: ClosedJaxpr, places: Mapping[Any, Place], numbers: Sequence[int]
+    ) -> None:
+        self.closed, self.places, self.numbers = closed, places, numbers
         self.equations = closed.jaxpr.eqns
         self.position: dict[Any, int] = {}
         self.made_by: dict[Any, tuple[Any, int]] = {}
@@ -189,27 +200,36 @@ class LayerProgram:
         """Whether a later layer computes with what this variable becomes."""
         return self._reach.get(variable, -1) > layer
 
-    def cuts(self, start: int, layers: Sequence[int]) -> list[list[Any]]:
-        """For each of these layers the values that are live between it and the next.
+    @property
+    def span(self) -> tuple[int, int]:
+        """The numbers of the first and the last equation that use parameters of the list."""
+        return min(self._first.values(), default=0), max(self._last.values(), default=0)
+
+    def cuts(self, start: int, layers: Sequence[int], *, early: bool) -> list[list[Any]]:
+        """Returns for each of these layers the values that are live between it and the next.
 
         A cut lies between the last use of a layer's parameters and the first of the next layer's,
         where the fewest bytes are live that were made since the cut before.
 
         Args:
           start: layer from which on values count.
+          early: take the first of places that are alike, and not the last one: what is computed
+            before the next layer's first parameter, such as an activation, is of that layer.
 
         Raises:
           Mismatch: two layers are interleaved, or a layer uses none of its parameters.
         """
         last_use = self._last_uses()
         before, found = -1, []
-        for layer in layers:
+        for turn, layer in enumerate(layers, 1):
             if layer not in self._last or layer + 1 not in self._first:
-                raise Mismatch(f"layer {layer} or {layer + 1} reads none of its parameters")
+                numbers = f"{self.numbers[layer]} or {self.numbers[layer + 1]}"
+                raise Mismatch(f"layer {numbers} reads none of its parameters", turn)
             low, high = self._last[layer], self._first[layer + 1]
             if low >= high:
-                raise Mismatch(f"layers {layer} and {layer + 1} are interleaved")
-            before, live = self._best_cut(start, before, low, high, last_use)
+                numbers = f"{self.numbers[layer]} and {self.numbers[layer + 1]}"
+                raise Mismatch(f"layers {numbers} are interleaved", turn)
+            before, live = self._best_cut(start, before, (low, high), last_use, early)
             found.append(live)
         return found
 
@@ -224,10 +244,11 @@ class LayerProgram:
         self,
         start: int,
         before: int,
-        low: int,
-        high: int,
+        between: tuple[int, int],
         last_use: Sequence[tuple[int, int, Any]],
+        early: bool,
     ) -> tuple[int, list[Any]]:
+        low, high = between
         first = bisect.bisect_right(last_use, before, key=lambda one: one[0])
         end = bisect.bisect_left(last_use, high, key=lambda one: one[0])
         near = [
@@ -239,7 +260,7 @@ class LayerProgram:
         for cut in range(low, high):
             live = [variable for made, last, variable in near if made <= cut < last]
             size = sum(map(num_bytes, live))
-            if best is None or size <= best[0]:
+            if best is None or size < best[0] or (size == best[0] and not early):
                 best = size, cut, live
         assert best is not None
         return best[1], best[2]

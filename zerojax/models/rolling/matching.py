@@ -170,9 +170,10 @@ class Matcher:
             if values[0] in self.inside:
                 raise Mismatch("a value of one layer goes into several others")
             return Shared(values[0])
-        if not all(same_kind(value, values[0]) for value in values):
+        other = next((n for n, v in enumerate(values) if not same_kind(v, values[0])), None)
+        if other is not None:
             kinds = sorted({str(value.aval) for value in values})
-            raise Mismatch(f"shapes or dtypes differ: {', '.join(kinds)}")
+            raise Mismatch(f"shapes or dtypes differ: {', '.join(kinds)}", other)
         return self._parameters(values)
 
     def _literals(self, values: Values) -> Operand:
@@ -196,10 +197,10 @@ class Matcher:
     def _note_first(self, number: int, values: Values) -> None:
         first = self.inits.setdefault(number, values[0])
         if first is not values[0] and not _equal_literals(first, values[0]):
-            raise Mismatch("the first layer takes two values where others take one")
+            raise Mismatch("the first layer takes two values where others take one", 1)
         if not same_kind(values[0], values[1]):
             raise Mismatch(
-                f"the first layer takes {values[0].aval}, and the next one {values[1].aval}"
+                f"the first layer takes {values[0].aval}, and the next one {values[1].aval}", 1
             )
 
     def _parameters(self, values: Values) -> Operand | None:
@@ -213,7 +214,8 @@ class Matcher:
             for turn, place in zip(self.turns.numbers, owners, strict=True)
         }
         if len(offsets) != 1 or not 0 <= next(iter(offsets))[0] < self.turns.period:
-            texts = ", ".join(f"{place.within} of layer {place.layer}" for place in owners[:2])
+            number = self.program.numbers
+            texts = ", ".join(f"{x.within} of layer {number[x.layer]}" for x in owners[:2])
             raise Mismatch(f"layers read parameters of other places: {texts}")
         return self._stack(values)
 
@@ -223,7 +225,7 @@ class Matcher:
 
     def _equation(self, values: Values) -> _Step:
         """Matches the equations that make the values, and what they take."""
-        made = [self._maker(value) for value in values]
+        made = self._makers(values)
         equations, index = tuple(equation for equation, _ in made), made[0][1]
         if any(k != index for _, k in made):
             raise Mismatch(f"other results of `{equations[0].primitive.name}`")
@@ -238,18 +240,22 @@ class Matcher:
             self.nodes[key] = Node(equations, tuple(operands), tuple(holes))
         return Result(key, index)
 
-    def _maker(self, value: Any) -> tuple[Any, int]:
-        if isinstance(value, Literal) or value not in self.program.made_by:
-            raise Mismatch("one layer computes what another one is given")
-        return self.program.made_by[value]
+    def _makers(self, values: Values) -> list[tuple[Any, int]]:
+        made_by = self.program.made_by
+        made = [None if isinstance(v, Literal) else made_by.get(v) for v in values]
+        if None in made:
+            other = next((n for n, x in enumerate(made) if (x is None) != (made[0] is None)), None)
+            raise Mismatch("one layer computes what another one is given", other)
+        return [x for x in made if x is not None]
 
     def _compare(self, equations: Sequence[Any]) -> list[Hole]:
         first, holes = equations[0], set[Hole]()
         for number, other in enumerate(equations[1:], 1):
             found = self.equality.holes(first, other)
             if found is None:
-                turn = self.turns.numbers[number]
-                raise Mismatch(_difference(first, other, self.turns, turn))
+                turns = self.turns.numbers[0], self.turns.numbers[number]
+                layers = [self.program.numbers[self.turns.layer(turn)] for turn in turns]
+                raise Mismatch(_difference(first, other, layers), number)
             holes |= found
         if any(equation.effects for equation in equations):
             raise Mismatch(f"`{first.primitive.name}` has effects, whose order a loop may change")
@@ -274,9 +280,9 @@ def _literal(equation: Any, hole: Hole) -> Any:
     return program_of(equation).jaxpr.eqns[number].invars[place]
 
 
-def _difference(first: Any, other: Any, turns: Turns, turn: int) -> str:
+def _difference(first: Any, other: Any, layers: Sequence[int]) -> str:
     names = first.primitive.name, other.primitive.name
-    where = f"layer {turns.layer(turns.numbers[0])}", f"layer {turns.layer(turn)}"
+    where = [f"layer {number}" for number in layers]
     if names[0] != names[1]:
         return f"{where[0]} computes `{names[0]}` where {where[1]} computes `{names[1]}`"
     keys = first.params.keys() & other.params.keys()

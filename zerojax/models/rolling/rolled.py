@@ -12,8 +12,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from zerojax.models.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, variables
-from zerojax.models.rolling.equality import Equality, abstract_value, same_kind
+from zerojax.models.rolling.equality import Equality, Hole, abstract_value, same_kind
 from zerojax.models.rolling.flat_program import LayerProgram, Mismatch, num_bytes
+from zerojax.models.rolling.kept_values import ELEMENTWISE, keep_products
 from zerojax.models.rolling.matching import (
     Carried,
     Matcher,
@@ -24,6 +25,7 @@ from zerojax.models.rolling.matching import (
     Shared,
     Turns,
 )
+from zerojax.models.rolling.proof import check_unrolled
 from zerojax.models.zoo.stacking import REMAT_POLICIES
 
 Key = tuple[tuple[int, ...], int]
@@ -38,6 +40,8 @@ class Rolled:
       program: the flat program.
       body: takes shared values, carried values and one row of each stack; gives what is carried on,
         then one row of each further output.
+      sources: for each equation of the body the equation of the first turn that it is, and the
+        literals in its program that it takes as further operands.
       shared: variables or literals that every turn takes.
       inits: what the first turn is carried.
       rows: for each stack its value in each turn.
@@ -48,6 +52,7 @@ class Rolled:
 
     program: LayerProgram
     body: ClosedJaxpr
+    sources: tuple[tuple[Any, tuple[Hole, ...]], ...]
     shared: tuple[Any, ...]
     inits: tuple[Any, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -90,8 +95,8 @@ class Rolled:
         Its inputs are the stacks [turns, ...], then the other inputs of the program in their order.
 
         Args:
-          remat: what the backward pass computes again of a turn, a name of `REMAT_POLICIES` or
-            "none", instead of what the checkpoints in it say; "model" leaves these.
+          remat: what the backward pass computes again of a turn instead of what the checkpoints in
+            it say: a name of `REMAT_POLICIES`, "elementwise" or "none"; "model" leaves these.
         """
         stacks = self.stacks
         stacked = {variable for row in stacks for variable in row}
@@ -166,7 +171,8 @@ def _layers_with(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
 
     if remat == "none":
         return run
-    return jax.checkpoint(run, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    policy = keep_products if remat == ELEMENTWISE else REMAT_POLICIES[remat]
+    return jax.checkpoint(run, policy=policy, prevent_cse=False)
 
 
 def _without_barriers(body: ClosedJaxpr) -> ClosedJaxpr:
@@ -213,13 +219,17 @@ def roll(program: LayerProgram, equality: Equality, start: int, period: int, cou
       Mismatch: they are not the same program, with the first difference.
     """
     turns = Turns(start, period, tuple(range(count)))
-    try:
-        return _Search(program, equality, turns, strict=False).rolled()
-    except Mismatch as mismatch:
-        try:  # without what only the rest of the program reads, such as running means
-            return _Search(program, equality, turns, strict=True).rolled()
-        except Mismatch:
-            raise mismatch from None
+    first: Mismatch | None = None
+    for early in (False, True):
+        for strict in (False, True):
+            try:
+                rolled = _Search(program, equality, turns, strict=strict, early=early).rolled()
+                check_unrolled(rolled, equality)
+                return rolled
+            except Mismatch as mismatch:
+                first = first or mismatch.with_traceback(None)
+    assert first is not None
+    raise first
 
 
 class _Search:
@@ -229,20 +239,30 @@ class _Search:
     """
 
     def __init__(
-        self, program: LayerProgram, equality: Equality, turns: Turns, *, strict: bool
+        self, program: LayerProgram, equality: Equality, turns: Turns, *, strict: bool, early: bool
     ) -> None:
+        """Looks for the values that go from turn to turn.
+
+        Args:
+          strict: leave out what only the rest of the program reads, such as running means.
+          early: as `LayerProgram.cuts` takes it.
+
+        Raises:
+          Mismatch: two layers are interleaved, or have other numbers of such values.
+        """
         self.program, self.equality, self.turns = program, equality, turns
         self.count = len(turns.numbers)
         self.end = turns.layer(self.count) - 1
         layers = [turns.layer(turn) - 1 for turn in turns.numbers[1:]]
-        cuts = program.cuts(turns.start, layers)
+        cuts = program.cuts(turns.start, layers, early=early)
         if strict:
             cuts = [
                 [v for v in cut if program.goes_on(v, layer)]
                 for cut, layer in zip(cuts, layers, strict=True)
             ]
-        if len({len(cut) for cut in cuts}) != 1:
-            raise Mismatch("between layers there are other numbers of values")
+        other = next((n for n, cut in enumerate(cuts) if len(cut) != len(cuts[0])), None)
+        if other is not None:
+            raise Mismatch("between layers there are other numbers of values", other)
         self.carry: list[dict[int, Any]] = [
             {turn: cut[k] for turn, cut in enumerate(cuts, 1)} for k in range(len(cuts[0]))
         ]
@@ -286,7 +306,8 @@ class _Search:
                 return candidate
             except Mismatch as mismatch:
                 why = why or mismatch
-        raise Mismatch(str(why) if why else "the last layer gives nothing like the one before it")
+        text = str(why) if why else "the last layer gives nothing like the one before it"
+        raise Mismatch(text, self.count - 1)
 
     def _candidates(self, variable: Any) -> list[Any]:
         """Values of the last turn that are made as this one of the turn before is.
@@ -331,7 +352,8 @@ class _Search:
                 key, k, turn = made[variable]
                 outputs.setdefault((key, k), {})[turn] = variable
         order = [*results, *(Result(*key) for key in outputs)]
-        body, shared = _Body(matcher, [one[1] for one in self.carry], order).build(jaxpr)
+        made_body = _Body(matcher, [one[1] for one in self.carry], order)
+        body, shared = made_body.build(jaxpr)
         taken = [value for row in matcher.rows for value in row]
         taken += [*matcher.inits.values(), *shared]
         before, _ = _slice(program, list(variables(taken)), lambda _: False)
@@ -342,6 +364,7 @@ class _Search:
         rolled = Rolled(
             program=program,
             body=body,
+            sources=tuple((node.equations[0], node.holes) for node in made_body.nodes),
             shared=tuple(shared),
             inits=tuple(matcher.inits[k] for k in range(len(self.carry))),
             rows=tuple(matcher.rows),
@@ -357,7 +380,7 @@ class _Search:
 
 
 def _check(rolled: Rolled) -> None:
-    """Refuses parameters of the loop that something else reads, and effects.
+    """Refuses parameters of the loop that something else reads.
 
     Raises:
       Mismatch: with the reason.
@@ -373,12 +396,8 @@ def _check(rolled: Rolled) -> None:
     for variable in variables(read):
         if variable in stacked:
             place = rolled.program.places[variable]
-            raise Mismatch(f"{place.within} of layer {place.layer} is also read outside of layers")
-    for equation in rolled.program.equations:
-        if equation.effects:
-            raise Mismatch(
-                f"`{equation.primitive.name}` has effects, whose order a loop may change"
-            )
+            layer = rolled.program.numbers[place.layer]
+            raise Mismatch(f"{place.within} of layer {layer} is also read outside of layers")
 
 
 def _slice(
@@ -406,14 +425,14 @@ class _Body:
         self.carry = [Var(variable.aval) for variable in carried]
         self.rows = [Var(row[0].aval) for row in matcher.rows]
         self.shared: dict[Any, Any] = {}
+        position = matcher.program.position
+        self.nodes = sorted(
+            matcher.nodes.values(), key=lambda node: position[node.equations[0].outvars[0]]
+        )
 
     def build(self, template: Jaxpr) -> tuple[ClosedJaxpr, list[Any]]:
         """(the program, the variables that it takes for its shared values)."""
-        position = self.matcher.program.position
-        nodes = sorted(
-            self.matcher.nodes.values(), key=lambda node: position[node.equations[0].outvars[0]]
-        )
-        equations = [self._equation(node) for node in nodes]
+        equations = [self._equation(node) for node in self.nodes]
         outputs = [self._atom(result) for result in self.results]
         body = template.replace(
             constvars=[],

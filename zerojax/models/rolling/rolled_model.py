@@ -45,16 +45,13 @@ class RolledModel:
         inner: Model,
         loops: Sequence[Loop],
         params: Mapping[str, Any],
-        remat: str = "model",
     ) -> None:
         """Args:
         inner: not rolled.
         loops: of `find_loops`.
         params: {name: what has a shape and a dtype}, of all parameters of `inner`.
-        remat: what the backward pass computes again of each turn: "none", "full", "attention" or
-          "dots"; "model": what the model's own checkpoints say.
         """
-        self.inner, self.loops, self.remat = inner, tuple(loops), remat
+        self.inner, self.loops = inner, tuple(loops)
         self.kind, self.source = inner.kind, inner.source
         self.stacks = {s: names for loop in loops for s, names in loop.stacks.items()}
         self._stack_of = read_stacks(loops)
@@ -154,7 +151,7 @@ class RolledModel:
     def _roll(self, program: ClosedJaxpr, names: Sequence[str]) -> NamedProgram:
         named = NamedProgram(open_calls(program), tuple(names))
         for loop in self.loops:
-            named = roll_program(named, loop, self.remat)
+            named = roll_program(named, loop)
         return named
 
     def _reads_of(self, reads: OnRead) -> dict[str, Callable[[Any], jax.Array]]:
