@@ -241,10 +241,11 @@ def not_in_layer_4(path: Any, _: Any) -> bool:
 
 
 TOLD_APART = {
-    "freeze": ({"freeze": "layers/2/"}, "layers/2/down/bias"),
+    "freeze": ({"freeze": "layers/2/"}, "3..5", "down/bias of layers 0 and 2"),
     "groups": (
         {"optimizer": zerojax.adamw(1e-3, groups={"layers/3/": {"learning_rate_factor": 0.1}})},
-        "layers/3/down/bias",
+        "0..2",
+        "down/bias of layers 0 and 3",
     ),
     "masks": (
         {
@@ -252,22 +253,28 @@ TOLD_APART = {
                 optax.adam(1e-3), functools.partial(jax.tree.map_with_path, not_in_layer_4)
             )
         },
-        "layers/4/down/bias",
+        "0..3",
+        "down/bias of layers 0 and 4",
     ),
-    "rules": ({"mesh": {"model": 2, "rules": [("layers/5/up/bias", ["model"])]}}, "layers/5/up"),
+    "rules": (
+        {"mesh": {"model": 2, "rules": [("layers/5/up/bias", ["model"])]}},
+        "0..4",
+        "up/bias of layers 0 and 5",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", TOLD_APART)
-def test_layers_that_are_told_apart_stay_as_they_are(name: str) -> None:
-    settings, other = TOLD_APART[name]
+def test_layers_that_are_told_apart_are_not_of_the_loop(name: str) -> None:
+    """And fewer than four are no loop."""
+    settings, run, other = TOLD_APART[name]
     mesh = {**ZERO_3, "data": 2, **settings.get("mesh", {})}
     plan = plan_of(mesh, **{key: x for key, x in settings.items() if key != "mesh"})
-    assert plan.stacks == {}
     [reason] = [line for line in plan.reasons if line.startswith("layers:")]
-    assert "layers/0..5 not rolled" in reason
-    assert "layers/0/" in reason
+    assert f"layers/{run} " in reason
     assert other in reason
+    assert ("not rolled" in reason) == (not plan.stacks) == (run in ("3..5", "0..2"))
+    assert all(f"layers/{run}/" in stack for stack in plan.stacks)
 
 
 def test_an_optimizer_that_codes_whole_arrays_leaves_layers_as_they_are() -> None:

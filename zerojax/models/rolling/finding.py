@@ -14,7 +14,8 @@ from zerojax.models.loops import keeps_products
 from zerojax.models.rolling.equality import Equality
 from zerojax.models.rolling.flat_program import LayerProgram, Mismatch, Place, open_calls
 from zerojax.models.rolling.layer_names import LayerList, find_lists, join_lists, stack_name
-from zerojax.models.rolling.rolled import Rolled, roll
+from zerojax.models.rolling.rolled import Rolled
+from zerojax.models.rolling.turn_search import roll
 from zerojax.models.trace import ModelTrace
 
 MIN_TURNS = 2
@@ -198,7 +199,7 @@ class _Runs:
       why_not_all: the first difference between layers, where their parameters differ.
     """
 
-    def __init__(self, kinds: Sequence[Any], numbers: Sequence[int]) -> None:
+    def __init__(self, kinds: Sequence[frozenset[Any]], numbers: Sequence[int]) -> None:
         """Args:
         kinds: for each layer what layers of one loop have in common; comparable.
         numbers: of the layers, for people.
@@ -206,9 +207,10 @@ class _Runs:
         self._waiting: list[tuple[int, int, int, int]] = []
         self._seen: set[Run] = set()
         other = next((n for n, kind in enumerate(kinds) if kind != kinds[0]), 0)
+        within = min((str(one[0]) for one in kinds[0] ^ kinds[other]), default="")
         self.why_not_all = (
-            f"layer {numbers[other]} has other parameters than layer {numbers[0]}, or other "
-            "settings for them (freeze, rules, groups or masks of the optimizer)"
+            f"{within} of layers {numbers[0]} and {numbers[other]} differs in its shape or dtype, "
+            "or in what freeze, rules, groups or masks say of it"
         )
         for period in range(1, MAX_PERIOD + 1):
             start = 0

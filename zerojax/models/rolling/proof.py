@@ -7,7 +7,7 @@ with the same operands. Knows nothing of how the loop was found.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jax.extend.core import Literal
@@ -15,9 +15,7 @@ from jax.extend.core import Literal
 from zerojax.models.jaxpr import program_of, variables
 from zerojax.models.rolling.equality import Equality, Hole, same_literals
 from zerojax.models.rolling.flat_program import Mismatch
-
-if TYPE_CHECKING:
-    from zerojax.models.rolling.rolled import Rolled
+from zerojax.models.rolling.rolled import Rolled
 
 Key = tuple[Any, ...]
 
