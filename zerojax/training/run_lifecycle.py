@@ -37,6 +37,7 @@ from zerojax.models.trees import flatten_names, num_bytes
 from zerojax.plan.counts import model_flops
 from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
+from zerojax.runtime.kept_programs import keep_programs
 from zerojax.runtime.redaction import redact
 from zerojax.runtime.user_files import not_for_everybody
 from zerojax.runtime.watchdog import Watchdog
@@ -118,6 +119,8 @@ def open_run(
       ValueError, CheckpointError: before anything is on a device; also where the processes of a
         group are about to start different runs.
     """
+    if (said := keep_programs()) is not None:
+        files = dataclasses.replace(files, reasons=(*files.reasons, said))
     check_offload(plan)
     if jax.process_count() > 1:
         together = {

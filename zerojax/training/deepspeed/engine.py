@@ -31,6 +31,7 @@ from zerojax.plan.make import Plan, make_plan
 from zerojax.plan.state import TrainState
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.folder_lock import Hold
+from zerojax.runtime.kept_programs import keep_programs
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.training import deepspeed
 from zerojax.training.checkpointing import (
@@ -278,6 +279,8 @@ class Engine(EngineQueries, AbsentMethods):
         if self.plan is None:
             with self._guard.during("planning, and making the state", is_long=True):
                 plan = self._make_plan(self._settings, abstract_global(example, self.mesh))
+                if (said := keep_programs()) is not None:
+                    self._journal.say(said)
                 check_offload(plan)
                 self._step, self._evaluate = build_step(plan), build_evaluation(plan)
                 self._make_state(plan)

@@ -1,0 +1,79 @@
+"""Compiled programs that are kept for the next start of the same run.
+
+JAX's persistent compilation cache, with a folder of the user's cache where nothing else is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from zerojax.runtime.user_files import CACHE_VARIABLE, user_cache
+
+MAX_BYTES = 8 << 30
+"""Of all kept programs; those written first are removed at a start."""
+MIN_SECONDS = 0.1
+"""A program that compiles faster is not kept."""
+_SAFE_ON_CPU = (0, 11)
+"""Older versions of JAX may crash on a program for CPUs that was read from the cache."""
+
+
+def keep_programs() -> str | None:
+    """Has JAX keep what this process compiles, and read what earlier ones kept.
+
+    Changes nothing where JAX's own settings name a folder or switch its cache off, and where
+    ZEROJAX_CACHE is "off".
+
+    Returns:
+      A sentence for the log; None where nothing was changed.
+    """
+    root, config = user_cache(), jax.config
+    if root is None or config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+        return None
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu and jax.__version_info__ < _SAFE_ON_CPU:
+        return None
+    # XLA compiles for the processor that it runs on; a folder may be shared by several machines.
+    folder = root / "programs" / (_processor() if on_cpu else jax.default_backend())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _keep_within(folder.parent, MAX_BYTES)
+    except OSError as error:
+        return f"compiled programs are not kept: {folder}: {error.strerror}"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_SECONDS)
+    compilation_cache.reset_cache()  # it remembers that there was no folder
+    return f"compiled programs are kept in {folder} for the next start ({CACHE_VARIABLE}=off: not)"
+
+
+def _processor() -> str:
+    """Returns a name of this kind of processor."""
+    words = [platform.machine()]
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        words += sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
+    return "cpu-" + hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+
+
+def _keep_within(folder: Path, limit: int) -> None:
+    """Removes the files written first until those in a folder take at most `limit` bytes."""
+    found: list[tuple[float, int, str]] = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # another process removed it
+                path = os.path.join(place, name)
+                stat = os.lstat(path)
+                found.append((stat.st_mtime, stat.st_size, path))
+    excess = sum(size for _, size, _ in found) - limit
+    for _, size, path in sorted(found):
+        if excess <= 0:
+            return
+        with contextlib.suppress(OSError):
+            os.remove(path)
+            excess -= size
