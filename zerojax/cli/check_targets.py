@@ -24,6 +24,7 @@ from zerojax.config import MeshConfig, RunConfig, load
 from zerojax.config.recognition import is_deepspeed
 from zerojax.data import as_feed, as_source
 from zerojax.models.adapt import as_model, bound_attribute, default_loss, width_of
+from zerojax.models.given_arrays import as_arrays
 from zerojax.models.losses import next_token_of_call
 from zerojax.plan import make
 from zerojax.training import deepspeed, entry
@@ -62,7 +63,7 @@ def read_target(target: str, name: str, *, overrides: list[str], steps: int) -> 
 
 def _fewer_rows(batch: Any) -> Any:
     def cut(batch: Any) -> Any:
-        return jax.tree.map(lambda x: np.asarray(x)[:MOST_ROWS], batch)
+        return jax.tree.map(lambda x: np.asarray(x)[:MOST_ROWS], as_arrays(batch))
 
     return (lambda step: cut(batch(step))) if callable(batch) else cut(batch)
 
