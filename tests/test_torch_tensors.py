@@ -17,7 +17,7 @@ from flax import nnx
 
 import zerojax
 from tests import torch_stand_in
-from zerojax.data import one_pass
+from zerojax.data import as_feed, one_pass
 from zerojax.models.adapt import as_loss, as_model
 from zerojax.models.given_arrays import as_arrays
 from zerojax.training.equality import make_request
@@ -130,12 +130,13 @@ def test_training_takes_tensors_everywhere(tensor):
         step = trainer.step(given[0])
         return [float(step["loss"]), *(x["loss"] for x in (*trainer.history, *trainer.evaluations))]
 
-    assert losses(tensor) == losses(np.asarray)
+    assert losses(lambda array: tensor(array, requires_grad=True)) == losses(np.asarray)
 
 
 def test_each_door_takes_tensors(tensor):
     batch = rows()
     tensors = {name: tensor(array, requires_grad=True) for name, array in batch.items()}
+    assert all(type(array) is np.ndarray for array in next(as_feed([tensors])).values())
     plan = zerojax.make_plan(line, None, example_batch=tensors, loss=squared)
     assert plan.abstract_batch["x"].shape == (16, 8)
     placed = zerojax.shard_batch(plan, tensors)

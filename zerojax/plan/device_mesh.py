@@ -94,8 +94,9 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
         named = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         needed, or_more = fixed * abs(sizes[DATA]), " or a multiple" * (sizes[DATA] == -1)
         raise ValueError(
-            f"mesh {named} needs {needed} devices{or_more}, found {num_devices}; use as many "
-            f"devices, or sizes whose product divides {num_devices}"
+            f"mesh {named} needs {needed} devices{or_more}, found {num_devices} "
+            f"device{'s' * (num_devices > 1)}; use as many, or sizes whose product divides "
+            f"{num_devices}"
         )
     if sizes[DATA] == -1:
         if num_devices % fixed:
